@@ -1,0 +1,39 @@
+"""gradiometer: the instrument panel of a PyTorch training step.
+
+Every gradient, weight and update, at every step, inside the compiled graph: norms that do not
+overflow, NaN and Inf by parameter name, vanishing and exploding layers, in one read of memory and
+without waiting for the device.
+"""
+
+from gradiometer.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
+from gradiometer.report import Pending, Report, TensorReport
+from gradiometer.schema import (
+    COLUMNS,
+    DEFAULT_DEAD_THRESHOLD,
+    DEFAULT_EXPLODING_THRESHOLD,
+    DEFAULT_VANISHING_THRESHOLD,
+    Flag,
+    Thresholds,
+)
+from gradiometer.stats import TensorStats
+
+__all__ = [
+    "COLUMNS",
+    "DEFAULT_DEAD_THRESHOLD",
+    "DEFAULT_EXPLODING_THRESHOLD",
+    "DEFAULT_VANISHING_THRESHOLD",
+    "Flag",
+    "Pending",
+    "Report",
+    "TensorReport",
+    "TensorStats",
+    "Thresholds",
+    "__version__",
+    "collect",
+    "collect_grads",
+    "collect_weights",
+    "grad_norm",
+    "total_norm",
+]
+
+__version__ = "0.1.0"

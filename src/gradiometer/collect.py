@@ -1,0 +1,217 @@
+"""Collection: gradients, weights or any named tensors -> TensorStats, in one read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from gradiometer import derived, ops
+from gradiometer.inputs import Named, check, named_parameters, named_tensors
+from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
+from gradiometer.stats import TensorStats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import nn
+
+    Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+    Tensors = Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+
+__all__ = ["collect", "collect_grads", "collect_weights", "grad_norm", "total_norm"]
+
+
+def collect_grads(
+    model: Parameters,
+    *,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: Tensor | float | None = None,
+) -> TensorStats:
+    """Measure every gradient of a model in one read, on its device, without waiting for it.
+
+    Works the same inside and outside ``torch.compile``: no graph break, no host sync.
+
+    Args:
+        model: a module, or parameters as a mapping, an iterable, or (name, parameter) pairs.
+            Parameters without a gradient are left out; tied ones count once.
+        thresholds: where flags begin.
+        inv_scale: ``1 / scale`` of a GradScaler, one element: the statistics are those of the
+            unscaled gradients, which stay as they are. Positive and finite.
+
+    Returns:
+        TensorStats with a row per gradient, named like its parameter; T = 0 rows with no gradient.
+
+    Raises:
+        TypeError: for a gradient that cannot be measured; the message names it.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> stats = gm.collect_grads(model)
+    >>> stats.names, stats.norm
+    (('weight', 'bias'), tensor([5., 1.], dtype=torch.float64))
+    """
+    parameters = named_parameters(model, "collect_grads")
+    grads = [(name, p.grad) for name, p in parameters if p.grad is not None]
+    home = parameters[0][1].device if parameters else None
+    return _collect(grads, thresholds, inv_scale, "collect_grads", home)
+
+
+def collect_weights(model: Parameters, *, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> TensorStats:
+    """Measure every parameter of a model in one read, on its device, without waiting for it.
+
+    Args:
+        model: as for `collect_grads`.
+        thresholds: where flags begin.
+
+    Returns:
+        TensorStats with a row per parameter; tied parameters count once.
+
+    Raises:
+        TypeError: for a parameter that cannot be measured; the message names it.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.collect_weights(torch.nn.Linear(2, 1)).names
+    ('weight', 'bias')
+    """
+    return _collect(named_parameters(model, "collect_weights"), thresholds, None, "collect_weights")
+
+
+def collect(
+    tensors: Tensors,
+    *,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: Tensor | float | None = None,
+) -> TensorStats:
+    """Measure any tensors in one read, on their device, without waiting for it.
+
+    Tensors may differ in dtype, strides and device. Complex ones are measured as their real view
+    (two elements each), sparse COO ones with all their zeros. With several devices the result is
+    on the first that is not the CPU.
+
+    Args:
+        tensors: a mapping name -> tensor, (name, tensor) pairs, or tensors, named by position.
+        thresholds: where flags begin.
+        inv_scale: one element; the statistics are those of ``inv_scale * x``. Positive and finite.
+
+    Returns:
+        TensorStats with a row per tensor.
+
+    Raises:
+        TypeError: for a tensor that cannot be measured; the message names it.
+        ValueError: for a name that stands twice.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.collect({"a": torch.tensor([1e20]), "b": torch.zeros(3)}).norm
+    tensor([1.0000e+20, 0.0000e+00], dtype=torch.float64)
+    """
+    return _collect(named_tensors(tensors, "collect"), thresholds, inv_scale, "collect")
+
+
+def grad_norm(model: Parameters, *, empty: float | None | Literal["raise"] = 0.0) -> float | None:
+    """Return the L2 norm of all gradients of a model, computed in fp64, after one transfer.
+
+    Args:
+        model: as for `collect_grads`.
+        empty: what to return when there is no gradient; ``"raise"`` for a ValueError.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.grad_norm(torch.nn.Linear(2, 1))
+    0.0
+    """
+    stats = collect_grads(model)
+    if stats.measured:
+        return float(stats.total_norm)
+    if empty == "raise":
+        msg = "grad_norm: no parameter has a gradient; call it after backward() and before zero_grad()"
+        raise ValueError(msg)
+    return empty
+
+
+def total_norm(tensors: Tensors) -> Tensor:
+    """Return the L2 norm of all tensors together as a 0-d float64 tensor on their device; 0 with none.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    tensor(5., dtype=torch.float64)
+    """
+    return _collect(named_tensors(tensors, "total_norm"), DEFAULT_THRESHOLDS, None, "total_norm").total_norm
+
+
+def _collect(
+    named: Named,
+    thresholds: Thresholds,
+    inv_scale: Tensor | float | None,
+    what: str,
+    home: torch.device | None = None,
+) -> TensorStats:
+    check(named, what)
+    scale = _as_scale(inv_scale, what)
+    names = tuple([name for name, _ in named])
+    if not named:
+        columns = torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device=home)
+        return TensorStats(names, columns, columns.new_empty((0,), dtype=torch.int32), thresholds)
+    tensors = [tensor for _, tensor in named]
+    sparse = any([tensor.layout == torch.sparse_coo for tensor in tensors])
+    dense = [_values(tensor) for tensor in tensors] if sparse else tensors
+    columns, flags = _measure(dense, thresholds, scale)
+    if sparse:
+        columns = _add_implicit_zeros(columns, tensors, dense)
+        flags = derived.compute_flags(columns, thresholds)
+    return TensorStats(names, columns, flags, thresholds)
+
+
+def _measure(tensors: list[Tensor], thresholds: Thresholds, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Measure tensors of one or several devices, one call a device."""
+    members: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        members.setdefault(tensor.device, []).append(i)
+    if len(members) == 1:
+        return ops.tensor_stats(tensors, thresholds, _on(scale, tensors[0].device))
+
+    # a copy to the CPU would have to wait for the device, so the CPU's rows travel
+    home = next((device for device in members if device.type != "cpu"), tensors[0].device)
+    columns: list[Tensor | None] = [None] * len(tensors)
+    flags: list[Tensor | None] = [None] * len(tensors)
+    for device, indices in members.items():
+        part = ops.tensor_stats([tensors[i] for i in indices], thresholds, _on(scale, device))
+        rows, bits = (x.to(home, non_blocking=True).unbind() for x in part)
+        for i, row, bit in zip(indices, rows, bits, strict=True):
+            columns[i], flags[i] = row, bit
+    return torch.stack(columns), torch.stack(flags)  # type: ignore[arg-type] # each is set: devices share no tensor
+
+
+def _as_scale(inv_scale: Tensor | float | None, what: str) -> Tensor | None:
+    if inv_scale is None:
+        return None
+    if not isinstance(inv_scale, Tensor):
+        return torch.full((), inv_scale, dtype=torch.float64, device="cpu")
+    if inv_scale.numel() != 1 or not inv_scale.is_floating_point():
+        msg = (
+            f"{what}: inv_scale must be one floating-point element, such as 1 / scaler.get_scale(); "
+            f"got shape {tuple(inv_scale.shape)} and dtype {inv_scale.dtype}"
+        )
+        raise ValueError(msg)
+    return inv_scale.detach()
+
+
+def _on(scale: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if scale is None else scale.to(device, non_blocking=True)
+
+
+def _values(tensor: Tensor) -> Tensor:
+    # duplicate coordinates of a sparse tensor are added up first: its norm is that of the sums
+    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor
+
+
+def _add_implicit_zeros(columns: Tensor, tensors: list[Tensor], dense: list[Tensor]) -> Tensor:
+    """Count what a sparse tensor does not store as the zeros they are."""
+    columns = columns.clone()
+    for i, (tensor, values) in enumerate(zip(tensors, dense, strict=True)):
+        missing = (tensor.numel() - values.numel()) * (2 if tensor.is_complex() else 1)
+        if missing:
+            columns[i, COLUMN_INDEX["numel"]] += missing
+            columns[i, COLUMN_INDEX["n_zero"]] += missing
+    return columns

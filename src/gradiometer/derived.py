@@ -1,0 +1,134 @@
+"""Everything computed from raw columns, once: derived values, merged rows, flags.
+
+Each function takes ``columns``: ``(..., C) float64`` on any device and never moves it to the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from gradiometer.schema import COLUMN_INDEX, COLUMNS, NUM_COLUMNS, NUM_SUM_COLUMNS, Flag, Thresholds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["DERIVED", "compute_flags", "merge", "merge_rows", "rescale", "value"]
+
+
+def value(columns: Tensor, name: str) -> Tensor:
+    """Return a raw column or derived value by name. ``(..., C) -> (...) float64``."""
+    if name in COLUMN_INDEX:
+        return columns[..., COLUMN_INDEX[name]]
+    return DERIVED[name](columns)
+
+
+def _n_inf(columns: Tensor) -> Tensor:
+    return value(columns, "n_posinf") + value(columns, "n_neginf")
+
+
+def _n_nonfinite(columns: Tensor) -> Tensor:
+    return value(columns, "n_nan") + _n_inf(columns)
+
+
+def _finite_norm(columns: Tensor) -> Tensor:
+    return value(columns, "sumsq").sqrt()
+
+
+def _norm(columns: Tensor) -> Tensor:
+    # adding 0 * inf makes NaN, adding inf makes inf: what a norm over all elements would be
+    inf = torch.where(_n_inf(columns) > 0, torch.inf, 0.0)
+    nan = torch.where(value(columns, "n_nan") > 0, torch.nan, 0.0)
+    return _finite_norm(columns) + inf + nan
+
+
+def _over(numerator: Tensor, denominator: Tensor) -> Tensor:
+    # 0 where there is nothing to divide by
+    return numerator / denominator.clamp(min=1.0)
+
+
+def _n_finite(columns: Tensor) -> Tensor:
+    return value(columns, "numel") - _n_nonfinite(columns)
+
+
+def _mean(columns: Tensor) -> Tensor:
+    return _over(value(columns, "sum"), _n_finite(columns))
+
+
+def _rms(columns: Tensor) -> Tensor:
+    return _over(value(columns, "sumsq"), _n_finite(columns)).sqrt()
+
+
+def _std(columns: Tensor) -> Tensor:
+    mean = _mean(columns)
+    return (_over(value(columns, "sumsq"), _n_finite(columns)) - mean * mean).clamp(min=0.0).sqrt()
+
+
+def _zero_fraction(columns: Tensor) -> Tensor:
+    return _over(value(columns, "n_zero"), value(columns, "numel"))
+
+
+DERIVED: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "n_inf": _n_inf,
+    "n_nonfinite": _n_nonfinite,
+    "finite_norm": _finite_norm,
+    "norm": _norm,
+    "rms": _rms,
+    "mean": _mean,
+    "std": _std,
+    "zero_fraction": _zero_fraction,
+}
+
+
+def merge(a: Tensor, b: Tensor) -> Tensor:
+    """Merge two matrices of raw columns, element by element. ``(..., C), (..., C) -> (..., C)``."""
+    return torch.cat(
+        [
+            a[..., :NUM_SUM_COLUMNS] + b[..., :NUM_SUM_COLUMNS],
+            torch.maximum(a[..., NUM_SUM_COLUMNS:], b[..., NUM_SUM_COLUMNS:]),
+        ],
+        dim=-1,
+    )
+
+
+def merge_rows(columns: Tensor) -> Tensor:
+    """Merge all rows into one. ``(T, C) -> (C,)``; the identity, zeros, for T = 0."""
+    if columns.shape[0] == 0:
+        return columns.new_zeros(NUM_COLUMNS)
+    return torch.cat(
+        [columns[:, :NUM_SUM_COLUMNS].sum(dim=0), columns[:, NUM_SUM_COLUMNS:].amax(dim=0)], dim=-1
+    )
+
+
+def rescale(columns: Tensor, scale: Tensor) -> Tensor:
+    """Return the columns that ``scale * x`` would have. ``scale``: 0-d float64, finite."""
+    one = torch.ones_like(scale)
+    # s*s goes one factor at a time: the square alone may leave the range of float64
+    first = {"1": one, "s": scale, "|s|": scale.abs(), "s*s": scale}
+    second = {"1": one, "s": one, "|s|": one, "s*s": scale}
+    for factors in (first, second):
+        columns = columns * torch.stack([factors[column.scaling] for column in COLUMNS])
+    return columns
+
+
+def compute_flags(columns: Tensor, thresholds: Thresholds) -> Tensor:
+    """Return the flags of each row. ``(..., C) float64 -> (...) int32``, bits of `Flag`.
+
+    The same comparisons as in the finalize kernel; used where rows come from a merge.
+    """
+    finite = _n_nonfinite(columns) == 0
+    norm = _finite_norm(columns)
+    # not (norm <= limit): a NaN norm explodes
+    found = (
+        (Flag.NAN, value(columns, "n_nan") > 0),
+        (Flag.INF, _n_inf(columns) > 0),
+        (Flag.VANISHING, finite & (norm < thresholds.vanishing)),
+        (Flag.EXPLODING, ~(finite & (norm <= thresholds.exploding))),
+        (Flag.DEAD, _zero_fraction(columns) >= thresholds.dead),
+    )
+    flags = torch.zeros(columns.shape[:-1], dtype=torch.int32, device=columns.device)
+    for flag, where in found:
+        flags = flags + where.to(torch.int32) * int(flag)
+    return flags * (value(columns, "numel") > 0).to(torch.int32)

@@ -1,0 +1,138 @@
+"""What a user passes -> named tensors; and what cannot be measured is refused, by name, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Named", "check", "named_parameters", "named_tensors"]
+
+Named = list[tuple[str, Tensor]]
+
+# put into names by torch.compile, FSDP and activation checkpointing; they are no part of the model
+_WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+_DTYPES: Final = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+        torch.complex128,
+        torch.complex64,
+        torch.complex32,
+    }
+)
+_LAYOUTS: Final = frozenset({torch.strided, torch.sparse_coo})
+
+
+def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what: str) -> Named:
+    """Return (name, parameter) pairs of a module or of what `named_tensors` takes; tied parameters once."""
+    if isinstance(source, nn.Module):
+        return [(_clean(name, what), parameter) for name, parameter in source.named_parameters()]
+    named = named_tensors(source, what)
+    for name, parameter in named:
+        if not isinstance(parameter, Tensor):
+            msg = f"{what}: {name!r} {_refusal(parameter)}"
+            raise TypeError(msg)
+    seen: set[Tensor] = set()
+    return [pair for pair in named if not (pair[1] in seen or seen.add(pair[1]))]  # type: ignore[func-returns-value]
+
+
+def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named:
+    """Return (name, tensor) pairs of a mapping, of tensors, or of pairs.
+
+    Tensors without names are named by their position. Wrappers' parts of names are left out.
+    """
+    if isinstance(source, nn.Module):
+        msg = f"{what}: got a module; collect_grads(model) or collect_weights(model) says what to measure of it"
+        raise TypeError(msg)
+    if isinstance(source, Mapping):
+        pairs: list[tuple[Any, Any]] = list(source.items())
+    elif isinstance(source, Tensor):
+        msg = f"{what}: expected a module, a mapping or an iterable of tensors, got one tensor; pass {{'name': tensor}}"
+        raise TypeError(msg)
+    elif isinstance(source, Iterable):
+        pairs = [
+            item if isinstance(item, tuple) and len(item) == 2 else (str(i), item)
+            for i, item in enumerate(source)
+        ]
+    else:
+        msg = f"{what}: expected a module, a mapping or an iterable of tensors, got {type(source).__name__}"
+        raise TypeError(msg)
+    return [(_clean(name, what), tensor) for name, tensor in pairs]
+
+
+def _clean(name: object, what: str) -> str:
+    if not isinstance(name, str):
+        msg = f"{what}: a name must be a string, got {name!r}"
+        raise TypeError(msg)
+    for wrapper in _WRAPPERS:
+        if wrapper in name:
+            name = name.replace(wrapper, "")
+    return name
+
+
+def check(named: Named, what: str) -> None:
+    """Refuse what cannot be measured.
+
+    Raises:
+        TypeError: for what is no tensor, or a tensor of a kind that has no such statistics.
+        ValueError: for a name that stands twice.
+    """
+    tensors = [tensor for _, tensor in named]
+    # sets first: in the steady state no tensor is looked at twice
+    fine = (
+        all([isinstance(tensor, Tensor) for tensor in tensors])
+        and {tensor.dtype for tensor in tensors} <= _DTYPES
+        and {tensor.layout for tensor in tensors} <= _LAYOUTS
+        and not any([tensor.is_nested for tensor in tensors])
+        and all([_has_float64(device) for device in {tensor.device for tensor in tensors}])
+        and not any([type(tensor).__name__ == "DTensor" for tensor in tensors])
+    )
+    if not fine:
+        for name, tensor in named:
+            reason = _refusal(tensor)
+            if reason is not None:
+                msg = f"{what}: {name!r} {reason}"
+                raise TypeError(msg)
+    if len({name for name, _ in named}) != len(named):
+        names = [name for name, _ in named]
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        msg = f"{what}: the name {twice!r} stands for two tensors; give each its own"
+        raise ValueError(msg)
+
+
+def _has_float64(device: torch.device) -> bool:
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type not in {"mps", "meta"}
+
+
+def _refusal(tensor: object) -> str | None:
+    """Say why this cannot be measured and what to do, or None."""
+    if not isinstance(tensor, Tensor):
+        return f"is no tensor but {type(tensor).__name__}; leave it out or convert it with torch.as_tensor"
+    if type(tensor).__name__ == "DTensor":
+        return "is a DTensor; pass its shard, tensor.to_local()"
+    if tensor.is_nested:
+        return "is a nested tensor; pass its values, tensor.values()"
+    if tensor.layout not in _LAYOUTS:
+        return f"has layout {tensor.layout}; pass its values, tensor.values(), or convert it to a COO tensor"
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype}); pass tensor.dequantize()"
+    if tensor.dtype not in _DTYPES:
+        return f"has dtype {tensor.dtype}; only floating-point and complex tensors have norms: convert it first"
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no values; materialize the model first"
+    if not _has_float64(tensor.device):
+        return f"is on {tensor.device}, which has no float64; move it to the CPU first, tensor.cpu()"
+    return None

@@ -1,0 +1,141 @@
+"""Partials of all chunks -> columns and flags of every tensor, in one small launch.
+
+One program a tensor adds its chunks' partials in a fixed order, so that the row depends on nothing
+else in the call. Thresholds are run-time fp64 scalars.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gradiometer.kernels.tuning import FINALIZE_TILE, FINALIZE_WARPS
+from gradiometer.schema import NUM_COLUMNS, Flag, Thresholds
+
+__all__ = ["finalize"]
+
+_NAN = tl.constexpr(int(Flag.NAN))
+_INF = tl.constexpr(int(Flag.INF))
+_VANISHING = tl.constexpr(int(Flag.VANISHING))
+_EXPLODING = tl.constexpr(int(Flag.EXPLODING))
+_DEAD = tl.constexpr(int(Flag.DEAD))
+
+
+@triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
+def _finalize_kernel(
+    table_ptr,  # (3 * T + 2 * N,) int64, see pack.Layout
+    partials_ptr,  # (7, N) float64
+    columns_ptr,  # (T, C) float64
+    flags_ptr,  # (T,) int32
+    inv_scale_ptr,  # one element of a float dtype; unused without HAS_INV_SCALE
+    num_tensors: tl.int32,
+    num_chunks: tl.int32,
+    vanishing: tl.float64,
+    exploding: tl.float64,
+    dead: tl.float64,
+    HAS_INV_SCALE: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    numel = tl.load(table_ptr + row)
+    first = tl.load(table_ptr + num_tensors + row)
+    count = tl.load(table_ptr + 2 * num_tensors + row).to(tl.int32)
+    stride = num_chunks.to(tl.int64)
+
+    sumsq = tl.zeros((TILE,), tl.float64)
+    total = tl.zeros((TILE,), tl.float64)
+    zeros = tl.zeros((TILE,), tl.float64)
+    nan = tl.zeros((TILE,), tl.float64)
+    posinf = tl.zeros((TILE,), tl.float64)
+    neginf = tl.zeros((TILE,), tl.float64)
+    top = tl.zeros((TILE,), tl.float64)
+    for i in range(0, count, TILE):
+        offs = i + tl.arange(0, TILE)
+        mask = offs < count
+        part = partials_ptr + first + offs
+        sumsq += tl.load(part, mask=mask, other=0.0)
+        total += tl.load(part + stride, mask=mask, other=0.0)
+        zeros += tl.load(part + 2 * stride, mask=mask, other=0.0)
+        nan += tl.load(part + 3 * stride, mask=mask, other=0.0)
+        posinf += tl.load(part + 4 * stride, mask=mask, other=0.0)
+        neginf += tl.load(part + 5 * stride, mask=mask, other=0.0)
+        top = tl.maximum(top, tl.load(part + 6 * stride, mask=mask, other=0.0))
+    row_numel = numel.to(tl.float64)
+    row_sumsq = tl.sum(sumsq)
+    row_total = tl.sum(total)
+    row_zeros = tl.sum(zeros)
+    row_nan = tl.sum(nan)
+    row_posinf = tl.sum(posinf)
+    row_neginf = tl.sum(neginf)
+    row_top = tl.max(top)
+
+    if HAS_INV_SCALE:
+        scale = tl.load(inv_scale_ptr).to(tl.float64)
+        row_sumsq = row_sumsq * scale * scale
+        row_total *= scale
+        row_top *= tl.abs(scale)
+
+    # the order of schema.COLUMNS
+    out = columns_ptr + row * NUM_COLUMNS
+    tl.store(out, row_numel)
+    tl.store(out + 1, row_sumsq)
+    tl.store(out + 2, row_total)
+    tl.store(out + 3, row_zeros)
+    tl.store(out + 4, row_nan)
+    tl.store(out + 5, row_posinf)
+    tl.store(out + 6, row_neginf)
+    tl.store(out + 7, row_top)
+
+    # the comparisons of derived.compute_flags
+    norm = tl.sqrt(row_sumsq)
+    has_nan = row_nan > 0
+    has_inf = row_posinf + row_neginf > 0
+    finite = (has_nan | has_inf) == 0
+    exploding_norm = (finite & (norm <= exploding)) == 0
+    dead_share = row_zeros / tl.maximum(row_numel, 1.0) >= dead
+    flags = has_nan.to(tl.int32) * _NAN
+    flags += has_inf.to(tl.int32) * _INF
+    flags += (finite & (norm < vanishing)).to(tl.int32) * _VANISHING
+    flags += exploding_norm.to(tl.int32) * _EXPLODING
+    flags += dead_share.to(tl.int32) * _DEAD
+    tl.store(flags_ptr + row, flags * (numel > 0).to(tl.int32))
+
+
+def finalize(
+    table: torch.Tensor,
+    partials: torch.Tensor,
+    num_tensors: int,
+    thresholds: Thresholds,
+    inv_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge all chunks' partials into a row for each tensor.
+
+    Args:
+        table: int64, a `gradiometer.pack.Layout`'s table.
+        partials: ``(7, N) float64``.
+        num_tensors: T.
+        thresholds: where flags begin.
+        inv_scale: one element on the same device; the rows are those of ``inv_scale * x``.
+
+    Returns:
+        columns ``(T, C) float64`` and flags ``(T,) int32``.
+    """
+    columns = torch.empty((num_tensors, NUM_COLUMNS), dtype=torch.float64, device=partials.device)
+    flags = torch.empty((num_tensors,), dtype=torch.int32, device=partials.device)
+    _finalize_kernel[(num_tensors,)](
+        table,
+        partials,
+        columns,
+        flags,
+        partials if inv_scale is None else inv_scale,
+        num_tensors,
+        partials.shape[1],
+        thresholds.vanishing,
+        thresholds.exploding,
+        thresholds.dead,
+        HAS_INV_SCALE=inv_scale is not None,
+        NUM_COLUMNS=NUM_COLUMNS,
+        TILE=FINALIZE_TILE,
+        num_warps=FINALIZE_WARPS,
+    )
+    return columns, flags

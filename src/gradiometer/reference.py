@@ -1,0 +1,189 @@
+"""Statistics in eager PyTorch: the CPU implementation, one streaming pass in small extra memory.
+
+Large tensors go through one fp64 buffer piece by piece; small ones are stacked, many to a batch,
+so that they do not each pay for a dozen operator calls. Both are optimistic: zeros, NaN and Inf
+are counted only where the extremes of the piece say that there are some.
+
+How a tensor is cut depends on its own size, shape and strides alone, and every sum runs along
+rows of a fixed length, each summed by one thread. So its statistics have the same bits whichever
+tensors share the call, and whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradiometer.derived import compute_flags, rescale
+from gradiometer.views import as_flat, as_real
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gradiometer.schema import Thresholds
+
+__all__ = ["tensor_stats"]
+
+# elements of the fp64 buffer: 2 MiB
+BUFFER: Final = 2**18
+# elements of a row: short enough for one order of summation, long enough to vectorize
+ROW: Final = 2**12
+# a small tensor fills one zero-padded row of the next width; the widest is a ROW
+WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, ROW)
+
+
+class _Row(NamedTuple):
+    """One tensor's or piece's raw columns, in the order of `gradiometer.schema.COLUMNS`."""
+
+    numel: int
+    sumsq: float
+    sum: float
+    n_zero: int
+    n_nan: int
+    n_posinf: int
+    n_neginf: int
+    abs_max: float
+
+
+def tensor_stats(
+    tensors: Sequence[Tensor], thresholds: Thresholds, inv_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Measure tensors of one device. Returns columns ``(T, C) float64`` and flags ``(T,) int32``.
+
+    ``inv_scale``: one element; the statistics are those of ``inv_scale * x``.
+    """
+    device = tensors[0].device
+    columns = torch.zeros(len(tensors), len(_Row._fields), dtype=torch.float64, device=device)
+    small: dict[tuple[torch.dtype, int], list[tuple[int, Tensor]]] = {}
+    large: list[tuple[int, Tensor]] = []
+    for index, tensor in enumerate(tensors):
+        x = as_real(tensor)
+        numel = x.numel()
+        if numel > WIDTHS[-1]:
+            large.append((index, x))
+        elif numel > 0:
+            width = WIDTHS[bisect_left(WIDTHS, numel)]
+            small.setdefault((x.dtype, width), []).append((index, x))
+
+    buffer = torch.empty(_buffer_size(large, small), dtype=torch.float64, device=device)
+    rows = [(index, _merge([_measure(piece, buffer) for piece in _pieces(x)])) for index, x in large]
+    for (_, width), group in small.items():
+        step = buffer.numel() // 2 // width
+        for start in range(0, len(group), step):
+            batch = group[start : start + step]
+            values, nonfinite = _measure_batch([x for _, x in batch], width, buffer)
+            columns.index_copy_(0, _index([index for index, _ in batch], device), values)
+            rows += [(batch[i][0], _measure(batch[i][1], buffer)) for i in nonfinite]
+    if rows:
+        values = torch.tensor([row for _, row in rows], dtype=torch.float64, device=device)
+        columns.index_copy_(0, _index([index for index, _ in rows], device), values)
+    if inv_scale is not None:
+        columns = rescale(columns, inv_scale.reshape(()).to(columns))
+    return columns, compute_flags(columns, thresholds)
+
+
+def _index(indices: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(indices, dtype=torch.int64, device=device)
+
+
+def _buffer_size(
+    large: list[tuple[int, Tensor]], small: dict[tuple[torch.dtype, int], list[tuple[int, Tensor]]]
+) -> int:
+    # a model of a few small tensors should not touch 2 MiB
+    wanted = [-(-x.numel() // ROW) * ROW for _, x in large]
+    wanted += [2 * width * len(group) for (_, width), group in small.items()]
+    return min(BUFFER, max([2 * ROW, *wanted]))
+
+
+def _pieces(x: Tensor) -> Iterator[Tensor]:
+    """Cut a tensor into views of at most `BUFFER` elements, whatever its strides."""
+    flat = as_flat(x)
+    if flat is not None:
+        yield from flat.split(BUFFER)
+    elif x.numel() <= BUFFER:
+        yield x
+    else:
+        dim = next(dim for dim, size in enumerate(x.shape) if size > 1)
+        step = max(1, BUFFER // (x.numel() // x.shape[dim]))
+        for part in x.split(step, dim):
+            yield from _pieces(part)
+
+
+def _measure(piece: Tensor, buffer: Tensor) -> _Row:
+    numel = piece.numel()
+    flat = buffer[:numel]
+    rows = buffer[: -(-numel // ROW) * ROW].view(-1, ROW)
+    buffer[numel : rows.numel()].zero_()
+
+    flat.view(piece.shape).copy_(piece)
+    total, smallest, largest = _sum_and_extremes(flat, rows)
+    n_nan = n_posinf = n_neginf = 0
+    if not largest < math.inf:
+        flat.view(piece.shape).copy_(piece)
+        n_nan = int(flat.isnan().sum())
+        n_posinf = int((flat == math.inf).sum())
+        n_neginf = int((flat == -math.inf).sum())
+        flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        total, smallest, largest = _sum_and_extremes(flat, rows)
+    # what was replaced by 0 above is no zero
+    n_zero = numel - int(flat.count_nonzero()) - n_nan - n_posinf - n_neginf if smallest == 0 else 0
+    sumsq = rows.mul_(rows).sum(dim=1).sum().item()
+    return _Row(numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, largest)
+
+
+def _sum_and_extremes(flat: Tensor, rows: Tensor) -> tuple[float, float, float]:
+    """Return the sum, min |x| and max |x|; leaves |x| in the buffer."""
+    total = rows.sum(dim=1).sum().item()
+    smallest, largest = torch.aminmax(flat.abs_())
+    return total, smallest.item(), largest.item()
+
+
+def _measure_batch(batch: list[Tensor], width: int, buffer: Tensor) -> tuple[Tensor, list[int]]:
+    """Measure small tensors, one to a row. Returns raw columns, and the rows with NaN or Inf in them."""
+    sizes = [x.numel() for x in batch]
+    zeros = batch[0].new_zeros(width)
+    padding = {size: zeros[size:] for size in set(sizes)}
+    parts = []
+    for x, size in zip(batch, sizes, strict=True):
+        parts += (x if x.dim() == 1 else x.reshape(-1), padding[size])
+    half = buffer.numel() // 2
+    shape = (len(batch), width)
+    x = buffer[: len(batch) * width].view(shape)
+    squares = buffer[half : half + len(batch) * width].view(shape)
+
+    x.copy_(torch.cat(parts).view(shape))
+    sumsq = torch.mul(x, x, out=squares).sum(dim=1)
+    total = x.sum(dim=1)
+    largest = x.abs_().amax(dim=1)
+    numel = torch.tensor(sizes, dtype=torch.float64, device=x.device)
+    n_zero = numel - x.sgn_().sum(dim=1)
+    none = torch.zeros_like(numel)
+    values = torch.stack([numel, sumsq, total, n_zero, none, none, none, largest], dim=1)
+    nonfinite = (~(largest < math.inf)).nonzero().view(-1).tolist() if not largest.sum() < math.inf else []
+    return values, nonfinite
+
+
+def _merge(pieces: list[_Row]) -> _Row:
+    numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, abs_max = zip(*pieces, strict=True)
+    return _Row(
+        sum(numel),
+        _fsum(sumsq),
+        _fsum(total),
+        sum(n_zero),
+        sum(n_nan),
+        sum(n_posinf),
+        sum(n_neginf),
+        max(abs_max),
+    )
+
+
+def _fsum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        # float64 inputs beyond 1e154: what a plain sum says, inf or NaN
+        return sum(values)

@@ -1,0 +1,108 @@
+"""A report as a text table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradiometer.report import Report, TensorReport
+
+__all__ = ["headline", "render"]
+
+_HEADER: Final = ("name", "elements", "norm", "rms", "abs max", "zero %", "NaN", "±Inf", "flags")
+_LONGEST_NAME: Final = 44
+
+
+def headline(report: Report) -> str:
+    """Return what matters most in one line."""
+    if not report.measured:
+        return "nothing measured: no tensors"
+    found = [f"{len(names)} {what}" for what, names in _findings(report).items() if names]
+    return (
+        f"{len(report)} {'tensor' if len(report) == 1 else 'tensors'}, {_count(report.total.numel)} elements, "
+        f"total norm {_number(report.total_norm)}, health {report.health:.2f}, "
+        + (", ".join(found) if found else "no flags")
+    )
+
+
+def render(report: Report, max_rows: int | None) -> str:
+    """Return the headline and a row per tensor, worst first, at most ``max_rows`` of them, and a total."""
+    if not report.measured:
+        return headline(report)
+    rows = report.worst_first()
+    shown = rows if max_rows is None else rows[: max(0, max_rows)]
+    rest = rows[len(shown) :]
+    flagged = sum(bool(row.flags) for row in rows)
+    # the flags of the merged row would hold a whole model against one tensor's thresholds
+    total = (*_cells(report.total)[:-1], f"{flagged} flagged" if flagged else "")
+    cells = [_HEADER, *(_cells(row) for row in shown), total]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADER))]
+    lines = [_line(row, widths) for row in cells]
+    rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
+    body = [*lines[1:-1], _rest(rest)] if rest else lines[1:-1]
+    return "\n".join([headline(report), rule, lines[0], rule, *body, rule, lines[-1]])
+
+
+def _findings(report: Report) -> dict[str, list[str]]:
+    return {
+        "with NaN": report.nan,
+        "with Inf": report.inf,
+        "exploding": report.exploding,
+        "dead": report.dead,
+        "vanishing": report.vanishing,
+    }
+
+
+def _cells(row: TensorReport) -> tuple[str, ...]:
+    return (
+        _shorten(row.name),
+        _count(row.numel),
+        _number(row.norm),
+        _number(row.rms),
+        _number(row.abs_max),
+        _percent(row.zero_fraction),
+        _count(row.n_nan) if row.n_nan else "-",
+        _count(row.n_inf) if row.n_inf else "-",
+        " ".join(str(flag.name) for flag in row.flags),
+    )
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, last = cells[0].ljust(widths[0]), cells[-1]
+    middle = [cell.rjust(width) for cell, width in zip(cells[1:-1], widths[1:-1], strict=True)]
+    return "  ".join([first, *middle, last]).rstrip()
+
+
+def _rest(rows: Sequence[TensorReport]) -> str:
+    norms = [row.finite_norm for row in rows]
+    flagged = sum(bool(row.flags) for row in rows)
+    note = f"{flagged} of them flagged" if flagged else "no flags"
+    return f"… {len(rows)} more, norm {_number(min(norms))} to {_number(max(norms))}, {note}"
+
+
+def _shorten(name: str) -> str:
+    # the end of a name tells more than its beginning
+    if len(name) <= _LONGEST_NAME:
+        return name
+    head = _LONGEST_NAME // 3
+    return f"{name[:head]}…{name[head + 1 - _LONGEST_NAME :]}"
+
+
+def _number(x: float) -> str:
+    return "0" if x == 0 else f"{x:.3e}"
+
+
+def _count(n: int) -> str:
+    for least, size, unit in ((10**9, 10**9, "B"), (10**6, 10**6, "M"), (10**5, 10**3, "k")):
+        if n >= least:
+            return f"{n / size:.1f}{unit}"
+    return f"{n:,}"
+
+
+def _percent(fraction: float) -> str:
+    if fraction in (0.0, 1.0):
+        return f"{100 * fraction:.0f}"
+    # nothing but an exact 0 or 100 is shown as one
+    return "<0.1" if fraction < 0.001 else f"{min(100 * fraction, 99.9):.1f}"
