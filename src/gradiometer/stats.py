@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from gradiometer import derived
 from gradiometer.report import Pending, Report
-from gradiometer.schema import DEFAULT_THRESHOLDS, NUM_SUM_COLUMNS, Thresholds
+from gradiometer.schema import Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,7 +52,7 @@ class TensorStats:
     names: tuple[str, ...]
     columns: Tensor
     flags: Tensor
-    thresholds: Thresholds = DEFAULT_THRESHOLDS
+    thresholds: Thresholds
 
     # raw columns
 

@@ -137,5 +137,6 @@ def finalize(
         NUM_COLUMNS=NUM_COLUMNS,
         TILE=FINALIZE_TILE,
         num_warps=FINALIZE_WARPS,
+        enable_fp_fusion=False,
     )
     return columns, flags

@@ -161,4 +161,5 @@ def moments(
         CHUNK=CHUNK,
         TILE=TILE[dtype.itemsize],
         num_warps=MOMENTS_WARPS,
+        enable_fp_fusion=False,
     )
