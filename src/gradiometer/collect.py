@@ -110,7 +110,7 @@ def collect(
     return _collect(named_tensors(tensors, "collect"), thresholds, inv_scale, "collect")
 
 
-def grad_norm(model: Parameters, *, empty: float | None | Literal["raise"] = 0.0) -> float | None:
+def grad_norm(model: Parameters, *, empty: float | Literal["raise"] | None = 0.0) -> float | None:
     """Return the L2 norm of all gradients of a model, computed in fp64, after one transfer.
 
     Args:

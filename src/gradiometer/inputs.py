@@ -53,12 +53,14 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
     Tensors without names are named by their position. Wrappers' parts of names are left out.
     """
     if isinstance(source, nn.Module):
-        msg = f"{what}: got a module; collect_grads(model) or collect_weights(model) says what to measure of it"
+        msg = (
+            f"{what}: got a module; collect_grads and collect_weights say what to measure"
+        )
         raise TypeError(msg)
     if isinstance(source, Mapping):
         pairs: list[tuple[Any, Any]] = list(source.items())
     elif isinstance(source, Tensor):
-        msg = f"{what}: expected a module, a mapping or an iterable of tensors, got one tensor; pass {{'name': tensor}}"
+        msg = f"{what}: expected several tensors, got one; pass {{'name': tensor}} or [tensor]"
         raise TypeError(msg)
     elif isinstance(source, Iterable):
         pairs = [
@@ -130,7 +132,7 @@ def _refusal(tensor: object) -> str | None:
     if tensor.is_quantized:
         return f"is quantized ({tensor.dtype}); pass tensor.dequantize()"
     if tensor.dtype not in _DTYPES:
-        return f"has dtype {tensor.dtype}; only floating-point and complex tensors have norms: convert it first"
+        return f"has dtype {tensor.dtype}; norms are of floating-point and complex tensors: convert it first"
     if tensor.device.type == "meta":
         return "is on the meta device and has no values; materialize the model first"
     if not _has_float64(tensor.device):

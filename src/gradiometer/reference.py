@@ -34,6 +34,9 @@ BUFFER: Final = 2**18
 ROW: Final = 2**12
 # a small tensor fills one zero-padded row of the next width; the widest is a ROW
 WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, ROW)
+# elements of a batch of such rows: below what torch spreads over threads, whose start would cost
+# more than it saves, and far more on a busy machine
+BATCH: Final = 2**15 - 1
 
 
 class _Row(NamedTuple):
@@ -72,7 +75,7 @@ def tensor_stats(
     buffer = torch.empty(_buffer_size(large, small), dtype=torch.float64, device=device)
     rows = [(index, _merge([_measure(piece, buffer) for piece in _pieces(x)])) for index, x in large]
     for (_, width), group in small.items():
-        step = buffer.numel() // 2 // width
+        step = BATCH // width
         for start in range(0, len(group), step):
             batch = group[start : start + step]
             values, nonfinite = _measure_batch([x for _, x in batch], width, buffer)
@@ -95,7 +98,7 @@ def _buffer_size(
 ) -> int:
     # a model of a few small tensors should not touch 2 MiB
     wanted = [-(-x.numel() // ROW) * ROW for _, x in large]
-    wanted += [2 * width * len(group) for (_, width), group in small.items()]
+    wanted += [2 * min(width * len(group), BATCH) for (_, width), group in small.items()]
     return min(BUFFER, max([2 * ROW, *wanted]))
 
 
@@ -147,7 +150,7 @@ def _measure_batch(batch: list[Tensor], width: int, buffer: Tensor) -> tuple[Ten
     sizes = [x.numel() for x in batch]
     zeros = batch[0].new_zeros(width)
     padding = {size: zeros[size:] for size in set(sizes)}
-    parts = []
+    parts: list[Tensor] = []
     for x, size in zip(batch, sizes, strict=True):
         parts += (x if x.dim() == 1 else x.reshape(-1), padding[size])
     half = buffer.numel() // 2

@@ -167,7 +167,10 @@ class Report:
         return min(1.0, max(0.0, 1.0 - loss))
 
     def worst_first(self) -> list[TensorReport]:
-        """Return the tensors by what is wrong: not finite, exploding, dead, vanishing (smallest first), the rest."""
+        """Return the tensors, worst first.
+
+        Not finite, exploding, dead, vanishing (the smallest first), then the rest, each by falling norm.
+        """
         ranks = (Flag.NAN | Flag.INF, Flag.EXPLODING, Flag.DEAD, Flag.VANISHING)
 
         def key(row: TensorReport) -> tuple[int, int, float]:
@@ -195,7 +198,7 @@ class Report:
             ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
         """
         try:
-            import pandas as pd  # noqa: PLC0415 optional, and slow to import
+            import pandas as pd  # optional, and slow to import
         except ImportError as error:
             msg = "Report.to_frame needs pandas: pip install 'gradiometer[frame]'"
             raise ImportError(msg) from error

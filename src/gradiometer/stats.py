@@ -13,10 +13,11 @@ from torch.utils import _pytree as pytree
 
 from gradiometer import derived
 from gradiometer.report import Pending, Report
-from gradiometer.schema import Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from gradiometer.schema import Thresholds
 
 __all__ = ["GroupRule", "TensorStats"]
 
@@ -155,7 +156,10 @@ class TensorStats:
 
     @property
     def found_inf(self) -> Tensor:
-        """1.0 if any element is NaN or infinite, else 0.0; 0-d float32, as GradScaler and fused optimizers take it."""
+        """1.0 if any element is NaN or infinite, else 0.0; 0-d float32.
+
+        What GradScaler and fused optimizers take as ``found_inf``.
+        """
         return (derived.value(self.total, "n_nonfinite") > 0).to(torch.float32)
 
     @property
@@ -166,7 +170,7 @@ class TensorStats:
     # towards other stats
 
     def group(self, rules: Mapping[str, GroupRule] | Iterable[tuple[str, GroupRule]]) -> TensorStats:
-        """Merge rows into groups, without a second read of the tensors.
+        r"""Merge rows into groups, without a second read of the tensors.
 
         Args:
             rules: group name -> which rows belong to it: a regular expression that is searched
@@ -178,7 +182,7 @@ class TensorStats:
 
         >>> import torch, gradiometer as gm
         >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.ones(4), "seed.b": torch.ones(5)})
-        >>> stats.group({"host": r"^host\\.", "seed": r"^seed\\."}).norm
+        >>> stats.group({"host": r"^host\.", "seed": r"^seed\."}).norm
         tensor([3., 3.], dtype=torch.float64)
         """
         rules = dict(rules)
@@ -194,7 +198,8 @@ class TensorStats:
             ValueError: where the names differ.
         """
         if self.names != other.names:
-            msg = f"merge: the two stats must have the same names in the same order; {_difference(self.names, other.names)}"
+            difference = _difference(self.names, other.names)
+            msg = f"merge: the two stats must have the same names in the same order; {difference}"
             raise ValueError(msg)
         columns = derived.merge(self.columns, other.columns)
         return replace(self, columns=columns, flags=derived.compute_flags(columns, self.thresholds))
@@ -249,6 +254,4 @@ def _unflatten(children: Iterable[Tensor], context: tuple[tuple[str, ...], Thres
     return TensorStats(context[0], columns, flags, context[1])
 
 
-pytree.register_pytree_node(
-    TensorStats, _flatten, _unflatten, serialized_type_name="gradiometer.TensorStats"
-)
+pytree.register_pytree_node(TensorStats, _flatten, _unflatten, serialized_type_name="gradiometer.TensorStats")

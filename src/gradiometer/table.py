@@ -21,9 +21,9 @@ def headline(report: Report) -> str:
         return "nothing measured: no tensors"
     found = [f"{len(names)} {what}" for what, names in _findings(report).items() if names]
     return (
-        f"{len(report)} {'tensor' if len(report) == 1 else 'tensors'}, {_count(report.total.numel)} elements, "
-        f"total norm {_number(report.total_norm)}, health {report.health:.2f}, "
-        + (", ".join(found) if found else "no flags")
+        f"{len(report)} {'tensor' if len(report) == 1 else 'tensors'}, "
+        f"{_count(report.total.numel)} elements, total norm {_number(report.total_norm)}, "
+        f"health {report.health:.2f}, " + (", ".join(found) if found else "no flags")
     )
 
 

@@ -69,7 +69,7 @@ def _moments_kernel(
 
     aligned = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(DTYPE)), 16)
     full = (n - head) // TILE
-    for i in range(0, full):
+    for i in range(full):
         x = tl.load(aligned + (i * TILE + lanes)).to(NARROW)
         sumsq, total, top, zeros = accumulate(x, sumsq, total, top, zeros)
 
@@ -96,7 +96,7 @@ def _moments_kernel(
         posinf = tl.zeros((TILE,), tl.int32)
         neginf = tl.zeros((TILE,), tl.int32)
         zeros = tl.zeros((TILE,), tl.int32)
-        for i in range(0, tl.cdiv(n, TILE)):
+        for i in range(tl.cdiv(n, TILE)):
             offs = i * TILE + lanes
             # 1.0 stands for what is not there: neither zero nor non-finite
             x = tl.load(base + offs, mask=offs < n, other=1.0).to(NARROW)

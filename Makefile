@@ -1,0 +1,79 @@
+# Everything is installed into $(VENV), once; `make help` lists what there is to run.
+PYTHON ?= python3
+VENV ?= .venv
+PY ?= $(VENV)/bin/python
+# these two belong together; `make test-matrix` knows the other pairs
+TORCH ?= 2.13.0
+TRITON ?= 3.7.1
+JOBS ?= auto
+
+# test files whose bodies run a second time on interpreted kernels
+INTERPRETED = tests/test_ops.py tests/test_laws.py tests/test_inputs.py tests/test_numerics.py tests/test_pack.py
+
+export HYPOTHESIS_PROFILE ?= ci
+CORE = $(VENV)/.core-$(TORCH)-$(TRITON)
+DEV = $(VENV)/.dev-$(TORCH)-$(TRITON)
+INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_FLAGS)
+
+.PHONY: help demo test test-deep test-matrix run-plain run-interpreted lint format check bench-cpu clean
+.NOTPARALLEL:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(CORE) ## a small training run, watched, on this machine
+	@$(PY) -W 'ignore:Failed to initialize NumPy' -m gradiometer.demo  # torch says so of itself; nothing here needs NumPy
+
+test: $(DEV) run-plain run-interpreted ## every test, then the shared ones on interpreted kernels
+
+test-deep: export HYPOTHESIS_PROFILE = deep
+test-deep: override PYTEST_FLAGS += --timeout=0
+test-deep: test ## the same with thousands of examples a property
+
+test-matrix: ## the same on every supported pair of torch and triton, each in an environment of its own
+	@$(PYTHON) tests/matrix.py $(MATRIX_FLAGS)
+
+run-plain:
+	$(PYTEST)
+
+run-interpreted:
+	$(if $(wildcard $(INTERPRETED)),TRITON_INTERPRET=1 $(PYTEST) $(wildcard $(INTERPRETED)))
+
+lint: $(DEV) ## ruff, mypy, import rules; edits nothing
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+format: $(DEV) ## let ruff edit
+	$(PY) -m ruff check --fix-only
+	$(PY) -m ruff format
+
+check: lint test ## what continuous integration runs
+
+bench-cpu: $(DEV) ## the eager CPU path against its peers
+	$(PY) kernels_bench/cpu_ratios.py
+
+clean: ## remove environments, builds and caches
+	rm -rf $(VENV) .matrix build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests kernels_bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "gradiometer needs Python 3.11 or newer as $(PYTHON): try 'make PYTHON=python3.12 ...'" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) has no venv module: install it (on Debian and Ubuntu the package python3-venv)" >&2; exit 1; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+
+$(CORE): $(VENV)/bin/python pyproject.toml
+	@echo "installing gradiometer with torch $(TORCH) into $(VENV), the first time this takes a minute or two"
+	@rm -f $(VENV)/.core-* $(VENV)/.dev-*
+	@$(INSTALL) 'torch==$(TORCH)' $(if $(TRITON),"triton==$(TRITON); platform_system == 'Linux'") --editable .
+	@touch $@
+
+$(DEV): $(CORE)
+	@echo "installing what the tests and linters need"
+	@$(INSTALL) --editable '.[dev]'
+	@touch $@

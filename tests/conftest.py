@@ -1,0 +1,31 @@
+"""What every test shares: Hypothesis profiles, the `gpu` marker, and where the kernels run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# the whole path (pack, pointer table, kernels, op) runs on CPU tensors under the interpreter
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+_relaxed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("ci", derandomize=True, max_examples=15 if INTERPRETED else 60, **_relaxed)
+settings.register_profile("deep", max_examples=2000, **_relaxed)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,65 @@
+"""The code in README.md and docs/ runs as it stands there."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradiometer as gm
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def _eager_backend(monkeypatch):
+    # what is shown does not depend on the backend, and this one compiles in a second
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+def test_the_readme_runs_and_says_what_it_prints(capsys):
+    first, second = blocks("README.md")
+    scope: dict[str, object] = {}
+    exec(first, scope)  # noqa: S102 the page's own code
+    assert "0.weight" in capsys.readouterr().out
+    report = scope["report"]
+    assert isinstance(report, gm.Report)
+    assert report.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+    for line in second.splitlines():
+        code, _, comment = line.partition("#")
+        value = eval(code.removeprefix("pending = "), scope)  # noqa: S307
+        if comment.strip().startswith("tensor("):
+            assert comment.strip().removesuffix(")") in str(value)
+
+
+def test_every_way_to_compile_a_step_runs():
+    blocks_of_page = blocks("docs/compile.md")
+    assert len(blocks_of_page) == 3
+    model = torch.nn.Linear(4, 2)
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    scope = {"model": model, "loss_fn": torch.nn.functional.mse_loss, "lr": 0.1, "torch": torch, "gm": gm}
+
+    exec(blocks_of_page[0], scope)  # noqa: S102
+    losses = [scope["step"](x, y)[0].item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert scope["step"](x, y)[1].names == ("weight", "bias")
+
+    exec(blocks_of_page[1], scope)  # noqa: S102
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    _, stats = scope["step"](params, x, y)
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    assert torch.equal(stats.columns, gm.collect_grads(model).columns)
+
+    exec(blocks_of_page[2], scope)  # noqa: S102
+    assert torch.equal(scope["update"]().columns, stats.columns)

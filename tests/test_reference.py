@@ -1,0 +1,90 @@
+"""The eager CPU path: how it cuts tensors, what memory it takes, how it agrees with plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradiometer import reference
+from gradiometer.schema import COLUMN_NAMES, DEFAULT_THRESHOLDS
+
+SCRIPT = Path(__file__).parent.parent / "kernels_bench" / "cpu_ratios.py"
+LIMIT_MIB = 4.0
+
+
+def awkward_tensors():
+    n = reference.BUFFER
+    return {
+        "below a piece": torch.randn(n - 1),
+        "one piece": torch.randn(n),
+        "a piece and an element": torch.randn(n + 1),
+        "three pieces": torch.randn(3 * n - 7),
+        "transposed": torch.randn(600, 700).t(),
+        "every other column": torch.randn(700, 900)[:, ::2],
+        "few long rows": torch.randn(3, 2 * n)[:, 1:],
+        "expanded": torch.randn(1, 700).expand(900, 700),
+        "one long row of many": torch.randn(2, 3, 4, n // 8)[:, 1],
+    }
+
+
+@pytest.mark.parametrize("name", awkward_tensors())
+def test_pieces_cover_every_element_once_in_views_of_bounded_size(name):
+    x = awkward_tensors()[name]
+    pieces = list(reference._pieces(x))
+    assert all(piece.numel() <= reference.BUFFER for piece in pieces)
+    assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in pieces)
+    together = torch.cat([piece.reshape(-1) for piece in pieces]).sort().values
+    assert torch.equal(together, x.reshape(-1).sort().values)
+
+
+@pytest.mark.parametrize("name", awkward_tensors())
+def test_long_and_strided_tensors_agree_with_plain_pytorch(name):
+    x = awkward_tensors()[name]
+    memory = x if x._base is None else x._base
+    memory.view(-1)[::97] = 0
+    columns, _ = reference.tensor_stats([x], DEFAULT_THRESHOLDS)
+    row = dict(zip(COLUMN_NAMES, columns[0].tolist(), strict=True))
+    wide = x.double()
+    assert row["numel"] == x.numel()
+    assert row["n_zero"] == (x == 0).sum().item()
+    assert row["abs_max"] == x.abs().max().item()
+    # pairwise sums of fewer than 2**21 terms, both of them: 21 roundings of 2**-53 each
+    assert row["sumsq"] == pytest.approx(wide.square().sum().item(), rel=2 * 21 * 2**-53)
+    assert row["sum"] == pytest.approx(wide.sum().item(), abs=2 * 21 * 2**-53 * wide.abs().sum().item())
+
+
+def test_zeros_nan_and_inf_are_counted_where_they_are():
+    n = 2 * reference.BUFFER + 5
+    x = torch.ones(n)
+    x[[0, reference.BUFFER - 1, n - 1]] = torch.nan
+    x[[1, reference.BUFFER, n - 2]] = torch.inf
+    x[2] = -torch.inf
+    x[[3, n - 3]] = torch.tensor([0.0, -0.0])
+    columns, _ = reference.tensor_stats([x], DEFAULT_THRESHOLDS)
+    finite = n - 9
+    assert columns[0].tolist() == [n, finite, finite, 2, 3, 3, 1, 1]
+
+
+def test_sums_of_doubles_that_overflow_are_infinite_and_raise_nothing():
+    x = torch.full((3 * reference.BUFFER,), 1e308, dtype=torch.float64)
+    x[reference.BUFFER :] *= -1
+    columns, _ = reference.tensor_stats([x, x[:10]], DEFAULT_THRESHOLDS)
+    row = dict(zip(COLUMN_NAMES, columns[0].tolist(), strict=True))
+    assert row["sumsq"] == torch.inf
+    assert row["abs_max"] == 1e308
+    assert row["n_nan"] == row["n_posinf"] == row["n_neginf"] == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+def test_collection_grows_resident_memory_by_at_most_four_mebibytes():
+    # in a process of its own: a peak of this one would hide the growth
+    command = [sys.executable, str(SCRIPT), "--memory"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    grown = json.loads(output)
+    assert len(grown) == 4
+    assert all(mib <= LIMIT_MIB for mib in grown.values()), grown
