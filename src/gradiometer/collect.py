@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from gradiometer import derived, ops
-from gradiometer.inputs import Named, check, named_parameters, named_tensors
+from gradiometer.inputs import Named, check, is_plain_subclass, named_parameters, named_tensors
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
 from gradiometer.stats import TensorStats
 
@@ -153,7 +154,8 @@ def _collect(
     if not named:
         columns = torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device=home)
         return TensorStats(names, columns, columns.new_empty((0,), dtype=torch.int32), thresholds)
-    tensors = [tensor for _, tensor in named]
+    # a subclass's own operators have no say, and its type none in the result
+    tensors = [tensor.as_subclass(Tensor) if is_plain_subclass(tensor) else tensor for _, tensor in named]
     sparse = any([tensor.layout == torch.sparse_coo for tensor in tensors])
     dense = [_values(tensor) for tensor in tensors] if sparse else tensors
     columns, flags = _measure(dense, thresholds, scale)
@@ -186,15 +188,19 @@ def _measure(tensors: list[Tensor], thresholds: Thresholds, scale: Tensor | None
 def _as_scale(inv_scale: Tensor | float | None, what: str) -> Tensor | None:
     if inv_scale is None:
         return None
-    if not isinstance(inv_scale, Tensor):
+    if isinstance(inv_scale, Tensor):
+        if inv_scale.numel() == 1 and inv_scale.is_floating_point():
+            return inv_scale.detach()
+        got = f"shape {tuple(inv_scale.shape)} and dtype {inv_scale.dtype}"
+    elif isinstance(inv_scale, (int, float)) and 0 < inv_scale < math.inf:
         return torch.full((), inv_scale, dtype=torch.float64, device="cpu")
-    if inv_scale.numel() != 1 or not inv_scale.is_floating_point():
-        msg = (
-            f"{what}: inv_scale must be one floating-point element, such as 1 / scaler.get_scale(); "
-            f"got shape {tuple(inv_scale.shape)} and dtype {inv_scale.dtype}"
-        )
-        raise ValueError(msg)
-    return inv_scale.detach()
+    else:
+        got = repr(inv_scale)
+    msg = (
+        f"{what}: inv_scale must be one positive finite floating-point number, "
+        f"such as 1 / scaler.get_scale(), or a tensor of one; got {got}"
+    )
+    raise ValueError(msg)
 
 
 def _on(scale: Tensor | None, device: torch.device) -> Tensor | None:

@@ -21,7 +21,7 @@ __all__ = ["DERIVED", "compute_flags", "merge", "merge_rows", "rescale", "value"
 def value(columns: Tensor, name: str) -> Tensor:
     """Return a raw column or derived value by name. ``(..., C) -> (...) float64``."""
     if name in COLUMN_INDEX:
-        return columns[..., COLUMN_INDEX[name]]
+        return columns.select(-1, COLUMN_INDEX[name])
     return DERIVED[name](columns)
 
 
@@ -84,22 +84,21 @@ DERIVED: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 def merge(a: Tensor, b: Tensor) -> Tensor:
     """Merge two matrices of raw columns, element by element. ``(..., C), (..., C) -> (..., C)``."""
-    return torch.cat(
-        [
-            a[..., :NUM_SUM_COLUMNS] + b[..., :NUM_SUM_COLUMNS],
-            torch.maximum(a[..., NUM_SUM_COLUMNS:], b[..., NUM_SUM_COLUMNS:]),
-        ],
-        dim=-1,
-    )
+    (a_sums, a_tops), (b_sums, b_tops) = _by_merge(a), _by_merge(b)
+    return torch.cat([a_sums + b_sums, torch.maximum(a_tops, b_tops)], dim=-1)
 
 
 def merge_rows(columns: Tensor) -> Tensor:
     """Merge all rows into one. ``(T, C) -> (C,)``; the identity, zeros, for T = 0."""
     if columns.shape[0] == 0:
         return columns.new_zeros(NUM_COLUMNS)
-    return torch.cat(
-        [columns[:, :NUM_SUM_COLUMNS].sum(dim=0), columns[:, NUM_SUM_COLUMNS:].amax(dim=0)], dim=-1
-    )
+    sums, tops = _by_merge(columns)
+    return torch.cat([sums.sum(dim=0), tops.amax(dim=0)])
+
+
+def _by_merge(columns: Tensor) -> tuple[Tensor, Tensor]:
+    sums, tops = columns.split([NUM_SUM_COLUMNS, NUM_COLUMNS - NUM_SUM_COLUMNS], dim=-1)
+    return sums, tops
 
 
 def rescale(columns: Tensor, scale: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ def compute_flags(columns: Tensor, thresholds: Thresholds) -> Tensor:
         (Flag.NAN, value(columns, "n_nan") > 0),
         (Flag.INF, _n_inf(columns) > 0),
         (Flag.VANISHING, finite & (norm < thresholds.vanishing)),
-        (Flag.EXPLODING, ~(finite & (norm <= thresholds.exploding))),
+        (Flag.EXPLODING, (finite & (norm <= thresholds.exploding)).logical_not()),
         (Flag.DEAD, _zero_fraction(columns) >= thresholds.dead),
     )
     flags = torch.zeros(columns.shape[:-1], dtype=torch.int32, device=columns.device)

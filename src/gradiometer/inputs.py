@@ -8,12 +8,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Named", "check", "named_parameters", "named_tensors"]
+__all__ = ["Named", "check", "is_plain_subclass", "named_parameters", "named_tensors"]
 
 Named = list[tuple[str, Tensor]]
 
 # put into names by torch.compile, FSDP and activation checkpointing; they are no part of the model
-_WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 _DTYPES: Final = frozenset(
     {
@@ -53,9 +53,7 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
     Tensors without names are named by their position. Wrappers' parts of names are left out.
     """
     if isinstance(source, nn.Module):
-        msg = (
-            f"{what}: got a module; collect_grads and collect_weights say what to measure"
-        )
+        msg = f"{what}: got a module; collect_grads and collect_weights say what to measure"
         raise TypeError(msg)
     if isinstance(source, Mapping):
         pairs: list[tuple[Any, Any]] = list(source.items())
@@ -77,10 +75,19 @@ def _clean(name: object, what: str) -> str:
     if not isinstance(name, str):
         msg = f"{what}: a name must be a string, got {name!r}"
         raise TypeError(msg)
-    for wrapper in _WRAPPERS:
-        if wrapper in name:
-            name = name.replace(wrapper, "")
+    if any([wrapper in name for wrapper in _WRAPPERS]):
+        return ".".join([part for part in name.split(".") if part not in _WRAPPERS])
     return name
+
+
+def is_plain_subclass(tensor: Tensor) -> bool:
+    """Tell whether this is a subclass in Python alone, such as a labelled tensor, and not a parameter."""
+    kind = type(tensor)
+    return (
+        kind is not Tensor
+        and kind is not nn.Parameter
+        and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
 
 
 def check(named: Named, what: str) -> None:
@@ -99,6 +106,7 @@ def check(named: Named, what: str) -> None:
         and not any([tensor.is_nested for tensor in tensors])
         and all([_has_float64(device) for device in {tensor.device for tensor in tensors}])
         and not any([type(tensor).__name__ == "DTensor" for tensor in tensors])
+        and not any([_is_sparse_fp8(tensor) for tensor in tensors])
     )
     if not fine:
         for name, tensor in named:
@@ -113,8 +121,12 @@ def check(named: Named, what: str) -> None:
         raise ValueError(msg)
 
 
+def _is_sparse_fp8(tensor: Tensor) -> bool:
+    return tensor.layout == torch.sparse_coo and tensor.itemsize == 1
+
+
 def _has_float64(device: torch.device) -> bool:
-    if device.type == "xpu":
+    if device.type == "xpu" and torch.xpu.is_available():
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type not in {"mps", "meta"}
 
@@ -133,6 +145,8 @@ def _refusal(tensor: object) -> str | None:
         return f"is quantized ({tensor.dtype}); pass tensor.dequantize()"
     if tensor.dtype not in _DTYPES:
         return f"has dtype {tensor.dtype}; norms are of floating-point and complex tensors: convert it first"
+    if _is_sparse_fp8(tensor):
+        return f"is sparse and of {tensor.dtype}, which torch cannot coalesce; convert it to float16 first"
     if tensor.device.type == "meta":
         return "is on the meta device and has no values; materialize the model first"
     if not _has_float64(tensor.device):

@@ -8,8 +8,9 @@ so an unused result is removed from the graph, and not differentiable. Defined t
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from importlib.util import find_spec
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["tensor_stats", "uses_kernels"]
 
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # an import hook or a half-loaded package says no in its own way
+        return False
+
+
 _LIBRARY: Final = torch.library.Library("gradiometer", "DEF")
 _LIBRARY.define(
     "tensor_stats(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale=None)"
@@ -31,7 +40,7 @@ _LIBRARY.define(
 
 # triton's own reading of its variable; with it kernels run on CPU tensors, slowly, for tests
 _INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
-_HAS_TRITON: Final = find_spec("triton") is not None
+_HAS_TRITON: Final = _is_installed("triton")
 _KERNEL_DEVICES: Final = {"cuda", "xpu"}
 
 
@@ -66,7 +75,13 @@ def _tensor_stats(
 ) -> tuple[Tensor, Tensor]:
     thresholds = Thresholds(vanishing, exploding, dead)
     device = tensors[0].device
-    with torch.no_grad():
+    # autocast would choose the dtypes of the reference's own operators
+    autocast = (
+        torch.autocast(device.type, enabled=False)
+        if torch.is_autocast_enabled(device.type)
+        else nullcontext()
+    )
+    with torch.no_grad(), autocast:
         if not uses_kernels(device):
             return reference.tensor_stats(tensors, thresholds, inv_scale)
         if device.type == "cpu":

@@ -70,6 +70,8 @@ def tensor_stats(
             large.append((index, x))
         elif numel > 0:
             width = WIDTHS[bisect_left(WIDTHS, numel)]
+            # fp8 formats lack operators, and one of them lacks a zero to pad with
+            x = x.to(torch.float32) if x.itemsize == 1 else x
             small.setdefault((x.dtype, width), []).append((index, x))
 
     buffer = torch.empty(_buffer_size(large, small), dtype=torch.float64, device=device)

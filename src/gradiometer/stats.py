@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,10 @@ from torch.utils import _pytree as pytree
 
 from gradiometer import derived
 from gradiometer.report import Pending, Report
+from gradiometer.schema import Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from gradiometer.schema import Thresholds
 
 __all__ = ["GroupRule", "TensorStats"]
 
@@ -187,7 +186,7 @@ class TensorStats:
         """
         rules = dict(rules)
         merged = [derived.merge_rows(self._rows(self._members(rule))) for rule in rules.values()]
-        columns = torch.stack(merged) if merged else self.columns[:0]
+        columns = torch.stack(merged) if merged else self.columns.narrow(0, 0, 0)
         flags = derived.compute_flags(columns, self.thresholds)
         return TensorStats(tuple(rules), columns, flags, self.thresholds)
 
@@ -229,13 +228,14 @@ class TensorStats:
         # runs of neighbours as slices: no index tensor has to travel to the device
         runs: list[tuple[int, int]] = []
         for i in indices:
-            if runs and runs[-1][1] == i:
-                runs[-1] = (runs[-1][0], i + 1)
+            if runs and sum(runs[-1]) == i:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
             else:
-                runs.append((i, i + 1))
-        if len(runs) == 1:
-            return self.columns[runs[0][0] : runs[0][1]]
-        return torch.cat([self.columns[start:stop] for start, stop in runs]) if runs else self.columns[:0]
+                runs.append((i, 1))
+        parts = [self.columns.narrow(0, start, length) for start, length in runs]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else self.columns.narrow(0, 0, 0)
 
 
 def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
@@ -243,6 +243,14 @@ def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
         if left != right:
             return f"row {i} is {left!r} here and {right!r} there"
     return f"there are {len(a)} here and {len(b)} there"
+
+
+def _to_json(context: tuple[tuple[str, ...], Thresholds]) -> list[Any]:
+    return [list(context[0]), asdict(context[1])]
+
+
+def _from_json(dumped: list[Any]) -> tuple[tuple[str, ...], Thresholds]:
+    return tuple(dumped[0]), Thresholds(**dumped[1])
 
 
 def _flatten(stats: TensorStats) -> tuple[list[Tensor], tuple[tuple[str, ...], Thresholds]]:
@@ -254,4 +262,11 @@ def _unflatten(children: Iterable[Tensor], context: tuple[tuple[str, ...], Thres
     return TensorStats(context[0], columns, flags, context[1])
 
 
-pytree.register_pytree_node(TensorStats, _flatten, _unflatten, serialized_type_name="gradiometer.TensorStats")
+pytree.register_pytree_node(
+    TensorStats,
+    _flatten,
+    _unflatten,
+    serialized_type_name="gradiometer.TensorStats",
+    to_dumpable_context=_to_json,
+    from_dumpable_context=_from_json,
+)

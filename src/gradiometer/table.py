@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ def render(report: Report, max_rows: int | None) -> str:
     flagged = sum(bool(row.flags) for row in rows)
     # the flags of the merged row would hold a whole model against one tensor's thresholds
     total = (*_cells(report.total)[:-1], f"{flagged} flagged" if flagged else "")
-    cells = [_HEADER, *(_cells(row) for row in shown), total]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADER))]
+    short = _shorten([row.name for row in shown])
+    cells = [_HEADER, *((name, *_cells(row)[1:]) for name, row in zip(short, shown, strict=True)), total]
+    widths = [max(_width(row[i]) for row in cells) for i in range(len(_HEADER))]
     lines = [_line(row, widths) for row in cells]
     rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
     body = [*lines[1:-1], _rest(rest)] if rest else lines[1:-1]
@@ -57,7 +59,7 @@ def _findings(report: Report) -> dict[str, list[str]]:
 
 def _cells(row: TensorReport) -> tuple[str, ...]:
     return (
-        _shorten(row.name),
+        row.name,
         _count(row.numel),
         _number(row.norm),
         _number(row.rms),
@@ -70,7 +72,7 @@ def _cells(row: TensorReport) -> tuple[str, ...]:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, last = cells[0].ljust(widths[0]), cells[-1]
+    first, last = cells[0] + " " * (widths[0] - _width(cells[0])), cells[-1]
     middle = [cell.rjust(width) for cell, width in zip(cells[1:-1], widths[1:-1], strict=True)]
     return "  ".join([first, *middle, last]).rstrip()
 
@@ -82,12 +84,36 @@ def _rest(rows: Sequence[TensorReport]) -> str:
     return f"… {len(rows)} more, norm {_number(min(norms))} to {_number(max(norms))}, {note}"
 
 
-def _shorten(name: str) -> str:
+def _shorten(names: list[str]) -> list[str]:
+    """Shorten long names, but not so that two look the same."""
+    first, last = (min(names), max(names)) if names else ("", "")
+    # what the first and the last in order share, all share
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    common = first[: first.rfind(".", 0, same) + 1]
+    for shortened in (
+        [_cut(name) for name in names],
+        [_cut("…" + name.removeprefix(common)) for name in names],
+    ):
+        if len(set(shortened)) == len(names):
+            return shortened
+    return names
+
+
+def _cut(name: str) -> str:
     # the end of a name tells more than its beginning
     if len(name) <= _LONGEST_NAME:
         return name
     head = _LONGEST_NAME // 3
     return f"{name[:head]}…{name[head + 1 - _LONGEST_NAME :]}"
+
+
+def _width(text: str) -> int:
+    # in columns of a terminal: wide characters take two, combining ones none
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
+    )
 
 
 def _number(x: float) -> str:
