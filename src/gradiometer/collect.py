@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradiometer import derived, ops
-from gradiometer.inputs import Named, check, is_plain_subclass, named_parameters, named_tensors
+from gradiometer.inputs import Named, check, has_float64, is_plain_subclass, named_parameters, named_tensors
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
 from gradiometer.stats import TensorStats
 
@@ -56,7 +56,7 @@ def collect_grads(
     """
     parameters = named_parameters(model, "collect_grads")
     grads = [(name, p.grad) for name, p in parameters if p.grad is not None]
-    home = parameters[0][1].device if parameters else None
+    home = next((p.device for _, p in parameters if has_float64(p.device)), None)
     return _collect(grads, thresholds, inv_scale, "collect_grads", home)
 
 
@@ -128,6 +128,9 @@ def grad_norm(model: Parameters, *, empty: float | Literal["raise"] | None = 0.0
     if empty == "raise":
         msg = "grad_norm: no parameter has a gradient; call it after backward() and before zero_grad()"
         raise ValueError(msg)
+    if isinstance(empty, str):
+        msg = f"grad_norm: empty must be a number, None or 'raise', got {empty!r}"
+        raise ValueError(msg)  # noqa: TRY004 what a misspelt word is
     return empty
 
 
@@ -148,6 +151,9 @@ def _collect(
     what: str,
     home: torch.device | None = None,
 ) -> TensorStats:
+    if not isinstance(thresholds, Thresholds):
+        msg = f"{what}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
+        raise TypeError(msg)
     check(named, what)
     scale = _as_scale(inv_scale, what)
     names = tuple([name for name, _ in named])

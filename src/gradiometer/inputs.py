@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-__all__ = ["Named", "check", "is_plain_subclass", "named_parameters", "named_tensors"]
+__all__ = ["Named", "check", "has_float64", "is_plain_subclass", "named_parameters", "named_tensors"]
 
 Named = list[tuple[str, Tensor]]
 
@@ -31,6 +32,7 @@ _DTYPES: Final = frozenset(
         torch.complex32,
     }
 )
+_UNINITIALIZED: Final = (UninitializedParameter, UninitializedBuffer)
 _LAYOUTS: Final = frozenset({torch.strided, torch.sparse_coo})
 
 
@@ -76,18 +78,16 @@ def _clean(name: object, what: str) -> str:
         msg = f"{what}: a name must be a string, got {name!r}"
         raise TypeError(msg)
     if any([wrapper in name for wrapper in _WRAPPERS]):
-        return ".".join([part for part in name.split(".") if part not in _WRAPPERS])
+        *path, own = name.split(".")
+        return ".".join([*[part for part in path if part not in _WRAPPERS], own])
     return name
 
 
 def is_plain_subclass(tensor: Tensor) -> bool:
     """Tell whether this is a subclass in Python alone, such as a labelled tensor, and not a parameter."""
-    kind = type(tensor)
-    return (
-        kind is not Tensor
-        and kind is not nn.Parameter
-        and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-    )
+    if type(tensor) is Tensor or isinstance(tensor, nn.Parameter):
+        return False
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def check(named: Named, what: str) -> None:
@@ -104,9 +104,10 @@ def check(named: Named, what: str) -> None:
         and {tensor.dtype for tensor in tensors} <= _DTYPES
         and {tensor.layout for tensor in tensors} <= _LAYOUTS
         and not any([tensor.is_nested for tensor in tensors])
-        and all([_has_float64(device) for device in {tensor.device for tensor in tensors}])
+        and all([has_float64(device) for device in {tensor.device for tensor in tensors}])
         and not any([type(tensor).__name__ == "DTensor" for tensor in tensors])
         and not any([_is_sparse_fp8(tensor) for tensor in tensors])
+        and not any([isinstance(tensor, _UNINITIALIZED) for tensor in tensors])
     )
     if not fine:
         for name, tensor in named:
@@ -125,7 +126,8 @@ def _is_sparse_fp8(tensor: Tensor) -> bool:
     return tensor.layout == torch.sparse_coo and tensor.itemsize == 1
 
 
-def _has_float64(device: torch.device) -> bool:
+def has_float64(device: torch.device) -> bool:
+    """Tell whether statistics can be computed on this device."""
     if device.type == "xpu" and torch.xpu.is_available():
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type not in {"mps", "meta"}
@@ -137,18 +139,20 @@ def _refusal(tensor: object) -> str | None:
         return f"is no tensor but {type(tensor).__name__}; leave it out or convert it with torch.as_tensor"
     if type(tensor).__name__ == "DTensor":
         return "is a DTensor; pass its shard, tensor.to_local()"
+    if isinstance(tensor, _UNINITIALIZED):
+        return "is not initialized and has no values; run the model once first"
     if tensor.is_nested:
         return "is a nested tensor; pass its values, tensor.values()"
     if tensor.layout not in _LAYOUTS:
-        return f"has layout {tensor.layout}; pass its values, tensor.values(), or convert it to a COO tensor"
+        return f"has layout {tensor.layout}; pass tensor.to_dense(), or its tensor.values()"
     if tensor.is_quantized:
         return f"is quantized ({tensor.dtype}); pass tensor.dequantize()"
     if tensor.dtype not in _DTYPES:
-        return f"has dtype {tensor.dtype}; norms are of floating-point and complex tensors: convert it first"
+        return f"has dtype {tensor.dtype}; convert it to one that holds real or complex numbers, float32 say"
     if _is_sparse_fp8(tensor):
         return f"is sparse and of {tensor.dtype}, which torch cannot coalesce; convert it to float16 first"
     if tensor.device.type == "meta":
         return "is on the meta device and has no values; materialize the model first"
-    if not _has_float64(tensor.device):
+    if not has_float64(tensor.device):
         return f"is on {tensor.device}, which has no float64; move it to the CPU first, tensor.cpu()"
     return None

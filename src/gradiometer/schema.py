@@ -90,7 +90,7 @@ class Thresholds:
         dead: a share of zeros at or above it is ``DEAD``; above 1 switches the flag off.
 
     Raises:
-        ValueError: for a NaN or negative threshold, or ``dead`` equal to 0.
+        ValueError: for what is no number, NaN or negative, and for ``dead`` equal to 0.
 
     >>> Thresholds(exploding=10.0)
     Thresholds(vanishing=1e-07, exploding=10.0, dead=1.0)
@@ -103,7 +103,7 @@ class Thresholds:
     def __post_init__(self) -> None:
         for name in ("vanishing", "exploding", "dead"):
             value = getattr(self, name)
-            if math.isnan(value) or value < 0:
+            if not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
                 msg = f"Thresholds({name}={value!r}): a threshold must be a number that is not negative"
                 raise ValueError(msg)
         if self.dead == 0:

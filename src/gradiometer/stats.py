@@ -16,7 +16,7 @@ from gradiometer.report import Pending, Report
 from gradiometer.schema import Thresholds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["GroupRule", "TensorStats"]
 
@@ -179,16 +179,24 @@ class TensorStats:
         Returns:
             TensorStats with a row per group; flags are those of the merged rows.
 
+        Raises:
+            ValueError: for a group name that stands twice or is no string.
+            TypeError: for a rule that is neither.
+
         >>> import torch, gradiometer as gm
         >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.ones(4), "seed.b": torch.ones(5)})
         >>> stats.group({"host": r"^host\.", "seed": r"^seed\."}).norm
         tensor([3., 3.], dtype=torch.float64)
         """
-        rules = dict(rules)
-        merged = [derived.merge_rows(self._rows(self._members(rule))) for rule in rules.values()]
+        pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+        names = tuple([name for name, _ in pairs])
+        if len(set(names)) != len(names) or not all([isinstance(name, str) for name in names]):
+            msg = f"group: each group needs a name of its own, a string; got {names}"
+            raise ValueError(msg)
+        merged = [derived.merge_rows(self._rows(self._members(name, rule))) for name, rule in pairs]
         columns = torch.stack(merged) if merged else self.columns.narrow(0, 0, 0)
         flags = derived.compute_flags(columns, self.thresholds)
-        return TensorStats(tuple(rules), columns, flags, self.thresholds)
+        return TensorStats(names, columns, flags, self.thresholds)
 
     def merge(self, other: TensorStats) -> TensorStats:
         """Merge with stats of the same names, as if the tensors had been concatenated, name by name.
@@ -220,11 +228,17 @@ class TensorStats:
         # columns and flags in one matrix, so that one transfer carries both
         return torch.cat([self.columns, self.flags.to(torch.float64).unsqueeze(1)], dim=1)
 
-    def _members(self, rule: GroupRule) -> list[int]:
-        accepts = rule if callable(rule) else re.compile(rule).search
-        return [i for i, name in enumerate(self.names) if accepts(name)]
+    def _members(self, group: str, rule: GroupRule) -> Sequence[int]:
+        if callable(rule):
+            return [i for i, name in enumerate(self.names) if rule(name)]
+        if isinstance(rule, re.Pattern):
+            return _found(self.names, rule.pattern, rule.flags)
+        if isinstance(rule, str):
+            return _found(self.names, rule, 0)
+        msg = f"group: the rule of {group!r} must be a regular expression or a predicate, got {rule!r}"
+        raise TypeError(msg)
 
-    def _rows(self, indices: list[int]) -> Tensor:
+    def _rows(self, indices: Sequence[int]) -> Tensor:
         # runs of neighbours as slices: no index tensor has to travel to the device
         runs: list[tuple[int, int]] = []
         for i in indices:
@@ -236,6 +250,16 @@ class TensorStats:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else self.columns.narrow(0, 0, 0)
+
+
+def _found(names: tuple[str, ...], pattern: str, flags: int) -> tuple[int, ...]:
+    search = re.compile(pattern, flags).search
+    return tuple(i for i, name in enumerate(names) if search(name))
+
+
+# what torch.compiler.assume_constant_result does, which would import Dynamo with this package: names and
+# patterns are constants of a graph, and not every Dynamo can trace the module re
+_found._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001
 
 
 def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:

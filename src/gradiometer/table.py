@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from typing import TYPE_CHECKING, Final
 
@@ -20,11 +21,13 @@ def headline(report: Report) -> str:
     """Return what matters most in one line."""
     if not report.measured:
         return "nothing measured: no tensors"
+    # rounded down: 1.00 says that nothing is flagged
+    health = math.floor(100 * report.health) / 100
     found = [f"{len(names)} {what}" for what, names in _findings(report).items() if names]
     return (
         f"{len(report)} {'tensor' if len(report) == 1 else 'tensors'}, "
         f"{_count(report.total.numel)} elements, total norm {_number(report.total_norm)}, "
-        f"health {report.health:.2f}, " + (", ".join(found) if found else "no flags")
+        f"health {health:.2f}, " + (", ".join(found) if found else "no flags")
     )
 
 
@@ -38,13 +41,14 @@ def render(report: Report, max_rows: int | None) -> str:
     flagged = sum(bool(row.flags) for row in rows)
     # the flags of the merged row would hold a whole model against one tensor's thresholds
     total = (*_cells(report.total)[:-1], f"{flagged} flagged" if flagged else "")
-    short = _shorten([row.name for row in shown])
-    cells = [_HEADER, *((name, *_cells(row)[1:]) for name, row in zip(short, shown, strict=True)), total]
+    body = [_cells(row) for row in shown]
+    short = _shorten([row[0] for row in body])
+    cells = [_HEADER, *((name, *row[1:]) for name, row in zip(short, body, strict=True)), total]
     widths = [max(_width(row[i]) for row in cells) for i in range(len(_HEADER))]
     lines = [_line(row, widths) for row in cells]
     rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
-    body = [*lines[1:-1], _rest(rest)] if rest else lines[1:-1]
-    return "\n".join([headline(report), rule, lines[0], rule, *body, rule, lines[-1]])
+    more = [_rest(rest)] if rest else []
+    return "\n".join([headline(report), rule, lines[0], rule, *lines[1:-1], *more, rule, lines[-1]])
 
 
 def _findings(report: Report) -> dict[str, list[str]]:
@@ -59,7 +63,7 @@ def _findings(report: Report) -> dict[str, list[str]]:
 
 def _cells(row: TensorReport) -> tuple[str, ...]:
     return (
-        row.name,
+        row.name if row.name.isprintable() else repr(row.name)[1:-1],
         _count(row.numel),
         _number(row.norm),
         _number(row.rms),
@@ -121,10 +125,12 @@ def _number(x: float) -> str:
 
 
 def _count(n: int) -> str:
-    for least, size, unit in ((10**9, 10**9, "B"), (10**6, 10**6, "M"), (10**5, 10**3, "k")):
-        if n >= least:
-            return f"{n / size:.1f}{unit}"
-    return f"{n:,}"
+    if n < 10**5:
+        return f"{n:,}"
+    # the first unit in which it does not round to four digits
+    units = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
+    size, unit = next((pair for pair in units if n / pair[0] < 999.95), units[-1])
+    return f"{n / size:.1f}{unit}"
 
 
 def _percent(fraction: float) -> str:

@@ -1,0 +1,695 @@
+"""Report: the host side. Values by name, findings, health, exports, and the table that print shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import unicodedata
+
+import pytest
+import torch
+
+import gradiometer as gm
+
+FIELDS = (
+    "name",
+    "numel",
+    "norm",
+    "finite_norm",
+    "rms",
+    "mean",
+    "std",
+    "abs_max",
+    "zero_fraction",
+    "n_zero",
+    "n_nan",
+    "n_posinf",
+    "n_neginf",
+    "n_inf",
+    "n_nonfinite",
+    "sum",
+    "sumsq",
+    "flags",
+)
+COUNTS = {"numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "n_inf", "n_nonfinite"}
+
+MIXED = {
+    "embed.weight": torch.full((1200, 100), 0.5),
+    "block.0.weight": torch.tensor([3.0, 4.0, 0.0, 0.0]),
+    "block.0.bias": torch.zeros(3),
+    "head.weight": torch.full((16,), 1e3),
+    "head.bias": torch.tensor([1.0, math.nan, math.inf, -math.inf]),
+    "scale": torch.tensor([2.0**-30]),
+}
+
+
+def report_of(tensors: object, **thresholds: float) -> gm.Report:
+    return gm.collect(tensors, thresholds=gm.Thresholds(**thresholds)).materialize()
+
+
+def equal(a: object, b: object) -> bool:
+    return a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+
+
+# from the device to the host
+
+
+def test_a_report_holds_what_the_stats_hold() -> None:
+    stats = gm.collect(MIXED)
+    report = stats.materialize()
+    assert type(report) is gm.Report
+    assert report.names == stats.names
+    assert report.thresholds == stats.thresholds
+    assert len(report) == len(MIXED)
+    for i, row in enumerate(report):
+        assert type(row) is gm.TensorReport
+        assert row.name == stats.names[i]
+        assert row.flags == stats.flags[i].item()
+        assert type(row.flags) is gm.Flag
+        for field in FIELDS[1:-1]:
+            value = getattr(row, field)
+            assert equal(value, getattr(stats, field)[i].item()), field
+            assert type(value) is (int if field in COUNTS else float), field
+    assert equal(report.total_norm, stats.total_norm.item())
+    assert report.found_inf is bool(stats.found_inf.item())
+
+
+@pytest.mark.parametrize("tensors", [MIXED, {}, {"x": torch.empty(0)}], ids=["mixed", "none", "no elements"])
+def test_the_asynchronous_report_is_the_same(tensors: dict[str, torch.Tensor]) -> None:
+    stats = gm.collect(tensors, thresholds=gm.Thresholds(exploding=7.0))
+    pending = stats.materialize_async()
+    assert type(pending) is gm.Pending
+    # nothing is under way on the CPU
+    assert pending.ready() is True
+    report = pending.result()
+    assert type(report) is gm.Report
+    assert repr(list(report)) == repr(list(stats.materialize()))
+    assert str(report) == str(stats.materialize())
+    assert report.thresholds == stats.thresholds
+    # a result can be asked for again
+    assert str(pending.result()) == str(report)
+
+
+def test_a_pending_report_is_that_of_the_moment_it_was_started() -> None:
+    stats = gm.collect({"x": torch.tensor([3.0])})
+    pending = stats.materialize_async()
+    stats.columns.fill_(math.nan)
+    assert pending.result()["x"].norm == 3.0
+
+
+@pytest.mark.gpu
+def test_a_report_from_a_gpu_arrives_without_waiting_for_later_work() -> None:
+    stats = gm.collect({name: tensor.cuda() for name, tensor in MIXED.items()})
+    pending = stats.materialize_async()
+    assert repr(list(pending.result())) == repr(list(stats.materialize()))
+    assert pending.ready() is True
+    busy = torch.zeros(1, device="cuda")
+    torch.cuda._sleep(2_000_000_000)
+    later = gm.collect({"x": busy}).materialize_async()
+    assert later.ready() is False
+    assert pending.result()["block.0.weight"].norm == 5.0
+    assert later.ready() is False
+    assert later.result()["x"].norm == 0.0
+    assert later.ready() is True
+
+
+# by name
+
+
+def test_a_tensor_is_found_by_its_name() -> None:
+    report = report_of(MIXED)
+    assert report["block.0.weight"].norm == 5.0
+    assert report["block.0.weight"].sum == 7.0
+    assert report["head.bias"].n_neginf == 1
+    assert "scale" in report
+    assert "scales" not in report
+    assert 3 not in report
+
+
+def test_a_name_that_was_not_measured_is_a_key_error_that_says_so() -> None:
+    report = report_of(MIXED)
+    with pytest.raises(KeyError, match=r"no tensor 'block\.1' in this report of 6; see report\.names"):
+        report["block.1"]
+    with pytest.raises(KeyError, match=r"no tensor 0 in this report of 0"):
+        report_of({})[0]
+
+
+def test_iteration_is_in_the_order_of_the_model() -> None:
+    names = ["z", "a", "m", "10", "9"]
+    report = report_of({name: torch.ones(1) for name in names})
+    assert [row.name for row in report] == names
+    assert list(report.names) == names
+    assert [row.name for row in report] == names  # and again
+
+
+def test_rows_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        report_of(MIXED)["scale"].norm = 0.0
+
+
+# findings
+
+
+def test_findings_are_lists_of_names_in_the_order_of_the_model() -> None:
+    report = report_of(
+        {
+            "inf.0": torch.tensor([math.inf]),
+            "dead.0": torch.zeros(2),
+            "fine": torch.ones(2),
+            "nan": torch.tensor([math.nan, 0.0]),
+            "large": torch.tensor([101.0]),
+            "small": torch.tensor([1e-8]),
+            "both": torch.tensor([math.nan, -math.inf]),
+            "none": torch.empty(0),
+        }
+    )
+    assert report.nan == ["nan", "both"]
+    assert report.inf == ["inf.0", "both"]
+    assert report.exploding == ["inf.0", "nan", "large", "both"]
+    assert report.vanishing == ["dead.0", "small"]
+    assert report.dead == ["dead.0"]
+    assert report.flagged(gm.Flag.DEAD | gm.Flag.NAN) == ["dead.0", "nan", "both"]
+    assert report.flagged(gm.Flag(0)) == []
+    assert report.found_inf is True
+    assert report_of({"x": torch.ones(1)}).found_inf is False
+
+
+def test_findings_follow_the_thresholds() -> None:
+    tensors = {"five": torch.tensor([3.0, 4.0, 0.0, 0.0])}
+    report = report_of(tensors, exploding=4.0, dead=0.5, vanishing=0.0)
+    assert (report.exploding, report.dead, report.vanishing) == (["five"], ["five"], [])
+    report = report_of(tensors, exploding=5.0, dead=0.75, vanishing=6.0)
+    assert (report.exploding, report.dead, report.vanishing) == ([], [], ["five"])
+
+
+def test_the_total_is_a_row_of_all_tensors_together() -> None:
+    report = report_of({"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([-4.0, 0.0, 0.0, 0.0])})
+    total = report.total
+    assert type(total) is gm.TensorReport
+    assert total.name == "total"
+    assert (total.numel, total.n_zero, total.sum, total.sumsq) == (6, 4, -1.0, 25.0)
+    assert total.norm == report.total_norm == 5.0
+    assert total.abs_max == 4.0
+    assert total.zero_fraction == 4 / 6
+    assert report_of(MIXED).total.n_nonfinite == 3
+    assert math.isnan(report_of(MIXED).total_norm)
+    assert report_of({"a": torch.ones(2), "b": torch.tensor([-math.inf])}).total_norm == math.inf
+
+
+# health
+
+
+def tensors_with(fine: int, vanishing: int, exploding: int) -> list[torch.Tensor]:
+    return [
+        *[torch.ones(2)] * fine,
+        *[torch.full((2,), 1e-9)] * vanishing,
+        *[torch.full((2,), 1e9)] * exploding,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fine", "vanishing", "exploding", "health"),
+    [
+        (4, 0, 0, 1.0),
+        (3, 1, 0, 0.875),
+        (3, 0, 1, 0.8),
+        (0, 4, 0, 0.5),
+        (0, 0, 4, 0.2),
+        (2, 1, 1, 0.675),
+        (0, 1, 1, 0.35),
+        (999, 1, 0, 0.9995),
+    ],
+)
+def test_health_falls_with_the_share_of_vanishing_and_exploding_tensors(
+    fine: int, vanishing: int, exploding: int, health: float
+) -> None:
+    report = report_of(tensors_with(fine, vanishing, exploding))
+    # both sides are a few roundings of numbers up to 1
+    assert abs(report.health - health) <= 4 * 2**-53
+    assert type(report.health) is float
+
+
+def test_health_at_its_edges() -> None:
+    assert report_of({}).health == 1.0
+    assert report_of({"none": torch.empty(0)}).health == 1.0
+    # one element of any tensor is enough
+    assert report_of([*tensors_with(99, 0, 0), torch.tensor([1.0, math.nan])]).health == 0.0
+    assert report_of([*tensors_with(99, 0, 0), torch.tensor([-math.inf])]).health == 0.0
+    # dead alone says nothing about health
+    assert report_of({"x": torch.zeros(2)}, vanishing=0.0).dead == ["x"]
+    assert report_of({"x": torch.zeros(2)}, vanishing=0.0).health == 1.0
+    # thresholds under which a tensor is both: 1 - 0.5 - 0.8 is no health below 0
+    both = report_of({"x": torch.tensor([5.0])}, vanishing=10.0, exploding=1.0)
+    assert both.vanishing == both.exploding == ["x"]
+    assert both.health == 0.0
+
+
+# worst first
+
+
+def test_the_worst_come_first() -> None:
+    expected = {
+        "three bad elements": torch.tensor([math.nan, math.inf, -math.inf]),
+        "one bad, large": torch.tensor([math.nan, 500.0]),
+        "one bad, small": torch.tensor([math.inf, 1.0]),
+        "exploding most": torch.tensor([1e20]),
+        "exploding": torch.tensor([1e3]),
+        "dead": torch.zeros(4),
+        "vanishing most": torch.tensor([1e-12]),
+        "vanishing": torch.tensor([1e-8]),
+        "large": torch.tensor([9.0]),
+        "fine": torch.tensor([3.0]),
+        "small": torch.tensor([1e-3]),
+        "no elements": torch.empty(0),
+    }
+    shuffled = sorted(expected)
+    assert shuffled != list(expected)
+    report = report_of({name: expected[name] for name in shuffled})
+    assert [row.name for row in report.worst_first()] == list(expected)
+    # equals keep the order of the model, and asking changes nothing
+    assert [row.name for row in report] == shuffled
+    ones = report_of({name: torch.ones(1) for name in "cabd"})
+    assert "".join(row.name for row in ones.worst_first()) == "cabd"
+
+
+# to_dict and to_frame
+
+
+def plain(x: object) -> bool:
+    if type(x) is dict:
+        return all(type(key) is str and plain(value) for key, value in x.items())
+    if type(x) is list:
+        return all(plain(value) for value in x)
+    return type(x) in {str, int, float, bool}
+
+
+@pytest.mark.parametrize("tensors", [MIXED, {}, {"x": torch.empty(0)}], ids=["mixed", "none", "no elements"])
+def test_a_report_as_a_dict_is_plain_python(tensors: dict[str, torch.Tensor]) -> None:
+    report = report_of(tensors, exploding=50.0)
+    exported = report.to_dict()
+    assert plain(exported)
+    assert set(exported) >= {"measured", "total_norm", "health", "thresholds", "total", "tensors"}
+    assert exported["measured"] is report.measured
+    assert equal(exported["total_norm"], report.total_norm)
+    assert exported["health"] == report.health
+    assert exported["thresholds"] == {"vanishing": 1e-7, "exploding": 50.0, "dead": 1.0}
+    assert list(exported["tensors"]) == list(report.names)
+    for name, row in (*exported["tensors"].items(), (None, exported["total"])):
+        source = report.total if name is None else report[name]
+        assert set(row) == set(FIELDS) - {"name"}
+        assert all(equal(row[field], getattr(source, field)) for field in FIELDS[1:-1])
+        assert row["flags"] == [flag.name for flag in gm.Flag if flag in source.flags]
+
+
+def test_a_report_as_a_dict_can_be_written_as_json() -> None:
+    exported = report_of(MIXED).to_dict()
+    again = json.loads(json.dumps(exported))
+    assert math.isnan(again["total_norm"])
+    assert again["tensors"]["head.bias"]["flags"] == ["NAN", "INF", "EXPLODING"]
+    finite = report_of({"x": torch.tensor([3.0, 4.0])}).to_dict()
+    assert json.loads(json.dumps(finite, allow_nan=False)) == finite
+
+
+def test_changing_the_dict_does_not_change_the_report() -> None:
+    report = report_of(MIXED)
+    exported = report.to_dict()
+    exported["tensors"]["scale"]["norm"] = 7.0
+    exported["thresholds"]["dead"] = 0.1
+    del exported["tensors"]["head.bias"]
+    assert report["scale"].norm == 2.0**-30
+    assert report.thresholds.dead == 1.0
+    assert len(report.to_dict()["tensors"]) == 6
+
+
+def test_a_frame_has_a_row_for_each_tensor_and_a_column_for_each_value() -> None:
+    pd = pytest.importorskip("pandas")
+    report = report_of(MIXED)
+    frame = report.to_frame()
+    assert isinstance(frame, pd.DataFrame)
+    assert list(frame.index) == list(report.names)
+    assert frame.index.name == "name"
+    assert list(frame.columns) == list(FIELDS[1:])
+    for field in FIELDS[1:-1]:
+        assert frame[field].dtype == ("int64" if field in COUNTS else "float64")
+        for name in report.names:
+            assert equal(float(frame.loc[name, field]), float(getattr(report[name], field)))
+    assert frame.loc["head.bias", "flags"] == ["NAN", "INF", "EXPLODING"]
+    assert frame.loc["block.0.weight", "flags"] == []
+    assert frame["norm"].idxmin() == "block.0.bias"
+
+
+def test_a_frame_of_an_empty_report_has_the_same_columns_and_no_rows() -> None:
+    pytest.importorskip("pandas")
+    frame = report_of({}).to_frame()
+    assert frame.shape == (0, len(FIELDS) - 1)
+    assert list(frame.columns) == list(FIELDS[1:])
+    assert frame.index.name == "name"
+
+
+def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    report = report_of(MIXED)
+    with pytest.raises(
+        ImportError, match=r"^Report\.to_frame needs pandas: pip install 'gradiometer\[frame\]'$"
+    ):
+        report.to_frame()
+    # everything else works without it
+    assert len(report.to_dict()["tensors"]) == 6
+    assert "6 tensors" in str(report)
+
+
+# the table
+
+RULE = "─"
+HEADER = ["name", "elements", "norm", "rms", "abs max", "zero %", "NaN", "±Inf", "flags"]
+
+
+def width(text: str) -> int:
+    """Columns that a terminal takes: two for a wide character, none for a combining one."""
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
+    )
+
+
+def table_of(text: str) -> tuple[str, str, list[str], str | None, str]:
+    """Headline, header, rows, the line of what is left out, total."""
+    headline, rule, header, second, *body, third, total = text.split("\n")
+    assert rule == second == third
+    assert set(rule) == {RULE}
+    more = body.pop() if body and body[-1].startswith("… ") else None
+    return headline, header, body, more, total
+
+
+def cells_of(line: str) -> list[str]:
+    cells = re.split(r" {2,}", line)
+    return cells if len(cells) == len(HEADER) else [*cells, ""]
+
+
+def assert_aligned(text: str) -> None:
+    """Names begin at the left, numbers end below their header's end, flags begin below theirs."""
+    _, header, rows, _, total = table_of(text)
+    assert re.split(r" {2,}", header) == HEADER
+    ends = [header.index(f"  {title}") + 2 + len(title) for title in HEADER[1:-1]]
+    flags_start = header.index("  flags") + 2
+    assert flags_start == ends[-1] + 2
+    for line in (*rows, total):
+        assert line == line.rstrip()
+        cells = cells_of(line)
+        assert len(cells) == len(HEADER)
+        end = width(line[: line.index(cells[0]) + len(cells[0])])
+        assert end == width(cells[0])
+        position = len(cells[0])
+        for cell, right in zip(cells[1:-1], ends, strict=True):
+            position = line.index(f"  {cell}", position) + 2 + len(cell)
+            assert width(line[:position]) == right, line
+        if cells[-1]:
+            assert width(line[: line.rindex(cells[-1])]) == flags_start
+
+
+def test_a_small_table_looks_like_this() -> None:
+    expected = """\
+6 tensors, 120.0k elements, total norm nan, health 0.00, 1 with NaN, 1 with Inf, 3 exploding, 1 dead, 2 vanishing
+───────────────────────────────────────────────────────────────────────────────────────────────
+name            elements       norm        rms    abs max  zero %  NaN  ±Inf  flags
+───────────────────────────────────────────────────────────────────────────────────────────────
+head.bias              4        nan  1.000e+00  1.000e+00       0    1     2  NAN INF EXPLODING
+head.weight           16  4.000e+03  1.000e+03  1.000e+03       0    -     -  EXPLODING
+embed.weight      120.0k  1.732e+02  5.000e-01  5.000e-01       0    -     -  EXPLODING
+block.0.bias           3          0          0          0     100    -     -  VANISHING DEAD
+scale                  1  9.313e-10  9.313e-10  9.313e-10       0    -     -  VANISHING
+block.0.weight         4  5.000e+00  2.500e+00  4.000e+00    50.0    -     -
+───────────────────────────────────────────────────────────────────────────────────────────────
+total             120.0k        nan  1.156e+01  1.000e+03    <0.1    1     2  5 flagged"""  # noqa: E501
+    assert str(report_of(MIXED)) == expected
+    assert_aligned(expected)
+
+
+def test_an_abridged_table_looks_like_this() -> None:
+    expected = """\
+5 tensors, 120.0k elements, total norm 4.004e+03, health 0.48, 2 exploding, 1 dead, 2 vanishing
+─────────────────────────────────────────────────────────────────────────────────────
+name          elements       norm        rms    abs max  zero %  NaN  ±Inf  flags
+─────────────────────────────────────────────────────────────────────────────────────
+head.weight         16  4.000e+03  1.000e+03  1.000e+03       0    -     -  EXPLODING
+embed.weight    120.0k  1.732e+02  5.000e-01  5.000e-01       0    -     -  EXPLODING
+… 3 more, norm 0 to 5.000e+00, 2 of them flagged
+─────────────────────────────────────────────────────────────────────────────────────
+total           120.0k  4.004e+03  1.156e+01  1.000e+03    <0.1    -     -  4 flagged"""
+    report = report_of({name: MIXED[name] for name in MIXED if name != "head.bias"})
+    assert report.to_string(2) == expected
+
+
+def test_one_tensor_looks_like_this() -> None:
+    expected = """\
+1 tensor, 2 elements, total norm 5.000e+00, health 1.00, no flags
+──────────────────────────────────────────────────────────────────────────
+name   elements       norm        rms    abs max  zero %  NaN  ±Inf  flags
+──────────────────────────────────────────────────────────────────────────
+w             2  5.000e+00  3.536e+00  4.000e+00       0    -     -
+──────────────────────────────────────────────────────────────────────────
+total         2  5.000e+00  3.536e+00  4.000e+00       0    -     -"""
+    assert str(report_of({"w": torch.tensor([3.0, 4.0])})) == expected
+
+
+def test_an_empty_report_is_one_line() -> None:
+    report = report_of({})
+    assert str(report) == "nothing measured: no tensors"
+    assert repr(report) == "<Report: nothing measured: no tensors>"
+
+
+def test_repr_is_the_headline_on_one_line() -> None:
+    report = report_of({"w": torch.tensor([3.0, 4.0])})
+    assert repr(report) == "<Report: 1 tensor, 2 elements, total norm 5.000e+00, health 1.00, no flags>"
+    assert str(report).split("\n")[0] == repr(report)[len("<Report: ") : -1]
+
+
+def test_a_table_goes_worst_first() -> None:
+    report = report_of(MIXED)
+    _, _, rows, more, _ = table_of(str(report))
+    assert more is None
+    assert [cells_of(row)[0] for row in rows] == [row.name for row in report.worst_first()]
+
+
+@pytest.mark.parametrize("max_rows", [0, 1, 3, 5, 6, 7, None])
+def test_a_table_is_as_long_as_asked(max_rows: int | None) -> None:
+    report = report_of(MIXED)
+    headline, _, rows, more, total = table_of(report.to_string(max_rows))
+    shown = len(report) if max_rows is None else min(max_rows, len(report))
+    assert len(rows) == shown
+    assert [cells_of(row)[0] for row in rows] == [row.name for row in report.worst_first()][:shown]
+    left = report.worst_first()[shown:]
+    if left:
+        flagged = sum(bool(row.flags) for row in left)
+        assert more.startswith(f"… {len(left)} more, ")
+        assert more.endswith(f", {flagged} of them flagged" if flagged else ", no flags")
+        low, high = min(row.finite_norm for row in left), max(row.finite_norm for row in left)
+        assert f"norm {f'{low:.3e}' if low else '0'} to {high:.3e}" in more
+    else:
+        assert more is None
+    # headline and total are of all tensors, shown or not
+    assert headline == str(report).split("\n")[0]
+    assert cells_of(total) == cells_of(str(report).split("\n")[-1])
+
+
+def test_a_thousand_tensors_are_abridged_to_twenty() -> None:
+    tensors = {f"layers.{i}.weight": torch.full((2,), float(i)) for i in range(1000)}
+    report = report_of(tensors)
+    headline, _, rows, more, total = table_of(str(report))
+    # norms are i * sqrt(2): above 100 from i = 71 on
+    assert headline.startswith("1000 tensors, 2,000 elements, total norm ")
+    assert headline.endswith(", 929 exploding, 1 dead, 1 vanishing")
+    assert [cells_of(row)[0] for row in rows] == [f"layers.{i}.weight" for i in range(999, 979, -1)]
+    assert more == "… 980 more, norm 0 to 1.385e+03, 910 of them flagged"
+    assert cells_of(total)[-1] == "930 flagged"
+    assert_aligned(str(report))
+    everything = report.to_string(None)
+    assert len(everything.split("\n")) == 1000 + 6
+    assert_aligned(everything)
+    assert all(f"\n{name} " in everything for name in tensors)
+
+
+def test_the_total_line_counts_flagged_tensors_and_not_the_flags_of_the_sum() -> None:
+    # each fine, all together above the threshold of one
+    report = report_of([torch.tensor([90.0])] * 4)
+    assert report.total.norm == 180.0
+    *_, total = table_of(str(report))
+    assert cells_of(total)[0] == "total"
+    assert cells_of(total)[-1] == ""
+    assert "no flags" in str(report)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_line_of_a_table_has_the_same_columns(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for i in range(30):
+        size = int(10 ** (5.5 * torch.rand((), generator=generator).item()))
+        x = torch.randn(size, generator=generator) * 10 ** (
+            20 * torch.rand((), generator=generator).item() - 12
+        )
+        x[torch.rand(size, generator=generator) < torch.rand((), generator=generator)] = [
+            0.0,
+            math.nan,
+            math.inf,
+            0.0,
+        ][i % 4]
+        tensors["n" * (1 + 7 * i % 43) + str(i)] = x
+    for max_rows in (None, 20, 5):
+        assert_aligned(report_of(tensors).to_string(max_rows))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["größe.ß", "λ.weight", "naïve"],
+        ["編碼器.權重", "デコーダ.バイアス", "w"],
+        ["e\u0301te\u0301.weight", "w"],
+        ["🙂.weight", "w"],
+    ],
+    ids=["one column each", "two columns", "combining", "emoji"],
+)
+def test_names_in_any_script_keep_the_columns(names: list[str]) -> None:
+    report = report_of({name: torch.full((i + 2,), 3.0) for i, name in enumerate(names)})
+    assert [row.name for row in report] == names
+    assert_aligned(str(report))
+    assert all(name in str(report) for name in names)
+
+
+def shown_count(text: str) -> float:
+    scale = {"k": 1e3, "M": 1e6, "B": 1e9}.get(text[-1])
+    return float(text[:-1]) * scale if scale else float(text.replace(",", ""))
+
+
+def test_the_values_shown_are_the_values_measured() -> None:
+    report = report_of(MIXED)
+    *_, rows, _, total = table_of(report.to_string(None))
+    for line in (*rows, total):
+        name, elements, norm, rms, top, zeros, n_nan, n_inf, flags = cells_of(line)
+        row = report.total if name == "total" else report[name]
+        assert abs(shown_count(elements) - row.numel) <= 0.0005 * row.numel
+        for shown, value in ((norm, row.norm), (rms, row.rms), (top, row.abs_max)):
+            # four digits, and a zero only for a zero
+            assert equal(float(shown), float(f"{value:.3e}"))
+        if zeros != "<0.1":
+            assert abs(float(zeros) - 100 * row.zero_fraction) <= 0.05
+        assert (0 if n_nan == "-" else int(n_nan)) == row.n_nan
+        assert (0 if n_inf == "-" else int(n_inf)) == row.n_inf
+        if name != "total":
+            assert flags.split() == [flag.name for flag in row.flags]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0, "0"),
+        (-0.0, "0"),
+        (5.0, "5.000e+00"),
+        (1e-200, "1.000e-200"),
+        (1.5e150, "1.500e+150"),
+        (math.nan, "nan"),
+        (-math.inf, "inf"),
+    ],
+)
+def test_a_number_is_shown_with_four_digits_and_zero_as_zero(value: float, shown: str) -> None:
+    text = str(report_of({"w": torch.tensor([value], dtype=torch.float64)}))
+    _, _, (row,), _, total = table_of(text)
+    # 1e-200 has a square of 0 in a double: the norm says so, the largest magnitude does not
+    column = 2 if abs(value) > 1e-150 or value == 0 or math.isnan(value) else 4
+    assert cells_of(row)[column] == shown
+    assert cells_of(total)[column] == shown
+    assert_aligned(text)
+
+
+@pytest.mark.parametrize(
+    ("n", "shown"),
+    [
+        (1, "1"),
+        (999, "999"),
+        (1000, "1,000"),
+        (99_999, "99,999"),
+        (100_000, "100.0k"),
+        (123_456, "123.5k"),
+        (999_949, "999.9k"),
+        (1_000_000, "1.0M"),
+    ],
+)
+def test_counts_are_exact_up_to_five_digits(n: int, shown: str) -> None:
+    _, _, (row,), _, _ = table_of(str(report_of({"w": torch.ones(1).expand(n)})))
+    assert cells_of(row)[1] == shown
+
+
+@pytest.mark.parametrize(
+    ("zeros", "of", "shown"),
+    [
+        (0, 4, "0"),
+        (4, 4, "100"),
+        (1, 4, "25.0"),
+        (1, 100_000, "<0.1"),
+        (99_999, 100_000, "99.9"),
+        (1, 1000, "0.1"),
+    ],
+)
+def test_only_all_or_none_are_shown_as_0_or_100_percent(zeros: int, of: int, shown: str) -> None:
+    x = torch.ones(of)
+    x[:zeros] = 0.0
+    _, _, (row,), _, _ = table_of(str(report_of({"w": x})))
+    assert cells_of(row)[5] == shown
+
+
+def test_long_names_are_shortened_and_keep_their_end() -> None:
+    # as long as a name may be, and one more
+    limit = next(n for n in range(10, 200) if "…" in str(report_of({"x" * (n - 2) + ".y": torch.ones(1)})))
+    fits, long = "x" * (limit - 3) + ".y", "a" + "x" * (limit - 3) + ".y"
+    assert f"\n{fits} " in str(report_of({fits: torch.ones(1)}))
+    (row,) = table_of(str(report_of({long: torch.ones(1)})))[2]
+    shown = cells_of(row)[0]
+    assert shown.startswith("ax")
+    assert shown.endswith("x.y")
+    assert len(shown) < len(long)
+    assert_aligned(str(report_of({long: torch.ones(1), "b": torch.ones(1), fits: torch.ones(1)})))
+    # the report itself knows the whole name
+    assert report_of({long: torch.ones(1)})[long].numel == 1
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight",
+        "model.vision_tower.vision_model.encoder.layers.{}.self_attn.out_proj.weight",
+        "transformer.decoder.blocks.0.very.deep.inside.of.the.network.there.is.a.linear.weight.{}",
+        "{}.transformer.decoder.blocks.0.very.deep.inside.of.the.network.there.is.a.linear.weight",
+    ],
+    ids=["lora", "vision tower", "end", "start"],
+)
+def test_long_names_stay_distinguishable(pattern: str) -> None:
+    names = [pattern.format(i) for i in range(18)]
+    _, _, rows, _, _ = table_of(str(report_of({name: torch.ones(1) for name in names})))
+    assert len({cells_of(row)[0] for row in rows}) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("numel", "shown"),
+    [
+        (99_999, "99,999"),
+        (100_000, "100.0k"),
+        (999_949, "999.9k"),
+        (999_960, "1.0M"),
+        (5 * 10**12, "5000.0B"),
+    ],
+)
+def test_counts_take_the_unit_in_which_they_are_short(numel: int, shown: str) -> None:
+    from gradiometer import table
+
+    assert table._count(numel) == shown
+
+
+def test_health_is_shown_as_1_only_when_nothing_is_flagged() -> None:
+    tensors = {str(i): torch.ones(1) for i in range(999)}
+    assert "health 1.00, no flags" in str(report_of(tensors))
+    assert "health 0.99, 1 exploding" in str(report_of(tensors | {"x": torch.full((1,), 1e9)}))
+
+
+def test_a_name_with_a_line_break_keeps_its_row() -> None:
+    assert "a\\nb" in str(report_of({"a\nb": torch.ones(1)}))
