@@ -529,7 +529,8 @@ def test_rows_of_several_devices_come_in_the_order_of_the_tensors(monkeypatch: p
     stubs = [Stub(device=torch.device("cpu", index), row=row) for row, index in enumerate(order)]
     # the package's attribute of this name is the function
     module = importlib.import_module("gradiometer.collect")
-    columns, flags = module._measure(stubs, gm.Thresholds(), None)
+    devices = list(dict.fromkeys(stub.device for stub in stubs))
+    columns, flags = module._measure(stubs, devices, gm.Thresholds(), None)
     assert columns.tolist() == [[float(row)] * len(gm.COLUMNS) for row in range(len(order))]
     assert flags.tolist() == list(range(len(order)))
 

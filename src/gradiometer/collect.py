@@ -154,36 +154,38 @@ def _collect(
     if not isinstance(thresholds, Thresholds):
         msg = f"{what}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
         raise TypeError(msg)
-    check(named, what)
-    scale = _as_scale(inv_scale, what)
+    traits = check(named, what)
+    _check_scale(inv_scale, what)
     names = tuple([name for name, _ in named])
     if not named:
         columns = torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device=home)
         return TensorStats(names, columns, columns.new_empty((0,), dtype=torch.int32), thresholds)
-    # a subclass's own operators have no say, and its type none in the result
-    tensors = [tensor.as_subclass(Tensor) if is_plain_subclass(tensor) else tensor for _, tensor in named]
-    sparse = any([tensor.layout == torch.sparse_coo for tensor in tensors])
+    tensors = [tensor for _, tensor in named]
+    if any([is_plain_subclass(kind) for kind in traits.types]):
+        # a subclass's own operators have no say, and its type none in the result
+        tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
+    sparse = torch.sparse_coo in traits.layouts
     dense = [_values(tensor) for tensor in tensors] if sparse else tensors
-    columns, flags = _measure(dense, thresholds, scale)
+    columns, flags = _measure(dense, traits.devices, thresholds, inv_scale)
     if sparse:
         columns = _add_implicit_zeros(columns, tensors, dense)
         flags = derived.compute_flags(columns, thresholds)
     return TensorStats(names, columns, flags, thresholds)
 
 
-def _measure(tensors: list[Tensor], thresholds: Thresholds, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _measure(
+    tensors: list[Tensor], devices: list[torch.device], thresholds: Thresholds, scale: Tensor | float | None
+) -> tuple[Tensor, Tensor]:
     """Measure tensors of one or several devices, one call a device."""
-    members: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        members.setdefault(tensor.device, []).append(i)
-    if len(members) == 1:
-        return ops.tensor_stats(tensors, thresholds, _on(scale, tensors[0].device))
+    if len(devices) == 1:
+        return ops.tensor_stats(tensors, thresholds, _on(scale, devices[0]))
 
     # a copy to the CPU would have to wait for the device, so the CPU's rows travel
-    home = next((device for device in members if device.type != "cpu"), tensors[0].device)
+    home = next((device for device in devices if device.type != "cpu"), devices[0])
     columns: list[Tensor | None] = [None] * len(tensors)
     flags: list[Tensor | None] = [None] * len(tensors)
-    for device, indices in members.items():
+    for device in devices:
+        indices = [i for i, tensor in enumerate(tensors) if tensor.device == device]
         part = ops.tensor_stats([tensors[i] for i in indices], thresholds, _on(scale, device))
         rows, bits = (x.to(home, non_blocking=True).unbind() for x in part)
         for i, row, bit in zip(indices, rows, bits, strict=True):
@@ -191,16 +193,16 @@ def _measure(tensors: list[Tensor], thresholds: Thresholds, scale: Tensor | None
     return torch.stack(columns), torch.stack(flags)  # type: ignore[arg-type] # each is set: devices share no tensor
 
 
-def _as_scale(inv_scale: Tensor | float | None, what: str) -> Tensor | None:
+def _check_scale(inv_scale: Tensor | float | None, what: str) -> None:
     if inv_scale is None:
-        return None
+        return
     if isinstance(inv_scale, Tensor):
         if inv_scale.numel() == 1 and inv_scale.is_floating_point():
-            return inv_scale.detach()
+            return
         got = f"shape {tuple(inv_scale.shape)} and dtype {inv_scale.dtype}"
-    elif isinstance(inv_scale, (int, float)) and 0 < inv_scale < math.inf:
-        return torch.full((), inv_scale, dtype=torch.float64, device="cpu")
     else:
+        if isinstance(inv_scale, (int, float)) and 0 < inv_scale < math.inf:
+            return
         got = repr(inv_scale)
     msg = (
         f"{what}: inv_scale must be one positive finite floating-point number, "
@@ -209,8 +211,13 @@ def _as_scale(inv_scale: Tensor | float | None, what: str) -> Tensor | None:
     raise ValueError(msg)
 
 
-def _on(scale: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if scale is None else scale.to(device, non_blocking=True)
+def _on(scale: Tensor | float | None, device: torch.device) -> Tensor | None:
+    if scale is None:
+        return None
+    if isinstance(scale, Tensor):
+        return scale.detach().to(device, non_blocking=True)
+    # filled in on the device: nothing is copied there
+    return torch.full((), scale, dtype=torch.float64, device=device)
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-__all__ = ["Named", "check", "has_float64", "is_plain_subclass", "named_parameters", "named_tensors"]
+__all__ = [
+    "Named",
+    "Traits",
+    "check",
+    "has_float64",
+    "is_plain_subclass",
+    "named_parameters",
+    "named_tensors",
+]
 
 Named = list[tuple[str, Tensor]]
 
@@ -39,7 +47,7 @@ _LAYOUTS: Final = frozenset({torch.strided, torch.sparse_coo})
 def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what: str) -> Named:
     """Return (name, parameter) pairs of a module or of what `named_tensors` takes; tied parameters once."""
     if isinstance(source, nn.Module):
-        return [(_clean(name, what), parameter) for name, parameter in source.named_parameters()]
+        return _clean(list(source.named_parameters()), what)
     named = named_tensors(source, what)
     for name, parameter in named:
         if not isinstance(parameter, Tensor):
@@ -70,27 +78,43 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
     else:
         msg = f"{what}: expected a module, a mapping or an iterable of tensors, got {type(source).__name__}"
         raise TypeError(msg)
-    return [(_clean(name, what), tensor) for name, tensor in pairs]
+    return _clean(pairs, what)
 
 
-def _clean(name: object, what: str) -> str:
-    if not isinstance(name, str):
-        msg = f"{what}: a name must be a string, got {name!r}"
-        raise TypeError(msg)
-    if any([wrapper in name for wrapper in _WRAPPERS]):
-        *path, own = name.split(".")
-        return ".".join([*[part for part in path if part not in _WRAPPERS], own])
-    return name
+def _clean(pairs: list[tuple[Any, Any]], what: str) -> Named:
+    for name, _ in pairs:
+        if not isinstance(name, str):
+            msg = f"{what}: a name must be a string, got {name!r}"
+            raise TypeError(msg)
+    # one look at all names: most models have no wrapper
+    together = " ".join([name for name, _ in pairs])
+    if not any([wrapper in together for wrapper in _WRAPPERS]):
+        return pairs
+    return [(_without_wrappers(name), tensor) for name, tensor in pairs]
 
 
-def is_plain_subclass(tensor: Tensor) -> bool:
+def _without_wrappers(name: str) -> str:
+    *path, own = name.split(".")
+    return ".".join([*[part for part in path if part not in _WRAPPERS], own])
+
+
+def is_plain_subclass(kind: type) -> bool:
     """Tell whether this is a subclass in Python alone, such as a labelled tensor, and not a parameter."""
-    if type(tensor) is Tensor or isinstance(tensor, nn.Parameter):
+    if kind is Tensor or issubclass(kind, nn.Parameter):
         return False
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
-def check(named: Named, what: str) -> None:
+class Traits(NamedTuple):
+    """What kinds of tensors a list holds: a few, however many tensors there are."""
+
+    types: set[type]
+    layouts: set[torch.layout]
+    # in the order in which they appear
+    devices: list[torch.device]
+
+
+def check(named: Named, what: str) -> Traits:
     """Refuse what cannot be measured.
 
     Raises:
@@ -98,17 +122,14 @@ def check(named: Named, what: str) -> None:
         ValueError: for a name that stands twice.
     """
     tensors = [tensor for _, tensor in named]
-    # sets first: in the steady state no tensor is looked at twice
-    fine = (
-        all([isinstance(tensor, Tensor) for tensor in tensors])
-        and {tensor.dtype for tensor in tensors} <= _DTYPES
-        and {tensor.layout for tensor in tensors} <= _LAYOUTS
-        and not any([tensor.is_nested for tensor in tensors])
-        and all([has_float64(device) for device in {tensor.device for tensor in tensors}])
-        and not any([type(tensor).__name__ == "DTensor" for tensor in tensors])
-        and not any([_is_sparse_fp8(tensor) for tensor in tensors])
-        and not any([isinstance(tensor, _UNINITIALIZED) for tensor in tensors])
-    )
+    types = {type(tensor) for tensor in tensors}
+    kinds: dict[tuple[torch.dtype, torch.layout, torch.device], None] = {}
+    fine = all([_is_measurable_type(kind) for kind in types])
+    if fine:
+        # kinds first: in the steady state no tensor is looked at one by one
+        kinds = dict.fromkeys([(tensor.dtype, tensor.layout, tensor.device) for tensor in tensors])
+        fine = all([_is_measurable(*kind) for kind in kinds])
+        fine = fine and not any([tensor.is_nested for tensor in tensors])
     if not fine:
         for name, tensor in named:
             reason = _refusal(tensor)
@@ -120,10 +141,22 @@ def check(named: Named, what: str) -> None:
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         msg = f"{what}: the name {twice!r} stands for two tensors; give each its own"
         raise ValueError(msg)
+    devices = list(dict.fromkeys([device for _, _, device in kinds]))
+    return Traits(types, {layout for _, layout, _ in kinds}, devices)
 
 
-def _is_sparse_fp8(tensor: Tensor) -> bool:
-    return tensor.layout == torch.sparse_coo and tensor.itemsize == 1
+def _is_measurable_type(kind: type) -> bool:
+    return issubclass(kind, Tensor) and not issubclass(kind, _UNINITIALIZED) and kind.__name__ != "DTensor"
+
+
+def _is_measurable(dtype: torch.dtype, layout: torch.layout, device: torch.device) -> bool:
+    return (
+        dtype in _DTYPES and layout in _LAYOUTS and has_float64(device) and not _is_sparse_fp8(dtype, layout)
+    )
+
+
+def _is_sparse_fp8(dtype: torch.dtype, layout: torch.layout) -> bool:
+    return layout == torch.sparse_coo and dtype.itemsize == 1
 
 
 def has_float64(device: torch.device) -> bool:
@@ -149,7 +182,7 @@ def _refusal(tensor: object) -> str | None:
         return f"is quantized ({tensor.dtype}); pass tensor.dequantize()"
     if tensor.dtype not in _DTYPES:
         return f"has dtype {tensor.dtype}; convert it to one that holds real or complex numbers, float32 say"
-    if _is_sparse_fp8(tensor):
+    if _is_sparse_fp8(tensor.dtype, tensor.layout):
         return f"is sparse and of {tensor.dtype}, which torch cannot coalesce; convert it to float16 first"
     if tensor.device.type == "meta":
         return "is on the meta device and has no values; materialize the model first"

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["tensor_stats"]
 
+T = TypeVar("T", float, Tensor)
+
 # elements of the fp64 buffer: 2 MiB
 BUFFER: Final = 2**18
 # elements of a row: short enough for one order of summation, long enough to vectorize
@@ -39,17 +42,25 @@ WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, ROW)
 BATCH: Final = 2**15 - 1
 
 
-class _Row(NamedTuple):
-    """One tensor's or piece's raw columns, in the order of `gradiometer.schema.COLUMNS`."""
+class _Row(NamedTuple, Generic[T]):
+    """Raw columns in the order of `gradiometer.schema.COLUMNS`, of one tensor or of many."""
 
-    numel: int
-    sumsq: float
-    sum: float
-    n_zero: int
-    n_nan: int
-    n_posinf: int
-    n_neginf: int
-    abs_max: float
+    numel: T
+    sumsq: T
+    sum: T
+    n_zero: T
+    n_nan: T
+    n_posinf: T
+    n_neginf: T
+    abs_max: T
+
+
+class _Small(NamedTuple):
+    """Small tensors, their sizes and their places in the call."""
+
+    indices: list[int]
+    sizes: list[int]
+    tensors: list[Tensor]
 
 
 def tensor_stats(
@@ -60,29 +71,33 @@ def tensor_stats(
     ``inv_scale``: one element; the statistics are those of ``inv_scale * x``.
     """
     device = tensors[0].device
-    columns = torch.zeros(len(tensors), len(_Row._fields), dtype=torch.float64, device=device)
-    small: dict[tuple[torch.dtype, int], list[tuple[int, Tensor]]] = {}
     large: list[tuple[int, Tensor]] = []
+    small: dict[tuple[torch.dtype, int], _Small] = {}
     for index, tensor in enumerate(tensors):
         x = as_real(tensor)
         numel = x.numel()
-        if numel > WIDTHS[-1]:
+        if numel > ROW:
             large.append((index, x))
         elif numel > 0:
-            width = WIDTHS[bisect_left(WIDTHS, numel)]
             # fp8 formats lack operators, and one of them lacks a zero to pad with
             x = x.to(torch.float32) if x.itemsize == 1 else x
-            small.setdefault((x.dtype, width), []).append((index, x))
+            key = (x.dtype, WIDTHS[bisect_left(WIDTHS, numel)])
+            group = small.get(key) or small.setdefault(key, _Small([], [], []))
+            group.indices.append(index)
+            group.sizes.append(numel)
+            group.tensors.append(x)
 
+    columns = torch.zeros(len(tensors), len(_Row._fields), dtype=torch.float64, device=device)
     buffer = torch.empty(_buffer_size(large, small), dtype=torch.float64, device=device)
     rows = [(index, _merge([_measure(piece, buffer) for piece in _pieces(x)])) for index, x in large]
-    for (_, width), group in small.items():
-        step = BATCH // width
-        for start in range(0, len(group), step):
-            batch = group[start : start + step]
-            values, nonfinite = _measure_batch([x for _, x in batch], width, buffer)
-            columns.index_copy_(0, _index([index for index, _ in batch], device), values)
-            rows += [(batch[i][0], _measure(batch[i][1], buffer)) for i in nonfinite]
+    if small:
+        together = _Small(*([*chain(*parts)] for parts in zip(*small.values(), strict=True)))
+        values = _measure_small(together, small, buffer)
+        columns.index_copy_(0, _index(together.indices, device), values)
+        # what is not finite is counted one by one
+        finite = (values.select(1, _Row._fields.index("abs_max")) < math.inf).tolist()
+        some = [i for i, is_finite in enumerate(finite) if not is_finite]
+        rows += [(together.indices[i], _measure(together.tensors[i], buffer)) for i in some]
     if rows:
         values = torch.tensor([row for _, row in rows], dtype=torch.float64, device=device)
         columns.index_copy_(0, _index([index for index, _ in rows], device), values)
@@ -95,12 +110,10 @@ def _index(indices: list[int], device: torch.device) -> Tensor:
     return torch.tensor(indices, dtype=torch.int64, device=device)
 
 
-def _buffer_size(
-    large: list[tuple[int, Tensor]], small: dict[tuple[torch.dtype, int], list[tuple[int, Tensor]]]
-) -> int:
+def _buffer_size(large: list[tuple[int, Tensor]], small: dict[tuple[torch.dtype, int], _Small]) -> int:
     # a model of a few small tensors should not touch 2 MiB
     wanted = [-(-x.numel() // ROW) * ROW for _, x in large]
-    wanted += [2 * min(width * len(group), BATCH) for (_, width), group in small.items()]
+    wanted += [2 * min(width * len(group.sizes), BATCH) for (_, width), group in small.items()]
     return min(BUFFER, max([2 * ROW, *wanted]))
 
 
@@ -118,7 +131,7 @@ def _pieces(x: Tensor) -> Iterator[Tensor]:
             yield from _pieces(part)
 
 
-def _measure(piece: Tensor, buffer: Tensor) -> _Row:
+def _measure(piece: Tensor, buffer: Tensor) -> _Row[float]:
     numel = piece.numel()
     flat = buffer[:numel]
     rows = buffer[: -(-numel // ROW) * ROW].view(-1, ROW)
@@ -147,32 +160,40 @@ def _sum_and_extremes(flat: Tensor, rows: Tensor) -> tuple[float, float, float]:
     return total, smallest.item(), largest.item()
 
 
-def _measure_batch(batch: list[Tensor], width: int, buffer: Tensor) -> tuple[Tensor, list[int]]:
-    """Measure small tensors, one to a row. Returns raw columns, and the rows with NaN or Inf in them."""
-    sizes = [x.numel() for x in batch]
-    zeros = batch[0].new_zeros(width)
+def _measure_small(together: _Small, groups: dict[tuple[torch.dtype, int], _Small], buffer: Tensor) -> Tensor:
+    """Return raw columns of small tensors, ``(n, C)``; of those with NaN or Inf only numel is right."""
+    measured = []
+    for (_, width), group in groups.items():
+        step = BATCH // width
+        for start in range(0, len(group.sizes), step):
+            batch = slice(start, start + step)
+            measured.append(_measure_batch(group.tensors[batch], group.sizes[batch], width, buffer))
+    sumsq, total, n_nonzero, abs_max = torch.cat(measured).unbind(dim=1)
+    numel = torch.tensor(together.sizes, dtype=torch.float64, device=buffer.device)
+    none = torch.zeros_like(numel)
+    row = _Row(numel, sumsq, total, numel - n_nonzero, none, none, none, abs_max)
+    return torch.stack(row, dim=1)
+
+
+def _measure_batch(tensors: list[Tensor], sizes: list[int], width: int, buffer: Tensor) -> Tensor:
+    """Measure one tensor to a row of ``width``. Returns ``(n, 4)``: sumsq, sum, non-zeros, max |x|."""
+    zeros = tensors[0].new_zeros(width)
     padding = {size: zeros[size:] for size in set(sizes)}
     parts: list[Tensor] = []
-    for x, size in zip(batch, sizes, strict=True):
+    for x, size in zip(tensors, sizes, strict=True):
         parts += (x if x.dim() == 1 else x.reshape(-1), padding[size])
-    half = buffer.numel() // 2
-    shape = (len(batch), width)
-    x = buffer[: len(batch) * width].view(shape)
-    squares = buffer[half : half + len(batch) * width].view(shape)
+    half, shape = buffer.numel() // 2, (len(tensors), width)
+    x = buffer[: len(tensors) * width].view(shape)
+    squares = buffer[half : half + len(tensors) * width].view(shape)
 
     x.copy_(torch.cat(parts).view(shape))
     sumsq = torch.mul(x, x, out=squares).sum(dim=1)
     total = x.sum(dim=1)
-    largest = x.abs_().amax(dim=1)
-    numel = torch.tensor(sizes, dtype=torch.float64, device=x.device)
-    n_zero = numel - x.sgn_().sum(dim=1)
-    none = torch.zeros_like(numel)
-    values = torch.stack([numel, sumsq, total, n_zero, none, none, none, largest], dim=1)
-    nonfinite = (~(largest < math.inf)).nonzero().view(-1).tolist() if not largest.sum() < math.inf else []
-    return values, nonfinite
+    abs_max = x.abs_().amax(dim=1)
+    return torch.stack([sumsq, total, x.sgn_().sum(dim=1), abs_max], dim=1)
 
 
-def _merge(pieces: list[_Row]) -> _Row:
+def _merge(pieces: list[_Row[float]]) -> _Row[float]:
     numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, abs_max = zip(*pieces, strict=True)
     return _Row(
         sum(numel),
