@@ -158,10 +158,12 @@ def _current_tables(addresses: list[int], layout: Layout, device: torch.device) 
 
 
 def _captured_tables(addresses: list[int], layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-    source = torch.cat([_int64(addresses), layout.table])
-    both = _upload(source, device, keep=_captured)
+    # both parts begin at a multiple of 16 bytes, as eager tables do: Triton compiles another kernel
+    # for pointers that do not, which a capture is no time for
+    padded = [*addresses, 0] if len(addresses) % 2 else addresses
+    both = _upload(torch.cat([_int64(padded), layout.table]), device, keep=_captured)
     # the device copy belongs to the graph's pool, which the graph keeps
-    return both[: layout.num_tensors], both[layout.num_tensors :]
+    return both[: len(addresses)], both[len(padded) :]
 
 
 def _upload(source: Tensor, device: torch.device, keep: list[Tensor] | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.kernels.tuning import FINALIZE_TILE, FINALIZE_WARPS
+from gradiometer.kernels.tuning import FINALIZE_THREADS, FINALIZE_TILE, warps
 from gradiometer.schema import NUM_COLUMNS, Flag, Thresholds
 
 __all__ = ["finalize"]
@@ -136,7 +136,7 @@ def finalize(
         HAS_INV_SCALE=inv_scale is not None,
         NUM_COLUMNS=NUM_COLUMNS,
         TILE=FINALIZE_TILE,
-        num_warps=FINALIZE_WARPS,
+        num_warps=warps(FINALIZE_THREADS),
         enable_fp_fusion=False,
     )
     return columns, flags

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from gradiometer.kernels.primitives import accumulate, is_finite
-from gradiometer.kernels.tuning import CHUNK, MOMENTS_WARPS, TILE
+from gradiometer.kernels.tuning import CHUNK, MOMENTS_THREADS, TILE, warps
 from gradiometer.schema import COLUMN_NAMES
 
 __all__ = ["PARTIALS", "moments"]
@@ -160,6 +160,6 @@ def moments(
         ITEMSIZE=dtype.itemsize,
         CHUNK=CHUNK,
         TILE=TILE[dtype.itemsize],
-        num_warps=MOMENTS_WARPS,
+        num_warps=warps(MOMENTS_THREADS),
         enable_fp_fusion=False,
     )

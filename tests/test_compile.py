@@ -1,0 +1,647 @@
+"""Collection inside a compiled step: one graph, compiled once, with the results of an eager call.
+
+Gradients of a compiled step are those of its compiler, so what is compared bit for bit are the
+statistics of the very gradients that the step returns.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import RecompileError
+from torch._dynamo.utils import counters
+from torch.func import functional_call, grad_and_value
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import gradiometer as gm
+from gradiometer.schema import NUM_COLUMNS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
+
+_COMPILERS = (os.environ.get("CXX"), "g++", "clang++")
+needs_compiler = pytest.mark.skipif(
+    not any(name and shutil.which(name) for name in _COMPILERS),
+    reason="Inductor needs a C++ compiler for CPU code, and there is none",
+)
+inductor = pytest.param("inductor", marks=needs_compiler)
+every_backend = pytest.mark.parametrize("backend", ["aot_eager", inductor])
+
+STEPS = 20
+EVERYTHING = {"all": "."}
+
+
+@pytest.fixture(autouse=True)
+def _dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    # off by default: without it `loss.backward()` is a graph break
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+def no_recompile() -> AbstractContextManager[None]:
+    return torch._dynamo.config.patch(error_on_recompile=True)
+
+
+def graphs() -> int:
+    """Return the number of graphs compiled by this test; there must have been no break between them."""
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+class Kept:
+    """The `aot_eager` backend, which keeps the graphs that it runs."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+        self.backend = aot_autograd(fw_compiler=self._keep)
+
+    def _keep(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return graph.forward
+
+    def op_calls(self) -> int:
+        op = torch.ops.gradiometer.tensor_stats.default
+        return sum(node.target is op for graph in self.graphs for node in graph.graph.nodes)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+def batch(size: int = 5) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4), torch.randn(size, 3)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def train_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, gm.TensorStats, dict[str, Tensor]]:
+    loss = mse_loss(model(x), y)
+    loss.backward()
+    stats = gm.collect_grads(model)
+    grads = gradients(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.1 * parameter.grad)
+    for parameter in model.parameters():
+        parameter.grad = None
+    return loss.detach(), stats, grads
+
+
+def assert_same(stats: gm.TensorStats, expected: gm.TensorStats) -> None:
+    assert isinstance(stats, gm.TensorStats)
+    assert stats.names == expected.names
+    assert stats.thresholds == expected.thresholds
+    assert not stats.columns.requires_grad
+    # bit for bit; NaN does not occur in raw columns
+    assert torch.equal(stats.columns, expected.columns)
+    assert torch.equal(stats.flags, expected.flags)
+
+
+def assert_near(a: Iterable[Tensor], b: Iterable[Tensor]) -> None:
+    for left, right in zip(a, b, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+# whole steps
+
+
+@every_backend
+def test_a_step_with_its_backward_is_one_graph(backend):
+    model, twin = small_model(), small_model()
+    step = torch.compile(train_step, fullgraph=True, backend=backend)
+
+    def run() -> None:
+        x, y = batch()
+        loss, stats, grads = step(model, x, y)
+        assert stats.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+        assert_same(stats, gm.collect(grads))
+        same_loss, same_stats, _ = train_step(twin, x, y)
+        if backend == "aot_eager":
+            # the operators of an eager run, so its bits too
+            assert torch.equal(loss, same_loss)
+            assert_same(stats, same_stats)
+        torch.testing.assert_close(stats.columns, same_stats.columns, rtol=1e-4, atol=1e-6)
+
+    run()
+    with no_recompile():
+        for _ in range(STEPS - 1):
+            run()
+    assert graphs() == 1
+    assert_near(model.parameters(), twin.parameters())
+
+
+@every_backend
+def test_a_step_of_functional_gradients_is_one_graph(backend):
+    model = small_model()
+
+    def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return mse_loss(functional_call(model, parameters, (x,)), y)
+
+    def functional_step(
+        parameters: dict[str, Tensor], x: Tensor, y: Tensor
+    ) -> tuple[dict[str, Tensor], gm.TensorStats, dict[str, Tensor]]:
+        grads, _ = grad_and_value(loss_of)(parameters, x, y)
+        stats = gm.collect(grads)
+        return {name: p - 0.1 * grads[name] for name, p in parameters.items()}, stats, grads
+
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = torch.compile(functional_step, fullgraph=True, backend=backend)
+    expected = parameters
+    for i in range(STEPS):
+        x, y = batch()
+        if i == 0:
+            parameters, stats, grads = step(parameters, x, y)
+        else:
+            with no_recompile():
+                parameters, stats, grads = step(parameters, x, y)
+        assert_same(stats, gm.collect(grads))
+        expected, _, _ = functional_step(expected, x, y)
+    assert graphs() == 1
+    assert_near(parameters.values(), expected.values())
+
+
+@every_backend
+def test_a_compiled_update_measures_gradients_made_outside(backend):
+    model = small_model()
+
+    def update(scale: Tensor) -> tuple[gm.TensorStats, Tensor]:
+        stats = gm.collect_grads(model)
+        # the usual clipping: a norm from the same read
+        factor = (scale / (stats.total_norm + 1e-6)).clamp(max=1.0).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * factor * parameter.grad)
+        return stats, factor
+
+    step = torch.compile(update, fullgraph=True, backend=backend)
+    for i in range(STEPS):
+        x, y = batch()
+        # the buffers of the gradients stay, as an optimizer with set_to_none=False leaves them
+        mse_loss(model(x), y).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        expected = gm.collect_grads(model)
+        if i == 0:
+            stats, factor = step(torch.tensor(0.5))
+        else:
+            with no_recompile():
+                stats, factor = step(torch.tensor(0.5))
+        assert_same(stats, expected)
+        assert_near(
+            [p.detach() for p in model.parameters()],
+            [b - 0.1 * factor * p.grad for b, p in zip(before, model.parameters(), strict=True)],
+        )
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+    assert graphs() == 1
+
+
+def test_changed_addresses_are_read_and_do_not_recompile():
+    model = small_model()
+    step = torch.compile(lambda: gm.collect_grads(model), fullgraph=True, backend="aot_eager")
+    kept = []
+    for i in range(5):
+        for parameter in model.parameters():
+            # earlier gradients are alive, so these are elsewhere
+            kept.append(parameter.grad)
+            parameter.grad = torch.full_like(parameter, i)
+        if i == 0:
+            stats = step()
+        else:
+            with no_recompile():
+                stats = step()
+        assert_same(stats, gm.collect_grads(model))
+        assert stats.abs_max.tolist() == [i] * 4
+
+
+def test_the_check_for_recompilation_can_fail():
+    step = torch.compile(lambda x, n: gm.collect([x * n]), fullgraph=True, backend="aot_eager")
+    step(torch.ones(3), 2)
+    with no_recompile(), pytest.raises(RecompileError):
+        step(torch.ones(3), 3)
+
+
+# shapes
+
+
+@pytest.mark.parametrize("how", ["dynamic=True", "mark_dynamic"])
+def test_changing_batch_sizes_do_not_recompile(how):
+    model = small_model()
+
+    def whole(x: Tensor, y: Tensor) -> tuple[gm.TensorStats, dict[str, Tensor]]:
+        hidden = model(x)
+        mse_loss(hidden, y).backward()
+        grads = gradients(model)
+        # static shapes and dynamic ones in one call
+        stats = gm.collect({"hidden": hidden, "error": (hidden - y).T, **grads})
+        for parameter in model.parameters():
+            parameter.grad = None
+        return stats, {"hidden": hidden.detach(), "error": (hidden - y).T.detach(), **grads}
+
+    step = torch.compile(
+        whole, fullgraph=True, backend="aot_eager", dynamic=True if how == "dynamic=True" else None
+    )
+    for i, size in enumerate((7, 3, 20, 5, 64)):
+        x, y = batch(size)
+        if how == "mark_dynamic":
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(y, 0)
+        if i == 0:
+            stats, measured = step(x, y)
+        else:
+            with no_recompile():
+                stats, measured = step(x, y)
+        assert_same(stats, gm.collect(measured))
+        assert stats.numel[:2].tolist() == [size * 3] * 2
+    assert graphs() == 1
+
+
+@needs_compiler
+def test_changing_batch_sizes_do_not_recompile_with_inductor():
+    step = torch.compile(
+        lambda x: gm.collect({"twice": x * 2, "sum": x.sum(0)}).group(EVERYTHING).columns,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for i, size in enumerate((7, 3, 20)):
+        x = torch.randn(size, 4)
+        if i == 0:
+            columns = step(x)
+        else:
+            with no_recompile():
+                columns = step(x)
+        expected = gm.collect({"twice": x * 2, "sum": x.sum(0)}).group(EVERYTHING).columns
+        torch.testing.assert_close(columns, expected)
+        assert columns[0, 0] == size * 4 + 4
+
+
+# what is collected
+
+
+def run_once(function: Callable[..., Any], *args: Any) -> tuple[Any, Kept]:
+    """Run a function compiled, twice; return the second result and the graphs."""
+    kept = Kept()
+    step = torch.compile(function, fullgraph=True, backend=kept.backend)
+    step(*args)
+    with no_recompile():
+        result = step(*args)
+    assert graphs() == 1
+    return result, kept
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    for i, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.randn_like(parameter) * 10.0 ** (i - 2)
+    return model
+
+
+def test_returned_stats_work_like_any_others():
+    model = with_gradients(small_model())
+    (stats, nested), _ = run_once(lambda: (gm.collect_grads(model), {"again": [gm.collect_weights(model)]}))
+    assert_same(stats, gm.collect_grads(model))
+    assert_same(nested["again"][0], gm.collect_weights(model))
+    report = stats.materialize()
+    assert report["2.bias"].norm == pytest.approx(model[2].bias.grad.double().norm().item(), rel=1e-13)
+    assert str(report) == str(gm.collect_grads(model).materialize())
+    assert stats.materialize_async().result().total_norm == report.total_norm
+    grouped = stats.group({"first": r"^0\.", "second": r"^2\."})
+    assert_same(grouped, gm.collect_grads(model).group({"first": r"^0\.", "second": r"^2\."}))
+    assert_same(stats.merge(stats), gm.collect_grads(model).merge(gm.collect_grads(model)))
+
+
+def test_stats_go_into_a_compiled_function():
+    model = with_gradients(small_model())
+    add = torch.compile(lambda a, b: a.merge(b), fullgraph=True, backend="aot_eager")
+    first, second = gm.collect_grads(model), gm.collect_weights(model)
+    both = add(first, second)
+    with no_recompile():
+        # a running merge over steps
+        three = add(both, first)
+    assert_same(three, first.merge(second).merge(first))
+
+
+def test_everything_derived_is_computed_in_the_graph():
+    model = with_gradients(small_model())
+    names = ("numel", "sumsq", "sum", "n_zero", "n_nan", "n_posinf", "n_neginf", "abs_max")
+    names += ("n_inf", "n_nonfinite", "finite_norm", "norm", "rms", "mean", "std", "zero_fraction")
+    names += ("total", "total_norm", "found_inf")
+
+    def everything() -> dict[str, Any]:
+        stats = gm.collect_grads(model)
+        grouped = stats.group({"first": lambda name: name.startswith("0"), "none": lambda _: False})
+        return {name: getattr(stats, name) for name in names} | {
+            "grouped": grouped,
+            "merged": stats.merge(stats),
+            "both": grouped.merge(grouped).total_norm,
+        }
+
+    result, kept = run_once(everything)
+    expected = everything()
+    for name, value in expected.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(result[name], value), name
+        else:
+            assert_same(result[name], value)
+    assert kept.op_calls() == 1
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        r"^0\.",
+        re.compile(r"^0\."),
+        lambda name: name.startswith("0."),
+    ],
+    ids=["string", "pattern", "predicate"],
+)
+def test_groups_are_formed_inside(rule):
+    model = with_gradients(small_model())
+    # what the module has compiled before is not compiled again
+    re.purge()
+    grouped, kept = run_once(lambda: gm.collect_grads(model).group({"first": rule}))
+    assert_same(grouped, gm.collect_grads(model).group({"first": rule}))
+    assert grouped.numel.tolist() == [40]
+    assert kept.op_calls() == 1
+
+
+def test_weights_are_measured_inside():
+    model = small_model()
+    (before, after), kept = run_once(lambda: _shrink_weights(model))
+    assert_same(after, gm.collect_weights(model))
+    # a snapshot: the update in between did not change it
+    assert torch.equal(before.abs_max, 2 * after.abs_max)
+    assert kept.op_calls() == 2
+
+
+def _shrink_weights(model: nn.Module) -> tuple[gm.TensorStats, gm.TensorStats]:
+    before = gm.collect_weights(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return before, gm.collect_weights(model)
+
+
+def test_nan_and_inf_are_named_inside():
+    model = with_gradients(small_model())
+    model[0].bias.grad[1] = math.nan
+    model[2].bias.grad[0] = -math.inf
+    (stats, found_inf), _ = run_once(lambda: (s := gm.collect_grads(model), s.found_inf))
+    report = stats.materialize()
+    assert (report.nan, report.inf) == (["0.bias"], ["2.bias"])
+    assert found_inf == 1.0
+    assert_same(stats, gm.collect_grads(model))
+
+
+def test_several_dtypes_and_strides_are_measured_inside():
+    x = torch.randn(64, 6)
+
+    def collected() -> gm.TensorStats:
+        halves = {str(dtype): (x * 3).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)}
+        views = {"transposed": x.T, "sliced": x[1::3, ::2], "expanded": x[:1].expand(5, 6), "0-d": x[0, 0]}
+        return gm.collect(halves | views | {"complex": torch.complex(x, -x), "empty": x[:0]})
+
+    stats, kept = run_once(collected)
+    assert_same(stats, collected())
+    assert kept.op_calls() == 1
+
+
+def test_tied_parameters_count_once_inside():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    tokens = torch.tensor([[0, 1, 2]])
+
+    def step(model: nn.Module) -> gm.TensorStats:
+        cross_entropy(model(tokens).view(-1, 5), tokens.view(-1)).backward()
+        stats = gm.collect_grads(model)
+        model[0].weight.grad = None
+        return stats
+
+    stats, _ = run_once(step, model)
+    assert stats.names == ("0.weight",)
+    assert_same(stats, step(model))
+
+
+def test_names_are_those_of_the_model_and_not_of_its_wrappers():
+    model = small_model()
+    model[0] = torch.compile(model[0], backend="aot_eager")
+    outer = torch.compile(with_gradients(model), backend="aot_eager")
+    names = ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert any("_orig_mod" in name for name, _ in outer.named_parameters())
+    assert gm.collect_grads(outer).names == names
+    stats, _ = run_once(lambda: gm.collect_weights(outer))
+    assert stats.names == names
+
+
+@pytest.mark.parametrize("home", ["model", "parameters", "nothing"])
+def test_no_gradients_compile_to_no_rows(home):
+    model = small_model()
+    source = {"model": model, "parameters": list(model.parameters()), "nothing": []}[home]
+
+    def step() -> tuple[gm.TensorStats, Tensor, gm.TensorStats]:
+        stats = gm.collect_grads(source)
+        return stats, stats.total_norm, stats.group(EVERYTHING).merge(stats.group(EVERYTHING))
+
+    (stats, norm, grouped), kept = run_once(step)
+    assert_same(stats, gm.collect_grads(source))
+    assert not stats.measured
+    assert stats.columns.shape == (0, NUM_COLUMNS)
+    assert (norm, grouped.norm.tolist()) == (0.0, [0.0])
+    assert kept.op_calls() == 0
+    assert not stats.materialize().measured
+
+
+def test_a_gradient_that_appears_later_is_measured():
+    model = small_model()
+    step = torch.compile(lambda: gm.collect_grads(model), fullgraph=True, backend="aot_eager")
+    assert step().names == ()
+    with_gradients(model)
+    # another set of tensors is another graph, once
+    assert_same(step(), gm.collect_grads(model))
+    model[0].bias.grad = None
+    assert step().names == ("0.weight", "2.weight", "2.bias")
+    with no_recompile():
+        assert step().names == ("0.weight", "2.weight", "2.bias")
+
+
+class Checkpointed(nn.Module):
+    """Activations of the block are recomputed in its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = small_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def test_gradients_of_checkpointed_blocks_are_measured():
+    model, twin = Checkpointed(), Checkpointed()
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager")
+    measure = torch.compile(gm.collect_grads, fullgraph=True, backend="aot_eager")
+    for i in range(3):
+        x, y = batch()
+        for which, call in ((model, forward), (twin, twin)):
+            which.zero_grad()
+            mse_loss(call(x), y).backward()
+        if i == 0:
+            stats = measure(forward)
+        else:
+            with no_recompile():
+                stats = measure(forward)
+        assert stats.names == ("block.0.weight", "block.0.bias", "block.2.weight", "block.2.bias")
+        assert_same(stats, gm.collect_grads(twin))
+
+
+# arguments
+
+
+def test_changed_thresholds_retrace_once_and_flag_rightly():
+    model = with_gradients(small_model())
+    kept = Kept()
+
+    def measure(thresholds: gm.Thresholds) -> gm.TensorStats:
+        return gm.collect_grads(model, thresholds=thresholds)
+
+    step = torch.compile(measure, fullgraph=True, backend=kept.backend)
+    for thresholds in (
+        gm.Thresholds(),
+        gm.Thresholds(exploding=1e-3),
+        gm.Thresholds(vanishing=5.0),
+        gm.Thresholds(vanishing=0.0, exploding=math.inf, dead=2.0),
+    ):
+        assert_same(step(thresholds), gm.collect_grads(model, thresholds=thresholds))
+    compiled = len(kept.graphs)
+    assert compiled <= 4
+    with no_recompile():
+        for exploding in (1e-3, 1e-3, 100.0):
+            thresholds = gm.Thresholds(exploding=exploding)
+            assert_same(step(thresholds), gm.collect_grads(model, thresholds=thresholds))
+    assert len(kept.graphs) == compiled
+
+
+def test_an_inv_scale_tensor_is_read_at_every_call():
+    model = with_gradients(small_model())
+    kept = Kept()
+    step = torch.compile(
+        lambda scale: gm.collect_grads(model, inv_scale=1.0 / scale), fullgraph=True, backend=kept.backend
+    )
+    unscaled = gm.collect_grads(model)
+    for i, scale in enumerate((2.0, 1024.0, 65536.0)):
+        if i == 0:
+            stats = step(torch.tensor(scale))
+        else:
+            with no_recompile():
+                stats = step(torch.tensor(scale))
+        assert_same(stats, gm.collect_grads(model, inv_scale=torch.tensor(1.0 / scale)))
+        # a power of 2 changes no bit of the fraction
+        assert torch.equal(stats.norm * scale, unscaled.norm)
+    assert kept.op_calls() == 1
+
+
+def test_an_inv_scale_number_is_taken_inside():
+    model = with_gradients(small_model())
+    stats, _ = run_once(lambda: gm.collect_grads(model, inv_scale=0.25))
+    assert_same(stats, gm.collect_grads(model, inv_scale=0.25))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (torch.arange(3), "'wrong' has dtype torch.int64"),
+        (torch.ones(3) > 0, "'wrong' has dtype torch.bool"),
+        (3.0, "'wrong' is no tensor but float"),
+    ],
+    ids=["integer", "bool", "number"],
+)
+def test_what_cannot_be_measured_is_refused_by_name_inside(wrong, words):
+    step = torch.compile(
+        lambda x: gm.collect({"right": x, "wrong": wrong}), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises((TypeError, torch._dynamo.exc.TorchDynamoException)) as refused:
+        step(torch.ones(3))
+    assert words in str(refused.value)
+
+
+def test_a_name_that_stands_twice_is_refused_inside():
+    step = torch.compile(lambda x: gm.collect([("a", x), ("a", x)]), fullgraph=True, backend="aot_eager")
+    with pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException)) as refused:
+        step(torch.ones(3))
+    assert "the name 'a' stands for two tensors" in str(refused.value)
+
+
+# the graph
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_unused_statistics_cost_nothing(used):
+    model = small_model()
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        loss, stats, grads = train_step(model, x, y)
+        stats.group(EVERYTHING).total_norm.add(1)
+        return (loss, *grads.values(), stats.norm) if used else (loss, *grads.values())
+
+    _, kept = run_once(step, *batch())
+    assert kept.op_calls() == used
+
+
+@pytest.mark.parametrize("layers", [1, 10, 50])
+def test_one_call_of_the_op_measures_any_number_of_parameters(layers):
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(torch.float64)
+
+    with_ones(model)
+
+    def step() -> Tensor:
+        return gm.collect_grads(with_ones(model)).total_norm
+
+    norm, kept = run_once(step)
+    assert norm == pytest.approx(math.sqrt(12 * layers))
+    assert kept.op_calls() == 1
+
+
+def with_ones(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model
+
+
+def test_gradients_are_neither_copied_nor_changed():
+    model = with_gradients(small_model())
+    _, kept = run_once(lambda: gm.collect_grads(model).columns)
+    (graph,) = kept.graphs
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    op = torch.ops.gradiometer.tensor_stats.default
+    # nothing comes before it but views of the gradients
+    before = calls[: calls.index(op)]
+    assert all(target in {torch.ops.aten.detach.default, torch.ops.aten.alias.default} for target in before)
+    assert torch.ops.aten.copy_.default not in calls
+
+
+@needs_compiler
+def test_reduce_overhead_on_the_cpu_changes_nothing():
+    model = small_model()
+    step = torch.compile(train_step, fullgraph=True, mode="reduce-overhead")
+    for i in range(4):
+        x, y = batch()
+        if i == 0:
+            _, stats, grads = step(model, x, y)
+        else:
+            with no_recompile():
+                _, stats, grads = step(model, x, y)
+        assert_same(stats, gm.collect(grads))
+    assert graphs() == 1

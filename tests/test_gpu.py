@@ -1,0 +1,690 @@
+"""The kernels on a real device: their numbers, and what only a device shows.
+
+Streams, graph capture and replay, addresses that are used again, tables that later calls must not
+change, and waits that only a driver notices.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.functional import mse_loss
+
+import gradiometer as gm
+from gradiometer import pack
+from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Inductor's advice for faster matrix products
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    # steps run on a side stream before they are recorded on another
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+]
+
+DEVICE = "cuda"
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# around the tile of 1024 and the chunk of 2**15 elements
+SIZES = (1, 2, 3, 7, 8, 9, 255, 1023, 1024, 1025, 2**15 - 1, 2**15, 2**15 + 1, 3 * 2**15 + 1029, 1_000_003)
+EXACT = ("numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "abs_max")
+# of the exact value, for the kernels and for the CPU alike
+TOLERANCE = 1e-13
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    # off by default: without it `loss.backward()` is a graph break
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+def values(size: int, dtype: torch.dtype = torch.float32, device: str | torch.device = DEVICE) -> Tensor:
+    """Return numbers of several magnitudes, some of them 0 or -0."""
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, generator=generator, dtype=torch.float64)
+    x *= torch.pow(10.0, torch.randint(-3, 3, (size,), generator=generator))
+    x[torch.rand(size, generator=generator) < 0.1] = -0.0
+    return x.to(dtype).to(device)
+
+
+def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def assert_measured(stats: gm.TensorStats, tensors: dict[str, Tensor], **options: Any) -> None:
+    """Compare with what the CPU says of the same numbers."""
+    expected = gm.collect(to_host(tensors), **options)
+    assert stats.names == expected.names
+    assert stats.columns.device.type == torch.device(DEVICE).type
+    found = gm.TensorStats(stats.names, stats.columns.cpu(), stats.flags.cpu(), stats.thresholds)
+    for name in EXACT:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    torch.testing.assert_close(found.finite_norm, expected.finite_norm, rtol=2 * TOLERANCE, atol=0.0)
+    # an error of the sum is measured against the sum of magnitudes, which Cauchy and Schwarz bound
+    magnitudes = expected.finite_norm * expected.numel.sqrt()
+    assert torch.all((found.sum - expected.sum).abs() <= 2 * TOLERANCE * magnitudes)
+    assert torch.equal(found.flags, expected.flags)
+
+
+def assert_same_bits(a: gm.TensorStats, b: gm.TensorStats) -> None:
+    assert a.names == b.names
+    assert torch.equal(a.columns, b.columns)
+    assert torch.equal(a.flags, b.flags)
+
+
+# numbers
+
+
+@every_dtype
+def test_the_kernels_agree_with_the_cpu(dtype):
+    tensors = {str(size): values(size, dtype) for size in (0, *SIZES)}
+    assert_measured(gm.collect(tensors), tensors)
+
+
+def test_several_dtypes_share_a_call():
+    tensors = {f"{i}": values(size, DTYPES[i % 4]) for i, size in enumerate(SIZES)}
+    assert_measured(gm.collect(tensors), tensors)
+
+
+@every_dtype
+def test_views_that_begin_anywhere_agree_with_the_cpu(dtype):
+    base = values(100_000, dtype)
+    tensors = {
+        f"{start}+{size}": base[start : start + size]
+        for start in range(17)
+        for size in (1, 5, 1024, 1040, 2**15 + 3, 70_001)
+    }
+    assert {x.data_ptr() % 16 // dtype.itemsize for x in tensors.values()} == set(range(16 // dtype.itemsize))
+    assert_measured(gm.collect(tensors), tensors)
+
+
+def test_all_strides_and_kinds_agree_with_the_cpu():
+    x = values(6 * 5 * 40 * 7).view(6, 5, 40, 7)
+    matrix = values(300 * 700).view(300, 700)
+    real = values(5000, torch.float64)
+    number = torch.complex(real, real.flip(0))
+    sparse = torch.sparse_coo_tensor([[0, 2, 2]], values(12).view(3, 4), (9, 4), device=DEVICE)
+    tensors = {
+        "transposed": matrix.T,
+        "channels_last": x.contiguous(memory_format=torch.channels_last),
+        "sliced": matrix[3::2, 5:600:3],
+        "expanded": matrix[:1].expand(40, 700),
+        "permuted": x.permute(2, 0, 3, 1),
+        "flipped": matrix.flip(1),
+        "0-d": matrix[1, 1],
+        "empty": matrix[:0],
+        "requires grad": matrix.clone().requires_grad_(),
+        "complex": number,
+        "conjugate": number.conj(),
+        "negative": number.conj().imag,
+        "half complex": torch.view_as_complex(values(64, torch.float16).view(32, 2)),
+        "sparse": sparse,
+        "e4m3": values(3000).to(torch.float8_e4m3fn),
+        "e5m2": values(3000).to(torch.float8_e5m2),
+    }
+    stats = gm.collect(tensors)
+    tensors["sparse"] = sparse.to_dense()
+    assert_measured(stats, tensors)
+
+
+@every_dtype
+def test_nan_and_inf_are_counted_wherever_they_are(dtype):
+    tensors = {}
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in (0, 1, 1023, 1024, 2**15 - 1, 2**15, 2 * 2**15 + 5, -1):
+            # neither the beginning nor the end is aligned
+            x = values(3 * 2**15 + 1030, dtype)[1:-1]
+            x[place] = bad
+            tensors[f"{bad} at {place}"] = x
+        tensors[f"{bad} alone"] = torch.full((1,), bad, dtype=dtype, device=DEVICE)
+        tensors[f"{bad} everywhere"] = torch.full((40_000,), bad, dtype=dtype, device=DEVICE)
+    mixed = values(100_000, dtype)
+    mixed[::7], mixed[1::11], mixed[2::13] = math.nan, math.inf, -math.inf
+    tensors["mixed"] = mixed
+    stats = gm.collect(tensors)
+    assert_measured(stats, tensors)
+    report = stats.materialize()
+    assert report["nan everywhere"].n_nan == 40_000
+    assert report["inf at -1"].n_posinf == 1
+    assert report["-inf alone"].n_neginf == 1
+
+
+@every_dtype
+def test_the_smallest_and_largest_numbers_keep_their_value(dtype):
+    info = torch.finfo(dtype)
+    # the square of a float64 beyond these leaves its range
+    low, high = (1e-150, 1e150) if dtype == torch.float64 else (info.smallest_normal / 2, info.max)
+    tensors = {
+        "low": torch.full((5000,), low, dtype=dtype, device=DEVICE),
+        "high": torch.full((5000,), -high, dtype=dtype, device=DEVICE),
+        "zeros": torch.tensor([0.0, -0.0, low], dtype=dtype, device=DEVICE),
+    }
+    stats = gm.collect(tensors)
+    assert_measured(stats, tensors)
+    assert stats.n_zero.tolist() == [0, 0, 2]
+    assert stats.found_inf == 0.0
+    assert stats.norm[1].item() == pytest.approx(high * math.sqrt(5000), rel=0.01)
+
+
+def test_thresholds_are_compared_in_fp64():
+    # as fp32 it is above 0.1
+    x = torch.tensor([0.1], dtype=torch.float64, device=DEVICE)
+    below = math.nextafter(0.1, 0.0)
+    above = math.nextafter(0.1, 1.0)
+    for thresholds, flag in (
+        (gm.Thresholds(vanishing=0.1), 0),
+        (gm.Thresholds(vanishing=above), gm.Flag.VANISHING),
+        (gm.Thresholds(exploding=0.1), 0),
+        (gm.Thresholds(exploding=below), gm.Flag.EXPLODING),
+    ):
+        assert gm.collect([x], thresholds=thresholds).flags.item() == flag
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_an_inv_scale_tensor_is_applied(dtype):
+    tensors = {str(size): values(size) for size in SIZES}
+    inv_scale = torch.tensor(2.0**-10, dtype=dtype)
+    stats = gm.collect(tensors, inv_scale=inv_scale.to(DEVICE))
+    assert_measured(stats, tensors, inv_scale=inv_scale)
+
+
+# bits
+
+
+def test_a_row_has_the_same_bits_in_any_company():
+    tensors = {f"{size} {dtype}": values(size, dtype) for size in SIZES for dtype in DTYPES}
+    together = gm.collect(tensors)
+    rows = dict(zip(together.names, together.columns, strict=True))
+    pairs = list(tensors.items())
+    shuffled = [pairs[i] for i in torch.randperm(len(pairs)).tolist()]
+    again = gm.collect(shuffled)
+    for name, row in zip(again.names, again.columns, strict=True):
+        assert torch.equal(row, rows[name])
+    for name, tensor in tensors.items():
+        assert torch.equal(gm.collect([tensor]).columns[0], rows[name])
+    assert_same_bits(gm.collect(tensors), together)
+
+
+def test_a_copy_elsewhere_has_the_same_bits():
+    tensors = {str(size): values(size) for size in SIZES}
+    stats = gm.collect(tensors)
+    # allocations begin at multiples of 512 bytes
+    assert_same_bits(gm.collect({name: x.clone() for name, x in tensors.items()}), stats)
+
+
+# waiting
+
+
+@pytest.fixture
+def forbid_waits() -> Iterator[Callable[[], None]]:
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+class Model(nn.Module):
+    """Parameters of several shapes and dtypes."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        for i, size in enumerate(SIZES):
+            self.register_parameter(f"w{i}", nn.Parameter(values(size, DTYPES[i % 4])))
+
+    def renew_gradients(self, factor: float) -> None:
+        for parameter in self.parameters():
+            parameter.grad = parameter.detach() * (self.scale * factor)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.named_parameters()}
+
+
+# torch says it of the mode whenever it is first set
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_nothing_waits_for_the_device(forbid_waits):
+    model = Model()
+    model.renew_gradients(1.0)
+    inv_scale = torch.ones((), device=DEVICE)
+    # kernels are compiled and loaded at their first call
+    gm.collect_grads(model)
+    gm.collect_grads(model, inv_scale=inv_scale)
+    gm.collect_weights(model)
+    torch.cuda.synchronize()
+
+    forbid_waits()
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        inv_scale.item()
+    pending = []
+    for factor in (1.0, 2.0, 3.0):
+        # other addresses, so other tables
+        model.renew_gradients(factor)
+        stats = gm.collect_grads(model)
+        for name in (*COLUMN_INDEX, "norm", "rms", "mean", "std", "zero_fraction", "n_inf", "n_nonfinite"):
+            getattr(stats, name)
+        assert stats.total_norm.is_cuda
+        assert stats.found_inf.is_cuda
+        grouped = stats.group({"odd": r"w\d*[13579]$", "all": ".", "none": "x"})
+        pending += [stats.materialize_async(), grouped.merge(grouped).materialize_async()]
+        gm.collect_grads(model, inv_scale=inv_scale)
+        gm.collect_grads(model, thresholds=gm.Thresholds(exploding=factor))
+        gm.collect_weights(model)
+        gm.total_norm(list(model.parameters()))
+        pending[-1].ready()
+    torch.cuda.set_sync_debug_mode("default")
+
+    reports = [p.result() for p in pending[::2]]
+    assert all(p.ready() for p in pending)
+    one = gm.collect(model.gradients()).total_norm.item() / 3
+    # each is of its own step, whatever was computed since
+    for factor, report in zip((1.0, 2.0, 3.0), reports, strict=True):
+        assert report.total_norm == pytest.approx(one * factor, rel=1e-2)
+
+
+def test_pending_reports_are_those_of_their_step():
+    x = torch.empty(5_000_000, device=DEVICE)
+    pending = []
+    for i in range(30):
+        x.fill_(i)
+        pending.append(gm.collect({"x": x}).materialize_async())
+    assert [p.result()["x"].abs_max for p in pending] == list(range(30))
+
+
+# tables
+
+
+def test_tables_are_uploaded_when_an_address_changed_and_only_then(monkeypatch):
+    uploads = []
+    upload = pack._upload
+
+    def counting(source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        uploads.append(source.numel())
+        return upload(source, *args, **kwargs)
+
+    pack.clear()
+    monkeypatch.setattr(pack, "_upload", counting)
+    tensors = {str(size): values(size) for size in SIZES}
+    gm.collect(tensors)
+    assert uploads
+    uploads.clear()
+    for _ in range(3):
+        for x in tensors.values():
+            x.mul_(2.0)
+        assert_measured(gm.collect(tensors), tensors)
+    assert uploads == []
+    tensors["7"] = values(8)[:7]
+    assert_measured(gm.collect(tensors), tensors)
+    assert len(uploads) == 1
+
+
+def test_addresses_that_are_used_again_are_read_again():
+    seen: set[int] = set()
+    again = 0
+    for i in range(40):
+        # freed and allocated in another order: most addresses come back, for other tensors
+        tensors = {str(size): torch.full((size,), float(i + size), device=DEVICE) for size in SIZES}
+        if i % 3 == 0:
+            tensors = dict(sorted(tensors.items(), reverse=True))
+        addresses = {x.data_ptr() for x in tensors.values()}
+        again += len(addresses & seen)
+        seen |= addresses
+        stats = gm.collect(tensors)
+        del tensors
+        assert stats.abs_max.tolist() == [float(i + int(name)) for name in stats.names]
+        if i % 10 == 9:
+            gc.collect()
+            torch.cuda.empty_cache()
+    assert again > 0
+
+
+def test_models_of_the_same_shapes_do_not_share_what_they_measure():
+    models = [Model(1.0), Model(2.0), Model(4.0)]
+    for factor in (1.0, 3.0):
+        for model in models:
+            model.renew_gradients(factor)
+        for model in [*models, *reversed(models)]:
+            assert_measured(gm.collect_grads(model), model.gradients())
+            assert_measured(gm.collect_weights(model), dict(model.named_parameters()))
+
+
+def test_thresholds_and_sizes_do_not_compile_a_kernel_anew():
+    from gradiometer.kernels.finalize import _finalize_kernel
+    from gradiometer.kernels.moments import _moments_kernel
+
+    def compiled() -> int:
+        device = torch.cuda.current_device()
+        return sum(len(kernel.device_caches[device][0]) for kernel in (_finalize_kernel, _moments_kernel))
+
+    x = values(3000)
+    gm.collect([x])
+    before = compiled()
+    for thresholds in (
+        gm.Thresholds(1e-3, 1.0, 0.5),
+        gm.Thresholds(0.0, math.inf, 2.0),
+        gm.Thresholds(1, 16, 1),
+    ):
+        gm.collect([x], thresholds=thresholds)
+        gm.collect([x, values(16)] * 8, thresholds=thresholds)
+        gm.collect([values(10 * 2**15), x[1:]], thresholds=thresholds)
+    assert compiled() == before
+
+
+# streams
+
+
+def test_a_call_runs_on_the_current_stream():
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for i in range(10):
+        expected, found = [], []
+        for k, stream in enumerate(streams):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                # long enough that the other stream's call is queued before it is done
+                x = torch.full((30_000_000,), 1.0, device=DEVICE)
+                for _ in range(5):
+                    x.add_(1.0)
+                x.mul_(i + k)
+                found.append(gm.collect({"x": x}).materialize_async())
+                expected.append(6.0 * (i + k))
+        assert [pending.result()["x"].abs_max for pending in found] == expected
+
+
+# graphs recorded by hand
+
+
+def record(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Warm up on a side stream, as the documentation of CUDA graphs wants it, and record."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+    return graph, result
+
+
+def test_a_recorded_step_measures_what_each_replay_computes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 5)).to(DEVICE)
+    x, y = torch.randn(8, 16, device=DEVICE), torch.randn(8, 5, device=DEVICE)
+
+    def step() -> gm.TensorStats:
+        # gradients are allocated by the recording, and stay where they are
+        for parameter in model.parameters():
+            parameter.grad = None
+        mse_loss(model(x), y).backward()
+        return gm.collect_grads(model)
+
+    graph, stats = record(step)
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    norms = set()
+    for i in range(10):
+        x.normal_()
+        y.normal_(mean=i)
+        graph.replay()
+        assert_measured(stats, grads)
+        assert_same_bits(stats, gm.collect(grads))
+        norms.add(stats.total_norm.item())
+    assert len(norms) == 10
+
+
+@pytest.mark.parametrize("tensors", [1, 2, 7])
+def test_replays_are_not_changed_by_calls_in_between(tensors):
+    fixed = {str(i): values(5000 + i) for i in range(tensors)}
+    graph, stats = record(lambda: gm.collect(fixed))
+    for i in range(5):
+        for x in fixed.values():
+            x.fill_(float(i + 1))
+        # the same shapes, so the same kept tables, with other addresses; and what they occupied
+        others = {name: torch.full_like(x, 100.0) for name, x in fixed.items()}
+        assert_measured(gm.collect(others), others)
+        del others
+        rubbish = [torch.full((n,), -1, dtype=torch.int64, device=DEVICE) for n in (8, 16, 32, 64, 128)]
+        pack.clear()
+        gc.collect()
+        stats.columns.zero_()
+        graph.replay()
+        assert_measured(stats, fixed)
+        del rubbish
+        assert_measured(gm.collect(fixed), fixed)
+
+
+def test_several_recordings_live_side_by_side():
+    inputs = [{name: values(size) for name, size in (("a", 40_000), ("b", 1023))} for _ in range(3)]
+    recorded = [record(lambda tensors=tensors: gm.collect(tensors)) for tensors in inputs]
+    # two of one set of tensors
+    recorded.append(record(lambda: gm.collect(inputs[0])))
+    inputs.append(inputs[0])
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 0, 0)):
+        for k, tensors in enumerate(inputs[:3]):
+            for x in tensors.values():
+                x.fill_(float(10 * k + order[0] + 1))
+        for i in order:
+            graph, stats = recorded[i]
+            stats.columns.zero_()
+            graph.replay()
+            assert_measured(stats, inputs[i])
+
+
+def test_a_graph_that_is_dropped_leaves_the_others_alone():
+    x, y = {"x": values(5000)}, {"x": values(5001)}
+    dropped, _ = record(lambda: gm.collect(x))
+    graph, stats = record(lambda: gm.collect(y))
+    dropped.replay()
+    del dropped
+    gc.collect()
+    torch.cuda.empty_cache()
+    y["x"].fill_(3.0)
+    graph.replay()
+    assert_measured(stats, y)
+    assert_measured(gm.collect(x), x)
+
+
+def test_everything_on_the_device_can_be_recorded():
+    x = {
+        "a": values(50_000),
+        "b": values(999, torch.bfloat16),
+        "c": values(64, torch.float16).view(8, 8)[:, ::2],
+    }
+    inv_scale = torch.tensor(0.5, device=DEVICE)
+
+    def step() -> tuple[gm.TensorStats, Tensor, Tensor]:
+        stats = gm.collect(x, inv_scale=inv_scale)
+        grouped = stats.group({"first": "a", "rest": "[bc]", "none": "z"})
+        return grouped.merge(grouped), stats.total_norm, stats.found_inf
+
+    graph, (merged, norm, found_inf) = record(step)
+    for scale in (0.5, 0.25):
+        inv_scale.fill_(scale)
+        x["a"].normal_()
+        graph.replay()
+        expected, expected_norm, _ = step()
+        assert_same_bits(merged, expected)
+        assert (norm, found_inf) == (expected_norm, 0.0)
+    x["b"][5] = math.nan
+    graph.replay()
+    assert (norm.isnan().item(), found_inf) == (True, 1.0)
+
+
+def test_an_inv_scale_that_is_a_number_can_be_recorded():
+    x = {"a": values(50_000)}
+    graph, stats = record(lambda: gm.collect(x, inv_scale=0.25))
+    x["a"].normal_()
+    graph.replay()
+    assert_measured(stats, x, inv_scale=0.25)
+
+
+# compiled steps
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 5)).to(DEVICE)
+
+
+def measured_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, gm.TensorStats, dict[str, Tensor]]:
+    loss = mse_loss(model(x), y)
+    loss.backward()
+    stats = gm.collect_grads(model)
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return loss.detach(), stats, grads
+
+
+def updating_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, gm.TensorStats, dict[str, Tensor]]:
+    loss, stats, grads = measured_step(model, x, y)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.sub_(0.1 * grads[name])
+    return loss, stats, grads
+
+
+@pytest.mark.parametrize("step", [measured_step, updating_step])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_step_measures_what_it_computes(mode, step, monkeypatch):
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph))[1]
+    )
+
+    model, twin = small_model(), small_model()
+    compiled = torch.compile(step, fullgraph=True, mode=mode)
+    for i in range(20):
+        x, y = torch.randn(8, 16, device=DEVICE), torch.randn(8, 5, device=DEVICE)
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            loss, stats, grads = compiled(model, x, y)
+        assert stats.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+        assert_measured(stats, grads)
+        assert_same_bits(stats, gm.collect(grads))
+        same_loss, same_stats, _ = step(twin, x, y)
+        torch.testing.assert_close(loss, same_loss, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(stats.norm, same_stats.norm, rtol=1e-3, atol=1e-4)
+        # calls in between, of the same shapes
+        others = {name: torch.ones_like(grad) for name, grad in grads.items()}
+        assert gm.collect(others).abs_max.tolist() == [1.0] * 4
+        del loss, stats, grads
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    if mode == "reduce-overhead" and step is measured_step:
+        # the op is no reason to leave CUDA graphs, nor are tables that a warm-up run has left behind
+        assert counters["inductor"]["cudagraph_skips"] == 0
+        assert len(replays) >= 10
+
+
+def test_several_sizes_of_batch_are_recorded_side_by_side():
+    model = small_model()
+    compiled = torch.compile(measured_step, fullgraph=True, mode="reduce-overhead", dynamic=False)
+    for size in (4, 8, 4, 8, 4, 8, 8, 4, 4):
+        x, y = torch.randn(size, 16, device=DEVICE), torch.randn(size, 5, device=DEVICE)
+        torch.compiler.cudagraph_mark_step_begin()
+        _, stats, grads = compiled(model, x, y)
+        assert_measured(stats, grads)
+        del stats, grads
+
+
+def test_gradients_made_outside_are_measured_by_a_compiled_update():
+    model = small_model()
+
+    def update() -> gm.TensorStats:
+        stats = gm.collect_grads(model)
+        factor = (1.0 / (stats.total_norm + 1e-6)).clamp(max=1.0).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * factor * parameter.grad)
+        return stats
+
+    compiled = torch.compile(update, fullgraph=True)
+    for i in range(10):
+        x, y = torch.randn(8, 16, device=DEVICE), torch.randn(8, 5, device=DEVICE)
+        model.zero_grad(set_to_none=False)
+        mse_loss(model(x), y).backward()
+        expected = gm.collect_grads(model)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            assert_same_bits(compiled(), expected)
+
+
+# size
+
+
+def free_memory() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_a_tensor_beyond_32_bits_is_measured():
+    size = 2**31 + 70_001
+    if free_memory() < 3 * size:
+        pytest.skip("needs 6 GiB of free device memory")
+    x = torch.ones(size, dtype=torch.bfloat16, device=DEVICE)
+    x[-1], x[2**31], x[2**31 - 1] = 3.0, -5.0, 0.0
+    row = gm.collect([x]).materialize()["0"]
+    assert (row.numel, row.n_zero, row.abs_max) == (size, 1, 5.0)
+    assert (row.sumsq, row.sum) == (size - 3 + 34, size - 3 - 2)
+    x[-1], x[-2], x[2**31] = math.nan, math.inf, -math.inf
+    row = gm.collect([x]).materialize()["0"]
+    assert (row.n_nan, row.n_posinf, row.n_neginf) == (1, 1, 1)
+    assert (row.sumsq, row.abs_max) == (size - 4, 1.0)
+
+
+def test_measuring_takes_little_memory():
+    tensors = [torch.ones(25_000_000, device=DEVICE) for _ in range(10)]
+    gm.collect(tensors)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gm.collect(tensors)
+    # 1 GB was read: seven numbers a chunk, and tables
+    assert torch.cuda.max_memory_allocated() - before < 4 * 2**20
+
+
+# devices
+
+
+def test_the_current_device_is_not_changed_and_need_not_be_that_of_the_tensors():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    tensors = {
+        "second": values(5000, device="cuda:1"),
+        "first": values(5001, device="cuda:0"),
+        "host": values(5002, device="cpu"),
+        "second again": values(70_000, torch.bfloat16, device="cuda:1"),
+    }
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            alone = gm.collect({"second": tensors["second"]})
+            assert alone.columns.device == torch.device("cuda:1")
+            stats = gm.collect(tensors)
+            assert torch.cuda.current_device() == current
+        assert stats.columns.device == torch.device("cuda:1")
+        assert_measured(alone, {"second": tensors["second"]})
+        assert_measured(stats, tensors)
+
+
+def test_rows_of_the_host_join_those_of_the_device():
+    tensors = {
+        "host": values(5002, device="cpu"),
+        "device": values(5000),
+        "host too": values(3, device="cpu"),
+    }
+    stats = gm.collect(tensors)
+    assert stats.columns.shape == (3, NUM_COLUMNS)
+    assert_measured(stats, tensors)

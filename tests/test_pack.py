@@ -1,0 +1,316 @@
+"""Chunk maps, pointer tables and how long they live."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradiometer as gm
+from gradiometer import pack
+from gradiometer.schema import DEFAULT_THRESHOLDS
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    pack.clear()
+    captured = list(pack._captured)
+    yield
+    pack._captured[:] = captured
+    pack.clear()
+
+
+# the chunk map
+
+sized = st.lists(st.tuples(st.integers(0, 70), st.sampled_from(DTYPES)), min_size=1, max_size=12)
+chunk_sizes = st.sampled_from([1, 2, 7, 16, 64])
+
+
+def layout_of(items, chunk):
+    return pack.layout_of(tuple(n for n, _ in items), tuple(dtype for _, dtype in items), chunk)
+
+
+def parts(layout):
+    t, n = layout.num_tensors, layout.num_chunks
+    return [part.tolist() for part in layout.table.split([t, t, t, n, n])]
+
+
+@given(sized, chunk_sizes)
+def test_every_element_is_in_exactly_one_chunk(items, chunk):
+    layout = layout_of(items, chunk)
+    numel, _, _, rows, starts = parts(layout)
+    assert numel == [n for n, _ in items]
+    covered = [[0] * n for n in numel]
+    for row, start in zip(rows, starts, strict=True):
+        for i in range(start, min(start + chunk, numel[row])):
+            covered[row][i] += 1
+    assert all(count == 1 for row in covered for count in row)
+
+
+@given(sized, chunk_sizes)
+def test_a_tensors_chunks_stand_together_in_order_and_none_is_empty(items, chunk):
+    numel, first, counts, rows, starts = parts(layout_of(items, chunk))
+    for i, n in enumerate(numel):
+        here = slice(first[i], first[i] + counts[i])
+        assert counts[i] == -(-n // chunk)
+        assert rows[here] == [i] * counts[i]
+        assert starts[here] == list(range(0, n, chunk))
+
+
+@given(sized, chunk_sizes)
+def test_a_tensors_chunks_do_not_depend_on_its_neighbours(items, chunk):
+    _, first, counts, _, starts = parts(layout_of(items, chunk))
+    for i, item in enumerate(items):
+        assert parts(layout_of([item], chunk))[4] == starts[first[i] : first[i] + counts[i]]
+
+
+@given(sized, chunk_sizes)
+def test_each_dtype_with_elements_is_one_contiguous_group(items, chunk):
+    layout = layout_of(items, chunk)
+    rows = parts(layout)[3]
+    assert len({group.dtype for group in layout.groups}) == len(layout.groups)
+    assert {group.dtype for group in layout.groups} == {dtype for n, dtype in items if n}
+    done = 0
+    for group in layout.groups:
+        assert group.first_chunk == done
+        assert group.num_chunks > 0
+        done += group.num_chunks
+        assert {items[row][1] for row in rows[group.first_chunk : done]} == {group.dtype}
+    assert done == layout.num_chunks
+
+
+def test_offsets_are_those_of_tensors_beyond_2_to_the_31_elements():
+    numel, first, counts, rows, starts = parts(pack.layout_of((3, 2**33 + 1), (torch.bfloat16,) * 2, 2**30))
+    assert (numel, first, counts) == ([3, 2**33 + 1], [0, 1], [1, 9])
+    assert rows == [0] + [1] * 9
+    assert starts == [0, *range(0, 2**33 + 1, 2**30)]
+
+
+def test_a_layout_is_built_once_for_a_list_of_sizes_and_dtypes():
+    one = layout_of([(5, torch.float32), (6, torch.float32)], 4)
+    assert layout_of([(5, torch.float32), (6, torch.float32)], 4) is one
+    for other in ([(6, torch.float32), (5, torch.float32)], [(5, torch.float32), (6, torch.float16)]):
+        assert layout_of(other, 4) is not one
+    assert layout_of([(5, torch.float32), (6, torch.float32)], 8) is not one
+
+
+# the pointer table
+
+CHUNK = 1024
+
+
+def pack_of(*tensors):
+    return pack.pack(tensors, CHUNK)
+
+
+def test_pointers_are_the_addresses_of_the_flat_tensors():
+    x, y = torch.ones(3, 4), torch.ones(40, dtype=torch.float16)[3:]
+    packed = pack_of(x.t(), y)
+    assert packed.pointers.dtype == torch.int64
+    assert packed.pointers.tolist() == [x.data_ptr(), y.data_ptr()]
+    assert packed.table is packed.layout.table
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(12.0).view(3, 4)[:, ::2],
+        torch.arange(4.0).expand(3, 4),
+        torch.complex(torch.arange(6.0), torch.arange(6.0)).conj().imag,
+        torch.arange(12.0).to(torch.float8_e5m2),
+    ],
+    ids=["strided", "expanded", "negated", "fp8"],
+)
+def test_a_copy_is_pointed_to_and_kept_where_the_memory_is_not_what_is_measured(x):
+    packed = pack_of(x)
+    (flat,) = packed.tensors
+    assert packed.pointers.tolist() == [flat.data_ptr()]
+    assert flat.is_contiguous()
+    assert flat.double().tolist() == x.resolve_neg().double().flatten().tolist()
+
+
+def test_unchanged_addresses_reuse_the_very_same_table():
+    x, y = torch.ones(5), torch.ones(7)
+    first, second = pack_of(x, y), pack_of(x, y)
+    assert second.pointers is first.pointers
+    assert second.table is first.table
+    # an in-place change moves nothing
+    x.mul_(2)
+    assert pack_of(x, y).pointers is first.pointers
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_one_changed_address_makes_a_new_table_and_leaves_the_old_one_alone(which):
+    tensors = [torch.ones(5), torch.ones(5), torch.ones(5)]
+    first = pack_of(*tensors)
+    content = first.pointers.tolist()
+    moved = list(tensors)
+    moved[which] = torch.ones(5)
+    second = pack_of(*moved)
+    assert second.pointers is not first.pointers
+    assert second.pointers.data_ptr() != first.pointers.data_ptr()
+    assert second.pointers.tolist() == [x.data_ptr() for x in moved]
+    assert first.pointers.tolist() == content
+    # the static part stays
+    assert second.table is first.table
+
+
+def test_exchanged_addresses_are_a_change():
+    x, y = torch.ones(5), torch.ones(5)
+    pack_of(x, y)
+    assert pack_of(y, x).pointers.tolist() == [y.data_ptr(), x.data_ptr()]
+
+
+def test_tables_of_different_dtypes_or_sizes_do_not_mix():
+    x = torch.ones(8)
+    packs = [
+        pack_of(view)
+        for view in (x, x[:4], x.view(torch.float64), x.view(torch.int32).view(torch.float32)[:4])
+    ]
+    assert packs[0].layout is not packs[1].layout
+    assert packs[1].layout is packs[3].layout
+    assert packs[2].layout.groups[0].dtype == torch.float64
+    assert [p.pointers.tolist() for p in packs] == [[x.data_ptr()]] * 4
+
+
+def norms(*tensors):
+    return gm.collect(tensors).norm.tolist()
+
+
+def test_a_tensor_at_the_address_of_a_freed_one_is_measured_itself():
+    seen = set()
+    for step in range(1, 30):
+        # freed at each step; the allocator gives the same memory again
+        x = torch.full(((16, 64)[step % 2],), float(step))
+        seen.add(x.data_ptr())
+        assert norms(x) == [math.sqrt(len(x)) * step]
+        del x
+    assert len(seen) < 29
+
+
+def test_the_same_address_with_another_size_dtype_or_content_is_measured_anew():
+    memory = torch.zeros(64)
+    assert norms(memory) == [0.0]
+    memory.fill_(1.0)
+    assert norms(memory) == [8.0]
+    assert norms(memory[:4]) == [2.0]
+    assert norms(memory[:16].view(2, 8).t()) == [4.0]
+    memory.view(torch.float64).fill_(3.0)
+    assert norms(memory[:8].view(torch.float64)) == [6.0]
+
+
+def test_a_list_whose_tensors_change_places_is_measured_in_its_order():
+    x, y = torch.full((4,), 1.0), torch.full((4,), 10.0)
+    assert norms(x, y) == [2.0, 20.0]
+    assert norms(y, x) == [20.0, 2.0]
+    assert norms(x, x) == [2.0, 2.0]
+
+
+def test_kept_tables_and_layouts_are_bounded_and_the_oldest_goes_first():
+    first, used = torch.ones(1), torch.ones(2)
+    pack_of(first)
+    layout_used = pack_of(used).layout
+    for n in range(3, pack.LAYOUTS_KEPT + 30):
+        pack_of(torch.ones(n))
+        # used at each step, so it stays
+        assert pack_of(used).layout is layout_used
+        assert len(pack._tables) <= pack.LAYOUTS_KEPT
+    assert pack.layout_of.cache_info().currsize <= pack.LAYOUTS_KEPT
+    sizes = {key[0].table[0].item() for key in pack._tables}
+    assert 1 not in sizes
+    assert 2 in sizes
+    # what was forgotten is made again
+    assert norms(first, used) == [1.0, math.sqrt(2)]
+    assert pack_of(first).pointers.tolist() == [first.data_ptr()]
+
+
+def test_clear_forgets_tables_and_layouts_but_not_those_of_captured_graphs():
+    pack._captured.append(torch.ones(1))
+    layout = pack_of(torch.ones(3)).layout
+    pack.clear()
+    assert not pack._tables
+    assert pack._captured
+    assert pack_of(torch.ones(3)).layout is not layout
+
+
+# while a graph is captured
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    def switch(on):
+        monkeypatch.setattr(pack, "_is_capturing", lambda _: on)
+
+    return switch
+
+
+def test_a_captured_call_has_a_table_of_its_own_which_later_calls_leave_alone(capturing):
+    x, y = torch.ones(5), torch.ones(7)
+    eager = pack_of(x, y)
+    capturing(True)
+    captured = pack_of(x, y)
+    again = pack_of(x, y)
+    capturing(False)
+    content = (captured.pointers.tolist(), captured.table.tolist())
+    assert content == ([x.data_ptr(), y.data_ptr()], eager.table.tolist())
+
+    moved = pack_of(torch.ones(5), torch.ones(7))
+    assert (captured.pointers.tolist(), captured.table.tolist()) == content
+    pointers = [p.pointers.data_ptr() for p in (eager, captured, again, moved)]
+    assert len(set(pointers)) == 4
+    tables = [p.table.data_ptr() for p in (eager, captured, again)]
+    assert len(set(tables)) == 3
+
+
+def test_a_captured_call_leaves_the_eager_tables_as_they_are(capturing):
+    x = torch.ones(5)
+    eager = pack_of(x)
+    capturing(True)
+    pack_of(torch.ones(5))
+    pack_of(torch.ones(6))
+    capturing(False)
+    assert len(pack._tables) == 1
+    assert pack_of(x).pointers is eager.pointers
+
+
+def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(capturing, monkeypatch):
+    # on the meta device, which stands here for one that is uploaded to
+    pinned = []
+
+    def pin_memory(source):
+        pinned.append(source.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    device = torch.device("meta")
+    x = torch.ones(5)
+    layout = pack_of(x).layout
+    before = len(pack._captured)
+    capturing(True)
+    pointers, table = pack._captured_tables([x.data_ptr()], layout, device)
+    pack._captured_tables([x.data_ptr()], layout, device)
+    capturing(False)
+    assert (pointers.device, table.device) == (device, device)
+    assert (pointers.shape, table.shape) == ((1,), layout.table.shape)
+    # one source a capture, never shared, with all that the kernels read
+    assert len(pack._captured) == before + 2
+    assert pack._captured[-2] is pinned[0]
+    assert pack._captured[-1] is pinned[1]
+    # padded to 16 bytes, where the table begins
+    assert pinned[0].tolist() == [x.data_ptr(), 0, *layout.table.tolist()]
+
+
+def test_a_captured_call_measures_right(capturing):
+    x, y = torch.full((4,), 3.0), torch.full((1500,), 2.0, dtype=torch.float64)
+    expected = gm.ops.tensor_stats([x, y], DEFAULT_THRESHOLDS)
+    capturing(True)
+    measured = gm.ops.tensor_stats([x, y], DEFAULT_THRESHOLDS)
+    capturing(False)
+    assert torch.equal(measured[0], expected[0])
+    assert torch.equal(measured[1], expected[1])

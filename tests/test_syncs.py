@@ -1,0 +1,440 @@
+"""Nothing waits for the device until a report is asked for, and then there is one copy.
+
+A GPU is not needed to see a wait: on fake tensors a copy from "cuda" to the CPU and a value that
+Python asks for are calls like any others, and a dispatch mode sees them.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradiometer as gm
+from gradiometer import derived, report, stats
+from gradiometer.schema import COLUMN_NAMES, NUM_COLUMNS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DEVICES = ("cpu", "cuda")
+# every property of TensorStats that is a tensor
+PROPERTIES = (*COLUMN_NAMES, *derived.DERIVED, "total", "total_norm", "found_inf")
+
+# what hands values to Python; some of it is no call of the dispatcher for a tensor on the CPU
+_READS = frozenset(
+    {
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__bool__,
+        Tensor.__float__,
+        Tensor.__int__,
+        Tensor.__index__,
+        Tensor.__complex__,
+        Tensor.__contains__,
+        Tensor.is_nonzero,
+        Tensor.equal,
+        torch.equal,
+        torch.is_nonzero,
+    }
+)
+
+
+_INDEXING = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default})
+
+
+class HostWaitError(AssertionError):
+    """The host would have waited for the device."""
+
+
+class Watch(TorchDispatchMode):
+    """Sees every call of the dispatcher: refuses those that wait for the device, and counts the rest.
+
+    What an op does inside is not seen: the mode is off while it is handled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.op_calls = 0
+        # (blocking, into pinned memory), from the device and to it
+        self.to_host: list[tuple[bool, bool]] = []
+        self.to_device: list[tuple[bool, bool]] = []
+        self._pinned: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if self._waits(func, args):
+            raise HostWaitError(str(func))
+        out = func(*args, **kwargs)
+        self.op_calls += func is torch.ops.gradiometer.tensor_stats.default
+        if kwargs.get("pin_memory"):
+            # a fake tensor forgets it
+            self._pinned.append(out.untyped_storage()._cdata)
+        self._see_copy(func, args, kwargs, out)
+        return out
+
+    @staticmethod
+    def _waits(func: Any, args: tuple[Any, ...]) -> bool:
+        if func in _INDEXING:
+            # a mask has to be counted, indices need not be
+            return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        # _local_scalar_dense, equal; nonzero, masked_select, unique
+        return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+
+    def _see_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        def devices(tree: Any) -> set[str]:
+            return {leaf.device.type for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)}
+
+        if func in _INDEXING and "cpu" in devices(args[1]) and args[0].device.type != "cpu":
+            # indices on the host are copied, in a way that waits
+            self.to_device.append((True, False))
+            return
+        if func is torch.ops.aten.copy_.default:
+            source, target = args[1].device.type, out.device.type
+            blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            pinned = out.untyped_storage()._cdata in self._pinned
+        elif "cpu" in devices(out) and devices((args, kwargs)) - {"cpu"}:
+            source, target, blocking, pinned = "device", "cpu", not kwargs.get("non_blocking", False), False
+        elif func is torch.ops.aten._to_copy.default:
+            source, target = args[0].device.type, out.device.type
+            blocking, pinned = not kwargs.get("non_blocking", False), False
+        else:
+            return
+        if source != target:
+            (self.to_host if target == "cpu" else self.to_device).append((blocking, pinned))
+
+
+class _Reads(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if func in _READS:
+            raise HostWaitError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _NoGuard(TorchFunctionMode):
+    """Calls of fake cuda tensors on a CPU build of torch.
+
+    Some of torch's Python functions ask for a guard of the device before they call the dispatcher,
+    and a CPU build has none. Their calls of the dispatcher are made here instead.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "not linked with support for cuda" not in str(error):
+                raise
+        if func is Tensor.__getitem__:
+            return _index(*args)
+        if func is Tensor.to:
+            return torch.ops.aten._to_copy(args[0], device=args[1])
+        names = {"__float__": "item", "__int__": "item", "__invert__": "bitwise_not"}
+        return getattr(torch.ops.aten, names.get(func.__name__, func.__name__))(*args, **kwargs)
+
+
+def _index(x: Tensor, index: Any) -> Tensor:
+    if isinstance(index, Tensor):
+        return torch.ops.aten.index.Tensor(x, [index])
+    index = index if isinstance(index, tuple) else (index,)
+    if index[0] is Ellipsis:
+        index = (slice(None),) * (x.dim() - len(index) + 1) + index[1:]
+    dim = 0
+    for i in index:
+        if isinstance(i, slice):
+            x = torch.ops.aten.slice.Tensor(x, dim, i.start, i.stop)
+            dim += 1
+        else:
+            x = x.select(dim, i)
+    return x
+
+
+@contextmanager
+def watch() -> Iterator[Watch]:
+    with _Reads(), Watch() as seen:
+        yield seen
+
+
+@contextmanager
+def device_of(name: str) -> Iterator[torch.device]:
+    """Give a device: the CPU with its real tensors, or a fake one."""
+    if name == "cpu":
+        yield torch.device("cpu")
+    else:
+        with FakeTensorMode(), nullcontext() if torch.backends.cuda.is_built() else _NoGuard():
+            yield torch.device(name)
+
+
+class Model(nn.Module):
+    """Parameters of given shapes and dtypes, with gradients."""
+
+    def __init__(self, device: torch.device, parameters: int = 7) -> None:
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        for i in range(parameters):
+            shape = (i % 5 + 1, 3)
+            parameter = nn.Parameter(torch.ones(shape, dtype=dtypes[i % 4], device=device))
+            parameter.grad = torch.ones(shape, dtype=dtypes[i % 4], device=device)
+            self.register_parameter(f"w{i}", parameter)
+
+
+# the watch itself
+
+FORBIDDEN: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda t: t[0].item(),
+    "bool": lambda t: bool(t[0] > 0),
+    "if": lambda t: 1 if t.sum() > 0 else 2,
+    "float": lambda t: float(t[0]),
+    "int": lambda t: int(t[0]),
+    "tolist": lambda t: t.tolist(),
+    "is_nonzero": lambda t: torch.is_nonzero(t[0]),
+    "equal": lambda t: torch.equal(t, t),
+    "allclose": lambda t: torch.allclose(t, t),
+    "in": lambda t: 1.0 in t,
+    "nonzero": lambda t: t.nonzero(),
+    "mask": lambda t: t[t > 0],
+    "index_put by mask": lambda t: t.index_put_((t > 0,), t[0]),
+    "masked_select": lambda t: t.masked_select(t > 0),
+    "unique": lambda t: t.unique(),
+    "where with one argument": lambda t: torch.where(t > 0),
+}
+
+COPIES: dict[str, Callable[[Tensor], object]] = {
+    "cpu": lambda t: t.cpu(),
+    "to": lambda t: t.to("cpu"),
+    "to, non-blocking": lambda t: t.to("cpu", non_blocking=True),
+    "to another dtype": lambda t: t.to("cpu", torch.float64),
+    "copy_": lambda t: torch.empty(3, device="cpu").copy_(t),
+    "copy_, non-blocking": lambda t: torch.empty(3, device="cpu").copy_(t, non_blocking=True),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_the_watch_sees_a_wait(device, name):
+    with device_of(device) as d:
+        t = torch.ones(3, device=d)
+        with watch(), pytest.raises(HostWaitError):
+            FORBIDDEN[name](t)
+        with Watch():
+            # an index is no mask
+            t[torch.tensor([0, 2], device=d)] + t.sum()
+
+
+@pytest.mark.parametrize("name", [name for name in FORBIDDEN if name not in {"tolist", "in"}])
+def test_the_dispatcher_alone_shows_most_waits(name):
+    with device_of("cuda") as d, Watch(), pytest.raises(HostWaitError):
+        FORBIDDEN[name](torch.ones(3, device=d))
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_the_watch_sees_a_copy_to_the_host(name):
+    with device_of("cuda") as d:
+        t = torch.ones(3, device=d)
+        with watch() as seen:
+            COPIES[name](t)
+        assert seen.to_host == [("non-blocking" not in name, False)]
+        assert seen.to_device == []
+
+
+@pytest.mark.parametrize("name", ["to", "index"])
+def test_the_watch_sees_a_copy_to_the_device(name):
+    with device_of("cuda") as d:
+        t, host = torch.ones(3, device=d), torch.tensor([0, 2])
+        with watch() as seen:
+            host.to(d) if name == "to" else t[host]
+        assert (seen.to_host, seen.to_device) == ([], [(True, False)])
+
+
+# collection and everything on the device
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_collection_never_waits(device):
+    with device_of(device) as d:
+        model = Model(d)
+        inv_scale = torch.ones((), device=d)
+        with watch() as seen:
+            found = gm.collect_grads(model)
+            gm.collect_grads(model.named_parameters(), thresholds=gm.Thresholds(exploding=1.0))
+            gm.collect_grads(model, inv_scale=inv_scale)
+            gm.collect_weights(model)
+            gm.collect({"transposed": torch.ones(3, 2, device=d).T, "complex": torch.ones(2, device=d) * 1j})
+            gm.collect([torch.ones(3, device=d).expand(4, 3), torch.ones((), device=d)])
+            gm.collect([torch.ones(0, device=d)])
+            gm.total_norm(list(model.parameters()))
+        assert found.columns.device.type == device
+        assert found.columns.shape == (7, NUM_COLUMNS)
+        assert seen.op_calls == 8
+        assert (seen.to_host, seen.to_device) == ([], [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_derived_values_stay_on_the_device(device, name):
+    with device_of(device) as d:
+        found = gm.collect_grads(Model(d))
+        with watch() as seen:
+            value = getattr(found, name)
+        assert value.device.type == device
+        assert (seen.op_calls, seen.to_host, seen.to_device) == (0, [], [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_grouping_and_merging_never_wait_nor_read_the_tensors_again(device):
+    with device_of(device) as d:
+        found = gm.collect_grads(Model(d))
+        with watch() as seen:
+            # runs of neighbours, scattered rows, one row, all, none
+            rules = {"run": r"w[0-2]$", "odd": r"w[135]", "one": "w4", "all": ".", "none": "x"}
+            grouped = found.group(rules)
+            again = grouped.merge(grouped).merge(grouped)
+            again.group({"both": lambda name: name in {"run", "none"}}).total_norm.add(1)
+            found.group({}).found_inf.add(1)
+        assert again.columns.device.type == device
+        assert again.flags.shape == (5,)
+        assert (seen.op_calls, seen.to_host, seen.to_device) == (0, [], [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_to_measure_never_waits(device):
+    with device_of(device) as d:
+        model = Model(d)
+        for parameter in model.parameters():
+            parameter.grad = None
+        with watch() as seen:
+            empty = gm.collect_grads(model)
+            values = [getattr(empty, name) for name in PROPERTIES]
+            empty.group({"all": "."}).merge(empty.group({"all": "x"}))
+        assert {value.device.type for value in values} == {device}
+        assert (seen.op_calls, seen.to_host, seen.to_device) == (0, [], [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parameters", [1, 10, 100, 1000])
+def test_one_call_of_the_op_measures_any_number_of_parameters(device, parameters):
+    with device_of(device) as d:
+        model = Model(d, parameters)
+        with watch() as seen:
+            found = gm.collect_grads(model)
+        assert len(found.names) == parameters
+        assert (seen.op_calls, seen.to_host, seen.to_device) == (1, [], [])
+
+
+def test_rows_of_several_devices_travel_to_the_accelerator_without_a_wait():
+    with FakeTensorMode():
+        tensors = [torch.ones(3, device=d) for d in ("cpu", "cuda", "cpu", "cuda")]
+        with watch() as seen:
+            found = gm.collect(tensors)
+        assert found.columns.device.type == "cuda"
+        assert seen.op_calls == 2
+        assert seen.to_host == []
+        assert not any(blocking for blocking, _ in seen.to_device)
+
+
+def test_an_inv_scale_that_is_a_number_needs_no_copy():
+    with FakeTensorMode():
+        tensors = [torch.ones(3, device="cuda")]
+        with watch() as seen:
+            gm.collect(tensors, inv_scale=0.5)
+        assert seen.to_device == []
+
+
+# towards the host
+
+
+class FakeEvent:
+    """Stands for `torch.Event`, which wants a device that is there."""
+
+    waits = 0
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
+        self.recorded = False
+
+    def record(self, _: object) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        return self.recorded
+
+    def synchronize(self) -> None:
+        assert self.recorded
+        FakeEvent.waits += 1
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Matrices that reports are made from; a report of fake values cannot be made."""
+    seen: list[Tensor] = []
+
+    def fake_report(names: tuple[str, ...], matrix: Tensor, thresholds: gm.Thresholds) -> str:
+        del names, thresholds
+        seen.append(matrix)
+        return "report"
+
+    for module in (stats, report):
+        monkeypatch.setattr(module, "Report", fake_report)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
+    monkeypatch.setattr(FakeEvent, "waits", 0)
+    return seen
+
+
+def test_a_report_takes_one_copy(packed):
+    with device_of("cuda") as d:
+        found = gm.collect_grads(Model(d, 100))
+        with watch() as seen:
+            assert found.materialize() == "report"
+        assert len(seen.to_host) == 1
+        assert seen.to_device == []
+        (matrix,) = packed
+        assert (matrix.device.type, matrix.shape) == ("cpu", (100, NUM_COLUMNS + 1))
+
+
+def test_a_pending_report_takes_one_copy_into_pinned_memory_and_waits_when_it_is_read(packed):
+    with device_of("cuda") as d:
+        found = gm.collect_grads(Model(d, 100))
+        with watch() as seen:
+            pending = found.materialize_async()
+            assert pending.ready()
+        assert seen.to_host == [(False, True)]
+        assert seen.to_device == []
+        assert (packed, FakeEvent.waits) == ([], 0)
+        with watch() as seen:
+            assert pending.result() == "report"
+        assert (seen.to_host, FakeEvent.waits) == ([], 1)
+        assert packed[0].device.type == "cpu"
+
+
+def test_a_gradient_norm_takes_one_wait():
+    class Count(TorchDispatchMode):
+        waits = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            del types
+            self.waits += Watch._waits(func, args)
+            return func(*args, **(kwargs or {}))
+
+    model = Model(torch.device("cpu"))
+    with Count() as count:
+        assert gm.grad_norm(model) > 0
+    assert count.waits == 1
