@@ -70,6 +70,9 @@ class Kept:
 
     def _keep(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         self.graphs.append(graph)
+        for node in graph.graph.nodes:
+            # Dynamo may take a number's way to the host into the graph, where it is a wait all the same
+            assert torch.Tag.data_dependent_output not in getattr(node.target, "tags", ()), node
         return graph.forward
 
     def op_calls(self) -> int:
