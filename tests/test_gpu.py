@@ -305,28 +305,21 @@ def test_pending_reports_are_those_of_their_step():
 # tables
 
 
-def test_tables_are_uploaded_when_an_address_changed_and_only_then(monkeypatch):
-    uploads = []
-    upload = pack._upload
-
-    def counting(source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        uploads.append(source.numel())
-        return upload(source, *args, **kwargs)
-
+def test_sources_are_made_when_an_address_changed_and_only_then():
     pack.clear()
-    monkeypatch.setattr(pack, "_upload", counting)
     tensors = {str(size): values(size) for size in SIZES}
     gm.collect(tensors)
-    assert uploads
-    uploads.clear()
+    (first,) = pack._sources.values()
+    assert first.host.is_pinned()
     for _ in range(3):
         for x in tensors.values():
             x.mul_(2.0)
         assert_measured(gm.collect(tensors), tensors)
-    assert uploads == []
+    assert [*pack._sources.values()] == [first]
     tensors["7"] = values(8)[:7]
     assert_measured(gm.collect(tensors), tensors)
-    assert len(uploads) == 1
+    (second,) = pack._sources.values()
+    assert second is not first
 
 
 def test_addresses_that_are_used_again_are_read_again():

@@ -55,10 +55,11 @@ BOUNDS = {
     "sm_80": (16.0, 10.4, 13.5, 10.2),
     "sm_90": (15.8, 10.4, 11.7, 10.2),
     "sm_100": (16.0, 10.8, 11.6, 10.2),
-    "gfx942": (11.0, 10.7, 11.5, 11.7),
+    "gfx942": (10.6, 10.3, 10.5, 10.6),
 }
-# four blocks of 128 threads, 16 warps, share the 65536 registers of an SM
-MAX_REGISTERS = 128
+# four blocks of 128 threads, 16 warps, share the 65536 registers of an SM; three waves the 512 of a
+# lane, which triton 3.9 needs for fp64 only
+MAX_REGISTERS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 168}
 
 every_target = pytest.mark.parametrize("target", TARGETS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -143,7 +144,7 @@ def test_each_element_is_converted_once_and_takes_two_fp64_operations(moments, t
 def test_nothing_is_spilled(moments, target, dtype):
     code = moments(target, dtype)
     assert code.stack == 0
-    assert code.registers <= MAX_REGISTERS
+    assert code.registers <= MAX_REGISTERS[target]
 
 
 @every_target
@@ -167,10 +168,10 @@ def test_the_moments_are_deterministic_and_keep_subnormals(moments, target, dtyp
 def test_the_finalize_kernel_takes_thresholds_in_fp64(target, scaled):
     launch = finalize_launch(torch.ones((), dtype=torch.float64) if scaled else None)
     code = launch.compile(target)
+    # their bits, which no launcher and no interpreter rounds
     thresholds = [code.signature[name] for name in ("vanishing", "exploding", "dead")]
-    assert thresholds == ["fp64"] * 3
-    for name in ("vanishing", "exploding", "dead"):
-        assert re.search(rf"%{name}: f64\b", code.ttir)
+    assert thresholds == ["i64"] * 3
+    assert len(re.findall(r"tt\.bitcast .* : i64 -> f64", code.ttir)) == 3
     # nothing is fp32 on the way
     assert re.search(r"\bf32\b", code.ttir) is None
     assert code.stack == 0
@@ -282,12 +283,11 @@ def test_a_tile_that_does_not_fit_into_registers_is_noticed(target, factor):
     assert wide.compile(target).stack > 0
 
 
-def test_an_fp32_threshold_is_noticed(tmp_path):
+def test_a_threshold_that_passes_through_fp32_is_noticed(tmp_path):
     launch = finalize_launch()
-    kernel = variant(launch, "vanishing: tl.float64", "vanishing", tmp_path)
-    code = launch.compile("sm_90", kernel)
-    assert code.signature["vanishing"] == "fp32"
-    assert re.search(r"\bf32\b", code.ttir)
+    old = "exploding = exploding.to(tl.int64).to(tl.float64, bitcast=True)"
+    kernel = variant(launch, old, f"{old}.to(tl.float32).to(tl.float64)", tmp_path)
+    assert re.search(r"\bf32\b", launch.compile("sm_90", kernel).ttir)
 
 
 def test_sass_is_read_as_it_is_written():

@@ -1,15 +1,14 @@
 """Tensors -> what the kernels read: chunks grouped by dtype, and the table of pointers.
 
-The static part, the `Layout`, depends on the tensors' sizes and dtypes alone: it is built and
-uploaded once for each such list and kept. The addresses are compared at every call and uploaded
-when one has changed; nothing is keyed by ``id()`` or by a single pointer, since allocators reuse
-both.
+The static part, the `Layout`, depends on the tensors' sizes and dtypes alone: it is built once for
+each such list and kept. The addresses are compared at every call; nothing is keyed by ``id()`` or by
+a single pointer, since allocators reuse both.
 
-Device tables are never rewritten: a change makes new ones, and the allocator keeps the old ones'
-memory from being reused before the kernels that read it are done. They are kept per stream for
-the same reason. While a CUDA graph is being captured the call gets tables of its own, filled inside
-the graph from pinned memory that is kept as long as the process lives: whatever later calls
-do, a replay reads what it was captured with.
+What is kept, is kept in pinned host memory that is written once: a change makes a new one. Every
+call copies it into a table of its own on the device, in the stream's order, which lives as long as
+the call. A table kept on the device would be wrong in a CUDA graph: made while one is warmed up or
+captured it lies in the graph's pool, and rewritten later it changes what a replay reads. The pinned
+source of a captured copy is kept as long as the process lives.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Layout:
     """How a list of tensors is cut into chunks.
 
     ``table``: int64 on the host, the concatenation of ``numel (T,)``, ``first_chunk (T,)``,
-    ``num_chunks (T,)``, ``chunk_row (N,)`` and ``chunk_start (N,)``, where a chunk's start counts
-    elements of its tensor.
+    ``num_chunks (T,)`` and ``chunk_row (N,)``. A tensor's chunks stand together, in its order.
     """
 
     num_tensors: int
@@ -85,7 +83,7 @@ def layout_of(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], chunk: in
     numel = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     counts = (numel + chunk - 1) // chunk
     first = torch.zeros_like(counts)
-    rows, starts, groups = [], [], []
+    rows, groups = [], []
     done = 0
     for dtype in dict.fromkeys(dtypes):
         members = torch.tensor([i for i, d in enumerate(dtypes) if d == dtype], device="cpu")
@@ -96,10 +94,9 @@ def layout_of(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], chunk: in
         if total == 0:
             continue
         rows.append(row)
-        starts.append((torch.arange(done, done + total, device="cpu") - first[row]) * chunk)
         groups.append(Group(dtype, done, total))
         done += total
-    return Layout(len(sizes), done, tuple(groups), torch.cat([numel, first, counts, *rows, *starts]))
+    return Layout(len(sizes), done, tuple(groups), torch.cat([numel, first, counts, *rows]))
 
 
 def pack(tensors: Sequence[Tensor], chunk: int) -> Pack:
@@ -108,10 +105,7 @@ def pack(tensors: Sequence[Tensor], chunk: int) -> Pack:
     layout = layout_of(tuple([x.numel() for x in flats]), tuple([x.dtype for x in flats]), chunk)
     device = flats[0].device
     addresses = [x.data_ptr() for x in flats]
-    if _is_capturing(device):
-        pointers, table = _captured_tables(addresses, layout, device)
-    else:
-        pointers, table = _current_tables(addresses, layout, device)
+    pointers, table = _tables(addresses, layout, device)
     return Pack(layout, pointers, table, flats)
 
 
@@ -124,55 +118,38 @@ def _flat(tensor: Tensor) -> Tensor:
     return x.contiguous().view(-1) if flat is None else flat
 
 
-@dataclass
-class _Tables:
+@dataclass(frozen=True)
+class _Source:
     addresses: list[int]
-    pointers: Tensor
-    table: Tensor
+    host: Tensor
 
 
-_tables: dict[tuple[Layout, torch.device, int], _Tables] = {}
-# pinned sources and tables that captured graphs read: never freed, see the module's docstring
+_sources: dict[tuple[Layout, torch.device], _Source] = {}
+# what captured graphs read at every replay: never freed
 _captured: list[Tensor] = []
 
 
 def clear() -> None:
-    """Forget the kept layouts and tables; those of captured graphs stay."""
-    _tables.clear()
+    """Forget the kept layouts and sources; those of captured graphs stay."""
+    _sources.clear()
     layout_of.cache_clear()
 
 
-def _current_tables(addresses: list[int], layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-    key = (layout, device, _stream_id(device))
-    kept = _tables.pop(key, None)
-    if kept is None:
-        kept = _Tables([], torch.empty(0), _upload(layout.table, device))
-        while len(_tables) >= LAYOUTS_KEPT:
-            del _tables[next(iter(_tables))]
-    if kept.addresses != addresses:
-        kept.addresses = addresses
-        kept.pointers = _upload(_int64(addresses), device)
-    # last in the dict is the most recently used
-    _tables[key] = kept
-    return kept.pointers, kept.table
-
-
-def _captured_tables(addresses: list[int], layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-    # both parts begin at a multiple of 16 bytes, as eager tables do: Triton compiles another kernel
-    # for pointers that do not, which a capture is no time for
+def _tables(addresses: list[int], layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+    # both parts begin at a multiple of 16 bytes: Triton compiles another kernel for pointers that do not
     padded = [*addresses, 0] if len(addresses) % 2 else addresses
-    both = _upload(torch.cat([_int64(padded), layout.table]), device, keep=_captured)
-    # the device copy belongs to the graph's pool, which the graph keeps
+    source = _sources.pop((layout, device), None)
+    if source is None or source.addresses != addresses:
+        host = torch.cat([_int64(padded), layout.table])
+        source = _Source(addresses, host if device.type == "cpu" else host.pin_memory())
+    while len(_sources) >= LAYOUTS_KEPT:
+        del _sources[next(iter(_sources))]
+    # last in the dict is the most recently used
+    _sources[layout, device] = source
+    if _is_capturing(device):
+        _captured.append(source.host)
+    both = source.host.to(device, non_blocking=True)
     return both[: len(addresses)], both[len(padded) :]
-
-
-def _upload(source: Tensor, device: torch.device, keep: list[Tensor] | None = None) -> Tensor:
-    if device.type == "cpu":
-        return source
-    pinned = source.pin_memory()
-    if keep is not None:
-        keep.append(pinned)
-    return pinned.to(device, non_blocking=True)
 
 
 def _int64(values: list[int]) -> Tensor:
@@ -181,8 +158,3 @@ def _int64(values: list[int]) -> Tensor:
 
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _stream_id(device: torch.device) -> int:
-    # an integer for the current stream of the device; 0 where there are no streams
-    return torch.accelerator.current_stream(device).stream_id if device.type != "cpu" else 0

@@ -4,6 +4,8 @@ One program a tensor adds its chunks' partials in a fixed order, so that the row
 else in the call. Thresholds are run-time fp64 scalars.
 """
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
@@ -20,18 +22,18 @@ _EXPLODING = tl.constexpr(int(Flag.EXPLODING))
 _DEAD = tl.constexpr(int(Flag.DEAD))
 
 
-@triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
+@triton.jit(do_not_specialize=["num_tensors", "num_chunks", "vanishing", "exploding", "dead"])
 def _finalize_kernel(
-    table_ptr,  # (3 * T + 2 * N,) int64, see pack.Layout
+    table_ptr,  # (3 * T + N,) int64, see pack.Layout
     partials_ptr,  # (7, N) float64
     columns_ptr,  # (T, C) float64
     flags_ptr,  # (T,) int32
     inv_scale_ptr,  # one element of a float dtype; unused without HAS_INV_SCALE
     num_tensors: tl.int32,
     num_chunks: tl.int32,
-    vanishing: tl.float64,
-    exploding: tl.float64,
-    dead: tl.float64,
+    vanishing: tl.int64,  # the bits of fp64 thresholds: floats would pass through fp32 on their way
+    exploding: tl.int64,
+    dead: tl.int64,
     HAS_INV_SCALE: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
@@ -86,6 +88,9 @@ def _finalize_kernel(
     tl.store(out + 6, row_neginf)
     tl.store(out + 7, row_top)
 
+    vanishing = vanishing.to(tl.int64).to(tl.float64, bitcast=True)
+    exploding = exploding.to(tl.int64).to(tl.float64, bitcast=True)
+    dead = dead.to(tl.int64).to(tl.float64, bitcast=True)
     # the comparisons of derived.compute_flags
     norm = tl.sqrt(row_sumsq)
     has_nan = row_nan > 0
@@ -99,6 +104,10 @@ def _finalize_kernel(
     flags += exploding_norm.to(tl.int32) * _EXPLODING
     flags += dead_share.to(tl.int32) * _DEAD
     tl.store(flags_ptr + row, flags * (numel > 0).to(tl.int32))
+
+
+def _bits(x: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", x))[0])
 
 
 def finalize(
@@ -130,9 +139,7 @@ def finalize(
         partials if inv_scale is None else inv_scale,
         num_tensors,
         partials.shape[1],
-        thresholds.vanishing,
-        thresholds.exploding,
-        thresholds.dead,
+        *(_bits(x) for x in (thresholds.vanishing, thresholds.exploding, thresholds.dead)),
         HAS_INV_SCALE=inv_scale is not None,
         NUM_COLUMNS=NUM_COLUMNS,
         TILE=FINALIZE_TILE,

@@ -34,7 +34,7 @@ _DTYPES = {
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _moments_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (3 * T + 2 * N,) int64, see pack.Layout
+    table_ptr,  # (3 * T + N,) int64, see pack.Layout
     partials_ptr,  # (7, N) float64
     first_chunk: tl.int32,
     num_tensors: tl.int32,
@@ -46,7 +46,7 @@ def _moments_kernel(
 ):
     chunk = first_chunk + tl.program_id(0)
     row = tl.load(table_ptr + 3 * num_tensors + chunk)
-    start = tl.load(table_ptr + 3 * num_tensors + num_chunks + chunk)
+    start = (chunk - tl.load(table_ptr + num_tensors + row)) * CHUNK
     n = tl.minimum(tl.load(table_ptr + row) - start, CHUNK).to(tl.int32)
     address = tl.load(pointers_ptr + row) + start * ITEMSIZE
     lanes = tl.arange(0, TILE)
