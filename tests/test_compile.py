@@ -648,3 +648,12 @@ def test_reduce_overhead_on_the_cpu_changes_nothing():
                 _, stats, grads = step(model, x, y)
         assert_same(stats, gm.collect(grads))
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("name", ["materialize", "materialize_async"])
+def test_a_copy_to_the_host_inside_says_to_do_it_outside(name):
+    def inside(x):
+        return getattr(gm.collect([x]), name)()
+
+    with pytest.raises(Exception, match="copies to the host: return the stats"):
+        torch.compile(inside, fullgraph=True, backend="aot_eager")(torch.ones(3))

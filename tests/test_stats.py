@@ -552,8 +552,10 @@ def test_a_deep_copy_shares_no_memory() -> None:
         ([("a", "x"), ("a", "y")], ValueError, "a name of its own"),
         ({1: "x"}, ValueError, "a string"),
         ({"a": 3}, TypeError, "rule of 'a'"),
+        (len, TypeError, "a mapping of group name"),
+        (r"^layers", TypeError, "a mapping of group name"),
     ],
-    ids=["name twice", "name of a number", "rule of a number"],
+    ids=["name twice", "name of a number", "rule of a number", "function", "pattern"],
 )
 def test_a_group_that_is_not_one_is_refused(rules: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=f"^group: .*{says}"):

@@ -181,7 +181,7 @@ class Report:
         return sorted(self, key=key)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain Python values: totals, thresholds, and a dict per tensor."""
+        """Return plain Python values: totals, thresholds, and a dict per tensor. Norms may be NaN or inf."""
         return {
             "measured": self.measured,
             "total_norm": self.total_norm,

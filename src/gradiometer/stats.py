@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from gradiometer.report import Pending, Report
 from gradiometer.schema import Thresholds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["GroupRule", "TensorStats"]
 
@@ -188,6 +188,9 @@ class TensorStats:
         >>> stats.group({"host": r"^host\.", "seed": r"^seed\."}).norm
         tensor([3., 3.], dtype=torch.float64)
         """
+        if isinstance(rules, str) or not isinstance(rules, Iterable):
+            msg = f"group: rules must be a mapping of group name -> pattern or predicate, got {rules!r}"
+            raise TypeError(msg)
         pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
         names = tuple([name for name, _ in pairs])
         if len(set(names)) != len(names) or not all([isinstance(name, str) for name in names]):
@@ -214,14 +217,23 @@ class TensorStats:
     # towards the host
 
     def materialize(self) -> Report:
-        """Copy everything to the host in one transfer and return it as a `Report`. Waits for the device."""
+        """Copy everything to the host in one transfer and return it as a `Report`. Waits for the device.
+
+        Raises:
+            RuntimeError: inside a compiled function; return the stats and materialize them outside.
+        """
+        _outside_of_a_graph("materialize")
         return Report(self.names, self._packed().cpu(), self.thresholds)
 
     def materialize_async(self) -> Pending:
         """Start that copy and return at once.
 
         ``pending.ready()`` never waits; ``pending.result()`` returns the `Report` and waits if it must.
+
+        Raises:
+            RuntimeError: inside a compiled function, as for `materialize`.
         """
+        _outside_of_a_graph("materialize_async")
         return Pending(self.names, self._packed(), self.thresholds)
 
     def _packed(self) -> Tensor:
@@ -250,6 +262,12 @@ class TensorStats:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else self.columns.narrow(0, 0, 0)
+
+
+def _outside_of_a_graph(what: str) -> None:
+    if torch.compiler.is_compiling():
+        msg = f"{what} copies to the host: return the stats from the compiled function and call it outside"
+        raise RuntimeError(msg)
 
 
 def _found(names: tuple[str, ...], pattern: str, flags: int) -> tuple[int, ...]:
