@@ -238,10 +238,12 @@ def test_kept_tables_and_layouts_are_bounded_and_the_oldest_goes_first():
     first, used = torch.ones(1), torch.ones(2)
     pack_of(first)
     layout_used = pack_of(used).layout
+    source_used = pack._sources[layout_used, CPU]
     for n in range(3, pack.LAYOUTS_KEPT + 30):
         pack_of(torch.ones(n))
         # used at each step, so it stays
         assert pack_of(used).layout is layout_used
+        assert pack._sources[layout_used, CPU] is source_used
         assert len(pack._sources) <= pack.LAYOUTS_KEPT
     assert pack.layout_of.cache_info().currsize <= pack.LAYOUTS_KEPT
     sizes = {layout.table[0].item() for layout, _ in pack._sources}
