@@ -46,7 +46,8 @@ def _borders():
     if find_spec("triton") is not None:
         from gradiometer.kernels import tuning
 
-        borders |= {tuning.CHUNK, *tuning.TILE.values()}
+        borders |= {tuning.CHUNK}
+        borders |= {size for way in tuning.MOMENTS.values() for size in (way.tile, way.tile * way.unroll)}
     return borders
 
 

@@ -2,6 +2,6 @@
 
 from gradiometer.kernels.finalize import finalize
 from gradiometer.kernels.moments import PARTIALS, moments
-from gradiometer.kernels.tuning import CHUNK
+from gradiometer.kernels.tuning import CHUNK, MAX_CHUNKS
 
-__all__ = ["CHUNK", "PARTIALS", "finalize", "moments"]
+__all__ = ["CHUNK", "MAX_CHUNKS", "PARTIALS", "finalize", "moments"]

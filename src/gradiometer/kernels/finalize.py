@@ -10,10 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.kernels.tuning import FINALIZE_THREADS, FINALIZE_TILE, warps
+from gradiometer.kernels import tuning
 from gradiometer.schema import NUM_COLUMNS, Flag, Thresholds
 
 __all__ = ["finalize"]
+
+# places in moments.PARTIALS
+_SUMSQ = tl.constexpr(0)
+_ZEROS = tl.constexpr(2)
+_TOP = tl.constexpr(3)
 
 _NAN = tl.constexpr(int(Flag.NAN))
 _INF = tl.constexpr(int(Flag.INF))
@@ -24,8 +29,8 @@ _DEAD = tl.constexpr(int(Flag.DEAD))
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks", "vanishing", "exploding", "dead"])
 def _finalize_kernel(
-    table_ptr,  # (3 * T + N,) int64, see pack.Layout
-    partials_ptr,  # (7, N) float64
+    table_ptr,  # (4 * T + N,) int64, see pack.Layout
+    partials_ptr,  # (7, N) float64, see moments.PARTIALS
     columns_ptr,  # (T, C) float64
     flags_ptr,  # (T,) int32
     inv_scale_ptr,  # one element of a float dtype; unused without HAS_INV_SCALE
@@ -40,62 +45,57 @@ def _finalize_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     numel = tl.load(table_ptr + row)
-    first = tl.load(table_ptr + num_tensors + row)
-    count = tl.load(table_ptr + 2 * num_tensors + row).to(tl.int32)
+    first = tl.load(table_ptr + 2 * num_tensors + row)
+    count = tl.load(table_ptr + 3 * num_tensors + row).to(tl.int32)
     stride = num_chunks.to(tl.int64)
 
-    sumsq = tl.zeros((TILE,), tl.float64)
-    total = tl.zeros((TILE,), tl.float64)
-    zeros = tl.zeros((TILE,), tl.float64)
+    # the first four of PARTIALS as rows of one tile, so that all its loads are in flight together
+    part = tl.arange(0, 4)
+    offs = tl.arange(0, TILE)
+    rows = partials_ptr + first + part[:, None] * stride + offs[None, :]
+    sums = tl.zeros((4, TILE), tl.float64)
+    nonfinite = tl.zeros((TILE,), tl.float64)
+    for i in range(0, count, TILE):
+        mask = offs < count - i
+        x = tl.load(rows + i, mask=mask[None, :], other=0.0)
+        sums = tl.where(part[:, None] == _TOP, tl.maximum(sums, x), sums + x)
+        nonfinite += tl.load(partials_ptr + first + 4 * stride + (i + offs), mask=mask, other=0.0)
+    values = tl.where(part == _TOP, tl.max(sums, 1), tl.sum(sums, 1))
+    row_nonfinite = tl.sum(nonfinite)
+
     nan = tl.zeros((TILE,), tl.float64)
     posinf = tl.zeros((TILE,), tl.float64)
-    neginf = tl.zeros((TILE,), tl.float64)
-    top = tl.zeros((TILE,), tl.float64)
-    for i in range(0, count, TILE):
-        offs = i + tl.arange(0, TILE)
-        mask = offs < count
-        part = partials_ptr + first + offs
-        sumsq += tl.load(part, mask=mask, other=0.0)
-        total += tl.load(part + stride, mask=mask, other=0.0)
-        zeros += tl.load(part + 2 * stride, mask=mask, other=0.0)
-        nan += tl.load(part + 3 * stride, mask=mask, other=0.0)
-        posinf += tl.load(part + 4 * stride, mask=mask, other=0.0)
-        neginf += tl.load(part + 5 * stride, mask=mask, other=0.0)
-        top = tl.maximum(top, tl.load(part + 6 * stride, mask=mask, other=0.0))
-    row_numel = numel.to(tl.float64)
-    row_sumsq = tl.sum(sumsq)
-    row_total = tl.sum(total)
-    row_zeros = tl.sum(zeros)
+    if row_nonfinite > 0:
+        for i in range(0, count, TILE):
+            mask = offs < count - i
+            nan += tl.load(partials_ptr + first + 5 * stride + (i + offs), mask=mask, other=0.0)
+            posinf += tl.load(partials_ptr + first + 6 * stride + (i + offs), mask=mask, other=0.0)
     row_nan = tl.sum(nan)
     row_posinf = tl.sum(posinf)
-    row_neginf = tl.sum(neginf)
-    row_top = tl.max(top)
 
     if HAS_INV_SCALE:
         scale = tl.load(inv_scale_ptr).to(tl.float64)
-        row_sumsq = row_sumsq * scale * scale
-        row_total *= scale
-        row_top *= tl.abs(scale)
+        values = tl.where(part == _ZEROS, values, values * tl.where(part == _TOP, tl.abs(scale), scale))
+        values = tl.where(part == _SUMSQ, values * scale, values)
 
     # the order of schema.COLUMNS
     out = columns_ptr + row * NUM_COLUMNS
+    row_numel = numel.to(tl.float64)
     tl.store(out, row_numel)
-    tl.store(out + 1, row_sumsq)
-    tl.store(out + 2, row_total)
-    tl.store(out + 3, row_zeros)
+    tl.store(out + tl.where(part == _TOP, NUM_COLUMNS - 1, 1 + part), values)
     tl.store(out + 4, row_nan)
     tl.store(out + 5, row_posinf)
-    tl.store(out + 6, row_neginf)
-    tl.store(out + 7, row_top)
+    tl.store(out + 6, row_nonfinite - row_nan - row_posinf)
 
     vanishing = vanishing.to(tl.int64).to(tl.float64, bitcast=True)
     exploding = exploding.to(tl.int64).to(tl.float64, bitcast=True)
     dead = dead.to(tl.int64).to(tl.float64, bitcast=True)
     # the comparisons of derived.compute_flags
-    norm = tl.sqrt(row_sumsq)
+    norm = tl.sqrt(tl.sum(tl.where(part == _SUMSQ, values, 0.0)))
+    row_zeros = tl.sum(tl.where(part == _ZEROS, values, 0.0))
     has_nan = row_nan > 0
-    has_inf = row_posinf + row_neginf > 0
-    finite = (has_nan | has_inf) == 0
+    has_inf = row_nonfinite > row_nan
+    finite = row_nonfinite == 0
     exploding_norm = (finite & (norm <= exploding)) == 0
     dead_share = row_zeros / tl.maximum(row_numel, 1.0) >= dead
     flags = has_nan.to(tl.int32) * _NAN
@@ -131,6 +131,7 @@ def finalize(
     """
     columns = torch.empty((num_tensors, NUM_COLUMNS), dtype=torch.float64, device=partials.device)
     flags = torch.empty((num_tensors,), dtype=torch.int32, device=partials.device)
+    tile, threads, registers = tuning.FINALIZE
     _finalize_kernel[(num_tensors,)](
         table,
         partials,
@@ -142,8 +143,7 @@ def finalize(
         *(_bits(x) for x in (thresholds.vanishing, thresholds.exploding, thresholds.dead)),
         HAS_INV_SCALE=inv_scale is not None,
         NUM_COLUMNS=NUM_COLUMNS,
-        TILE=FINALIZE_TILE,
-        num_warps=warps(FINALIZE_THREADS),
-        enable_fp_fusion=False,
+        TILE=tile,
+        **tuning.options(threads, registers, partials.device),
     )
     return columns, flags

@@ -1,8 +1,8 @@
 """Partial statistics of every chunk, in one pass over memory.
 
-For a chunk of tensor x: sum x_i**2 and sum x_i in fp64, counts of zeros, NaN, +Inf and -Inf, and
-max |x_i|, over finite elements. Reads each element once (a chunk with NaN or Inf twice), and writes
-seven float64 a chunk: ``partials (7, N)``, in the order of `PARTIALS`.
+For a chunk of tensor x: sum x_i**2 and sum x_i in fp64, and max |x_i|, over finite elements; counts
+of zeros, of what is not finite, of NaN and of +Inf. Reads each element once (a chunk with NaN or Inf
+twice), and writes seven float64 a chunk: ``partials (7, N)``, in the order of `PARTIALS`.
 
 Optimistic: fp64 holds the square of every fp32, bf16 and fp16 value, so a chunk's sum of squares is
 finite exactly when all its elements are. The main loop has no mask and no NaN or Inf counter; a
@@ -14,14 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.kernels.primitives import accumulate, is_finite
-from gradiometer.kernels.tuning import CHUNK, MOMENTS_THREADS, TILE, warps
-from gradiometer.schema import COLUMN_NAMES
+from gradiometer.kernels import tuning
+from gradiometer.kernels.primitives import accumulate, halves, is_finite
 
 __all__ = ["PARTIALS", "moments"]
 
-# every raw column but numel, which is known
-PARTIALS = COLUMN_NAMES[1:]
+# The last two are read where n_nonfinite is not 0. What is neither NaN nor +Inf is -Inf.
+PARTIALS = ("sumsq", "sum", "n_zero", "abs_max", "n_nonfinite", "n_nan", "n_posinf")
 
 _DTYPES = {
     torch.float64: tl.float64,
@@ -31,102 +30,127 @@ _DTYPES = {
 }
 
 
+@triton.jit
+def _recount(base, n, NARROW: tl.constexpr, TILE: tl.constexpr):
+    """Read a chunk that holds NaN or Inf again; return what PARTIALS names."""
+    lanes = tl.arange(0, TILE)
+    sumsq = tl.zeros((TILE,), tl.float64)
+    total = tl.zeros((TILE,), tl.float64)
+    zeros = tl.zeros((TILE,), tl.int32)
+    nonfinite = tl.zeros((TILE,), tl.int32)
+    nan = tl.zeros((TILE,), tl.int32)
+    posinf = tl.zeros((TILE,), tl.int32)
+    top = tl.zeros((TILE,), NARROW)
+    for i in range(0, n, TILE):
+        mask = i + lanes < n
+        # 1.0 stands for what is not there: neither zero nor non-finite
+        x = tl.load(base + (i + lanes), mask=mask, other=1.0).to(NARROW)
+        zeros += (x == 0).to(tl.int32)
+        finite = is_finite(x)
+        nonfinite += (finite == 0).to(tl.int32)
+        nan += (x != x).to(tl.int32)
+        posinf += (x == float("inf")).to(tl.int32)
+        x = tl.where(finite & mask, x, 0.0)
+        wide = x.to(tl.float64)
+        sumsq = tl.fma(wide, wide, sumsq)
+        total += wide
+        top = tl.maximum(top, tl.abs(x))
+    return (
+        tl.sum(sumsq),
+        tl.sum(total),
+        tl.sum(zeros).to(tl.float64),
+        tl.max(top).to(tl.float64),
+        tl.sum(nonfinite).to(tl.float64),
+        tl.sum(nan).to(tl.float64),
+        tl.sum(posinf).to(tl.float64),
+    )
+
+
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _moments_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (3 * T + N,) int64, see pack.Layout
+    table_ptr,  # (4 * T + N,) int64, see pack.Layout
     partials_ptr,  # (7, N) float64
     first_chunk: tl.int32,
     num_tensors: tl.int32,
     num_chunks: tl.int32,
     DTYPE: tl.constexpr,
     ITEMSIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
     TILE: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     chunk = first_chunk + tl.program_id(0)
-    row = tl.load(table_ptr + 3 * num_tensors + chunk)
-    start = (chunk - tl.load(table_ptr + num_tensors + row)) * CHUNK
-    n = tl.minimum(tl.load(table_ptr + row) - start, CHUNK).to(tl.int32)
+    row = tl.load(table_ptr + 4 * num_tensors + chunk)
+    size = tl.load(table_ptr + num_tensors + row)
+    start = (chunk - tl.load(table_ptr + 2 * num_tensors + row)) * size
+    n = tl.minimum(tl.load(table_ptr + row) - start, size).to(tl.int32)
     address = tl.load(pointers_ptr + row) + start * ITEMSIZE
-    lanes = tl.arange(0, TILE)
 
     # fp16 and bf16 are compared as fp32: the same values, and native on every device
     NARROW: tl.constexpr = tl.float64 if ITEMSIZE == 8 else tl.float32
-    sumsq = tl.zeros((TILE,), tl.float64)
-    total = tl.zeros((TILE,), tl.float64)
-    top = tl.zeros((TILE,), NARROW)
-    zeros = tl.zeros((TILE,), tl.int32)
+    # two bf16 are read as one word: taken apart by integers they need fewer instructions
+    PAIRS: tl.constexpr = DTYPE == tl.bfloat16
+    WORD: tl.constexpr = tl.int32 if PAIRS else DTYPE
+    LANES: tl.constexpr = TILE // 2 if PAIRS else TILE
+    lanes = tl.arange(0, LANES)
+    sumsq = tl.zeros((LANES,), tl.float64)
+    total = tl.zeros((LANES,), tl.float64)
+    top = tl.zeros((LANES,), NARROW)
+    zeros = tl.zeros((LANES,), tl.float32)
 
     # a view may begin anywhere: its first elements up to a 16-byte boundary are taken apart
     head = (-address & 15).to(tl.int32) // ITEMSIZE
     head = tl.minimum(head, n)
+    base = address.to(tl.pointer_type(DTYPE))
     if head > 0:
-        base = address.to(tl.pointer_type(DTYPE))
         x = tl.load(base + lanes, mask=lanes < head, other=0.0).to(NARROW)
         sumsq, total, top, zeros = accumulate(x, sumsq, total, top, zeros)
-        zeros -= (lanes >= head).to(tl.int32)
+        zeros -= tl.where(lanes < head, 0.0, 1.0)
 
-    aligned = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(DTYPE)), 16)
-    full = (n - head) // TILE
-    for i in range(full):
-        x = tl.load(aligned + (i * TILE + lanes)).to(NARROW)
-        sumsq, total, top, zeros = accumulate(x, sumsq, total, top, zeros)
+    # no mask: it would take the loads apart
+    full = (n - head) // (TILE * UNROLL)
+    words = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(WORD)), 16) + lanes
+    for _ in range(full):
+        for u in tl.static_range(UNROLL):
+            word = tl.load(words + u * LANES)
+            if PAIRS:
+                low, high = halves(word)
+                sumsq, total, top, zeros = accumulate(low, sumsq, total, top, zeros)
+                sumsq, total, top, zeros = accumulate(high, sumsq, total, top, zeros)
+            else:
+                sumsq, total, top, zeros = accumulate(word.to(NARROW), sumsq, total, top, zeros)
+        words += UNROLL * LANES
 
-    left = n - head - full * TILE
-    if left > 0:
-        x = tl.load(aligned + (full * TILE + lanes), mask=lanes < left, other=0.0).to(NARROW)
+    for i in range(head + full * (TILE * UNROLL), n, LANES):
+        left = n - i
+        x = tl.load(base + (i + lanes), mask=lanes < left, other=0.0).to(NARROW)
         sumsq, total, top, zeros = accumulate(x, sumsq, total, top, zeros)
-        zeros -= (lanes >= left).to(tl.int32)
+        zeros -= tl.where(lanes < left, 0.0, 1.0)
 
     chunk_sumsq = tl.sum(sumsq)
     chunk_total = tl.sum(total)
     chunk_top = tl.max(top).to(tl.float64)
-    chunk_zeros = tl.sum(zeros)
-    chunk_nan = 0
-    chunk_posinf = 0
-    chunk_neginf = 0
+    chunk_zeros = tl.sum(zeros.to(tl.float64))
+    none = tl.zeros((), tl.float64)
+    chunk_nonfinite, chunk_nan, chunk_posinf = none, none, none
 
     if not is_finite(chunk_sumsq):
-        base = address.to(tl.pointer_type(DTYPE))
-        sumsq = tl.zeros((TILE,), tl.float64)
-        total = tl.zeros((TILE,), tl.float64)
-        top = tl.zeros((TILE,), NARROW)
-        nan = tl.zeros((TILE,), tl.int32)
-        posinf = tl.zeros((TILE,), tl.int32)
-        neginf = tl.zeros((TILE,), tl.int32)
-        zeros = tl.zeros((TILE,), tl.int32)
-        for i in range(tl.cdiv(n, TILE)):
-            offs = i * TILE + lanes
-            # 1.0 stands for what is not there: neither zero nor non-finite
-            x = tl.load(base + offs, mask=offs < n, other=1.0).to(NARROW)
-            nan += (x != x).to(tl.int32)
-            posinf += (x == float("inf")).to(tl.int32)
-            neginf += (x == -float("inf")).to(tl.int32)
-            zeros += (x == 0).to(tl.int32)
-            x = tl.where(is_finite(x) & (offs < n), x, 0.0)
-            wide = x.to(tl.float64)
-            sumsq = tl.fma(wide, wide, sumsq)
-            total += wide
-            top = tl.maximum(top, tl.abs(x))
-        chunk_sumsq = tl.sum(sumsq)
-        chunk_total = tl.sum(total)
-        chunk_top = tl.max(top).to(tl.float64)
-        chunk_zeros = tl.sum(zeros)
-        chunk_nan = tl.sum(nan)
-        chunk_posinf = tl.sum(posinf)
-        chunk_neginf = tl.sum(neginf)
+        # seven totals a lane: fewer lanes, or they would take registers from the main loop
+        FEW: tl.constexpr = TILE // 2 if ITEMSIZE == 2 else TILE
+        chunk_sumsq, chunk_total, chunk_zeros, chunk_top, chunk_nonfinite, chunk_nan, chunk_posinf = _recount(
+            base, n, NARROW, FEW
+        )
 
     # the order of PARTIALS
     out = partials_ptr + chunk
     stride = num_chunks.to(tl.int64)
     tl.store(out, chunk_sumsq)
     tl.store(out + stride, chunk_total)
-    tl.store(out + 2 * stride, chunk_zeros.to(tl.float64))
-    tl.store(out + 3 * stride, chunk_nan.to(tl.float64))
-    tl.store(out + 4 * stride, chunk_posinf.to(tl.float64))
-    tl.store(out + 5 * stride, chunk_neginf.to(tl.float64))
-    tl.store(out + 6 * stride, chunk_top)
+    tl.store(out + 2 * stride, chunk_zeros)
+    tl.store(out + 3 * stride, chunk_top)
+    tl.store(out + 4 * stride, chunk_nonfinite)
+    tl.store(out + 5 * stride, chunk_nan)
+    tl.store(out + 6 * stride, chunk_posinf)
 
 
 def moments(
@@ -149,6 +173,7 @@ def moments(
         num_chunks: the group's number of chunks.
         num_tensors: T.
     """
+    tile, unroll, threads, registers = tuning.MOMENTS[dtype]
     _moments_kernel[(num_chunks,)](
         pointers,
         table,
@@ -158,8 +183,7 @@ def moments(
         partials.shape[1],
         DTYPE=_DTYPES[dtype],
         ITEMSIZE=dtype.itemsize,
-        CHUNK=CHUNK,
-        TILE=TILE[dtype.itemsize],
-        num_warps=warps(MOMENTS_THREADS),
-        enable_fp_fusion=False,
+        TILE=tile,
+        UNROLL=unroll,
+        **tuning.options(threads, registers, partials.device),
     )

@@ -3,13 +3,22 @@
 import triton
 import triton.language as tl
 
-__all__ = ["accumulate", "is_finite"]
+__all__ = ["accumulate", "halves", "is_finite"]
 
 
 @triton.jit
 def is_finite(x):
     """Neither NaN nor infinite: comparisons with NaN are false."""
     return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def halves(word):
+    """Two bf16 values that were read as one int32, as fp32: they are the upper halves of its bits."""
+    low = (word << 16).to(tl.float32, bitcast=True)
+    # 0xffff0000
+    high = (word & -65536).to(tl.float32, bitcast=True)
+    return low, high
 
 
 @triton.jit
@@ -21,5 +30,6 @@ def accumulate(x, sumsq, total, top, zeros):
     total += wide
     # drops NaN: a chunk that holds one is read again
     top = tl.maximum(top, tl.abs(x))
-    zeros += (x == 0).to(tl.int32)
+    # in fp32, exact to 2**24: a comparison that yields 1.0, and an addition. An integer takes one more
+    zeros += tl.where(x == 0, 1.0, 0.0)
     return sumsq, total, top, zeros

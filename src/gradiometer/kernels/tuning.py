@@ -1,22 +1,60 @@
-"""Chunk, tile and threads of the kernels: the one table to tune."""
+"""Chunks, tiles, threads and registers of the kernels: the one table to tune.
 
-from typing import Final
+Launchers read it at every call. `CHUNK`, `MAX_CHUNKS` and the tiles also decide the order in which
+numbers are added, and so the last bits of a norm.
+"""
+
+from typing import Any, Final, NamedTuple
 
 import torch
 
-__all__ = ["CHUNK", "FINALIZE_THREADS", "FINALIZE_TILE", "MOMENTS_THREADS", "TILE", "warps"]
+__all__ = ["CHUNK", "FINALIZE", "MAX_CHUNKS", "MOMENTS", "Finalize", "Moments", "options"]
 
-# elements of one program of the moments kernel; a multiple of every tile
+# elements of one program of the moments kernel, in a tensor of no more than MAX_CHUNKS of them
 CHUNK: Final = 2**15
-# elements of one iteration, by size of the element in bytes: 16 bytes or more a thread. More costs
-# registers, and with them occupancy
-TILE: Final = {8: 1024, 4: 1024, 2: 1024}
-MOMENTS_THREADS: Final = 128
-# chunks of one tensor that the finalize kernel reads at a time
-FINALIZE_TILE: Final = 512
-FINALIZE_THREADS: Final = 128
+# the finalize kernel adds up a tensor's chunks in one program: with more of them, they are longer
+MAX_CHUNKS: Final = 2**12
 
 
-def warps(threads: int) -> int:
-    """Return how many warps hold so many threads: one is 64 of them on ROCm, 32 elsewhere."""
-    return threads // (64 if torch.version.hip else 32)
+class Moments(NamedTuple):
+    """How the moments kernel reads a chunk."""
+
+    # elements that all threads read by one load each, of 16 bytes
+    tile: int
+    # loads in flight: more hide more latency, and cost registers and with them occupancy
+    unroll: int
+    threads: int
+    # at most. Left alone, ptxas saves registers by issuing loads one after the other
+    registers: int
+
+
+MOMENTS: Final = {
+    torch.float64: Moments(tile=256, unroll=4, threads=128, registers=64),
+    torch.float32: Moments(tile=512, unroll=4, threads=128, registers=72),
+    torch.bfloat16: Moments(tile=1024, unroll=4, threads=128, registers=80),
+    torch.float16: Moments(tile=1024, unroll=4, threads=128, registers=96),
+}
+
+
+class Finalize(NamedTuple):
+    """How the finalize kernel reads the partials of one tensor's chunks."""
+
+    # chunks at a time
+    tile: int
+    threads: int
+    registers: int
+
+
+FINALIZE: Final = Finalize(tile=1024, threads=256, registers=128)
+
+
+def options(threads: int, registers: int, device: torch.device) -> dict[str, Any]:
+    """Return Triton's options for a launch."""
+    # said, not left to a default that changes: squares are exact and sums must not be contracted
+    shared = {"enable_fp_fusion": False}
+    if torch.version.hip:
+        # a warp is 64 threads; the compiler takes no bound
+        return shared | {"num_warps": threads // 64}
+    if device.type == "xpu":
+        return shared | {"num_warps": threads // 32}
+    return shared | {"num_warps": threads // 32, "maxnreg": registers}
