@@ -223,16 +223,31 @@ def test_kernels_and_reference_agree(some, scale):
 
 
 @needs_kernels
-@pytest.mark.parametrize("chunks", [1, 511, 512, 513, 1500])
-def test_finalize_adds_up_all_chunks_of_a_tensor(chunks):
+@pytest.mark.parametrize("nonfinite", [False, True])
+@pytest.mark.parametrize("chunks", [1, 1023, 1024, 1025, 3000])
+def test_finalize_adds_up_all_chunks_of_a_tensor(chunks, nonfinite):
     from gradiometer import kernels, pack
 
     # three tensors, the middle one of this many chunks, as partials that no tensor has to be made for
     sizes = (5, chunks * kernels.CHUNK, 7)
-    layout = pack.layout_of(sizes, (torch.float32,) * 3, kernels.CHUNK)
+    layout = pack.layout_of(sizes, (torch.float32,) * 3, kernels.CHUNK, kernels.MAX_CHUNKS)
+    assert layout.num_chunks == chunks + 2
     g = torch.Generator().manual_seed(chunks)
     partials = torch.randint(1, 2**20, (len(kernels.PARTIALS), chunks + 2), generator=g).double()
-    columns, _ = kernels.finalize(layout.table, partials, 3, DEFAULT_THRESHOLDS)
+    parts = dict(zip(kernels.PARTIALS, partials, strict=True))
+    # in one chunk of each tensor only, and nowhere else
+    here = torch.zeros(chunks + 2, dtype=torch.float64)
+    here[[0, chunks, chunks + 1]] = float(nonfinite)
+    parts["n_nan"] *= here
+    parts["n_posinf"] *= here
+    parts["n_nonfinite"].copy_(parts["n_nan"] + parts["n_posinf"] + 3 * here)
+    columns, flags = kernels.finalize(layout.table, partials, 3, DEFAULT_THRESHOLDS)
     for i, part in enumerate(partials.split([1, chunks, 1], dim=1)):
-        expected = [sizes[i], *part[:-1].sum(dim=1).tolist(), part[-1].max().item()]
-        assert columns[i].tolist() == expected
+        row = dict(zip(NAMES, columns[i].tolist(), strict=True))
+        total = dict(zip(kernels.PARTIALS, part.sum(dim=1).tolist(), strict=True))
+        assert row.pop("numel") == sizes[i]
+        assert row.pop("abs_max") == part[kernels.PARTIALS.index("abs_max")].max().item()
+        assert row.pop("n_neginf") == 3 * nonfinite
+        assert row == {name: total[name] for name in row}
+        anomalies = gm.Flag.NAN | gm.Flag.INF
+        assert flags[i].item() & anomalies == (anomalies if nonfinite else 0)

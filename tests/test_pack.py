@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,51 +35,64 @@ sized = st.lists(st.tuples(st.integers(0, 70), st.sampled_from(DTYPES)), min_siz
 chunk_sizes = st.sampled_from([1, 2, 7, 16, 64])
 
 
-def layout_of(items, chunk):
-    return pack.layout_of(tuple(n for n, _ in items), tuple(dtype for _, dtype in items), chunk)
+# of one tensor; with the largest no tensor here has longer chunks
+most_chunks = st.sampled_from([1, 2, 3, 8, 10**6])
 
 
-def parts(layout, chunk):
-    """Return numel, first chunk and number of chunks of each tensor; row and start of each chunk."""
+def layout_of(items, chunk, most=10**6):
+    return pack.layout_of(tuple(n for n, _ in items), tuple(dtype for _, dtype in items), chunk, most)
+
+
+def parts(layout):
+    """Return numel, length of a chunk, first chunk and chunks of each tensor; row and start of each chunk."""
     t, n = layout.num_tensors, layout.num_chunks
-    numel, first, counts, rows = (part.tolist() for part in layout.table.split([t, t, t, n]))
+    numel, lengths, first, counts, rows = (part.tolist() for part in layout.table.split([t, t, t, t, n]))
     # as the kernel finds it
-    return numel, first, counts, rows, [(i - first[row]) * chunk for i, row in enumerate(rows)]
+    starts = [(i - first[row]) * lengths[row] for i, row in enumerate(rows)]
+    return numel, lengths, first, counts, rows, starts
 
 
-@given(sized, chunk_sizes)
-def test_every_element_is_in_exactly_one_chunk(items, chunk):
-    layout = layout_of(items, chunk)
-    numel, _, _, rows, starts = parts(layout, chunk)
+@given(sized, chunk_sizes, most_chunks)
+def test_every_element_is_in_exactly_one_chunk(items, chunk, most):
+    numel, lengths, _, _, rows, starts = parts(layout_of(items, chunk, most))
     assert numel == [n for n, _ in items]
     covered = [[0] * n for n in numel]
     for row, start in zip(rows, starts, strict=True):
-        for i in range(start, min(start + chunk, numel[row])):
+        for i in range(start, min(start + lengths[row], numel[row])):
             covered[row][i] += 1
     assert all(count == 1 for row in covered for count in row)
 
 
-@given(sized, chunk_sizes)
-def test_a_tensors_chunks_stand_together_in_order_and_none_is_empty(items, chunk):
-    numel, first, counts, rows, starts = parts(layout_of(items, chunk), chunk)
+@given(sized, chunk_sizes, most_chunks)
+def test_a_tensors_chunks_stand_together_in_order_and_none_is_empty(items, chunk, most):
+    numel, lengths, first, counts, rows, starts = parts(layout_of(items, chunk, most))
     for i, n in enumerate(numel):
         here = slice(first[i], first[i] + counts[i])
-        assert counts[i] == -(-n // chunk)
+        assert counts[i] == -(-n // lengths[i])
         assert rows[here] == [i] * counts[i]
-        assert starts[here] == list(range(0, n, chunk))
+        assert starts[here] == list(range(0, n, lengths[i]))
 
 
-@given(sized, chunk_sizes)
-def test_a_tensors_chunks_do_not_depend_on_its_neighbours(items, chunk):
-    _, first, counts, _, starts = parts(layout_of(items, chunk), chunk)
+@given(sized, chunk_sizes, most_chunks)
+def test_a_tensors_chunks_do_not_depend_on_its_neighbours(items, chunk, most):
+    _, lengths, first, counts, _, starts = parts(layout_of(items, chunk, most))
     for i, item in enumerate(items):
-        assert parts(layout_of([item], chunk), chunk)[4] == starts[first[i] : first[i] + counts[i]]
+        _, [length], _, _, _, alone = parts(layout_of([item], chunk, most))
+        assert (length, alone) == (lengths[i], starts[first[i] : first[i] + counts[i]])
+
+
+@given(sized, chunk_sizes, most_chunks)
+def test_chunks_are_longer_only_where_there_would_be_too_many(items, chunk, most):
+    numel, lengths, _, counts, _, _ = parts(layout_of(items, chunk, most))
+    for n, length, count in zip(numel, lengths, counts, strict=True):
+        assert count <= most
+        assert length == max(chunk, next(2**k for k in itertools.count() if n <= 2**k * most))
 
 
 @given(sized, chunk_sizes)
 def test_each_dtype_with_elements_is_one_contiguous_group(items, chunk):
     layout = layout_of(items, chunk)
-    rows = parts(layout, chunk)[3]
+    rows = parts(layout)[4]
     assert len({group.dtype for group in layout.groups}) == len(layout.groups)
     assert {group.dtype for group in layout.groups} == {dtype for n, dtype in items if n}
     done = 0
@@ -89,11 +105,19 @@ def test_each_dtype_with_elements_is_one_contiguous_group(items, chunk):
 
 
 def test_offsets_are_those_of_tensors_beyond_2_to_the_31_elements():
-    layout = pack.layout_of((3, 2**33 + 1), (torch.bfloat16,) * 2, 2**30)
-    numel, first, counts, rows, starts = parts(layout, 2**30)
-    assert (numel, first, counts) == ([3, 2**33 + 1], [0, 1], [1, 9])
+    layout = pack.layout_of((3, 2**33 + 1), (torch.bfloat16,) * 2, 2**30, 2**13)
+    numel, lengths, first, counts, rows, starts = parts(layout)
+    assert (numel, lengths) == ([3, 2**33 + 1], [2**30, 2**30])
+    assert (first, counts) == ([0, 1], [1, 9])
     assert rows == [0] + [1] * 9
     assert starts == [0, *range(0, 2**33 + 1, 2**30)]
+
+
+def test_the_largest_tensors_have_no_more_chunks_than_allowed():
+    sizes = (2**28, 2**28 + 1, 2**34, 2**40 + 1)
+    _, lengths, _, counts, _, _ = parts(pack.layout_of(sizes, (torch.float32,) * 4, 2**15, 2**13))
+    assert lengths == [2**15, 2**16, 2**21, 2**28]
+    assert counts == [2**13, 2**12 + 1, 2**13, 2**12 + 1]
 
 
 def test_a_layout_is_built_once_for_a_list_of_sizes_and_dtypes():
@@ -102,15 +126,17 @@ def test_a_layout_is_built_once_for_a_list_of_sizes_and_dtypes():
     for other in ([(6, torch.float32), (5, torch.float32)], [(5, torch.float32), (6, torch.float16)]):
         assert layout_of(other, 4) is not one
     assert layout_of([(5, torch.float32), (6, torch.float32)], 8) is not one
+    assert layout_of([(5, torch.float32), (6, torch.float32)], 4, 1) is not one
 
 
 # the pointer table
 
-CHUNK = 1024
+CHUNK, MAX_CHUNKS = 1024, 64
 
 
-def pack_of(*tensors):
-    return pack.pack(tensors, CHUNK)
+def pack_of(*tensors, keep=False):
+    with torch.no_grad():
+        return pack.pack(tensors, CHUNK, MAX_CHUNKS, keep=keep)
 
 
 def test_pointers_are_the_addresses_of_the_flat_tensors():
@@ -139,8 +165,13 @@ def test_a_copy_is_pointed_to_and_kept_where_the_memory_is_not_what_is_measured(
     assert flat.double().tolist() == x.resolve_neg().double().flatten().tolist()
 
 
+def known():
+    """Return the known lists, the most recently used last."""
+    return list(pack._known)
+
+
 def sources():
-    return [source.host for source in pack._sources.values()]
+    return [one.source.host for one in known()]
 
 
 def test_unchanged_addresses_reuse_the_very_same_source():
@@ -234,19 +265,19 @@ def test_a_list_whose_tensors_change_places_is_measured_in_its_order():
     assert norms(x, x) == [2.0, 2.0]
 
 
-def test_kept_tables_and_layouts_are_bounded_and_the_oldest_goes_first():
+def test_known_lists_and_layouts_are_bounded_and_the_oldest_goes_first():
     first, used = torch.ones(1), torch.ones(2)
     pack_of(first)
-    layout_used = pack_of(used).layout
-    source_used = pack._sources[layout_used, CPU]
-    for n in range(3, pack.LAYOUTS_KEPT + 30):
+    pack_of(used)
+    (_, known_used) = known()
+    for n in range(3, pack.LISTS_KEPT + 30):
         pack_of(torch.ones(n))
         # used at each step, so it stays
-        assert pack_of(used).layout is layout_used
-        assert pack._sources[layout_used, CPU] is source_used
-        assert len(pack._sources) <= pack.LAYOUTS_KEPT
-    assert pack.layout_of.cache_info().currsize <= pack.LAYOUTS_KEPT
-    sizes = {layout.table[0].item() for layout, _ in pack._sources}
+        pack_of(used)
+        assert known()[-1] is known_used
+        assert len(known()) <= pack.LISTS_KEPT
+    assert pack.layout_of.cache_info().currsize <= pack.LISTS_KEPT
+    sizes = {one.layout.table[0].item() for one in known()}
     assert 1 not in sizes
     assert 2 in sizes
     # what was forgotten is made again
@@ -254,11 +285,21 @@ def test_kept_tables_and_layouts_are_bounded_and_the_oldest_goes_first():
     assert pack_of(first).pointers.tolist() == [first.data_ptr()]
 
 
+def test_no_tensor_is_kept_alive():
+    x = torch.ones(5)
+    there = weakref.ref(x)
+    pack_of(x)
+    pack_of(x, keep=True)
+    del x
+    assert there() is None
+    assert len(known()) == 1
+
+
 def test_clear_forgets_tables_and_layouts_but_not_those_of_captured_graphs():
     pack._captured.append(torch.ones(1))
     layout = pack_of(torch.ones(3)).layout
     pack.clear()
-    assert not pack._sources
+    assert not pack._known
     assert pack._captured
     assert pack_of(torch.ones(3)).layout is not layout
 
@@ -302,12 +343,15 @@ def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(cap
     device = torch.device("meta")
     tensors = [torch.ones(5) for _ in range(count)]
     addresses = [x.data_ptr() for x in tensors]
-    layout = pack_of(*tensors).layout
-    pack._tables(addresses, layout, device)
+    pack_of(*tensors)
+    # as if it had been met there
+    one = replace(known()[0], device=device, source=None)
+    layout = one.layout
+    pack._copies(one, addresses)
     assert pack._captured == []
     capturing(True)
-    pointers, table = pack._tables(addresses, layout, device)
-    pack._tables([8 * address for address in addresses], layout, device)
+    pointers, table = pack._copies(one, addresses)
+    pack._copies(one, [8 * address for address in addresses])
     capturing(False)
     pack.clear()
     assert (pointers.device, table.device) == (device, device)

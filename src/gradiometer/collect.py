@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from gradiometer import derived, ops
-from gradiometer.inputs import Named, check, has_float64, is_plain_subclass, named_parameters, named_tensors
+from gradiometer.inputs import (
+    Named,
+    Traits,
+    check,
+    check_names,
+    has_float64,
+    is_plain_subclass,
+    named_parameters,
+    named_tensors,
+    present,
+)
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
 from gradiometer.stats import TensorStats
 
@@ -54,9 +64,11 @@ def collect_grads(
     >>> stats.names, stats.norm
     (('weight', 'bias'), tensor([5., 1.], dtype=torch.float64))
     """
-    parameters = named_parameters(model, "collect_grads")
-    grads = [(name, p.grad) for name, p in parameters if p.grad is not None]
-    home = next((p.device for _, p in parameters if has_float64(p.device)), None)
+    names, parameters = named_parameters(model, "collect_grads")
+    grads = present(names, [p.grad for p in parameters])
+    home = None
+    if not grads.tensors:
+        home = next((p.device for p in parameters if has_float64(p.device)), None)
     return _collect(grads, thresholds, inv_scale, "collect_grads", home)
 
 
@@ -154,19 +166,24 @@ def _collect(
     if not isinstance(thresholds, Thresholds):
         msg = f"{what}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
         raise TypeError(msg)
-    traits = check(named, what)
+    names, tensors = named
+    known = ops.recognize(tensors)
+    # like a list that was measured before: it is not looked at again
+    traits = check(named, what) if known is None else Traits({Tensor}, {torch.strided}, [known.device])
+    check_names(names, what)
     _check_scale(inv_scale, what)
-    names = tuple([name for name, _ in named])
-    if not named:
+    if not tensors:
         columns = torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device=home)
         return TensorStats(names, columns, columns.new_empty((0,), dtype=torch.int32), thresholds)
-    tensors = [tensor for _, tensor in named]
     if any([is_plain_subclass(kind) for kind in traits.types]):
         # a subclass's own operators have no say, and its type none in the result
         tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
     sparse = torch.sparse_coo in traits.layouts
     dense = [_values(tensor) for tensor in tensors] if sparse else tensors
-    columns, flags = _measure(dense, traits.devices, thresholds, inv_scale)
+    if known is None:
+        columns, flags = _measure(dense, traits.devices, thresholds, inv_scale)
+    else:
+        columns, flags = ops.tensor_stats(tensors, thresholds, _on(inv_scale, known.device), known)
     if sparse:
         columns = _add_implicit_zeros(columns, tensors, dense)
         flags = derived.compute_flags(columns, thresholds)

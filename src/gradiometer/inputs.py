@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,13 +14,16 @@ __all__ = [
     "Named",
     "Traits",
     "check",
+    "check_names",
     "has_float64",
     "is_plain_subclass",
     "named_parameters",
     "named_tensors",
+    "present",
 ]
 
-Named = list[tuple[str, Tensor]]
+# distinct lists of names kept; a training step has one or two
+NAMES_KEPT: Final = 16
 
 # put into names by torch.compile, FSDP and activation checkpointing; they are no part of the model
 _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -44,21 +48,41 @@ _UNINITIALIZED: Final = (UninitializedParameter, UninitializedBuffer)
 _LAYOUTS: Final = frozenset({torch.strided, torch.sparse_coo})
 
 
+class Named(NamedTuple):
+    """Tensors, and a name of each."""
+
+    names: tuple[str, ...]
+    tensors: list[Tensor]
+
+
 def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what: str) -> Named:
-    """Return (name, parameter) pairs of a module or of what `named_tensors` takes; tied parameters once."""
+    """Return the parameters, with names, of a module or of what `named_tensors` takes; tied ones once."""
     if isinstance(source, nn.Module):
-        return _clean(list(source.named_parameters()), what)
+        pairs = list(source.named_parameters())
+        return _named([name for name, _ in pairs], [parameter for _, parameter in pairs], what)
     named = named_tensors(source, what)
-    for name, parameter in named:
+    for name, parameter in zip(named.names, named.tensors, strict=True):
         if not isinstance(parameter, Tensor):
             msg = f"{what}: {name!r} {_refusal(parameter)}"
             raise TypeError(msg)
     seen: set[Tensor] = set()
-    return [pair for pair in named if not (pair[1] in seen or seen.add(pair[1]))]  # type: ignore[func-returns-value]
+    once: list[Tensor | None] = []
+    for parameter in named.tensors:
+        once.append(None if parameter in seen else parameter)
+        seen.add(parameter)
+    return present(named.names, once)
+
+
+def present(names: tuple[str, ...], tensors: Sequence[Tensor | None]) -> Named:
+    """Leave out what is None."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    if len(found) < len(names):
+        names = tuple([name for name, tensor in zip(names, tensors, strict=True) if tensor is not None])
+    return Named(names, found)
 
 
 def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named:
-    """Return (name, tensor) pairs of a mapping, of tensors, or of pairs.
+    """Return the tensors, with names, of a mapping, of tensors, or of (name, tensor) pairs.
 
     Tensors without names are named by their position. Wrappers' parts of names are left out.
     """
@@ -66,31 +90,41 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
         msg = f"{what}: got a module; collect_grads and collect_weights say what to measure"
         raise TypeError(msg)
     if isinstance(source, Mapping):
-        pairs: list[tuple[Any, Any]] = list(source.items())
-    elif isinstance(source, Tensor):
+        return _named(list(source.keys()), list(source.values()), what)
+    if isinstance(source, Tensor):
         msg = f"{what}: expected several tensors, got one; pass {{'name': tensor}} or [tensor]"
         raise TypeError(msg)
-    elif isinstance(source, Iterable):
-        pairs = [
-            item if isinstance(item, tuple) and len(item) == 2 else (str(i), item)
-            for i, item in enumerate(source)
-        ]
-    else:
+    if not isinstance(source, Iterable):
         msg = f"{what}: expected a module, a mapping or an iterable of tensors, got {type(source).__name__}"
         raise TypeError(msg)
-    return _clean(pairs, what)
+    items = list(source)
+    if not any([issubclass(kind, tuple) for kind in {type(item) for item in items}]):
+        return Named(_kept(_positions)(len(items)), items)
+    pairs = [
+        item if isinstance(item, tuple) and len(item) == 2 else (str(i), item) for i, item in enumerate(items)
+    ]
+    return _named([name for name, _ in pairs], [tensor for _, tensor in pairs], what)
 
 
-def _clean(pairs: list[tuple[Any, Any]], what: str) -> Named:
-    for name, _ in pairs:
-        if not isinstance(name, str):
-            msg = f"{what}: a name must be a string, got {name!r}"
-            raise TypeError(msg)
+def _named(names: list[Any], tensors: list[Any], what: str) -> Named:
+    if {type(name) for name in names} != {str}:
+        for name in names:
+            if not isinstance(name, str):
+                msg = f"{what}: a name must be a string, got {name!r}"
+                raise TypeError(msg)
+    return Named(_kept(_clean)(tuple(names)), tensors)
+
+
+def _positions(count: int) -> tuple[str, ...]:
+    return tuple([str(i) for i in range(count)])
+
+
+def _clean(names: tuple[str, ...]) -> tuple[str, ...]:
     # one look at all names: most models have no wrapper
-    together = " ".join([name for name, _ in pairs])
+    together = " ".join(names)
     if not any([wrapper in together for wrapper in _WRAPPERS]):
-        return pairs
-    return [(_without_wrappers(name), tensor) for name, tensor in pairs]
+        return names
+    return tuple([_without_wrappers(name) for name in names])
 
 
 def _without_wrappers(name: str) -> str:
@@ -119,9 +153,8 @@ def check(named: Named, what: str) -> Traits:
 
     Raises:
         TypeError: for what is no tensor, or a tensor of a kind that has no such statistics.
-        ValueError: for a name that stands twice.
     """
-    tensors = [tensor for _, tensor in named]
+    tensors = named.tensors
     types = {type(tensor) for tensor in tensors}
     kinds: dict[tuple[torch.dtype, torch.layout, torch.device], None] = {}
     fine = all([_is_measurable_type(kind) for kind in types])
@@ -131,18 +164,37 @@ def check(named: Named, what: str) -> Traits:
         fine = all([_is_measurable(*kind) for kind in kinds])
         fine = fine and not any([tensor.is_nested for tensor in tensors])
     if not fine:
-        for name, tensor in named:
+        for name, tensor in zip(named.names, tensors, strict=True):
             reason = _refusal(tensor)
             if reason is not None:
                 msg = f"{what}: {name!r} {reason}"
                 raise TypeError(msg)
-    if len({name for name, _ in named}) != len(named):
-        names = [name for name, _ in named]
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        msg = f"{what}: the name {twice!r} stands for two tensors; give each its own"
-        raise ValueError(msg)
     devices = list(dict.fromkeys([device for _, _, device in kinds]))
     return Traits(types, {layout for _, layout, _ in kinds}, devices)
+
+
+def check_names(names: tuple[str, ...], what: str) -> None:
+    """Refuse a name that stands twice, with a ValueError."""
+    twice = _kept(_twice)(names)
+    if twice is not None:
+        msg = f"{what}: the name {twice!r} stands for two tensors; give each its own"
+        raise ValueError(msg)
+
+
+def _twice(names: tuple[str, ...]) -> str | None:
+    if len(set(names)) == len(names):
+        return None
+    return next(name for i, name in enumerate(names) if name in names[:i])
+
+
+_KEPT: Final = {
+    function: lru_cache(maxsize=NAMES_KEPT)(function) for function in (_positions, _clean, _twice)
+}
+
+
+def _kept(function: Any) -> Any:
+    """Return the function with its last results kept; as it is for Dynamo, which warns of caches."""
+    return function if torch.compiler.is_compiling() else _KEPT[function]
 
 
 def _is_measurable_type(kind: type) -> bool:

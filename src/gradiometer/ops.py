@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch._C._autograd import _profiler_enabled
 
 from gradiometer import pack, reference
 from gradiometer.schema import NUM_COLUMNS, Thresholds
@@ -22,7 +24,7 @@ from gradiometer.schema import NUM_COLUMNS, Thresholds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["tensor_stats", "uses_kernels"]
+__all__ = ["recognize", "tensor_stats", "uses_kernels"]
 
 
 def _is_installed(package: str) -> bool:
@@ -50,7 +52,10 @@ def uses_kernels(device: torch.device) -> bool:
 
 
 def tensor_stats(
-    tensors: Sequence[Tensor], thresholds: Thresholds, inv_scale: Tensor | None = None
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None = None,
+    known: pack.Known | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Measure tensors of one device in one read.
 
@@ -58,22 +63,57 @@ def tensor_stats(
         tensors: at least one floating-point or complex strided tensor; any shapes, strides, dtypes.
         thresholds: where flags begin.
         inv_scale: one element on the same device; the statistics are those of ``inv_scale * x``.
+        known: what `recognize` says of the tensors, where that was asked.
 
     Returns:
         columns ``(T, C) float64`` in the order of `gradiometer.schema.COLUMNS`, and flags
         ``(T,) int32``, on the tensors' device.
     """
     with torch.no_grad():
+        known = known or recognize(tensors)
+        if known is not None and (inv_scale is None or _is_plain(inv_scale)):
+            return _measure(tensors, thresholds, inv_scale, known)
         columns, flags = torch.ops.gradiometer.tensor_stats(
             tensors, thresholds.vanishing, thresholds.exploding, thresholds.dead, inv_scale
         )
     return columns, flags
 
 
+def recognize(tensors: Sequence[Tensor]) -> pack.Known | None:
+    """Return the known list that these are like, if they can be measured without the dispatcher.
+
+    It takes 0.1 us a tensor, but others watch what passes through it: compilers, modes, profilers.
+    Dispatch modes, tracing and functorch change the dispatch keys, which torch's guards compare.
+    While Inductor warms up or records a CUDA graph, it has a function mode on: that of a default device.
+    """
+    # Dynamo folds it: its graph holds the op
+    if torch.compiler.is_compiling():
+        return None
+    if _len_torch_function_stack() or _profiler_enabled():
+        return None
+    with torch.no_grad():
+        known = pack.recognize(tensors)
+    return known if known is not None and known.direct else None
+
+
+def _is_plain(x: Tensor) -> bool:
+    # the dispatcher gives memory to zeros without any, and applies lazy signs
+    return type(x) is Tensor and not (x.is_neg() or x._is_zerotensor())  # noqa: SLF001 it has no public name
+
+
 def _tensor_stats(
     tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    thresholds = Thresholds(vanishing, exploding, dead)
+    return _measure(tensors, Thresholds(vanishing, exploding, dead), inv_scale)
+
+
+def _measure(
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    known: pack.Known | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Measure in eager; ``known``: what `pack.recognize` says of the tensors, in a call from eager."""
     device = tensors[0].device
     # autocast would choose the dtypes of the reference's own operators
     autocast = (
@@ -85,18 +125,19 @@ def _tensor_stats(
         if not uses_kernels(device):
             return reference.tensor_stats(tensors, thresholds, inv_scale)
         if device.type == "cpu":
-            return _run_kernels(tensors, thresholds, inv_scale)
+            return _run_kernels(tensors, thresholds, inv_scale, known)
         # launches go to the tensors' device, whatever the current one is
         with torch.get_device_module(device.type).device(device):
-            return _run_kernels(tensors, thresholds, inv_scale)
+            return _run_kernels(tensors, thresholds, inv_scale, known)
 
 
 def _run_kernels(
-    tensors: list[Tensor], thresholds: Thresholds, inv_scale: Tensor | None
+    tensors: Sequence[Tensor], thresholds: Thresholds, inv_scale: Tensor | None, known: pack.Known | None
 ) -> tuple[Tensor, Tensor]:
     from gradiometer import kernels  # noqa: PLC0415 triton is imported when a kernel is first needed
 
-    packed = pack.pack(tensors, kernels.CHUNK)
+    # through the dispatcher the call may come from a graph that is warmed up
+    packed = pack.pack(tensors, kernels.CHUNK, kernels.MAX_CHUNKS, known, keep=known is not None)
     layout = packed.layout
     partials = torch.empty(
         (len(kernels.PARTIALS), layout.num_chunks), dtype=torch.float64, device=packed.table.device

@@ -1,0 +1,209 @@
+"""The host's time of a call, without the kernels: fixed, and by tensor.
+
+    python kernels_bench/host_path.py                     # the table
+    python kernels_bench/host_path.py --check --json PATH # exit code 1 where the bound is missed
+
+Tensors of one element; launches are stubbed, so that what is left is Python, the dispatcher, and on a
+GPU allocations, copies and the guard of the device. Without a GPU, CPU tensors take the kernels' path.
+The bound is on `ops.tensor_stats` with unchanged addresses, beyond the list of `data_ptr()` that every
+table of pointers begins with. `foreach_norm` is torch's own norm of the same list, launches and, on a
+CPU, the arithmetic of one element included. Every contender runs once a round; medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+import gradiometer as gm
+from gradiometer import ops, pack
+from gradiometer.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
+
+COUNTS = (1, 148, 1000, 2000)
+# us, and us a tensor; launches of a list of one dtype
+BOUND_FIXED, BOUND_TENSOR, BOUND_LAUNCHES = 60.0, 0.12, 2
+BARE, OURS = "list of data_ptr()", "ops.tensor_stats"
+
+
+class Stub:
+    """Stands for both launchers, and counts their calls."""
+
+    def __init__(self, count, device):
+        self.launches = 0
+        columns = torch.zeros((count, NUM_COLUMNS), dtype=torch.float64, device=device)
+        self.results = columns, torch.zeros((count,), dtype=torch.int32, device=device)
+
+    def __call__(self, *_, **__):
+        self.launches += 1
+        return self.results
+
+
+@contextlib.contextmanager
+def stubbed(count, device):
+    from gradiometer import kernels
+
+    stub = Stub(count, device)
+    with (
+        patch.object(kernels, "moments", stub),
+        patch.object(kernels, "finalize", stub),
+        patch.object(ops, "uses_kernels", lambda _: True),
+    ):
+        yield stub
+
+
+def model_of(tensors):
+    """Put them into modules of two parameters each, as gradients."""
+    model = nn.Sequential()
+    for i in range(0, len(tensors), 2):
+        part = nn.Module()
+        for name, grad in zip(("weight", "bias"), tensors[i : i + 2], strict=False):
+            parameter = nn.Parameter(torch.empty_like(grad))
+            parameter.grad = grad
+            part.register_parameter(name, parameter)
+        model.append(part)
+    return model
+
+
+def contenders_of(tensors):
+    """Return what is timed: (what comes before, untimed, and what runs)."""
+    other = [tensor.clone() for tensor in tensors]
+    named = {f"blocks.{i}.attention.weight": tensor for i, tensor in enumerate(tensors)}
+    model = model_of(tensors)
+    limits = DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead
+
+    def ours():
+        return ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)
+
+    def moved():
+        ops.tensor_stats(other, DEFAULT_THRESHOLDS)
+
+    return {
+        BARE: (None, lambda: [tensor.data_ptr() for tensor in tensors]),
+        OURS: (ours, ours),
+        "  other addresses": (moved, ours),
+        "  a first call": (pack.clear, ours),
+        "  through the dispatcher": (ours, lambda: torch.ops.gradiometer.tensor_stats(tensors, *limits)),
+        "gm.collect of a list": (ours, lambda: gm.collect(tensors)),
+        "gm.collect of a dict": (ours, lambda: gm.collect(named)),
+        "gm.collect_grads": (ours, lambda: gm.collect_grads(model)),
+        "  named_parameters()": (None, lambda: list(model.named_parameters())),
+        "foreach_norm": (None, lambda: torch._foreach_norm(tensors)),
+    }
+
+
+def measure(count, device, rounds):
+    """Return the contenders' medians in us, and launches and copies of calls of ours."""
+    tensors = [torch.ones(1, device=device) for _ in range(count)]
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    with stubbed(count, device) as stub:
+        contenders = contenders_of(tensors)
+        times = {name: [] for name in contenders}
+        for _ in range(rounds):
+            for name, (before, run) in contenders.items():
+                if before is not None:
+                    before()
+                wait()
+                start = time.perf_counter()
+                run()
+                times[name].append((time.perf_counter() - start) * 1e6)
+        counted = {}
+        for name in (OURS, "  other addresses", "  a first call"):
+            before, run = contenders[name]
+            before()
+            stub.launches = 0
+            with patch.object(pack, "_upload", wraps=pack._upload) as upload:
+                run()
+            copied = sum(call.args[0].nbytes for call in upload.call_args_list)
+            counted[name.strip()] = {"launches": stub.launches, "copies": upload.call_count, "bytes": copied}
+    # the first rounds warm up
+    return {name.strip(): statistics.median(values[3:]) for name, values in times.items()}, counted
+
+
+def verdicts_of(medians, counted):
+    """Return what each count's call takes beyond the bare list, what it may take, and its launches."""
+    verdicts = {}
+    for count in COUNTS:
+        beyond = medians[count][OURS] - medians[count][BARE]
+        limit = BOUND_FIXED + BOUND_TENSOR * count
+        launches = counted[count][OURS]["launches"]
+        met = beyond <= limit and launches <= BOUND_LAUNCHES and counted[count][OURS]["copies"] == 0
+        verdicts[count] = {"beyond_us": beyond, "limit_us": limit, "launches": launches, "met": met}
+    return verdicts
+
+
+def fits_of(medians):
+    """Fit fixed us + ns a tensor, of what each contender takes beyond the bare list."""
+    fits = {}
+    for name in medians[COUNTS[0]]:
+        beyond = [medians[count][name] - medians[count][BARE] for count in COUNTS]
+        slope, fixed = statistics.linear_regression(COUNTS, beyond)
+        fits[name] = {"fixed_us": fixed, "ns_per_tensor": slope * 1e3}
+    return fits
+
+
+def show(where, medians, counted, fits, verdicts):
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"host's time of a call, us; {where}, torch {torch.__version__}; medians")
+    table.add_column("tensors")
+    for count in COUNTS:
+        table.add_column(str(count), justify="right")
+    for title in ("beyond the bare list: fixed", "+ ns a tensor"):
+        table.add_column(title, justify="right")
+    for name, fit in fits.items():
+        cells = [f"{medians[count][name]:.1f}" for count in COUNTS]
+        fit_cells = [f"{fit['fixed_us']:.0f}", f"{fit['ns_per_tensor']:.0f}"] if name != BARE else ["", ""]
+        table.add_row(name, *cells, *fit_cells)
+    table.add_section()
+    limits = [f"{verdicts[count]['limit_us'] + medians[count][BARE]:.1f}" for count in COUNTS]
+    table.add_row(f"{OURS} may take", *limits, f"{BOUND_FIXED:g}", f"{BOUND_TENSOR * 1e3:g}")
+    console = Console(width=120)
+    console.print(table)
+    for name, counts in counted[COUNTS[-1]].items():
+        console.print(
+            f"{name}, {COUNTS[-1]} tensors: {counts['launches']} launches, "
+            f"{counts['copies']} copies to the device of {counts['bytes']} bytes"
+        )
+    missed = [count for count in COUNTS if not verdicts[count]["met"]]
+    console.print(f"[bold red]missed with {missed} tensors" if missed else "every bound met")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit code 1 where the bound is missed")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--rounds", type=int, default=50, help="timed rounds a count")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it is")
+    args = parser.parse_args()
+    if importlib.util.find_spec("triton") is None:
+        sys.exit(
+            "host_path.py: no triton here, and the kernels' path is what is measured; pip install triton"
+        )
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    medians, counted = {}, {}
+    for count in COUNTS:
+        medians[count], counted[count] = measure(count, device, args.rounds + 3)
+    fits, verdicts = fits_of(medians), verdicts_of(medians, counted)
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU tensors on the kernels' path"
+    show(where, medians, counted, fits, verdicts)
+    if args.json:
+        figures = {"medians_us": medians, "beyond_bare": fits, "calls": counted, "bound": verdicts}
+        about = {"torch": torch.__version__, "device": where, "rounds": args.rounds}
+        args.json.write_text(json.dumps({**about, **figures}, indent=1) + "\n", encoding="utf-8")
+    return int(args.check and not all(verdict["met"] for verdict in verdicts.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
