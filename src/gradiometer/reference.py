@@ -165,9 +165,12 @@ def _measure_small(together: _Small, groups: dict[tuple[torch.dtype, int], _Smal
     measured = []
     for (_, width), group in groups.items():
         step = BATCH // width
+        # one for all batches: freed between small results that stay, each would leave a hole in the heap
+        stack = group.tensors[0].new_empty(min(step, len(group.sizes)) * width)
         for start in range(0, len(group.sizes), step):
             batch = slice(start, start + step)
-            measured.append(_measure_batch(group.tensors[batch], group.sizes[batch], width, buffer))
+            tensors, sizes = group.tensors[batch], group.sizes[batch]
+            measured.append(_measure_batch(tensors, sizes, width, stack[: len(sizes) * width], buffer))
     sumsq, total, n_nonzero, abs_max = torch.cat(measured).unbind(dim=1)
     numel = torch.tensor(together.sizes, dtype=torch.float64, device=buffer.device)
     none = torch.zeros_like(numel)
@@ -175,8 +178,10 @@ def _measure_small(together: _Small, groups: dict[tuple[torch.dtype, int], _Smal
     return torch.stack(row, dim=1)
 
 
-def _measure_batch(tensors: list[Tensor], sizes: list[int], width: int, buffer: Tensor) -> Tensor:
-    """Measure one tensor to a row of ``width``. Returns ``(n, 4)``: sumsq, sum, non-zeros, max |x|."""
+def _measure_batch(
+    tensors: list[Tensor], sizes: list[int], width: int, stack: Tensor, buffer: Tensor
+) -> Tensor:
+    """Stack tensors as rows of ``width``. Returns ``(n, 4)``: sumsq, sum, non-zeros, max |x|."""
     zeros = tensors[0].new_zeros(width)
     padding = {size: zeros[size:] for size in set(sizes)}
     parts: list[Tensor] = []
@@ -186,7 +191,8 @@ def _measure_batch(tensors: list[Tensor], sizes: list[int], width: int, buffer: 
     x = buffer[: len(tensors) * width].view(shape)
     squares = buffer[half : half + len(tensors) * width].view(shape)
 
-    x.copy_(torch.cat(parts).view(shape))
+    torch.cat(parts, out=stack)
+    x.copy_(stack.view(shape))
     sumsq = torch.mul(x, x, out=squares).sum(dim=1)
     total = x.sum(dim=1)
     abs_max = x.abs_().amax(dim=1)
