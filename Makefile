@@ -8,7 +8,8 @@ TRITON ?= 3.7.1
 JOBS ?= auto
 
 # test files whose bodies run a second time on interpreted kernels
-INTERPRETED = tests/test_ops.py tests/test_laws.py tests/test_inputs.py tests/test_numerics.py tests/test_pack.py
+INTERPRETED = tests/test_ops.py tests/test_laws.py tests/test_inputs.py tests/test_numerics.py tests/test_pack.py \
+              tests/test_host_path.py
 
 export HYPOTHESIS_PROFILE ?= ci
 CORE = $(VENV)/.core-$(TORCH)-$(TRITON)
@@ -16,7 +17,7 @@ DEV = $(VENV)/.dev-$(TORCH)-$(TRITON)
 INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_FLAGS)
 
-.PHONY: help demo test test-deep test-matrix run-plain run-interpreted lint format check bench-cpu clean
+.PHONY: help demo test test-deep test-matrix run-plain run-interpreted lint format check bench bench-cpu bench-host machine-code gpu clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -52,8 +53,20 @@ format: $(DEV) ## let ruff edit
 
 check: lint test ## what continuous integration runs
 
-bench-cpu: $(DEV) ## the eager CPU path against its peers
-	$(PY) kernels_bench/cpu_ratios.py
+bench: $(DEV) ## ours against its peers on this machine: a table, JSON and a picture in build/bench
+	$(PY) kernels_bench/bench.py $(BENCH_FLAGS)
+
+bench-cpu: $(DEV) ## the CPU path against its bounds
+	$(PY) kernels_bench/bench.py --device cpu --check $(BENCH_FLAGS)
+
+bench-host: $(DEV) ## the host's time of a call, without the kernels
+	PYTHONPATH=src $(PY) kernels_bench/host_path.py $(BENCH_HOST_FLAGS)
+
+machine-code: $(DEV) ## what the kernels compile to, and the bound that follows for each GPU
+	$(PY) kernels_bench/code_report.py $(MACHINE_CODE_FLAGS)
+
+gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV)) ## on a GPU machine: tests, benchmark, a training step; PY=python3 installs nothing
+	PYTHONPATH=src $(PY) kernels_bench/gpu.py $(GPU_FLAGS)
 
 clean: ## remove environments, builds and caches
 	rm -rf $(VENV) .matrix build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -2,7 +2,8 @@
 
 The speed of a kernel that streams through memory is decided by few things that can be read in its
 main loop: how wide the loads are, how many instructions an element costs, and whether threads wait
-for each other. Here they are held for every target and dtype.
+for each other. Here they are held for every target and dtype, and so is the bound that
+`kernels_bench/roofline.py` predicts from them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from gradiometer import ops, pack
 from gradiometer.schema import Thresholds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytest.importorskip("triton")
 if ops._INTERPRETED:
@@ -30,70 +31,71 @@ if ops._INTERPRETED:
 if os.name != "posix" or os.uname().machine != "x86_64":
     pytest.skip("triton brings its disassembler for x86-64 Linux", allow_module_level=True)
 
-from machine_code import (
-    CUDA_TARGETS,
-    HIP_TARGETS,
-    TARGETS,
-    Code,
-    Launch,
+from code_report import measures
+from disassembly import (
     Loop,
     flushes_subnormals,
     is_atomic,
+    is_spill,
     is_talk,
-    launches_of,
     load_size,
     parse_amdgcn,
     parse_sass,
 )
+from machine_code import (
+    CUDA_TARGETS,
+    DTYPES,
+    HIP_TARGETS,
+    TARGETS,
+    Launch,
+    launches_of,
+    moments_code,
+    moments_launch,
+    short,
+    variants,
+)
+from roofline import GPUS, binding, times
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-# Instructions per element of the main loop, a bit above what triton 3.6, 3.7 and 3.9 make of it: one
-# more instruction per element fails. A change that needs fewer should lower its bound.
+# Instructions per element of the main loop: at most these are wanted on the GPUs that the kernels are
+# tuned for; the others are a bit above what triton 3.6, 3.7 and 3.9 make of it, so that one more
+# instruction per element fails. A change that needs fewer should lower its bound.
 BOUNDS = {
     #          fp64, fp32, bf16, fp16
-    "sm_80": (16.0, 10.4, 13.5, 10.2),
-    "sm_90": (15.8, 10.4, 11.7, 10.2),
-    "sm_100": (16.0, 10.8, 11.6, 10.2),
-    "gfx942": (10.6, 10.3, 10.5, 10.6),
+    "sm_80": (15.6, 7.1, 7.8, 8.3),
+    "sm_89": (15.9, 7.1, 7.8, 8.3),
+    "sm_90": (15.8, 8.5, 8.0, 8.5),
+    "sm_100": (15.6, 8.8, 8.8, 8.8),
+    # the assemblers before CUDA 13.4 put NOPs between its fp64 instructions
+    "sm_120": (25.9, 18.5, 19.1, 20.1),
+    "gfx942": (9.9, 7.4, 8.0, 9.5),
+    "gfx950": (9.9, 7.4, 8.0, 9.5),
 }
 # four blocks of 128 threads, 16 warps, share the 65536 registers of an SM; three waves the 512 of a
 # lane, which triton 3.9 needs for fp64 only
-MAX_REGISTERS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 168}
+MAX_REGISTERS = dict.fromkeys(CUDA_TARGETS, 128) | dict.fromkeys(HIP_TARGETS, 168)
+# the finalize kernel is small and the same everywhere: one target of each generation
+FEW_TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 every_target = pytest.mark.parametrize("target", TARGETS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+few_targets = pytest.mark.parametrize("target", FEW_TARGETS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=short)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    # neither what the user's cache holds nor how it is configured is tested
+    # neither what the user's cache holds nor how it is configured is tested; pytest's workers share one
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("TRITON_")]:
             patch.delenv(name)
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
         yield
 
 
-def moments_launch(dtype: torch.dtype, target: str = "sm_90") -> Launch:
-    return launches_of([torch.zeros(9, dtype=dtype)], target=target)[0]
-
-
-def finalize_launch(inv_scale: torch.Tensor | None = None) -> Launch:
-    return launches_of([torch.zeros(9)], inv_scale=inv_scale)[-1]
-
-
-@pytest.fixture(scope="module")
-def moments() -> Callable[[str, torch.dtype], Code]:
-    """Compile the moments kernel once for each target and dtype."""
-    made: dict[tuple[str, torch.dtype], Code] = {}
-
-    def code(target: str, dtype: torch.dtype) -> Code:
-        if (target, dtype) not in made:
-            made[target, dtype] = moments_launch(dtype, target).compile(target)
-        return made[target, dtype]
-
-    return code
+def finalize_launch(target: str, inv_scale: torch.Tensor | None = None) -> Launch:
+    return launches_of([torch.zeros(9)], inv_scale=inv_scale, target=target)[-1]
 
 
 def instructions_per_element(loop: Loop, dtype: torch.dtype) -> float:
@@ -105,21 +107,49 @@ def instructions_per_element(loop: Loop, dtype: torch.dtype) -> float:
 
 @every_target
 @every_dtype
-def test_the_main_loop_loads_16_bytes_at_a_time(moments, target, dtype):
-    loop = moments(target, dtype).main_loop
+def test_the_main_loop_loads_16_bytes_at_a_time(target, dtype):
+    loop = moments_code(target, dtype).main_loop
     assert loop.narrow_loads == []
 
 
-@every_target
+def waits_before_all_is_asked_for(loop: Loop) -> bool:
+    """Tell whether a number is used while a load of the same iteration is still to be issued."""
+    last = max(i for i, opcode in enumerate(loop.opcodes) if load_size(opcode))
+    return Loop(loop.opcodes[:last]).count(r"F2F|D(FMA|ADD|MUL|SETP|MNMX)|F(MNMX|ADD|SET)|HADD") > 0
+
+
+# left alone, ptxas issues the second half of the loads after the first has arrived
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100"])
 @every_dtype
-def test_threads_do_not_wait_for_each_other_in_the_main_loop(moments, target, dtype):
-    assert moments(target, dtype).main_loop.talk == []
+def test_all_loads_of_an_iteration_are_in_flight_together(target, dtype):
+    loop = moments_code(target, dtype).main_loop
+    assert len(loop.loads) >= 4
+    assert not waits_before_all_is_asked_for(loop)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_all_loads_of_the_finalize_kernel_are_in_flight_together(target):
+    loop = finalize_launch(target).compile(target).main_loop
+    assert len(loop.loads) >= 16
+    assert not waits_before_all_is_asked_for(loop)
+
+
+def test_a_kernel_that_is_short_of_registers_is_noticed():
+    launch = moments_launch(torch.bfloat16)
+    short_of = replace(launch, kwargs=launch.kwargs | {"maxnreg": 64})
+    assert waits_before_all_is_asked_for(short_of.compile("sm_80").main_loop)
 
 
 @every_target
 @every_dtype
-def test_an_element_costs_no_more_instructions_than_recorded(moments, target, dtype):
-    loop = moments(target, dtype).main_loop
+def test_threads_do_not_wait_for_each_other_in_the_main_loop(target, dtype):
+    assert moments_code(target, dtype).main_loop.talk == []
+
+
+@every_target
+@every_dtype
+def test_an_element_costs_no_more_instructions_than_recorded(target, dtype):
+    loop = moments_code(target, dtype).main_loop
     cost = instructions_per_element(loop, dtype)
     bound = BOUNDS[target][DTYPES.index(dtype)]
     assert cost <= bound, f"{cost} instructions per element, at most {bound} until now: {loop}"
@@ -127,30 +157,30 @@ def test_an_element_costs_no_more_instructions_than_recorded(moments, target, dt
 
 @every_target
 @every_dtype
-def test_each_element_is_converted_once_and_takes_two_fp64_operations(moments, target, dtype):
-    loop = moments(target, dtype).main_loop
+def test_each_element_is_converted_once_and_takes_two_fp64_operations(target, dtype):
+    loop = moments_code(target, dtype).main_loop
     elements = loop.elements(dtype.itemsize)
     assert loop.conversions == (0 if dtype == torch.float64 else elements)
     assert loop.fp64_arithmetic == 2 * elements
     if dtype != torch.float64:
         assert loop.fp64_comparisons == 0
     elif target in CUDA_TARGETS:
-        # largest magnitude, and zero or not
-        assert loop.fp64_comparisons == 2 * elements
+        # largest magnitude; zero or not
+        assert loop.fp64_comparisons <= 2 * elements
 
 
 @every_target
 @every_dtype
-def test_nothing_is_spilled(moments, target, dtype):
-    code = moments(target, dtype)
-    assert code.stack == 0
+def test_nothing_is_spilled(target, dtype):
+    code = moments_code(target, dtype)
+    assert (code.stack, code.spills) == (0, 0)
     assert code.registers <= MAX_REGISTERS[target]
 
 
 @every_target
 @every_dtype
-def test_the_moments_are_deterministic_and_keep_subnormals(moments, target, dtype):
-    code = moments(target, dtype)
+def test_the_moments_are_deterministic_and_keep_subnormals(target, dtype):
+    code = moments_code(target, dtype)
     # the order of atomic additions is not fixed
     assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
     # a subnormal that is read as 0 would be counted as one
@@ -163,25 +193,25 @@ def test_the_moments_are_deterministic_and_keep_subnormals(moments, target, dtyp
 # the finalize kernel
 
 
-@every_target
+@few_targets
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_finalize_kernel_takes_thresholds_in_fp64(target, scaled):
-    launch = finalize_launch(torch.ones((), dtype=torch.float64) if scaled else None)
-    code = launch.compile(target)
+    inv_scale = torch.ones((), dtype=torch.float64) if scaled else None
+    code = finalize_launch(target, inv_scale).compile(target)
     # their bits, which no launcher and no interpreter rounds
     thresholds = [code.signature[name] for name in ("vanishing", "exploding", "dead")]
     assert thresholds == ["i64"] * 3
     assert len(re.findall(r"tt\.bitcast .* : i64 -> f64", code.ttir)) == 3
     # nothing is fp32 on the way
     assert re.search(r"\bf32\b", code.ttir) is None
-    assert code.stack == 0
+    assert (code.stack, code.spills) == (0, 0)
     assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
 
 
-@every_target
+@few_targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype):
-    code = finalize_launch(torch.ones((), dtype=dtype)).compile(target)
+    code = finalize_launch(target, torch.ones((), dtype=dtype)).compile(target)
     # it is widened, by one step or two, and nothing is rounded
     assert "arith.extf" in code.ttir
     assert "arith.truncf" not in code.ttir
@@ -202,14 +232,14 @@ def test_there_is_one_launch_a_dtype_and_one_more():
 
 @every_target
 def test_sizes_and_thresholds_do_not_compile_a_kernel_anew(target):
-    def variants(tensors, thresholds):
-        return [launch.variant_of(target) for launch in launches_of(tensors, thresholds)]
+    def compiled(tensors, thresholds):
+        return [x.variant_of(target) for x in launches_of(tensors, thresholds, target=target)]
 
     # 1 and multiples of 16 are what Triton would specialize on
-    usual = variants([torch.zeros(9)], Thresholds())
-    assert variants([torch.zeros(100_000)] * 16, Thresholds()) == usual
-    assert variants([torch.zeros(16 * 2**15)], Thresholds()) == usual
-    assert variants([torch.zeros(0), torch.zeros(7)], Thresholds(1.0, math.inf, 16.0)) == usual
+    usual = compiled([torch.zeros(9)], Thresholds())
+    assert compiled([torch.zeros(100_000)] * 16, Thresholds()) == usual
+    assert compiled([torch.zeros(16 * 2**15)], Thresholds()) == usual
+    assert compiled([torch.zeros(0), torch.zeros(7)], Thresholds(1.0, math.inf, 16.0)) == usual
 
 
 # an odd number of pointers would leave the table behind them off a multiple of 16 bytes
@@ -223,95 +253,152 @@ def test_a_graph_captures_the_kernels_that_the_warm_up_compiled(monkeypatch, ten
     assert [launch.variant_of("sm_90") for launch in launches_of(inputs)] == eager
 
 
+def test_the_variants_of_a_kernel_are_told_apart():
+    found = variants("sm_90", [torch.float32, torch.bfloat16])
+    names = [(variant.kernel, short(variant.dtype), variant.note) for variant in found]
+    assert names == [
+        ("moments", "float32", ""),
+        ("moments", "bfloat16", ""),
+        ("finalize", "float64", ""),
+        ("finalize", "float64", "inv_scale float32"),
+        ("finalize", "float64", "inv_scale bfloat16"),
+    ]
+
+
+# what follows from the code: the least time of a pass over memory
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ["A100", "H100", "H200"])
+def test_memory_is_predicted_to_bind(name, dtype):
+    gpu = next(gpu for gpu in GPUS if gpu.name == name)
+    row = measures(moments_code(gpu.target, dtype), dtype.itemsize)
+    seconds = times(gpu, dtype.itemsize, row["slots"], row["fp64"], row["conversions"])
+    assert binding(seconds) == "memory", seconds
+
+
 # these tests can fail: the same kernels, made a little worse
 
-TILE_LOAD = "x = tl.load(aligned + (i * TILE + lanes)).to(NARROW)"
+TILE_LOAD = "word = tl.load(words + u * LANES)"
 
 
-def variant(launch: Launch, old: str, new: str, folder: Path) -> Any:
-    """Return the launch's kernel with one replacement in its source."""
+def changed(launch: Launch, old: str, new: str, folder: Path) -> Launch:
+    """Return the launch of the same kernel with one replacement in its source."""
     path = Path(launch.kernel.fn.__globals__["__file__"])
     text = path.read_text()
     assert text.count(old) == 1, f"{path.name} no longer holds this once, so this test needs another: {old}"
-    changed = folder / f"changed_{path.name}"
-    changed.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(changed.stem, changed)
+    copy = folder / f"changed_{path.name}"
+    copy.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location(copy.stem, copy)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, launch.kernel.fn.__name__)
+    return replace(launch, kernel=getattr(module, launch.kernel.fn.__name__))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_a_mask_on_full_tiles_is_noticed(target, dtype, tmp_path):
-    launch = moments_launch(dtype)
-    masked = TILE_LOAD.replace("lanes))", "lanes), mask=i * TILE + lanes < n - head, other=0.0)")
-    loop = launch.compile(target, variant(launch, TILE_LOAD, masked, tmp_path)).main_loop
-    assert len(loop.narrow_loads) == loop.elements(dtype.itemsize)
-    assert instructions_per_element(loop, dtype) > BOUNDS[target][DTYPES.index(dtype)]
+    masked = TILE_LOAD.replace("LANES)", "LANES, mask=u * LANES + lanes < n - head, other=0)")
+    loop = changed(moments_launch(dtype, target), TILE_LOAD, masked, tmp_path).compile(target).main_loop
+    assert len(loop.narrow_loads) == len(loop.loads)
+    cost = instructions_per_element(moments_code(target, dtype).main_loop, dtype)
+    assert instructions_per_element(loop, dtype) > cost
 
 
-@every_target
+@few_targets
 def test_a_pointer_of_unknown_alignment_is_noticed(target, tmp_path):
-    launch = moments_launch(torch.float32)
-    old = "aligned = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(DTYPE)), 16)"
-    new = "aligned = (address + head * ITEMSIZE).to(tl.pointer_type(DTYPE))"
-    loop = launch.compile(target, variant(launch, old, new, tmp_path)).main_loop
+    old = "tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(WORD)), 16)"
+    new = "(address + head * ITEMSIZE).to(tl.pointer_type(WORD))"
+    loop = changed(moments_launch(torch.float32, target), old, new, tmp_path).compile(target).main_loop
     assert loop.narrow_loads
 
 
-@every_target
+@few_targets
 def test_a_reduction_in_every_tile_is_noticed(target, tmp_path):
-    launch = moments_launch(torch.float32)
-    new = f"{TILE_LOAD}\n        x += tl.sum(x)"
-    loop = launch.compile(target, variant(launch, TILE_LOAD, new, tmp_path)).main_loop
+    new = f"{TILE_LOAD}; word += tl.sum(word)"
+    loop = changed(moments_launch(torch.float32, target), TILE_LOAD, new, tmp_path).compile(target).main_loop
     assert loop.talk
 
 
-@every_target
+@few_targets
 def test_one_more_fp64_operation_an_element_is_noticed(target, tmp_path):
-    launch = moments_launch(torch.float32)
-    new = f"{TILE_LOAD}\n        total += x.to(tl.float64) * 0.3"
-    loop = launch.compile(target, variant(launch, TILE_LOAD, new, tmp_path)).main_loop
+    new = f"{TILE_LOAD}; total += word.to(tl.float64) * 0.3"
+    loop = changed(moments_launch(torch.float32, target), TILE_LOAD, new, tmp_path).compile(target).main_loop
     assert loop.fp64_arithmetic > 2 * loop.elements(4)
 
 
-@pytest.mark.parametrize(("target", "factor"), [("sm_90", 4), ("gfx942", 8)])
-def test_a_tile_that_does_not_fit_into_registers_is_noticed(target, factor):
-    launch = moments_launch(torch.float32)
+@pytest.mark.parametrize(
+    ("target", "dtype", "factor"), [("sm_90", torch.float32, 4), ("gfx942", torch.float64, 16)]
+)
+def test_a_tile_that_does_not_fit_into_registers_is_noticed(target, dtype, factor):
+    launch = moments_launch(dtype, target)
     wide = replace(launch, kwargs=launch.kwargs | {"TILE": factor * launch.kwargs["TILE"]})
-    assert wide.compile(target).stack > 0
+    assert wide.compile(target).spills > 0
 
 
 def test_a_threshold_that_passes_through_fp32_is_noticed(tmp_path):
-    launch = finalize_launch()
     old = "exploding = exploding.to(tl.int64).to(tl.float64, bitcast=True)"
-    kernel = variant(launch, old, f"{old}.to(tl.float32).to(tl.float64)", tmp_path)
-    assert re.search(r"\bf32\b", launch.compile("sm_90", kernel).ttir)
+    worse = changed(finalize_launch("sm_90"), old, f"{old}.to(tl.float32).to(tl.float64)", tmp_path)
+    assert re.search(r"\bf32\b", worse.compile("sm_90").ttir)
 
 
-def test_sass_is_read_as_it_is_written():
-    opcodes, loops = parse_sass("""
+SASS = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;            /* 0x00000a00ff017b82 */
                                                                      /* 0x000fe20000000800 */
         /*0010*/              @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;   /* 0x0000000402047981 */
         /*0020*/                   F2F.F64.F32 R8, R4 ;
         /*0030*/                   DFMA R10, R8, R8, R10 ;
-        /*0040*/              @UP1 BRA.U UP0, 0x10 ;
+        /*0040*/              @UP1 BRA.U UP0, 0x10 {} ;
         /*0050*/                   EXIT ;
         /*0060*/                   BRA 0x60;
-    """)
+"""
+
+
+# some versions say behind the operands how an instruction is scheduled
+@pytest.mark.parametrize("schedule", ["", " &req={1,0} ?trans5", " ?WAIT5_END_GROUP"])
+def test_sass_is_read_as_it_is_written(schedule):
+    opcodes, lines, spans = listing = parse_sass(SASS.format(schedule))
     assert opcodes == ["LDC", "LDG.E.128.CONSTANT", "F2F.F64.F32", "DFMA", "BRA.U", "EXIT", "BRA"]
-    assert loops == [opcodes[1:5]]
-    loop = Loop(loops[0])
-    assert (loop.loads, loop.conversions, loop.fp64_arithmetic) == ([16], 1, 1)
+    assert lines == [1, 3, 4, 5, 6, 7, 8]
+    assert spans == [(1, 4)] == [listing.main_span]
+    (loop,) = listing.loops
+    assert loop == Loop(opcodes[1:5])
+    assert (loop.loads, loop.conversions, loop.fp64_arithmetic, loop.slots) == ([16], 1, 1, 4)
 
 
 def test_only_innermost_loops_are_read():
     outer = ".LBB0_1:\n\ts_nop 0\n{}\ts_cbranch_vccnz .LBB0_1\n"
     inner = ".LBB0_2:\n\tv_add_f64 v[0:1]\n\ts_cbranch_scc1 .LBB0_2\n"
-    opcodes, loops = parse_amdgcn(outer.format(inner))
-    assert loops == [opcodes[1:3]] == [["v_add_f64", "s_cbranch_scc1"]]
+    listing = parse_amdgcn(outer.format(inner))
+    assert listing.loops == [Loop(["v_add_f64", "s_cbranch_scc1"])]
+    assert listing.lines == [1, 3, 4, 5]
+
+
+def loop_of(label: int, *opcodes: str) -> str:
+    body = "".join(f"\t{opcode} v0\n" for opcode in opcodes)
+    return f".LBB0_{label}:\n{body}\ts_cbranch_scc1 .LBB0_{label}\n"
+
+
+def test_the_main_loop_reads_most_in_an_iteration():
+    rest = loop_of(1, "global_load_dword")
+    main = loop_of(2, *["global_load_dwordx4"] * 2)
+    counting = loop_of(3, *["global_load_dword"] * 8, "v_cmp_u_f32")
+    listing = parse_amdgcn(rest + main + counting)
+    assert listing.main_span == listing.spans[1]
+    with pytest.raises(ValueError, match="no loop"):
+        parse_amdgcn(loop_of(1, "v_add_f64")).main_span  # noqa: B018 reading it raises
+
+
+def test_the_main_loop_is_marked():
+    code = moments_code("sm_90", torch.float32)
+    marked = [line[2:] for line in code.marked.splitlines() if line.startswith(">")]
+    assert parse_sass("\n".join(marked)).opcodes == code.main_loop.opcodes
+    assert code.marked.count("\n") == len(code.text.splitlines())
+
+
+def test_amd_vector_instructions_take_the_slots():
+    loop = Loop(["global_load_dwordx4", "s_add_i32", "v_cvt_f32_f16_e32", "v_add_f64", "s_cbranch_scc1"])
+    assert loop.slots == 4 + 1
 
 
 @pytest.mark.parametrize(
@@ -329,6 +416,9 @@ def test_only_innermost_loops_are_read():
         ("global_load_dwordx2", 8),
         ("global_load_dwordx4", 16),
         ("global_store_dwordx4", 0),
+        ("LDG.E.ENL2.256", 32),
+        ("LDGSTS.E.BYPASS.128", 16),
+        ("global_load_lds_dwordx4", 16),
     ],
 )
 def test_the_width_of_a_load_is_known(opcode, size):
@@ -348,3 +438,10 @@ def test_talk_between_threads_is_known(opcode):
 def test_atomics_are_known(opcode):
     assert is_atomic(opcode)
     assert not is_atomic("REDUX.MAX")
+
+
+@pytest.mark.parametrize("opcode", ["STL.64", "LDL", "scratch_store_dwordx4"])
+def test_spills_are_known(opcode):
+    assert is_spill(opcode)
+    assert not is_spill("LDLR")
+    assert not is_spill("STG.E")

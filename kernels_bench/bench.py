@@ -1,0 +1,318 @@
+"""Measure ours against its peers on this machine: a table, JSON and a picture.
+
+    bench.py                                        every case this machine can run
+    bench.py --cases gpt2 --providers ours,foreach64
+    bench.py --base HEAD~1 --providers ours         another commit of ours, in the same rounds
+    bench.py --device cpu --check                   exit code 1 where a bound of the CPU path is missed
+    bench.py --memory                               peak resident growth of the check's cases, as JSON
+
+README.md beside it says how to read the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import cases as cases_
+import machine
+import tables
+import torch
+from base import BaseError, remote, serve
+from cases import BOUND_MEMORY, BOUNDS, CASES, MEMORY_CASES
+from measure import CACHES_FILLED, Bench, cache_bytes, can_read_peaks, peak_growth, reason_of
+from providers import GROUPS, PROVIDERS
+
+import gradiometer
+
+OUT = Path(__file__).resolve().parent.parent / "build" / "bench"
+SECONDS = {"cpu": 4.0, "cuda": 2.0}
+SAMPLE_MS = 5.0  # a sample is as many calls as take this long, up to MOST_CALLS
+MOST_CALLS = 100
+ROUNDS, CHECK_ROUNDS = (5, 100), (9, 100)
+FIGURES = ("ms", "ms_low", "ms_high", "gb_s", "ceiling_gb_s", "ceiling_share")
+COUNTED = ("launches", "copies", "host_us", "extra_mib", "relative_error", "error")
+CHECKED = ("ceiling", "ours-eager", "foreach64", "flatten")
+
+
+def main(argv=None):
+    args = parse(argv)
+    if args.worker:
+        serve(Bench(), Path(gradiometer.__file__).resolve())
+        return 0
+    if args.list:
+        print_lists()
+        return 0
+    if args.memory:
+        print(json.dumps(peak_growth([CASES[name] for name in args.cases], args.providers, scale_of)))
+        return 0
+    command = " ".join(["python kernels_bench/bench.py", *(sys.argv[1:] if argv is None else argv)])
+    result = {"machine": machine.describe(), "command": command, "rows": []}
+    show = shower()
+    try:
+        with remote(args.base) as (other, commit):
+            if commit:
+                result["base"] = commit
+            for name in args.cases:
+                rows = run_case(CASES[name], args, other)
+                result["rows"] += rows
+                show(rows)
+                write(result, args.out)  # what is done stays done
+    except BaseError as failure:
+        print(f"bench: {failure}", file=sys.stderr)
+        return 2
+    draw(result, args.out)
+    return 0 if not args.check or check(result["rows"], args) else 1
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--cases", help="names with commas between; --list shows them")
+    parser.add_argument("--providers", help="names, or the groups ours and peers, with commas between")
+    parser.add_argument("--seconds", type=float, help="time for the rounds of one case (cpu 4, cuda 2)")
+    parser.add_argument(
+        "--out", type=Path, default=OUT, help="where bench.json, .md and .png go (build/bench)"
+    )
+    parser.add_argument("--base", metavar="REF", help="another commit of this repository to compare with")
+    parser.add_argument("--check", action="store_true", help="hold the CPU path to its bounds")
+    parser.add_argument("--memory", action="store_true", help="peak resident growth alone, as JSON (Linux)")
+    parser.add_argument("--no-memory", action="store_true", help="on a CPU, leave out peak extra memory")
+    parser.add_argument("--list", action="store_true", help="list cases and providers")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+
+    def refuse(message):
+        parser.exit(2, f"bench: {message}\n")
+
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() and not (args.check or args.memory) else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: torch sees no GPU here; try --device cpu")
+    if args.device == "cuda" and (args.check or args.memory):
+        refuse("--check and --memory are about the CPU path: leave out --device cuda")
+    if args.memory and not can_read_peaks():
+        refuse("--memory reads peaks from Linux's /proc, which is not here")
+    if args.seconds is not None and not 0 < args.seconds < math.inf:
+        refuse(f"--seconds must be a positive number, got {args.seconds}")
+    args.seconds = args.seconds or SECONDS[args.device]
+    args.named = args.cases is not None
+    try:
+        args.cases = chosen(args.cases, CASES, {}, "case") or default_cases(args)
+        args.providers = chosen(args.providers, PROVIDERS, GROUPS, "provider") or default_providers(args)
+    except ValueError as failure:
+        refuse(str(failure))
+    if not args.memory:
+        args.providers = ["ceiling", *(name for name in args.providers if name != "ceiling")]
+    return args
+
+
+def chosen(text, table, groups, what):
+    """Return the names that a list with commas means, each once."""
+    wanted = [name.strip() for name in (text or "").split(",") if name.strip()]
+    for name in wanted:
+        if name not in table and name not in groups:
+            raise ValueError(f"no {what} {name!r}; there are: {', '.join([*groups, *table])}")
+    return list(dict.fromkeys(one for name in wanted for one in groups.get(name, [name])))
+
+
+def default_cases(args):
+    if args.memory:
+        return list(MEMORY_CASES)
+    if args.check:
+        return list(dict.fromkeys(case for case, _, _ in BOUNDS))
+    return [name for name, case in CASES.items() if case.only in {"", args.device}]
+
+
+def default_providers(args):
+    if args.memory:
+        return ["ours-eager"]
+    return list(CHECKED) if args.check else list(PROVIDERS)
+
+
+def scale_of(case, device="cpu", share=1):
+    """Return what a case is divided by here. ``share``: how many processes hold it at once."""
+    if case.only:
+        return 1  # made for a CPU: whole, or not at all
+    limit = cases_.CPU_LIMIT
+    if device == "cuda":
+        limit = torch.cuda.mem_get_info()[0] * cases_.GPU_SHARE / share
+    return cases_.scale_for(case, limit)
+
+
+def run_case(case, args, other=None):
+    """Measure every provider on one case. Returns rows."""
+    device = torch.device(args.device)
+    scale = scale_of(case, args.device, 2 if other else 1)
+    size = cases_.nbytes(case, scale)
+    copies = min(cases_.MOST_COPIES, max(1, math.ceil(CACHES_FILLED * cache_bytes(device) / max(size, 1))))
+    print(f"{cases_.title(case, scale)} ...", file=sys.stderr, flush=True)
+
+    here = Bench()
+    turns = {name: (here, name) for name in args.providers}
+    if other:
+        ours = [name for name in args.providers if PROVIDERS[name].family == "ours"]
+        turns |= {name.replace("ours-", "base-"): (other, name) for name in ours}
+    rows = {}
+    for label, (bench, name) in turns.items():
+        provider = PROVIDERS[name]
+        rows[label] = {
+            "case": cases_.title(case, scale),
+            "name": case.name,
+            "scale": scale,
+            "provider": label,
+            "family": provider.family if bench is here else "base",
+            "level": provider.level,
+            "what": provider.what,
+            "full": provider.full,
+            "device": args.device,
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "tensors": len(cases_.shapes(case, scale)),
+            "elements": cases_.elements(case, scale),
+            "bytes": size,
+            **dict.fromkeys((*FIGURES, *COUNTED)),
+        }
+    try:
+        for bench in {id(bench): bench for bench, _ in turns.values()}.values():
+            bench.make(case.name, args.device, scale, copies)
+        first = {}
+        for label, (bench, name) in turns.items():
+            built = bench.build(name)
+            if "ms" in built:
+                first[label] = built.pop("ms")
+            rows[label] |= built
+        fill(rows, rounds(turns, first, rows, args))
+        for label in first:
+            bench, name = turns[label]
+            try:
+                rows[label].update(bench.finish(name))
+            except BaseError:
+                raise
+            except Exception as failure:  # noqa: BLE001 a peer's failure is a row's
+                rows[label]["error"] = reason_of(failure)
+    except (RuntimeError, MemoryError) as failure:  # not a peer's: the case itself does not fit, say
+        for row in rows.values():
+            row["error"] = row["error"] or reason_of(failure)
+    finally:
+        here.drop()
+    if other:
+        other.drop()
+    if args.device == "cpu" and not (args.check or args.no_memory) and can_read_peaks():
+        for name, mib in memory([case.name], args.providers).get(case.name, {}).items():
+            rows[name]["extra_mib"] = mib
+    return list(rows.values())
+
+
+def rounds(turns, first, rows, args):
+    """Let every provider run once in each round, so that a noisy neighbour meets them all.
+
+    Returns its times in ms a call, a median of which is what a row says.
+    """
+    counts = {label: min(MOST_CALLS, math.ceil(SAMPLE_MS / max(ms, 1e-3))) for label, ms in first.items()}
+    one = sum(counts[label] * ms for label, ms in first.items()) / 1e3
+    least, most = CHECK_ROUNDS if args.check else ROUNDS
+    wanted = min(most, max(least, int(args.seconds / max(one, 1e-6))))
+    times = {label: [] for label in first}
+    position = 0
+    for _ in range(1 + wanted):
+        for label in list(times):
+            bench, name = turns[label]
+            try:
+                times[label].append(bench.sample(name, counts[label], position))
+            except BaseError:
+                raise
+            except Exception as failure:  # noqa: BLE001 out of memory, say: the others go on
+                rows[label]["error"] = reason_of(failure)
+                del times[label], first[label]
+                bench.drop(name)
+            # the next one begins at the copy whose turn it is: read longest ago
+            position += counts[label]
+    # the first round warms up
+    return {label: values[1:] for label, values in times.items()}
+
+
+def fill(rows, times):
+    """Write times, and what follows from them, into the rows."""
+    ceiling = statistics.median(times["ceiling"]) if "ceiling" in times else None
+    for label, values in times.items():
+        row = rows[label]
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        row |= {"ms": middle, "ms_low": low, "ms_high": high, "gb_s": row["bytes"] / middle / 1e6}
+        if ceiling:
+            row |= {"ceiling_gb_s": row["bytes"] / ceiling / 1e6, "ceiling_share": ceiling / middle}
+
+
+def memory(names, providers):
+    """Return peak resident growth, measured in a process of its own: earlier peaks would hide it."""
+    wanted = ["--cases", ",".join(names), "--providers", ",".join(providers)]
+    command = [sys.executable, __file__, "--memory", *wanted]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return json.loads(ended.stdout) if ended.returncode == 0 else {}
+
+
+def check(rows, args):
+    """Print every bound with what was measured. Returns whether all are met; what failed is not."""
+    found = {(row["name"], row["provider"]): row["ms"] for row in rows}
+    met = True
+    for case, peer, most in BOUNDS:
+        ours, its = found.get((case, "ours-eager")), found.get((case, peer))
+        if case not in args.cases:
+            continue
+        times = ours / its if ours and its else math.inf
+        met &= times <= most
+        word = "met   " if times <= most else "MISSED"
+        print(f"{word}  {case}: ours / {peer} {times:.3f} (at most {most:.3g})")
+    wanted = [name for name in MEMORY_CASES if name in args.cases or not args.named]
+    grown = memory(wanted, ["ours-eager"]) if wanted and can_read_peaks() else {}
+    for case in wanted if can_read_peaks() else ():
+        mib = grown.get(case, {}).get("ours-eager")
+        fine = mib is not None and mib <= BOUND_MEMORY
+        met &= fine
+        print(f"{'met   ' if fine else 'MISSED'}  {case}: peak growth {mib} MiB (at most {BOUND_MEMORY:g})")
+    print("every bound met" if met else "a bound was missed")
+    return met
+
+
+def shower():
+    """Return a function that prints one case's rows: as Markdown where rich is not installed."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return lambda rows: print(tables.case_markdown(rows))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    return lambda rows: tables.show(rows, console)
+
+
+def write(result, out):
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "bench.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (out / "bench.md").write_text(tables.markdown(result), encoding="utf-8")
+
+
+def draw(result, out):
+    try:
+        import plot
+    except ImportError as failure:
+        print(f"no picture: {failure} (pip install matplotlib)", file=sys.stderr)
+        return
+    plot.draw(result, out / "bench.png")
+    print(f"{out}/bench.json, bench.md and bench.png are written")
+
+
+def print_lists():
+    print("cases")
+    for case in CASES.values():
+        size = f"{len(cases_.shapes(case))} x {str(case.dtype).removeprefix('torch.')}"
+        print(f"  {case.name:16} {size:16} {cases_.nbytes(case) / 2**20:7.0f} MiB  {case.meaning}")
+    print("providers (groups: " + ", ".join(GROUPS) + ")")
+    for provider in PROVIDERS.values():
+        print(f"  {provider.name:16} {provider.what}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

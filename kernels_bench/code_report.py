@@ -1,0 +1,167 @@
+"""What the kernels compile to, and the bound that follows for each GPU; no GPU is needed.
+
+    python kernels_bench/code_report.py [--out build/machine-code]
+    python kernels_bench/code_report.py --targets sm_90,sm_100 --dtypes float32,bfloat16 --kernels moments
+    python kernels_bench/code_report.py --targets sm_90 --sass build/sass   # disassembly, main loops marked
+    python kernels_bench/code_report.py --join A/report.json B/report.json  # two compilers side by side
+
+Prints what the main loops do, what that predicts, and the rates behind it; writes the same as `report.json`
+and `report.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from code_tables import joined, markdown, show
+from roofline import GPUS, binding, times
+
+KERNELS = ("moments", "finalize")
+
+
+def code_rows(target: str, dtypes: list[str], kernels: list[str], sass: Path | None) -> list[dict]:
+    """Compile for one target; return a row for each variant, or one that says why there is none."""
+    import machine_code
+    import torch
+
+    rows = []
+    for variant in machine_code.variants(target, [getattr(torch, dtype) for dtype in dtypes]):
+        if variant.kernel not in kernels:
+            continue
+        row = {"target": target, "kernel": variant.kernel, "dtype": machine_code.short(variant.dtype)}
+        row["variant"] = variant.note
+        try:
+            code = variant.launch.compile(target)
+            row |= measures(code, variant.dtype.itemsize)
+        except Exception as error:  # noqa: BLE001 a compiler may not know a target; the others' rows still count
+            lines = str(error).strip().splitlines() or [""]
+            rows.append(row | {"error": f"{type(error).__name__}: {lines[0]}"})
+            continue
+        rows.append(row)
+        if sass:
+            name = " ".join([target, row["kernel"], row["dtype"], variant.note]).strip()
+            (sass / f"{name.replace(' ', '-')}.s").write_text(code.marked)
+    return rows
+
+
+def in_own_process(target: str, dtypes: list[str], kernels: list[str], sass: Path | None) -> list[dict]:
+    """Do the same in a process that may end: LLVM does so where it doesn't know what is asked of it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(code_rows, target, dtypes, kernels, sass).result()
+        except BrokenProcessPool:
+            error = "the compiler ended the process; what it said is above"
+            return [{"target": target, "kernel": "", "dtype": "", "variant": "", "error": error}]
+
+
+def measures(code, itemsize: int) -> dict:
+    """What stands in a row: of the main loop per element of this many bytes, and of the whole kernel."""
+    loop = code.main_loop
+    elements = loop.elements(itemsize)
+    return {
+        "loop": len(loop.opcodes),
+        "elements": elements,
+        "instructions": len(loop.opcodes) / elements,
+        "slots": loop.slots / elements,
+        "nops": loop.count(r"NOP|s_nop") / elements,
+        "fp64": (loop.fp64_arithmetic + loop.fp64_comparisons) / elements,
+        "conversions": loop.conversions / elements,
+        "loads": {str(size): number for size, number in sorted(Counter(loop.loads).items())},
+        "registers": code.registers,
+        "spills": code.spills,
+        "stack": code.stack,
+        "shared": code.shared,
+        "code": len(code.opcodes),
+    }
+
+
+def bound_rows(rows: list[dict]) -> list[dict]:
+    """Predict a pass over memory by each dtype's moments kernel, for each GPU whose target was compiled."""
+    first = {}
+    for row in rows:
+        if row["kernel"] == "moments" and "error" not in row:
+            first.setdefault((row["target"], row["dtype"]), row)
+    itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+    bounds = []
+    for gpu in GPUS:
+        for dtype, size in itemsize.items():
+            if row := first.get((gpu.target, dtype)):
+                seconds = times(gpu, size, row["slots"], row["fp64"], row["conversions"])
+                rate = size * 1e9 / max(seconds.values())
+                others = max(value for name, value in seconds.items() if name != "memory")
+                bounds.append(
+                    {"gpu": gpu.name, "target": gpu.target, "dtype": dtype, "bound": binding(seconds)}
+                    | {"milliseconds": {name: 1e3 * value for name, value in seconds.items()}}
+                    | {"bytes_per_second": rate, "share": rate / gpu.bandwidth}
+                    # the clock at which memory ceases to bind
+                    | {"clock_needed": gpu.clock * others / seconds["memory"]}
+                )
+    return bounds
+
+
+def versions(targets: list[str]) -> dict[str, str]:
+    import machine_code
+    import torch
+    import triton
+
+    named = {"torch": torch.__version__, "triton": triton.__version__}
+    return named | {target: machine_code.assembler(target) for target in targets}
+
+
+def chosen(text: str, known: tuple[str, ...], what: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"code_report.py: unknown {what} {', '.join(unknown)}; known are {', '.join(known)}")
+    return names
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/machine-code"), help="folder of the report")
+    parser.add_argument("--targets", help="like sm_90,gfx942; all by default")
+    parser.add_argument("--dtypes", help="like float32,bfloat16; all by default")
+    parser.add_argument("--kernels", help="like moments; all by default")
+    parser.add_argument("--sass", type=Path, help="folder for each variant's code, its main loop marked")
+    parser.add_argument("--join", type=Path, nargs="+", help="report.json of several compilers, to compare")
+    args = parser.parse_args()
+    if missing := [str(path) for path in args.join or () if not path.is_file()]:
+        sys.exit(f"code_report.py: no report at {', '.join(missing)}; make one with --out")
+    if args.join:
+        print(joined([json.loads(path.read_text()) for path in args.join]))
+        return 0
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        sys.exit("code_report.py: unset TRITON_INTERPRET; interpreted kernels have no machine code")
+
+    import machine_code
+
+    targets = chosen(args.targets or ",".join(machine_code.TARGETS), machine_code.TARGETS, "target")
+    known = tuple(map(machine_code.short, machine_code.DTYPES))
+    dtypes = chosen(args.dtypes or ",".join(known), known, "dtype")
+    kernels = chosen(args.kernels or ",".join(KERNELS), KERNELS, "kernel")
+    for folder in filter(None, (args.out, args.sass)):
+        folder.mkdir(parents=True, exist_ok=True)
+
+    alone = partial(in_own_process, dtypes=dtypes, kernels=kernels, sass=args.sass)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        rows = [row for part in threads.map(alone, targets) for row in part]
+    report = {"versions": versions(targets), "code": rows, "bounds": bound_rows(rows)}
+    report["rates"] = [asdict(gpu) for gpu in GPUS]
+    (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.out / "report.md").write_text(markdown(report))
+    show(report)
+    print(f"written: {args.out / 'report.json'}, {args.out / 'report.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,380 @@
+"""What collection adds to a training step of GPT-2: compiled, as a CUDA graph, and eager.
+
+    python kernels_bench/gpt2.py --out build/gpt2               # GPT-2 124M in bf16 on the GPU
+    python kernels_bench/gpt2.py --device cpu --layers 2 --width 64 --heads 4 --vocabulary 128 \\
+        --context 32 --batch 2 --seconds 1 --out build/gpt2     # the same code, small, anywhere
+
+Random weights and tokens; all of a step counts: forward, backward, AdamW. The eager step updates with
+torch's fused AdamW; a compiled one is one graph with the update written out. Steps with and without
+collection take turns on the same weights; what collection adds is the median difference within a turn,
+with the middle half of them. Writes gpt2.json and gpt2.md; exit code 1 where a mode fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import shlex
+import sys
+import time
+from pathlib import Path
+from statistics import median, quantiles
+
+import machine
+import torch
+import torch._dynamo.config
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.functional import cross_entropy, gelu, linear, scaled_dot_product_attention
+
+import gradiometer as gm
+
+MIB = 2**20
+# the figure to reach is the first one's: it is measured even where time runs out
+MODES = ("compiled", "reduce-overhead", "eager")
+COLLECTS = ("nothing", "grads", "grads+weights")
+# a CUDA graph is recorded at the second call
+WARM_UP = 4
+MIN_TURNS, SECONDS_OF_A_TURN = 5, 0.1
+LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
+# torch's own norm in fp64 is off by up to 4e-11
+NORM_TOLERANCE = 1e-10
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.c_fc, self.c_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        parts = self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(attended.transpose(1, 2).flatten(2))
+        return x + self.c_out(gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    """GPT-2 with its tied head. Its vocabulary of 50257 is padded to a multiple of 64, which is quicker."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, context: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.h = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
+        self.ln_f = nn.LayerNorm(width)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens, targets):
+        x = self.h(self.wte(tokens) + self.wpe.weight)
+        return cross_entropy(linear(self.ln_f(x), self.wte.weight).flatten(0, 1), targets.flatten())
+
+
+class Training:
+    """Model, AdamW's state and one batch, on one device."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.device = torch.device(options.device)
+        shape = (options.layers, options.width, options.heads, options.vocabulary, options.context)
+        with self.device:
+            self.model = GPT2(*shape).to(getattr(torch, options.dtype))
+            batch = torch.randint(options.vocabulary, (options.batch, options.context + 1))
+        self.tokens, self.targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
+        )
+        # the state of the update that is written out
+        self.first = [torch.zeros_like(p.data) for p in self.parameters]
+        self.second = [torch.zeros_like(p.data) for p in self.parameters]
+        self.count = torch.zeros((), device=self.device)
+        # an input of the graph: `check` changes it, and nothing is compiled anew
+        self.beta = torch.full((), BETAS[0], device=self.device)
+        # a CUDA graph writes only to what stays where it is
+        for tensor in (*self.first, *self.second, self.count):
+            torch._dynamo.mark_static_address(tensor)
+
+    def eager(self, what: str):
+        self.model(self.tokens, self.targets).backward()
+        stats = self.collect(what)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return stats
+
+    def collect(self, what: str) -> list[gm.TensorStats]:
+        stats = [] if what == "nothing" else [gm.collect_grads(self.model)]
+        return [*stats, gm.collect_weights(self.model)] if what == "grads+weights" else stats
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """AdamW in operators that the compiler fuses."""
+        grads = [p.grad for p in self.parameters]
+        self.count += 1
+        torch._foreach_mul_(self.first, self.beta)
+        torch._foreach_add_(self.first, torch._foreach_mul(grads, 1 - self.beta))
+        torch._foreach_mul_(self.second, BETAS[1])
+        torch._foreach_addcmul_(self.second, grads, grads, 1 - BETAS[1])
+        divisors = torch._foreach_div(self.second, 1 - BETAS[1] ** self.count)
+        torch._foreach_sqrt_(divisors)
+        torch._foreach_add_(divisors, EPS)
+        changes = torch._foreach_div(self.first, divisors)
+        torch._foreach_mul_(changes, LR / (1 - self.beta**self.count))
+        torch._foreach_mul_(self.parameters, 1 - LR * DECAY)
+        torch._foreach_sub_(self.parameters, changes)
+        for p in self.parameters:
+            p.grad = None
+
+    def step(self, mode: str, what: str):
+        """Return a function that takes one step, and returns the stats that it collected."""
+        if mode == "eager":
+            return lambda: self.eager(what)
+
+        def whole(tokens, targets):
+            loss = self.model(tokens, targets)
+            loss.backward()
+            stats = self.collect(what)
+            self.update()
+            return loss.detach(), stats
+
+        # code of its own: Dynamo keeps graphs by code, and would look through those of the other steps
+        whole.__code__ = whole.__code__.replace(co_name=f"step_with_{what}")
+        compiled = torch.compile(
+            whole, fullgraph=True, dynamic=False, mode=None if mode == "compiled" else mode
+        )
+
+        def run():
+            # what the step before returned is dead
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled(self.tokens, self.targets)[1]
+
+        return run
+
+    def wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+class Clock:
+    """What is left of the time limit, against the longest compilation so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.end, self.seconds, self.longest = time.perf_counter() + options.limit, options.seconds, 0.0
+
+    def has_time_for(self, mode: str, steps: int) -> bool:
+        compiling = 0.0 if mode == "eager" else steps * self.longest
+        return time.perf_counter() + compiling + self.seconds < self.end
+
+
+def check(training: Training, mode: str, step) -> None:
+    """Compare what one step collects with an eager call, bit for bit, and with norms in fp64."""
+    weights, grads = [p.detach().clone() for p in training.parameters], []
+    hook = training.optimizer.register_step_pre_hook(
+        lambda *_: grads.extend([p.grad.clone() for p in training.parameters])
+    )
+    # then the first moments of the update that is written out are the gradients, which are no longer there
+    training.beta.zero_()
+    stats = step()
+    hook.remove()
+    for found, tensors in zip(stats, (grads if mode == "eager" else training.first, weights), strict=False):
+        again = gm.collect(dict(zip(found.names, tensors, strict=True)))
+        if not (torch.equal(again.columns, found.columns) and torch.equal(again.flags, found.flags)):
+            raise AssertionError("a step's statistics differ from those of an eager call on its tensors")
+        norms = torch.stack([x.double().norm() for x in tensors])
+        if not (norms > 0).any() or not torch.all((found.norm - norms).abs() <= NORM_TOLERANCE * norms):
+            raise AssertionError("norms are not those that torch finds in fp64")
+    training.beta.fill_(BETAS[0])
+
+
+def take_turns(training: Training, steps: dict, seconds: float) -> dict[str, list[float]]:
+    """Return seconds per step of each in every turn: a few steps in a row, waited for at their end."""
+    times = {what: [] for what in steps}
+
+    def timed(step, count):
+        training.wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        training.wait()
+        return (time.perf_counter() - start) / count
+
+    count = max(1, round(SECONDS_OF_A_TURN / timed(steps["nothing"], WARM_UP)))
+    deadline, order = time.perf_counter() + seconds, list(steps)
+    while len(times["nothing"]) < MIN_TURNS or time.perf_counter() < deadline:
+        for what in order:
+            times[what].append(timed(steps[what], count))
+        # none always follows the same other
+        order.reverse()
+    return times
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def peak(training: Training, step) -> float | None:
+    """Return the most memory allocated during a step, in MiB; None where torch does not count it."""
+    if training.device.type != "cuda":
+        return None
+    training.wait()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    training.wait()
+    return torch.cuda.max_memory_allocated() / MIB
+
+
+def measure(mode: str, options: argparse.Namespace) -> list[dict]:
+    """Compile, check and time one mode's steps; return a row for each."""
+    counters.clear()
+    training, steps, rows = Training(options), {}, []
+    for what in options.collects:
+        # another step to compile only where there is time for it; the first two are the figure to reach
+        if what not in COLLECTS[:2] and not options.clock.has_time_for(mode, 1):
+            rows.append({"mode": mode, "collects": what, "left_out": "no time was left"})
+            continue
+        start = time.perf_counter()
+        steps[what] = training.step(mode, what)
+        for call in range(WARM_UP):
+            with torch._dynamo.config.patch(error_on_recompile=call > 0):
+                steps[what]()
+            if call == 0:
+                training.wait()
+                seconds = time.perf_counter() - start
+                rows.append({"mode": mode, "collects": what, "first_call_s": seconds})
+                options.clock.longest = max(options.clock.longest, seconds)
+    training.wait()
+    if options.warm:
+        return rows
+    breaks, skips = sum(counters["graph_break"].values()), counters["inductor"]["cudagraph_skips"]
+    graphs = counters["stats"]["unique_graphs"]
+    if breaks or graphs != (0 if mode == "eager" else len(steps)):
+        raise AssertionError(f"{breaks} graph breaks, {graphs} graphs of {len(steps)} steps")
+    if skips and mode == "reduce-overhead" and training.device.type == "cuda":
+        raise AssertionError(f"{skips} of {len(steps)} steps were not recorded as CUDA graphs")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for what, step in steps.items():
+            if what != "nothing":
+                check(training, mode, step)
+        peaks = {what: peak(training, step) for what, step in steps.items()}
+        before = allocated(training.device)
+        times = take_turns(training, steps, options.seconds)
+        grown = allocated(training.device) - before
+    for row in rows:
+        if "left_out" in row:
+            continue
+        own, base = times[row["collects"]], times["nothing"]
+        added = [1e6 * (a - b) for a, b in zip(own, base, strict=True)]
+        low, middle, high = quantiles(added, n=4)
+        row |= {"ms": 1e3 * median(own), "turns": len(own), "graph_breaks": breaks, "recompiles": 0}
+        row |= {"peak_mib": peaks[row["collects"]], "grown_mib": grown / MIB}
+        if row["collects"] != "nothing":
+            row |= {"added_us": middle, "added_us_low": low, "added_us_high": high}
+            row |= {"added_percent": 1e-4 * middle / median(base)}
+            if row["peak_mib"] is not None:
+                row["added_mib"] = row["peak_mib"] - peaks["nothing"]
+    return rows
+
+
+def markdown(result: dict) -> str:
+    head = ("step", "collects", "ms", "added us (middle half)", "added", "extra MiB", "first call s")
+    lines = [
+        f"{result['model']}; {machine.one_line(result['machine'])}",
+        "",
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+    ]
+    for row in result["rows"]:
+        if "error" in row or "left_out" in row:
+            why = f"failed: {row['error']}" if "error" in row else f"{row['collects']}: {row['left_out']}"
+            lines.append(f"| {row['mode']} | {why} |" + " |" * (len(head) - 2))
+            continue
+        cells = [row["mode"], row["collects"], f"{row['ms']:.3f}"]
+        if row["collects"] == "nothing":
+            cells += ["", "", ""]
+        else:
+            spread = f"{row['added_us_low']:+.0f} to {row['added_us_high']:+.0f}"
+            mib = f"{row['added_mib']:.1f}" if "added_mib" in row else ""
+            cells += [f"{row['added_us']:+.0f} ({spread})", f"{row['added_percent']:+.2f} %", mib]
+        lines.append(f"| {' | '.join([*cells, format(row['first_call_s'], '.1f')])} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the weights")
+    sizes = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304, "context": 1024, "batch": 8}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--collects", default=",".join(COLLECTS), help="the first must be 'nothing'")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of timing, for each mode")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds: begin no mode that takes longer"
+    )
+    parser.add_argument("--out", type=Path, help="a folder for gpt2.json and gpt2.md")
+    parser.add_argument("--warm", action="store_true", help="only compile, so that a later run need not")
+    options = parser.parse_args(argv)
+    options.modes, options.collects = options.modes.split(","), options.collects.split(",")
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: there is no GPU here; --device cpu runs a small model")
+    if unknown := [*({*options.modes} - {*MODES}), *({*options.collects} - {*COLLECTS})]:
+        parser.error(f"unknown: {', '.join(unknown)}; modes are {', '.join(MODES)}")
+    if options.collects[0] != "nothing" and not options.warm:
+        parser.error("--collects must begin with nothing, which the others are compared with")
+    if options.width % options.heads:
+        parser.error(f"--width {options.width} is no multiple of --heads {options.heads}")
+    return options
+
+
+def save(result: dict, options: argparse.Namespace) -> None:
+    """Write what there is, after every mode: a run that is cut off has told what it knew."""
+    if options.out and not options.warm:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "gpt2.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        (options.out / "gpt2.md").write_text(markdown(result), encoding="utf-8")
+
+
+def main(argv=None) -> int:
+    options = parse(argv)
+    torch.set_float32_matmul_precision("high")  # what Inductor otherwise advises in a warning
+    size = f"{options.layers} layers of {options.width}, {options.batch} x {options.context} tokens"
+    result = {
+        "machine": machine.describe(),
+        "command": shlex.join(["python", "kernels_bench/gpt2.py", *(sys.argv[1:] if argv is None else argv)]),
+        "model": f"GPT-2, {size}, {options.dtype}, {options.device}",
+        "rows": [],
+    }
+    options.clock = Clock(options)
+    for mode in options.modes:
+        if mode != options.modes[0] and not options.clock.has_time_for(mode, 2):
+            rows = [
+                {"mode": mode, "collects": what, "left_out": "no time was left"} for what in options.collects
+            ]
+            result["rows"] += rows
+            save(result, options)
+            continue
+        try:
+            # off by default up to torch 2.15: lets fullgraph=True trace loss.backward()
+            with torch._dynamo.config.patch(trace_autograd_ops=True):
+                result["rows"] += measure(mode, options)
+        except Exception as error:  # noqa: BLE001 the other modes still run, and the row says so
+            first = next(iter(str(error).strip().splitlines()), "")
+            result["rows"].append({"mode": mode, "error": f"{type(error).__name__}: {first}"})
+        torch._dynamo.reset()
+        gc.collect()
+        save(result, options)
+    print(json.dumps(result["rows"]) if options.warm else markdown(result))
+    return int(any("error" in row for row in result["rows"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,314 @@
+"""Everything that needs a GPU, in under 8 minutes: tests, memory checker, benchmark, a training step.
+
+    make gpu PY=python3              # on a GPU machine with torch 2.11 or newer; needs no network
+    python kernels_bench/gpu.py --sweep --out build/gpu
+
+Each part is a process with a time limit; one that overruns is cut off, the others still run, and what it
+had written counts. Writes gpu.json and gpu.md, with the figures to reach and which are met. Exit code 1
+where a test or a part failed; a figure that is missed, or a benchmark that is cut off, is told and fails
+nothing. Without a GPU it says so, collects the tests, and takes a small step on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
+
+import machine
+import odd_sizes
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 460
+# in a command: the seconds that the part is given, less what it takes to start and to end
+LIMIT, MARGIN = "{limit}", 15
+# the memory checker's exit code where it found something
+FOUND = 9
+# the figures are those of lists larger than this
+LARGE = 256e6
+# what is short and what a figure needs comes first: what is cut off is the rest
+CASES = "one-1.5e9,2000x1m,2000x1k,gpt2,llama-1b,moe,misaligned,beyond-2^31"
+SMALL = "--layers 1 --width 32 --heads 2 --vocabulary 64 --context 16 --batch 2 --seconds 0.2"
+
+
+# tools of compute-sanitizer, and their seconds
+CHECKERS = {"memcheck": 35, "racecheck": 20}
+
+
+class Part(NamedTuple):
+    """A command, and how many seconds it may take; what earlier parts left of theirs is added."""
+
+    name: str
+    command: list[str]
+    seconds: float
+    env: dict[str, str] = {}  # noqa: RUF012 nobody writes to it
+
+
+class Figure(NamedTuple):
+    """``reached`` is None where it was not measured; ``most``: a bound from above."""
+
+    what: str
+    reached: float | None
+    bound: float
+    most: bool
+    where: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.reached is None:
+            return None
+        return self.reached <= self.bound if self.most else self.reached >= self.bound
+
+
+def script(name: str, *arguments: object) -> list[str]:
+    return [sys.executable, str(ROOT / "kernels_bench" / name), *map(str, arguments)]
+
+
+def parts(out: Path, *, sweep: bool, sanitizer: str | None) -> list[Part]:
+    """Return what runs, in this order."""
+    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--durations=5", "-p", "no:cacheprovider"]
+    tests += ["--continue-on-collection-errors", f"--junitxml={out / 'tests.xml'}", str(ROOT / "tests")]
+    if importlib.util.find_spec("pytest_timeout"):
+        tests += ["-p", "timeout"]
+    if importlib.util.find_spec("xdist"):  # compiling is most of the tests' time
+        tests += ["-p", "xdist", "-n", "4"]
+    # what else is installed there may warn, and warnings are errors
+    listed = [Part("tests", tests, 130, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})]
+    for tool, seconds in CHECKERS.items() if sanitizer else ():
+        command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *script("odd_sizes.py")]
+        # an allocation of its own for each tensor, or a read beyond one is a read of its neighbour
+        listed.append(Part(tool, command, seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
+    bench = script("bench.py", "--device", "cuda", "--cases", CASES, "--seconds", 1, "--out", out)
+    listed += [
+        Part("bench", bench, 130),
+        Part("gpt2", script("gpt2.py", "--limit", LIMIT, "--out", out), 100),
+    ]
+    left = SECONDS - sum(part.seconds for part in listed)
+    if sweep:
+        listed.append(Part("sweep", script("sweep.py", "--seconds", LIMIT, "--out", out), left))
+    return listed
+
+
+def warm_ups(out: Path) -> list[list[str]]:
+    """Return what only compiles, beside the tests, so that later parts find it in the compiler's cache."""
+    bench = ("--device", "cuda", "--cases", "gpt2", "--providers", "inductor,inductor-combo,ours-compiled")
+    modes = ("compiled", "reduce-overhead")
+    return [
+        script("bench.py", *bench, "--seconds", 0.1, "--out", out / "warm"),
+        *(script("gpt2.py", "--warm", "--modes", mode) for mode in modes),
+    ]
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **more}
+    env.pop("TRITON_INTERPRET", None)
+    return env
+
+
+def start(command: list[str], log: Path | None = None, **env: str) -> subprocess.Popen:
+    # a group of its own, so that its compilers end with it
+    with log.open("wb") if log else open(os.devnull, "wb") as sink:  # noqa: PTH123
+        return subprocess.Popen(
+            command,
+            env=environment(**env),
+            cwd=ROOT,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def end(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run(part: Part, log: Path, limit: float) -> dict:
+    """Run one part; return its name, command, seconds, and how it ended."""
+    print(f"{part.name}: at most {limit:.0f} s ... ", end="", flush=True)
+    begin = time.perf_counter()
+    command = [f"{max(1.0, limit - MARGIN):.0f}" if word == LIMIT else word for word in part.command]
+    process = start(command, log, **part.env)
+    try:
+        status = process.wait(timeout=limit)
+        ended = "ok" if status == 0 else f"exit code {status}"
+        if part.name in CHECKERS and status not in {0, FOUND, odd_sizes.WRONG}:
+            ended = f"does not run here ({ended})"
+    except subprocess.TimeoutExpired:
+        ended = f"cut off after {limit:.0f} s"
+    finally:
+        end(process)
+    seconds = time.perf_counter() - begin
+    print(f"{seconds:.0f} s, {ended}", flush=True)
+    if ended != "ok":
+        print("".join(f"    {line}\n" for line in log.read_text(errors="replace").splitlines()[-25:]), end="")
+    return {"part": part.name, "command": shlex.join(command), "seconds": seconds, "ended": ended}
+
+
+def failed(part: dict) -> bool:
+    needed = part["part"] in {"tests", *CHECKERS} and part["ended"].startswith("cut off")
+    return needed or part["ended"].startswith("exit code")
+
+
+def counts(xml: Path) -> dict[str, int]:
+    """Return how many tests there were, failed and were skipped; empty where the file is not there."""
+    if not xml.exists():
+        return {}
+    suites = ET.parse(xml).getroot().iter("testsuite")  # noqa: S314 pytest wrote it
+    total = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+    for suite in suites:
+        for name in total:
+            total[name] += int(suite.get(name, "0"))
+    return total
+
+
+def figures(bench: list[dict], gpt2: list[dict]) -> list[Figure]:
+    """Return the figures to reach, from the rows of bench.json and gpt2.json."""
+    ms = {(row["case"], row["provider"]): row["ms"] for row in bench if row["ms"] and not row["error"]}
+    ours = [row for row in bench if row["provider"] == "ours-eager" and (row["case"], "ours-eager") in ms]
+    large = [row for row in ours if row["bytes"] > LARGE]
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        shares = [
+            (r["ceiling_share"], r["case"]) for r in large if r["dtype"] == dtype and r["ceiling_share"]
+        ]
+        share, where = min(shares, default=(None, ""))
+        found.append(
+            Figure(f"share of torch.sum's bandwidth, {dtype} above 256 MB", share, 0.95, False, where)
+        )
+
+    def times(case: str, one: str, *others: str) -> float | None:
+        """Return how many times as long as the quickest of the others one takes."""
+        peers = [ms[case, other] for other in others if (case, other) in ms]
+        return ms[case, one] / min(peers) if peers and (case, one) in ms else None
+
+    over = [
+        (times(row["case"], "ours-eager", "foreach"), row["case"])
+        for row in large
+        if row["dtype"] == "float32"
+    ]
+    ratio, where = max([pair for pair in over if pair[0]], default=(None, ""))
+    found.append(Figure("time / _foreach_norm's, float32 above 256 MB", ratio, 1.05, True, where))
+    compiled, eager = ("inductor", "inductor-combo"), ("loop",)
+    for what, peers, bound in (("compiled", compiled, 4.0), ("eager", eager, 10.0)):
+        share = times("gpt2", "ours-eager", *peers)
+        found.append(
+            Figure(
+                f"times faster than all columns {what}", 1 / share if share else None, bound, False, "gpt2"
+            )
+        )
+    found.append(
+        Figure(
+            "time / _foreach_norm's, 2000 tiny",
+            times("2000x1k", "ours-eager", "foreach"),
+            1.0,
+            True,
+            "2000x1k",
+        )
+    )
+    steps = {(row["mode"], row["collects"]): row for row in gpt2 if "ms" in row}
+    added = steps.get(("compiled", "grads"), {}).get("added_percent")
+    found.append(Figure("% of a compiled step of GPT-2", added, 1.0, True, "gpt2.py"))
+    return found
+
+
+def markdown(result: dict, out: Path) -> str:
+    lines = [f"# On a GPU\n\n{machine.one_line(result['machine'])}\n", "    " + result["command"] + "\n"]
+    lines += ["| figure | where | reached | bound | met |", "|---|---|---|---|---|"]
+    for figure in result["figures"]:
+        reached = "not measured" if figure["reached"] is None else f"{figure['reached']:.3g}"
+        met = {None: "", True: "yes", False: "no"}[figure["met"]]
+        bound = f"{'at most' if figure['most'] else 'at least'} {figure['bound']:g}"
+        lines.append(f"| {figure['what']} | {figure['where']} | {reached} | {bound} | {met} |")
+    lines += ["", "| part | seconds | ended |", "|---|---|---|"]
+    for part in result["parts"]:
+        lines.append(f"| {part['part']} | {part['seconds']:.0f} | {part['ended']} |")
+    tests = result["tests"]
+    lines += ["", "Tests: " + (", ".join(f"{n} {what}" for what, n in tests.items()) or "no result")]
+    for name, title in (("gpt2", "A training step of GPT-2"), ("bench", "Benchmark"), ("sweep", "Tuning")):
+        if (out / f"{name}.md").exists():
+            lines += [f"\n## {title}\n", (out / f"{name}.md").read_text(encoding="utf-8").strip()]
+    return "\n".join(lines) + "\n"
+
+
+def load(path: Path) -> list[dict]:
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def without_gpu(out: Path) -> int:
+    """Collect the tests, which skip themselves, and take a small step on the CPU."""
+    print("There is no GPU here, so nothing is measured. On a machine with one this would run:\n")
+    for part in parts(out, sweep=True, sanitizer="compute-sanitizer"):
+        print(f"    {shlex.join(part.command)}")
+    print()
+    with tempfile.TemporaryDirectory() as folder:
+        small = script("gpt2.py", "--device", "cpu", "--modes", "eager", *SMALL.split(), "--out", folder)
+        tests = parts(Path(folder), sweep=False, sanitizer=None)[0]
+        dry = [tests, Part("gpt2, small, on the CPU", small, 120)]
+        ended = [run(part, Path(folder) / "log", SECONDS) for part in dry]
+        skipped = counts(Path(folder) / "tests.xml")
+    print(f"{skipped.get('skipped', 0)} of {skipped.get('tests', 0)} tests wait for a GPU")
+    return int(any(map(failed, ended)))
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument("--sweep", action="store_true", help="also try other chunks, tiles and threads")
+    options = parser.parse_args(argv)
+    out = options.out.resolve()
+    if not torch.cuda.is_available():
+        return without_gpu(out)
+    # nothing of an earlier run may count as this one's
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "warm").mkdir(parents=True)
+    begin = time.perf_counter()
+    command = shlex.join(["python", "kernels_bench/gpu.py", *(sys.argv[1:] if argv is None else argv)])
+    result = {"machine": machine.describe(), "command": command, "parts": [], "tests": {}, "figures": []}
+    print(machine.one_line(result["machine"]), flush=True)
+    beside = [start(each, out / "warm" / f"{i}.log") for i, each in enumerate(warm_ups(out))]
+    granted = 0.0
+    try:
+        for part in parts(out, sweep=options.sweep, sanitizer=shutil.which("compute-sanitizer")):
+            granted += part.seconds
+            if part.name == "bench":
+                # they may use what the tests left of their time, and must not disturb what is timed
+                while (
+                    any(p.poll() is None for p in beside)
+                    and time.perf_counter() - begin < granted - part.seconds
+                ):
+                    time.sleep(0.2)
+                for process in beside:
+                    end(process)
+            limit = max(1.0, granted - (time.perf_counter() - begin))
+            result["parts"].append(run(part, out / f"{part.name}.log", limit))
+    finally:
+        for process in beside:
+            end(process)
+    result["tests"] = counts(out / "tests.xml")
+    found = figures(load(out / "bench.json"), load(out / "gpt2.json"))
+    result["figures"] = [{**figure._asdict(), "met": figure.met} for figure in found]
+    (out / "gpu.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    text = markdown(result, out)
+    (out / "gpu.md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\n{out / 'gpu.md'}, {time.perf_counter() - begin:.0f} s")
+    return int(any(map(failed, result["parts"])))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,250 @@
+"""Compile kernels for devices that are not there, and read the code.
+
+A launch is recorded instead of made: the package's own launchers run on CPU tensors, and what they
+pass decides types, constants and options exactly as it would on a device. Triton then compiles for
+any target, and its wheel brings the disassembler.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import triton
+from disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from gradiometer import ops
+from gradiometer.schema import DEFAULT_THRESHOLDS, Thresholds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+CUDA_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+HIP_TARGETS = ("gfx942", "gfx950")
+TARGETS = (*CUDA_TARGETS, *HIP_TARGETS)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def gpu_target(name: str) -> GPUTarget:
+    if name.startswith("sm_"):
+        return GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
+    return GPUTarget("hip", name, 64)
+
+
+def assembler(target: str) -> str:
+    """Return what turns Triton's output into machine code for this target, with its version."""
+    if target in HIP_TARGETS:
+        return f"LLVM of triton {triton.__version__}"
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    tool = Path(get_ptxas(gpu_target(target).arch).path)
+    said = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+    return f"{tool.name} {re.search(r'V([0-9.]+)', said)[1]}"
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One launch as its launcher made it."""
+
+    kernel: JITFunction[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grid: tuple[int, ...]
+
+    def bind(self, target: str) -> tuple[Any, list[Any], Any]:
+        """Return the arguments, their types and specializations, and the backend, as Triton's launch does."""
+        backend = make_backend(gpu_target(target))
+        binder = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        bound, specialization, _ = binder(*self.args, **self.kwargs)
+        return bound, specialization, backend
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {k: v for k, v in self.kwargs.items() if k in self.kernel.signature.parameters}
+
+    def variant_of(self, target: str) -> tuple[Any, ...]:
+        """Return what Triton's cache looks up: two launches that differ here are two compilations."""
+        _, specialization, _ = self.bind(target)
+        options = {k: v for k, v in self.kwargs.items() if k not in self.constants}
+        return self.kernel, repr(specialization), repr(options), repr(self.constants)
+
+    def compile(self, target: str) -> Code:
+        bound, specialization, backend = self.bind(target)
+        options, signature, constants, attrs = self.kernel._pack_args(
+            backend, self.kwargs, bound, specialization, None
+        )
+        source = ASTSource(self.kernel, signature, constants, attrs)
+        compiled = triton.compile(source, target=gpu_target(target), options=options.__dict__)
+        read = _read_sass if target in CUDA_TARGETS else _read_amdgcn
+        return read(target, compiled, {k: str(v) for k, v in signature.items()})
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Record launches of Triton kernels in place of making them."""
+    launches: list[Launch] = []
+
+    def record(kernel, *args, grid, warmup, **kwargs):
+        del warmup
+        launches.append(Launch(kernel, args, kwargs, grid))
+
+    with mock.patch.object(JITFunction, "run", record):
+        yield launches
+
+
+def launches_of(
+    tensors: Sequence[torch.Tensor],
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: torch.Tensor | None = None,
+    target: str = "sm_90",
+) -> list[Launch]:
+    """Return the launches that measuring these tensors would make on such a GPU."""
+    limits = (thresholds.vanishing, thresholds.exploding, thresholds.dead)
+    # the launchers ask torch how wide a warp is
+    hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
+    with recorded_launches() as launches, hip, mock.patch.object(ops, "uses_kernels", return_value=True):
+        torch.ops.gradiometer.tensor_stats(list(tensors), *limits, inv_scale)
+    return launches
+
+
+def moments_launch(dtype: torch.dtype, target: str = "sm_90") -> Launch:
+    return launches_of([torch.zeros(9, dtype=dtype)], target=target)[0]
+
+
+@cache
+def moments_code(target: str, dtype: torch.dtype) -> Code:
+    """Compile the moments kernel, once in a process."""
+    return moments_launch(dtype, target).compile(target)
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One compilation of a kernel: what it reads, and one of the launches that need it."""
+
+    kernel: str
+    dtype: torch.dtype
+    note: str
+    launch: Launch
+
+
+def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Variant]:
+    """Return every variant of every kernel that measuring tensors of these dtypes can ask for."""
+    # 16-byte aligned or not, one chunk or several, one row or several: what a launcher may tell apart
+    inputs = [([16], 0), ([9], 1), ([100_000] * 3, 0), ([100_000] * 3, 1), ([2**21], 0)]
+    found: dict[tuple[Any, ...], Variant] = {}
+    for dtype in dtypes:
+        for sizes, start in inputs:
+            tensors = [torch.zeros(size + start, dtype=dtype)[start:] for size in sizes]
+            for launch in launches_of(tensors, target=target)[:-1]:
+                found.setdefault(launch.variant_of(target), Variant("moments", dtype, "", launch))
+    for scale in (None, *dtypes):
+        inv_scale = None if scale is None else torch.ones((), dtype=scale)
+        launch = launches_of([torch.zeros(9)], inv_scale=inv_scale, target=target)[-1]
+        note = "" if scale is None else f"inv_scale {short(scale)}"
+        found.setdefault(launch.variant_of(target), Variant("finalize", torch.float64, note, launch))
+    return _with_constants_told(list(found.values()))
+
+
+def _with_constants_told(all_variants: list[Variant]) -> list[Variant]:
+    """Name the constants by which variants of the same kernel and dtype differ."""
+    told = []
+    for variant in all_variants:
+        alike = [v.launch.constants for v in all_variants if _title(v) == _title(variant)]
+        differing = [
+            f"{name}={value}"
+            for name, value in variant.launch.constants.items()
+            if len({repr(constants.get(name)) for constants in alike}) > 1
+        ]
+        told.append(replace(variant, note=" ".join(filter(None, [variant.note, *differing]))))
+    return told
+
+
+def _title(variant: Variant) -> tuple[Any, ...]:
+    return variant.kernel, variant.dtype, variant.note
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Code:
+    """A compiled kernel."""
+
+    target: str
+    signature: dict[str, str]
+    ttir: str
+    text: str
+    listing: Listing
+    registers: int
+    # bytes of memory a thread uses for what does not fit into registers
+    stack: int
+    # registers saved there, or instructions that do so
+    spills: int
+    # bytes a block
+    shared: int
+
+    @property
+    def opcodes(self) -> list[str]:
+        return self.listing.opcodes
+
+    @property
+    def main_loop(self) -> Loop:
+        start, end = self.listing.main_span
+        return Loop(self.opcodes[start : end + 1])
+
+    @property
+    def marked(self) -> str:
+        """The text, with ``>`` before each line of the main loop."""
+        start, end = (self.listing.lines[place] for place in self.listing.main_span)
+        lines = self.text.splitlines()
+        return "\n".join(f"{'>' if start <= i <= end else ' '} {line}" for i, line in enumerate(lines)) + "\n"
+
+
+def _read_sass(target: str, compiled: Any, signature: dict[str, str]) -> Code:
+    cubin = Path(compiled.metadata_group[f"{compiled.name}.cubin"])
+    text, usage = (
+        subprocess.run([_BIN / "cuobjdump", option, cubin], capture_output=True, text=True, check=True).stdout
+        for option in ("-sass", "-res-usage")
+    )
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    listing = parse_sass(text)
+    return Code(
+        target,
+        signature,
+        compiled.asm["ttir"],
+        text,
+        listing,
+        used["REG"],
+        stack=used["STACK"] + used["LOCAL"],
+        spills=sum(map(is_spill, listing.opcodes)),
+        shared=compiled.metadata.shared,
+    )
+
+
+def _read_amdgcn(target: str, compiled: Any, signature: dict[str, str]) -> Code:
+    text = compiled.asm["amdgcn"]
+    used = {name: int(number) for name, number in re.findall(r"\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
+    return Code(
+        target,
+        signature,
+        compiled.asm["ttir"],
+        text,
+        parse_amdgcn(text),
+        used["vgpr_count"],
+        stack=used["private_segment_fixed_size"],
+        spills=used["vgpr_spill_count"] + used["sgpr_spill_count"],
+        shared=compiled.metadata.shared,
+    )

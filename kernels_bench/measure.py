@@ -1,0 +1,224 @@
+"""How one provider is measured on one case: checked, timed, and its launches and memory counted.
+
+`Bench` holds one case and its providers in this process. Everything it returns can be sent as JSON, so that a
+Bench of another commit can live in a process of its own (`base.py`) and take its turn in the same rounds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from cases import CASES, FP32, Case, make
+from providers import MIB, PROVIDERS, tolerance
+
+PROC = Path("/proc/self")
+CACHES_FILLED = 4  # the copies of a case take so many times the last cache, so that none of it is found there
+DEFAULT_CACHE = 32 * MIB
+HOST_SECONDS, HOST_CALLS = 0.2, 20
+
+
+class Bench:
+    """The providers of this process on one case."""
+
+    def make(self, case: str, device: str, scale: int, copies: int) -> None:
+        self.device = torch.device(device)
+        self.data = make(CASES[case], self.device, scale, copies)
+        self.truth = truth(self.data.sets[0])
+        self.calls: dict = {}
+
+    def build(self, name: str) -> dict:
+        """Build a provider and check its first result. Returns ``ms`` of a second call, and errors."""
+        provider = PROVIDERS[name]
+        reason = provider.needs(self.data)
+        if reason:
+            return {"error": reason}
+        try:
+            calls = provider.build(self.data)
+            error = deviation(provider, calls[0](), self.truth)
+            # by the host's clock, for a first idea
+            self.synchronize()
+            start = time.perf_counter()
+            calls[-1]()
+            self.synchronize()
+        except Exception as failure:  # noqa: BLE001 whatever a peer throws, the run goes on
+            return {"error": reason_of(failure)}
+        self.calls[name] = calls
+        # a NaN is no small error
+        fine = error is None or error <= tolerance(provider, self.data.case.dtype)
+        told = error if error is None or math.isfinite(error) else None  # JSON has no NaN
+        built = {"ms": (time.perf_counter() - start) * 1e3, "relative_error": told}
+        return built | {"error": None if fine else f"wrong: {error:.0e}"}
+
+    def sample(self, name: str, count: int, first: int) -> float:
+        """Call a provider ``count`` times, on the copies from number ``first`` on. Returns ms a call."""
+        calls = self.calls[name]
+        turn = [calls[i % len(calls)] for i in range(first, first + count)]
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            for call in turn:
+                call()
+            return (time.perf_counter() - start) * 1e3 / count
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for call in turn:
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / count
+
+    def finish(self, name: str) -> dict:
+        """Return launches, copies, host time and extra memory of one call; nothing on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        call = self.calls[name][0]
+        return {"host_us": self._host_us(name), **launches(call), "extra_mib": _extra_mib(call)}
+
+    def drop(self, name: str | None = None) -> None:
+        """Give back what a provider, or the case, holds."""
+        if name is not None:
+            self.calls.pop(name, None)
+        else:
+            self.calls, self.data, self.truth = {}, None, None
+            if "torch._dynamo" in sys.modules:
+                torch.compiler.reset()  # a list of another length is another graph, of which there may be few
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _host_us(self, name):
+        """Return the median time until a call returns, the device's queue being empty."""
+        calls, times, stop = self.calls[name], [], time.perf_counter() + HOST_SECONDS
+        while not times or (len(times) < HOST_CALLS and time.perf_counter() < stop):
+            self.synchronize()
+            start = time.perf_counter()
+            calls[len(times) % len(calls)]()
+            times.append(time.perf_counter() - start)
+        self.synchronize()
+        return statistics.median(times) * 1e6
+
+
+def truth(tensors):
+    """Return what is true of the tensors, from fp64 sums over short parts, on the CPU."""
+    norms, largest = [], []
+    for x in tensors:
+        squares, most = [], 0.0
+        for part in x.reshape(-1).split(2**22) if x.numel() else ():
+            wide = part.double()
+            squares.append(wide.square().sum().item())
+            most = max(most, wide.abs_().max().item())
+        norms.append(math.sqrt(math.fsum(squares)))
+        largest.append(most)
+    total = math.sqrt(math.fsum(norm * norm for norm in norms))
+    return {"norms": norms, "total": [total], "max": largest, "found": [0.0]}
+
+
+def deviation(provider, result, expected):
+    """Return a result's largest relative error, None where it is not compared."""
+    if not provider.gives:
+        return None
+    got = provider.read(result).detach().double().cpu().reshape(-1)
+    want = torch.tensor(expected[provider.gives], dtype=torch.float64)
+    if got.shape != want.shape:
+        raise ValueError(f"{got.numel()} values for {want.numel()}")
+    return ((got - want).abs() / torch.where(want > 0, want, 1.0)).max().item()
+
+
+def reason_of(failure):
+    """Return an exception as one short line."""
+    lines = str(failure).strip().splitlines() or [""]
+    text = f"{type(failure).__name__}: {lines[0]}".removesuffix(": ")
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def launches(call):
+    """Count the kernels and the copies (and fills) of one call on the device, as its own record says."""
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        events = [
+            event.name
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        ]
+    except Exception as failure:  # noqa: BLE001 counters may be closed to this user: the rest is still worth having
+        print(f"launches were not counted: {reason_of(failure)}", file=sys.stderr)
+        return {}
+    copies = sum(name.startswith(("Memcpy", "Memset")) for name in events)
+    return {"launches": len(events) - copies, "copies": copies}
+
+
+def _extra_mib(call):
+    if hasattr(call, "extra_mib"):  # a graph took it when it was captured
+        return call.extra_mib
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def cache_bytes(device):
+    """Return the size of the last cache before memory: of a GPU its L2, of a CPU as Linux says."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    found = [
+        re.fullmatch(r"(\d+)K", size.read_text(encoding="ascii").strip())
+        for size in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    return max((int(match[1]) * 1024 for match in found if match), default=DEFAULT_CACHE)
+
+
+# peak extra memory on a CPU
+
+
+def can_read_peaks():
+    return (PROC / "clear_refs").exists()
+
+
+def resident(field):
+    status = (PROC / "status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field)) * 1024
+
+
+def peak_growth(cases, names, scale_of):
+    """Measure peak resident growth of one call, in MiB: case -> provider -> MiB, None where it fails.
+
+    Belongs into a fresh process: peaks before it would hide the growth.
+    """
+    release = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc keeps what was freed
+    warm = Case("warm", "", FP32, (((10**5,), 3), ((1000,), 9)), zeros=0.5)
+    grown: dict = {}
+    for case in cases:
+        data = make(case, torch.device("cpu"), scale_of(case))
+        for name in names:
+            provider, value = PROVIDERS[name], None
+            # one that is compiled would be compiled here again
+            if provider.level in {"eager", "op"} and not provider.needs(data):
+                try:
+                    # code and threads are there before the measured call, not because of it
+                    provider.build(make(warm, torch.device("cpu")))[0]()
+                    call = provider.build(data)[0]
+                    gc.collect()
+                    release(0)
+                    (PROC / "clear_refs").write_text("5", encoding="ascii")  # resets the peak
+                    before = resident("VmRSS")
+                    call()
+                    value = (resident("VmHWM") - before) / MIB
+                except Exception as failure:  # noqa: BLE001 the timed run has said so
+                    print(f"{case.name}, {name}: {reason_of(failure)}", file=sys.stderr)
+            grown.setdefault(case.name, {})[name] = value
+    return grown

@@ -1,0 +1,46 @@
+"""Collect from memory whose ends a checker knows: each tensor is an allocation of its own.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python kernels_bench/odd_sizes.py
+
+Odd sizes around the tile and the chunk, every dtype, beginnings off 16 bytes, NaN. Exit code 3 where
+something differs from what the CPU says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import torch
+
+import gradiometer as gm
+
+SIZES = (0, 1, 3, 17, 1023, 2049, 2**15 - 1, 2**15 + 1, 70_001)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# an exception ends with 1
+WRONG = 3
+EXACT = ("numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "abs_max")
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    device = parser.parse_args(argv).device
+    host = {f"{dtype} {size}": torch.randn(size).to(dtype) for dtype in DTYPES for size in SIZES}
+    for name in [name for name in host if name.endswith("70001")]:
+        host[f"{name} with NaN"] = host[name].clone()
+        host[f"{name} with NaN"][[5, -1]] = math.nan
+    there = {name: x.to(device) for name, x in host.items()}
+    for start in (1, 3):
+        # up to the last byte of its allocation
+        host |= {f"{name} from {start}": x[start:] for name, x in host.items() if "from" not in name}
+        there |= {f"{name} from {start}": x[start:] for name, x in there.items() if "from" not in name}
+    found, expected = gm.collect(there), gm.collect(host)
+    wrong = [name for name in EXACT if not torch.equal(getattr(found, name).cpu(), getattr(expected, name))]
+    off = (found.finite_norm.cpu() - expected.finite_norm).abs() > 1e-12 * expected.finite_norm
+    print(f"{len(host)} tensors, {int(off.sum())} norms off, columns that differ: {wrong or 'none'}")
+    return WRONG if wrong or off.any() else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

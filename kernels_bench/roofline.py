@@ -1,0 +1,166 @@
+"""What a GPU can do at best: rates of its units with their sources, and the least time of a pass over memory.
+
+A prediction from tables and machine code, not a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["GPUS", "REACHABLE", "Gpu", "binding", "times"]
+
+# share of the specified bandwidth that a read reaches: CUB's DeviceReduce on an H200 read 4.31 of 4.8 TB/s
+# (NVIDIA/cccl#9722)
+REACHABLE = 0.90
+
+_GUIDE = "CUDA C++ Programming Guide, table 'Throughput of Native Arithmetic Instructions'"
+_SCHEDULERS = "4 schedulers an SM, each issues one instruction of 32 lanes a clock"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates are per clock of one processor: an SM, or a CU of AMD's. Each has a source."""
+
+    name: str
+    # what kernels for it are compiled for
+    target: str
+    processors: int
+    # Hz, the highest that the vendor states
+    clock: float
+    # bytes/s, as specified
+    bandwidth: float
+    # lanes that instructions are issued for
+    lanes: int
+    # fp64 additions, multiplications, fused ones and comparisons
+    fp64: int
+    # conversions to fp64
+    conversions: int
+    sources: dict[str, str]
+
+
+def _cuda(
+    name: str,
+    target: str,
+    numbers: tuple[int, float, float, int, int],
+    processors: str,
+    clock: str,
+    bandwidth: str,
+    fp64: str,
+    conversions: str = "",
+) -> Gpu:
+    """Make a GPU of numbers (SMs, MHz, GB/s, fp64, conversions) and where they are from."""
+    sms, mhz, gigabytes, fp64_rate, conversion_rate = numbers
+    capability = f"{target[3:-1]}.{target[-1]}"
+    sources = {
+        "processors": processors,
+        "clock": clock,
+        "bandwidth": bandwidth,
+        "lanes": "CUDA C++ Programming Guide: an SM has 4 schedulers, each issues for one warp of 32 a clock",
+        "fp64": f"{fp64}; comparisons are taken as multiplications",
+        "conversions": conversions or f"{_GUIDE}, {capability}: type conversions from and to 64-bit types",
+    }
+    return Gpu(
+        name, target, sms, mhz * 1e6, gigabytes * 1e9, 128, fp64_rate, conversion_rate, sources=sources
+    )
+
+
+def _cdna(name: str, target: str, numbers: tuple[int, float, float], sheet: str) -> Gpu:
+    """Make a GPU of numbers (CUs, MHz, GB/s) and the data sheet that they are from."""
+    cus, mhz, gigabytes = numbers
+    sources = {
+        "processors": sheet,
+        "clock": f"{sheet}: peak engine clock",
+        "bandwidth": f"{sheet}: peak memory bandwidth",
+        "lanes": "AMD CDNA 3 white paper: 4 SIMD units of 16 lanes a CU; packed fp32 is not counted on",
+        "fp64": f"inferred from the peak fp64 vector rate ({sheet}): 128 operations a clock and CU, fused 64",
+        "conversions": "LLVM's SISchedule.td, SIDPGFX940FullSpeedModel: WriteDoubleCvt takes one pass",
+    }
+    return Gpu(name, target, cus, mhz * 1e6, gigabytes * 1e9, 64, 64, 64, sources)
+
+
+GPUS = (
+    _cuda(
+        "A100",
+        "sm_80",
+        (108, 1410, 2039, 32, 16),
+        processors="NVIDIA A100 Tensor Core GPU Architecture white paper",
+        clock="NVIDIA A100 Tensor Core GPU Architecture white paper: boost clock",
+        bandwidth="NVIDIA A100 data sheet, 80 GB SXM",
+        fp64="NVIDIA A100 Tensor Core GPU Architecture white paper: 32 FP64 cores an SM",
+    ),
+    _cuda(
+        "H100",
+        "sm_90",
+        (132, 1980, 3350, 64, 16),
+        processors="NVIDIA H100 Tensor Core GPU Architecture white paper, SXM5",
+        clock="inferred from the data sheet's 67 TFLOPS fp32: 132 SMs x 128 lanes x 2 x 1.98 GHz",
+        bandwidth="NVIDIA H100 data sheet, SXM",
+        fp64="NVIDIA H100 Tensor Core GPU Architecture white paper: 64 FP64 cores an SM",
+    ),
+    _cuda(
+        "H200",
+        "sm_90",
+        (132, 1980, 4800, 64, 16),
+        processors="inferred from the data sheet's 67 TFLOPS fp32, the same as H100 SXM",
+        clock="inferred from the data sheet's 67 TFLOPS fp32, the same as H100 SXM",
+        bandwidth="NVIDIA H200 data sheet, SXM",
+        fp64="inferred from the data sheet's 34 TFLOPS fp64, the same as H100 SXM",
+    ),
+    _cuda(
+        "B200",
+        "sm_100",
+        (148, 1965, 8000, 64, 16),
+        processors="reported by others from the device's properties; NVIDIA states none",
+        clock="reported by others (Cornell Virtual Workshop, Blackwell B200); NVIDIA states none",
+        bandwidth="NVIDIA HGX B200 data sheet",
+        fp64="inferred from the data sheet's 37 TFLOPS fp64: 148 SMs x 64 x 2 x 1.965 GHz",
+        conversions="inferred: as compute capability 9.0's",
+    ),
+    _cuda(
+        "RTX 4090",
+        "sm_89",
+        (128, 2520, 1008, 2, 2),
+        processors="NVIDIA Ada GPU Architecture white paper",
+        clock="NVIDIA Ada GPU Architecture white paper: boost clock",
+        bandwidth="NVIDIA Ada GPU Architecture white paper",
+        fp64="NVIDIA Ada GPU Architecture white paper: 2 FP64 cores an SM, 1/64 of the fp32 rate",
+    ),
+    _cdna("MI300X", "gfx942", (304, 2100, 5300), sheet="AMD Instinct MI300X data sheet"),
+)
+
+
+def times(
+    gpu: Gpu,
+    itemsize: int,
+    slots: float,
+    fp64: float,
+    conversions: float,
+    elements: float = 1e9,
+) -> dict[str, float]:
+    """Return the least seconds that each resource needs to read so many elements once.
+
+    ``T >= t_launch + max(N*s / (0.90*BW), N*i / (lanes*SM*f), N*k / (R64*SM*f), N*c / (Rcvt*SM*f))``: the
+    roofline model with issue slots, fp64 units and converters as further roofs. Units overlap perfectly
+    in it, clocks never fall, and what a kernel does outside its main loop costs nothing: no kernel
+    is faster, and a real one is slower.
+
+    Args:
+        gpu: rates.
+        itemsize: s, bytes of an element.
+        slots: i, issue slots an element takes, fp64 instructions and conversions among them.
+        fp64: k, fp64 additions, multiplications, fused ones and comparisons an element takes.
+        conversions: c, conversions to fp64 an element takes.
+        elements: N.
+    """
+    cycles = gpu.processors * gpu.clock / elements
+    return {
+        "memory": elements * itemsize / (REACHABLE * gpu.bandwidth),
+        "issue": slots / (gpu.lanes * cycles),
+        "fp64": fp64 / (gpu.fp64 * cycles),
+        "conversion": conversions / (gpu.conversions * cycles),
+    }
+
+
+def binding(seconds: dict[str, float]) -> str:
+    """Name the resource that takes longest."""
+    return max(seconds, key=lambda name: seconds[name])

@@ -1,0 +1,131 @@
+"""A run's rows as tables: cells once, for the terminal and for Markdown."""
+
+from __future__ import annotations
+
+from machine import one_line
+
+# (heading, on which devices, how it is aligned)
+COLUMNS = (
+    ("provider", "any", "left"),
+    ("computes", "any", "left"),
+    ("ms", "any", "right"),
+    ("middle half", "any", "right"),
+    ("GB/s", "any", "right"),
+    ("ceiling", "any", "right"),
+    ("launches", "cuda", "right"),
+    ("host µs", "cuda", "right"),
+    ("extra MiB", "any", "right"),
+    ("ours / it", "any", "right"),
+)
+
+
+def ratio(row, rows):
+    """Return ours over a peer or another commit of ours, at its own level; None if either has no time."""
+    if row["family"] not in {"peer", "base"} or not row["ms"]:
+        return None
+    # a peer that has no such level of ours beside it is compared with the eager call
+    for level in (row["level"], "eager"):
+        for ours in rows:
+            same = ours["case"] == row["case"] and ours["family"] == "ours" and ours["level"] == level
+            if same and ours["ms"]:
+                return ours["ms"] / row["ms"]
+    return None
+
+
+def cells(row, rows):
+    """Return the row's cells by heading, as text."""
+    share, times, extra = row["ceiling_share"], ratio(row, rows), row["extra_mib"]
+    return {
+        "provider": row["provider"],
+        "computes": row["what"] + (f"; {row['error']}" if row["error"] else ""),
+        "ms": digits(row["ms"]),
+        "middle half": f"{digits(row['ms_low'])} - {digits(row['ms_high'])}",
+        "GB/s": digits(row["gb_s"]),
+        "ceiling": "" if share is None else f"{100 * share:.0f} %" if share > 0.1 else f"{100 * share:.2g} %",
+        "launches": "" if row["launches"] is None else str(row["launches"]),
+        "host µs": digits(row["host_us"]),
+        "extra MiB": "" if extra is None else f"{extra:.1f}",
+        "ours / it": "" if times is None else f"{times:.2f}",
+    }
+
+
+def digits(value):
+    """Return a number with three digits that matter, without an exponent."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def by_case(rows):
+    """Return case -> its rows, in their order."""
+    found: dict = {}
+    for row in rows:
+        found.setdefault(row["case"], []).append(row)
+    return found
+
+
+def heading(rows):
+    """Return what one case is: "gpt2 / 8: 148 float32 tensors, 15.6 M elements, 59.3 MiB"."""
+    row = rows[0]
+    tensors = "1 tensor" if row["tensors"] == 1 else f"{row['tensors']} tensors"
+    size = f"{row['elements'] / 1e6:,.1f} M elements, {row['bytes'] / 2**20:,.1f} MiB"
+    return f"{row['case']}: {tensors} of {row['dtype']}, {size}"
+
+
+def columns_for(rows):
+    """Return the columns that a case on its device has, with how they are aligned."""
+    return [(name, justify) for name, where, justify in COLUMNS if where in {"any", rows[0]["device"]}]
+
+
+def not_measured(rows):
+    """Return what has no time, by reason, as one line: "apex, te (not installed); loop (out of memory)"."""
+    found: dict = {}
+    for row in rows:
+        if not row["ms"]:
+            found.setdefault(row["error"], []).append(row["provider"])
+    return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in found.items())
+
+
+def markdown(result):
+    """Return a whole run as a page's section: the command, the machine, a table a case."""
+    parts = [f"    {result['command']}", one_line(result["machine"])]
+    if "base" in result:
+        parts.append(f"base: commit {result['base']}")
+    parts += [f"### {case_markdown(rows)}" for rows in by_case(result["rows"]).values()]
+    return "\n\n".join(parts) + "\n"
+
+
+def case_markdown(rows):
+    columns, missing = columns_for(rows), not_measured(rows)
+    lines = [
+        heading(rows),
+        "",
+        "| " + " | ".join(name for name, _ in columns) + " |",
+        "|" + "|".join("---:" if justify == "right" else "---" for _, justify in columns) + "|",
+    ]
+    for row in rows:
+        if row["ms"]:
+            texts = cells(row, rows)
+            lines.append("| " + " | ".join(texts[name].replace("|", "\\|") for name, _ in columns) + " |")
+    return "\n".join(lines + (["", f"Not measured: {missing}."] if missing else []))
+
+
+def show(rows, console):
+    """Print one case's table."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=heading(rows), title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
+    columns, missing = columns_for(rows), not_measured(rows)
+    for name, justify in columns:
+        table.add_column(name, justify=justify, no_wrap=name != "computes")
+    for row in rows:
+        if row["ms"]:
+            style = {"ours": "bold", "ceiling": "cyan"}.get(row["family"], "red" if row["error"] else "")
+            texts = cells(row, rows)
+            table.add_row(*(texts[name] for name, _ in columns), style=style)
+    console.print(table)
+    if missing:
+        console.print(f"not measured: {missing}\n", style="dim", highlight=False, markup=False)
