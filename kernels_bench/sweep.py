@@ -24,7 +24,7 @@ import machine
 import torch
 from cases import CASES, shapes
 
-from gradiometer import kernels, ops, pack
+from gradiometer import ops, pack
 from gradiometer.kernels import tuning
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS
 
@@ -58,8 +58,7 @@ def tuned(dtype: torch.dtype, change: dict):
 
 
 def _set(dtype: torch.dtype, chunk: int, moments: tuning.Moments, finalize: tuning.Finalize) -> None:
-    # the package's own name for it is what ops reads
-    tuning.CHUNK = kernels.CHUNK = chunk
+    tuning.CHUNK = chunk
     tuning.MOMENTS[dtype] = moments
     tuning.FINALIZE = finalize
     pack.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from torch.nn.functional import mse_loss
 
 import gradiometer as gm
 from gradiometer import ops, pack
-from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -399,6 +400,39 @@ def test_addresses_that_are_used_again_are_read_again():
     assert again > 0
 
 
+def test_a_steady_call_copies_nothing_and_launches_twice(monkeypatch):
+    from gradiometer import kernels
+
+    tensors = [values(1000 + i) for i in range(50)]
+    for _ in range(3):
+        measured = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)
+    launches = []
+    for name in ("moments", "finalize"):
+        launch = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *args, launch=launch: (launches.append(launch), launch(*args))[1]
+        )
+    monkeypatch.setattr(pack, "_upload", lambda *_: pytest.fail("copied"))
+    again = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)
+    assert len(launches) == 2
+    assert torch.equal(again[0], measured[0])
+
+
+def test_tables_that_are_replaced_are_not_written_while_they_are_read():
+    # the device is kept busy, so that all calls are queued before the first has run
+    busy = torch.ones(4000, 4000, device=DEVICE)
+    for _ in range(20):
+        busy = busy @ busy * 1e-4
+    results, expected = [], []
+    for i in range(40):
+        tensors = [torch.full((n,), float(i), device=DEVICE) for n in (5, 70_000, 333)]
+        results.append(ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0])
+        expected.append([float(i)] * 3)
+        # given back, so that later lists and tables may take its place
+        del tensors
+    assert [columns[:, COLUMN_INDEX["abs_max"]].tolist() for columns in results] == expected
+
+
 def test_models_of_the_same_shapes_do_not_share_what_they_measure():
     models = [Model(1.0), Model(2.0), Model(4.0)]
     for factor in (1.0, 3.0):
@@ -475,6 +509,43 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 5)).to(DEVICE)
 
 
+def test_tables_of_one_stream_are_not_read_on_another():
+    tensors = [values(n) for n in (5, 70_000, 333)]
+    for _ in range(3):
+        expected = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for i in range(12):
+        stream = streams[i % 3]
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            # whatever is copied on this stream comes after this
+            torch.cuda._sleep(20_000_000)
+            results.append(ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_weights_and_gradients_on_two_threads_keep_to_themselves():
+    failures: list[object] = []
+
+    def run(scale: float) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(50):
+                tensors = [torch.full((n,), scale, device=DEVICE) for n in (5, 70_000)]
+                found = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0][:, COLUMN_INDEX["abs_max"]].tolist()
+                if found != [scale, scale]:
+                    failures.append(found)
+
+    threads = [threading.Thread(target=run, args=(float(i + 1),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
 # graphs recorded by hand
 
 
@@ -538,6 +609,26 @@ def test_replays_are_not_changed_by_calls_in_between(tensors):
         assert_measured(stats, fixed)
         del rubbish
         assert_measured(gm.collect(fixed), fixed)
+
+
+def test_a_graph_recorded_after_steady_calls_has_tables_of_its_own():
+    fixed = {str(i): values(5000 + i) for i in range(5)}
+    for _ in range(3):
+        gm.collect(fixed)
+    graph, stats = record(lambda: gm.collect(fixed))
+    # all that steady calls have left is dropped and written over
+    pack.clear()
+    gc.collect()
+    rubbish = [
+        torch.full((n,), -1, dtype=torch.int64, device=DEVICE) for n in (5, 8, 16, 30, 32, 64, 128) * 4
+    ]
+    for i in range(4):
+        for x in fixed.values():
+            x.fill_(float(i + 1))
+        gm.collect({name: torch.full_like(x, 100.0) for name, x in fixed.items()})
+        graph.replay()
+        assert_measured(stats, fixed)
+    del rubbish
 
 
 def test_several_recordings_live_side_by_side():
@@ -720,6 +811,42 @@ def test_a_compiled_step_measures_what_it_computes(mode, step, monkeypatch):
         # the op is no reason to leave CUDA graphs, nor are tables that a warm-up run has left behind
         assert counters["inductor"]["cudagraph_skips"] == 0
         assert len(replays) >= 10
+
+
+def test_a_compiled_step_between_steady_calls_keeps_its_pool_clean():
+    # weights are measured in eager before, between and after steps that Inductor records
+    model = small_model()
+    compiled = torch.compile(measured_step, fullgraph=True, mode="reduce-overhead")
+    for _ in range(12):
+        before = gm.collect_weights(model)
+        x, y = torch.randn(8, 16, device=DEVICE), torch.randn(8, 5, device=DEVICE)
+        torch.compiler.cudagraph_mark_step_begin()
+        _, stats, grads = compiled(model, x, y)
+        assert_measured(stats, grads)
+        assert_same_bits(gm.collect_weights(model), before)
+        del stats, grads
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_a_call_inside_an_op_of_a_recorded_graph_leaves_nothing_in_its_pool():
+    # its implementation is ordinary eager code, run while Inductor warms up and records
+    @torch.library.custom_op("gradiometer_tests::measured_sum", mutates_args=())
+    def measured_sum(x: Tensor) -> Tensor:
+        return gm.collect([x, weight]).sum.sum()
+
+    @measured_sum.register_fake
+    def _(x: Tensor) -> Tensor:
+        return x.new_empty((), dtype=torch.float64)
+
+    weight = values(1000)
+    for _ in range(3):
+        gm.collect([torch.ones(64, device=DEVICE), weight])
+    compiled = torch.compile(lambda x: measured_sum(x * 2.0) + 1.0, mode="reduce-overhead", fullgraph=True)
+    for i in range(6):
+        x = torch.full((64,), float(i), device=DEVICE)
+        torch.compiler.cudagraph_mark_step_begin()
+        expected = 128.0 * i + weight.double().sum().item() + 1.0
+        assert compiled(x).item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_several_sizes_of_batch_are_recorded_side_by_side():

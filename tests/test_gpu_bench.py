@@ -364,9 +364,7 @@ def test_the_sweep_finds_the_quickest_table(sweep, monkeypatch, tmp_path):
         del device
         seen = []
         measure = sweep.measure
-        monkeypatch.setattr(
-            sweep, "measure", lambda _: seen.append((sweep.kernels.CHUNK, tuning.MOMENTS[dtype]))
-        )
+        monkeypatch.setattr(sweep, "measure", lambda _: seen.append((tuning.CHUNK, tuning.MOMENTS[dtype])))
         call()
         monkeypatch.setattr(sweep, "measure", measure)
         ((chunk, moments),) = seen

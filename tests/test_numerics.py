@@ -321,3 +321,24 @@ def test_inv_scale_scales_norm_sum_and_largest_magnitude(recipe, scale):
     bound = (oracle.SUM_BOUND + slack) * expected.abs_sum * scale
     assert abs(measured["sum"] - expected.sum * scale) <= bound
     assert measured["abs_max"] == expected.abs_max * scale
+
+
+# a tensor beyond 2**27 elements has longer chunks, rather than more of them
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the eager path has no chunks")
+@pytest.mark.parametrize("dtype", strategies.FLOATS, ids=str)
+def test_longer_chunks_measure_the_same(monkeypatch, dtype):
+    from gradiometer.kernels import tuning
+
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(5 * tuning.CHUNK + 1029, generator=g, dtype=torch.float64).to(dtype)
+    x[::7] = -0.0
+    x[2 * tuning.CHUNK + 1] = math.nan
+    x[-1] = -math.inf
+    monkeypatch.setattr(tuning, "MAX_CHUNKS", 2)
+    finite, other = measure(x[: 2 * tuning.CHUNK]), measure(x)
+    oracle.assert_same_counts(finite, oracle.exact(x[: 2 * tuning.CHUNK]))
+    oracle.assert_within_bounds(finite, oracle.exact(x[: 2 * tuning.CHUNK]))
+    oracle.assert_same_counts(other, oracle.exact(x))
+    oracle.assert_within_bounds(other, oracle.exact(x))

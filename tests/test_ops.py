@@ -227,10 +227,11 @@ def test_kernels_and_reference_agree(some, scale):
 @pytest.mark.parametrize("chunks", [1, 1023, 1024, 1025, 3000])
 def test_finalize_adds_up_all_chunks_of_a_tensor(chunks, nonfinite):
     from gradiometer import kernels, pack
+    from gradiometer.kernels import tuning
 
     # three tensors, the middle one of this many chunks, as partials that no tensor has to be made for
-    sizes = (5, chunks * kernels.CHUNK, 7)
-    layout = pack.layout_of(sizes, (torch.float32,) * 3, kernels.CHUNK, kernels.MAX_CHUNKS)
+    sizes = (5, chunks * tuning.CHUNK, 7)
+    layout = pack.layout_of(sizes, (torch.float32,) * 3, tuning.CHUNK, tuning.MAX_CHUNKS)
     assert layout.num_chunks == chunks + 2
     g = torch.Generator().manual_seed(chunks)
     partials = torch.randint(1, 2**20, (len(kernels.PARTIALS), chunks + 2), generator=g).double()

@@ -137,7 +137,8 @@ def _run_kernels(
     from gradiometer import kernels  # noqa: PLC0415 triton is imported when a kernel is first needed
 
     # through the dispatcher the call may come from a graph that is warmed up
-    packed = pack.pack(tensors, kernels.CHUNK, kernels.MAX_CHUNKS, known, keep=known is not None)
+    tuning = kernels.tuning
+    packed = pack.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, known, keep=known is not None)
     layout = packed.layout
     partials = torch.empty(
         (len(kernels.PARTIALS), layout.num_chunks), dtype=torch.float64, device=packed.table.device
