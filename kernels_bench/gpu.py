@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import shlex
 import shutil
@@ -93,6 +94,7 @@ def parts(out: Path, *, sweep: bool, sanitizer: str | None) -> list[Part]:
         listed.append(Part(tool, command, seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
     bench = script("bench.py", "--device", "cuda", "--cases", CASES, "--seconds", 1, "--out", out)
     listed += [
+        Part("host", script("host_path.py", "--device", "cuda", "--json", out / "host.json"), 20),
         Part("bench", bench, 130),
         Part("gpt2", script("gpt2.py", "--limit", LIMIT, "--out", out), 100),
     ]
@@ -177,8 +179,8 @@ def counts(xml: Path) -> dict[str, int]:
     return total
 
 
-def figures(bench: list[dict], gpt2: list[dict]) -> list[Figure]:
-    """Return the figures to reach, from the rows of bench.json and gpt2.json."""
+def figures(bench: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
+    """Return the figures to reach, from the rows of bench.json and gpt2.json, and host.json's bounds."""
     ms = {(row["case"], row["provider"]): row["ms"] for row in bench if row["ms"] and not row["error"]}
     ours = [row for row in bench if row["provider"] == "ours-eager" and (row["case"], "ours-eager") in ms]
     large = [row for row in ours if row["bytes"] > LARGE]
@@ -224,6 +226,11 @@ def figures(bench: list[dict], gpt2: list[dict]) -> list[Figure]:
     steps = {(row["mode"], row["collects"]): row for row in gpt2 if "ms" in row}
     added = steps.get(("compiled", "grads"), {}).get("added_percent")
     found.append(Figure("% of a compiled step of GPT-2", added, 1.0, True, "gpt2.py"))
+    # the count that comes nearest to its bound
+    count = max(host, key=lambda count: host[count]["beyond_us"] / host[count]["limit_us"], default="")
+    beyond, limit = (host[count]["beyond_us"], host[count]["limit_us"]) if host else (None, math.nan)
+    where = f"host_path.py, {count} tensors" if host else "host_path.py"
+    found.append(Figure("us of the host's beyond a list of data_ptr()", beyond, limit, True, where))
     return found
 
 
@@ -241,13 +248,17 @@ def markdown(result: dict, out: Path) -> str:
     tests = result["tests"]
     lines += ["", "Tests: " + (", ".join(f"{n} {what}" for what, n in tests.items()) or "no result")]
     for name, title in (("gpt2", "A training step of GPT-2"), ("bench", "Benchmark"), ("sweep", "Tuning")):
-        if (out / f"{name}.md").exists():
-            lines += [f"\n## {title}\n", (out / f"{name}.md").read_text(encoding="utf-8").strip()]
+        if text := text_of(out / f"{name}.md"):
+            lines += [f"\n## {title}\n", text.strip()]
     return "\n".join(lines) + "\n"
 
 
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
 def load(path: Path) -> list[dict]:
-    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return json.loads(text)["rows"] if (text := text_of(path)) else []
 
 
 def without_gpu(out: Path) -> int:
@@ -301,7 +312,8 @@ def main(argv=None) -> int:
         for process in beside:
             end(process)
     result["tests"] = counts(out / "tests.xml")
-    found = figures(load(out / "bench.json"), load(out / "gpt2.json"))
+    host = json.loads(read) if (read := text_of(out / "host.json")) else {}
+    found = figures(load(out / "bench.json"), load(out / "gpt2.json"), host.get("bound", {}))
     result["figures"] = [{**figure._asdict(), "met": figure.met} for figure in found]
     (out / "gpu.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     text = markdown(result, out)

@@ -178,10 +178,16 @@ BENCH = [
 GPT2 = [{"mode": "compiled", "collects": "grads", "ms": 20.0, "added_percent": 0.5}]
 
 
+HOST = {"1": {"beyond_us": 20.0, "limit_us": 60.12}, "1000": {"beyond_us": 170.0, "limit_us": 180.0}}
+
+
 def test_figures_are_computed_from_the_rows():
-    found = gpu.figures(BENCH, GPT2)
-    assert [figure.met for figure in found] == [True] * 7
-    assert [figure.reached for figure in found] == pytest.approx([0.98, 0.96, 1.0, 4.5, 11.0, 0.5, 0.5])
+    found = gpu.figures(BENCH, GPT2, HOST)
+    assert [figure.met for figure in found] == [True] * 8
+    assert [figure.reached for figure in found] == pytest.approx(
+        [0.98, 0.96, 1.0, 4.5, 11.0, 0.5, 0.5, 170.0]
+    )
+    assert (found[-1].bound, found[-1].where) == (180.0, "host_path.py, 1000 tensors")
     # of all lists, the worst
     assert found[1].where == "llama-1b"
 
@@ -200,13 +206,18 @@ def test_figures_are_computed_from_the_rows():
 )
 def test_each_figure_can_be_missed(figure, row, change):
     rows = [{**r, **(change if i == row else {})} for i, r in enumerate(BENCH)]
-    assert [i for i, found in enumerate(gpu.figures(rows, GPT2)) if not found.met] == [figure]
+    assert [i for i, found in enumerate(gpu.figures(rows, GPT2, HOST)) if not found.met] == [figure]
+
+
+def test_the_hosts_figure_can_be_missed():
+    slow = {**HOST, "148": {"beyond_us": 90.0, "limit_us": 77.8}}
+    assert [i for i, found in enumerate(gpu.figures(BENCH, GPT2, slow)) if not found.met] == [7]
 
 
 def test_a_figure_that_was_not_measured_is_neither_met_nor_missed():
-    assert {figure.met for figure in gpu.figures([], [])} == {None}
+    assert {figure.met for figure in gpu.figures([], [], {})} == {None}
     failed = [bench_row("2000x1k", "ours-eager", 0.1, error="wrong: 1e+00"), *BENCH[-1:]]
-    assert gpu.figures(failed, [{"mode": "compiled", "error": "it broke"}])[5:] == [
+    assert gpu.figures(failed, [{"mode": "compiled", "error": "it broke"}], {})[5:7] == [
         gpu.Figure("time / _foreach_norm's, 2000 tiny", None, 1.0, most=True, where="2000x1k"),
         gpu.Figure("% of a compiled step of GPT-2", None, 1.0, most=True, where="gpt2.py"),
     ]
