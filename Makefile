@@ -21,7 +21,7 @@ PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_FLAGS)
 .NOTPARALLEL:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(CORE) ## a small training run, watched, on this machine
 	@$(PY) -W 'ignore:Failed to initialize NumPy' -m gradiometer.demo  # torch says so of itself; nothing here needs NumPy

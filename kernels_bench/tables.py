@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from machine import one_line
 
 # (heading, on which devices, how it is aligned)
@@ -17,6 +19,8 @@ COLUMNS = (
     ("extra MiB", "any", "right"),
     ("ours / it", "any", "right"),
 )
+
+OVERVIEW = "Our time, and what multiple of each other's it is"
 
 
 def ratio(row, rows):
@@ -86,11 +90,31 @@ def not_measured(rows):
     return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in found.items())
 
 
+def overview(rows):
+    """Return headings and cells of one table of all cases: our time as a multiple of each peer's."""
+    peers = list(dict.fromkeys(row["provider"] for row in rows if ratio(row, rows) is not None))
+    table = []
+    for case, its in by_case(rows).items():
+        found = {row["provider"]: row for row in its}
+        # the public call where it was measured
+        ours = next((row for row in its if row["family"] == "ours" and row["ms"]), None)
+        if ours is None:
+            continue
+        texts = cells(ours, rows)
+        times = [ratio(found[peer], rows) if peer in found else None for peer in peers]
+        table.append([case, texts["ms"], texts["ceiling"], *("" if x is None else f"{x:.2g}" for x in times)])
+    return ["case", "ours, ms", "ceiling", *peers], table
+
+
 def markdown(result):
-    """Return a whole run as a page's section: the command, the machine, a table a case."""
+    """Return a whole run as a page's section: the command, the machine, an overview, a table a case."""
     parts = [f"    {result['command']}", one_line(result["machine"])]
     if "base" in result:
         parts.append(f"base: commit {result['base']}")
+    head, table = overview(result["rows"])
+    if len(table) > 1:
+        lines = [head, ["---"] + ["---:"] * (len(head) - 1), *table]
+        parts += [f"### {OVERVIEW}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
     parts += [f"### {case_markdown(rows)}" for rows in by_case(result["rows"]).values()]
     return "\n\n".join(parts) + "\n"
 
@@ -129,3 +153,20 @@ def show(rows, console):
     console.print(table)
     if missing:
         console.print(f"not measured: {missing}\n", style="dim", highlight=False, markup=False)
+
+
+def show_overview(rows, console):
+    """Print all cases as one table."""
+    from rich import box
+    from rich.table import Table
+
+    head, table = overview(rows)
+    if len(table) > 1:
+        shown = Table(title=OVERVIEW, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in head:
+            # a heading is no wider than its words
+            left = name == "case"
+            shown.add_column(re.sub("-|, ", "\n", name), justify="left" if left else "right", no_wrap=True)
+        for line in table:
+            shown.add_row(*line)
+        console.print(shown)

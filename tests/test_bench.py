@@ -285,3 +285,21 @@ def test_ratios_compare_the_same_level():
     assert tables.ratio(row("peer", "compiled", 4.0), rows) == 0.5  # no compiled one of ours: the eager call
     assert tables.ratio(row("peer", "eager", None), rows) is None
     assert tables.ratio(rows[0], rows) is None
+
+
+def test_all_cases_stand_in_one_table(tmp_path, capsys):
+    _, result = run(
+        tmp_path, "--cases", "whole,half", "--providers", "ours-eager,foreach64,loop", "--no-memory"
+    )
+    head, table = tables.overview(result["rows"])
+    assert head == ["case", "ours, ms", "ceiling", "foreach64", "loop"]
+    assert [line[0] for line in table] == ["whole", "half"]
+    ms = {(row["case"], row["provider"]): row["ms"] for row in result["rows"]}
+    for line in table:
+        for name, text in zip(head[3:], line[3:], strict=True):
+            assert float(text) == pytest.approx(ms[line[0], "ours-eager"] / ms[line[0], name], rel=0.06)
+    assert tables.OVERVIEW in capsys.readouterr().out
+    assert (tmp_path / "bench.md").read_text(encoding="utf-8").count("| case | ours, ms |") == 1
+    # nothing to overlook
+    run(tmp_path, "--cases", "whole", "--providers", "ours-eager,loop", "--no-memory")
+    assert tables.OVERVIEW not in capsys.readouterr().out
