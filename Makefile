@@ -14,6 +14,8 @@ INTERPRETED = tests/test_ops.py tests/test_laws.py tests/test_inputs.py tests/te
 export HYPOTHESIS_PROFILE ?= ci
 CORE = $(VENV)/.core-$(TORCH)-$(TRITON)
 DEV = $(VENV)/.dev-$(TORCH)-$(TRITON)
+# a Python of yours has what it has: `make bench PY=python3` installs nothing
+TOOLS = $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_FLAGS)
 
@@ -53,19 +55,19 @@ format: $(DEV) ## let ruff edit
 
 check: lint test ## what continuous integration runs
 
-bench: $(DEV) ## ours against its peers on this machine: a table, JSON and a picture in build/bench
-	$(PY) kernels_bench/bench.py $(BENCH_FLAGS)
+bench: $(TOOLS) ## ours against its peers on this machine: a table, JSON and a picture in build/bench
+	PYTHONPATH=src $(PY) kernels_bench/bench.py $(BENCH_FLAGS)
 
-bench-cpu: $(DEV) ## the CPU path against its bounds
-	$(PY) kernels_bench/bench.py --device cpu --check $(BENCH_FLAGS)
+bench-cpu: $(TOOLS) ## the CPU path against its bounds
+	PYTHONPATH=src $(PY) kernels_bench/bench.py --device cpu --check $(BENCH_FLAGS)
 
-bench-host: $(DEV) ## the host's time of a call, without the kernels
+bench-host: $(TOOLS) ## the host's time of a call, without the kernels
 	PYTHONPATH=src $(PY) kernels_bench/host_path.py $(BENCH_HOST_FLAGS)
 
-machine-code: $(DEV) ## what the kernels compile to, and the bound that follows for each GPU
-	$(PY) kernels_bench/code_report.py $(MACHINE_CODE_FLAGS)
+machine-code: $(TOOLS) ## what the kernels compile to, and the bound that follows for each GPU
+	PYTHONPATH=src $(PY) kernels_bench/code_report.py $(MACHINE_CODE_FLAGS)
 
-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV)) ## on a GPU machine: tests, benchmark, a training step; PY=python3 installs nothing
+gpu: $(TOOLS) ## on a GPU machine: tests, benchmark, a training step
 	PYTHONPATH=src $(PY) kernels_bench/gpu.py $(GPU_FLAGS)
 
 clean: ## remove environments, builds and caches

@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def main(argv=None):
     if args.memory:
         print(json.dumps(peak_growth([CASES[name] for name in args.cases], args.providers, scale_of)))
         return 0
-    command = " ".join(["python kernels_bench/bench.py", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "kernels_bench/bench.py", *(sys.argv[1:] if argv is None else argv)])
     result = {"machine": machine.describe(), "command": command, "rows": []}
     show, show_overview = shower()
     try:
@@ -98,6 +99,9 @@ def parse(argv):
         refuse("--device cuda: torch sees no GPU here; try --device cpu")
     if args.device == "cuda" and (args.check or args.memory):
         refuse("--check and --memory are about the CPU path: leave out --device cuda")
+    bounded = {*MEMORY_CASES, *(case for case, _, _ in BOUNDS)}
+    if args.check and args.cases and not bounded & {*args.cases.split(",")}:
+        refuse(f"--check: none of these cases has a bound; {', '.join(sorted(bounded))} have")
     if args.memory and not can_read_peaks():
         refuse("--memory reads peaks from Linux's /proc, which is not here")
     if args.seconds is not None and not 0 < args.seconds < math.inf:
@@ -277,7 +281,8 @@ def check(rows, args):
         mib = grown.get(case, {}).get("ours-eager")
         fine = mib is not None and mib <= BOUND_MEMORY
         met &= fine
-        print(f"{'met   ' if fine else 'MISSED'}  {case}: peak growth {mib} MiB (at most {BOUND_MEMORY:g})")
+        grew = "unknown" if mib is None else f"{mib:.2f}"
+        print(f"{'met   ' if fine else 'MISSED'}  {case}: peak growth {grew} MiB (at most {BOUND_MEMORY:g})")
     print("every bound met" if met else "a bound was missed")
     return met
 
@@ -288,7 +293,8 @@ def shower():
         from rich.console import Console
     except ImportError:
         return lambda rows: print(tables.case_markdown(rows)), lambda _: None
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    # narrower, a table loses what it is for
+    console = Console(width=max(120, Console().width) if sys.stdout.isatty() else 120)
     return lambda rows: tables.show(rows, console), lambda rows: tables.show_overview(rows, console)
 
 
@@ -304,8 +310,12 @@ def draw(result, out):
     except ImportError as failure:
         print(f"no picture: {failure} (pip install matplotlib)", file=sys.stderr)
         return
-    plot.draw(result, out / "bench.png")
-    print(f"{out}/bench.json, bench.md and bench.png are written")
+    # an earlier run's would pass for this one's
+    (out / "bench.png").unlink(missing_ok=True)
+    drawn = plot.draw(result, out / "bench.png")
+    print(f"{out}/bench.json, bench.md{' and bench.png' if drawn else ''} are written")
+    if not drawn:
+        print("no picture: nothing but the ceiling was measured", file=sys.stderr)
 
 
 def print_lists():

@@ -131,13 +131,16 @@ def main() -> int:
     parser.add_argument("--targets", help="like sm_90,gfx942; all by default")
     parser.add_argument("--dtypes", help="like float32,bfloat16; all by default")
     parser.add_argument("--kernels", help="like moments; all by default")
-    parser.add_argument("--sass", type=Path, help="folder for each variant's code, its main loop marked")
+    parser.add_argument("--sass", type=Path, help="folder for each variant's code; > marks the main loop")
     parser.add_argument("--join", type=Path, nargs="+", help="report.json of several compilers, to compare")
     args = parser.parse_args()
     if missing := [str(path) for path in args.join or () if not path.is_file()]:
         sys.exit(f"code_report.py: no report at {', '.join(missing)}; make one with --out")
     if args.join:
-        print(joined([json.loads(path.read_text()) for path in args.join]))
+        try:
+            print(joined([json.loads(path.read_text()) for path in args.join]))
+        except (ValueError, KeyError, TypeError):
+            sys.exit("code_report.py: --join takes what --out has written, report.json of each compiler")
         return 0
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         sys.exit("code_report.py: unset TRITON_INTERPRET; interpreted kernels have no machine code")

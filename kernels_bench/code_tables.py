@@ -93,6 +93,8 @@ def markdown(report: dict) -> str:
 def joined(reports: list[dict]) -> str:
     """Put what several compilers made of the moments kernel side by side."""
     heads = [f"triton {report['versions']['triton']}" for report in reports]
+    if len({*heads}) < len(heads):
+        heads = [f"{i}: {head}" for i, head in enumerate(heads, 1)]
     cells: dict[tuple[str, str], list[str]] = {}
     for place, report in enumerate(reports):
         for row in report["code"]:

@@ -42,6 +42,9 @@ FOUND = 9
 LARGE = 256e6
 # what is short and what a figure needs comes first: what is cut off is the rest
 CASES = "one-1.5e9,2000x1m,2000x1k,gpt2,llama-1b,moe,misaligned,beyond-2^31"
+# what a run leaves in its folder, but for logs
+WRITTEN = [f"{name}.{kind}" for name in ("gpu", "bench", "gpt2", "sweep") for kind in ("json", "md")]
+WRITTEN += ["host.json", "tests.xml", "bench.png"]
 SMALL = "--layers 1 --width 32 --heads 2 --vocabulary 64 --context 16 --batch 2 --seconds 0.2"
 
 
@@ -140,11 +143,16 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def within(command: list[str], limit: float) -> list[str]:
+    """Return a part's command with its time limit filled in."""
+    return [f"{max(1.0, limit - MARGIN):.0f}" if word == LIMIT else word for word in command]
+
+
 def run(part: Part, log: Path, limit: float) -> dict:
     """Run one part; return its name, command, seconds, and how it ended."""
     print(f"{part.name}: at most {limit:.0f} s ... ", end="", flush=True)
     begin = time.perf_counter()
-    command = [f"{max(1.0, limit - MARGIN):.0f}" if word == LIMIT else word for word in part.command]
+    command = within(part.command, limit)
     process = start(command, log, **part.env)
     try:
         status = process.wait(timeout=limit)
@@ -265,13 +273,13 @@ def without_gpu(out: Path) -> int:
     """Collect the tests, which skip themselves, and take a small step on the CPU."""
     print("There is no GPU here, so nothing is measured. On a machine with one this would run:\n")
     for part in parts(out, sweep=True, sanitizer="compute-sanitizer"):
-        print(f"    {shlex.join(part.command)}")
-    print()
+        print(f"    {shlex.join(within(part.command, part.seconds))}")
+    print("\nHere, that the tests are found and that a step runs, on the CPU:\n")
     with tempfile.TemporaryDirectory() as folder:
         small = script("gpt2.py", "--device", "cpu", "--modes", "eager", *SMALL.split(), "--out", folder)
         tests = parts(Path(folder), sweep=False, sanitizer=None)[0]
         dry = [tests, Part("gpt2, small, on the CPU", small, 120)]
-        ended = [run(part, Path(folder) / "log", SECONDS) for part in dry]
+        ended = [run(part, Path(folder) / "log", part.seconds) for part in dry]
         skipped = counts(Path(folder) / "tests.xml")
     print(f"{skipped.get('skipped', 0)} of {skipped.get('tests', 0)} tests wait for a GPU")
     return int(any(map(failed, ended)))
@@ -285,9 +293,10 @@ def main(argv=None) -> int:
     out = options.out.resolve()
     if not torch.cuda.is_available():
         return without_gpu(out)
-    # nothing of an earlier run may count as this one's
-    shutil.rmtree(out, ignore_errors=True)
-    (out / "warm").mkdir(parents=True)
+    # nothing of an earlier run may count as this one's; what else is there stays
+    for name in WRITTEN:
+        (out / name).unlink(missing_ok=True)
+    (out / "warm").mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     command = shlex.join(["python", "kernels_bench/gpu.py", *(sys.argv[1:] if argv is None else argv)])
     result = {"machine": machine.describe(), "command": command, "parts": [], "tests": {}, "figures": []}

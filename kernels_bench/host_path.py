@@ -191,6 +191,8 @@ def main():
             "host_path.py: no triton here, and the kernels' path is what is measured; pip install triton"
         )
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("host_path.py: --device cuda: torch sees no GPU here; leave it out")
 
     medians, counted = {}, {}
     for count in COUNTS:

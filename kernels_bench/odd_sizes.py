@@ -26,6 +26,8 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     device = parser.parse_args(argv).device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {device}: torch sees no GPU here; --device cpu runs the same")
     host = {f"{dtype} {size}": torch.randn(size).to(dtype) for dtype in DTYPES for size in SIZES}
     for name in [name for name in host if name.endswith("70001")]:
         host[f"{name} with NaN"] = host[name].clone()

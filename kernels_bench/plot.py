@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 OURS, PEER, BASE, CEILING, WRONG = "#0b63b5", "#8a9097", "#c77700", "#d5d9dd", "#c0392b"
-PANEL_WIDTH, ROW_HEIGHT, ACROSS = 4.6, 0.2, 3
+PANEL_WIDTH, ROW_HEIGHT, ACROSS, WIDTH = 4.6, 0.2, 3, 9.2
 
 
 def draw(result, path):
@@ -34,7 +34,9 @@ def draw(result, path):
     down = math.ceil(len(panels) / across)
     longest = max(len(rows) for rows in panels.values())
     height = down * (longest * ROW_HEIGHT + 0.85) + 1.1
-    figure = Figure(figsize=(across * PANEL_WIDTH, height), layout="constrained")
+    # a single panel is wider, so that the legend fits
+    width = max(across * PANEL_WIDTH, WIDTH)
+    figure = Figure(figsize=(width, height), layout="constrained")
     # room for the heading and, below, for where it was measured
     figure.get_layout_engine().set(rect=(0, 0.5 / height, 1, 1 - 1.1 / height), h_pad=0.1, w_pad=0.12)
     axes = list(figure.subplots(down, across, squeeze=False).flat)
@@ -43,7 +45,7 @@ def draw(result, path):
     for ax in axes[len(panels) :]:
         ax.set_axis_off()
 
-    left = 0.12 / (across * PANEL_WIDTH)
+    left = 0.12 / width
     figure.text(
         left, 1 - 0.12 / height, "Time as a multiple of one read of the same bytes", va="top", fontsize=13
     )
@@ -99,7 +101,7 @@ def _panel(ax, rows):
         label.set_fontweight("bold" if row["family"] == "ours" else "normal")
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.tick_params(axis="both", which="both", length=0)
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g} times")
     ax.xaxis.set_minor_formatter(lambda *_: "")
     ax.tick_params(axis="x", labelsize=7, labelcolor="#777777")
     ax.grid(axis="x", which="major", color=CEILING, lw=0.6, zorder=0)
@@ -120,5 +122,7 @@ def _panel(ax, rows):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
+        sys.exit("usage: plot.py build/bench/bench.json")
     source = Path(sys.argv[1])
     draw(json.loads(source.read_text(encoding="utf-8")), source.with_suffix(".png"))

@@ -202,9 +202,13 @@ def markdown(result: dict) -> str:
         for row, name in ((table, "table"), (best, "best")):
             cells = [row["dtype"], name, *(row[key] for key in head[2:7])]
             cells += [f"{row['finalize_tile']} by {row['finalize_threads']}"]
-            cells += ["1" if row is table else f"{best['ratio']:.3f}{'' if best['whole'] else ', cut off'}"]
+            cells += [
+                "1" if row is table else f"{best['ratio']:.3f}{'' if best['whole'] else ', not all tried'}"
+            ]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     failed = sum("error" in row for row in result["rows"])
+    if not torch.cuda.is_available():
+        lines += ["", "Interpreted, to see that it runs: these times say nothing about a GPU."]
     lines += ["", f"{len(result['rows'])} timings of candidates, {failed} of them failed."]
     return "\n".join(lines) + "\n"
 

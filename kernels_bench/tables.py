@@ -20,7 +20,8 @@ COLUMNS = (
     ("ours / it", "any", "right"),
 )
 
-OVERVIEW = "Our time, and what multiple of each other's it is"
+OVERVIEW = "Our time, and as a multiple of each peer's"
+UNSTEADY = "~: the middle half is wider than a third of the median; the machine is busy, trust no such ratio"
 
 
 def ratio(row, rows):
@@ -36,28 +37,33 @@ def ratio(row, rows):
     return None
 
 
+def is_unsteady(row):
+    """Tell whether the middle half of a row's times is wider than a third of their median."""
+    return bool(row["ms"]) and row["ms_high"] - row["ms_low"] > row["ms"] / 3
+
+
 def cells(row, rows):
     """Return the row's cells by heading, as text."""
     share, times, extra = row["ceiling_share"], ratio(row, rows), row["extra_mib"]
     return {
         "provider": row["provider"],
         "computes": row["what"] + (f"; {row['error']}" if row["error"] else ""),
-        "ms": digits(row["ms"]),
+        "ms": ("~" if is_unsteady(row) else "") + digits(row["ms"]),
         "middle half": f"{digits(row['ms_low'])} - {digits(row['ms_high'])}",
         "GB/s": digits(row["gb_s"]),
         "ceiling": "" if share is None else f"{100 * share:.0f} %" if share > 0.1 else f"{100 * share:.2g} %",
         "launches": "" if row["launches"] is None else str(row["launches"]),
         "host µs": digits(row["host_us"]),
         "extra MiB": "" if extra is None else f"{extra:.1f}",
-        "ours / it": "" if times is None else f"{times:.2f}",
+        "ours / it": "" if times is None else ("~" if is_unsteady(row) else "") + f"{times:.2f}",
     }
 
 
-def digits(value):
-    """Return a number with three digits that matter, without an exponent."""
+def digits(value, count="3"):
+    """Return a number with three digits that matter, or so many, without an exponent."""
     if value is None:
         return ""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
+    return f"{value:.0f}" if abs(value) >= 10 ** int(count) / 10 else f"{value:#.{count}g}".rstrip(".")
 
 
 def by_case(rows):
@@ -102,7 +108,7 @@ def overview(rows):
             continue
         texts = cells(ours, rows)
         times = [ratio(found[peer], rows) if peer in found else None for peer in peers]
-        table.append([case, texts["ms"], texts["ceiling"], *("" if x is None else f"{x:.2g}" for x in times)])
+        table.append([case, texts["ms"], texts["ceiling"], *(digits(x, "2") for x in times)])
     return ["case", "ours, ms", "ceiling", *peers], table
 
 
@@ -131,6 +137,8 @@ def case_markdown(rows):
         if row["ms"]:
             texts = cells(row, rows)
             lines.append("| " + " | ".join(texts[name].replace("|", "\\|") for name, _ in columns) + " |")
+    if any(map(is_unsteady, rows)):
+        lines += ["", f"{UNSTEADY}."]
     return "\n".join(lines + (["", f"Not measured: {missing}."] if missing else []))
 
 
@@ -151,6 +159,8 @@ def show(rows, console):
             texts = cells(row, rows)
             table.add_row(*(texts[name] for name, _ in columns), style=style)
     console.print(table)
+    if any(map(is_unsteady, rows)):
+        console.print(UNSTEADY, style="red", highlight=False)
     if missing:
         console.print(f"not measured: {missing}\n", style="dim", highlight=False, markup=False)
 

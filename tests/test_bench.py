@@ -303,3 +303,25 @@ def test_all_cases_stand_in_one_table(tmp_path, capsys):
     # nothing to overlook
     run(tmp_path, "--cases", "whole", "--providers", "ours-eager,loop", "--no-memory")
     assert "Our time" not in capsys.readouterr().out
+
+
+def test_a_run_that_was_disturbed_says_so():
+    steady = {"ms": 3.0, "ms_low": 2.6, "ms_high": 3.5}
+    assert not tables.is_unsteady(steady)
+    assert tables.is_unsteady({**steady, "ms_high": 3.7})
+    assert not tables.is_unsteady({"ms": None})
+
+
+def test_a_check_of_cases_without_bounds_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, "--check", "--cases", "gpt2")
+    assert ended.value.code == 2
+    assert "none of these cases has a bound" in capsys.readouterr().err
+
+
+def test_an_old_picture_does_not_pass_for_this_runs(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "bench.png").write_bytes(b"old")
+    run(tmp_path, "--cases", "whole", "--providers", "apex", "--no-memory")
+    assert not (tmp_path / "bench.png").exists()
+    assert "bench.png" not in capsys.readouterr().out
