@@ -42,8 +42,8 @@ def is_unsteady(row):
     return bool(row["ms"]) and row["ms_high"] - row["ms_low"] > row["ms"] / 3
 
 
-def cells(row, rows):
-    """Return the row's cells by heading, as text."""
+def cells(row, rows, count="3"):
+    """Return the row's cells by heading, as text; ratios with so many digits."""
     share, times, extra = row["ceiling_share"], ratio(row, rows), row["extra_mib"]
     return {
         "provider": row["provider"],
@@ -55,7 +55,7 @@ def cells(row, rows):
         "launches": "" if row["launches"] is None else str(row["launches"]),
         "host µs": digits(row["host_us"]),
         "extra MiB": "" if extra is None else f"{extra:.1f}",
-        "ours / it": "" if times is None else ("~" if is_unsteady(row) else "") + f"{times:.2f}",
+        "ours / it": "" if times is None else ("~" if is_unsteady(row) else "") + digits(times, count),
     }
 
 
@@ -107,8 +107,8 @@ def overview(rows):
         if ours is None:
             continue
         texts = cells(ours, rows)
-        times = [ratio(found[peer], rows) if peer in found else None for peer in peers]
-        table.append([case, texts["ms"], texts["ceiling"], *(digits(x, "2") for x in times)])
+        times = [cells(found[peer], rows, "2")["ours / it"] if peer in found else "" for peer in peers]
+        table.append([case, texts["ms"], texts["ceiling"], *times])
     return ["case", "ours, ms", "ceiling", *peers], table
 
 

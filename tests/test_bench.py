@@ -153,7 +153,7 @@ def test_a_run_writes_json_markdown_and_a_picture(tmp_path, capsys):
     assert result["machine"]["torch"] == torch.__version__
     page = (tmp_path / "bench.md").read_text(encoding="utf-8")
     line = next(line for line in page.splitlines() if line.startswith("| foreach64"))
-    assert f"{rows['ours-eager']['ms'] / rows['foreach64']['ms']:.2f}" in line
+    assert tables.digits(rows["ours-eager"]["ms"] / rows["foreach64"]["ms"]) in line
     assert "ours-graph (on a GPU only)" in page
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "foreach64" in capsys.readouterr().out
@@ -297,7 +297,10 @@ def test_all_cases_stand_in_one_table(tmp_path, capsys):
     ms = {(row["case"], row["provider"]): row["ms"] for row in result["rows"]}
     for line in table:
         for name, text in zip(head[3:], line[3:], strict=True):
-            assert float(text) == pytest.approx(ms[line[0], "ours-eager"] / ms[line[0], name], rel=0.06)
+            # on a busy machine it says so
+            assert float(text.lstrip("~")) == pytest.approx(
+                ms[line[0], "ours-eager"] / ms[line[0], name], rel=0.06
+            )
     assert "Our time" in capsys.readouterr().out
     assert (tmp_path / "bench.md").read_text(encoding="utf-8").count("| case | ours, ms |") == 1
     # nothing to overlook
