@@ -288,14 +288,14 @@ def test_a_wait_in_a_collection_would_be_seen(monkeypatch):
     with pytest.raises(RuntimeError, match="synchroniz"), no_waits():
         x.sum().item()
     assert torch.cuda.get_sync_debug_mode() == 0
-    measure = ops.tensor_stats
+    measure = ops.measure
 
     def waits(*args: Any) -> tuple[Tensor, Tensor]:
         columns, flags = measure(*args)
         columns.sum().item()
         return columns, flags
 
-    monkeypatch.setattr(ops, "tensor_stats", waits)
+    monkeypatch.setattr(ops, "measure", waits)
     with pytest.raises(RuntimeError, match="synchroniz"):
         gm.collect([x])
 

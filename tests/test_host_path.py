@@ -98,14 +98,14 @@ def launches(monkeypatch):
 def direct(monkeypatch):
     """Count the calls that do not pass through the dispatcher."""
     calls = []
-    inner = ops._measure
+    inner = ops._eager
 
     def noted(tensors, thresholds, inv_scale, known=None):
         if known is not None:
             calls.append(len(tensors))
         return inner(tensors, thresholds, inv_scale, known)
 
-    monkeypatch.setattr(ops, "_measure", noted)
+    monkeypatch.setattr(ops, "_eager", noted)
     return calls
 
 
@@ -712,3 +712,15 @@ def test_the_benchmark_notices_a_missed_bound(bench, monkeypatch, beyond, launch
     medians = {1000: {bench.BARE: 70.0, bench.OURS: 70.0 + beyond}}
     counted = {1000: {bench.OURS: {"launches": launches, "copies": copies}}}
     assert bench.verdicts_of(medians, counted)[1000]["met"] is met
+
+
+def test_a_list_is_looked_up_once_a_call_whether_it_is_known_or_not(monkeypatch):
+    asked = []
+    recognize = ops.recognize
+    monkeypatch.setattr(ops, "recognize", lambda tensors: (asked.append(len(tensors)), recognize(tensors))[1])
+    tensors = [torch.ones(5), torch.ones(3)]
+    for _ in range(3):
+        gm.collect(tensors)
+    # has to be copied, so it is never measured as it stands
+    gm.collect([torch.ones(6)[::2]])
+    assert asked == [2, 2, 2, 1]

@@ -475,15 +475,15 @@ def _record_calls(
 ) -> list[tuple[torch.device, list[int], torch.device | None]]:
     """Note each call to the op: its device, its tensors' sizes and the device of its inv_scale."""
     calls = []
-    measure = ops.tensor_stats
+    measure = ops.measure
 
-    def noted(tensors, thresholds, inv_scale=None):
+    def noted(tensors, thresholds, inv_scale, known):
         (device,) = {tensor.device for tensor in tensors}
         scale_device = None if inv_scale is None else inv_scale.device
         calls.append((device, [tensor.numel() for tensor in tensors], scale_device))
-        return measure(tensors, thresholds, inv_scale)
+        return measure(tensors, thresholds, inv_scale, known)
 
-    monkeypatch.setattr(ops, "tensor_stats", noted)
+    monkeypatch.setattr(ops, "measure", noted)
     return calls
 
 
@@ -530,7 +530,7 @@ def test_rows_of_several_devices_come_in_the_order_of_the_tensors(monkeypatch: p
     # the package's attribute of this name is the function
     module = importlib.import_module("gradiometer.collect")
     devices = list(dict.fromkeys(stub.device for stub in stubs))
-    columns, flags = module._measure(stubs, devices, gm.Thresholds(), None)
+    columns, flags = module._measure(stubs, devices, gm.Thresholds(), None, None)
     assert columns.tolist() == [[float(row)] * len(gm.COLUMNS) for row in range(len(order))]
     assert flags.tolist() == list(range(len(order)))
 
@@ -737,7 +737,7 @@ def test_a_refused_call_changes_nothing(case: str, monkeypatch: pytest.MonkeyPat
     expected = gm.collect({"good": good})
 
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "tensor_stats", lambda *_: pytest.fail("measured before refusing"))
+        patch.setattr(ops, "measure", lambda *_: pytest.fail("measured before refusing"))
         with pytest.raises(TypeError):
             gm.collect(tensors)
     assert list(tensors) == ["good", "bad", "empty"]

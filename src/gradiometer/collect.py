@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gradiometer.pack import Known
+
     Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
     Tensors = Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -180,10 +182,7 @@ def _collect(
         tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
     sparse = torch.sparse_coo in traits.layouts
     dense = [_values(tensor) for tensor in tensors] if sparse else tensors
-    if known is None:
-        columns, flags = _measure(dense, traits.devices, thresholds, inv_scale)
-    else:
-        columns, flags = ops.tensor_stats(tensors, thresholds, _on(inv_scale, known.device), known)
+    columns, flags = _measure(dense, traits.devices, thresholds, inv_scale, known)
     if sparse:
         columns = _add_implicit_zeros(columns, tensors, dense)
         flags = derived.compute_flags(columns, thresholds)
@@ -191,11 +190,15 @@ def _collect(
 
 
 def _measure(
-    tensors: list[Tensor], devices: list[torch.device], thresholds: Thresholds, scale: Tensor | float | None
+    tensors: list[Tensor],
+    devices: list[torch.device],
+    thresholds: Thresholds,
+    scale: Tensor | float | None,
+    known: Known | None,
 ) -> tuple[Tensor, Tensor]:
     """Measure tensors of one or several devices, one call a device."""
     if len(devices) == 1:
-        return ops.tensor_stats(tensors, thresholds, _on(scale, devices[0]))
+        return ops.measure(tensors, thresholds, _on(scale, devices[0]), known)
 
     # a copy to the CPU would have to wait for the device, so the CPU's rows travel
     home = next((device for device in devices if device.type != "cpu"), devices[0])

@@ -24,7 +24,7 @@ from gradiometer.schema import NUM_COLUMNS, Thresholds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["recognize", "tensor_stats", "uses_kernels"]
+__all__ = ["measure", "recognize", "tensor_stats", "uses_kernels"]
 
 
 def _is_installed(package: str) -> bool:
@@ -52,10 +52,7 @@ def uses_kernels(device: torch.device) -> bool:
 
 
 def tensor_stats(
-    tensors: Sequence[Tensor],
-    thresholds: Thresholds,
-    inv_scale: Tensor | None = None,
-    known: pack.Known | None = None,
+    tensors: Sequence[Tensor], thresholds: Thresholds, inv_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Measure tensors of one device in one read.
 
@@ -63,16 +60,21 @@ def tensor_stats(
         tensors: at least one floating-point or complex strided tensor; any shapes, strides, dtypes.
         thresholds: where flags begin.
         inv_scale: one element on the same device; the statistics are those of ``inv_scale * x``.
-        known: what `recognize` says of the tensors, where that was asked.
 
     Returns:
         columns ``(T, C) float64`` in the order of `gradiometer.schema.COLUMNS`, and flags
         ``(T,) int32``, on the tensors' device.
     """
+    return measure(tensors, thresholds, inv_scale, recognize(tensors))
+
+
+def measure(
+    tensors: Sequence[Tensor], thresholds: Thresholds, inv_scale: Tensor | None, known: pack.Known | None
+) -> tuple[Tensor, Tensor]:
+    """Do what `tensor_stats` does, for a caller who has asked `recognize`: ``known`` is its answer."""
     with torch.no_grad():
-        known = known or recognize(tensors)
         if known is not None and (inv_scale is None or _is_plain(inv_scale)):
-            return _measure(tensors, thresholds, inv_scale, known)
+            return _eager(tensors, thresholds, inv_scale, known)
         columns, flags = torch.ops.gradiometer.tensor_stats(
             tensors, thresholds.vanishing, thresholds.exploding, thresholds.dead, inv_scale
         )
@@ -104,16 +106,16 @@ def _is_plain(x: Tensor) -> bool:
 def _tensor_stats(
     tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _measure(tensors, Thresholds(vanishing, exploding, dead), inv_scale)
+    return _eager(tensors, Thresholds(vanishing, exploding, dead), inv_scale)
 
 
-def _measure(
+def _eager(
     tensors: Sequence[Tensor],
     thresholds: Thresholds,
     inv_scale: Tensor | None,
     known: pack.Known | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Measure in eager; ``known``: what `pack.recognize` says of the tensors, in a call from eager."""
+    """Measure at once; ``known``: what `pack.recognize` says of the tensors, in a call from eager."""
     device = tensors[0].device
     # autocast would choose the dtypes of the reference's own operators
     autocast = (
