@@ -352,7 +352,7 @@ def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "pandas", None)
     report = report_of(MIXED)
     with pytest.raises(
-        ImportError, match=r"^Report\.to_frame needs pandas: pip install 'gradiometer\[frame\]'$"
+        ImportError, match=r"^to_frame needs pandas: pip install 'gradiometer\[frame\]'$"
     ):
         report.to_frame()
     # everything else works without it

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
-from gradiometer import derived, report, stats
+from gradiometer import derived, stats
+from gradiometer.health import HEALTH
 from gradiometer.schema import COLUMN_NAMES, NUM_COLUMNS
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 # every property of TensorStats that is a tensor
-PROPERTIES = (*COLUMN_NAMES, *derived.DERIVED, "total", "total_norm", "found_inf")
+PROPERTIES = (*COLUMN_NAMES, *derived.DERIVED, *HEALTH, "total", "total_norm", "found_inf", "skipped")
 
 # what hands values to Python; some of it is no call of the dispatcher for a tensor on the CPU
 _READS = frozenset(
@@ -386,13 +387,12 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Matrices that reports are made from; a report of fake values cannot be made."""
     seen: list[Tensor] = []
 
-    def fake_report(names: tuple[str, ...], matrix: Tensor, thresholds: gm.Thresholds) -> str:
-        del names, thresholds
+    def fake_report(names: tuple[str, ...], matrix: Tensor, *_: object, **__: object) -> str:
+        assert len(names) == len(matrix)
         seen.append(matrix)
         return "report"
 
-    for module in (stats, report):
-        monkeypatch.setattr(module, "Report", fake_report)
+    monkeypatch.setattr(stats, "Report", fake_report)
     monkeypatch.setattr(torch, "Event", FakeEvent)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
     monkeypatch.setattr(FakeEvent, "waits", 0)
@@ -423,6 +423,37 @@ def test_a_pending_report_takes_one_copy_into_pinned_memory_and_waits_when_it_is
             assert pending.result() == "report"
         assert (seen.to_host, FakeEvent.waits) == ([], 1)
         assert packed[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_many_collections_and_tensors_of_several_dtypes_take_one_copy(packed, later):
+    with device_of("cuda") as d:
+        grads = gm.collect_grads(Model(d, 100))
+        slots = grads.group({f"slot{i}": rf"^w{i}$" for i in range(20)})
+        tree = {
+            "grads": grads,
+            "slots": [slots, gm.group_ratio(slots, "slot1", "slot0")],
+            "loss": torch.ones((), device=d, dtype=torch.bfloat16),
+            "there already": torch.ones(2, device="cpu"),
+        }
+        with watch() as seen:
+            found = gm.materialize_async(tree).result() if later else gm.materialize(tree)
+        assert seen.to_host == [(False, True) if later else (True, False)]
+        assert seen.to_device == []
+        assert (found["grads"], found["slots"][0]) == ("report", "report")
+        assert [len(matrix) for matrix in packed] == [100, 20]
+        assert found["slots"][1].shape == found["loss"].shape == ()
+        assert (found["loss"].dtype, found["loss"].device.type) == (torch.bfloat16, "cpu")
+        assert found["there already"].shape == (2,)
+
+
+def test_collections_of_two_devices_take_one_copy(packed):
+    with device_of("cuda:0"):
+        tree = [gm.collect([torch.ones(3, device=f"cuda:{i}")]) for i in range(2)]
+        with watch() as seen:
+            assert gm.materialize(tree) == ["report", "report"]
+        assert seen.to_host == [(True, False)]
+        assert len(packed) == 2
 
 
 def test_a_gradient_norm_takes_one_wait():

@@ -5,8 +5,11 @@ overflow, NaN and Inf by parameter name, vanishing and exploding layers, in one 
 without waiting for the device.
 """
 
+from gradiometer.amp import inverse_scale
 from gradiometer.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
-from gradiometer.report import Pending, Report, TensorReport
+from gradiometer.materialize import materialize, materialize_async
+from gradiometer.ratio import group_ratio
+from gradiometer.report import ModuleReports, Report, TensorReport
 from gradiometer.schema import (
     COLUMNS,
     DEFAULT_DEAD_THRESHOLD,
@@ -16,6 +19,7 @@ from gradiometer.schema import (
     Thresholds,
 )
 from gradiometer.stats import TensorStats
+from gradiometer.transfer import Pending
 
 __all__ = [
     "COLUMNS",
@@ -23,6 +27,7 @@ __all__ = [
     "DEFAULT_EXPLODING_THRESHOLD",
     "DEFAULT_VANISHING_THRESHOLD",
     "Flag",
+    "ModuleReports",
     "Pending",
     "Report",
     "TensorReport",
@@ -33,6 +38,10 @@ __all__ = [
     "collect_grads",
     "collect_weights",
     "grad_norm",
+    "group_ratio",
+    "inverse_scale",
+    "materialize",
+    "materialize_async",
     "total_norm",
 ]
 

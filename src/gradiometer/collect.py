@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -24,14 +25,8 @@ from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Th
 from gradiometer.stats import TensorStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from torch import nn
-
+    from gradiometer.inputs import Parameters, Tensors
     from gradiometer.pack import Known
-
-    Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
-    Tensors = Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 __all__ = ["collect", "collect_grads", "collect_weights", "grad_norm", "total_norm"]
 
@@ -41,6 +36,7 @@ def collect_grads(
     *,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
+    skip_nonfinite: bool = False,
 ) -> TensorStats:
     """Measure every gradient of a model in one read, on its device, without waiting for it.
 
@@ -52,6 +48,10 @@ def collect_grads(
         thresholds: where flags begin.
         inv_scale: ``1 / scale`` of a GradScaler, one element: the statistics are those of the
             unscaled gradients, which stay as they are. Positive and finite.
+            `gradiometer.inverse_scale` has it without a wait.
+        skip_nonfinite: whether a step with a non-finite gradient is skipped, as by a GradScaler.
+            Then such a gradient is flagged ``NAN`` or ``INF`` but not ``EXPLODING``, and
+            ``skipped`` of the stats and the report tells that the step is.
 
     Returns:
         TensorStats with a row per gradient, named like its parameter; T = 0 rows with no gradient.
@@ -71,7 +71,8 @@ def collect_grads(
     home = None
     if not grads.tensors:
         home = next((p.device for p in parameters if has_float64(p.device)), None)
-    return _collect(grads, thresholds, inv_scale, "collect_grads", home)
+    stats = _collect(grads, thresholds, inv_scale, "collect_grads", home)
+    return _skipping(stats) if skip_nonfinite else stats
 
 
 def collect_weights(model: Parameters, *, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> TensorStats:
@@ -99,6 +100,7 @@ def collect(
     *,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
+    skip_nonfinite: bool = False,
 ) -> TensorStats:
     """Measure any tensors in one read, on their device, without waiting for it.
 
@@ -110,6 +112,7 @@ def collect(
         tensors: a mapping name -> tensor, (name, tensor) pairs, or tensors, named by position.
         thresholds: where flags begin.
         inv_scale: one element; the statistics are those of ``inv_scale * x``. Positive and finite.
+        skip_nonfinite: whether a step with a non-finite element is skipped; as for `collect_grads`.
 
     Returns:
         TensorStats with a row per tensor.
@@ -122,21 +125,30 @@ def collect(
     >>> gm.collect({"a": torch.tensor([1e20]), "b": torch.zeros(3)}).norm
     tensor([1.0000e+20, 0.0000e+00], dtype=torch.float64)
     """
-    return _collect(named_tensors(tensors, "collect"), thresholds, inv_scale, "collect")
+    stats = _collect(named_tensors(tensors, "collect"), thresholds, inv_scale, "collect")
+    return _skipping(stats) if skip_nonfinite else stats
 
 
-def grad_norm(model: Parameters, *, empty: float | Literal["raise"] | None = 0.0) -> float | None:
+def grad_norm(
+    model: Parameters,
+    *,
+    empty: float | Literal["raise"] | None = 0.0,
+    inv_scale: Tensor | float | None = None,
+) -> float | None:
     """Return the L2 norm of all gradients of a model, computed in fp64, after one transfer.
+
+    NaN with any NaN, inf with any Inf, as torch would say it.
 
     Args:
         model: as for `collect_grads`.
         empty: what to return when there is no gradient; ``"raise"`` for a ValueError.
+        inv_scale: as for `collect_grads`.
 
     >>> import torch, gradiometer as gm
     >>> gm.grad_norm(torch.nn.Linear(2, 1))
     0.0
     """
-    stats = collect_grads(model)
+    stats = collect_grads(model, inv_scale=inv_scale)
     if stats.measured:
         return float(stats.total_norm)
     if empty == "raise":
@@ -187,6 +199,11 @@ def _collect(
         columns = _add_implicit_zeros(columns, tensors, dense)
         flags = derived.compute_flags(columns, thresholds)
     return TensorStats(names, columns, flags, thresholds)
+
+
+def _skipping(stats: TensorStats) -> TensorStats:
+    flags = derived.compute_flags(stats.columns, stats.thresholds, skip_nonfinite=True)
+    return replace(stats, flags=flags, skip_nonfinite=True)
 
 
 def _measure(

@@ -216,7 +216,7 @@ class _Run:
 
     def advance(self, steps: int, *, until_nonfinite: bool = False) -> list[_Record]:
         """Take some steps. Only a step that is shown is waited for."""
-        pending: list[tuple[int, gm.Pending]] = []
+        pending: list[tuple[int, gm.Pending[gm.Report]]] = []
         records: list[_Record] = []
         start, first = time.perf_counter(), self.next
         for remaining in reversed(range(steps)):

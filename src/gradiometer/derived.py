@@ -112,19 +112,21 @@ def rescale(columns: Tensor, scale: Tensor) -> Tensor:
     return columns
 
 
-def compute_flags(columns: Tensor, thresholds: Thresholds) -> Tensor:
+def compute_flags(columns: Tensor, thresholds: Thresholds, *, skip_nonfinite: bool = False) -> Tensor:
     """Return the flags of each row. ``(..., C) float64 -> (...) int32``, bits of `Flag`.
 
-    The same comparisons as in the finalize kernel; used where rows come from a merge.
+    The same comparisons as in the finalize kernel; used where rows come from a merge. With
+    ``skip_nonfinite`` what is not finite is not exploding.
     """
     finite = _n_nonfinite(columns) == 0
     norm = _finite_norm(columns)
+    exploding = (norm <= thresholds.exploding).logical_not()
     # not (norm <= limit): a NaN norm explodes
     found = (
         (Flag.NAN, value(columns, "n_nan") > 0),
         (Flag.INF, _n_inf(columns) > 0),
         (Flag.VANISHING, finite & (norm < thresholds.vanishing)),
-        (Flag.EXPLODING, (finite & (norm <= thresholds.exploding)).logical_not()),
+        (Flag.EXPLODING, finite & exploding if skip_nonfinite else finite.logical_not() | exploding),
         (Flag.DEAD, _zero_fraction(columns) >= thresholds.dead),
     )
     flags = torch.zeros(columns.shape[:-1], dtype=torch.int32, device=columns.device)

@@ -12,6 +12,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 __all__ = [
     "Named",
+    "Parameters",
+    "Tensors",
     "Traits",
     "check",
     "check_names",
@@ -21,6 +23,9 @@ __all__ = [
     "named_tensors",
     "present",
 ]
+
+Tensors = Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+Parameters = nn.Module | Tensors
 
 # distinct lists of names kept; a training step has one or two
 NAMES_KEPT: Final = 16

@@ -1,14 +1,17 @@
-"""Report: statistics on the host, by name, in plain Python; and the copy that brings them there."""
+"""Report: statistics on the host, by name, in plain Python."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from gradiometer import derived, table
+from gradiometer import derived, groups, table
+from gradiometer.health import EXPLODING_WEIGHT, HEALTH, VANISHING_WEIGHT, score
 from gradiometer.schema import COLUMN_NAMES, NUM_COLUMNS, Flag, Thresholds
 
 if TYPE_CHECKING:
@@ -16,9 +19,25 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-__all__ = ["Pending", "Report", "TensorReport"]
+__all__ = ["ModuleReports", "Report", "TensorReport"]
 
-_COUNTS = frozenset({"numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "n_inf", "n_nonfinite"})
+# values of all tensors together, in Report.to_dict
+_SUMMARY: Final = (
+    "measured",
+    "skipped",
+    "total_norm",
+    "min_norm",
+    "max_norm",
+    "norm_ratio",
+    "zero_fraction",
+    "n_nan",
+    "n_inf",
+    "has_vanishing",
+    "has_exploding",
+    "is_healthy",
+    "health",
+)
+_COUNTS: Final = frozenset({"numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "n_inf", "n_nonfinite"})
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,7 @@ class Report:
     Attributes:
         names: the tensors' names.
         thresholds: where the flags begin.
+        skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
         total: a `TensorReport` of all tensors together, named ``"total"``.
 
     >>> import torch, gradiometer as gm
@@ -79,14 +99,18 @@ class Report:
     (['b'], ['b'], [])
     """
 
-    def __init__(self, names: tuple[str, ...], packed: Tensor, thresholds: Thresholds) -> None:
+    def __init__(
+        self, names: tuple[str, ...], packed: Tensor, thresholds: Thresholds, *, skip_nonfinite: bool = False
+    ) -> None:
         """``packed``: ``(T, C + 1) float64`` on the host, the raw columns and then the flags."""
         columns, flags = packed[:, :NUM_COLUMNS], packed[:, NUM_COLUMNS].to(torch.int32)
         merged = derived.merge_rows(columns).unsqueeze(0)
         self.names = names
         self.thresholds = thresholds
+        self.skip_nonfinite = skip_nonfinite
+        self._columns, self._flags = columns, flags
         self._by_name = {row.name: row for row in _rows(names, columns, flags.tolist())}
-        merged_flags = derived.compute_flags(merged, thresholds)
+        merged_flags = derived.compute_flags(merged, thresholds, skip_nonfinite=skip_nonfinite)
         (self.total,) = _rows(("total",), merged, merged_flags.tolist())
 
     def __getitem__(self, name: str) -> TensorReport:
@@ -154,17 +178,100 @@ class Report:
         return self.total.n_nonfinite > 0
 
     @property
+    def skipped(self) -> bool:
+        """Whether this step is skipped: ``skip_nonfinite``, and an element is not finite."""
+        return self.skip_nonfinite and self.found_inf
+
+    @property
     def health(self) -> float:
         """From 1.0, nothing flagged, to 0.0: ``clamp(1 - 0.5 * vanishing / T - 0.8 * exploding / T, 0, 1)``.
 
-        0.0 if any element is not finite; 1.0 with no tensors.
+        0.0 if the total norm is not finite; 1.0 with no tensors.
         """
-        if not self.measured:
-            return 1.0
-        if self.found_inf:
-            return 0.0
-        loss = (0.5 * len(self.vanishing) + 0.8 * len(self.exploding)) / len(self)
-        return min(1.0, max(0.0, 1.0 - loss))
+        return float(self._of_all("health"))
+
+    def health_score(
+        self,
+        *,
+        vanishing: float = VANISHING_WEIGHT,
+        exploding: float = EXPLODING_WEIGHT,
+    ) -> float:
+        """Return the health with other weights, finite and not negative."""
+        return score(self._columns, self._flags, vanishing, exploding).item()
+
+    @property
+    def has_vanishing(self) -> bool:
+        """Whether any tensor is vanishing."""
+        return bool(self._of_all("has_vanishing"))
+
+    @property
+    def has_exploding(self) -> bool:
+        """Whether any tensor is exploding."""
+        return bool(self._of_all("has_exploding"))
+
+    @property
+    def min_norm(self) -> float:
+        """Smallest norm of a tensor with elements, NaN with any NaN; 0.0 with none."""
+        return float(self._of_all("min_norm"))
+
+    @property
+    def max_norm(self) -> float:
+        """Largest norm of a tensor, NaN with any NaN; 0.0 with none."""
+        return float(self._of_all("max_norm"))
+
+    @property
+    def norm_ratio(self) -> float:
+        """``max_norm / max(min_norm, 1e-10)``; 0.0 with no tensors."""
+        return float(self._of_all("norm_ratio"))
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of all elements equal to 0."""
+        return self.total.zero_fraction
+
+    @property
+    def n_nan(self) -> int:
+        """NaN elements of all tensors."""
+        return self.total.n_nan
+
+    @property
+    def n_inf(self) -> int:
+        """Infinite elements of all tensors."""
+        return self.total.n_inf
+
+    @property
+    def is_healthy(self) -> bool:
+        """No NaN or Inf, nothing exploding, norm ratio below 1000, under half of all elements zero."""
+        return bool(self._of_all("is_healthy"))
+
+    def _of_all(self, name: str) -> float:
+        return HEALTH[name](self._columns, self._flags).item()
+
+    def by_module(self, depth: int | None = None) -> ModuleReports:
+        """Roll the tensors up the tree of modules: module -> `Report` of the tensors below it.
+
+        Args:
+            depth: how many steps down from the root; None for the modules that own the tensors.
+                What the root itself owns is in ``""``.
+
+        >>> import torch, gradiometer as gm
+        >>> report = gm.collect({"mlp.0.w": torch.ones(9), "mlp.1.w": torch.ones(16)}).materialize()
+        >>> mlp = report.by_module(1)["mlp"]
+        >>> mlp.total_norm, mlp.min_norm, mlp.max_norm, mlp.total.mean
+        (5.0, 3.0, 4.0, 1.0)
+        """
+        packed = torch.cat([self._columns, self._flags.to(torch.float64).unsqueeze(1)], dim=1)
+        return ModuleReports(
+            {
+                module: Report(
+                    tuple(self.names[i] for i in rows),
+                    packed[rows],
+                    self.thresholds,
+                    skip_nonfinite=self.skip_nonfinite,
+                )
+                for module, rows in groups.by_module(self.names, depth).items()
+            }
+        )
 
     def worst_first(self) -> list[TensorReport]:
         """Return the tensors, worst first.
@@ -181,11 +288,9 @@ class Report:
         return sorted(self, key=key)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain Python values: totals, thresholds, and a dict per tensor. Norms may be NaN or inf."""
+        """Return plain Python values: of all tensors, and a dict per tensor. Norms may be NaN or inf."""
         return {
-            "measured": self.measured,
-            "total_norm": self.total_norm,
-            "health": self.health,
+            **{name: getattr(self, name) for name in _SUMMARY},
             "thresholds": asdict(self.thresholds),
             "total": _row_to_dict(self.total),
             "tensors": {row.name: _row_to_dict(row) for row in self},
@@ -197,14 +302,8 @@ class Report:
         Raises:
             ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
         """
-        try:
-            import pandas as pd  # optional, and slow to import
-        except ImportError as error:
-            msg = "Report.to_frame needs pandas: pip install 'gradiometer[frame]'"
-            raise ImportError(msg) from error
-        rows = [_row_to_dict(row) for row in self]
         fields = [field for field in TensorReport.__dataclass_fields__ if field != "name"]
-        return pd.DataFrame(rows, index=pd.Index(self.names, name="name", dtype="object"), columns=fields)
+        return _frame({row.name: _row_to_dict(row) for row in self}, "name", fields)
 
     def to_string(self, max_rows: int | None = 20) -> str:
         """Return the table that ``print`` shows, worst first.
@@ -229,28 +328,85 @@ def _row_to_dict(row: TensorReport) -> dict[str, Any]:
     return values | {"flags": [flag.name for flag in row.flags]}
 
 
-class Pending:
-    """A copy to the host that is under way."""
+def _frame(rows: Mapping[str, Mapping[str, Any]], index: str, fields: list[str]) -> pd.DataFrame:
+    try:
+        import pandas as pd  # optional, and slow to import
+    except ImportError as error:
+        msg = "to_frame needs pandas: pip install 'gradiometer[frame]'"
+        raise ImportError(msg) from error
+    labels = pd.Index(list(rows), name=index, dtype="object")
+    return pd.DataFrame(list(rows.values()), index=labels, columns=fields)
 
-    def __init__(self, names: tuple[str, ...], packed: Tensor, thresholds: Thresholds) -> None:
-        """Start to copy ``packed``, ``(T, C + 1) float64``."""
-        self._names = names
-        self._thresholds = thresholds
-        self._event: torch.Event | None = None
-        if packed.device.type == "cpu":
-            self._host = packed
-        else:
-            self._host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(packed, non_blocking=True)
-            self._event = torch.Event(packed.device)
-            self._event.record(torch.accelerator.current_stream(packed.device))
 
-    def ready(self) -> bool:
-        """Tell whether `result` would return at once. Never waits."""
-        return self._event is None or self._event.query()
+class ModuleReports(Mapping[str, Report]):
+    """Reports of the modules of a model, in its order: a mapping module -> `Report` of its tensors.
 
-    def result(self) -> Report:
-        """Return the report, after waiting for this copy, and nothing else, if it must."""
-        if self._event is not None:
-            self._event.synchronize()
-        return Report(self._names, self._host, self._thresholds)
+    ``print`` shows a table, a row per module; `to_frame` and `to_dict` have the same values.
+    """
+
+    def __init__(self, reports: Mapping[str, Report]) -> None:
+        """``reports``: module -> report of the tensors below it."""
+        self._reports = dict(reports)
+
+    def __getitem__(self, module: str) -> Report:
+        """Return one module's report."""
+        try:
+            return self._reports[module]
+        except KeyError:
+            msg = f"no module {module!r} among these {len(self)}: {', '.join(map(repr, self)) or 'none'}"
+            raise KeyError(msg) from None
+
+    def __iter__(self) -> Iterator[str]:
+        """Go over the modules' names."""
+        return iter(self._reports)
+
+    def __len__(self) -> int:
+        """Return the number of modules."""
+        return len(self._reports)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return module -> plain Python values. Norms may be NaN or inf."""
+        return {module: _module_row(report) for module, report in self.items()}
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a pandas DataFrame, a row per module, indexed by module.
+
+        Raises:
+            ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
+        """
+        return _frame(self.to_dict(), "module", list(_MODULE_FIELDS))
+
+    def __str__(self) -> str:
+        """Return a table, a row per module."""
+        return table.render_modules(self)
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        return f"<ModuleReports: {len(self)} {'module' if len(self) == 1 else 'modules'}>"
+
+
+# field -> where it is found in a module's report
+_MODULE_FIELDS: Final[dict[str, Callable[[Report], Any]]] = {
+    "tensors": len,
+    "numel": attrgetter("total.numel"),
+    "norm": attrgetter("total.norm"),
+    "min_norm": attrgetter("min_norm"),
+    "max_norm": attrgetter("max_norm"),
+    "norm_ratio": attrgetter("norm_ratio"),
+    "rms": attrgetter("total.rms"),
+    "mean": attrgetter("total.mean"),
+    "std": attrgetter("total.std"),
+    "abs_max": attrgetter("total.abs_max"),
+    "zero_fraction": attrgetter("zero_fraction"),
+    "n_nan": attrgetter("n_nan"),
+    "n_inf": attrgetter("n_inf"),
+    # shares of its tensors that are too small, and too large
+    "vanishing_fraction": lambda report: len(report.vanishing) / len(report),
+    "exploding_fraction": lambda report: len(report.exploding) / len(report),
+    "dead_fraction": lambda report: len(report.dead) / len(report),
+    "health": attrgetter("health"),
+}
+
+
+def _module_row(report: Report) -> dict[str, Any]:
+    return {field: get(report) for field, get in _MODULE_FIELDS.items()}

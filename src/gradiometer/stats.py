@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gradiometer import derived
-from gradiometer.report import Pending, Report
+from gradiometer import derived, groups
+from gradiometer.health import EXPLODING_WEIGHT, HEALTH, VANISHING_WEIGHT, score
+from gradiometer.report import Report
 from gradiometer.schema import Thresholds
+from gradiometer.transfer import Pending, fetch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["GroupRule", "TensorStats"]
+    from gradiometer.groups import GroupRule
+    from gradiometer.inputs import Parameters
 
-# which rows belong to a group: those whose name a regular expression finds, or a predicate accepts
-GroupRule = str | re.Pattern[str] | Callable[[str], bool]
+__all__ = ["TensorStats", "outside_of_a_graph"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +36,7 @@ class TensorStats:
         columns: ``(T, C) float64``, the raw columns in the order of ``gm.COLUMNS``.
         flags: ``(T,) int32``, bits of `gradiometer.Flag`.
         thresholds: where the flags begin.
+        skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
 
     Every raw column and derived value is a property too, ``(T,) float64``:
 
@@ -53,6 +54,7 @@ class TensorStats:
     columns: Tensor
     flags: Tensor
     thresholds: Thresholds
+    skip_nonfinite: bool = False
 
     # raw columns
 
@@ -162,44 +164,136 @@ class TensorStats:
         return (derived.value(self.total, "n_nonfinite") > 0).to(torch.float32)
 
     @property
+    def total_zero_fraction(self) -> Tensor:
+        """Share of all elements equal to 0; 0-d float64."""
+        return self._health("total_zero_fraction")
+
+    @property
+    def total_n_nan(self) -> Tensor:
+        """NaN elements of all tensors; 0-d float64."""
+        return self._health("total_n_nan")
+
+    @property
+    def total_n_inf(self) -> Tensor:
+        """Infinite elements of all tensors; 0-d float64."""
+        return self._health("total_n_inf")
+
+    @property
     def measured(self) -> bool:
         """Whether there is any tensor."""
         return len(self.names) > 0
 
+    @property
+    def skipped(self) -> Tensor:
+        """Whether this step is skipped: ``skip_nonfinite``, and an element is not finite; 0-d bool."""
+        found = self.found_inf > 0
+        return found if self.skip_nonfinite else torch.zeros_like(found)
+
+    # the health of the step: values of `Report`, for decisions on the device
+
+    @property
+    def health(self) -> Tensor:
+        """From 1.0, nothing flagged, to 0.0; see `health_score`; 0-d float64."""
+        return self._health("health")
+
+    def health_score(
+        self,
+        *,
+        vanishing: float = VANISHING_WEIGHT,
+        exploding: float = EXPLODING_WEIGHT,
+    ) -> Tensor:
+        """Return ``clamp(1 - vanishing * n_vanishing / T - exploding * n_exploding / T, 0, 1)``, 0-d float64.
+
+        0.0 where the total norm is not finite; 1.0 with no tensors.
+
+        Args:
+            vanishing: weight of the share of tensors flagged ``VANISHING``.
+            exploding: weight of the share of tensors flagged ``EXPLODING``.
+
+        Raises:
+            ValueError: for a weight that is negative or not finite.
+        """
+        return score(self.columns, self.flags, vanishing, exploding)
+
+    @property
+    def has_vanishing(self) -> Tensor:
+        """Whether any tensor is flagged ``VANISHING``; 0-d bool."""
+        return self._health("has_vanishing")
+
+    @property
+    def has_exploding(self) -> Tensor:
+        """Whether any tensor is flagged ``EXPLODING``; 0-d bool."""
+        return self._health("has_exploding")
+
+    @property
+    def min_norm(self) -> Tensor:
+        """Smallest norm of a tensor with elements, NaN with any NaN; 0-d float64; 0 with none."""
+        return self._health("min_norm")
+
+    @property
+    def max_norm(self) -> Tensor:
+        """Largest norm of a tensor, NaN with any NaN; 0-d float64; 0 with none."""
+        return self._health("max_norm")
+
+    @property
+    def norm_ratio(self) -> Tensor:
+        """``max_norm / max(min_norm, 1e-10)``; 0-d float64; 0 with none."""
+        return self._health("norm_ratio")
+
+    @property
+    def is_healthy(self) -> Tensor:
+        """No NaN or Inf, nothing exploding, norm ratio below 1000, under half of all zeros; 0-d bool."""
+        return self._health("is_healthy")
+
+    def _health(self, name: str) -> Tensor:
+        return HEALTH[name](self.columns, self.flags)
+
     # towards other stats
 
-    def group(self, rules: Mapping[str, GroupRule] | Iterable[tuple[str, GroupRule]]) -> TensorStats:
+    def group(
+        self,
+        rules: Mapping[str, GroupRule] | Iterable[tuple[str, GroupRule]],
+        *,
+        model: Parameters | None = None,
+    ) -> TensorStats:
         r"""Merge rows into groups, without a second read of the tensors.
 
         Args:
             rules: group name -> which rows belong to it: a regular expression that is searched
-                in the row's name, or a predicate of the name. A row may belong to several groups
-                or to none. A group without rows has numel 0 and norm 0.
+                in the row's name, a predicate of the name, a collection of names, or a module of
+                the model or several. A row may belong to several groups or to none. A group
+                without rows has numel 0 and norm 0.
+            model: the model whose parameters or gradients these are; where a rule is a module.
 
         Returns:
             TensorStats with a row per group; flags are those of the merged rows.
 
         Raises:
-            ValueError: for a group name that stands twice or is no string.
-            TypeError: for a rule that is neither.
+            ValueError: for a group name that stands twice or is no string; for a module that has
+                parameters, but none of the model's.
+            TypeError: for a rule that is none of these; for a module without ``model``.
 
         >>> import torch, gradiometer as gm
         >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.ones(4), "seed.b": torch.ones(5)})
-        >>> stats.group({"host": r"^host\.", "seed": r"^seed\."}).norm
+        >>> stats.group({"host": r"^host\.", "seed": ["seed.w", "seed.b"]}).norm
         tensor([3., 3.], dtype=torch.float64)
         """
-        if isinstance(rules, str) or not isinstance(rules, Iterable):
-            msg = f"group: rules must be a mapping of group name -> pattern or predicate, got {rules!r}"
-            raise TypeError(msg)
-        pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
-        names = tuple([name for name, _ in pairs])
-        if len(set(names)) != len(names) or not all([isinstance(name, str) for name in names]):
-            msg = f"group: each group needs a name of its own, a string; got {names}"
-            raise ValueError(msg)
-        merged = [derived.merge_rows(self._rows(self._members(name, rule))) for name, rule in pairs]
-        columns = torch.stack(merged) if merged else self.columns.narrow(0, 0, 0)
-        flags = derived.compute_flags(columns, self.thresholds)
-        return TensorStats(names, columns, flags, self.thresholds)
+        return self._grouped(
+            {group: groups.members(self.names, group, rule, model) for group, rule in groups.pairs_of(rules)}
+        )
+
+    def by_module(self, depth: int | None = None) -> TensorStats:
+        """Merge rows up the tree of modules, a row per module in the order of the model.
+
+        Args:
+            depth: how many steps down from the root; None for the modules that own the tensors.
+                What the root itself owns is in ``""``.
+
+        >>> import torch, gradiometer as gm
+        >>> gm.collect({"mlp.0.w": torch.ones(9), "mlp.1.w": torch.ones(16)}).by_module(1).norm
+        tensor([5.], dtype=torch.float64)
+        """
+        return self._grouped(groups.by_module(self.names, depth))
 
     def merge(self, other: TensorStats) -> TensorStats:
         """Merge with stats of the same names, as if the tensors had been concatenated, name by name.
@@ -212,7 +306,8 @@ class TensorStats:
             msg = f"merge: the two stats must have the same names in the same order; {difference}"
             raise ValueError(msg)
         columns = derived.merge(self.columns, other.columns)
-        return replace(self, columns=columns, flags=derived.compute_flags(columns, self.thresholds))
+        flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        return replace(self, columns=columns, flags=flags)
 
     # towards the host
 
@@ -222,10 +317,10 @@ class TensorStats:
         Raises:
             RuntimeError: inside a compiled function; return the stats and materialize them outside.
         """
-        _outside_of_a_graph("materialize")
-        return Report(self.names, self._packed().cpu(), self.thresholds)
+        outside_of_a_graph("materialize")
+        return self.report(*fetch([self.packed()]))
 
-    def materialize_async(self) -> Pending:
+    def materialize_async(self) -> Pending[Report]:
         """Start that copy and return at once.
 
         ``pending.ready()`` never waits; ``pending.result()`` returns the `Report` and waits if it must.
@@ -233,22 +328,22 @@ class TensorStats:
         Raises:
             RuntimeError: inside a compiled function, as for `materialize`.
         """
-        _outside_of_a_graph("materialize_async")
-        return Pending(self.names, self._packed(), self.thresholds)
+        outside_of_a_graph("materialize_async")
+        return Pending([self.packed()], lambda copies: self.report(*copies))
 
-    def _packed(self) -> Tensor:
-        # columns and flags in one matrix, so that one transfer carries both
+    def packed(self) -> Tensor:
+        """Return columns and flags as one matrix, ``(T, C + 1) float64``: one transfer carries both."""
         return torch.cat([self.columns, self.flags.to(torch.float64).unsqueeze(1)], dim=1)
 
-    def _members(self, group: str, rule: GroupRule) -> Sequence[int]:
-        if callable(rule):
-            return [i for i, name in enumerate(self.names) if rule(name)]
-        if isinstance(rule, re.Pattern):
-            return _found(self.names, rule.pattern, rule.flags)
-        if isinstance(rule, str):
-            return _found(self.names, rule, 0)
-        msg = f"group: the rule of {group!r} must be a regular expression or a predicate, got {rule!r}"
-        raise TypeError(msg)
+    def report(self, packed: Tensor) -> Report:
+        """Return the `Report` of what `packed` returned, copied to the host."""
+        return Report(self.names, packed, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+
+    def _grouped(self, indices: Mapping[str, Sequence[int]]) -> TensorStats:
+        merged = [derived.merge_rows(self._rows(rows)) for rows in indices.values()]
+        columns = torch.stack(merged) if merged else self.columns.narrow(0, 0, 0)
+        flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        return replace(self, names=tuple(indices), columns=columns, flags=flags)
 
     def _rows(self, indices: Sequence[int]) -> Tensor:
         # runs of neighbours as slices: no index tensor has to travel to the device
@@ -264,20 +359,11 @@ class TensorStats:
         return torch.cat(parts) if parts else self.columns.narrow(0, 0, 0)
 
 
-def _outside_of_a_graph(what: str) -> None:
+def outside_of_a_graph(what: str) -> None:
+    """Refuse to go on inside a compiled function."""
     if torch.compiler.is_compiling():
         msg = f"{what} copies to the host: return the stats from the compiled function and call it outside"
         raise RuntimeError(msg)
-
-
-def _found(names: tuple[str, ...], pattern: str, flags: int) -> tuple[int, ...]:
-    search = re.compile(pattern, flags).search
-    return tuple(i for i, name in enumerate(names) if search(name))
-
-
-# what torch.compiler.assume_constant_result does, which would import Dynamo with this package: names and
-# patterns are constants of a graph, and not every Dynamo can trace the module re
-_found._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001
 
 
 def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
@@ -287,21 +373,25 @@ def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
     return f"there are {len(a)} here and {len(b)} there"
 
 
-def _to_json(context: tuple[tuple[str, ...], Thresholds]) -> list[Any]:
-    return [list(context[0]), asdict(context[1])]
+# names, thresholds, skip_nonfinite
+_Context = tuple[tuple[str, ...], Thresholds, bool]
 
 
-def _from_json(dumped: list[Any]) -> tuple[tuple[str, ...], Thresholds]:
-    return tuple(dumped[0]), Thresholds(**dumped[1])
+def _to_json(context: _Context) -> list[Any]:
+    return [list(context[0]), asdict(context[1]), context[2]]
 
 
-def _flatten(stats: TensorStats) -> tuple[list[Tensor], tuple[tuple[str, ...], Thresholds]]:
-    return [stats.columns, stats.flags], (stats.names, stats.thresholds)
+def _from_json(dumped: list[Any]) -> _Context:
+    return tuple(dumped[0]), Thresholds(**dumped[1]), dumped[2]
 
 
-def _unflatten(children: Iterable[Tensor], context: tuple[tuple[str, ...], Thresholds]) -> TensorStats:
+def _flatten(stats: TensorStats) -> tuple[list[Tensor], _Context]:
+    return [stats.columns, stats.flags], (stats.names, stats.thresholds, stats.skip_nonfinite)
+
+
+def _unflatten(children: Iterable[Tensor], context: _Context) -> TensorStats:
     columns, flags = children
-    return TensorStats(context[0], columns, flags, context[1])
+    return TensorStats(context[0], columns, flags, *context[1:])
 
 
 pytree.register_pytree_node(

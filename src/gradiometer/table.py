@@ -9,25 +9,41 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradiometer.report import Report, TensorReport
+    from gradiometer.report import ModuleReports, Report, TensorReport
 
-__all__ = ["headline", "render"]
+__all__ = ["headline", "render", "render_modules"]
 
 _HEADER: Final = ("name", "elements", "norm", "rms", "abs max", "zero %", "NaN", "±Inf", "flags")
+_MODULES_HEADER: Final = (
+    "module",
+    "tensors",
+    "elements",
+    "norm",
+    "min norm",
+    "max norm",
+    "rms",
+    "mean",
+    "std",
+    "zero %",
+    "flags",
+)
+_NOTHING: Final = "nothing measured: no tensors"
 _LONGEST_NAME: Final = 44
 
 
 def headline(report: Report) -> str:
     """Return what matters most in one line."""
     if not report.measured:
-        return "nothing measured: no tensors"
+        return _NOTHING
     # rounded down: 1.00 says that nothing is flagged
     health = math.floor(100 * report.health) / 100
     found = [f"{len(names)} {what}" for what, names in _findings(report).items() if names]
     return (
         f"{len(report)} {'tensor' if len(report) == 1 else 'tensors'}, "
         f"{_count(report.total.numel)} elements, total norm {_number(report.total_norm)}, "
-        f"health {health:.2f}, " + (", ".join(found) if found else "no flags")
+        f"health {health:.2f}, "
+        + ("step skipped: " if report.skipped else "")
+        + (", ".join(found) if found else "no flags")
     )
 
 
@@ -44,11 +60,26 @@ def render(report: Report, max_rows: int | None) -> str:
     body = [_cells(row) for row in shown]
     short = _shorten([row[0] for row in body])
     cells = [_HEADER, *((name, *row[1:]) for name, row in zip(short, body, strict=True)), total]
-    widths = [max(_width(row[i]) for row in cells) for i in range(len(_HEADER))]
-    lines = [_line(row, widths) for row in cells]
-    rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
+    lines, rule = _aligned(cells)
     more = [_rest(rest)] if rest else []
     return "\n".join([headline(report), rule, lines[0], rule, *lines[1:-1], *more, rule, lines[-1]])
+
+
+def render_modules(reports: ModuleReports) -> str:
+    """Return a row per module, in the order of the model."""
+    if not reports:
+        return _NOTHING
+    body = [_module_cells(module, report) for module, report in reports.items()]
+    short = _shorten([row[0] for row in body])
+    lines, rule = _aligned(
+        [_MODULES_HEADER, *((name, *row[1:]) for name, row in zip(short, body, strict=True))]
+    )
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> tuple[list[str], str]:
+    widths = [max(_width(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return [_line(row, widths) for row in cells], "─" * (sum(widths) + 2 * (len(widths) - 1))
 
 
 def _findings(report: Report) -> dict[str, list[str]]:
@@ -61,9 +92,29 @@ def _findings(report: Report) -> dict[str, list[str]]:
     }
 
 
+def _module_cells(module: str, report: Report) -> tuple[str, ...]:
+    total = report.total
+    return (
+        _printable(module) or "(root)",
+        _count(len(report)),
+        _count(total.numel),
+        # a digit fewer: there are many columns
+        *(
+            _number(x, digits=2)
+            for x in (total.norm, report.min_norm, report.max_norm, total.rms, total.mean, total.std)
+        ),
+        _percent(report.zero_fraction),
+        ", ".join(f"{len(names)} {what}" for what, names in _findings(report).items() if names),
+    )
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else repr(name)[1:-1]
+
+
 def _cells(row: TensorReport) -> tuple[str, ...]:
     return (
-        row.name if row.name.isprintable() else repr(row.name)[1:-1],
+        _printable(row.name),
         _count(row.numel),
         _number(row.norm),
         _number(row.rms),
@@ -120,8 +171,8 @@ def _width(text: str) -> int:
     )
 
 
-def _number(x: float) -> str:
-    return "0" if x == 0 else f"{x:.3e}"
+def _number(x: float, digits: int = 3) -> str:
+    return "0" if x == 0 else f"{x:.{digits}e}"
 
 
 def _count(n: int) -> str:

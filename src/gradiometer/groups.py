@@ -1,0 +1,112 @@
+"""Which rows belong together: groups by pattern, predicate, names or modules, and the tree of modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from gradiometer.inputs import named_parameters
+
+__all__ = ["GroupRule", "by_module", "members", "module_of", "pairs_of"]
+
+# a regular expression that is searched in the name, a predicate of the name, exact names, or modules
+GroupRule = (
+    str | re.Pattern[str] | Callable[[str], bool] | Collection[str] | nn.Module | Collection[nn.Module]
+)
+
+
+def pairs_of(
+    rules: Mapping[str, GroupRule] | Iterable[tuple[str, GroupRule]],
+) -> list[tuple[str, GroupRule]]:
+    """Return the groups' names and rules; refuse what is none."""
+    if isinstance(rules, (str, nn.Module)) or not isinstance(rules, Iterable):
+        msg = f"group: rules must be a mapping of group name -> pattern, predicate, names; got {rules!r}"
+        raise TypeError(msg)
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names) or not all([isinstance(name, str) for name in names]):
+        msg = f"group: each group needs a name of its own, a string; got {tuple(names)}"
+        raise ValueError(msg)
+    return pairs
+
+
+def members(names: tuple[str, ...], group: str, rule: GroupRule, model: Any) -> list[int]:
+    """Return the indices of the rows that belong to a group, in order."""
+    # before what is callable: a module is too
+    modules = _modules(rule)
+    if modules:
+        chosen = _names_within(modules, group, model)
+        return [i for i, name in enumerate(names) if name in chosen]
+    if isinstance(rule, re.Pattern):
+        return list(_found(names, rule.pattern, rule.flags))
+    if isinstance(rule, str):
+        return list(_found(names, rule, 0))
+    if callable(rule):
+        return [i for i, name in enumerate(names) if rule(name)]
+    if isinstance(rule, Collection) and all([isinstance(name, str) for name in rule]):
+        return [i for i, name in enumerate(names) if name in rule]
+    msg = (
+        f"group: the rule of {group!r} must be a regular expression, a predicate, a collection of names, "
+        f"or a module or several, got {rule!r}"
+    )
+    raise TypeError(msg)
+
+
+def by_module(names: tuple[str, ...], depth: int | None) -> dict[str, list[int]]:
+    """Return module -> indices of the rows below it, in the order of the rows; see `module_of`."""
+    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
+        msg = f"by_module: depth must be a number of steps from the root, 0 or more, or None; got {depth!r}"
+        raise ValueError(msg)
+    found: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        found.setdefault(module_of(name, depth), []).append(i)
+    return found
+
+
+def module_of(name: str, depth: int | None) -> str:
+    """Return the module that a tensor belongs to, at most ``depth`` steps down; ``""`` is the root.
+
+    >>> [module_of("blocks.0.mlp.weight", depth) for depth in (0, 1, 2, None)]
+    ['', 'blocks', 'blocks.0', 'blocks.0.mlp']
+    """
+    return ".".join(name.split(".")[:-1][:depth])
+
+
+def _modules(rule: Any) -> list[nn.Module]:
+    if isinstance(rule, nn.Module):
+        return [rule]
+    if isinstance(rule, (list, tuple, set, frozenset)) and rule:
+        modules = [one for one in rule if isinstance(one, nn.Module)]
+        return modules if len(modules) == len(rule) else []
+    return []
+
+
+def _names_within(modules: list[nn.Module], group: str, model: Any) -> set[str]:
+    if model is None:
+        msg = (
+            f"group: the rule of {group!r} is a module; say of which model it is part: group(…, model=model)"
+        )
+        raise TypeError(msg)
+    # by the parameters themselves: a tied one has its name from wherever it stands first
+    inside = {parameter for module in modules for parameter in module.parameters()}
+    named = named_parameters(model, "group")
+    chosen = {name for name, parameter in zip(named.names, named.tensors, strict=True) if parameter in inside}
+    if inside and not chosen:
+        msg = (
+            f"group: no parameter of the module in the rule of {group!r} belongs to model; is it another one?"
+        )
+        raise ValueError(msg)
+    return chosen
+
+
+def _found(names: tuple[str, ...], pattern: str, flags: int) -> tuple[int, ...]:
+    search = re.compile(pattern, flags).search
+    return tuple(i for i, name in enumerate(names) if search(name))
+
+
+# what torch.compiler.assume_constant_result does, which would import Dynamo with this package: names and
+# patterns are constants of a graph, and not every Dynamo can trace the module re
+_found._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001

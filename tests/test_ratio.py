@@ -1,0 +1,101 @@
+"""The ratio of two groups, normalized by parameters: defined for every input."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import gradiometer as gm
+
+GROUPS = {
+    "host": torch.full((16,), 2.0),
+    "seed": torch.full((4,), 0.5),
+    "dead": torch.zeros(3),
+    "tiny": torch.full((2,), 1e-9),
+    "none": torch.empty(0),
+    "nan": torch.tensor([1.0, math.nan]),
+    "inf": torch.tensor([1.0, math.inf, 2.0]),
+}
+
+
+def grouped(tensors=GROUPS):
+    return gm.collect({f"{name}.w": x for name, x in tensors.items()}).group(
+        {name: rf"^{name}\." for name in tensors}
+    )
+
+
+def test_it_is_the_ratio_of_norms_by_the_root_of_the_number_of_elements():
+    stats = grouped()
+    # a ratio of root mean squares: groups of different sizes compare
+    assert gm.group_ratio(stats, "seed", "host").item() == 0.25
+    assert gm.group_ratio(stats, "host", "seed").item() == 4.0
+    assert gm.group_ratio(stats, "host", "host").item() == 1.0
+    assert gm.group_ratio(stats, "host", "seed").dtype == torch.float64
+
+
+def expected(a, b):
+    """As IEEE division says it, but 0 where both are finite and one is nothing."""
+    x, y = (math.nan if name == "nan" else math.inf if name == "inf" else finite(name) for name in (a, b))
+    if math.isfinite(x) and math.isfinite(y):
+        return x / y if x and y else 0.0
+    if math.isnan(x) or math.isnan(y) or x == y:
+        return math.nan
+    return x if x == math.inf else 0.0
+
+
+def finite(name):
+    x = GROUPS[name]
+    norm = math.sqrt(math.fsum((x.double() ** 2).tolist()))
+    return norm / math.sqrt(len(x)) if norm >= 1e-8 else 0.0
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.product(GROUPS, repeat=2)))
+def test_every_pair_has_a_defined_result_and_none_raises(a, b):
+    ratio = gm.group_ratio(grouped(), a, b).item()
+    assert ratio == pytest.approx(expected(a, b), rel=1e-14, nan_ok=True)
+
+
+def test_many_slots_against_one_host_in_one_call():
+    slots = {f"slot{i}": torch.full((i + 1,), float(i)) for i in range(50)}
+    stats = grouped(GROUPS | slots)
+    ratios = gm.group_ratio(stats, list(slots), "host")
+    assert ratios.shape == (50,)
+    assert ratios.tolist() == pytest.approx([i / 2.0 for i in range(50)], rel=1e-14)
+    assert gm.group_ratio(stats, [], "host").shape == (0,)
+
+
+def test_the_floor_can_be_chosen():
+    stats = grouped()
+    assert gm.group_ratio(stats, "tiny", "host").item() == 0.0
+    assert gm.group_ratio(stats, "tiny", "host", floor=0.0).item() == pytest.approx(5e-10, rel=1e-7)
+    assert gm.group_ratio(stats, "seed", "host", floor=5.0).item() == 0.0
+    assert gm.group_ratio(stats, "dead", "dead", floor=0.0).isnan()
+
+
+@pytest.mark.parametrize("floor", [-1.0, math.nan])
+def test_a_floor_that_is_none_is_refused(floor):
+    with pytest.raises(ValueError, match="floor must be a number that is not negative"):
+        gm.group_ratio(grouped(), "seed", "host", floor=floor)
+
+
+def test_a_group_that_is_not_there_is_named():
+    with pytest.raises(KeyError, match=r"no group 'sed'; there are 'host', 'seed'"):
+        gm.group_ratio(grouped(), "sed", "host")
+    with pytest.raises(KeyError, match=r"no group 'hst'"):
+        gm.group_ratio(grouped(), ["seed"], "hst")
+    with pytest.raises(KeyError, match="there are none"):
+        gm.group_ratio(gm.collect([]), "seed", "host")
+
+
+def test_it_works_inside_a_compiled_step_from_one_read():
+    def step(tensors):
+        stats = gm.collect(tensors).group({"host": r"^host", "seed": r"^seed", "rest": r"^(nan|inf)"})
+        return gm.group_ratio(stats, ["seed", "rest"], "host")
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    named = {f"{name}.w": x for name, x in GROUPS.items()}
+    assert torch.equal(compiled(named).nan_to_num(nan=-1), step(named).nan_to_num(nan=-1))
+    torch._dynamo.reset()
