@@ -9,7 +9,7 @@ JOBS ?= auto
 
 # test files whose bodies run a second time on interpreted kernels
 INTERPRETED = tests/test_ops.py tests/test_laws.py tests/test_inputs.py tests/test_numerics.py tests/test_pack.py \
-              tests/test_host_path.py
+              tests/test_host_path.py tests/test_clip.py tests/test_finite.py tests/test_amp.py
 
 export HYPOTHESIS_PROFILE ?= ci
 CORE = $(VENV)/.core-$(TORCH)-$(TRITON)
@@ -19,7 +19,7 @@ TOOLS = $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_FLAGS)
 
-.PHONY: help demo test test-deep test-matrix run-plain run-interpreted lint format check bench bench-cpu bench-host machine-code gpu clean
+.PHONY: help demo test test-deep test-matrix run-plain run-interpreted lint format check compare bench bench-cpu bench-host machine-code gpu clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -54,6 +54,9 @@ format: $(DEV) ## let ruff edit
 	$(PY) -m ruff format
 
 check: lint test ## what continuous integration runs
+
+compare: $(TOOLS) ## ours beside home-grown telemetry: values, errors, waits, times
+	PYTHONPATH=src $(PY) tests/compare_home_grown.py $(COMPARE_FLAGS)
 
 bench: $(TOOLS) ## ours against its peers on this machine: a table, JSON and a picture in build/bench
 	PYTHONPATH=src $(PY) kernels_bench/bench.py $(BENCH_FLAGS)

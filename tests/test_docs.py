@@ -29,13 +29,20 @@ def _eager_backend(monkeypatch):
 
 
 def test_the_readme_runs_and_says_what_it_prints(capsys):
-    step, loop, more = blocks("README.md")
+    step, loop, more, instead = blocks("README.md")
     scope: dict[str, object] = {}
     exec(step, scope)  # noqa: S102 the page's own code
     assert "0.weight" in capsys.readouterr().out
     assert scope["report"].names == ("0.weight", "0.bias", "2.weight", "2.bias")
     exec(loop, scope)  # noqa: S102
     assert scope["report"].measured
+    # the loop ends with zero_grad
+    scope["model"](torch.randn(32, 64)).square().mean().backward()
+    capsys.readouterr()
+    exec(instead, scope)  # noqa: S102
+    assert "all finite: loss" in capsys.readouterr().out
+    assert scope["drift"].item() == 0.0
+    assert gm.grad_norm(scope["model"]) <= 1.0
     pytest.importorskip("pandas")
     for line in more.splitlines():
         code, _, comment = line.partition("#")

@@ -22,6 +22,7 @@ from torch.nn.functional import mse_loss
 
 import gradiometer as gm
 from gradiometer import ops, pack
+from gradiometer.clip import clip_grad_norm_, collect_and_clip_
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
 
 if TYPE_CHECKING:
@@ -979,3 +980,182 @@ def test_rows_of_the_host_join_those_of_the_device():
     stats = gm.collect(tensors)
     assert stats.columns.shape == (3, NUM_COLUMNS)
     assert_measured(stats, tensors)
+
+
+# clipping
+
+
+def with_grads(*grads: Tensor) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.empty_like(grad)) for grad in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    return parameters
+
+
+def clipped_on_the_host(x: Tensor, norm: Tensor, max_norm: float) -> Tensor:
+    """Return what a gradient becomes, from its copy on the host: to the bit, given the norm."""
+    limit = torch.full((), max_norm, dtype=torch.float64)
+    factor = (limit / (norm.cpu() + 1e-6)).clamp(max=1.0)
+    if x.dtype == torch.float64:
+        return x * factor
+    below = factor < 2.0**-126
+    high = torch.where(below, factor * 2.0**126, factor).float()
+    return (x.float() * high * (2.0**-126 if below else 1.0)).to(x.dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("first", [0, 1, 5], ids=["aligned", "off by 1", "off by 5"])
+@pytest.mark.parametrize("max_norm", [0.5, 1e-41])
+def test_the_scale_kernel_leaves_the_bits_that_the_cpu_leaves(dtype, first, max_norm):
+    memories = [values(first + size + 9, dtype) for size in SIZES]
+    before = [memory.cpu() for memory in memories]
+    grads = [memory[first:-9] for memory in memories]
+    norm = without_waits(clip_grad_norm_)(with_grads(*grads), max_norm)
+    for memory, old in zip(memories, before, strict=True):
+        expected = old.clone()
+        expected[first:-9] = clipped_on_the_host(old[first:-9], norm, max_norm)
+        # on either side of the view nothing is written
+        assert torch.equal(memory.cpu(), expected)
+
+
+def test_lists_that_the_kernel_does_not_take_get_the_same_bits():
+    grads = [values(40_000, dtype).view(200, 200) for dtype in DTYPES]
+    views = [grad[:, 1:150] for grad in grads] + [values(300).view(20, 15).T]
+    before = [view.cpu() for view in views]
+    norm = without_waits(clip_grad_norm_)(with_grads(*views), 0.5)
+    for view, old in zip(views, before, strict=True):
+        assert torch.equal(view.cpu(), clipped_on_the_host(old, norm, 0.5))
+
+
+@pytest.mark.parametrize("order", [0.5, 1, 2, 3, math.inf, -1])
+def test_clipping_agrees_with_torch(order):
+    grads = [values(size).double() for size in (1000, 5000, 3)]
+    twins = [grad.clone() for grad in grads]
+    norm = without_waits(clip_grad_norm_)(with_grads(*grads), 0.5, norm_type=order)
+    said = torch.nn.utils.clip_grad_norm_(with_grads(*twins), 0.5, norm_type=order)
+    torch.testing.assert_close(norm, said, rtol=1e-12, atol=0.0)
+    for grad, twin in zip(grads, twins, strict=True):
+        torch.testing.assert_close(grad, twin, rtol=1e-12, atol=0.0)
+
+
+def test_finite_gradients_that_overflow_half_precision_are_not_clipped_to_zero():
+    grads = [torch.full((40_000,), 300.0, device=DEVICE, dtype=torch.float16) for _ in range(4)]
+    assert without_waits(clip_grad_norm_)(with_grads(*grads), 1.0).item() == pytest.approx(1.2e5)
+    after = gm.total_norm(grads).item()
+    assert after == pytest.approx(1.0, rel=2**-10)
+
+
+def test_nothing_is_written_where_nothing_is_clipped():
+    # a signalling NaN turns quiet in any multiplication
+    word = 0x7FA00001
+    x = torch.full((100_000,), word, dtype=torch.int32, device=DEVICE).view(torch.float32)
+    clip = without_waits(clip_grad_norm_)
+    parameters = with_grads(x)
+    version = x._version
+    for _ in range(3):
+        clip(parameters, math.inf)
+    assert (x.view(torch.int32) == word).all()
+    assert x._version > version
+
+
+def test_nan_and_inf_spare_the_other_gradients():
+    good, bad = values(5000), values(70_000, torch.bfloat16)
+    bad[5], bad[69_999], bad[1] = math.nan, math.inf, -math.inf
+    before = good.cpu()
+    finite = gm.collect([good, bad]).finite_norm.norm().cpu()
+    norm = without_waits(clip_grad_norm_)(with_grads(good, bad), 0.5)
+    assert norm.isnan()
+    torch.testing.assert_close(good.cpu(), clipped_on_the_host(before, finite, 0.5), rtol=2**-22, atol=0.0)
+    assert (bad.isnan().sum(), (bad == math.inf).sum(), (bad == -math.inf).sum()) == (1, 1, 1)
+    with pytest.raises(RuntimeError, match="'1' has 1 NaN and 2 Inf of 70000"):
+        clip_grad_norm_(with_grads(good, bad), 0.5, error_if_nonfinite=True)
+
+
+def test_later_kernels_of_the_stream_see_clipped_gradients():
+    stream = torch.cuda.Stream()
+    x = torch.ones(2**24, device=DEVICE)
+    parameters = with_grads(x)
+    clip_grad_norm_(parameters, 1e9)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), no_waits():
+        for _ in range(20):
+            x.fill_(1.0)
+            clip_grad_norm_(parameters, 1.0)
+            total = x.sum()
+    stream.synchronize()
+    # 2**24 elements of 2**-12
+    assert total.item() == pytest.approx(2**12, rel=1e-4)
+
+
+def test_clipping_is_captured_and_replayed():
+    grads = [values(5000), values(70_000, torch.bfloat16)]
+    parameters = with_grads(*grads)
+    bound = torch.ones((), device=DEVICE)
+    fresh = [grad.clone() for grad in grads]
+    collect_and_clip_(parameters, bound)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stats = collect_and_clip_(parameters, bound)
+    for factor in (1.0, 3.0, 0.25):
+        for grad, new in zip(grads, fresh, strict=True):
+            grad.copy_(new * factor)
+        bound.fill_(factor)
+        # a later call must not change what the replay reads
+        clip_grad_norm_(with_grads(*[grad.clone() for grad in grads]), 0.1)
+        before = [grad.cpu() for grad in grads]
+        expected = gm.collect(grads)
+        graph.replay()
+        assert torch.equal(stats.columns, expected.columns)
+        for grad, old in zip(grads, before, strict=True):
+            assert torch.equal(grad.cpu(), clipped_on_the_host(old, expected.total_norm, factor))
+
+
+def clipping_step(model: nn.Module, x: Tensor, y: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mse_loss(model(x), y).backward()
+    norm = clip_grad_norm_(model.parameters(), bound)
+    after = gm.collect_grads(model).total_norm
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.1 * parameter.grad)
+    for parameter in model.parameters():
+        parameter.grad = None
+    return norm, after, bound.clone()
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_step_clips(mode):
+    model = small_model()
+    step = torch.compile(clipping_step, fullgraph=True, mode=mode)
+    for i in range(8):
+        x, y = torch.randn(8, 16, device=DEVICE), torch.randn(8, 5, device=DEVICE)
+        torch.compiler.cudagraph_mark_step_begin()
+        bound = torch.full((), 10.0 ** -(i % 4), dtype=torch.float64, device=DEVICE)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            norm, after, said = (out.item() for out in step(model, x, y, bound))
+        assert after == pytest.approx(min(norm, said), rel=1e-5)
+
+
+@every_dtype
+def test_a_gradient_beyond_32_bits_is_clipped(dtype):
+    size = 2**31 + 70_001
+    if free_memory() < 3 * size * dtype.itemsize:
+        pytest.skip("needs more free device memory")
+    x = torch.ones(size, dtype=dtype, device=DEVICE)
+    norm = clip_grad_norm_(with_grads(x), 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(size))
+    expected = clipped_on_the_host(torch.ones((), dtype=dtype), norm, 1.0).item()
+    assert all((part == expected).all() for part in x.split(2**28))
+
+
+def test_gradients_of_several_devices_are_clipped_together():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    for foreign in ("cuda:1", "cpu"):
+        grads = [values(5000, device="cuda:0"), values(6000, device=foreign), values(70_000, device="cuda:0")]
+        twins = [grad.to("cuda:0", copy=True) for grad in grads]
+        for order in (2.0, math.inf):
+            norm = clip_grad_norm_(with_grads(*grads), 0.5, norm_type=order)
+            expected = clip_grad_norm_(with_grads(*twins), 0.5, norm_type=order)
+            torch.testing.assert_close(norm, expected, rtol=1e-13, atol=0.0)
+            for grad, twin in zip(grads, twins, strict=True):
+                torch.testing.assert_close(grad.to("cuda:0"), twin, rtol=2**-22, atol=0.0)

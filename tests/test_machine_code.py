@@ -15,6 +15,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -47,10 +48,12 @@ from machine_code import (
     DTYPES,
     HIP_TARGETS,
     TARGETS,
+    Code,
     Launch,
     launches_of,
     moments_code,
     moments_launch,
+    recorded_launches,
     short,
     variants,
 )
@@ -75,6 +78,8 @@ BOUNDS = {
 MAX_REGISTERS = dict.fromkeys(CUDA_TARGETS, 128) | dict.fromkeys(HIP_TARGETS, 168)
 # the finalize kernel is small and the same everywhere: one target of each generation
 FEW_TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+STORE = re.compile(r"STG?\b|(global|flat|buffer)_store")
 
 every_target = pytest.mark.parametrize("target", TARGETS)
 few_targets = pytest.mark.parametrize("target", FEW_TARGETS)
@@ -215,6 +220,48 @@ def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype
     # it is widened, by one step or two, and nothing is rounded
     assert "arith.extf" in code.ttir
     assert "arith.truncf" not in code.ttir
+
+
+# the scale kernel
+
+
+def scale_code(target: str, dtype: torch.dtype) -> Code:
+    x = torch.zeros(9, dtype=dtype)
+    hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
+    pack.clear()
+    with recorded_launches() as launches, hip, mock.patch.object(ops, "uses_kernels", return_value=True):
+        ops.tensor_stats([x], Thresholds())
+        ops.scale_([x], torch.ones((), dtype=torch.float64), ops.writable([x]))
+    return launches[-1].compile(target)
+
+
+@few_targets
+@every_dtype
+def test_the_scale_kernel_reads_and_writes_16_bytes_at_a_time(target, dtype):
+    code = scale_code(target, dtype)
+    loop = code.main_loop
+    # four of them before the first number is used, or a store is waited for
+    first_store = next(i for i, opcode in enumerate(loop.opcodes) if STORE.match(opcode))
+    assert Loop(loop.opcodes[:first_store]).loads[:4] == [16] * 4
+    assert loop.narrow_loads == []
+    stores = [opcode for opcode in loop.opcodes if STORE.match(opcode)]
+    assert len(stores) == len(loop.loads)
+    assert all(re.search(r"\.128|dwordx4", opcode) for opcode in stores)
+    assert loop.talk == []
+
+
+@few_targets
+@every_dtype
+def test_the_scale_kernel_spills_nothing_and_keeps_subnormals(target, dtype):
+    code = scale_code(target, dtype)
+    assert (code.stack, code.spills) == (0, 0)
+    assert code.registers <= MAX_REGISTERS[target] // 2
+    assert [opcode for opcode in code.opcodes if is_atomic(opcode) or flushes_subnormals(opcode)] == []
+    # reading and writing take their time: some 35 instructions an element would, in fp32 more
+    assert instructions_per_element(code.main_loop, dtype) <= 11
+    if dtype != torch.float64:
+        # fp64 is for the coefficient alone
+        assert code.main_loop.fp64_arithmetic == 0
 
 
 # launches

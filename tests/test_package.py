@@ -213,7 +213,7 @@ def test_the_examples_of_a_module_run(name: str) -> None:
 
 def test_public_functions_and_classes_have_examples() -> None:
     finder = doctest.DocTestFinder()
-    for name in ("collect", "collect_grads", "collect_weights", "grad_norm", "total_norm"):
+    for name in [name for name in gm.__all__ if inspect.isfunction(getattr(gm, name))]:
         assert any(test.examples for test in finder.find(getattr(gm, name), name)), name
-    for kind in (gm.TensorStats, gm.Report, gm.Thresholds):
+    for kind in (gm.TensorStats, gm.Report, gm.Thresholds, gm.Pending, gm.EMA):
         assert any(test.examples for test in finder.find(kind, kind.__name__)), kind

@@ -351,9 +351,7 @@ def test_a_frame_of_an_empty_report_has_the_same_columns_and_no_rows() -> None:
 def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     report = report_of(MIXED)
-    with pytest.raises(
-        ImportError, match=r"^to_frame needs pandas: pip install 'gradiometer\[frame\]'$"
-    ):
+    with pytest.raises(ImportError, match=r"^to_frame needs pandas: pip install 'gradiometer\[frame\]'$"):
         report.to_frame()
     # everything else works without it
     assert len(report.to_dict()["tensors"]) == 6

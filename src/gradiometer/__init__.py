@@ -6,7 +6,9 @@ without waiting for the device.
 """
 
 from gradiometer.amp import inverse_scale
+from gradiometer.clip import clip_coefficient, clip_grad_norm_, collect_and_clip_
 from gradiometer.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
+from gradiometer.finite import FiniteReport, check_finite
 from gradiometer.materialize import materialize, materialize_async
 from gradiometer.ratio import group_ratio
 from gradiometer.report import ModuleReports, Report, TensorReport
@@ -18,6 +20,7 @@ from gradiometer.schema import (
     Flag,
     Thresholds,
 )
+from gradiometer.smoothing import EMA, Smoothed
 from gradiometer.stats import TensorStats
 from gradiometer.transfer import Pending
 
@@ -26,15 +29,22 @@ __all__ = [
     "DEFAULT_DEAD_THRESHOLD",
     "DEFAULT_EXPLODING_THRESHOLD",
     "DEFAULT_VANISHING_THRESHOLD",
+    "EMA",
+    "FiniteReport",
     "Flag",
     "ModuleReports",
     "Pending",
     "Report",
+    "Smoothed",
     "TensorReport",
     "TensorStats",
     "Thresholds",
     "__version__",
+    "check_finite",
+    "clip_coefficient",
+    "clip_grad_norm_",
     "collect",
+    "collect_and_clip_",
     "collect_grads",
     "collect_weights",
     "grad_norm",

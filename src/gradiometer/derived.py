@@ -118,18 +118,19 @@ def compute_flags(columns: Tensor, thresholds: Thresholds, *, skip_nonfinite: bo
     The same comparisons as in the finalize kernel; used where rows come from a merge. With
     ``skip_nonfinite`` what is not finite is not exploding.
     """
-    finite = _n_nonfinite(columns) == 0
+    n_nan, n_inf = value(columns, "n_nan"), _n_inf(columns)
+    finite = n_nan + n_inf == 0
     norm = _finite_norm(columns)
-    exploding = (norm <= thresholds.exploding).logical_not()
     # not (norm <= limit): a NaN norm explodes
+    exploding = (norm <= thresholds.exploding).logical_not()
     found = (
-        (Flag.NAN, value(columns, "n_nan") > 0),
-        (Flag.INF, _n_inf(columns) > 0),
+        (Flag.NAN, n_nan > 0),
+        (Flag.INF, n_inf > 0),
         (Flag.VANISHING, finite & (norm < thresholds.vanishing)),
         (Flag.EXPLODING, finite & exploding if skip_nonfinite else finite.logical_not() | exploding),
         (Flag.DEAD, _zero_fraction(columns) >= thresholds.dead),
     )
     flags = torch.zeros(columns.shape[:-1], dtype=torch.int32, device=columns.device)
     for flag, where in found:
-        flags = flags + where.to(torch.int32) * int(flag)
-    return flags * (value(columns, "numel") > 0).to(torch.int32)
+        flags = torch.add(flags, where, alpha=int(flag))
+    return flags * (value(columns, "numel") > 0)

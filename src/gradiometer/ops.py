@@ -24,7 +24,7 @@ from gradiometer.schema import NUM_COLUMNS, Thresholds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["measure", "recognize", "tensor_stats", "uses_kernels"]
+__all__ = ["measure", "recognize", "scale_", "tensor_stats", "uses_kernels", "writable"]
 
 
 def _is_installed(package: str) -> bool:
@@ -91,7 +91,12 @@ def recognize(tensors: Sequence[Tensor]) -> pack.Known | None:
     # Dynamo folds it: its graph holds the op
     if torch.compiler.is_compiling():
         return None
-    if _len_torch_function_stack() or _profiler_enabled():
+    return None if _profiler_enabled() else writable(tensors)
+
+
+def writable(tensors: Sequence[Tensor]) -> pack.Known | None:
+    """Do what `recognize` does for `scale_`, which has no op: a profiler sees the kernel alone."""
+    if torch.compiler.is_compiling() or _len_torch_function_stack():
         return None
     with torch.no_grad():
         known = pack.recognize(tensors)
@@ -156,6 +161,34 @@ def _run_kernels(
             layout.num_tensors,
         )
     return kernels.finalize(packed.table, partials, layout.num_tensors, thresholds, inv_scale)
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor, known: pack.Known) -> None:
+    """Multiply tensors of one device in place, by a kernel that touches nothing where the factor is 1.
+
+    Args:
+        tensors: what `writable` calls ``known``; no two share memory.
+        factor: 0-d float64 on their device, at most 1.
+        known: its answer.
+    """
+    device = tensors[0].device
+    with nullcontext() if device.type == "cpu" else torch.get_device_module(device.type).device(device):
+        from gradiometer import kernels  # noqa: PLC0415 as above
+
+        tuning = kernels.tuning
+        packed = pack.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, known, keep=True)
+        for group in packed.layout.groups:
+            kernels.scale(
+                packed.pointers,
+                packed.table,
+                factor,
+                group.dtype,
+                group.first_chunk,
+                group.num_chunks,
+                packed.layout.num_tensors,
+            )
+    # the dispatcher, which autograd hears of a write by, was not asked
+    torch.autograd.graph.increment_version(tensors)
 
 
 def _tensor_stats_fake(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -103,15 +104,28 @@ class Report:
         self, names: tuple[str, ...], packed: Tensor, thresholds: Thresholds, *, skip_nonfinite: bool = False
     ) -> None:
         """``packed``: ``(T, C + 1) float64`` on the host, the raw columns and then the flags."""
-        columns, flags = packed[:, :NUM_COLUMNS], packed[:, NUM_COLUMNS].to(torch.int32)
-        merged = derived.merge_rows(columns).unsqueeze(0)
         self.names = names
         self.thresholds = thresholds
         self.skip_nonfinite = skip_nonfinite
-        self._columns, self._flags = columns, flags
-        self._by_name = {row.name: row for row in _rows(names, columns, flags.tolist())}
-        merged_flags = derived.compute_flags(merged, thresholds, skip_nonfinite=skip_nonfinite)
-        (self.total,) = _rows(("total",), merged, merged_flags.tolist())
+        self._columns, self._flags = packed[:, :NUM_COLUMNS], packed[:, NUM_COLUMNS].to(torch.int32)
+
+    # Python values are made when they are asked for: a thousand rows take milliseconds
+
+    @cached_property
+    def total(self) -> TensorReport:
+        """All tensors together."""
+        merged = self._merged.unsqueeze(0)
+        flags = derived.compute_flags(merged, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        (row,) = _rows(("total",), merged, flags.tolist())
+        return row
+
+    @cached_property
+    def _merged(self) -> Tensor:
+        return derived.merge_rows(self._columns)
+
+    @cached_property
+    def _by_name(self) -> dict[str, TensorReport]:
+        return {row.name: row for row in _rows(self.names, self._columns, self._flags.tolist())}
 
     def __getitem__(self, name: str) -> TensorReport:
         """Return one tensor's statistics."""
@@ -123,7 +137,7 @@ class Report:
 
     def __contains__(self, name: object) -> bool:
         """Tell whether a tensor of this name was measured."""
-        return name in self._by_name
+        return name in self.names
 
     def __iter__(self) -> Iterator[TensorReport]:
         """Go over the tensors in the order of the model."""
@@ -131,11 +145,13 @@ class Report:
 
     def __len__(self) -> int:
         """Return the number of tensors."""
-        return len(self._by_name)
+        return len(self.names)
 
     def flagged(self, flag: Flag) -> list[str]:
         """Return the names of tensors with any of these flags, in the order of the model."""
-        return [row.name for row in self if row.flags & flag]
+        # an IntFlag makes an object of each result
+        mask = int(flag)
+        return [name for name, bits in zip(self.names, self._flags.tolist(), strict=True) if bits & mask]
 
     @property
     def nan(self) -> list[str]:
@@ -170,12 +186,12 @@ class Report:
     @property
     def total_norm(self) -> float:
         """L2 norm of all tensors together; 0.0 with none."""
-        return self.total.norm
+        return derived.value(self._merged, "norm").item()
 
     @property
     def found_inf(self) -> bool:
         """Whether any element of any tensor is NaN or infinite."""
-        return self.total.n_nonfinite > 0
+        return derived.value(self._merged, "n_nonfinite").item() > 0
 
     @property
     def skipped(self) -> bool:
@@ -227,7 +243,7 @@ class Report:
     @property
     def zero_fraction(self) -> float:
         """Share of all elements equal to 0."""
-        return self.total.zero_fraction
+        return derived.value(self._merged, "zero_fraction").item()
 
     @property
     def n_nan(self) -> int:

@@ -30,6 +30,7 @@ class Pending(Generic[T]):
         self._build: Callable[[list[Tensor]], T] | None = build
         self._result: T
         self._event: torch.Event | None = None
+        self._host: Tensor | None = None
         self._parcel = _Parcel(tensors)
         flat = self._parcel.flat
         if flat is not None:
@@ -37,7 +38,8 @@ class Pending(Generic[T]):
             self._host.copy_(flat, non_blocking=True)
             self._event = torch.Event(flat.device)
             self._event.record(torch.accelerator.current_stream(flat.device))
-            # what it becomes next on its stream comes after the copy
+            # Made on this stream: what its memory becomes next comes after the copy. What it was made from
+            # may be another stream's, and is kept alive by `build` until the copy has arrived.
             self._parcel.flat = None
 
     def ready(self) -> bool:
@@ -49,8 +51,8 @@ class Pending(Generic[T]):
         if self._build is not None:
             if self._event is not None:
                 self._event.synchronize()
-            self._result = self._build(self._parcel.unpack(self._host if self._event is not None else None))
-            self._build = None
+            self._result = self._build(self._parcel.unpack(self._host))
+            self._build = self._host = None
         return self._result
 
 
@@ -60,13 +62,17 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     return parcel.unpack(None if parcel.flat is None else parcel.flat.cpu())
 
 
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
 class _Parcel:
     """Snapshots of tensors: of those on the host at once, of the others as one flat tensor on a device."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
-        self._on_host = [x.clone() if x.device.type == "cpu" else None for x in plain]
-        away = [x for x in plain if x.device.type != "cpu"]
+        self._on_host = [x.clone() if _is_on_host(x) else None for x in plain]
+        away = [x for x in plain if not _is_on_host(x)]
         self._kinds = [(x.dtype, x.shape) for x in away]
         self._same = len({x.dtype for x in away}) == 1
         self.flat: Tensor | None = None

@@ -3,5 +3,6 @@
 from gradiometer.kernels import tuning
 from gradiometer.kernels.finalize import finalize
 from gradiometer.kernels.moments import PARTIALS, moments
+from gradiometer.kernels.scale import scale
 
-__all__ = ["PARTIALS", "finalize", "moments", "tuning"]
+__all__ = ["PARTIALS", "finalize", "moments", "scale", "tuning"]

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-__all__ = ["CHUNK", "FINALIZE", "MAX_CHUNKS", "MOMENTS", "Finalize", "Moments", "options"]
+__all__ = ["CHUNK", "FINALIZE", "MAX_CHUNKS", "MOMENTS", "SCALE", "Finalize", "Moments", "Scale", "options"]
 
 # elements of one program of the moments kernel, in a tensor of no more than MAX_CHUNKS of them
 CHUNK: Final = 2**15
@@ -46,6 +46,23 @@ class Finalize(NamedTuple):
 
 
 FINALIZE: Final = Finalize(tile=1024, threads=256, registers=128)
+
+
+class Scale(NamedTuple):
+    """How the scale kernel reads and writes a chunk."""
+
+    # elements of four loads of 16 bytes by all threads: a store that stands between two loads parts them
+    tile: int
+    threads: int
+    registers: int
+
+
+SCALE: Final = {
+    torch.float64: Scale(tile=1024, threads=128, registers=64),
+    torch.float32: Scale(tile=2048, threads=128, registers=64),
+    torch.bfloat16: Scale(tile=4096, threads=128, registers=64),
+    torch.float16: Scale(tile=4096, threads=128, registers=64),
+}
 
 
 def options(threads: int, registers: int, device: torch.device) -> dict[str, Any]:

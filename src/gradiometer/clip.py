@@ -1,0 +1,440 @@
+"""Clipping by the collected norm: the read that serves telemetry serves clipping too.
+
+The coefficient is torch's, ``min(1, max_norm / (norm + 1e-6))``, of a norm that does not overflow and
+leaves NaN and Inf out: no finite gradient becomes 0 or NaN by it, whatever its neighbours are.
+
+How a tensor is multiplied by c. fp64 in fp64; anything else in fp32, rounded to its format once, so
+that c itself is never a number of fp16 or bf16. An fp32 gradient of 1e38 may need a c below the normal
+numbers of fp32: then it is taken apart as ``high * low`` with ``low = 2**-126``, and otherwise low is 1.
+The kernel, Inductor's code and the CPU's operators all do this, and leave the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import warnings
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+
+from gradiometer import derived, ops
+from gradiometer.collect import collect_grads
+from gradiometer.inputs import Named, is_plain_subclass, named_parameters, present
+from gradiometer.materialize import materialize
+from gradiometer.schema import DEFAULT_THRESHOLDS, Thresholds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gradiometer.inputs import Parameters
+    from gradiometer.pack import Known
+    from gradiometer.stats import TensorStats
+
+__all__ = ["clip_coefficient", "clip_grad_norm_", "collect_and_clip_"]
+
+# torch's own: what is added to a norm before it divides
+_EPS: Final = 1e-6
+# the least normal number of fp32
+_TINY: Final = 2.0**-126
+_MAX: Final = torch.finfo(torch.float64).max
+# what has its values in memory
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+# names in an error message
+_NAMES: Final = 10
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Parameters,
+    max_norm: float | Tensor,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 torch's signature
+    foreach: bool | None = None,  # noqa: FBT001
+) -> Tensor:
+    """Clip the norm of all gradients together, in place; `torch.nn.utils.clip_grad_norm_` without its faults.
+
+    Works the same inside and outside ``torch.compile``, and does not wait for a device. Where torch
+    is right the results are torch's, up to the rounding of its norm. Three things differ:
+
+    - The norm is computed in fp64, and the coefficient is never rounded to half precision. So finite
+      gradients are not clipped to 0 where the norm overflows fp16 or fp32.
+    - NaN and infinite elements do not count when the coefficient is computed, and stay what and where
+      they are (with ``max_norm=0`` an Inf becomes NaN, as ``inf * 0`` is). The returned norm tells of
+      them, and finite elements are clipped as if they were not there. In torch all gradients
+      turn NaN, or 0.
+    - On a GPU nothing is written where nothing is clipped; torch multiplies by 1.
+
+    Otherwise it is torch's formula, ``c = min(1, max_norm / (norm + 1e-6))``: gradients are unchanged
+    while ``norm + 1e-6 <= max_norm``. A gradient shared by several parameters counts for each of
+    them and is scaled once. Gradients on the CPU beside others on a device have to wait for it.
+
+    Args:
+        parameters: a module, a tensor, or parameters as a mapping, an iterable, or (name, parameter)
+            pairs; names make better errors. Those without a gradient are left out.
+        max_norm: not negative; ``math.inf`` clips nothing. A tensor of one element is not
+            looked at: in a compiled step it changes without a recompilation.
+        norm_type: any order that `torch.linalg.vector_norm` takes, ``"inf"`` too. Orders other
+            than 2 and infinity read the gradients two more times.
+        error_if_nonfinite: whether to wait for the norm, in one transfer, and raise if it is NaN or inf.
+        foreach: ignored; there is one implementation, and it takes all tensors at once.
+
+    Returns:
+        The norm before clipping, 0-d float64 on the gradients' device; 0 with no gradient.
+
+    Raises:
+        ValueError: for a ``max_norm`` that is negative, NaN or no number.
+        TypeError: for a gradient that cannot be measured, or not be scaled in place.
+        RuntimeError: with ``error_if_nonfinite``, for a norm that is NaN or inf; the message names
+            the gradients. Inside a compiled function, where nothing can be raised from a value.
+
+        Gradients are then unchanged.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> gm.clip_grad_norm_(model.parameters(), 1.0)
+    tensor(5.0990, dtype=torch.float64)
+    >>> model.weight.grad
+    tensor([[0.5883, 0.7845]])
+    """
+    del foreach
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    elif not torch.compiler.is_compiling() and isinstance(parameters, types.GeneratorType):
+        parameters = list(parameters)
+        if not parameters:
+            said = "`parameters` is an empty generator, no gradient clipping will occur."
+            warnings.warn(said, stacklevel=2)
+    return _clip(parameters, max_norm, norm_type, error_if_nonfinite, "clip_grad_norm_")[1]
+
+
+def collect_and_clip_(
+    model: Parameters,
+    max_norm: float | Tensor,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: Tensor | float | None = None,
+    skip_nonfinite: bool = False,
+) -> TensorStats:
+    """Measure every gradient and clip their norm, in place, after one read for both.
+
+    Args:
+        model: as for `gradiometer.collect_grads`.
+        max_norm: as for `clip_grad_norm_`.
+        norm_type: as for `clip_grad_norm_`.
+        error_if_nonfinite: as for `clip_grad_norm_`.
+        thresholds: where flags begin.
+        inv_scale: as for `gradiometer.collect_grads`. The norm and ``max_norm`` are those of the
+            unscaled gradients; the gradients stay scaled.
+        skip_nonfinite: as for `gradiometer.collect_grads`.
+
+    Returns:
+        TensorStats of the gradients before clipping.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as for `clip_grad_norm_`.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> gm.collect_and_clip_(model, 1.0).total_norm, gm.grad_norm(model) < 1.0
+    (tensor(5.0990, dtype=torch.float64), True)
+    """
+    options: dict[str, Any] = {"thresholds": thresholds, "skip_nonfinite": skip_nonfinite}
+    options["inv_scale"] = inv_scale
+    return _clip(model, max_norm, norm_type, error_if_nonfinite, "collect_and_clip_", **options)[0]
+
+
+def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
+    """Return what gradients have to be multiplied by so that their norm is at most ``max_norm``.
+
+    ``min(1, max_norm / (norm + 1e-6))``, of the finite elements' norm: never NaN. In a step that
+    updates by hand it serves as a factor of the learning rate, and no gradient is written.
+
+    Args:
+        stats: of all tensors that are to be clipped together.
+        max_norm: as for `clip_grad_norm_`.
+        norm_type: 2 or infinity, which ``stats`` hold.
+
+    Returns:
+        0-d float64 from 0 to 1, on the device of ``stats``.
+
+    Raises:
+        ValueError: for a ``max_norm`` that is negative, NaN or no number, and for other orders.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.clip_coefficient(gm.collect([torch.tensor([3.0, -4.0])]), 10.0)
+    tensor(1., dtype=torch.float64)
+    """
+    what = "clip_coefficient"
+    order, limit = _order(norm_type, what), _limit(max_norm, what)
+    if order not in {2.0, math.inf}:
+        msg = f"{what}: norm_type must be 2 or inf, which the stats hold, got {norm_type!r}; "
+        raise ValueError(msg + "clip_grad_norm_ takes any order")
+    with torch.no_grad():
+        return _coefficient(_norms_of_stats(stats, order).finite, limit)
+
+
+class _Norms(NamedTuple):
+    """The norm as torch would say it, and that of the finite elements; 0-d float64, one device."""
+
+    said: Tensor
+    finite: Tensor
+
+
+class _Part(NamedTuple):
+    """Tensors of one device that are to be scaled; ``known``: what the kernels' path says of them."""
+
+    tensors: list[Tensor]
+    known: Known | None
+
+
+@torch.no_grad()
+def _clip(
+    model: Parameters,
+    max_norm: float | Tensor,
+    norm_type: float,
+    error_if_nonfinite: bool,  # noqa: FBT001
+    what: str,
+    *,
+    inv_scale: Tensor | float | None = None,
+    **options: Any,
+) -> tuple[TensorStats, Tensor]:
+    """Return the stats and the norm before clipping. All checks come before the first write."""
+    order, limit = _order(norm_type, what), _limit(max_norm, what)
+    if error_if_nonfinite and torch.compiler.is_compiling():
+        msg = f"{what}: error_if_nonfinite=True has to wait for the norm, and a compiled function cannot; "
+        raise RuntimeError(msg + "leave it out, return stats.found_inf and look at it outside")
+    parameters = named_parameters(model, what)
+    grads = present(parameters.names, [p.grad for p in parameters.tensors])
+    stats = collect_grads(list(zip(*parameters, strict=True)), inv_scale=inv_scale, **options)
+    parts = _parts(grads, what)
+    # a complex element is measured as two real ones, but its largest magnitude is its own
+    if order == 2.0 or (order == math.inf and not any([x.is_complex() for x in grads.tensors])):
+        norms = _norms_of_stats(stats, order)
+    else:
+        norms = _norms_of_tensors(grads.tensors, order, stats.columns.device)
+        if inv_scale is not None and order != 0.0:
+            scale = inv_scale.reshape(()) if isinstance(inv_scale, Tensor) else inv_scale
+            norms = _Norms(*(norm * scale for norm in norms))
+    if error_if_nonfinite:
+        _refuse_nonfinite(stats, norms.said, order)
+    coefficient = _coefficient(norms.finite, limit)
+    for part in parts:
+        _scale_(part, coefficient)
+    return stats, norms.said
+
+
+# what is asked for
+
+
+def _order(norm_type: float, what: str) -> float:
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if order != order:  # noqa: PLR0124 NaN, which math.isnan tells no Dynamo
+        msg = f"{what}: norm_type must be the order of a norm, 2 or 'inf' say, got {norm_type!r}"
+        raise ValueError(msg)
+    return order
+
+
+def _limit(max_norm: float | Tensor, what: str) -> float | Tensor:
+    if isinstance(max_norm, Tensor):
+        if max_norm.numel() == 1 and not max_norm.is_complex() and max_norm.dtype != torch.bool:
+            return max_norm.detach()
+        got = f"a tensor of shape {tuple(max_norm.shape)} and dtype {max_norm.dtype}"
+    else:
+        # NumPy's scalars too
+        if isinstance(max_norm, Real) and max_norm >= 0:
+            return float(max_norm)
+        got = repr(max_norm)
+    msg = f"{what}: max_norm must be a number that is not negative, or a tensor of one; got {got}"
+    raise ValueError(msg)
+
+
+# norms
+
+
+def _norms_of_stats(stats: TensorStats, order: float) -> _Norms:
+    total = stats.total
+    top, nan, inf = (derived.value(total, name) for name in ("abs_max", "n_nan", "n_inf"))
+    if order == math.inf:
+        said = finite = top
+    else:
+        said = derived.value(total, "finite_norm")
+        # beyond 1e154 the squares of fp64 overflow: this is no less than the norm
+        bound = top * derived.value(total, "numel").sqrt()
+        finite = torch.where(said < math.inf, said, bound)
+    said = said + torch.where(inf > 0, math.inf, 0.0) + torch.where(nan > 0, math.nan, 0.0)
+    return _Norms(said, finite)
+
+
+def _norms_of_tensors(tensors: list[Tensor], order: float, home: torch.device) -> _Norms:
+    """Compute torch's own norms in fp64, one tensor at a time."""
+    # what adds nothing to a sum of powers
+    nothing = 0.0 if order >= 0 else math.inf
+    said, finite = [], []
+    for tensor in tensors:
+        x = _wide(tensor)
+        if x.numel() > 0:
+            said.append(torch.linalg.vector_norm(x, order).to(home, non_blocking=True))
+            x = torch.where(x.isfinite(), x, nothing)
+            finite.append(torch.linalg.vector_norm(x, order).to(home, non_blocking=True))
+    if not said:
+        none = torch.zeros((), dtype=torch.float64, device=home)
+        return _Norms(none, none)
+    # torch's norm of norms: of order 0 that counts tensors, not elements
+    return _Norms(*(torch.linalg.vector_norm(torch.stack(norms), order) for norms in (said, finite)))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    x = tensor.as_subclass(Tensor) if is_plain_subclass(type(tensor)) else tensor
+    if x.layout == torch.sparse_coo:
+        values = x.coalesce().values()
+        # for all zeros that are not stored
+        zeros = values.new_zeros(1 if values.numel() < x.numel() else 0)
+        x = torch.cat([values.reshape(-1), zeros])
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _coefficient(norm: Tensor, limit: float | Tensor) -> Tensor:
+    if isinstance(limit, Tensor):
+        limit = limit.to(norm.device, torch.float64, non_blocking=True).reshape(())
+    else:
+        # filled in on the device: nothing is copied there
+        limit = torch.full((), limit, dtype=torch.float64, device=norm.device)
+    ratio = limit / (norm + _EPS).clamp(max=_MAX)
+    # what a tensor holds was not looked at: a NaN clips nothing
+    return torch.where(ratio < 1.0, ratio, 1.0).clamp(min=0.0)
+
+
+def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float) -> None:
+    report, said = materialize((stats, norm))
+    if said.isfinite():
+        return
+    rows = [row for row in report if row.n_nonfinite]
+    found = [f"{row.name!r} has {row.n_nan} NaN and {row.n_inf} Inf of {row.numel}" for row in rows[:_NAMES]]
+    if len(rows) > _NAMES:
+        found.append(f"{len(rows) - _NAMES} more")
+    reason = ", ".join(found) or "All elements are finite, but their powers are beyond float64"
+    # it begins as torch's does
+    msg = f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be"
+    msg += f" clipped. {reason}. To clip finite elements and leave the others, set `error_if_nonfinite=False`"
+    raise RuntimeError(msg)
+
+
+# what is scaled, and how
+
+
+def _parts(grads: Named, what: str) -> list[_Part]:
+    """Group gradients by device, each memory once; refuse what cannot be scaled in place."""
+    parts = []
+    devices = dict.fromkeys([x.device for x in grads.tensors])
+    for device in devices:
+        named = grads
+        if len(devices) > 1:
+            named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
+        known = ops.writable(named.tensors) if ops.uses_kernels(device) else None
+        if known is not None and len(set(map(Tensor.data_ptr, named.tensors))) == known.count:
+            parts.append(_Part(named.tensors, known))
+            continue
+        pairs: Iterable[tuple[Tensor, str]] = zip(named.tensors, named.names, strict=True)
+        if _is_watched():
+            # without addresses, one gradient of several parameters is one key
+            pairs = dict(pairs).items()
+        parts.append(_Part(_once([_memory(grad, name, what) for grad, name in pairs]), None))
+    return parts
+
+
+def _memory(grad: Tensor, name: str, what: str) -> Tensor:
+    """Return a real tensor that holds the gradient's elements; refuse what cannot be scaled in place."""
+    x = grad
+    if type(x) is not Tensor and is_plain_subclass(type(x)):
+        x = x.as_subclass(Tensor)
+    if x.layout == torch.sparse_coo:
+        # duplicate coordinates are scaled like others
+        x = x._values()  # noqa: SLF001
+    if x.is_complex():
+        # of the memory: a lazy sign, which Dynamo cannot ask for, is none of its business
+        x = torch.view_as_real(x.conj() if not torch.compiler.is_compiling() and x.is_conj() else x)
+    if torch.compiler.is_compiling():
+        # not every Dynamo traces the questions; torch's own copy into such memory raises
+        return x
+    if not x.is_contiguous() and _overlaps(x):
+        reason = "has elements that share memory, or may"
+    elif x.is_inference() and not torch.is_inference_mode_enabled():
+        reason = "was made in inference mode"
+    else:
+        return x
+    msg = f"{what}: the gradient of {name!r} {reason}, so it cannot be scaled in place; "
+    raise TypeError(msg + "replace it first, parameter.grad = parameter.grad.clone()")
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Tell whether elements share memory, or are so interleaved that it is hard to tell."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return x.numel() > 0
+        reach += (size - 1) * stride
+    return False
+
+
+def _once(tensors: list[Tensor]) -> list[Tensor]:
+    """Leave out what is the same memory as another, where tensors have addresses."""
+    if _is_watched() or any([type(x) not in _PLAIN for x in tensors]):
+        return tensors
+    if len(set(map(Tensor.data_ptr, tensors))) == len(tensors):
+        return tensors
+    return list({(x.data_ptr(), x.dtype, x.shape, x.stride()): x for x in tensors}.values())
+
+
+def _is_watched() -> bool:
+    """Tell whether somebody looks at each call: a compiler, or a mode such as that of fake tensors."""
+    return bool(torch.compiler.is_compiling() or _len_torch_dispatch_stack() or _len_torch_function_stack())
+
+
+def _scale_(part: _Part, coefficient: Tensor) -> None:
+    tensors, known = part
+    if not tensors:
+        return
+    device = tensors[0].device
+    # on the CPU it is used at once, and must have arrived
+    factor = coefficient.to(device, non_blocking=device.type != "cpu")
+    if known is not None:
+        ops.scale_(tensors, factor, known)
+        return
+    high, low = _factors(factor)
+    if device.type == "cpu" and type(factor) is Tensor and not _is_watched():
+        value = factor.item()
+        if value == 1.0:
+            return
+        if value >= _TINY:
+            # low is 1. The CPU's operators leave a factor in fp32, also of half types, if it is a tensor
+            others: list[Tensor] = []
+            lists: dict[bool, list[Tensor]] = {True: [], False: []}
+            for x in tensors:
+                # fp8 has no such operator, and lists no lazy signs
+                (others if x.itemsize == 1 or x.is_neg() else lists[x.dtype == torch.float64]).append(x)
+            for is_wide, alike in lists.items():
+                if alike:
+                    torch._foreach_mul_(alike, factor if is_wide else high)
+            tensors = others
+    for x in tensors:
+        if x.dtype == torch.float64:
+            x.mul_(factor)
+        else:
+            x.copy_(x.to(torch.float32) * high * low)
+
+
+def _factors(c: Tensor) -> tuple[Tensor, Tensor]:
+    """Take c apart into two fp32 numbers, ``high * low``, as the kernel does."""
+    below = c < _TINY
+    high = torch.where(below, c / _TINY, c).to(torch.float32)
+    return high, torch.where(below, _TINY, torch.ones_like(c)).to(torch.float32)

@@ -1,0 +1,123 @@
+"""What `check_finite` found, as text: where it is, causes before effects, and what that suggests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gradiometer.finite import FiniteReport
+    from gradiometer.report import Report, TensorReport
+
+__all__ = ["headline", "render"]
+
+
+def headline(report: FiniteReport) -> str:
+    """Return what matters most in one line."""
+    if not report.has_issues:
+        return "; ".join(_summary(report, with_largest=False))
+    loss = [] if report.loss_is_finite else ["loss"]
+    found = [(name, len(_bad(kind)), len(kind)) for name, kind in _kinds(report)]
+    return "not finite: " + ", ".join(loss + [_share(*counts) for counts in found if counts[1]])
+
+
+def render(report: FiniteReport, max_rows: int | None) -> str:
+    """Return one line if all is well; else a row per tensor, ``max_rows`` of each kind, and advice."""
+    if not report.has_issues:
+        return "; ".join(_summary(report, with_largest=True))
+    lines: list[tuple[str, str, str]] = []
+    if not report.loss_is_finite:
+        row = report.loss_report
+        lines.append(("loss", f"{report.loss}", _counts(row) if row and row.numel > 1 else ""))
+    for name, kind in _kinds(report):
+        rows = _met(name, kind)
+        if lines and max_rows is not None and len(rows) == len(kind) > 1:
+            # what follows from a cause above: which is first tells nothing
+            lines.append((name, f"all {len(kind)}", _counts(kind.total)))
+            continue
+        shown = rows if max_rows is None else rows[: max(0, max_rows)]
+        lines += [(name, _printable(row.name), _counts(row)) for row in shown]
+        if len(shown) < len(rows):
+            lines.append(("", f"… {len(rows) - len(shown)} more", ""))
+    widths = [max(len(line[i]) for line in lines) for i in (0, 1)]
+    table = [f"  {what:{widths[0]}}  {name:{widths[1]}}  {counts}".rstrip() for what, name, counts in lines]
+    return "\n".join([headline(report), *table, _advice(report)])
+
+
+def _kinds(report: FiniteReport) -> Iterable[tuple[str, Report]]:
+    """Return what was looked at, causes before effects."""
+    buffers = [] if report.buffers is None else [("buffer", report.buffers)]
+    return [("weight", report.weights), *buffers, ("gradient", report.grads)]
+
+
+def _bad(report: Report) -> list[TensorReport]:
+    return [row for row in report if row.n_nonfinite]
+
+
+def _met(name: str, kind: Report) -> list[TensorReport]:
+    # in the order in which a step meets them: the backward pass begins with the last layers
+    return _bad(kind)[::-1] if name == "gradient" else _bad(kind)
+
+
+def _summary(report: FiniteReport, *, with_largest: bool) -> list[str]:
+    """Return a phrase for the loss and for each kind of tensor."""
+    phrases = [] if report.loss is None else [f"loss {report.loss:.4g}"]
+    for name, kind in _kinds(report):
+        phrases.append(
+            f"{len(kind)} {name}s" if len(kind) > 1 else f"1 {name}" if len(kind) else f"no {name}s"
+        )
+        if with_largest and kind.total.numel:
+            largest = max(kind, key=lambda row: row.abs_max)
+            phrases[-1] += f", largest {largest.abs_max:.3g} in {_printable(largest.name)}"
+    return ["all finite: " + phrases[0], *phrases[1:]]
+
+
+def _share(name: str, bad: int, count: int) -> str:
+    if count == 1:
+        return f"the only {name}"
+    return f"all {count} {name}s" if bad == count else f"{bad} of {count} {name}s"
+
+
+def _counts(row: TensorReport) -> str:
+    kinds = ((row.n_nan, "NaN"), (row.n_posinf, "+Inf"), (row.n_neginf, "-Inf"))
+    counts = [f"{count:,} {what}" for count, what in kinds if count]
+    return ", ".join(counts) + f" of {row.numel:,}"
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else repr(name)[1:-1]
+
+
+def _advice(report: FiniteReport) -> str:
+    """Say in one line what this pattern suggests: what was not finite first, and what to do."""
+    grads = _met("gradient", report.grads)
+    grads_are_fine = report.grads.measured and not grads
+    if _bad(report.weights) and report.loss_is_finite and grads_are_fine:
+        return (
+            "The gradients are finite, so the optimizer step made it: load a checkpoint from before, and "
+            "look at its learning rate and state."
+        )
+    if _bad(report.weights):
+        return (
+            "The weights are non-finite already, and with them all they compute: load an earlier checkpoint."
+        )
+    if report.nan_buffers:
+        return "The weights are finite, but a buffer keeps its NaN: reset or load it, and skip the update."
+    if not report.loss_is_finite and grads_are_fine:
+        return (
+            "The gradients are finite: they are of another loss, or the loss overflowed after its backward."
+        )
+    if not report.loss_is_finite:
+        return (
+            "The weights are finite, so the forward pass of this step made it (its batch, an overflow, "
+            "log(0), 0/0): skip the update."
+        )
+    if not grads:
+        return "Only buffers hold Inf, as masks do on purpose: if these are masks, all is well."
+    finite, made = ("The weights are", "this step")
+    if report.loss is not None:
+        finite, made = ("Weights and loss are", "the backward pass of this step")
+    where = "" if len(grads) == len(report.grads) else f", at about {_printable(grads[0].name)}"
+    overflow = "" if report.nan_grads else " Inf alone is an overflow: with a loss scale, lower it."
+    return f"{finite} finite, so {made} made it{where}: skip the update.{overflow}"

@@ -1,0 +1,210 @@
+"""check_finite: NaN and Inf in weights, gradients, buffers and the loss, by name, in one transfer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from gradiometer import diagnosis
+from gradiometer.collect import collect
+from gradiometer.inputs import Named, check, check_names, named_parameters, named_tensors, present
+from gradiometer.materialize import materialize
+from gradiometer.stats import outside_of_a_graph
+
+if TYPE_CHECKING:
+    from gradiometer.inputs import Parameters
+    from gradiometer.report import Report, TensorReport
+    from gradiometer.stats import TensorStats
+
+__all__ = ["FiniteReport", "check_finite"]
+
+
+def check_finite(
+    model: Parameters, loss: Tensor | float | None = None, *, buffers: bool = False
+) -> FiniteReport:
+    """Look for NaN and Inf in a model's weights and gradients, and in the loss. Waits for the device, once.
+
+    Best between ``backward()`` and ``step()``. One transfer to the host, however many parameters,
+    dtypes and devices; nothing is changed. In a compiled step `collect_grads` has ``found_inf``.
+
+    Args:
+        model: a module, or parameters as a mapping, an iterable, or (name, parameter) pairs. Frozen
+            parameters count as weights; those without a gradient are left out of the gradients.
+        loss: a number, or a real tensor of any shape, dtype and device with at least one element.
+        buffers: whether to look at a module's floating-point and complex buffers too, those that are
+            not persistent included. Off by default: masks, such as those of attention, hold -inf on purpose.
+
+    Returns:
+        A `FiniteReport`: what is not finite, by name. ``print`` says what that suggests.
+
+    Raises:
+        RuntimeError: inside a compiled function; call it outside.
+        TypeError: for a weight, gradient or buffer that cannot be measured, by name; for a loss that is
+            no real number or tensor; for ``buffers=True`` without a module.
+        ValueError: for a loss with no elements.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> loss = model(torch.tensor([[3.0, float("inf")]])).mean()
+    >>> loss.backward()
+    >>> report = gm.check_finite(model, loss)
+    >>> report.has_issues, report.inf_grads, report.loss_is_finite
+    (True, ['weight'], False)
+    """
+    outside_of_a_graph("check_finite")
+    names, parameters = named_parameters(model, "check_finite")
+    found: dict[str, TensorStats] = {}
+    if isinstance(loss, Tensor):
+        found["loss"] = _measure(Named(("loss",), [_real(loss)]), "check_finite")
+    elif loss is not None and not isinstance(loss, Real):
+        msg = f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}"
+        raise TypeError(msg)
+    found["weights"] = _measure(Named(names, parameters), "check_finite, weights")
+    grads = present(names, [p.grad for p in parameters])
+    found["grads"] = _measure(grads, "check_finite, gradients")
+    if buffers:
+        found["buffers"] = _measure(_buffers(model), "check_finite, buffers")
+    reports: dict[str, Report] = materialize(found)
+    row = reports["loss"]["loss"] if "loss" in reports else None
+    value = _mean(row) if row else None if loss is None else float(loss)
+    return FiniteReport(
+        loss=value,
+        loss_is_finite=row.n_nonfinite == 0 if row else value is None or math.isfinite(value),
+        weights=reports["weights"],
+        grads=reports["grads"],
+        buffers=reports.get("buffers"),
+        loss_report=row,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class FiniteReport:
+    """What is not finite, on the host. ``print(report)`` says where, and what that suggests.
+
+    Attributes:
+        loss: the loss, the mean of several, NaN and inf carried; None where none was given.
+        loss_is_finite: whether every element of it is; True where none was given.
+        weights: the `Report` of all weights: ``report.weights["0.bias"].n_nan`` and the like.
+        grads: of all gradients.
+        buffers: of all buffers; None unless asked for.
+        loss_report: the `TensorReport` of the loss; None unless it was a tensor.
+    """
+
+    loss: float | None
+    loss_is_finite: bool
+    weights: Report
+    grads: Report
+    buffers: Report | None = None
+    loss_report: TensorReport | None = None
+
+    @property
+    def nan_weights(self) -> list[str]:
+        """Names of weights that hold a NaN, in the order of the model."""
+        return self.weights.nan
+
+    @property
+    def inf_weights(self) -> list[str]:
+        """Names of weights that hold +Inf or -Inf."""
+        return self.weights.inf
+
+    @property
+    def nan_grads(self) -> list[str]:
+        """Names of parameters whose gradient holds a NaN."""
+        return self.grads.nan
+
+    @property
+    def inf_grads(self) -> list[str]:
+        """Names of parameters whose gradient holds +Inf or -Inf."""
+        return self.grads.inf
+
+    @property
+    def nan_buffers(self) -> list[str]:
+        """Names of buffers that hold a NaN; empty unless buffers were asked for."""
+        return self.buffers.nan if self.buffers else []
+
+    @property
+    def inf_buffers(self) -> list[str]:
+        """Names of buffers that hold +Inf or -Inf; empty unless buffers were asked for."""
+        return self.buffers.inf if self.buffers else []
+
+    @property
+    def max_weight(self) -> float:
+        """Largest finite magnitude of a weight; 0.0 with none."""
+        return self.weights.total.abs_max
+
+    @property
+    def max_grad(self) -> float:
+        """Largest finite magnitude in a gradient; 0.0 with none."""
+        return self.grads.total.abs_max
+
+    @property
+    def has_issues(self) -> bool:
+        """Whether anything that was looked at is not finite."""
+        return not self.loss_is_finite or any(
+            report is not None and report.found_inf for report in (self.weights, self.grads, self.buffers)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain Python values: the loss, the maxima, and the lists of names."""
+        fields = ("has_issues", "loss", "loss_is_finite", "max_weight", "max_grad")
+        lists = [f"{what}_{kind}" for kind in ("weights", "grads", "buffers") for what in ("nan", "inf")]
+        return {name: getattr(self, name) for name in (*fields, *lists)}
+
+    def to_string(self, max_rows: int | None = 8) -> str:
+        """Return what ``print`` shows.
+
+        Args:
+            max_rows: how many weights, gradients and buffers at most, of each; None for all.
+        """
+        return diagnosis.render(self, max_rows)
+
+    def __str__(self) -> str:
+        """Return a diagnosis: one line if all is well; else what is not finite, likely causes first."""
+        return self.to_string()
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        return f"<FiniteReport: {diagnosis.headline(self)}>"
+
+
+# what is measured
+
+
+def _measure(named: Named, what: str) -> TensorStats:
+    check(named, what)
+    check_names(named.names, what)
+    return collect(zip(named.names, named.tensors, strict=True))
+
+
+def _real(loss: Tensor) -> Tensor:
+    if loss.is_complex():
+        msg = f"check_finite: the loss must be real, got {loss.dtype}; pass its real part or its abs()"
+        raise TypeError(msg)
+    if loss.numel() == 0:
+        msg = (
+            f"check_finite: the loss of shape {tuple(loss.shape)} has no elements; pass loss=None without one"
+        )
+        raise ValueError(msg)
+    return loss if loss.is_floating_point() else loss.double()
+
+
+def _buffers(model: Parameters) -> Named:
+    if not isinstance(model, nn.Module):
+        msg = f"check_finite: buffers=True needs a module that has them, got {type(model).__name__}"
+        raise TypeError(msg)
+    # a counter or an index is always finite
+    pairs = [(name, b) for name, b in model.named_buffers() if b.is_floating_point() or b.is_complex()]
+    return named_tensors(pairs, "check_finite")
+
+
+def _mean(row: TensorReport) -> float:
+    # row.mean is of the finite elements
+    if row.n_nan or (row.n_posinf and row.n_neginf):
+        return math.nan
+    if row.n_inf:
+        return math.inf if row.n_posinf else -math.inf
+    return row.mean

@@ -1,0 +1,121 @@
+"""Multiply tensors in place by one coefficient, in one pass over memory.
+
+x_i <- x_i * c: in fp64 for fp64, and ``(x_i * high) * low`` in fp32 for fp32, bf16 and fp16, rounded
+to their format once. ``high * low = c``, and low is 1 unless c is below the normal numbers of fp32.
+Reads and writes each element once; with c = 1 it touches none.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gradiometer.kernels import tuning
+
+__all__ = ["scale"]
+
+_READ_AS = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.int16,
+    torch.float16: tl.float16,
+}
+
+# the least normal number of fp32, and what brings numbers below it back
+_TINY = tl.constexpr(2.0**-126)
+_LIFT = tl.constexpr(2.0**126)
+
+
+@triton.jit
+def _scaled(x, factor, high, low):
+    """Multiply fp64, fp32 or fp16 numbers, or bf16 ones that were read as int16."""
+    if x.dtype == tl.float64:
+        y = x * factor
+    elif x.dtype == tl.int16:
+        # bf16 is the upper half of fp32. By integers it is rounded to nearest even in the interpreter
+        # too, whose own conversion drops bits
+        wide = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True) * high * low
+        bits = wide.to(tl.int32, bitcast=True)
+        y = (tl.where(wide == wide, bits + 0x7FFF + ((bits >> 16) & 1), bits) >> 16).to(tl.int16)
+    else:
+        y = (x.to(tl.float32) * high * low).to(x.dtype)
+    return y
+
+
+@triton.jit(do_not_specialize=["first_chunk", "num_tensors"])
+def _scale_kernel(
+    pointers_ptr,  # (T,) int64
+    table_ptr,  # (4 * T + N,) int64, see pack.Layout
+    factor_ptr,  # () float64
+    first_chunk: tl.int32,
+    num_tensors: tl.int32,
+    DTYPE: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    factor = tl.load(factor_ptr)
+    # most steps of a training run are not clipped
+    if factor != 1.0:
+        # gradiometer.clip takes it apart in the same way
+        below = factor < _TINY
+        high = tl.where(below, factor * _LIFT, factor).to(tl.float32)
+        low = tl.where(below, _TINY, 1.0).to(tl.float32)
+        chunk = first_chunk + tl.program_id(0)
+        row = tl.load(table_ptr + 4 * num_tensors + chunk)
+        size = tl.load(table_ptr + num_tensors + row)
+        start = (chunk - tl.load(table_ptr + 2 * num_tensors + row)) * size
+        n = tl.minimum(tl.load(table_ptr + row) - start, size).to(tl.int32)
+        address = tl.load(pointers_ptr + row) + start * ITEMSIZE
+        lanes = tl.arange(0, TILE)
+
+        # a view may begin anywhere: its first elements up to a 16-byte boundary are taken apart
+        head = tl.minimum((-address & 15).to(tl.int32) // ITEMSIZE, n)
+        base = address.to(tl.pointer_type(DTYPE))
+        if head > 0:
+            x = tl.load(base + lanes, mask=lanes < head, other=0)
+            tl.store(base + lanes, _scaled(x, factor, high, low), mask=lanes < head)
+
+        # no mask: it would take loads and stores apart
+        full = (n - head) // TILE
+        ptrs = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(DTYPE)), 16) + lanes
+        for _ in range(full):
+            tl.store(ptrs, _scaled(tl.load(ptrs), factor, high, low))
+            ptrs += TILE
+
+        done = head + full * TILE
+        if done < n:
+            x = tl.load(base + (done + lanes), mask=lanes < n - done, other=0)
+            tl.store(base + (done + lanes), _scaled(x, factor, high, low), mask=lanes < n - done)
+
+
+def scale(
+    pointers: torch.Tensor,
+    table: torch.Tensor,
+    factor: torch.Tensor,
+    dtype: torch.dtype,
+    first_chunk: int,
+    num_chunks: int,
+    num_tensors: int,
+) -> None:
+    """Multiply one dtype's chunks in place.
+
+    Args:
+        pointers: ``(T,) int64``, the tensors' addresses.
+        table: int64, a `gradiometer.pack.Layout`'s table.
+        factor: 0-d float64 on their device, at most 1.
+        dtype: of the tensors that these chunks belong to.
+        first_chunk: the group's first chunk.
+        num_chunks: the group's number of chunks.
+        num_tensors: T.
+    """
+    tile, threads, registers = tuning.SCALE[dtype]
+    _scale_kernel[(num_chunks,)](
+        pointers,
+        table,
+        factor,
+        first_chunk,
+        num_tensors,
+        DTYPE=_READ_AS[dtype],
+        ITEMSIZE=dtype.itemsize,
+        TILE=tile,
+        **tuning.options(threads, registers, factor.device),
+    )
