@@ -6,6 +6,7 @@ is torch itself on fp64 copies. Under the interpreter the same tests go to the k
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from decimal import Decimal
@@ -1015,3 +1016,26 @@ def test_no_op_of_ours_but_the_measurement_is_in_the_graph():
     torch.compile(clip, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(with_grads(torch.ones(3)))
     assert [name for name in names if "gradiometer" in name] == ["gradiometer.tensor_stats.default"]
     assert any("mul" in name for name in names)
+
+
+# the benchmark
+
+
+def test_the_benchmark_of_clipping_runs(monkeypatch, capsys, tmp_path):
+    import cases
+    import clip
+
+    tiny = cases.Case("tiny", "", torch.float32, (((40, 30), 3), ((7,), 2)))
+    monkeypatch.setitem(cases.CASES, "tiny", tiny)
+    figures = tmp_path / "new" / "clip.json"
+    arguments = ["clip.py", "--device", "cpu", "--rounds", "2", "--cases", "tiny", "--json", str(figures)]
+    monkeypatch.setattr("sys.argv", arguments)
+    clip.main()
+    assert "ours / torch" in capsys.readouterr().out
+    rows = json.loads(figures.read_text(encoding="utf-8"))["rows"]
+    assert [row["what"] for row in rows] == ["clipped", "not clipped"]
+    for row in rows:
+        assert row["norms"]["ours"] == pytest.approx(row["norms"]["torch"], rel=1e-5)
+    monkeypatch.setattr("sys.argv", ["clip.py", "--cases", "tinny"])
+    with pytest.raises(SystemExit, match="no case 'tinny'; there are gpt2"):
+        clip.main()

@@ -65,7 +65,7 @@ def clip_grad_norm_(
       they are (with ``max_norm=0`` an Inf becomes NaN, as ``inf * 0`` is). The returned norm tells of
       them, and finite elements are clipped as if they were not there. In torch all gradients
       turn NaN, or 0.
-    - On a GPU nothing is written where nothing is clipped; torch multiplies by 1.
+    - Outside a compiled step nothing is written where nothing is clipped; torch multiplies by 1.
 
     Otherwise it is torch's formula, ``c = min(1, max_norm / (norm + 1e-6))``: gradients are unchanged
     while ``norm + 1e-6 <= max_norm``. A gradient shared by several parameters counts for each of
@@ -74,8 +74,9 @@ def clip_grad_norm_(
     Args:
         parameters: a module, a tensor, or parameters as a mapping, an iterable, or (name, parameter)
             pairs; names make better errors. Those without a gradient are left out.
-        max_norm: not negative; ``math.inf`` clips nothing. A tensor of one element is not
-            looked at: in a compiled step it changes without a recompilation.
+        max_norm: not negative; ``math.inf`` clips nothing. A tensor of one element is not looked
+            at, so that in a compiled step it changes without a recompilation: NaN clips nothing
+            there, and what is negative is 0.
         norm_type: any order that `torch.linalg.vector_norm` takes, ``"inf"`` too. Orders other
             than 2 and infinity read the gradients two more times.
         error_if_nonfinite: whether to wait for the norm, in one transfer, and raise if it is NaN or inf.
