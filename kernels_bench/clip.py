@@ -22,7 +22,7 @@ import machine
 import torch
 from torch import nn
 
-from gradiometer.clip import clip_grad_norm_
+from gradiometer import clip_grad_norm_
 
 CASES = ("gpt2", "1000x1000-fp32")
 CLIPS = {"ours": clip_grad_norm_, "torch": nn.utils.clip_grad_norm_}

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.amp import GradScaler
 
 import gradiometer as gm
-from gradiometer.clip import collect_and_clip_
+from gradiometer import collect_and_clip_
 from gradiometer.schema import COLUMN_NAMES
 from test_syncs import HostWaitError, device_of, watch
 

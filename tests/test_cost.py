@@ -12,8 +12,7 @@ import torch
 
 import gradiometer as gm
 import home_grown
-from gradiometer import check_finite
-from gradiometer.clip import clip_grad_norm_, collect_and_clip_
+from gradiometer import check_finite, clip_grad_norm_, collect_and_clip_
 from home_grown import GradientCollector, with_grads
 from transfers import count_transfers
 

@@ -21,8 +21,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import mse_loss
 
 import gradiometer as gm
-from gradiometer import ops, pack
-from gradiometer.clip import clip_grad_norm_, collect_and_clip_
+from gradiometer import clip_grad_norm_, collect_and_clip_, ops, pack
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
 
 if TYPE_CHECKING:

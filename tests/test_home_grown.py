@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 
 import gradiometer as gm
 import home_grown
-from gradiometer import check_finite
-from gradiometer.clip import clip_grad_norm_
-from gradiometer.smoothing import EMA
+from gradiometer import EMA, check_finite, clip_grad_norm_
 from home_grown import GradientCollector, MovingAverage, with_grads
 from oracle import NORM_BOUND, exact
 

@@ -530,7 +530,7 @@ def test_rows_of_several_devices_come_in_the_order_of_the_tensors(monkeypatch: p
     # the package's attribute of this name is the function
     module = importlib.import_module("gradiometer.collect")
     devices = list(dict.fromkeys(stub.device for stub in stubs))
-    columns, flags = module._measure(stubs, devices, gm.Thresholds(), None, None)
+    columns, flags = module._measure_tensors(stubs, devices, gm.Thresholds(), None, None)
     assert columns.tolist() == [[float(row)] * len(gm.COLUMNS) for row in range(len(order))]
     assert flags.tolist() == list(range(len(order)))
 
@@ -762,7 +762,7 @@ def test_a_refused_gradient_leaves_the_model_as_it_is() -> None:
         gm.collect_grads(model)
     with pytest.raises(TypeError, match=r"^collect_weights: '0\.weight' is on the meta device"):
         gm.collect_weights(model)
-    with pytest.raises(TypeError, match=r"^collect_grads: '0\.weight' is on the meta device"):
+    with pytest.raises(TypeError, match=r"^grad_norm: '0\.weight' is on the meta device"):
         gm.grad_norm(model)
     model[0].weight = weight
     for name, p in model.named_parameters():

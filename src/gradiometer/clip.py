@@ -2,11 +2,6 @@
 
 The coefficient is torch's, ``min(1, max_norm / (norm + 1e-6))``, of a norm that does not overflow and
 leaves NaN and Inf out: no finite gradient becomes 0 or NaN by it, whatever its neighbours are.
-
-How a tensor is multiplied by c. fp64 in fp64; anything else in fp32, rounded to its format once, so
-that c itself is never a number of fp16 or bf16. An fp32 gradient of 1e38 may need a c below the normal
-numbers of fp32: then it is taken apart as ``high * low`` with ``low = 2**-126``, and otherwise low is 1.
-The kernel, Inductor's code and the CPU's operators all do this, and leave the same bits.
 """
 
 from __future__ import annotations
@@ -19,30 +14,23 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from gradiometer import derived, ops
-from gradiometer.collect import collect_grads
-from gradiometer.inputs import Named, is_plain_subclass, named_parameters, present
+from gradiometer import derived
+from gradiometer.collect import grads_of, measure
+from gradiometer.inputs import is_plain_subclass
 from gradiometer.materialize import materialize
+from gradiometer.scaling import parts_of, scale_
 from gradiometer.schema import DEFAULT_THRESHOLDS, Thresholds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from gradiometer.inputs import Parameters
-    from gradiometer.pack import Known
     from gradiometer.stats import TensorStats
 
 __all__ = ["clip_coefficient", "clip_grad_norm_", "collect_and_clip_"]
 
 # torch's own: what is added to a norm before it divides
 _EPS: Final = 1e-6
-# the least normal number of fp32
-_TINY: Final = 2.0**-126
 _MAX: Final = torch.finfo(torch.float64).max
-# what has its values in memory
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
 # names in an error message
 _NAMES: Final = 10
 
@@ -188,13 +176,6 @@ class _Norms(NamedTuple):
     finite: Tensor
 
 
-class _Part(NamedTuple):
-    """Tensors of one device that are to be scaled; ``known``: what the kernels' path says of them."""
-
-    tensors: list[Tensor]
-    known: Known | None
-
-
 @torch.no_grad()
 def _clip(
     model: Parameters,
@@ -211,10 +192,9 @@ def _clip(
     if error_if_nonfinite and torch.compiler.is_compiling():
         msg = f"{what}: error_if_nonfinite=True has to wait for the norm, and a compiled function cannot; "
         raise RuntimeError(msg + "leave it out, return stats.found_inf and look at it outside")
-    parameters = named_parameters(model, what)
-    grads = present(parameters.names, [p.grad for p in parameters.tensors])
-    stats = collect_grads(list(zip(*parameters, strict=True)), inv_scale=inv_scale, **options)
-    parts = _parts(grads, what)
+    grads, home = grads_of(model, what)
+    stats = measure(grads, what, inv_scale=inv_scale, home=home, **options)
+    parts = parts_of(grads, what)
     # a complex element is measured as two real ones, but its largest magnitude is its own
     if order == 2.0 or (order == math.inf and not any([x.is_complex() for x in grads.tensors])):
         norms = _norms_of_stats(stats, order)
@@ -227,7 +207,7 @@ def _clip(
         _refuse_nonfinite(stats, norms.said, order)
     coefficient = _coefficient(norms.finite, limit)
     for part in parts:
-        _scale_(part, coefficient)
+        scale_(part, coefficient)
     return stats, norms.said
 
 
@@ -328,114 +308,3 @@ def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float) -> None:
     msg = f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be"
     msg += f" clipped. {reason}. To clip finite elements and leave the others, set `error_if_nonfinite=False`"
     raise RuntimeError(msg)
-
-
-# what is scaled, and how
-
-
-def _parts(grads: Named, what: str) -> list[_Part]:
-    """Group gradients by device, each memory once; refuse what cannot be scaled in place."""
-    parts = []
-    devices = dict.fromkeys([x.device for x in grads.tensors])
-    for device in devices:
-        named = grads
-        if len(devices) > 1:
-            named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
-        known = ops.writable(named.tensors) if ops.uses_kernels(device) else None
-        if known is not None and len(set(map(Tensor.data_ptr, named.tensors))) == known.count:
-            parts.append(_Part(named.tensors, known))
-            continue
-        pairs: Iterable[tuple[Tensor, str]] = zip(named.tensors, named.names, strict=True)
-        if _is_watched():
-            # without addresses, one gradient of several parameters is one key
-            pairs = dict(pairs).items()
-        parts.append(_Part(_once([_memory(grad, name, what) for grad, name in pairs]), None))
-    return parts
-
-
-def _memory(grad: Tensor, name: str, what: str) -> Tensor:
-    """Return a real tensor that holds the gradient's elements; refuse what cannot be scaled in place."""
-    x = grad
-    if type(x) is not Tensor and is_plain_subclass(type(x)):
-        x = x.as_subclass(Tensor)
-    if x.layout == torch.sparse_coo:
-        # duplicate coordinates are scaled like others
-        x = x._values()  # noqa: SLF001
-    if x.is_complex():
-        # of the memory: a lazy sign, which Dynamo cannot ask for, is none of its business
-        x = torch.view_as_real(x.conj() if not torch.compiler.is_compiling() and x.is_conj() else x)
-    if torch.compiler.is_compiling():
-        # not every Dynamo traces the questions; torch's own copy into such memory raises
-        return x
-    if not x.is_contiguous() and _overlaps(x):
-        reason = "has elements that share memory, or may"
-    elif x.is_inference() and not torch.is_inference_mode_enabled():
-        reason = "was made in inference mode"
-    else:
-        return x
-    msg = f"{what}: the gradient of {name!r} {reason}, so it cannot be scaled in place; "
-    raise TypeError(msg + "replace it first, parameter.grad = parameter.grad.clone()")
-
-
-def _overlaps(x: Tensor) -> bool:
-    """Tell whether elements share memory, or are so interleaved that it is hard to tell."""
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return x.numel() > 0
-        reach += (size - 1) * stride
-    return False
-
-
-def _once(tensors: list[Tensor]) -> list[Tensor]:
-    """Leave out what is the same memory as another, where tensors have addresses."""
-    if _is_watched() or any([type(x) not in _PLAIN for x in tensors]):
-        return tensors
-    if len(set(map(Tensor.data_ptr, tensors))) == len(tensors):
-        return tensors
-    return list({(x.data_ptr(), x.dtype, x.shape, x.stride()): x for x in tensors}.values())
-
-
-def _is_watched() -> bool:
-    """Tell whether somebody looks at each call: a compiler, or a mode such as that of fake tensors."""
-    return bool(torch.compiler.is_compiling() or _len_torch_dispatch_stack() or _len_torch_function_stack())
-
-
-def _scale_(part: _Part, coefficient: Tensor) -> None:
-    tensors, known = part
-    if not tensors:
-        return
-    device = tensors[0].device
-    # on the CPU it is used at once, and must have arrived
-    factor = coefficient.to(device, non_blocking=device.type != "cpu")
-    if known is not None:
-        ops.scale_(tensors, factor, known)
-        return
-    high, low = _factors(factor)
-    if device.type == "cpu" and type(factor) is Tensor and not _is_watched():
-        value = factor.item()
-        if value == 1.0:
-            return
-        if value >= _TINY:
-            # low is 1. The CPU's operators leave a factor in fp32, also of half types, if it is a tensor
-            others: list[Tensor] = []
-            lists: dict[bool, list[Tensor]] = {True: [], False: []}
-            for x in tensors:
-                # fp8 has no such operator, and lists no lazy signs
-                (others if x.itemsize == 1 or x.is_neg() else lists[x.dtype == torch.float64]).append(x)
-            for is_wide, alike in lists.items():
-                if alike:
-                    torch._foreach_mul_(alike, factor if is_wide else high)
-            tensors = others
-    for x in tensors:
-        if x.dtype == torch.float64:
-            x.mul_(factor)
-        else:
-            x.copy_(x.to(torch.float32) * high * low)
-
-
-def _factors(c: Tensor) -> tuple[Tensor, Tensor]:
-    """Take c apart into two fp32 numbers, ``high * low``, as the kernel does."""
-    below = c < _TINY
-    high = torch.where(below, c / _TINY, c).to(torch.float32)
-    return high, torch.where(below, _TINY, torch.ones_like(c)).to(torch.float32)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters, Tensors
     from gradiometer.pack import Known
 
-__all__ = ["collect", "collect_grads", "collect_weights", "grad_norm", "total_norm"]
+__all__ = ["collect", "collect_grads", "collect_weights", "grad_norm", "grads_of", "measure", "total_norm"]
 
 
 def collect_grads(
@@ -66,13 +66,8 @@ def collect_grads(
     >>> stats.names, stats.norm
     (('weight', 'bias'), tensor([5., 1.], dtype=torch.float64))
     """
-    names, parameters = named_parameters(model, "collect_grads")
-    grads = present(names, [p.grad for p in parameters])
-    home = None
-    if not grads.tensors:
-        home = next((p.device for p in parameters if has_float64(p.device)), None)
-    stats = _collect(grads, thresholds, inv_scale, "collect_grads", home)
-    return _skipping(stats) if skip_nonfinite else stats
+    grads, home = grads_of(model, "collect_grads")
+    return measure(grads, "collect_grads", thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
 
 
 def collect_weights(model: Parameters, *, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> TensorStats:
@@ -92,7 +87,7 @@ def collect_weights(model: Parameters, *, thresholds: Thresholds = DEFAULT_THRES
     >>> gm.collect_weights(torch.nn.Linear(2, 1)).names
     ('weight', 'bias')
     """
-    return _collect(named_parameters(model, "collect_weights"), thresholds, None, "collect_weights")
+    return measure(named_parameters(model, "collect_weights"), "collect_weights", thresholds)
 
 
 def collect(
@@ -125,8 +120,8 @@ def collect(
     >>> gm.collect({"a": torch.tensor([1e20]), "b": torch.zeros(3)}).norm
     tensor([1.0000e+20, 0.0000e+00], dtype=torch.float64)
     """
-    stats = _collect(named_tensors(tensors, "collect"), thresholds, inv_scale, "collect")
-    return _skipping(stats) if skip_nonfinite else stats
+    named = named_tensors(tensors, "collect")
+    return measure(named, "collect", thresholds, inv_scale, skip_nonfinite=skip_nonfinite)
 
 
 def grad_norm(
@@ -148,7 +143,8 @@ def grad_norm(
     >>> gm.grad_norm(torch.nn.Linear(2, 1))
     0.0
     """
-    stats = collect_grads(model, inv_scale=inv_scale)
+    grads, home = grads_of(model, "grad_norm")
+    stats = measure(grads, "grad_norm", inv_scale=inv_scale, home=home)
     if stats.measured:
         return float(stats.total_norm)
     if empty == "raise":
@@ -167,15 +163,44 @@ def total_norm(tensors: Tensors) -> Tensor:
     >>> gm.total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
     tensor(5., dtype=torch.float64)
     """
-    return _collect(named_tensors(tensors, "total_norm"), DEFAULT_THRESHOLDS, None, "total_norm").total_norm
+    return measure(named_tensors(tensors, "total_norm"), "total_norm").total_norm
 
 
-def _collect(
+# for what is built on a collection
+
+
+def grads_of(model: Parameters, what: str) -> tuple[Named, torch.device | None]:
+    """Return a model's gradients, and, where there is none, the device on which its result would be."""
+    names, parameters = named_parameters(model, what)
+    grads = present(names, [p.grad for p in parameters])
+    if grads.tensors:
+        return grads, None
+    return grads, next((p.device for p in parameters if has_float64(p.device)), None)
+
+
+def measure(
+    named: Named,
+    what: str,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: Tensor | float | None = None,
+    *,
+    skip_nonfinite: bool = False,
+    home: torch.device | None = None,
+) -> TensorStats:
+    """Do what `collect` does for tensors that have names; ``what``: who asks, for messages of errors."""
+    stats = _measure_named(named, thresholds, inv_scale, what, home)
+    if not skip_nonfinite:
+        return stats
+    flags = derived.compute_flags(stats.columns, thresholds, skip_nonfinite=True)
+    return replace(stats, flags=flags, skip_nonfinite=True)
+
+
+def _measure_named(
     named: Named,
     thresholds: Thresholds,
     inv_scale: Tensor | float | None,
     what: str,
-    home: torch.device | None = None,
+    home: torch.device | None,
 ) -> TensorStats:
     if not isinstance(thresholds, Thresholds):
         msg = f"{what}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
@@ -194,19 +219,14 @@ def _collect(
         tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
     sparse = torch.sparse_coo in traits.layouts
     dense = [_values(tensor) for tensor in tensors] if sparse else tensors
-    columns, flags = _measure(dense, traits.devices, thresholds, inv_scale, known)
+    columns, flags = _measure_tensors(dense, traits.devices, thresholds, inv_scale, known)
     if sparse:
         columns = _add_implicit_zeros(columns, tensors, dense)
         flags = derived.compute_flags(columns, thresholds)
     return TensorStats(names, columns, flags, thresholds)
 
 
-def _skipping(stats: TensorStats) -> TensorStats:
-    flags = derived.compute_flags(stats.columns, stats.thresholds, skip_nonfinite=True)
-    return replace(stats, flags=flags, skip_nonfinite=True)
-
-
-def _measure(
+def _measure_tensors(
     tensors: list[Tensor],
     devices: list[torch.device],
     thresholds: Thresholds,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from gradiometer import diagnosis
-from gradiometer.collect import collect
-from gradiometer.inputs import Named, check, check_names, named_parameters, named_tensors, present
+from gradiometer.collect import measure
+from gradiometer.inputs import Named, named_parameters, named_tensors, present
 from gradiometer.materialize import materialize
 from gradiometer.stats import outside_of_a_graph
 
@@ -59,15 +59,15 @@ def check_finite(
     names, parameters = named_parameters(model, "check_finite")
     found: dict[str, TensorStats] = {}
     if isinstance(loss, Tensor):
-        found["loss"] = _measure(Named(("loss",), [_real(loss)]), "check_finite")
+        found["loss"] = measure(Named(("loss",), [_real(loss)]), "check_finite")
     elif loss is not None and not isinstance(loss, Real):
         msg = f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}"
         raise TypeError(msg)
-    found["weights"] = _measure(Named(names, parameters), "check_finite, weights")
+    found["weights"] = measure(Named(names, parameters), "check_finite, weights")
     grads = present(names, [p.grad for p in parameters])
-    found["grads"] = _measure(grads, "check_finite, gradients")
+    found["grads"] = measure(grads, "check_finite, gradients")
     if buffers:
-        found["buffers"] = _measure(_buffers(model), "check_finite, buffers")
+        found["buffers"] = measure(_buffers(model), "check_finite, buffers")
     reports: dict[str, Report] = materialize(found)
     row = reports["loss"]["loss"] if "loss" in reports else None
     value = _mean(row) if row else None if loss is None else float(loss)
@@ -172,12 +172,6 @@ class FiniteReport:
 
 
 # what is measured
-
-
-def _measure(named: Named, what: str) -> TensorStats:
-    check(named, what)
-    check_names(named.names, what)
-    return collect(zip(named.names, named.tensors, strict=True))
 
 
 def _real(loss: Tensor) -> Tensor:

@@ -1,0 +1,146 @@
+"""Gradients multiplied in place by one coefficient c, which is known on the device alone.
+
+fp64 in fp64; anything else in fp32, rounded to its format once, so that c itself is never a number of
+fp16 or bf16. An fp32 gradient of 1e38 may need a c below the normal numbers of fp32: then it is taken
+apart as ``high * low`` with ``low = 2**-126``, and otherwise low is 1. The kernel, Inductor's code and
+the CPU's operators all do this, and leave the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+
+from gradiometer import ops
+from gradiometer.inputs import Named, is_plain_subclass, present
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gradiometer.pack import Known
+
+__all__ = ["Part", "parts_of", "scale_"]
+
+# the least normal number of fp32
+TINY: Final = 2.0**-126
+# what has its values in memory
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+
+
+class Part(NamedTuple):
+    """Tensors of one device that are to be scaled; ``known``: what the kernels' path says of them."""
+
+    tensors: list[Tensor]
+    known: Known | None
+
+
+def parts_of(grads: Named, what: str) -> list[Part]:
+    """Group gradients by device, each memory once; refuse what cannot be scaled in place."""
+    parts = []
+    devices = dict.fromkeys([x.device for x in grads.tensors])
+    for device in devices:
+        named = grads
+        if len(devices) > 1:
+            named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
+        known = ops.writable(named.tensors) if ops.uses_kernels(device) else None
+        if known is not None and len(set(map(Tensor.data_ptr, named.tensors))) == known.count:
+            parts.append(Part(named.tensors, known))
+            continue
+        pairs: Iterable[tuple[Tensor, str]] = zip(named.tensors, named.names, strict=True)
+        if _is_watched():
+            # without addresses, one gradient of several parameters is one key
+            pairs = dict(pairs).items()
+        parts.append(Part(_once([_memory(grad, name, what) for grad, name in pairs]), None))
+    return parts
+
+
+def scale_(part: Part, coefficient: Tensor) -> None:
+    """Multiply a part's tensors in place. ``coefficient``: 0-d float64 from 0 to 1, on any device."""
+    tensors, known = part
+    if not tensors:
+        return
+    device = tensors[0].device
+    # on the CPU it is used at once, and must have arrived
+    factor = coefficient.to(device, non_blocking=device.type != "cpu")
+    if known is not None:
+        ops.scale_(tensors, factor, known)
+        return
+    high, low = _factors(factor)
+    if device.type == "cpu" and type(factor) is Tensor and not _is_watched():
+        value = factor.item()
+        if value == 1.0:
+            return
+        if value >= TINY:
+            # low is 1. The CPU's operators leave a factor in fp32, also of half types, if it is a tensor
+            others: list[Tensor] = []
+            lists: dict[bool, list[Tensor]] = {True: [], False: []}
+            for x in tensors:
+                # fp8 has no such operator, and lists no lazy signs
+                (others if x.itemsize == 1 or x.is_neg() else lists[x.dtype == torch.float64]).append(x)
+            for is_wide, alike in lists.items():
+                if alike:
+                    torch._foreach_mul_(alike, factor if is_wide else high)
+            tensors = others
+    for x in tensors:
+        if x.dtype == torch.float64:
+            x.mul_(factor)
+        else:
+            x.copy_(x.to(torch.float32) * high * low)
+
+
+def _memory(grad: Tensor, name: str, what: str) -> Tensor:
+    """Return a real tensor that holds the gradient's elements; refuse what cannot be scaled in place."""
+    x = grad
+    if type(x) is not Tensor and is_plain_subclass(type(x)):
+        x = x.as_subclass(Tensor)
+    if x.layout == torch.sparse_coo:
+        # duplicate coordinates are scaled like others
+        x = x._values()  # noqa: SLF001
+    if x.is_complex():
+        # of the memory: a lazy sign, which Dynamo cannot ask for, is none of its business
+        x = torch.view_as_real(x.conj() if not torch.compiler.is_compiling() and x.is_conj() else x)
+    if torch.compiler.is_compiling():
+        # not every Dynamo traces the questions; torch's own copy into such memory raises
+        return x
+    if not x.is_contiguous() and _overlaps(x):
+        reason = "has elements that share memory, or may"
+    elif x.is_inference() and not torch.is_inference_mode_enabled():
+        reason = "was made in inference mode"
+    else:
+        return x
+    msg = f"{what}: the gradient of {name!r} {reason}, so it cannot be scaled in place; "
+    raise TypeError(msg + "replace it first, parameter.grad = parameter.grad.clone()")
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Tell whether elements share memory, or are so interleaved that it is hard to tell."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return x.numel() > 0
+        reach += (size - 1) * stride
+    return False
+
+
+def _once(tensors: list[Tensor]) -> list[Tensor]:
+    """Leave out what is the same memory as another, where tensors have addresses."""
+    if _is_watched() or any([type(x) not in _PLAIN for x in tensors]):
+        return tensors
+    if len(set(map(Tensor.data_ptr, tensors))) == len(tensors):
+        return tensors
+    return list({(x.data_ptr(), x.dtype, x.shape, x.stride()): x for x in tensors}.values())
+
+
+def _is_watched() -> bool:
+    """Tell whether somebody looks at each call: a compiler, or a mode such as that of fake tensors."""
+    return bool(torch.compiler.is_compiling() or _len_torch_dispatch_stack() or _len_torch_function_stack())
+
+
+def _factors(c: Tensor) -> tuple[Tensor, Tensor]:
+    """Take c apart into two fp32 numbers, ``high * low``, as the kernel does."""
+    below = c < TINY
+    high = torch.where(below, c / TINY, c).to(torch.float32)
+    return high, torch.where(below, TINY, torch.ones_like(c)).to(torch.float32)
