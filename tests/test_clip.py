@@ -7,7 +7,6 @@ is torch itself on fp64 copies. Under the interpreter the same tests go to the k
 from __future__ import annotations
 
 import json
-import itertools
 import math
 import warnings
 from decimal import Decimal
@@ -925,7 +924,7 @@ CLIPS = {
 @pytest.mark.parametrize(
     ("backend", "clip", "as_tensor"),
     [
-        *itertools.product(["aot_eager"], CLIPS, [False, True]),
+        *product(["aot_eager"], CLIPS, [False, True]),
         # Inductor takes long, and makes code of its own for the scaling alone
         ("inductor", "clip_grad_norm_", True),
         ("inductor", "collect_and_clip_", True),
