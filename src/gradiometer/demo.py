@@ -356,7 +356,8 @@ def _show_times(training: _Training, watched: Step, plain: Step) -> int:
             stop = time.perf_counter()
             times[step].append(1e3 * (stop - start))
             if stats is not None:
-                stats.materialize()
+                # every row: a report makes its values when they are asked for
+                list(stats.materialize())
                 reading.append(1e3 * (time.perf_counter() - stop))
     before, after = median(times[plain]), median(times[watched])
     low, _, high = quantiles([a - b for a, b in zip(times[watched], times[plain], strict=True)])
