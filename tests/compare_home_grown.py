@@ -218,7 +218,7 @@ def main():
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="rows that have these words")
     parser.add_argument("--rounds", type=int, default=30, help="calls of each that are timed")
     args = parser.parse_args()
-    show(compare(args.only, args.rounds), Console())
+    show(compare(args.only, args.rounds), Console(width=max(110, Console().width)))
 
 
 if __name__ == "__main__":

@@ -147,6 +147,7 @@ unit = 1 if sys.platform == "darwin" else 1024
 calls = {
     "report": lambda model: gm.collect_grads(model).materialize(),
     "norm": gm.grad_norm,
+    "clip": lambda model: gm.clip_grad_norm_(model.parameters(), 1.0),
     "flat": home_grown.GradientCollector().collect,
 }
 small = model_of(20, 100_000)

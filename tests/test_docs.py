@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from pathlib import Path
@@ -19,6 +20,10 @@ def blocks(page):
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def undecorated(code):
+    return code.replace("@torch.compile(fullgraph=True)\n", "")
+
+
 @pytest.fixture(autouse=True)
 def _eager_backend(monkeypatch):
     # what is shown does not depend on the backend, and this one compiles in a second
@@ -29,10 +34,17 @@ def _eager_backend(monkeypatch):
 
 
 def test_the_readme_runs_and_says_what_it_prints(capsys):
+    torch.manual_seed(0)
     step, loop, more, instead = blocks("README.md")
     scope: dict[str, object] = {}
     exec(step, scope)  # noqa: S102 the page's own code
-    assert "0.weight" in capsys.readouterr().out
+    compiled = capsys.readouterr().out
+    assert "0.weight" in compiled
+    assert all(p.grad is None for p in scope["model"].parameters())
+    # and prints what the same step prints in eager mode
+    torch.manual_seed(0)
+    exec(undecorated(step), {})  # noqa: S102
+    assert close(capsys.readouterr().out, compiled)
     assert scope["report"].names == ("0.weight", "0.bias", "2.weight", "2.bias")
     exec(loop, scope)  # noqa: S102
     assert scope["report"].measured
@@ -51,9 +63,15 @@ def test_the_readme_runs_and_says_what_it_prints(capsys):
             assert str(value) == comment.strip()
 
 
+def close(one, other):
+    """Tell whether two printed tables say the same, to three digits."""
+    pairs = list(zip(one.split(), other.split(), strict=True))
+    return all(a == b or float(a) == pytest.approx(float(b), rel=5e-3) for a, b in pairs)
+
+
 def test_every_way_to_compile_a_step_runs():
     blocks_of_page = blocks("docs/compile.md")
-    assert len(blocks_of_page) == 4
+    assert len(blocks_of_page) == 5
     model = torch.nn.Linear(4, 2)
     x, y = torch.randn(8, 4), torch.randn(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -70,11 +88,36 @@ def test_every_way_to_compile_a_step_runs():
     assert scope["stats"].names == ("weight", "bias")
     assert not torch.equal(model.weight, before)
 
-    exec(blocks_of_page[2], scope)  # noqa: S102
+    check_the_whole_step(blocks_of_page[2], scope)
+
+    exec(blocks_of_page[3], scope)  # noqa: S102
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     _, stats = scope["step"](params, x, y)
     torch.nn.functional.mse_loss(model(x), y).backward()
     assert torch.equal(stats.columns, gm.collect_grads(model).columns)
 
-    exec(blocks_of_page[3], scope)  # noqa: S102
+    exec(blocks_of_page[4], scope)  # noqa: S102
     assert torch.equal(scope["update"]().columns, stats.columns)
+
+
+def check_the_whole_step(code, scope):
+    """Take it in eager and compiled: one trace, the same numbers, and a step with a NaN is skipped."""
+    scopes = [scope | {"model": copy.deepcopy(scope["model"])} for _ in range(2)]
+    for own, text in zip(scopes, (undecorated(code), code), strict=True):
+        own["model"].zero_grad()
+        exec(text, own)  # noqa: S102
+        assert own["found"]["updated"].item()
+    batches = [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(4)]
+    batches[2][0][0, 0] = float("nan")
+    for i, (x, y) in enumerate(batches):
+        bound = torch.tensor(0.1 * (i + 1))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            (a, eager), (b, compiled) = (own["step"](x, y, bound) for own in scopes)
+        torch.testing.assert_close(a, b, equal_nan=True)
+        torch.testing.assert_close(eager["grads"].norm, compiled["grads"].norm, equal_nan=True)
+        torch.testing.assert_close(eager["norm"], compiled["norm"])
+        assert eager["updated"].item() == compiled["updated"].item() == (i != 2)
+    for p, q in zip(*(own["model"].parameters() for own in scopes), strict=True):
+        torch.testing.assert_close(p, q)
+        assert p.isfinite().all()
+        assert p.grad is q.grad is None

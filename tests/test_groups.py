@@ -186,7 +186,7 @@ def test_nothing_measured_has_no_modules():
     assert empty.by_module(1).names == ()
     reports = empty.materialize().by_module(1)
     assert (len(reports), reports.to_dict()) == (0, {})
-    assert str(reports) == "nothing measured: no tensors"
+    assert str(reports).startswith("nothing measured: no tensors")
 
 
 def test_module_reports_are_a_mapping_that_prints_as_a_table():

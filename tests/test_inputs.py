@@ -1047,10 +1047,20 @@ def test_nothing_to_measure_gives_the_same_type_with_no_rows(case: str) -> None:
 
 def test_gradients_of_a_frozen_model_on_another_device_would_be_there() -> None:
     with FakeTensorMode():
-        parameter = torch.empty(2, device="cuda:0")
+        parameter = nn.Parameter(torch.empty(2, device="cuda:0"), requires_grad=False)
         stats = gm.collect_grads([parameter])
     assert stats.measured is False
     assert stats.columns.device == stats.flags.device == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize("function", [gm.collect_grads, gm.grad_norm, lambda x: gm.clip_grad_norm_(x, 1.0)])
+def test_gradients_where_parameters_are_wanted_are_not_taken_for_none(function: object) -> None:
+    grads = [torch.ones(2), torch.ones(3)]
+    for source in (grads, {"a": grads[0]}, nn.Linear(2, 1).state_dict()):
+        with pytest.raises(TypeError, match=r": none of these \d tensors is a parameter or has a \.grad"):
+            function(source)
+    # weights are tensors of any kind
+    assert gm.collect_weights(grads).norm.shape == (2,)
 
 
 def test_a_model_some_of_whose_weights_have_no_elements_is_measured() -> None:

@@ -72,7 +72,9 @@ def test_the_floor_can_be_chosen():
     assert gm.group_ratio(stats, "tiny", "host").item() == 0.0
     assert gm.group_ratio(stats, "tiny", "host", floor=0.0).item() == pytest.approx(5e-10, rel=1e-7)
     assert gm.group_ratio(stats, "seed", "host", floor=5.0).item() == 0.0
-    assert gm.group_ratio(stats, "dead", "dead", floor=0.0).isnan()
+    # of finite norms it stays finite
+    assert gm.group_ratio(stats, "dead", "dead", floor=0.0).item() == 0.0
+    assert gm.group_ratio(stats, ["host", "none"], "dead", floor=0.0).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("floor", [-1.0, math.nan])

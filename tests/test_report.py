@@ -453,7 +453,9 @@ total         2  5.000e+00  3.536e+00  4.000e+00       0    -     -"""
 
 def test_an_empty_report_is_one_line() -> None:
     report = report_of({})
-    assert str(report) == "nothing measured: no tensors"
+    assert str(report) == (
+        "nothing measured: no tensors (gradients are there after backward() and before zero_grad())"
+    )
     assert repr(report) == "<Report: nothing measured: no tensors>"
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from gradiometer import derived
 from gradiometer.collect import grads_of, measure
@@ -21,15 +22,19 @@ from gradiometer.inputs import is_plain_subclass
 from gradiometer.materialize import materialize
 from gradiometer.scaling import parts_of, scale_
 from gradiometer.schema import DEFAULT_THRESHOLDS, Thresholds
+from gradiometer.stats import TensorStats
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from gradiometer.inputs import Parameters
-    from gradiometer.stats import TensorStats
 
 __all__ = ["clip_coefficient", "clip_grad_norm_", "collect_and_clip_"]
 
 # torch's own: what is added to a norm before it divides
 _EPS: Final = 1e-6
+# elements that are widened to fp64 at a time, for other orders than 2 and infinity
+_PIECE: Final = 2**20
 _MAX: Final = torch.finfo(torch.float64).max
 # names in an error message
 _NAMES: Final = 10
@@ -38,7 +43,7 @@ _NAMES: Final = 10
 def clip_grad_norm_(
     parameters: Tensor | Parameters,
     max_norm: float | Tensor,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 torch's signature
     foreach: bool | None = None,  # noqa: FBT001
 ) -> Tensor:
@@ -57,16 +62,18 @@ def clip_grad_norm_(
 
     Otherwise it is torch's formula, ``c = min(1, max_norm / (norm + 1e-6))``: gradients are unchanged
     while ``norm + 1e-6 <= max_norm``. A gradient shared by several parameters counts for each of
-    them and is scaled once. Gradients on the CPU beside others on a device have to wait for it.
+    them and is scaled once; in a compiled function where it is the same tensor, not another view of
+    it. Gradients on the CPU beside others on a device have to wait for it.
 
     Args:
         parameters: a module, a tensor, or parameters as a mapping, an iterable, or (name, parameter)
             pairs; names make better errors. Those without a gradient are left out.
         max_norm: not negative; ``math.inf`` clips nothing. A tensor of one element is not looked
-            at, so that in a compiled step it changes without a recompilation: NaN clips nothing
-            there, and what is negative is 0.
+            at, so that in a compiled step it changes without the recompilation that each new
+            number costs: NaN clips nothing there, and what is negative is 0.
         norm_type: any order that `torch.linalg.vector_norm` takes, ``"inf"`` too. Orders other
-            than 2 and infinity read the gradients two more times.
+            than 2 and infinity read the gradients several times more, in fp64 copies of a million
+            elements.
         error_if_nonfinite: whether to wait for the norm, in one transfer, and raise if it is NaN or inf.
         foreach: ignored; there is one implementation, and it takes all tensors at once.
 
@@ -104,7 +111,7 @@ def collect_and_clip_(
     model: Parameters,
     max_norm: float | Tensor,
     *,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
@@ -139,7 +146,7 @@ def collect_and_clip_(
     return _clip(model, max_norm, norm_type, error_if_nonfinite, "collect_and_clip_", **options)[0]
 
 
-def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
+def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: float | str = 2.0) -> Tensor:
     """Return what gradients have to be multiplied by so that their norm is at most ``max_norm``.
 
     ``min(1, max_norm / (norm + 1e-6))``, of the finite elements' norm: never NaN. In a step that
@@ -155,12 +162,16 @@ def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: fl
 
     Raises:
         ValueError: for a ``max_norm`` that is negative, NaN or no number, and for other orders.
+        TypeError: for what are no stats.
 
     >>> import torch, gradiometer as gm
     >>> gm.clip_coefficient(gm.collect([torch.tensor([3.0, -4.0])]), 10.0)
     tensor(1., dtype=torch.float64)
     """
     what = "clip_coefficient"
+    if not isinstance(stats, TensorStats):
+        msg = f"{what}: expected the TensorStats of the gradients, as collect_grads returns them; got "
+        raise TypeError(msg + type(stats).__name__)
     order, limit = _order(norm_type, what), _limit(max_norm, what)
     if order not in {2.0, math.inf}:
         msg = f"{what}: norm_type must be 2 or inf, which the stats hold, got {norm_type!r}; "
@@ -180,7 +191,7 @@ class _Norms(NamedTuple):
 def _clip(
     model: Parameters,
     max_norm: float | Tensor,
-    norm_type: float,
+    norm_type: float | str,
     error_if_nonfinite: bool,  # noqa: FBT001
     what: str,
     *,
@@ -201,8 +212,7 @@ def _clip(
     else:
         norms = _norms_of_tensors(grads.tensors, order, stats.columns.device)
         if inv_scale is not None and order != 0.0:
-            scale = inv_scale.reshape(()) if isinstance(inv_scale, Tensor) else inv_scale
-            norms = _Norms(*(norm * scale for norm in norms))
+            norms = _Norms(*(_unscaled(norm, inv_scale) for norm in norms))
     if error_if_nonfinite:
         _refuse_nonfinite(stats, norms.said, order)
     coefficient = _coefficient(norms.finite, limit)
@@ -214,7 +224,7 @@ def _clip(
 # what is asked for
 
 
-def _order(norm_type: float, what: str) -> float:
+def _order(norm_type: float | str, what: str) -> float:
     try:
         order = float(norm_type)
     except (TypeError, ValueError):
@@ -234,7 +244,8 @@ def _limit(max_norm: float | Tensor, what: str) -> float | Tensor:
         # NumPy's scalars too
         if isinstance(max_norm, Real) and max_norm >= 0:
             return float(max_norm)
-        got = repr(max_norm)
+        # of a number that Dynamo has made an input of the graph there is no repr
+        got = f"{max_norm}" if isinstance(max_norm, Real) else repr(max_norm)
     msg = f"{what}: max_norm must be a number that is not negative, or a tensor of one; got {got}"
     raise ValueError(msg)
 
@@ -257,31 +268,58 @@ def _norms_of_stats(stats: TensorStats, order: float) -> _Norms:
 
 
 def _norms_of_tensors(tensors: list[Tensor], order: float, home: torch.device) -> _Norms:
-    """Compute torch's own norms in fp64, one tensor at a time."""
+    """Compute torch's own norms in fp64, and that of finite elements, one piece of a tensor at a time."""
     # what adds nothing to a sum of powers
     nothing = 0.0 if order >= 0 else math.inf
     said, finite = [], []
     for tensor in tensors:
-        x = _wide(tensor)
-        if x.numel() > 0:
-            said.append(torch.linalg.vector_norm(x, order).to(home, non_blocking=True))
-            x = torch.where(x.isfinite(), x, nothing)
-            finite.append(torch.linalg.vector_norm(x, order).to(home, non_blocking=True))
+        if tensor.numel() > 0:
+            pieces = [
+                (vector_norm(x, order), _norm_in_range(torch.where(x.isfinite(), x, nothing), order))
+                for x in _wide(tensor)
+            ]
+            of_all, of_finite = (torch.stack(norms) for norms in zip(*pieces, strict=True))
+            if order == 0.0:
+                of_all, of_finite = of_all.sum(), of_finite.sum()
+            else:
+                of_all, of_finite = vector_norm(of_all, order), _norm_in_range(of_finite, order)
+            said.append(of_all.to(home, non_blocking=True))
+            finite.append(of_finite.to(home, non_blocking=True))
     if not said:
         none = torch.zeros((), dtype=torch.float64, device=home)
         return _Norms(none, none)
     # torch's norm of norms: of order 0 that counts tensors, not elements
-    return _Norms(*(torch.linalg.vector_norm(torch.stack(norms), order) for norms in (said, finite)))
+    return _Norms(vector_norm(torch.stack(said), order), _norm_in_range(torch.stack(finite), order))
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _norm_in_range(x: Tensor, order: float) -> Tensor:
+    """Return what torch's own norm would be if no power left the range of fp64, as 1e35 to the tenth does."""
+    if order == 0.0 or math.inf in {order, -order}:
+        exact: Tensor = vector_norm(x, order)
+        return exact
+    # in units of what weighs most
+    size = x.abs()
+    unit = size.amax() if order > 0.0 else size.amin()
+    unit = torch.where((unit > 0.0) & (unit < math.inf), unit, 1.0)
+    norm: Tensor = vector_norm(size / unit, order) * unit
+    return norm
+
+
+def _wide(tensor: Tensor) -> Iterator[Tensor]:
     x = tensor.as_subclass(Tensor) if is_plain_subclass(type(tensor)) else tensor
     if x.layout == torch.sparse_coo:
         values = x.coalesce().values()
         # for all zeros that are not stored
         zeros = values.new_zeros(1 if values.numel() < x.numel() else 0)
         x = torch.cat([values.reshape(-1), zeros])
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+    for piece in x.reshape(-1).split(_PIECE):
+        yield piece.to(torch.complex128 if piece.is_complex() else torch.float64)
+
+
+def _unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:
+    if isinstance(inv_scale, Tensor):
+        inv_scale = inv_scale.detach().to(norm.device, torch.float64, non_blocking=True).reshape(()).abs()
+    return norm * inv_scale
 
 
 def _coefficient(norm: Tensor, limit: float | Tensor) -> Tensor:

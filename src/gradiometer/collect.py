@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradiometer import derived, ops
 from gradiometer.inputs import (
@@ -124,6 +124,19 @@ def collect(
     return measure(named, "collect", thresholds, inv_scale, skip_nonfinite=skip_nonfinite)
 
 
+@overload
+def grad_norm(
+    model: Parameters,
+    *,
+    empty: float | Literal["raise"] = ...,
+    inv_scale: Tensor | float | None = ...,
+) -> float: ...
+
+
+@overload
+def grad_norm(model: Parameters, *, empty: None, inv_scale: Tensor | float | None = ...) -> float | None: ...
+
+
 def grad_norm(
     model: Parameters,
     *,
@@ -175,6 +188,9 @@ def grads_of(model: Parameters, what: str) -> tuple[Named, torch.device | None]:
     grads = present(names, [p.grad for p in parameters])
     if grads.tensors:
         return grads, None
+    if parameters and not any([isinstance(p, nn.Parameter) or p.requires_grad for p in parameters]):
+        msg = f"{what}: none of these {len(parameters)} tensors is a parameter or has a .grad; of gradients "
+        raise TypeError(msg + "themselves collect and total_norm take a list, and clipping their parameters")
     return grads, next((p.device for p in parameters if has_float64(p.device)), None)
 
 

@@ -94,9 +94,14 @@ def _advice(report: FiniteReport) -> str:
     grads = _met("gradient", report.grads)
     grads_are_fine = report.grads.measured and not grads
     if _bad(report.weights) and report.loss_is_finite and grads_are_fine:
+        if not all(row.name in report.grads for row in _bad(report.weights)):
+            return (
+                "The gradients are finite, but not all of these weights have one: frozen or not used in this "
+                "step, they were so before it. Load an earlier checkpoint."
+            )
         return (
-            "The gradients are finite, so the optimizer step made it: load a checkpoint from before, and "
-            "look at its learning rate and state."
+            "The gradients are finite, so probably an optimizer step made it: load a checkpoint from before, "
+            "and look at its learning rate and state."
         )
     if _bad(report.weights):
         return (

@@ -33,7 +33,8 @@ def check_finite(
 
     Args:
         model: a module, or parameters as a mapping, an iterable, or (name, parameter) pairs. Frozen
-            parameters count as weights; those without a gradient are left out of the gradients.
+            parameters count as weights, integer ones are left out; those without a gradient are
+            left out of the gradients.
         loss: a number, or a real tensor of any shape, dtype and device with at least one element.
         buffers: whether to look at a module's floating-point and complex buffers too, those that are
             not persistent included. Off by default: masks, such as those of attention, hold -inf on purpose.
@@ -63,7 +64,9 @@ def check_finite(
     elif loss is not None and not isinstance(loss, Real):
         msg = f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}"
         raise TypeError(msg)
-    found["weights"] = measure(Named(names, parameters), "check_finite, weights")
+    # integers, as of quantized weights, are always finite
+    weights = present(names, [None if _is_integer(p) else p for p in parameters])
+    found["weights"] = measure(weights, "check_finite, weights")
     grads = present(names, [p.grad for p in parameters])
     found["grads"] = measure(grads, "check_finite, gradients")
     if buffers:
@@ -148,6 +151,11 @@ class FiniteReport:
             report is not None and report.found_inf for report in (self.weights, self.grads, self.buffers)
         )
 
+    def __bool__(self) -> bool:
+        """Refuse: it could mean either."""
+        msg = "a FiniteReport is neither true nor false; ask report.has_issues"
+        raise TypeError(msg)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python values: the loss, the maxima, and the lists of names."""
         fields = ("has_issues", "loss", "loss_is_finite", "max_weight", "max_grad")
@@ -174,6 +182,10 @@ class FiniteReport:
 # what is measured
 
 
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
 def _real(loss: Tensor) -> Tensor:
     if loss.is_complex():
         msg = f"check_finite: the loss must be real, got {loss.dtype}; pass its real part or its abs()"
@@ -191,7 +203,7 @@ def _buffers(model: Parameters) -> Named:
         msg = f"check_finite: buffers=True needs a module that has them, got {type(model).__name__}"
         raise TypeError(msg)
     # a counter or an index is always finite
-    pairs = [(name, b) for name, b in model.named_buffers() if b.is_floating_point() or b.is_complex()]
+    pairs = [(name, buffer) for name, buffer in model.named_buffers() if not _is_integer(buffer)]
     return named_tensors(pairs, "check_finite")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from gradiometer.inputs import named_parameters
+if TYPE_CHECKING:
+    from gradiometer.inputs import Named
 
 __all__ = ["GroupRule", "by_module", "members", "module_of", "pairs_of"]
 
@@ -33,24 +34,28 @@ def pairs_of(
     return pairs
 
 
-def members(names: tuple[str, ...], group: str, rule: GroupRule, model: Any) -> list[int]:
-    """Return the indices of the rows that belong to a group, in order."""
+def members(names: tuple[str, ...], group: str, rule: GroupRule, model: Named | None) -> list[int]:
+    """Return the indices of the rows that belong to a group, in order. ``model``: its named parameters."""
     # before what is callable: a module is too
     modules = _modules(rule)
     if modules:
-        chosen = _names_within(modules, group, model)
+        chosen = _names_within(modules, names, group, model)
         return [i for i, name in enumerate(names) if name in chosen]
     if isinstance(rule, re.Pattern):
         return list(_found(names, rule.pattern, rule.flags))
     if isinstance(rule, str):
-        return list(_found(names, rule, 0))
+        try:
+            return list(_found(names, rule, 0))
+        except re.error as error:
+            msg = f"group: the rule of {group!r} is no regular expression: {error}: {rule!r}"
+            raise ValueError(msg) from error
     if callable(rule):
         return [i for i, name in enumerate(names) if rule(name)]
     if isinstance(rule, Collection) and all([isinstance(name, str) for name in rule]):
         return [i for i, name in enumerate(names) if name in rule]
     msg = (
         f"group: the rule of {group!r} must be a regular expression, a predicate, a collection of names, "
-        f"or a module or several, got {rule!r}"
+        f"or a module or several, got {type(rule).__name__ if isinstance(rule, Tensor) else repr(rule)}"
     )
     raise TypeError(msg)
 
@@ -84,7 +89,9 @@ def _modules(rule: Any) -> list[nn.Module]:
     return []
 
 
-def _names_within(modules: list[nn.Module], group: str, model: Any) -> set[str]:
+def _names_within(
+    modules: list[nn.Module], names: tuple[str, ...], group: str, model: Named | None
+) -> set[str]:
     if model is None:
         msg = (
             f"group: the rule of {group!r} is a module; say of which model it is part: group(…, model=model)"
@@ -92,8 +99,13 @@ def _names_within(modules: list[nn.Module], group: str, model: Any) -> set[str]:
         raise TypeError(msg)
     # by the parameters themselves: a tied one has its name from wherever it stands first
     inside = {parameter for module in modules for parameter in module.parameters()}
-    named = named_parameters(model, "group")
-    chosen = {name for name, parameter in zip(named.names, named.tensors, strict=True) if parameter in inside}
+    if names and model.names and not any([name in names for name in model.names]):
+        msg = (
+            f"group: no row is named like a parameter of model: {names[0]!r} here, {model.names[0]!r} there; "
+            "pass the model that was collected, wrapped as it was then"
+        )
+        raise ValueError(msg)
+    chosen = {name for name, parameter in zip(model.names, model.tensors, strict=True) if parameter in inside}
     if inside and not chosen:
         msg = (
             f"group: no parameter of the module in the rule of {group!r} belongs to model; is it another one?"

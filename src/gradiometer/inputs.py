@@ -99,7 +99,10 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
     if isinstance(source, Tensor):
         msg = f"{what}: expected several tensors, got one; pass {{'name': tensor}} or [tensor]"
         raise TypeError(msg)
-    if not isinstance(source, Iterable):
+    if isinstance(source, str) or not isinstance(source, Iterable):
+        if callable(source):
+            msg = f"{what}: got a function; call it and pass what it returns"
+            raise TypeError(msg)
         msg = f"{what}: expected a module, a mapping or an iterable of tensors, got {type(source).__name__}"
         raise TypeError(msg)
     items = list(source)
@@ -225,6 +228,10 @@ def has_float64(device: torch.device) -> bool:
 
 def _refusal(tensor: object) -> str | None:
     """Say why this cannot be measured and what to do, or None."""
+    if isinstance(tensor, nn.Module):
+        return "is a module; pass one module alone, or its named_parameters()"
+    if isinstance(tensor, dict) and "params" in tensor:
+        return "is a group of parameters; pass group['params']"
     if not isinstance(tensor, Tensor):
         return f"is no tensor but {type(tensor).__name__}; leave it out or convert it with torch.as_tensor"
     if type(tensor).__name__ == "DTensor":

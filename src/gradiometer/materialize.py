@@ -30,7 +30,7 @@ def materialize(tree: Any) -> Any:
 
     Raises:
         RuntimeError: inside a compiled function; return the tree and materialize it outside.
-        TypeError: for a sparse or nested tensor.
+        TypeError: for a sparse, nested or meta tensor.
 
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.ones(4)})
@@ -56,7 +56,7 @@ def materialize_async(tree: Any) -> Pending[Any]:
 
     Raises:
         RuntimeError: inside a compiled function, as for `materialize`.
-        TypeError: for a sparse or nested tensor.
+        TypeError: for a sparse, nested or meta tensor.
 
     >>> import torch, gradiometer as gm
     >>> pending = gm.materialize_async([gm.collect([torch.ones(9)]), gm.collect([torch.ones(4)])])
@@ -75,6 +75,9 @@ def _plan(tree: Any, what: str) -> tuple[list[Tensor], Callable[[list[Tensor]], 
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_nested:
             msg = f"{what}: a tensor of shape {tuple(tensor.shape)} is sparse or nested; pass its values"
+            raise TypeError(msg)
+        if tensor.device.type == "meta":
+            msg = f"{what}: a tensor of shape {tuple(tensor.shape)} is on the meta device and has no values"
             raise TypeError(msg)
 
     def build(copies: list[Tensor]) -> Any:

@@ -91,12 +91,12 @@ def recognize(tensors: Sequence[Tensor]) -> pack.Known | None:
     # Dynamo folds it: its graph holds the op
     if torch.compiler.is_compiling():
         return None
-    return None if _profiler_enabled() else writable(tensors)
+    return None if _profiler_enabled() or _len_torch_function_stack() else writable(tensors)
 
 
 def writable(tensors: Sequence[Tensor]) -> pack.Known | None:
-    """Do what `recognize` does for `scale_`, which has no op: a profiler sees the kernel alone."""
-    if torch.compiler.is_compiling() or _len_torch_function_stack():
+    """Do what `recognize` does for `scale_`, which has no op: nobody watches for its call."""
+    if torch.compiler.is_compiling():
         return None
     with torch.no_grad():
         known = pack.recognize(tensors)
@@ -171,12 +171,15 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, known: pack.Known) -> None
         factor: 0-d float64 on their device, at most 1.
         known: its answer.
     """
+    # the dispatcher, which autograd hears of a write by, is not asked
+    torch.autograd.graph.increment_version(tensors)
     device = tensors[0].device
     with nullcontext() if device.type == "cpu" else torch.get_device_module(device.type).device(device):
         from gradiometer import kernels  # noqa: PLC0415 as above
 
         tuning = kernels.tuning
-        packed = pack.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, known, keep=True)
+        keep = not _len_torch_function_stack()
+        packed = pack.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, known, keep=keep)
         for group in packed.layout.groups:
             kernels.scale(
                 packed.pointers,
@@ -187,8 +190,6 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, known: pack.Known) -> None
                 group.num_chunks,
                 packed.layout.num_tensors,
             )
-    # the dispatcher, which autograd hears of a write by, was not asked
-    torch.autograd.graph.increment_version(tensors)
 
 
 def _tensor_stats_fake(

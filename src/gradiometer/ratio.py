@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
+from gradiometer.stats import TensorStats
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradiometer.stats import TensorStats
-
 __all__ = ["group_ratio"]
+
+# names in an error message
+_NAMES: Final = 10
 
 
 def group_ratio(
@@ -35,22 +37,27 @@ def group_ratio(
 
     Raises:
         KeyError: for a name that is no group's.
-        ValueError: for a floor that is negative or NaN.
+        ValueError: for a floor that is negative, NaN or no number.
+        TypeError: for what are no stats.
 
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.full((4,), 0.5)})
     >>> gm.group_ratio(stats.group({"host": r"^host", "seed": r"^seed"}), "seed", "host")
     tensor(0.5000, dtype=torch.float64)
     """
-    if math.isnan(floor) or floor < 0:
-        msg = f"group_ratio: floor must be a number that is not negative, got {floor!r}"
+    # true for NaN too, without math.isnan, which no Dynamo asks of a number that changes
+    if not isinstance(floor, (int, float)) or not floor >= 0:
+        msg = f"group_ratio: floor must be a number that is not negative, got {floor}"
         raise ValueError(msg)
+    if not isinstance(grouped, TensorStats):
+        msg = f"group_ratio: expected the TensorStats that group returns, got {type(grouped).__name__}"
+        raise TypeError(msg)
     one = isinstance(numerator, str)
     above = [_row(grouped, name) for name in ([numerator] if isinstance(numerator, str) else numerator)]
     below = _row(grouped, denominator)
     norms, sizes = grouped.norm, grouped.numel
     scaled = norms / sizes.clamp(min=1.0).sqrt()
-    nothing = (sizes == 0) | (norms < floor)
+    nothing = (sizes == 0) | (norms < floor) | (norms == 0)
     ratios = [
         torch.where(
             (nothing[a] | nothing[below]) & norms[a].isfinite() & norms[below].isfinite(),
@@ -66,6 +73,8 @@ def group_ratio(
 
 def _row(grouped: TensorStats, name: str) -> int:
     if name not in grouped.names:
-        msg = f"group_ratio: no group {name!r}; there are {', '.join(map(repr, grouped.names)) or 'none'}"
+        shown = ", ".join(map(repr, grouped.names[:_NAMES])) or "none"
+        more = f" and {len(grouped.names) - _NAMES} more; are these groups?" if grouped.names[_NAMES:] else ""
+        msg = f"group_ratio: no group {name!r}; there are {shown}{more}"
         raise KeyError(msg)
     return grouped.names.index(name)

@@ -149,6 +149,9 @@ class Report:
 
     def flagged(self, flag: Flag) -> list[str]:
         """Return the names of tensors with any of these flags, in the order of the model."""
+        if not isinstance(flag, Flag):
+            msg = f"flagged: expected a gm.Flag, gm.Flag.NAN say, got {flag!r}"
+            raise TypeError(msg)
         # an IntFlag makes an object of each result
         mask = int(flag)
         return [name for name, bits in zip(self.names, self._flags.tolist(), strict=True) if bits & mask]

@@ -8,14 +8,16 @@ the CPU's operators all do this, and leave the same bits.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _len_torch_dispatch_stack
 
 from gradiometer import ops
 from gradiometer.inputs import Named, is_plain_subclass, present
+from gradiometer.views import as_flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,14 +48,15 @@ def parts_of(grads: Named, what: str) -> list[Part]:
         if len(devices) > 1:
             named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
         known = ops.writable(named.tensors) if ops.uses_kernels(device) else None
-        if known is not None and len(set(map(Tensor.data_ptr, named.tensors))) == known.count:
+        if known is not None and len(_once(named.names, named.tensors, what)) == known.count:
             parts.append(Part(named.tensors, known))
             continue
         pairs: Iterable[tuple[Tensor, str]] = zip(named.tensors, named.names, strict=True)
         if _is_watched():
             # without addresses, one gradient of several parameters is one key
             pairs = dict(pairs).items()
-        parts.append(Part(_once([_memory(grad, name, what) for grad, name in pairs]), None))
+        memories = [_memory(grad, name, what) for grad, name in pairs]
+        parts.append(Part(_once(named.names, memories, what), None))
     return parts
 
 
@@ -103,7 +106,7 @@ def _memory(grad: Tensor, name: str, what: str) -> Tensor:
         # of the memory: a lazy sign, which Dynamo cannot ask for, is none of its business
         x = torch.view_as_real(x.conj() if not torch.compiler.is_compiling() and x.is_conj() else x)
     if torch.compiler.is_compiling():
-        # not every Dynamo traces the questions; torch's own copy into such memory raises
+        # not every Dynamo traces the questions
         return x
     if not x.is_contiguous() and _overlaps(x):
         reason = "has elements that share memory, or may"
@@ -125,18 +128,34 @@ def _overlaps(x: Tensor) -> bool:
     return False
 
 
-def _once(tensors: list[Tensor]) -> list[Tensor]:
-    """Leave out what is the same memory as another, where tensors have addresses."""
+def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tensor]:
+    """Leave out what is the same memory as another, where tensors have addresses; refuse what is in part."""
     if _is_watched() or any([type(x) not in _PLAIN for x in tensors]):
         return tensors
-    if len(set(map(Tensor.data_ptr, tensors))) == len(tensors):
+    spans = sorted([(x.data_ptr(), x.numel() * x.itemsize, i) for i, x in enumerate(tensors)])
+    if all([start + size <= after for (start, size, _), (after, _, _) in pairwise(spans)]):
         return tensors
-    return list({(x.data_ptr(), x.dtype, x.shape, x.stride()): x for x in tensors}.values())
+    kept: dict[object, int] = {}
+    end, last = 0, 0
+    for start, size, i in spans:
+        x = tensors[i]
+        if size > 0 and as_flat(x) is None:
+            # views with gaps may lie in one another's: columns of a matrix, say
+            kept.setdefault((start, x.shape, x.stride()), i)
+        elif size > 0 and (start, size) not in kept:
+            if start < end:
+                msg = (
+                    f"{what}: the gradients of {names[last]!r} and {names[i]!r} share a part of their memory"
+                )
+                raise TypeError(msg + ", which would be scaled twice; replace one by its clone()")
+            kept[start, size] = i
+            end, last = start + size, i
+    return [tensors[i] for i in sorted(kept.values())]
 
 
 def _is_watched() -> bool:
     """Tell whether somebody looks at each call: a compiler, or a mode such as that of fake tensors."""
-    return bool(torch.compiler.is_compiling() or _len_torch_dispatch_stack() or _len_torch_function_stack())
+    return bool(torch.compiler.is_compiling() or _len_torch_dispatch_stack())
 
 
 def _factors(c: Tensor) -> tuple[Tensor, Tensor]:

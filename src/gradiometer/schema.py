@@ -8,7 +8,6 @@ columns merge over chunks, steps, groups and ranks; whatever does not is derived
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -103,7 +102,8 @@ class Thresholds:
     def __post_init__(self) -> None:
         for name in ("vanishing", "exploding", "dead"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+            # true for NaN too, without math.isnan, which no Dynamo asks of a number that changes
+            if not isinstance(value, (int, float)) or not value >= 0:
                 msg = f"Thresholds({name}={value!r}): a threshold must be a number that is not negative"
                 raise ValueError(msg)
         if self.dead == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,10 @@ class EMA(nn.Module):
             raise ValueError(msg)
         self.decay = float(decay)
         self.eps = float(eps)
-        size = (shape,) if isinstance(shape, int) else tuple(shape)
+        size = (shape,) if isinstance(shape, int) else shape
+        if not isinstance(size, (tuple, list)) or not all(isinstance(n, int) and n >= 0 for n in size):
+            msg = f"EMA({shape!r}): the shape must be whole numbers, () for one value; decay goes by name"
+            raise ValueError(msg)
         # never 0-d: what a compiled graph of torch 2.11 or 2.13 puts into a 0-d float64 on the CPU is lost
         self.register_buffer("state", torch.zeros((3, *size), dtype=torch.float64, device=device))
 
@@ -156,6 +159,11 @@ class EMA(nn.Module):
                 f"make it with EMA(device={str(x.device)!r}), or move it there"
             )
             raise ValueError(msg)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # with assign=True it is the checkpoint's own tensor, cast as that may have been
+        self.state = self.state.to(torch.float64)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
         # a cast of the whole model is meant for its weights: (1 - decay) is lost in half precision

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from gradiometer import derived, groups
 from gradiometer.health import EXPLODING_WEIGHT, HEALTH, VANISHING_WEIGHT, score
+from gradiometer.inputs import named_parameters
 from gradiometer.report import Report
 from gradiometer.schema import Thresholds
 from gradiometer.transfer import Pending, fetch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["TensorStats", "outside_of_a_graph"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TensorStats:
     """Statistics of T named tensors, on their device. Nothing here waits for the device.
 
@@ -55,6 +56,11 @@ class TensorStats:
     flags: Tensor
     thresholds: Thresholds
     skip_nonfinite: bool = False
+
+    def __repr__(self) -> str:
+        """Return one line. Never waits for the device."""
+        tensors = "1 tensor" if len(self.names) == 1 else f"{len(self.names)} tensors"
+        return f"<TensorStats: {tensors}, on {self.columns.device}; materialize() reads them>"
 
     # raw columns
 
@@ -180,7 +186,7 @@ class TensorStats:
 
     @property
     def measured(self) -> bool:
-        """Whether there is any tensor."""
+        """Whether there is any row."""
         return len(self.names) > 0
 
     @property
@@ -270,7 +276,7 @@ class TensorStats:
 
         Raises:
             ValueError: for a group name that stands twice or is no string; for a module that has
-                parameters, but none of the model's.
+                parameters, but none of the model's; for a model none of whose names is a row's.
             TypeError: for a rule that is none of these; for a module without ``model``.
 
         >>> import torch, gradiometer as gm
@@ -278,8 +284,9 @@ class TensorStats:
         >>> stats.group({"host": r"^host\.", "seed": ["seed.w", "seed.b"]}).norm
         tensor([3., 3.], dtype=torch.float64)
         """
+        named = None if model is None else named_parameters(model, "group")
         return self._grouped(
-            {group: groups.members(self.names, group, rule, model) for group, rule in groups.pairs_of(rules)}
+            {group: groups.members(self.names, group, rule, named) for group, rule in groups.pairs_of(rules)}
         )
 
     def by_module(self, depth: int | None = None) -> TensorStats:
@@ -298,9 +305,15 @@ class TensorStats:
     def merge(self, other: TensorStats) -> TensorStats:
         """Merge with stats of the same names, as if the tensors had been concatenated, name by name.
 
+        Thresholds and ``skip_nonfinite`` are those of this one.
+
         Raises:
             ValueError: where the names differ.
+            TypeError: for what are no stats.
         """
+        if not isinstance(other, TensorStats):
+            msg = f"merge: expected TensorStats, got {type(other).__name__}"
+            raise TypeError(msg)
         if self.names != other.names:
             difference = _difference(self.names, other.names)
             msg = f"merge: the two stats must have the same names in the same order; {difference}"

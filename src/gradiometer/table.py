@@ -28,6 +28,7 @@ _MODULES_HEADER: Final = (
     "flags",
 )
 _NOTHING: Final = "nothing measured: no tensors"
+_WHEN: Final = f"{_NOTHING} (gradients are there after backward() and before zero_grad())"
 _LONGEST_NAME: Final = 44
 
 
@@ -49,10 +50,13 @@ def headline(report: Report) -> str:
 
 def render(report: Report, max_rows: int | None) -> str:
     """Return the headline and a row per tensor, worst first, at most ``max_rows`` of them, and a total."""
+    if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
+        msg = f"max_rows must be a whole number, 0 or more, or None for all; got {max_rows!r}"
+        raise ValueError(msg)
     if not report.measured:
-        return headline(report)
+        return _WHEN
     rows = report.worst_first()
-    shown = rows if max_rows is None else rows[: max(0, max_rows)]
+    shown = rows if max_rows is None else rows[:max_rows]
     rest = rows[len(shown) :]
     flagged = sum(bool(row.flags) for row in rows)
     # the flags of the merged row would hold a whole model against one tensor's thresholds
@@ -68,7 +72,7 @@ def render(report: Report, max_rows: int | None) -> str:
 def render_modules(reports: ModuleReports) -> str:
     """Return a row per module, in the order of the model."""
     if not reports:
-        return _NOTHING
+        return _WHEN
     body = [_module_cells(module, report) for module, report in reports.items()]
     short = _shorten([row[0] for row in body])
     lines, rule = _aligned(
@@ -99,10 +103,8 @@ def _module_cells(module: str, report: Report) -> tuple[str, ...]:
         _count(len(report)),
         _count(total.numel),
         # a digit fewer: there are many columns
-        *(
-            _number(x, digits=2)
-            for x in (total.norm, report.min_norm, report.max_norm, total.rms, total.mean, total.std)
-        ),
+        *(_number(x, digits=2) for x in (total.norm, report.min_norm, report.max_norm)),
+        *(_of_finite(total, x, digits=2) for x in (total.rms, total.mean, total.std)),
         _percent(report.zero_fraction),
         ", ".join(f"{len(names)} {what}" for what, names in _findings(report).items() if names),
     )
@@ -117,8 +119,8 @@ def _cells(row: TensorReport) -> tuple[str, ...]:
         _printable(row.name),
         _count(row.numel),
         _number(row.norm),
-        _number(row.rms),
-        _number(row.abs_max),
+        _of_finite(row, row.rms),
+        _of_finite(row, row.abs_max),
         _percent(row.zero_fraction),
         _count(row.n_nan) if row.n_nan else "-",
         _count(row.n_inf) if row.n_inf else "-",
@@ -133,10 +135,13 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _rest(rows: Sequence[TensorReport]) -> str:
-    norms = [row.finite_norm for row in rows]
+    norms = [row.norm for row in rows if row.numel and not row.n_nonfinite]
+    bad = sum(row.n_nonfinite > 0 for row in rows)
     flagged = sum(bool(row.flags) for row in rows)
-    note = f"{flagged} of them flagged" if flagged else "no flags"
-    return f"… {len(rows)} more, norm {_number(min(norms))} to {_number(max(norms))}, {note}"
+    notes = [f"norm {_number(min(norms))} to {_number(max(norms))}"] if norms else []
+    notes += [f"{bad} not finite"] if bad else []
+    notes.append(f"{flagged} of them flagged" if flagged else "no flags")
+    return f"… {len(rows)} more, " + ", ".join(notes)
 
 
 def _shorten(names: list[str]) -> list[str]:
@@ -173,6 +178,11 @@ def _width(text: str) -> int:
 
 def _number(x: float, digits: int = 3) -> str:
     return "0" if x == 0 else f"{x:.{digits}e}"
+
+
+def _of_finite(row: TensorReport, x: float, digits: int = 3) -> str:
+    # no element is finite: there is nothing that this is the value of
+    return "-" if row.n_nonfinite == row.numel > 0 else _number(x, digits)
 
 
 def _count(n: int) -> str:

@@ -42,17 +42,24 @@ class Pending(Generic[T]):
             # may be another stream's, and is kept alive by `build` until the copy has arrived.
             self._parcel.flat = None
 
+    def __repr__(self) -> str:
+        """Return one line. Never waits."""
+        return f"<Pending: {'ready' if self.ready() else 'on its way'}>"
+
     def ready(self) -> bool:
         """Tell whether `result` would return at once. Never waits."""
         return self._event is None or self._event.query()
 
     def result(self) -> T:
         """Return the result, after waiting for this copy, and nothing else, if it must."""
-        if self._build is not None:
+        # in this order, and written in the other one below: another thread may have been here meanwhile
+        host, build = self._host, self._build
+        if build is not None:
             if self._event is not None:
                 self._event.synchronize()
-            self._result = self._build(self._parcel.unpack(self._host))
-            self._build = self._host = None
+            self._result = build(self._parcel.unpack(host))
+            self._build = None
+            self._host = None
         return self._result
 
 
