@@ -68,6 +68,8 @@ def test_every_block_of_the_page_runs_and_says_what_it_says(capsys):
         report = scope["stats"].materialize()
         assert not report.skipped
         assert 0.0 < report.total_norm < 100.0
+        # no gradient stays for the next step to add to
+        assert all(p.grad is None for p in scope["model"].parameters())
 
     # the guard
     weights = [p.detach().clone() for p in scope["model"].parameters()]

@@ -769,6 +769,7 @@ REFUSED = {
     ),
     "inv_scale": (lambda p: collect_and_clip_(p, 1.0, inv_scale=-1.0), ValueError, "inv_scale"),
     "thresholds": (lambda p: collect_and_clip_(p, 1.0, thresholds=3), TypeError, "thresholds"),
+    "no stats": (lambda p: clip_coefficient(p, 1.0), TypeError, "expected the TensorStats of the gradients"),
     "module list": (
         lambda p: clip_grad_norm_([*p, linear()], 1.0),
         TypeError,
@@ -1115,3 +1116,29 @@ def test_the_benchmark_of_clipping_runs(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["clip.py", "--cases", "tinny"])
     with pytest.raises(SystemExit, match="no case 'tinny'; there are gpt2"):
         clip.main()
+
+
+@pytest.mark.parametrize("order", [2, 3, 0, INF])
+def test_an_inv_scale_of_another_device_serves_every_order(order):
+    with device_of("cuda:0"):
+        p = nn.Parameter(torch.ones(3, device="cuda:1"))
+        p.grad = torch.ones(3, device="cuda:1")
+        with watch():
+            stats = collect_and_clip_([p], 1.0, norm_type=order, inv_scale=torch.ones((), device="cuda:0"))
+        assert stats.columns.device == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_a_copy_to_the_host_while_a_graph_is_captured_is_refused(order, monkeypatch):
+    for question in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, question, lambda: True)
+    with device_of("cuda:0"):
+        p = nn.Parameter(torch.ones(3, device="cuda:0"))
+        p.grad = torch.ones(3, device="cuda:0")
+        for wait in (
+            lambda: collect_and_clip_([p], 1.0, norm_type=order, error_if_nonfinite=True),
+            lambda: gm.collect_grads([p]).materialize(),
+            lambda: gm.materialize_async([gm.collect_grads([p])]),
+        ):
+            with pytest.raises(RuntimeError, match="a copy to the host cannot be part of a CUDA graph"):
+                wait()

@@ -513,7 +513,7 @@ def test_gradients_of_checkpointed_blocks_are_measured():
 # arguments
 
 
-def test_changed_thresholds_retrace_once_and_flag_rightly():
+def test_new_thresholds_are_traced_once_each_and_flag_rightly():
     model = with_gradients(small_model())
     kept = Kept()
 

@@ -522,3 +522,25 @@ def test_one_of_one_and_large_counts_and_names_that_cannot_be_printed():
         str(report) == f"not finite: the only weight\n  weight  a\\nb  1,234,567 NaN of 1,234,567\n{EARLIER}"
     )
     assert "largest 1 in a\\nb" in str(check_finite({"a\nb": torch.ones(1)}))
+
+
+def test_integer_weights_are_finite_and_left_out():
+    net = Net()
+    net.codes = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    report = check_finite(net)
+    assert "codes" not in report.weights
+    assert len(report.weights) == len(list(net.parameters())) - 1
+    assert not report.has_issues
+
+
+def test_a_weight_that_no_gradient_reaches_is_not_laid_on_the_optimizer():
+    net = Net()
+    net.l0.weight.data[0, 0] = NAN
+    assert "optimizer step made it" in str(check_finite(net))
+    net.l0.weight.requires_grad_(False).grad = None
+    assert "frozen or not used in this step" in str(check_finite(net))
+
+
+def test_it_is_neither_true_nor_false():
+    with pytest.raises(TypeError, match=r"ask report\.has_issues"):
+        bool(check_finite(Net()))

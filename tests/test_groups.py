@@ -242,3 +242,30 @@ def test_module_reports_as_a_frame_and_as_plain_values():
     assert (a["vanishing_fraction"], a["exploding_fraction"], a["dead_fraction"]) == (0.5, 0.0, 0.0)
     assert a["norm_ratio"] == 3.0 / report["a.b"].norm
     assert gm.collect([]).materialize().by_module().to_frame().shape == (0, len(a))
+
+
+def test_a_model_whose_names_are_others_is_refused(model):
+    wrapped = nn.ModuleDict({"module": model})
+    with pytest.raises(
+        ValueError, match=r"no row is named like a parameter of model: 'module\.scale' here, 'scale'"
+    ):
+        gm.collect_grads(wrapped).group({"host": model.host}, model=model)
+    with pytest.raises(ValueError, match=r"'0' here, 'scale' there; pass the model that was collected"):
+        gm.collect_grads(model.parameters()).group({"host": model.host}, model=model)
+    # nothing measured yet is no other model
+    model.zero_grad()
+    assert gm.collect_grads(model).group({"host": model.host}, model=model).numel.tolist() == [0.0]
+
+
+def test_the_model_is_walked_once_for_all_groups(model):
+    stats = gm.collect_grads(model)
+    rules = {"host": model.host, "seeds": model.seeds, "head": model.head}
+    grouped = stats.group(rules, model=model.named_parameters())
+    assert torch.equal(grouped.columns, stats.group(rules, model=model).columns)
+
+
+def test_a_pattern_that_is_none_is_refused_by_its_group(model):
+    with pytest.raises(ValueError, match=r"the rule of 'host' is no regular expression: .*unterminated"):
+        gm.collect_grads(model).group({"host": "(host"})
+    with pytest.raises(TypeError, match=r"or a module or several, got Tensor$"):
+        gm.collect_grads(model).group({"host": torch.ones(1000)})

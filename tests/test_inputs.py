@@ -1135,3 +1135,20 @@ def test_thresholds_that_are_none_are_refused() -> None:
 
 def test_a_model_on_meta_without_gradients_gives_a_report_without_rows() -> None:
     assert not gm.collect_grads(nn.Linear(2, 2, device="meta")).materialize().measured
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (
+            [nn.Linear(1, 1), nn.Linear(1, 1)],
+            r"'0' is a module; pass one module alone, or its named_parameters\(\)",
+        ),
+        (torch.optim.SGD([nn.Parameter(torch.ones(1))]).param_groups, r"pass group\['params'\]"),
+        (nn.Linear(1, 1).parameters, "got a function; call it"),
+        ("model", "expected a module, a mapping or an iterable of tensors, got str"),
+    ],
+)
+def test_what_is_nearly_right_is_told_what_is_right(source: object, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        gm.collect_grads(source)

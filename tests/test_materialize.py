@@ -135,3 +135,8 @@ def test_what_comes_from_a_device_is_cut_where_it_was_joined(monkeypatch, dtypes
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor)
         assert found.untyped_storage().data_ptr() != host.untyped_storage().data_ptr() or not found.numel()
+
+
+def test_a_tensor_without_values_is_refused(fetch):
+    with pytest.raises(TypeError, match=r"a tensor of shape \(2,\) is on the meta device and has no values"):
+        fetch([torch.ones(2, device="meta")])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -344,3 +345,22 @@ def test_what_is_copied_lives_until_the_copy_has_been_read(alone):
     pending.result()
     gc.collect()
     assert {source() for source in sources} == {None}
+
+
+def test_threads_that_ask_at_once_all_get_the_result(device):
+    pendings = [gm.materialize_async([away(gm.collect([torch.ones(2)]))]) for _ in range(50)]
+    device.run(len(device.queue))
+    found: list[list[gm.Report]] = []
+    threads = [
+        threading.Thread(target=lambda: found.append([p.result()[0] for p in pendings])) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(len(reports) == 50 for reports in found)
+
+
+def test_it_says_whether_it_is_ready():
+    assert repr(gm.collect([torch.ones(1)]).materialize_async()) == "<Pending: ready>"

@@ -101,3 +101,26 @@ def test_it_works_inside_a_compiled_step_from_one_read():
     named = {f"{name}.w": x for name, x in GROUPS.items()}
     assert torch.equal(compiled(named).nan_to_num(nan=-1), step(named).nan_to_num(nan=-1))
     torch._dynamo.reset()
+
+
+def test_a_floor_that_changes_in_a_compiled_step_is_an_input_of_it():
+    stats = grouped()
+    compiled = torch.compile(
+        lambda floor: gm.group_ratio(stats, "seed", "host", floor=floor), fullgraph=True, backend="aot_eager"
+    )
+    assert [compiled(floor).item() for floor in (1e-8, 5.0, 0.5)] == [0.25, 0.0, 0.25]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("what", [None, "stats", gm.collect([]).materialize()], ids=repr)
+def test_what_is_no_stats_is_refused(what):
+    with pytest.raises(TypeError, match="expected the TensorStats that group returns, got"):
+        gm.group_ratio(what, "seed", "host")
+
+
+def test_rows_that_are_no_groups_are_not_all_listed():
+    stats = gm.collect([torch.ones(1)] * 50)
+    with pytest.raises(
+        KeyError, match=r"no group 'seed'; there are '0', .*'9' and 40 more; are these groups\?"
+    ):
+        gm.group_ratio(stats, "seed", "0")

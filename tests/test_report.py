@@ -693,3 +693,38 @@ def test_health_is_shown_as_1_only_when_nothing_is_flagged() -> None:
 
 def test_a_name_with_a_line_break_keeps_its_row() -> None:
     assert "a\\nb" in str(report_of({"a\nb": torch.ones(1)}))
+
+
+def test_rows_that_are_left_out_are_summed_up_truly() -> None:
+    tensors = {f"nan{i}": torch.tensor([math.nan]) for i in range(3)}
+    tensors |= {
+        "inf": torch.tensor([math.inf, 1.0]),
+        "a": torch.ones(4),
+        "b": torch.ones(9),
+        "none": torch.empty(0),
+    }
+    report = report_of(tensors)
+    assert "… 6 more, norm 2.000e+00 to 3.000e+00, 3 not finite, 3 of them flagged" in report.to_string(1)
+    assert "… 4 more, norm 2.000e+00 to 3.000e+00, 1 not finite, 1 of them flagged" in report.to_string(3)
+    only = report_of({name: x for name, x in tensors.items() if name.startswith("nan")})
+    assert "… 2 more, 2 not finite, 2 of them flagged" in only.to_string(1)
+    assert "… 1 more, no flags" in report_of({"a": torch.ones(2), "none": torch.empty(0)}).to_string(1)
+
+
+def test_where_nothing_is_finite_no_value_is_shown() -> None:
+    line = next(
+        x for x in str(report_of({"w": torch.tensor([math.nan, math.inf])})).splitlines() if x[0] == "w"
+    )
+    assert line.split() == ["w", "2", "nan", "-", "-", "0", "1", "1", "NAN", "INF", "EXPLODING"]
+
+
+@pytest.mark.parametrize("rows", [-1, 2.5, "a"])
+def test_a_number_of_rows_that_is_none_is_refused(rows: object) -> None:
+    with pytest.raises(ValueError, match="max_rows must be a whole number, 0 or more, or None"):
+        report_of(MIXED).to_string(rows)
+
+
+@pytest.mark.parametrize("flag", ["NAN", 1, None])
+def test_a_flag_that_is_none_is_refused(flag: object) -> None:
+    with pytest.raises(TypeError, match=r"expected a gm\.Flag"):
+        report_of(MIXED).flagged(flag)

@@ -388,3 +388,20 @@ def test_a_compiled_training_step_skips_a_jump_and_a_nan(backend):
     assert [rate > 0 for rate in rates] == [True, True, True, False, False, True]
     assert graphs() == 1
     assert model.total.steps == 5
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_checkpoint_that_was_cast_is_loaded_into_float64(assign):
+    ema = EMA((2,), decay=0.9)
+    ema(torch.tensor([1.0, 2.0]))
+    halved = {name: value.half() for name, value in ema.state_dict().items()}
+    again = EMA((2,), decay=0.9)
+    again.load_state_dict(halved, assign=assign)
+    assert again.state.dtype == torch.float64
+    assert again(torch.ones(2)).value.dtype == torch.float64
+
+
+@pytest.mark.parametrize("shape", [0.99, "x", -1, (2, -1), (1.5,), None])
+def test_a_shape_that_is_none_is_refused(shape):
+    with pytest.raises(ValueError, match=r"the shape must be whole numbers, .* decay goes by name"):
+        EMA(shape)

@@ -560,3 +560,14 @@ def test_a_deep_copy_shares_no_memory() -> None:
 def test_a_group_that_is_not_one_is_refused(rules: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=f"^group: .*{says}"):
         gm.collect({"x": torch.ones(2)}).group(rules)
+
+
+def test_stats_are_one_line_to_look_at() -> None:
+    assert repr(gm.collect([torch.ones(1)])) == "<TensorStats: 1 tensor, on cpu; materialize() reads them>"
+    assert repr(gm.collect([])) == "<TensorStats: 0 tensors, on cpu; materialize() reads them>"
+
+
+@pytest.mark.parametrize("other", [None, 3, gm.collect([]).materialize()], ids=repr)
+def test_a_merge_with_what_are_no_stats_is_refused(other: object) -> None:
+    with pytest.raises(TypeError, match=r"^merge: expected TensorStats, got"):
+        gm.collect([]).merge(other)

@@ -328,7 +328,8 @@ class TensorStats:
         """Copy everything to the host in one transfer and return it as a `Report`. Waits for the device.
 
         Raises:
-            RuntimeError: inside a compiled function; return the stats and materialize them outside.
+            RuntimeError: inside a compiled function, or while a CUDA graph is captured; return the
+                stats and materialize them outside.
         """
         outside_of_a_graph("materialize")
         return self.report(*fetch([self.packed()]))

@@ -69,6 +69,11 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     return parcel.unpack(None if parcel.flat is None else parcel.flat.cpu())
 
 
+def _is_capturing(device: torch.device) -> bool:
+    # a fake tensor is of a device that may not be there
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
@@ -85,6 +90,9 @@ class _Parcel:
         self.flat: Tensor | None = None
         if away:
             home = away[0].device
+            if _is_capturing(home):
+                msg = "a copy to the host cannot be part of a CUDA graph: materialize after the capture"
+                raise RuntimeError(msg)
             parts = [x.to(home, non_blocking=True).reshape(-1) for x in away]
             # bytes of several dtypes side by side: nothing is converted
             parts = parts if self._same else [x.view(torch.uint8) for x in parts]
