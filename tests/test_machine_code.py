@@ -255,7 +255,8 @@ def test_the_scale_kernel_reads_and_writes_16_bytes_at_a_time(target, dtype):
 def test_the_scale_kernel_spills_nothing_and_keeps_subnormals(target, dtype):
     code = scale_code(target, dtype)
     assert (code.stack, code.spills) == (0, 0)
-    assert code.registers <= MAX_REGISTERS[target] // 2
+    # 20 warps a multiprocessor, with four loads of 16 bytes a thread in flight: 40 KiB
+    assert code.registers <= MAX_REGISTERS[target] * 3 // 4
     assert [opcode for opcode in code.opcodes if is_atomic(opcode) or flushes_subnormals(opcode)] == []
     # reading and writing take their time: some 35 instructions an element would, in fp32 more
     assert instructions_per_element(code.main_loop, dtype) <= 11

@@ -10,8 +10,10 @@ from gradiometer.clip import clip_coefficient, clip_grad_norm_, collect_and_clip
 from gradiometer.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.finite import FiniteReport, check_finite
 from gradiometer.materialize import materialize, materialize_async
+from gradiometer.modules import ModuleReports
 from gradiometer.ratio import group_ratio
-from gradiometer.report import ModuleReports, Report, TensorReport
+from gradiometer.report import Report
+from gradiometer.rows import TensorReport
 from gradiometer.schema import (
     COLUMNS,
     DEFAULT_DEAD_THRESHOLD,

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gradiometer.finite import FiniteReport
-    from gradiometer.report import Report, TensorReport
+    from gradiometer.report import Report
+    from gradiometer.rows import TensorReport
 
 __all__ = ["headline", "render"]
 

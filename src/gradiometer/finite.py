@@ -17,7 +17,8 @@ from gradiometer.stats import outside_of_a_graph
 
 if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
-    from gradiometer.report import Report, TensorReport
+    from gradiometer.report import Report
+    from gradiometer.rows import TensorReport
     from gradiometer.stats import TensorStats
 
 __all__ = ["FiniteReport", "check_finite"]

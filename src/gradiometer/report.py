@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,14 +11,16 @@ from torch import Tensor
 
 from gradiometer import derived, groups, table
 from gradiometer.health import EXPLODING_WEIGHT, HEALTH, VANISHING_WEIGHT, score
-from gradiometer.schema import COLUMN_NAMES, NUM_COLUMNS, Flag, Thresholds
+from gradiometer.modules import ModuleReports
+from gradiometer.rows import TensorReport, frame, row_to_dict, rows
+from gradiometer.schema import NUM_COLUMNS, Flag, Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import pandas as pd
 
-__all__ = ["ModuleReports", "Report", "TensorReport"]
+__all__ = ["Report"]
 
 # values of all tensors together, in Report.to_dict
 _SUMMARY: Final = (
@@ -38,46 +38,6 @@ _SUMMARY: Final = (
     "is_healthy",
     "health",
 )
-_COUNTS: Final = frozenset({"numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "n_inf", "n_nonfinite"})
-
-
-@dataclass(frozen=True)
-class TensorReport:
-    """One tensor's statistics. Means, norms and extremes are those of its finite elements.
-
-    ``norm`` alone is as torch would say it: NaN with any NaN, inf with any Inf. ``std`` is of the
-    population.
-    """
-
-    name: str
-    numel: int
-    norm: float
-    finite_norm: float
-    rms: float
-    mean: float
-    std: float
-    abs_max: float
-    zero_fraction: float
-    n_zero: int
-    n_nan: int
-    n_posinf: int
-    n_neginf: int
-    n_inf: int
-    n_nonfinite: int
-    sum: float
-    sumsq: float
-    flags: Flag
-
-
-def _rows(names: tuple[str, ...], columns: Tensor, flags: list[int]) -> Iterator[TensorReport]:
-    fields = [*COLUMN_NAMES, *derived.DERIVED]
-    values = [derived.value(columns, field).tolist() for field in fields]
-    for i, name in enumerate(names):
-        row: dict[str, Any] = {
-            field: int(value[i]) if field in _COUNTS else value[i]
-            for field, value in zip(fields, values, strict=True)
-        }
-        yield TensorReport(name=name, flags=Flag(flags[i]), **row)
 
 
 class Report:
@@ -116,7 +76,7 @@ class Report:
         """All tensors together."""
         merged = self._merged.unsqueeze(0)
         flags = derived.compute_flags(merged, self.thresholds, skip_nonfinite=self.skip_nonfinite)
-        (row,) = _rows(("total",), merged, flags.tolist())
+        (row,) = rows(("total",), merged, flags.tolist())
         return row
 
     @cached_property
@@ -125,7 +85,7 @@ class Report:
 
     @cached_property
     def _by_name(self) -> dict[str, TensorReport]:
-        return {row.name: row for row in _rows(self.names, self._columns, self._flags.tolist())}
+        return {row.name: row for row in rows(self.names, self._columns, self._flags.tolist())}
 
     def __getitem__(self, name: str) -> TensorReport:
         """Return one tensor's statistics."""
@@ -311,8 +271,8 @@ class Report:
         return {
             **{name: getattr(self, name) for name in _SUMMARY},
             "thresholds": asdict(self.thresholds),
-            "total": _row_to_dict(self.total),
-            "tensors": {row.name: _row_to_dict(row) for row in self},
+            "total": row_to_dict(self.total),
+            "tensors": {row.name: row_to_dict(row) for row in self},
         }
 
     def to_frame(self) -> pd.DataFrame:
@@ -322,7 +282,7 @@ class Report:
             ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
         """
         fields = [field for field in TensorReport.__dataclass_fields__ if field != "name"]
-        return _frame({row.name: _row_to_dict(row) for row in self}, "name", fields)
+        return frame({row.name: row_to_dict(row) for row in self}, "name", fields)
 
     def to_string(self, max_rows: int | None = 20) -> str:
         """Return the table that ``print`` shows, worst first.
@@ -339,93 +299,3 @@ class Report:
     def __repr__(self) -> str:
         """Return one line."""
         return f"<Report: {table.headline(self)}>"
-
-
-def _row_to_dict(row: TensorReport) -> dict[str, Any]:
-    values = asdict(row)
-    del values["name"]
-    return values | {"flags": [flag.name for flag in row.flags]}
-
-
-def _frame(rows: Mapping[str, Mapping[str, Any]], index: str, fields: list[str]) -> pd.DataFrame:
-    try:
-        import pandas as pd  # optional, and slow to import
-    except ImportError as error:
-        msg = "to_frame needs pandas: pip install 'gradiometer[frame]'"
-        raise ImportError(msg) from error
-    labels = pd.Index(list(rows), name=index, dtype="object")
-    return pd.DataFrame(list(rows.values()), index=labels, columns=fields)
-
-
-class ModuleReports(Mapping[str, Report]):
-    """Reports of the modules of a model, in its order: a mapping module -> `Report` of its tensors.
-
-    ``print`` shows a table, a row per module; `to_frame` and `to_dict` have the same values.
-    """
-
-    def __init__(self, reports: Mapping[str, Report]) -> None:
-        """``reports``: module -> report of the tensors below it."""
-        self._reports = dict(reports)
-
-    def __getitem__(self, module: str) -> Report:
-        """Return one module's report."""
-        try:
-            return self._reports[module]
-        except KeyError:
-            msg = f"no module {module!r} among these {len(self)}: {', '.join(map(repr, self)) or 'none'}"
-            raise KeyError(msg) from None
-
-    def __iter__(self) -> Iterator[str]:
-        """Go over the modules' names."""
-        return iter(self._reports)
-
-    def __len__(self) -> int:
-        """Return the number of modules."""
-        return len(self._reports)
-
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return module -> plain Python values. Norms may be NaN or inf."""
-        return {module: _module_row(report) for module, report in self.items()}
-
-    def to_frame(self) -> pd.DataFrame:
-        """Return a pandas DataFrame, a row per module, indexed by module.
-
-        Raises:
-            ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
-        """
-        return _frame(self.to_dict(), "module", list(_MODULE_FIELDS))
-
-    def __str__(self) -> str:
-        """Return a table, a row per module."""
-        return table.render_modules(self)
-
-    def __repr__(self) -> str:
-        """Return one line."""
-        return f"<ModuleReports: {len(self)} {'module' if len(self) == 1 else 'modules'}>"
-
-
-# field -> where it is found in a module's report
-_MODULE_FIELDS: Final[dict[str, Callable[[Report], Any]]] = {
-    "tensors": len,
-    "numel": attrgetter("total.numel"),
-    "norm": attrgetter("total.norm"),
-    "min_norm": attrgetter("min_norm"),
-    "max_norm": attrgetter("max_norm"),
-    "norm_ratio": attrgetter("norm_ratio"),
-    "rms": attrgetter("total.rms"),
-    "mean": attrgetter("total.mean"),
-    "std": attrgetter("total.std"),
-    "abs_max": attrgetter("total.abs_max"),
-    "zero_fraction": attrgetter("zero_fraction"),
-    "n_nan": attrgetter("n_nan"),
-    "n_inf": attrgetter("n_inf"),
-    # shares of its tensors that are too small, and too large
-    "vanishing_fraction": lambda report: len(report.vanishing) / len(report),
-    "exploding_fraction": lambda report: len(report.exploding) / len(report),
-    "dead_fraction": lambda report: len(report.dead) / len(report),
-    "health": attrgetter("health"),
-}
-
-
-def _module_row(report: Report) -> dict[str, Any]:
-    return {field: get(report) for field, get in _MODULE_FIELDS.items()}

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradiometer.report import ModuleReports, Report, TensorReport
+    from gradiometer.modules import ModuleReports
+    from gradiometer.report import Report
+    from gradiometer.rows import TensorReport
 
 __all__ = ["headline", "render", "render_modules"]
 

@@ -60,7 +60,7 @@ class Scale(NamedTuple):
 SCALE: Final = {
     torch.float64: Scale(tile=1024, threads=128, registers=64),
     torch.float32: Scale(tile=2048, threads=128, registers=64),
-    torch.bfloat16: Scale(tile=4096, threads=128, registers=64),
+    torch.bfloat16: Scale(tile=4096, threads=128, registers=96),
     torch.float16: Scale(tile=4096, threads=128, registers=64),
 }
 
