@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # the whole path (pack, pointer table, kernels, op) runs on CPU tensors under the interpreter
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -20,6 +25,23 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def _dynamo() -> Iterator[None]:
+    """Backward in the graph, and nothing left of what others compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    # off by default: without it `loss.backward()` is a graph break
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def _eager_backend(_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # what a page shows does not depend on the backend, and this one compiles in a second
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

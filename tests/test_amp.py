@@ -36,15 +36,6 @@ COUNTS = ("numel", "n_nan", "n_posinf", "n_neginf")
 HALF_ULP = 2.0**-24
 
 
-@pytest.fixture
-def _dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        yield
-    torch._dynamo.reset()
-
-
 def used(scaler: GradScaler) -> GradScaler:
     """Let it make its tensors, which it does at the first loss."""
     scaler.scale(torch.ones(()))

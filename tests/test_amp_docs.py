@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from typing import Any
@@ -12,16 +11,9 @@ import torch
 
 from test_docs import ROOT, blocks
 
+pytestmark = pytest.mark.usefixtures("_eager_backend")
+
 PAGE = "docs/amp.md"
-
-
-@pytest.fixture(autouse=True)
-def _eager_backend(monkeypatch):
-    # what is shown does not depend on the backend, and this one compiles in a second
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        yield
-    torch._dynamo.reset()
 
 
 def assert_shown(printed: str, shown: str) -> None:

@@ -26,8 +26,10 @@ import gradiometer as gm
 from gradiometer.schema import NUM_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
+
+pytestmark = pytest.mark.usefixtures("_dynamo")
 
 _COMPILERS = (os.environ.get("CXX"), "g++", "clang++")
 needs_compiler = pytest.mark.skipif(
@@ -39,16 +41,6 @@ every_backend = pytest.mark.parametrize("backend", ["aot_eager", inductor])
 
 STEPS = 20
 EVERYTHING = {"all": "."}
-
-
-@pytest.fixture(autouse=True)
-def _dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    # off by default: without it `loss.backward()` is a graph break
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        yield
-    torch._dynamo.reset()
 
 
 def no_recompile() -> AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from pathlib import Path
 
@@ -14,6 +13,8 @@ import gradiometer as gm
 
 ROOT = Path(__file__).parent.parent
 
+pytestmark = pytest.mark.usefixtures("_eager_backend")
+
 
 def blocks(page):
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -22,15 +23,6 @@ def blocks(page):
 
 def undecorated(code):
     return code.replace("@torch.compile(fullgraph=True)\n", "")
-
-
-@pytest.fixture(autouse=True)
-def _eager_backend(monkeypatch):
-    # what is shown does not depend on the backend, and this one compiles in a second
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        yield
-    torch._dynamo.reset()
 
 
 def test_the_readme_runs_and_says_what_it_prints(capsys):

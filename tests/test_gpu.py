@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("_dynamo"),
     # shown, not raised: drivers and Inductor advise on machines that nobody has tried
     pytest.mark.filterwarnings("default"),
 ]
@@ -42,16 +43,6 @@ EXACT = ("numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "abs_max")
 TOLERANCE = 1e-13
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    # off by default: without it `loss.backward()` is a graph break
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        yield
-    torch._dynamo.reset()
 
 
 @contextmanager

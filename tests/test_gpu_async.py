@@ -34,11 +34,8 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU"
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        yield
-    torch._dynamo.reset()
+def _clean(_dynamo: None) -> Iterator[None]:
+    yield
     # the next test starts with a device that has nothing to do
     torch.cuda.synchronize()
 

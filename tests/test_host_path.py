@@ -568,7 +568,7 @@ def elsewhere(monkeypatch):
     streams = [0]
     monkeypatch.setattr(pack, "_pinned", lambda host, _: host.clone())
     monkeypatch.setattr(pack, "_upload", lambda host, _: host.clone())
-    monkeypatch.setattr(pack, "_is_capturing", lambda _: streams[-1] is None)
+    monkeypatch.setattr(pack, "is_capturing", lambda _: streams[-1] is None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=streams[-1]))
     return streams
 

@@ -296,7 +296,7 @@ def test_a_graph_captures_the_kernels_that_the_warm_up_compiled(monkeypatch, ten
     # a compilation while a stream is capturing takes seconds, and loads a module where that may be refused
     inputs = [torch.zeros(9)] * tensors
     eager = [launch.variant_of("sm_90") for launch in launches_of(inputs)]
-    monkeypatch.setattr(pack, "_is_capturing", lambda _: True)
+    monkeypatch.setattr(pack, "is_capturing", lambda _: True)
     monkeypatch.setattr(pack, "_captured", [])
     assert [launch.variant_of("sm_90") for launch in launches_of(inputs)] == eager
 

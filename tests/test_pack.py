@@ -310,7 +310,7 @@ def test_clear_forgets_tables_and_layouts_but_not_those_of_captured_graphs():
 @pytest.fixture
 def capturing(monkeypatch):
     def switch(on):
-        monkeypatch.setattr(pack, "_is_capturing", lambda _: on)
+        monkeypatch.setattr(pack, "is_capturing", lambda _: on)
 
     return switch
 

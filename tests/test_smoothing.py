@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import gradiometer as gm
 from gradiometer import EMA, Smoothed
 from test_compile import (
-    _dynamo,  # noqa: F401 every test here begins and ends with a Dynamo that has compiled nothing
     batch,
     every_backend,
     graphs,
@@ -27,6 +26,8 @@ from test_syncs import DEVICES, device_of, watch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+pytestmark = pytest.mark.usefixtures("_dynamo")
 
 NAN, INF = math.nan, math.inf
 F64 = torch.float64

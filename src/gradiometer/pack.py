@@ -33,7 +33,7 @@ from gradiometer.views import alike, as_flat, as_real, guards_tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Group", "Known", "Layout", "Pack", "clear", "layout_of", "pack", "recognize"]
+__all__ = ["Group", "Known", "Layout", "Pack", "clear", "is_capturing", "layout_of", "pack", "recognize"]
 
 # distinct lists kept; a training step has one or two (gradients, weights)
 LISTS_KEPT: Final = 64
@@ -214,7 +214,7 @@ def pack(
     flats = tensors if known.direct else [_flat(tensor) for tensor in tensors]
     addresses = list(map(Tensor.data_ptr, flats))
     # on other devices a capture would go unnoticed
-    if keep and known.device.type in {"cpu", "cuda"} and not _is_capturing(known.device):
+    if keep and known.device.type in {"cpu", "cuda"} and not is_capturing(known.device):
         kept = _keep(known, addresses)
         return Pack(known.layout, kept.pointers, kept.table, flats)
     return Pack(known.layout, *_copies(known, addresses), flats)
@@ -269,7 +269,7 @@ def _copies(known: Known, addresses: list[int]) -> tuple[Tensor, Tensor]:
     if source is None or source.addresses != addresses:
         both = torch.cat([_int64([*addresses, *[0] * padding]), known.layout.table])
         known.source = source = _Source(addresses, _pinned(both, device))
-    if _is_capturing(device):
+    if is_capturing(device):
         _captured.append(source.host)
     both = _upload(source.host, device)
     return both[: len(addresses)], both[len(addresses) + padding :]
@@ -283,5 +283,7 @@ def _upload(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_capturing(device: torch.device) -> bool:
+    """Tell whether what is queued on this device now becomes part of a CUDA graph."""
+    # a fake tensor is of a device that may not be there
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

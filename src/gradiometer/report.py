@@ -243,12 +243,12 @@ class Report:
         return ModuleReports(
             {
                 module: Report(
-                    tuple(self.names[i] for i in rows),
-                    packed[rows],
+                    tuple(self.names[i] for i in indices),
+                    packed[indices],
                     self.thresholds,
                     skip_nonfinite=self.skip_nonfinite,
                 )
-                for module, rows in groups.by_module(self.names, depth).items()
+                for module, indices in groups.by_module(self.names, depth).items()
             }
         )
 

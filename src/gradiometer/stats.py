@@ -248,7 +248,7 @@ class TensorStats:
 
     @property
     def is_healthy(self) -> Tensor:
-        """No NaN or Inf, nothing exploding, norm ratio below 1000, under half of all zeros; 0-d bool."""
+        """No NaN or Inf, nothing exploding, norm ratio below 1000, less than half zeros; 0-d bool."""
         return self._health("is_healthy")
 
     def _health(self, name: str) -> Tensor:

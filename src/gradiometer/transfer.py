@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from gradiometer.pack import is_capturing
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -69,11 +71,6 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     return parcel.unpack(None if parcel.flat is None else parcel.flat.cpu())
 
 
-def _is_capturing(device: torch.device) -> bool:
-    # a fake tensor is of a device that may not be there
-    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
@@ -90,7 +87,7 @@ class _Parcel:
         self.flat: Tensor | None = None
         if away:
             home = away[0].device
-            if _is_capturing(home):
+            if is_capturing(home):
                 msg = "a copy to the host cannot be part of a CUDA graph: materialize after the capture"
                 raise RuntimeError(msg)
             parts = [x.to(home, non_blocking=True).reshape(-1) for x in away]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import accumulate, halves, is_finite
+from gradiometer.kernels.primitives import accumulate, halves, is_finite, locate
 
 __all__ = ["PARTIALS", "moments"]
 
@@ -80,11 +80,7 @@ def _moments_kernel(
     UNROLL: tl.constexpr,
 ):
     chunk = first_chunk + tl.program_id(0)
-    row = tl.load(table_ptr + 4 * num_tensors + chunk)
-    size = tl.load(table_ptr + num_tensors + row)
-    start = (chunk - tl.load(table_ptr + 2 * num_tensors + row)) * size
-    n = tl.minimum(tl.load(table_ptr + row) - start, size).to(tl.int32)
-    address = tl.load(pointers_ptr + row) + start * ITEMSIZE
+    address, n = locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE)
 
     # fp16 and bf16 are compared as fp32: the same values, and native on every device
     NARROW: tl.constexpr = tl.float64 if ITEMSIZE == 8 else tl.float32

@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-__all__ = ["accumulate", "halves", "is_finite"]
+__all__ = ["accumulate", "halves", "is_finite", "locate"]
+
+
+@triton.jit
+def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
+    """Address of a chunk's first element, and its number of elements; ``table_ptr``: see pack.Layout."""
+    row = tl.load(table_ptr + 4 * num_tensors + chunk)
+    size = tl.load(table_ptr + num_tensors + row)
+    start = (chunk - tl.load(table_ptr + 2 * num_tensors + row)) * size
+    n = tl.minimum(tl.load(table_ptr + row) - start, size).to(tl.int32)
+    return tl.load(pointers_ptr + row) + start * ITEMSIZE, n
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from gradiometer.kernels import tuning
+from gradiometer.kernels.primitives import locate
 
 __all__ = ["scale"]
 
@@ -55,16 +56,12 @@ def _scale_kernel(
     factor = tl.load(factor_ptr)
     # most steps of a training run are not clipped
     if factor != 1.0:
-        # gradiometer.clip takes it apart in the same way
+        # gradiometer.scaling takes it apart in the same way
         below = factor < _TINY
         high = tl.where(below, factor * _LIFT, factor).to(tl.float32)
         low = tl.where(below, _TINY, 1.0).to(tl.float32)
         chunk = first_chunk + tl.program_id(0)
-        row = tl.load(table_ptr + 4 * num_tensors + chunk)
-        size = tl.load(table_ptr + num_tensors + row)
-        start = (chunk - tl.load(table_ptr + 2 * num_tensors + row)) * size
-        n = tl.minimum(tl.load(table_ptr + row) - start, size).to(tl.int32)
-        address = tl.load(pointers_ptr + row) + start * ITEMSIZE
+        address, n = locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE)
         lanes = tl.arange(0, TILE)
 
         # a view may begin anywhere: its first elements up to a 16-byte boundary are taken apart
