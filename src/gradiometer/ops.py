@@ -1,30 +1,40 @@
 """The compile-safe ops: schemas, fakes, and the choice between kernels and eager PyTorch.
 
 ``gradiometer::tensor_stats`` is opaque to the compiler: it reads ``data_ptr()``. It is functional,
-so an unused result is removed from the graph, and not differentiable. Defined through
-`torch.library.Library`, which costs two to three times less per call with many tensors than the
-``custom_op`` decorator.
+so an unused result is removed from the graph, and not differentiable. ``gradiometer::record_`` does
+the same and writes into a ring of steps, ``gradiometer::append_`` writes there what was measured
+before; they change their arguments and stay in the graph. Defined through `torch.library.Library`,
+which costs two to three times less per call with many tensors than the ``custom_op`` decorator.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_function_stack
 from torch._C._autograd import _profiler_enabled
 
-from gradiometer import pack, reference
+from gradiometer import pack, reference, ring
 from gradiometer.schema import NUM_COLUMNS, Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["measure", "recognize", "scale_", "tensor_stats", "uses_kernels", "writable"]
+__all__ = [
+    "append_",
+    "measure",
+    "recognize",
+    "record_",
+    "scale_",
+    "tensor_stats",
+    "uses_kernels",
+    "writable",
+]
 
 
 def _is_installed(package: str) -> bool:
@@ -39,6 +49,11 @@ _LIBRARY.define(
     "tensor_stats(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale=None)"
     " -> (Tensor columns, Tensor flags)"
 )
+_LIBRARY.define(
+    "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
+    " bool gated, Tensor(a!) steps, Tensor(b!) cursor) -> ()"
+)
+_LIBRARY.define("append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor) -> ()")
 
 # triton's own reading of its variable; with it kernels run on CPU tensors, slowly, for tests
 _INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
@@ -131,15 +146,21 @@ def _eager(
     with torch.no_grad(), autocast:
         if not uses_kernels(device):
             return reference.tensor_stats(tensors, thresholds, inv_scale)
-        if device.type == "cpu":
+        with _launching_on(device):
             return _run_kernels(tensors, thresholds, inv_scale, known)
-        # launches go to the tensors' device, whatever the current one is
-        with torch.get_device_module(device.type).device(device):
-            return _run_kernels(tensors, thresholds, inv_scale, known)
+
+
+def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches go to the tensors' device, whatever the current one is."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device.type).device(device)
 
 
 def _run_kernels(
-    tensors: Sequence[Tensor], thresholds: Thresholds, inv_scale: Tensor | None, known: pack.Known | None
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    known: pack.Known | None,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     from gradiometer import kernels  # noqa: PLC0415 triton is imported when a kernel is first needed
 
@@ -159,8 +180,55 @@ def _run_kernels(
             group.first_chunk,
             group.num_chunks,
             layout.num_tensors,
+            gate,
         )
     return kernels.finalize(packed.table, partials, layout.num_tensors, thresholds, inv_scale)
+
+
+def record_(
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    grads: int,
+    steps: Tensor,
+    cursor: Tensor,
+    known: pack.Known | None,
+    *,
+    gated: bool = False,
+) -> None:
+    """Measure tensors of one device and write them into the current step of a ring.
+
+    Args:
+        tensors: R; where nothing is to be measured, one without elements.
+        thresholds: where flags begin.
+        inv_scale: as for `tensor_stats`.
+        grads: the first so many are gradients: they decide whether the step is to be skipped.
+        steps: the ring, ``(capacity, R + 1, C + 1) float64``, see `gradiometer.ring`.
+        cursor: its state, ``(6,) float64``.
+        known: what `recognize` says of the tensors.
+        gated: do not read the tensors in a step that is not recorded. Nothing is decided there.
+    """
+    with torch.no_grad():
+        if known is not None and (inv_scale is None or _is_plain(inv_scale)):
+            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, known)
+            return
+        torch.ops.gradiometer.record_(
+            tensors,
+            thresholds.vanishing,
+            thresholds.exploding,
+            thresholds.dead,
+            inv_scale,
+            grads,
+            gated,
+            steps,
+            cursor,
+        )
+
+
+def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
+    """Write what `tensor_stats` returned into the current step of a ring, as `record_` does."""
+    with torch.no_grad():
+        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor)
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor, known: pack.Known) -> None:
@@ -174,7 +242,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, known: pack.Known) -> None
     # the dispatcher, which autograd hears of a write by, is not asked
     torch.autograd.graph.increment_version(tensors)
     device = tensors[0].device
-    with nullcontext() if device.type == "cpu" else torch.get_device_module(device.type).device(device):
+    with _launching_on(device):
         from gradiometer import kernels  # noqa: PLC0415 as above
 
         tuning = kernels.tuning
@@ -192,6 +260,51 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, known: pack.Known) -> None
             )
 
 
+def _record(
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    grads: int,
+    gated: bool,  # noqa: FBT001 in the order of the schema
+    steps: Tensor,
+    cursor: Tensor,
+    known: pack.Known | None = None,
+) -> None:
+    if uses_kernels(steps.device):
+        with torch.no_grad(), _launching_on(steps.device):
+            columns, flags = _run_kernels(tensors, thresholds, inv_scale, known, cursor if gated else None)
+    elif gated and not ring.is_due(cursor):
+        return
+    else:
+        columns, flags = _eager(tensors, thresholds, inv_scale)
+    _append(columns, flags, grads, steps, cursor)
+
+
+def _append(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
+    with torch.no_grad():
+        if not uses_kernels(steps.device):
+            ring.append_(columns, flags, grads, steps, cursor)
+            return
+        with _launching_on(steps.device):
+            from gradiometer import kernels  # noqa: PLC0415 as above
+
+            kernels.append(columns, flags, grads, steps, cursor)
+
+
+def _record_op(
+    tensors: list[Tensor],
+    vanishing: float,
+    exploding: float,
+    dead: float,
+    inv_scale: Tensor | None,
+    grads: int,
+    gated: bool,  # noqa: FBT001 in the order of the schema
+    steps: Tensor,
+    cursor: Tensor,
+) -> None:
+    _record(tensors, Thresholds(vanishing, exploding, dead), inv_scale, grads, gated, steps, cursor)
+
+
 def _tensor_stats_fake(
     tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -202,6 +315,11 @@ def _tensor_stats_fake(
 
 
 _LIBRARY.impl("tensor_stats", _tensor_stats, "CompositeExplicitAutograd")
+_LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("append_", _append, "CompositeExplicitAutograd")
 # nothing is differentiable: the call passes through autograd and leaves no trace
-_LIBRARY.impl("tensor_stats", torch.library.fallthrough_kernel, "Autograd")
+for _name in ("tensor_stats", "record_", "append_"):
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("gradiometer::tensor_stats", _tensor_stats_fake, lib=_LIBRARY)
+torch.library.register_fake("gradiometer::record_", lambda *_: None, lib=_LIBRARY)
+torch.library.register_fake("gradiometer::append_", lambda *_: None, lib=_LIBRARY)

@@ -1,8 +1,9 @@
 """Triton kernels; the only place that imports triton."""
 
 from gradiometer.kernels import tuning
+from gradiometer.kernels.append import append
 from gradiometer.kernels.finalize import finalize
 from gradiometer.kernels.moments import PARTIALS, moments
 from gradiometer.kernels.scale import scale
 
-__all__ = ["PARTIALS", "finalize", "moments", "scale", "tuning"]
+__all__ = ["PARTIALS", "append", "finalize", "moments", "scale", "tuning"]

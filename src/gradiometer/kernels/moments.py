@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import accumulate, halves, is_finite, locate
+from gradiometer.kernels.primitives import accumulate, halves, is_due, is_finite, locate
 
 __all__ = ["PARTIALS", "moments"]
 
@@ -71,14 +71,19 @@ def _moments_kernel(
     pointers_ptr,  # (T,) int64
     table_ptr,  # (4 * T + N,) int64, see pack.Layout
     partials_ptr,  # (7, N) float64
+    gate_ptr,  # the cursor of a ring; unused without GATED
     first_chunk: tl.int32,
     num_tensors: tl.int32,
     num_chunks: tl.int32,
+    GATED: tl.constexpr,
     DTYPE: tl.constexpr,
     ITEMSIZE: tl.constexpr,
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
+    if GATED:
+        if not is_due(gate_ptr):
+            return
     chunk = first_chunk + tl.program_id(0)
     address, n = locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE)
 
@@ -157,6 +162,7 @@ def moments(
     first_chunk: int,
     num_chunks: int,
     num_tensors: int,
+    gate: torch.Tensor | None = None,
 ) -> None:
     """Write the partials of one dtype's chunks.
 
@@ -168,15 +174,18 @@ def moments(
         first_chunk: the group's first chunk.
         num_chunks: the group's number of chunks.
         num_tensors: T.
+        gate: the cursor of a ring; in a step that is not recorded nothing is read or written.
     """
     tile, unroll, threads, registers = tuning.MOMENTS[dtype]
     _moments_kernel[(num_chunks,)](
         pointers,
         table,
         partials,
+        partials if gate is None else gate,
         first_chunk,
         num_tensors,
         partials.shape[1],
+        GATED=gate is not None,
         DTYPE=_DTYPES[dtype],
         ITEMSIZE=dtype.itemsize,
         TILE=tile,

@@ -1,0 +1,29 @@
+"""Packages that are installed by an extra: a clear word where one is missing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["require"]
+
+
+def require(module: str, extra: str, what: str) -> Any:
+    """Import a module of an optional package and return it.
+
+    Args:
+        module: such as ``"pyarrow.parquet"``.
+        extra: the extra of this package that installs it.
+        what: who needs it, for the message.
+
+    Raises:
+        ImportError: if it is not installed; the message says what to install.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        if error.name is not None and error.name.split(".")[0] != package:
+            raise  # it is there, and lacks something of its own
+        msg = f"{what} needs {package}, which is not installed: pip install 'gradiometer[{extra}]'"
+        raise ImportError(msg, name=error.name) from None

@@ -1,0 +1,40 @@
+"""A fault: why a run ended, and the last steps before it, as the black box has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradiometer.findings import Finding
+    from gradiometer.steps import StepRecord
+
+__all__ = ["Fault"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a run ended or was found broken, and what was seen before.
+
+    Attributes:
+        reason: ``"exception"``, ``"interrupt"``, ``"SIGTERM"``, ``"non-finite loss"`` or ``"exit"``.
+        message: of the exception; empty without one.
+        step: the current step.
+        first_nonfinite: such as ``"step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M"``; None if all
+            that was recorded is finite.
+        findings: all of the run so far.
+        last: the last records, oldest first.
+    """
+
+    reason: str
+    message: str
+    step: int
+    first_nonfinite: str | None
+    findings: Sequence[Finding]
+    last: Sequence[StepRecord]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values: of the last steps the scalars, total norm and count of non-finite elements."""
+        raise NotImplementedError

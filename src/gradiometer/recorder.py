@@ -1,0 +1,305 @@
+"""The recorder: a ring of the last steps on the device, written inside the step."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradiometer import ops
+from gradiometer.collect import collect, measure
+from gradiometer.inputs import Named, check, named_parameters
+from gradiometer.ring import CURSOR_SIZE, HEADER_STEP, Cursor
+from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
+from gradiometer.stats import TensorStats
+from gradiometer.steps import Kind, Roster, StepRecord, label
+from gradiometer.transfer import fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Self
+
+    from gradiometer.inputs import Parameters
+
+__all__ = ["Recorder"]
+
+_NUMEL = COLUMN_INDEX["numel"]
+
+
+class Recorder(nn.Module):
+    """A flight recorder: the statistics of the last ``capacity`` recorded steps, on the device.
+
+    `record` measures the gradients, inside or outside of a compiled step, and writes them into the
+    slot of the current step; `advance` goes on to the next. Both leave the host out: no wait, no graph
+    break, the same addresses in every step, right in a CUDA graph. Which steps are recorded
+    (``every``) and what is to be skipped are read on the device: changing them compiles nothing again.
+
+    A second `record` in one step writes over it what it measures: so a step of several backward passes,
+    models or optimizers is one row, and of accumulated gradients the last is what counts.
+
+    Args:
+        model: what `gradiometer.collect_grads` takes, or a mapping of names to modules.
+        weights: also measure the parameters themselves.
+        updates: keep room for updates, which `record_updates` measures.
+        capacity: steps that are kept: ``(R + 1) * 72`` bytes each, R tensors.
+        every: record the steps that this divides. One with a NaN, an Inf or a norm above
+            ``skip_above`` is recorded whenever it is measured.
+        skip_nonfinite: whether a NaN or Inf in a gradient makes `skip_step` true.
+        skip_above: a total gradient norm above it does so too.
+        thresholds: where flags begin.
+
+    Attributes:
+        roster: which tensors are recorded.
+        ring, cursor: the buffers, see `gradiometer.ring`.
+
+    Raises:
+        TypeError: for a parameter that cannot be measured; the message names it.
+        ValueError: without parameters, or for a number out of range.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> recorder = gm.Recorder(model, capacity=4)
+    >>> for _ in range(6):
+    ...     model.zero_grad()
+    ...     model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    ...     recorder.record()
+    ...     recorder.advance()
+    >>> [(record.step, record.total()) for record in recorder.read()][-1]
+    (5, 5.0990195135927845)
+    """
+
+    ring: Tensor
+    cursor: Tensor
+
+    def __init__(
+        self,
+        model: Parameters | Mapping[str, nn.Module],
+        *,
+        weights: bool = False,
+        updates: bool = False,
+        capacity: int = 64,
+        every: int = 1,
+        skip_nonfinite: bool = True,
+        skip_above: float = math.inf,
+        thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    ) -> None:
+        super().__init__()
+        names, parameters = _parameters(model)
+        if not parameters:
+            msg = "Recorder: the model has no parameters"
+            raise ValueError(msg)
+        if not isinstance(capacity, int) or capacity < 1:
+            msg = f"Recorder(capacity={capacity!r}): a number of steps, at least 1"
+            raise ValueError(msg)
+        devices = check(Named(names, parameters), "Recorder").devices
+        kinds: list[Kind] = ["grads"]
+        kinds += ["weights"] * weights + ["updates"] * updates  # type: ignore[list-item]
+        self.roster = Roster(
+            names,
+            tuple([tuple(p.shape) for p in parameters]),
+            tuple([str(p.dtype).removeprefix("torch.") for p in parameters]),
+            tuple(kinds),
+        )
+        self.thresholds = thresholds
+        # a list of its own: they are no parameters of this module
+        self._tracked = [list(parameters)]
+        home = next((device for device in devices if device.type != "cpu"), devices[0])
+        size = (capacity, self.roster.num_rows + 1, NUM_COLUMNS + 1)
+        # no step has a negative number
+        self.register_buffer(
+            "ring", torch.full(size, -1.0, dtype=torch.float64, device=home), persistent=False
+        )
+        self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=home))
+        self._gated = False
+        self.configure_(every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)
+        self._gated = not skip_nonfinite and skip_above == math.inf
+        self._one_device = len(devices) == 1
+
+    @property
+    def capacity(self) -> int:
+        """Steps that are kept."""
+        return len(self.ring)
+
+    @property
+    def parameters_tracked(self) -> list[Tensor]:
+        """The parameters, in the order of the roster."""
+        return self._tracked[0]
+
+    def configure_(
+        self,
+        *,
+        step: int | None = None,
+        every: int | None = None,
+        skip_nonfinite: bool | None = None,
+        skip_above: float | None = None,
+    ) -> Self:
+        """Change the current step's number, the cadence or what is skipped; nothing is compiled again.
+
+        Raises:
+            ValueError: for a number out of range; or to skip, where the recorder was made not to:
+                then gradients are read in recorded steps only.
+        """
+        for name, value, least in (("step", step, 0), ("every", every, 1)):
+            if value is not None and (not isinstance(value, int) or value < least):
+                msg = f"Recorder({name}={value!r}): a whole number, at least {least}"
+                raise ValueError(msg)
+        if skip_above is not None and (not isinstance(skip_above, (int, float)) or not skip_above >= 0):
+            msg = f"Recorder(skip_above={skip_above!r}): a norm, not negative"
+            raise ValueError(msg)
+        if self._gated and (skip_nonfinite or (skip_above is not None and skip_above < math.inf)):
+            msg = "Recorder: it was made to skip nothing, and reads recorded steps only; make it with skip_nonfinite=True"
+            raise ValueError(msg)
+        new = {
+            Cursor.STEP: step,
+            Cursor.EVERY: every,
+            Cursor.SKIP_NONFINITE: skip_nonfinite,
+            Cursor.SKIP_ABOVE: skip_above,
+        }
+        for place, value in new.items():
+            if value is not None:
+                self.cursor[place].fill_(float(value))
+        return self
+
+    def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
+        """Measure the gradients, and the weights if asked, and write them into the current step's slot.
+
+        Args:
+            stats: gradients that were measured already, by names of the model: they are not read again.
+            inv_scale: as for `gradiometer.collect_grads`; of gradients alone.
+        """
+        if stats is not None:
+            self._append("grads", stats)
+            if "weights" in self.roster.kinds:
+                self._append("weights", self._collect("weights"))
+            return
+        grads = [p.grad for p in self._tracked[0]]
+        if inv_scale is None and self._one_device and all([_is_ordinary(g, self.ring) for g in grads]):
+            nothing = self.ring.new_empty(0)
+            tensors = [nothing if grad is None else grad for grad in grads]
+            if "weights" in self.roster.kinds:
+                tensors += self._tracked[0]
+            if "updates" in self.roster.kinds:
+                tensors += [nothing] * len(grads)
+            ops.record_(
+                tensors,
+                self.thresholds,
+                None,
+                len(grads),
+                self.ring,
+                self.cursor,
+                ops.recognize(tensors),
+                gated=self._gated,
+            )
+            return
+        self._append("grads", self._collect("grads", inv_scale))
+        if "weights" in self.roster.kinds:
+            self._append("weights", self._collect("weights"))
+
+    def record_updates(self, updates: Mapping[str, Tensor]) -> None:
+        """Measure updates, by name of their parameter, and write them into the current step's slot."""
+        self._append("updates", collect(updates, thresholds=self.thresholds))
+
+    @property
+    def skip_step(self) -> Tensor:
+        """Whether the current step is to be skipped, 0-d bool on the device, decided by `record`."""
+        return self.cursor[Cursor.SKIP] > 0
+
+    def advance(self) -> None:
+        """Go on to the next step. Inside or outside of a compiled function."""
+        self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
+
+    def read(self) -> list[StepRecord]:
+        """Return what the ring holds, oldest first. Waits for the device."""
+        cursor, ring = fetch([self.cursor, self.ring])
+        return self.decode(cursor, ring)
+
+    def decode(self, cursor: Tensor, slots: Tensor) -> list[StepRecord]:
+        """Return the records in slots of the ring, oldest first; both are on the host."""
+        del cursor
+        now = time.time()
+        written = sorted(
+            (int(slot[0, HEADER_STEP]), i) for i, slot in enumerate(slots) if slot[0, HEADER_STEP] >= 0
+        )
+        size = (len(self.roster.kinds), len(self.roster.names), NUM_COLUMNS + 1)
+        return [
+            StepRecord(
+                step, now, {}, self.roster, slots[i, 1:].view(size), bool(slots[i, 0, 1] > 0), self.thresholds
+            )
+            for step, i in written
+        ]
+
+    def _collect(self, kind: Kind, inv_scale: Tensor | float | None = None) -> TensorStats:
+        tensors = [p.grad if kind == "grads" else p for p in self._tracked[0]]
+        found = [(name, x) for name, x in zip(self.roster.names, tensors, strict=True) if x is not None]
+        named = Named(tuple([label(kind, name) for name, _ in found]), [x for _, x in found])
+        stats = measure(named, "Recorder", self.thresholds, inv_scale, home=self.ring.device)
+        return TensorStats(tuple([name for name, _ in found]), stats.columns, stats.flags, stats.thresholds)
+
+    def _append(self, kind: Kind, stats: TensorStats) -> None:
+        """Write statistics into the rows of their names; the other rows are not measured by this."""
+        first = self.roster.place(kind) * len(self.roster.names)
+        rows = []
+        for name in stats.names:
+            if name not in self.roster.index:
+                msg = f"Recorder: {name!r} is none of the model's parameters when the recorder was made"
+                raise ValueError(msg)
+            rows.append(first + self.roster.index[name])
+        columns, flags = stats.columns.to(self.ring.device), stats.flags.to(self.ring.device)
+        if rows != list(range(self.roster.num_rows)):
+            columns = _spread(columns, rows, self.roster.num_rows)
+            flags = _spread(flags, rows, self.roster.num_rows)
+        ops.append_(columns, flags, len(self.roster.names), self.ring, self.cursor)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.cursor = self.cursor.to(torch.float64)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
+        # as for an EMA: a cast of its owner is meant for weights
+        def keep_dtype(buffer: Tensor) -> Tensor:
+            applied = fn(buffer)
+            return applied if applied.dtype == buffer.dtype else buffer.to(applied.device)
+
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def _parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:
+    """Return the parameters and their names; of several modules with the module's name before them."""
+    if isinstance(model, dict) and model and all(isinstance(part, nn.Module) for part in model.values()):
+        pairs = [
+            (f"{prefix}.{name}", parameter)
+            for prefix, part in model.items()
+            for name, parameter in zip(*named_parameters(part, "Recorder"), strict=True)
+        ]
+        return named_parameters(pairs, "Recorder")
+    return named_parameters(model, "Recorder")
+
+
+def _is_ordinary(grad: Tensor | None, ring: Tensor) -> bool:
+    if grad is None:
+        return True
+    return type(grad) is Tensor and grad.layout == torch.strided and grad.device == ring.device
+
+
+def _spread(values: Tensor, rows: list[int], size: int) -> Tensor:
+    """Return ``(size, ...)`` with the values in these rows and 0 elsewhere, by slices alone."""
+    # no index tensor has to travel to the device
+    parts: list[Tensor] = []
+    done, order = 0, sorted(range(len(rows)), key=rows.__getitem__)
+    i = 0
+    while i < len(order):
+        j = i + 1
+        while j < len(order) and order[j] == order[j - 1] + 1 and rows[order[j]] == rows[order[j - 1]] + 1:
+            j += 1
+        start = rows[order[i]]
+        if start > done:
+            parts.append(values.new_zeros((start - done, *values.shape[1:])))
+        parts.append(values[order[i] : order[j - 1] + 1])
+        done, i = start + (j - i), j
+    if done < size:
+        parts.append(values.new_zeros((size - done, *values.shape[1:])))
+    return torch.cat(parts)
