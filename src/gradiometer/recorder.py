@@ -175,25 +175,22 @@ class Recorder(nn.Module):
             if "weights" in self.roster.kinds:
                 self._append("weights", self._collect("weights"))
             return
-        grads = [p.grad for p in self._tracked[0]]
-        if inv_scale is None and self._one_device and all([_is_ordinary(g, self.ring) for g in grads]):
-            nothing = self.ring.new_empty(0)
-            tensors = [nothing if grad is None else grad for grad in grads]
+        if inv_scale is None and self._one_device:
+            ring, parameters = self.ring, self._tracked[0]
+            nothing = ring.new_empty(0)
+            tensors = [nothing if grad is None else grad for grad in [p.grad for p in parameters]]
             if "weights" in self.roster.kinds:
-                tensors += self._tracked[0]
+                tensors += parameters
             if "updates" in self.roster.kinds:
-                tensors += [nothing] * len(grads)
-            ops.record_(
-                tensors,
-                self.thresholds,
-                None,
-                len(grads),
-                self.ring,
-                self.cursor,
-                ops.recognize(tensors),
-                gated=self._gated,
-            )
-            return
+                tensors += [nothing] * len(parameters)
+            # like a list that was measured before: it is not looked at again
+            known = ops.recognize(tensors)
+            if known is not None or all([_is_ordinary(tensor, ring) for tensor in tensors]):
+                grads = len(parameters)
+                ops.record_(
+                    tensors, self.thresholds, None, grads, ring, self.cursor, known, gated=self._gated
+                )
+                return
         self._append("grads", self._collect("grads", inv_scale))
         if "weights" in self.roster.kinds:
             self._append("weights", self._collect("weights"))
@@ -251,7 +248,9 @@ class Recorder(nn.Module):
         if rows != list(range(self.roster.num_rows)):
             columns = _spread(columns, rows, self.roster.num_rows)
             flags = _spread(flags, rows, self.roster.num_rows)
-        ops.append_(columns, flags, len(self.roster.names), self.ring, self.cursor)
+        # gradients decide
+        grads = len(self.roster.names) if kind == "grads" else 0
+        ops.append_(columns, flags, grads, self.ring, self.cursor)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -279,10 +278,14 @@ def _parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str,
     return named_parameters(model, "Recorder")
 
 
-def _is_ordinary(grad: Tensor | None, ring: Tensor) -> bool:
-    if grad is None:
-        return True
-    return type(grad) is Tensor and grad.layout == torch.strided and grad.device == ring.device
+def _is_ordinary(tensor: Tensor, ring: Tensor) -> bool:
+    """Tell whether the op takes a tensor as it is."""
+    kind = type(tensor)
+    return (
+        (kind is Tensor or kind is nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device == ring.device
+    )
 
 
 def _spread(values: Tensor, rows: list[int], size: int) -> Tensor:

@@ -3,7 +3,12 @@
 import triton
 import triton.language as tl
 
-__all__ = ["accumulate", "halves", "is_finite", "locate"]
+from gradiometer.ring import Cursor
+
+__all__ = ["accumulate", "halves", "is_due", "is_finite", "locate"]
+
+_STEP = tl.constexpr(int(Cursor.STEP))
+_EVERY = tl.constexpr(int(Cursor.EVERY))
 
 
 @triton.jit
@@ -14,6 +19,13 @@ def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
     start = (chunk - tl.load(table_ptr + 2 * num_tensors + row)) * size
     n = tl.minimum(tl.load(table_ptr + row) - start, size).to(tl.int32)
     return tl.load(pointers_ptr + row) + start * ITEMSIZE, n
+
+
+@triton.jit
+def is_due(cursor_ptr):
+    """Tell whether the cadence asks for the current step; ``cursor_ptr``: see gradiometer.ring."""
+    every = tl.load(cursor_ptr + _EVERY).to(tl.int64)
+    return tl.load(cursor_ptr + _STEP).to(tl.int64) % every == 0
 
 
 @triton.jit

@@ -1,0 +1,148 @@
+"""Columns and flags -> the current step's slot of a ring, in two small launches.
+
+The first, of one program, decides whether the step is to be skipped and which slot it has; the second
+writes the rows. See `gradiometer.ring` for the ring, the cursor, and the same in eager PyTorch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gradiometer.kernels import tuning
+from gradiometer.kernels.primitives import is_due
+from gradiometer.ring import HEADER_SKIPPED, HEADER_STEP, Cursor
+from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS
+
+__all__ = ["append"]
+
+_STEP = tl.constexpr(int(Cursor.STEP))
+_COUNT = tl.constexpr(int(Cursor.COUNT))
+_SKIP_NONFINITE = tl.constexpr(int(Cursor.SKIP_NONFINITE))
+_SKIP_ABOVE = tl.constexpr(int(Cursor.SKIP_ABOVE))
+_SKIP = tl.constexpr(int(Cursor.SKIP))
+_HEADER_STEP = tl.constexpr(HEADER_STEP)
+_HEADER_SKIPPED = tl.constexpr(HEADER_SKIPPED)
+_SUMSQ = tl.constexpr(COLUMN_INDEX["sumsq"])
+_NAN = tl.constexpr(COLUMN_INDEX["n_nan"])
+_POSINF = tl.constexpr(COLUMN_INDEX["n_posinf"])
+_NEGINF = tl.constexpr(COLUMN_INDEX["n_neginf"])
+_NUMEL = tl.constexpr(COLUMN_INDEX["numel"])
+
+# rows of one program
+_ROWS = 64
+
+
+@triton.jit(do_not_specialize=["grads", "capacity", "slot_size"])
+def _open_kernel(
+    columns_ptr,  # (R, C) float64
+    ring_ptr,  # (capacity, R + 1, C + 1) float64
+    cursor_ptr,  # (6,) float64
+    plan_ptr,  # (2,) int64: the slot to write or -1, and whether it holds this step already
+    grads: tl.int32,
+    capacity: tl.int64,
+    slot_size: tl.int64,  # (R + 1) * (C + 1)
+    NUM_COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    found = tl.zeros((), tl.int1)
+    skip = tl.load(cursor_ptr + _SKIP)
+    if grads > 0:
+        offs = tl.arange(0, TILE)
+        sumsq = tl.zeros((TILE,), tl.float64)
+        nonfinite = tl.zeros((TILE,), tl.float64)
+        for i in range(0, grads, TILE):
+            mask = offs < grads - i
+            row = columns_ptr + (i + offs).to(tl.int64) * NUM_COLUMNS
+            sumsq += tl.load(row + _SUMSQ, mask=mask, other=0.0)
+            nonfinite += tl.load(row + _NAN, mask=mask, other=0.0)
+            nonfinite += tl.load(row + _POSINF, mask=mask, other=0.0)
+            nonfinite += tl.load(row + _NEGINF, mask=mask, other=0.0)
+        above = tl.sqrt(tl.sum(sumsq)) > tl.load(cursor_ptr + _SKIP_ABOVE)
+        has_nonfinite = tl.sum(nonfinite) > 0
+        found = has_nonfinite | above
+        skip = ((has_nonfinite & (tl.load(cursor_ptr + _SKIP_NONFINITE) > 0)) | above).to(tl.float64)
+        tl.store(cursor_ptr + _SKIP, skip)
+
+    step = tl.load(cursor_ptr + _STEP)
+    count = tl.load(cursor_ptr + _COUNT).to(tl.int64)
+    # of an empty ring the last slot, which holds no step
+    last = (count + capacity - 1) % capacity
+    is_open = tl.load(ring_ptr + last * slot_size + _HEADER_STEP) == step
+    slot = tl.where(is_open, last, count % capacity)
+    if is_open | found | is_due(cursor_ptr):
+        header = ring_ptr + slot * slot_size
+        skipped = tl.load(header + _HEADER_SKIPPED)
+        tl.store(header + _HEADER_STEP, step)
+        tl.store(header + _HEADER_SKIPPED, tl.where(is_open, tl.maximum(skipped, skip), skip))
+        tl.store(cursor_ptr + _COUNT, (count + (is_open == 0).to(tl.int64)).to(tl.float64))
+        tl.store(plan_ptr, slot)
+    else:
+        tl.store(plan_ptr, slot * 0 - 1)
+    tl.store(plan_ptr + 1, is_open.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _write_kernel(
+    columns_ptr,  # (R, C) float64
+    flags_ptr,  # (R,) int32
+    ring_ptr,
+    plan_ptr,
+    num_rows: tl.int32,
+    NUM_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,  # a power of two, C + 1 or more
+):
+    slot = tl.load(plan_ptr)
+    if slot >= 0:
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        there = row < num_rows
+        measured = tl.load(columns_ptr + row * NUM_COLUMNS + _NUMEL, mask=there, other=0.0) > 0
+        written = there & (measured | (tl.load(plan_ptr + 1) == 0))
+        column = tl.arange(0, WIDTH)
+        out = ring_ptr + (slot * (num_rows + 1) + 1) * (NUM_COLUMNS + 1) + row * (NUM_COLUMNS + 1)
+        mask = written[:, None] & (column < NUM_COLUMNS)[None, :]
+        values = tl.load(columns_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=mask, other=0.0)
+        tl.store(out[:, None] + column[None, :], values, mask=mask)
+        flags = tl.load(flags_ptr + row, mask=written, other=0)
+        tl.store(out + NUM_COLUMNS, flags.to(tl.float64), mask=written)
+
+
+def append(
+    columns: torch.Tensor, flags: torch.Tensor, grads: int, ring: torch.Tensor, cursor: torch.Tensor
+) -> None:
+    """Write one step's rows, and decide whether it is to be skipped.
+
+    Args:
+        columns: ``(R, C) float64``, contiguous.
+        flags: ``(R,) int32``, contiguous.
+        grads: the first so many rows are gradients.
+        ring: ``(capacity, R + 1, C + 1) float64``, changed in place.
+        cursor: ``(6,) float64``, changed in place.
+    """
+    capacity, size, width = ring.shape
+    plan = torch.empty(2, dtype=torch.int64, device=ring.device)
+    tile, threads, registers = tuning.FINALIZE
+    options = tuning.options(threads, registers, ring.device)
+    _open_kernel[(1,)](
+        columns,
+        ring,
+        cursor,
+        plan,
+        grads,
+        capacity,
+        size * width,
+        NUM_COLUMNS=NUM_COLUMNS,
+        TILE=tile,
+        **options,
+    )
+    _write_kernel[(triton.cdiv(size - 1, _ROWS),)](
+        columns,
+        flags,
+        ring,
+        plan,
+        size - 1,
+        NUM_COLUMNS=NUM_COLUMNS,
+        ROWS=_ROWS,
+        WIDTH=triton.next_power_of_2(width),
+        **options,
+    )
