@@ -12,6 +12,7 @@ from gradiometer.finite import FiniteReport, check_finite
 from gradiometer.materialize import materialize, materialize_async
 from gradiometer.modules import ModuleReports
 from gradiometer.ratio import group_ratio
+from gradiometer.recorder import Recorder
 from gradiometer.report import Report
 from gradiometer.rows import TensorReport
 from gradiometer.schema import (
@@ -24,6 +25,7 @@ from gradiometer.schema import (
 )
 from gradiometer.smoothing import EMA, Smoothed
 from gradiometer.stats import TensorStats
+from gradiometer.steps import StepRecord
 from gradiometer.transfer import Pending
 
 __all__ = [
@@ -36,8 +38,10 @@ __all__ = [
     "Flag",
     "ModuleReports",
     "Pending",
+    "Recorder",
     "Report",
     "Smoothed",
+    "StepRecord",
     "TensorReport",
     "TensorStats",
     "Thresholds",

@@ -277,7 +277,8 @@ def _record(
         return
     else:
         columns, flags = _eager(tensors, thresholds, inv_scale)
-    _append(columns, flags, grads, steps, cursor)
+    # where the gate is shut the rows are whatever was in memory: nothing follows from them
+    _append(columns, flags, 0 if gated else grads, steps, cursor)
 
 
 def _append(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:

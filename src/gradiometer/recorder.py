@@ -150,7 +150,8 @@ class Recorder(nn.Module):
             msg = f"Recorder(skip_above={skip_above!r}): a norm, not negative"
             raise ValueError(msg)
         if self._gated and (skip_nonfinite or (skip_above is not None and skip_above < math.inf)):
-            msg = "Recorder: it was made to skip nothing, and reads recorded steps only; make it with skip_nonfinite=True"
+            msg = "Recorder: it was made to skip nothing, and reads only the steps that it records; "
+            msg += "make it with skip_nonfinite=True"
             raise ValueError(msg)
         new = {
             Cursor.STEP: step,
