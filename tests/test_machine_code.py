@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from gradiometer import ops, pack
-from gradiometer.schema import Thresholds
+from gradiometer.ring import CURSOR_SIZE
+from gradiometer.schema import NUM_COLUMNS, Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -263,6 +264,42 @@ def test_the_scale_kernel_spills_nothing_and_keeps_subnormals(target, dtype):
     if dtype != torch.float64:
         # fp64 is for the coefficient alone
         assert code.main_loop.fp64_arithmetic == 0
+
+
+# the kernels of a ring
+
+
+def record_launches(dtype: torch.dtype, target: str, *, gated: bool = True) -> list[Launch]:
+    ring = torch.zeros(4, 2, NUM_COLUMNS + 1, dtype=torch.float64)
+    cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
+    hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
+    with recorded_launches() as launches, hip, mock.patch.object(ops, "uses_kernels", return_value=True):
+        torch.ops.gradiometer.record_(
+            [torch.zeros(9, dtype=dtype)], 1e-7, 100.0, 1.0, None, 1, gated, ring, cursor
+        )
+    return launches
+
+
+@few_targets
+@every_dtype
+def test_a_gate_costs_the_main_loop_nothing(target, dtype):
+    gated = record_launches(dtype, target)[0].compile(target)
+    plain = record_launches(dtype, target, gated=False)[0].compile(target)
+    assert gated.main_loop.opcodes == plain.main_loop.opcodes
+    assert (gated.stack, gated.spills) == (plain.stack, plain.spills)
+
+
+@few_targets
+def test_a_step_is_written_by_two_launches_without_atomics(target):
+    launches = record_launches(torch.float32, target)
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names == ["_moments_kernel", "_finalize_kernel", "_open_kernel", "_write_kernel"]
+    for launch in launches[2:]:
+        code = launch.compile(target)
+        assert (code.stack, code.spills) == (0, 0)
+        assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
+        # steps are compared as the float64 that they are
+        assert "arith.truncf" not in code.ttir
 
 
 # launches
