@@ -1,4 +1,4 @@
-"""The recorder on a real device: exact in eager, compiled, captured and replayed steps, and never waited for."""
+"""The recorder on a real device: exact in eager, compiled and replayed steps, and never waited for."""
 
 from __future__ import annotations
 
