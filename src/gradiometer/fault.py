@@ -35,6 +35,31 @@ class Fault:
     findings: Sequence[Finding]
     last: Sequence[StepRecord]
 
+    def __str__(self) -> str:
+        """Return one line: ``exception in step 1208: ...; first non-finite: step 1207, ...``."""
+        text = f"{self.reason} in step {self.step}" + (f": {self.message}" if self.message else "")
+        return text if self.first_nonfinite is None else f"{text}; first non-finite: {self.first_nonfinite}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: of the last steps the scalars, total norm and count of non-finite elements."""
-        raise NotImplementedError
+        return {
+            "reason": self.reason,
+            "message": self.message,
+            "step": self.step,
+            "first_nonfinite": self.first_nonfinite,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "last": [_row(record) for record in self.last],
+        }
+
+
+def _row(record: StepRecord) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "step": record.step,
+        "time": record.time,
+        "scalars": dict(record.scalars),
+        "recorded": record.recorded,
+        "skipped": record.skipped,
+    }
+    if record.recorded:
+        row |= {"total_norm": record.total("norm"), "n_nonfinite": int(record.total("n_nonfinite"))}
+    return row

@@ -104,6 +104,11 @@ class Ledger:
             changed[place] = self.findings[place]
         return list(changed.values())
 
+    def load(self, findings: Iterable[Finding]) -> None:
+        """Go on from findings of before; the last of a kind may be prolonged."""
+        self.findings[:] = findings
+        self._open = {found.key: place for place, found in enumerate(self.findings)}
+
 
 def _prolonged(old: Finding, seen: Finding) -> Finding:
     worse = seen if seen.severity > old.severity or _is_beyond(seen, old) else old

@@ -1,0 +1,176 @@
+"""The delivery of steps: from the ring on the device to rules and sinks, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from gradiometer.blackbox import BlackBox, reason_of, unwatch, watch
+from gradiometer.drain import Drain
+from gradiometer.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from gradiometer.protocols import Rule, Sink
+    from gradiometer.recorder import Recorder
+    from gradiometer.steps import RunInfo
+    from gradiometer.worker import Failures
+
+__all__ = ["Delivery"]
+
+# seconds between two copies to the host, where the ring has room for longer
+INTERVAL = 0.2
+# copies that do not arrive are not added to, before the ring is half full again
+UNDER_WAY = 4
+# seconds that the end of a run waits for a device and for sinks
+PATIENCE = 60.0
+
+
+class Delivery:
+    """A drain, a worker and a black box, from the first step to the end, in the process that made it.
+
+    It ends by `end`; or with the process, if that was forgotten.
+
+    Args:
+        recorder: whose steps are delivered.
+        rules, sinks: to whom.
+        queue: steps that may wait for them.
+        failures: counts what fails.
+        describe: makes the sinks' information of the run, of its first step.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        rules: Iterable[Rule],
+        sinks: Iterable[Sink],
+        queue: int,
+        failures: Failures,
+        describe: Callable[[int], RunInfo],
+    ) -> None:
+        self.box = BlackBox()
+        self.worker = Worker(rules, sinks, queue, self.box, failures)
+        self.drain = Drain(recorder, self.worker.put, failures)
+        self._failures = failures
+        self._describe = describe
+        self._next = 0.0
+        self._signal: str | None = None
+        self._pid = os.getpid()
+        self._is_started = self._is_ended = False
+        self._has_told_signal = self._has_told_end = False
+        self._deadline: float | None = None
+
+    def is_open(self) -> bool:
+        """Tell whether steps are taken; where somebody else's or none any more are offered, say so."""
+        if os.getpid() != self._pid:
+            self._failures.add("fork", "the monitor was made in the parent process; make it where it is used")
+        elif self._is_ended:
+            self._failures.add("closed", "advance() after close(): such steps are not kept")
+        else:
+            return True
+        return False
+
+    def take(self, scalars: Mapping[str, Any]) -> None:
+        """Take a step that has ended, start a copy if one is due, and deliver what has arrived."""
+        if not self._is_started:
+            self._start()
+        drain = self.drain
+        drain.take(scalars)
+        now = time.monotonic()
+        if drain.is_full or (now >= self._next and drain.under_way < UNDER_WAY):
+            self._next = now + INTERVAL
+            drain.start()
+        if drain.under_way:
+            drain.poll()
+        if self._signal is not None and not self._has_told_signal:
+            # a handler of somebody else's let training go on
+            self._has_told_signal = True
+            self._tell(self._signal, "")
+
+    def flush(self, timeout: float | None) -> bool:
+        """Wait until all that was taken has been written; tell whether it has."""
+        if self._is_ended or os.getpid() != self._pid:
+            return True
+        if not self._is_started:
+            self._start()
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        arrived = self.drain.bring(deadline)
+        remaining = None if timeout is None else max(0.0, deadline - time.monotonic())
+        return self.worker.wait(remaining) and arrived
+
+    def end(self, fault: tuple[str, str] | None = None) -> None:
+        """Bring all to the sinks, with the reason and message of a fault if there is one, and close them."""
+        if self._is_ended or os.getpid() != self._pid:
+            return
+        if self._signal is not None and (fault is None or fault[0] == "exit"):
+            fault = (self._signal, "")
+        if fault is not None and not self._is_started:
+            self._start()
+        if self._is_started:
+            # what interrupts this may come here once more: it has no more time for that
+            if self._deadline is None:
+                self._deadline = time.monotonic() + PATIENCE
+            # a device that does not answer leaves half of the time to the sinks
+            if not self.drain.bring(self._deadline - PATIENCE / 2, cut=True):
+                self.drain.give_up()
+            if fault is not None and not self._has_told_end:
+                self._has_told_end = True
+                self._tell(*fault)
+            if not self.worker.stop(max(0.0, self._deadline - time.monotonic())):
+                self._failures.add("close", f"a sink is not done after {PATIENCE:g} s and is left behind")
+        self._is_ended = True
+        _open.discard(self)
+        unwatch(self)
+
+    def note_signal(self, name: str) -> None:
+        """Take note of a signal that ends the run; called by its handler."""
+        self._signal = name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on with. Waits until all steps so far have reached the rules."""
+        if self._is_started:
+            self.flush(PATIENCE)
+        return {"step": self.drain.step, "black_box": self.box.state_dict(), **self.worker.state_dict()}
+
+    def rewind(self, step: int) -> None:
+        """Go on with another step, when all so far have reached the rules."""
+        if self._is_started:
+            self.flush(PATIENCE)
+        self.drain.rewind(step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, at a step to which it was rewound."""
+        self.box.load_state_dict(state["black_box"])
+        self.worker.load_state_dict(state)
+
+    def _start(self) -> None:
+        self._is_started = True
+        # from here on there is something to lose
+        _open.add(self)
+        watch(self)
+        try:
+            self.worker.start(self._describe(self.drain.step))
+        except Exception as error:  # noqa: BLE001 training goes on
+            self._failures.add("start", error)
+
+    def _tell(self, reason: str, message: str) -> None:
+        box, ledger, step = self.box, self.worker.ledger, self.drain.step
+        self.worker.put_fault(lambda: box.fault(reason, message, step, ledger.findings))
+
+
+# those that have begun and not ended
+_open: set[Delivery] = set()
+
+
+@atexit.register
+def _at_exit() -> None:
+    # what the interpreter has printed
+    error = getattr(sys, "last_value", None)
+    fault = ("exit", "the process ended before the monitor was closed")
+    for delivery in list(_open):
+        delivery.end(fault if error is None else reason_of(error))

@@ -1,0 +1,96 @@
+"""Trains in a process that is killed: each line of its input, JSON, is a run to begin and when to kill it.
+
+torch is imported once, and each training is a fork of this process, which starts no thread itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import sys
+import time
+
+import pyarrow.parquet
+import torch
+
+from gradiometer import delivery
+from gradiometer.monitor import Monitor
+from gradiometer.sinks.run_record import RunRecord
+
+# steps of a full segment
+SEGMENT = 25
+
+
+def loss_of(step):
+    return 1.0 + step / 64
+
+
+class Written:
+    """A sink after the run record: tells the parent of the last step that the run record has taken."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def start(self, info):
+        pass
+
+    def write(self, records, findings):
+        del findings
+        os.write(self.pipe, struct.pack("q", records[-1].step))
+
+    def fault(self, fault):
+        pass
+
+    def close(self):
+        pass
+
+
+def train(run, first, pipe):
+    # a copy to the host at nearly every step, so that little is under way when it ends
+    delivery.INTERVAL = 0.002
+    model = torch.nn.Linear(1, 2, bias=False)
+    record = RunRecord(run, segment_steps=SEGMENT, segment_seconds=0.02, fsync=False)
+    monitor = Monitor(model, rules=(), sinks=[record, Written(pipe)])
+    state = Monitor(model, rules=()).state_dict()
+    with monitor:
+        monitor.load_state_dict(state | {"step": first})
+        while True:
+            # any number tells its step
+            model.weight.grad = torch.full((2, 1), float(monitor.step))
+            monitor.record()
+            monitor.advance(loss=loss_of(monitor.step))
+            time.sleep(0.0003)
+
+
+def main():
+    torch.set_num_threads(1)
+    # pyarrow imports pandas, where there is one, with its first array
+    pyarrow.array(["once"])
+    for line in sys.stdin:
+        order = json.loads(line)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(reader)
+                train(order["run"], order["first"], writer)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        time.sleep(order["delay"])
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        told = b""
+        while part := os.read(reader, 1 << 16):
+            told += part
+        os.close(reader)
+        steps = [step for (step,) in struct.iter_unpack("q", told)]
+        killed = os.WIFSIGNALED(status)
+        sys.stdout.write(json.dumps({"killed": killed, "last": max(steps, default=None)}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""A run on disk of made-up numbers, always the same: for tests of what reads one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from gradiometer import derived
+from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.sinks.run_record import RunRecord
+from gradiometer.steps import Roster, RunInfo, StepRecord
+
+STARTED = 1_700_000_000.0
+VERSIONS = MappingProxyType({"python": "3.11.7", "torch": "2.13.0", "triton": "3.7.1", "gradiometer": "0.0"})
+
+
+def make_roster(tensors=20, kinds=("grads",), names=None):
+    """Weights of (64, 64) and biases of (64,), by turns."""
+    if names is None:
+        names = [f"blocks.{i // 2}.{'bias' if i % 2 else 'weight'}" for i in range(tensors)]
+    shapes = [(64,) if i % 2 else (64, 64) for i in range(len(names))]
+    return Roster(tuple(names), tuple(shapes), ("float32",) * len(names), tuple(kinds))
+
+
+def make_info(roster, first_step=0, started=STARTED, **more):
+    fields = {"every": 1, "capacity": 64, "model": "Synthetic", "device": "cpu", "versions": VERSIONS}
+    fields |= {"thresholds": DEFAULT_THRESHOLDS} | more
+    return RunInfo(roster=roster, started=started, first_step=first_step, **fields)
+
+
+def make_records(roster, steps=200, *, first=0, every=1, nonfinite_at=None, seed=0, batch=256):
+    """Yield steps: norms fall slowly and differ by tensor, each with noise; the loss falls.
+
+    Args:
+        nonfinite_at: in this step the first tensor's gradient has 3 NaN and the second's 2 +Inf, and the loss is NaN.
+    """
+    random = torch.Generator().manual_seed(seed)
+    k, n = len(roster.kinds), len(roster.names)
+    numel = torch.tensor([float(math.prod(shape)) for shape in roster.shapes], dtype=torch.float64)
+    level = torch.tensor([0.05, 1.0, 0.001], dtype=torch.float64)[:k, None] * torch.linspace(
+        1.0, 0.1, max(n, 1), dtype=torch.float64
+    )[:n].expand(k, n)
+    for start in range(first, first + steps, batch):
+        count = min(batch, first + steps - start)
+        at = torch.arange(start, start + count, dtype=torch.float64)[:, None, None]
+        noise = torch.randn((count, k, n), generator=random, dtype=torch.float64)
+        rms = level * (1 + at / 50) ** -0.5 * (0.1 * noise).exp()
+        values = torch.zeros((count, k, n, NUM_COLUMNS + 1), dtype=torch.float64)
+        put = {"numel": numel.expand(count, k, n), "sumsq": rms**2 * numel, "abs_max": 4 * rms}
+        put |= {"sum": 0.01 * noise * rms * numel, "n_zero": (noise > 2.5) * 1.0}
+        for name, column in put.items():
+            values[..., COLUMN_INDEX[name]] = column
+        if nonfinite_at is not None and start <= nonfinite_at < start + count:
+            values[nonfinite_at - start, 0, 0, COLUMN_INDEX["n_nan"]] = 3
+            values[nonfinite_at - start, 0, min(1, n - 1), COLUMN_INDEX["n_posinf"]] = 2
+        values[..., NUM_COLUMNS] = derived.compute_flags(values[..., :NUM_COLUMNS], DEFAULT_THRESHOLDS)
+        wobble = torch.randn(count, generator=random, dtype=torch.float64)
+        loss = 0.5 + 4 / (1 + at.flatten() / 30) + 0.05 * wobble
+        for i, value in enumerate(loss.tolist()):
+            step = start + i
+            bad = step == nonfinite_at
+            scalars = {"loss": math.nan if bad else value, "lr": 1e-3 * 0.999**step}
+            kept = values[i] if step % every == 0 else None
+            yield StepRecord(step, STARTED + 0.1 * step, scalars, roster, kept, skipped=bad)
+
+
+def write_run(
+    path,
+    tensors=20,
+    steps=200,
+    *,
+    kinds=("grads",),
+    nonfinite_at=None,
+    seed=0,
+    names=None,
+    findings=(),
+    first=0,
+    every=1,
+    close=True,
+    **options,
+) -> Path:
+    """Write a run with the public sink and return its folder.
+
+    Args:
+        path: the folder; one that holds a run is gone on with.
+        tensors, names: how many, or which.
+        steps, first, every: steps ``first`` to ``first + steps - 1``, of which ``every`` says what has tensors.
+        findings: of `gradiometer.findings.Finding`.
+        close: False leaves it as a process does that lives on; what was written is on disk all the same.
+        options: of `RunRecord`.
+    """
+    roster = make_roster(tensors, kinds, names)
+    sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
+    sink.start(make_info(roster, first, every=every))
+    records = make_records(roster, steps, first=first, every=every, nonfinite_at=nonfinite_at, seed=seed)
+    for record in records:
+        sink.write([record], [])
+    sink.write([], findings)
+    if close:
+        sink.close()
+    else:
+        sink._flush(now=True)
+        sink._release()
+    return Path(path)

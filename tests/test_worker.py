@@ -1,0 +1,264 @@
+"""The background thread: order, a bounded queue, and what fails in rules and sinks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from gradiometer.blackbox import BlackBox
+from gradiometer.findings import Finding, Severity
+from gradiometer.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.steps import Roster, RunInfo, StepRecord
+from gradiometer.worker import Failures, Worker
+
+ROSTER = Roster(("w",), ((2,),), ("float32",))
+INFO = RunInfo(ROSTER, DEFAULT_THRESHOLDS, 1, 8, "Made", 0.0, 0, {}, "cpu")
+
+
+def record(step, loss=1.0, n_nan=0):
+    values = torch.zeros(1, 1, NUM_COLUMNS + 1, dtype=torch.float64)
+    values[0, 0, 0], values[0, 0, 4] = 2, n_nan
+    return StepRecord(step, 0.0, {"loss": loss}, ROSTER, values)
+
+
+class Log:
+    """A sink that keeps what it is told, and can be held up or made to fail."""
+
+    def __init__(self, fails=(), error=None):
+        self.calls, self.steps, self.findings, self.faults = [], [], [], []
+        self.thread = None
+        self.go = threading.Event()
+        self.go.set()
+        self.entered = threading.Event()
+        self.fails, self.error = fails, error or OSError(28, "No space left on device")
+
+    def _called(self, name):
+        self.calls.append(name)
+        self.thread = threading.current_thread().name
+        if name in self.fails:
+            raise self.error
+
+    def start(self, info):
+        assert info is INFO
+        self._called("start")
+
+    def write(self, records, findings):
+        self.entered.set()
+        assert self.go.wait(20)
+        self._called("write")
+        self.steps += [r.step for r in records]
+        self.findings += findings
+
+    def fault(self, fault):
+        self._called("fault")
+        self.faults.append(fault)
+
+    def close(self):
+        self._called("close")
+
+
+class Odd:
+    """A rule that sees odd steps."""
+
+    name = "odd"
+
+    def __init__(self):
+        self.seen = []
+
+    def check(self, record):
+        self.seen.append(record.step)
+        if record.step % 2:
+            yield Finding("odd", Severity.INFO, record.step, record.step, None, None, 1.0, 0.0, "odd", "even")
+
+    def state_dict(self):
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state):
+        self.seen = list(state["seen"])
+
+
+class Broken(Odd):
+    name = "broken"
+
+    def check(self, record):
+        raise ZeroDivisionError(f"step {record.step}")
+
+
+def make(*sinks, rules=(), limit=100):
+    worker = Worker(rules, sinks, limit, BlackBox(), Failures())
+    worker.start(INFO)
+    return worker
+
+
+def test_steps_pass_rules_and_sinks_in_order_on_a_thread_of_its_own():
+    log, rule = Log(), Odd()
+    worker = make(log, rules=[rule])
+    for step in range(0, 30, 3):
+        worker.put([record(step), record(step + 1), record(step + 2)])
+    assert worker.wait(20)
+    assert log.steps == rule.seen == list(range(30))
+    assert worker.stop(20)
+    assert log.calls[0] == "start"
+    assert log.calls[-1] == "close"
+    assert log.calls.count("close") == 1
+    assert log.thread == "gradiometer"
+    (finding,) = worker.ledger.findings
+    assert (finding.first_step, finding.last_step, finding.count) == (1, 29, 15)
+    assert log.findings[-1] == finding
+    assert worker._failures.counts == {}
+
+
+def test_a_slow_sink_holds_up_nobody_and_the_oldest_steps_go(caplog):
+    log = Log()
+    log.go.clear()
+    worker = make(log, limit=10)
+    worker.put([record(0)])
+    assert log.entered.wait(20)
+    began = time.perf_counter()
+    for step in range(1, 40):
+        worker.put([record(step)])
+    assert time.perf_counter() - began < 2
+    assert worker.dropped == 29
+    assert not worker.wait(0.01)
+    log.go.set()
+    assert worker.wait(20)
+    assert log.steps == [0, *range(30, 40)]
+    assert worker._failures.counts == {"queue": 29}
+    assert caplog.text.count("can't keep up") == 1
+    assert worker.stop(20)
+
+
+def test_more_at_once_than_may_wait():
+    log = Log()
+    worker = make(log, limit=4)
+    worker.put([record(step) for step in range(100)])
+    assert worker.stop(20)
+    assert worker.dropped + len(log.steps) == 100
+    assert log.steps[-4:] == [96, 97, 98, 99]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SystemExit(3), KeyboardInterrupt()]
+)
+def test_a_failing_sink_is_said_once_and_counted_and_the_others_go_on(caplog, error):
+    bad, good = Log(fails={"write", "fault", "close"}, error=error), Log()
+    worker = make(bad, good)
+    for step in range(5):
+        worker.put([record(step)])
+        assert worker.wait(20)
+    worker.put_fault(lambda: worker._box.fault("exception", "", 5, ()))
+    assert worker.stop(20)
+    assert good.steps == [0, 1, 2, 3, 4]
+    assert len(good.faults) == 1
+    assert bad.calls == ["start", *["write"] * 5, "fault", "close"]
+    assert worker._failures.counts == {"sink Log": 7}
+    assert [r.levelno for r in caplog.records if "sink Log" in r.message] == [logging.WARNING]
+
+
+def test_a_sink_that_cannot_start_is_left_out():
+    bad, good = Log(fails={"start"}), Log()
+    worker = make(good, bad)
+    worker.put([record(0)])
+    assert worker.stop(20)
+    # of two of one name the second has a number
+    assert worker._failures.counts == {"sink Log 2": 1}
+    assert bad.calls == ["start"]
+    assert good.steps == [0]
+
+
+def test_a_failing_rule_is_counted_and_the_others_go_on():
+    rule, log = Odd(), Log()
+    worker = make(log, rules=[Broken(), rule])
+    worker.put([record(step) for step in range(6)])
+    assert worker.stop(20)
+    assert worker._failures.counts == {"rule broken": 6}
+    assert rule.seen == log.steps == list(range(6))
+
+
+def test_the_first_loss_that_is_not_finite_is_told_once_after_its_step_was_written():
+    log = Log()
+    worker = make(log)
+    worker.put([record(0), record(1), record(2, math.nan, n_nan=1), record(3)])
+    assert worker.wait(20)
+    worker.put([record(4, math.inf)])
+    assert worker.stop(20)
+    assert log.calls == ["start", "write", "fault", "write", "close"]
+    (fault,) = log.faults
+    assert (fault.reason, fault.message, fault.step) == ("non-finite loss", "loss nan", 2)
+    # as it was then
+    assert fault.first_nonfinite == "step 2, w.grad, 1 NaN of 2"
+    assert [r.step for r in fault.last] == [0, 1, 2]
+
+
+def test_a_fault_comes_after_all_steps_before_it():
+    log = Log()
+    log.go.clear()
+    worker = make(log, limit=1000)
+    worker.put([record(step) for step in range(300)])
+    assert log.entered.wait(20)
+    worker.put_fault(lambda: worker._box.fault("exception", "x", 300, ()))
+    log.go.set()
+    assert worker.stop(20)
+    assert log.calls[-2:] == ["fault", "close"]
+    assert log.faults[0].last[-1].step == 299
+
+
+def test_a_sink_that_never_returns_is_left_behind():
+    log = Log()
+    log.go.clear()
+    worker = make(log)
+    worker.put([record(0)])
+    assert not worker.stop(0.05)
+    assert worker.is_running
+    log.go.set()
+    assert worker.stop(20)
+
+
+def test_a_sink_may_ask_to_wait_without_waiting_for_itself():
+    answers = []
+
+    class Asking(Log):
+        def write(self, records, findings):
+            super().write(records, findings)
+            answers.append(worker.wait())
+
+    worker = make(Asking())
+    worker.put([record(0)])
+    assert worker.stop(20)
+    assert answers == [False]
+
+
+def test_what_rules_remember_and_found_goes_on_in_another():
+    worker = make(rules=[Odd(), Odd()])
+    worker.put([record(step) for step in range(4)])
+    assert worker.wait(20)
+    state = worker.state_dict()
+    worker.stop(20)
+    rules = [Odd(), Broken(), Odd()]
+    again = Worker(rules, (), 10, BlackBox(), Failures())
+    again.load_state_dict(state)
+    assert [rule.seen for rule in rules] == [[0, 1, 2, 3], [], [0, 1, 2, 3]]
+    assert again.ledger.findings == worker.ledger.findings
+    # and a new sighting prolongs what was found
+    again.start(INFO)
+    again.put([record(5)])
+    assert again.stop(20)
+    (finding,) = again.ledger.findings
+    assert (finding.first_step, finding.last_step) == (1, 5)
+
+
+def test_failures_are_logged_once_of_a_kind(caplog):
+    failures = Failures()
+    for _ in range(3):
+        failures.add("record", ValueError("no"))
+    failures.add("sink", "gone", times=4)
+    assert failures.counts == {"record": 3, "sink": 4}
+    assert [r.message for r in caplog.records] == [
+        "record: ValueError: no (said once, counted from here on; training goes on)",
+        "sink: gone (said once, counted from here on; training goes on)",
+    ]
