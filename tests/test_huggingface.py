@@ -1,4 +1,6 @@
-"""MonitorCallback for the Trainer of Transformers, against the library itself, on a tiny model made from a config."""
+"""MonitorCallback for the Trainer of Transformers, against the library itself, on a tiny model."""
+
+# ruff: noqa: ARG002 the library names the arguments
 
 from __future__ import annotations
 
@@ -8,12 +10,19 @@ import math
 import pytest
 import torch
 
+from watching import Counter, Sink
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from gradiometer.integrations.huggingface import STATE_NAME, MonitorCallback  # noqa: E402
+from gradiometer.rules import default_rules  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("_offline")
+pytestmark = [
+    pytest.mark.usefixtures("_offline", "_dynamo"),
+    # Dynamo looks whether a tensor has a gradient, and hides the warning, but not from a filter that raises
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 NAMES = ("transformer.h.0.attn.c_attn.weight", "transformer.h.1.mlp.c_fc.bias", "transformer.wte.weight")
 
 
@@ -21,7 +30,11 @@ NAMES = ("transformer.h.0.attn.c_attn.weight", "transformer.h.1.mlp.c_fc.bias", 
 def _offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers.logging.set_verbosity_error()
+    threads = torch.get_num_threads()
+    # more do not help tensors as small as these, and wait for one another
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     # accelerate keeps the state of the last Trainer for the next
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -80,25 +93,6 @@ class Clipped(transformers.TrainerCallback):
         self.norms.append(torch.nn.utils.get_total_norm(grads).item())
 
 
-class Sink:
-    """Keeps all that it is given."""
-
-    def __init__(self):
-        self.info, self.records, self.faults, self.closed = None, [], [], 0
-
-    def start(self, info):
-        self.info = info
-
-    def write(self, records, findings):
-        self.records += records
-
-    def fault(self, fault):
-        self.faults.append(fault)
-
-    def close(self):
-        self.closed += 1
-
-
 def watched(trainer, **options):
     sink = Sink()
     callback = MonitorCallback(trainer, sinks=[sink], **{"rules": ()} | options)
@@ -110,9 +104,7 @@ def logs(trainer, key):
     return [log[key] for log in trainer.state.log_history if key in log]
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "backend"), [(1, None), (3, None), (2, "aot_eager"), (1, "inductor")]
-)
+@pytest.mark.parametrize(("accumulate", "backend"), [(1, None), (3, None), (2, "aot_eager")])
 def test_it_records_what_the_trainer_does(tmp_path, accumulate, backend):
     compiled = {} if backend is None else {"torch_compile": True, "torch_compile_backend": backend}
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=accumulate, **compiled)
@@ -123,14 +115,13 @@ def test_it_records_what_the_trainer_does(tmp_path, accumulate, backend):
     assert (trainer.model_wrapped is trainer.model) == (backend is None)
     assert sink.info.roster.names == tuple([name for name, _ in trainer.model.named_parameters()])
     assert set(NAMES) <= set(sink.info.roster.names)
-    assert [record.step for record in sink.records] == [0, 1, 2, 3]
+    assert sink.steps == [0, 1, 2, 3]
     # the Trainer logs the norm before the clip, and so does the monitor measure it
-    totals = [record.total() for record in sink.records]
-    assert totals == pytest.approx(logs(trainer, "grad_norm"), rel=1e-5)
-    assert min(totals) > 0.5
+    assert sink.totals == pytest.approx(logs(trainer, "grad_norm"), rel=1e-5)
+    assert min(sink.totals) > 0.5
     assert clipped.norms == pytest.approx([0.1] * 4, rel=1e-4)
-    assert [record.loss for record in sink.records] == pytest.approx(logs(trainer, "loss"), rel=1e-5)
-    assert [record.scalars["lr"] for record in sink.records] == pytest.approx(logs(trainer, "learning_rate"))
+    assert sink.scalars("loss") == pytest.approx(logs(trainer, "loss"), rel=1e-5)
+    assert sink.scalars("lr") == pytest.approx(logs(trainer, "learning_rate"))
     assert not any(record.skipped for record in sink.records)
     assert callback.monitor.failures == {}
     assert (callback.monitor.step, sink.closed, sink.faults) == (4, 1, [])
@@ -139,7 +130,7 @@ def test_it_records_what_the_trainer_does(tmp_path, accumulate, backend):
 def test_a_scaled_step_is_measured_unscaled_and_one_that_overflows_is_skipped(tmp_path):
     trainer = make_trainer(tmp_path, fp16=True, max_steps=5)
     # accelerate makes one for a GPU alone
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-30, growth_interval=100)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     trainer.accelerator.scaler, trainer.accelerator.native_amp = scaler, True
     assert trainer.accelerator.mixed_precision == "fp16"
     _, sink = watched(trainer)
@@ -155,25 +146,23 @@ def test_a_scaled_step_is_measured_unscaled_and_one_that_overflows_is_skipped(tm
     trainer.model.transformer.wte.weight.register_hook(lambda g: g * (math.inf if not seen else 1.0))
     trainer.train()
     assert [record.skipped for record in sink.records] == [True, False, False, False, False]
-    assert [record.total() for record in sink.records[1:]] == pytest.approx(
-        logs(trainer, "grad_norm")[1:], rel=1e-3
-    )
-    assert seen[1] > 2.0**20
+    assert sink.totals[1:] == pytest.approx(logs(trainer, "grad_norm")[1:], rel=1e-3)
+    assert seen[1] > 2.0**10
 
 
 def test_it_resumes_from_the_checkpoint(tmp_path):
     first = make_trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
-    _, whole = watched(first, rules=[Counter()])
+    _, whole = watched(first, rules=[Counter(), *default_rules()])
     first.train()
     assert (tmp_path / "checkpoint-2" / STATE_NAME).exists()
     again = make_trainer(tmp_path, max_steps=4)
     rule = Counter()
-    callback, rest = watched(again, rules=[rule])
+    callback, rest = watched(again, rules=[rule, *default_rules()])
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert [record.step for record in rest.records] == [2, 3]
+    assert rest.steps == [2, 3]
     assert rest.info.first_step == 2
     assert rule.seen == 4
-    assert [r.total() for r in rest.records] == pytest.approx([r.total() for r in whole.records[2:]], rel=1e-5)
+    assert rest.totals == pytest.approx(whole.totals[2:], rel=1e-5)
     assert callback.monitor.failures == {}
 
 
@@ -185,16 +174,16 @@ def test_without_a_state_to_resume_the_steps_still_count_on(tmp_path, damaged, c
     trainer = make_trainer(tmp_path, max_steps=3)
     _, sink = watched(trainer)
     trainer.train(resume_from_checkpoint=True)
-    assert [record.step for record in sink.records] == [2]
+    assert sink.steps == [2]
     assert sink.info.first_step == 2
-    assert ("its history begins anew" in caplog.text.replace("the monitor's", "its")) == damaged
+    assert ("the history begins anew" in caplog.text) == damaged
 
 
 @pytest.mark.parametrize(
     ("error", "reason"), [(RuntimeError("a bad disk"), "exception"), (KeyboardInterrupt(), "interrupt")]
 )
 def test_what_ends_the_training_leaves_a_black_box(tmp_path, error, reason):
-    trainer = make_trainer(tmp_path, Tokens(5, error))
+    trainer = make_trainer(tmp_path, Tokens(7, error))
     _, sink = watched(trainer)
     with pytest.raises(type(error)):
         trainer.train()
@@ -211,7 +200,7 @@ def test_a_second_training_has_a_monitor_of_its_own(tmp_path):
     first = callback.monitor
     trainer.train()
     assert callback.monitor is not first
-    assert [record.step for record in sink.records] == [0, 1, 0, 1]
+    assert sink.steps == [0, 1, 0, 1]
 
 
 def test_no_failure_of_ours_ends_the_training(tmp_path, monkeypatch, caplog):
@@ -246,9 +235,9 @@ def test_sharded_training_is_not_watched_and_says_so(tmp_path, kind, caplog):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(trainer.accelerator), "distributed_type", DistributedType[kind])
         callback.on_train_begin(trainer.args, state, trainer.control, model=trainer.model)
-    assert [r.getMessage() for r in caplog.records] == [
-        f"MonitorCallback: with {kind} a rank has no whole gradients, and ranks are not merged yet; training goes on unwatched"
-    ]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"MonitorCallback: with {kind} a rank has no whole gradients")
+    assert line.endswith("training goes on unwatched")
     callback.on_step_end(trainer.args, state, trainer.control)
     assert callback.monitor is sink.info is None
 
@@ -265,7 +254,9 @@ def test_quantized_and_frozen_weights_are_no_obstacle(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1)
     model = trainer.model
     model.transformer.wpe.weight.requires_grad_(False)
-    model.register_parameter("codes", torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False))
+    model.register_parameter(
+        "codes", torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    )
     _, sink = watched(trainer)
     trainer.train()
     (record,) = sink.records
@@ -285,22 +276,3 @@ def test_bad_arguments_are_refused_at_once(tmp_path):
         trainer.train()
     assert logging.getLogger("gradiometer").handlers == []
     assert sink.info is None
-
-
-class Counter:
-    """A rule that counts the steps it has seen."""
-
-    name = "counter"
-
-    def __init__(self):
-        self.seen = 0
-
-    def check(self, record):
-        self.seen += 1
-        return []
-
-    def state_dict(self):
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.seen = state["seen"]

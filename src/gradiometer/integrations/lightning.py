@@ -1,0 +1,146 @@
+"""A `Monitor` for the Trainer of Lightning, be it ``lightning`` or ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from gradiometer.extras import require
+from gradiometer.integrations.watch import Watch, scaler_of, while_running
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gradiometer.monitor import Monitor
+
+__all__ = ["MonitorCallback"]
+
+# one package under two names; a program has imported the one that it uses
+_PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
+
+# where the parameters that the module has are not those that are trained
+_SHARDED: Final = frozenset({"FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy"})
+
+
+def _callback() -> Any:
+    for name in _PACKAGES:
+        if sys.modules.get(name) is not None:
+            return sys.modules[name].Callback
+    try:
+        return require(_PACKAGES[1], "lightning", "MonitorCallback").Callback
+    except ImportError:
+        return require(_PACKAGES[0], "lightning", "MonitorCallback").Callback
+
+
+Callback: Any = _callback()
+
+
+class MonitorCallback(Callback):  # type: ignore[misc]
+    """Watches every ``fit`` of a Lightning Trainer with a `Monitor`.
+
+    Gradients are measured in ``on_before_optimizer_step``: accumulated, before Lightning clips them, and
+    without a GradScaler's scale. The step's loss is the mean of its micro-batches, on the device. Steps are
+    counted from 0.
+
+    With manual optimization a batch is a step, and each optimizer's own parameters are measured when it is
+    about to update them. What you clip yourself before ``optimizer.step()`` is measured as you leave it,
+    clipped; the loss is what ``training_step`` returns.
+
+    The monitor's state is part of Lightning's checkpoints. An exception or Ctrl-C in ``fit`` leaves a black
+    box.
+
+    On several ranks the first alone records: under DDP all have the same gradients, while the loss is its
+    own. With FSDP or DeepSpeed it warns and does nothing.
+
+    Args:
+        options: of `Monitor`, but for the model. ``skip_nonfinite`` is by default whether there is a
+            GradScaler, as only that skips a step. Sinks are started for each ``fit`` anew.
+
+    Attributes:
+        monitor: of the current run or the last one; None before the first.
+
+    Raises:
+        TypeError: for an option that Monitor does not have.
+
+    ::
+
+        trainer = Trainer(callbacks=[MonitorCallback(run_dir="run")])
+        trainer.fit(module, loader)
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._watch = Watch("MonitorCallback", options)
+        self._resumed: Mapping[str, Any] | None = None
+
+    @property
+    def monitor(self) -> Monitor | None:
+        """The monitor of the current run or the last one; None before the first."""
+        return self._watch.monitor
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start to watch, on the module's device; where a checkpoint has a state, from there."""
+        self._watch.end()
+        resumed, self._resumed = self._resumed, None
+        if not trainer.is_global_zero:
+            return
+        kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__} & _SHARDED
+        if kinds:
+            self._watch.give_up(
+                f"with {min(kinds)} a rank has no whole gradients, and ranks are not merged yet"
+            )
+            return
+        # with manual optimization each optimizer's update counts
+        step = trainer.global_step // (
+            1 if pl_module.automatic_optimization else max(len(trainer.optimizers), 1)
+        )
+        self._watch.begin(pl_module, scaler=scaler_of(trainer.precision_plugin), step=step, state=resumed)
+
+    @while_running
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Measure what this optimizer is about to use."""
+        del pl_module
+        # Lightning has undone the scale already, but for an optimizer that does it itself
+        scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
+        scaler = scaler_of(trainer.precision_plugin) if scaled else None
+        several = len(trainer.optimizers) > 1
+        only = [p for group in optimizer.param_groups for p in group["params"]] if several else None
+        self._watch.record(scaler, only)
+        self._watch.note(**{_lr_name(trainer.optimizers, optimizer): optimizer.param_groups[0]["lr"]})
+
+    @while_running
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take the loss; go on to the next step if there was an update."""
+        del trainer, batch, batch_idx
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if pl_module.automatic_optimization:
+            self._watch.add_loss(loss)
+        else:
+            self._watch.note(loss=loss)
+        self._watch.advance()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Close the monitor."""
+        del trainer, pl_module
+        self._watch.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Write the black box: after Ctrl-C too, which Lightning does not raise again."""
+        del trainer, pl_module
+        self._watch.end(exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the monitor's state, for Lightning's checkpoint."""
+        return self._watch.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep a state for the monitor that ``fit`` makes."""
+        self._resumed = state_dict
+
+
+def _lr_name(optimizers: list[Any], optimizer: Any) -> str:
+    """Return ``lr`` for the first optimizer, ``lr_1`` for the second."""
+    place = next((i for i, other in enumerate(optimizers) if other is optimizer), 0)
+    return f"lr_{place}" if place else "lr"

@@ -1,0 +1,54 @@
+"""A sink and a rule that keep what they are given: what the tests of the integrations share."""
+
+from __future__ import annotations
+
+
+class Sink:
+    """Keeps all that it is given."""
+
+    def __init__(self):
+        self.info, self.records, self.faults, self.closed = None, [], [], 0
+
+    def start(self, info):
+        self.info = info
+
+    def write(self, records, findings):
+        del findings
+        self.records += records
+
+    def fault(self, fault):
+        self.faults.append(fault)
+
+    def close(self):
+        self.closed += 1
+
+    @property
+    def steps(self):
+        return [record.step for record in self.records]
+
+    @property
+    def totals(self):
+        return [record.total() for record in self.records]
+
+    def scalars(self, name):
+        return [record.scalars[name] for record in self.records]
+
+
+class Counter:
+    """A rule that counts the steps it has seen."""
+
+    name = "counter"
+
+    def __init__(self):
+        self.seen = 0
+
+    def check(self, record):
+        del record
+        self.seen += 1
+        return []
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
