@@ -1,0 +1,68 @@
+// Findings, and the table of tensors.
+
+function drawFindings() {
+  const items = page.findings.map((finding, k) => element("li", {},
+    element("button", { type: "button", class: `finding ${finding.severity}`, "aria-pressed": "false", onclick: () => chooseFinding(k) },
+      element("span", { class: "what" }, element("b", {}, `${SEVERITIES[finding.severity].mark} ${finding.severity}`),
+        element("span", { class: "mono" }, finding.rule), element("span", {}, steps(finding.first_step, finding.last_step))),
+      element("span", { class: "message" }, finding.message),
+      ...(finding.tensor === null || finding.message.includes(names[finding.tensor]) ? [] : [element("span", { class: "name" }, cut(label(finding.kind, finding.tensor), 200))]),
+      element("span", { class: "advice" }, finding.advice))));
+  $("findings-title").textContent = items.length ? `Findings (${whole(items.length)}${page.more_findings ? ` of ${whole(items.length + page.more_findings)}` : ""})` : "Findings";
+  $("findings").replaceChildren(...(items.length ? items : [element("li", { class: "note" }, "None: no rule had anything to say of this run.")]));
+}
+
+const TABLE = [
+  ["name", "tensor", (r) => r.name], ["norm", "norm", (r) => number(r.norm)], ["rms", "rms", (r) => number(r.rms)],
+  ["abs_max", "abs max", (r) => number(r.abs_max)], ["zero_fraction", "zero %", (r) => percent(r.zero_fraction)],
+  ["at", "largest at", (r) => (r.at === null ? "–" : whole(r.at))], ["broken", "steps not finite", (r) => whole(r.broken)], ["score", "flags", (r) => r.flags],
+];
+// Worst first: not finite, exploding, dead or vanishing, the rest; then by norm.
+const scoreOf = (words) => (words.NaN || words.Inf ? 3 : words.exploding ? 2 : words.dead || words.vanishing ? 1 : 0);
+function runRows() {
+  const all = page.summary[state.kind];
+  return state.shown.map((row) => ({
+    row, name: names[row], norm: all.norm[row], rms: all.rms[row], abs_max: all.abs_max[row], zero_fraction: all.zero_fraction[row],
+    at: all.at[row], broken: all.broken[row], score: scoreOf(all.flags[row]),
+    flags: Object.entries(all.flags[row]).map(([word, n]) => `${word} × ${whole(n)}`).join(", "),
+  }));
+}
+async function stepRows(c) {
+  const found = await Promise.all(Object.keys(STATISTICS).map((statistic) => matrix(state.kind, statistic)));
+  const { vanishing, exploding, dead } = page.thresholds;
+  return state.shown.map((row) => {
+    const [norm, rms, abs_max, zero_fraction] = found.map((m) => cellValue(m, row, c));
+    const broken = norm !== null && !Number.isFinite(norm), words = {};
+    if (broken) words[number(norm)] = 1;
+    else if (norm > exploding) words.exploding = 1;
+    else if (norm !== null && norm < vanishing) words.vanishing = 1;
+    if (zero_fraction !== null && zero_fraction >= dead) words.dead = 1;
+    return { row, name: names[row], norm, rms, abs_max, zero_fraction, broken: Number(broken), score: scoreOf(words), flags: Object.keys(words).join(", ") };
+  });
+}
+const rank = (x) => (x === null || x === undefined ? -Infinity : Number.isNaN(x) ? Infinity : x);
+async function drawTable() {
+  const at = state.scope === "step" ? state.cell : null, { key, down } = state.sort;
+  const rows = at ? await stepRows(at.c) : runRows();
+  const byKey = (a, b) => (key === "name" ? a.row - b.row : rank(a[key]) - rank(b[key]) || rank(a.broken) - rank(b.broken) || rank(a.norm) - rank(b.norm) || 0);
+  rows.sort((a, b) => (down ? byKey(b, a) : byKey(a, b)));
+  const fields = TABLE.filter(([id]) => !at || (id !== "at" && id !== "broken"));
+  $("table-head").replaceChildren(...fields.map(([id, title]) =>
+    element("th", { scope: "col", "aria-sort": id === key ? (down ? "descending" : "ascending") : "none" },
+      element("button", { type: "button", onclick: () => sortBy(id) }, title + (id === key ? (down ? " ▾" : " ▴") : "")))));
+  const kept = state.allRows ? rows : rows.slice(0, 25);
+  $("table-body").replaceChildren(...kept.map((r) =>
+    element("tr", r.row === state.tensor ? { class: "chosen" } : {}, ...fields.map(([id, , text]) => (id === "name"
+      ? element("td", {}, element("button", { type: "button", title: r.name, onclick: () => chooseTensor(r.row) }, text(r)))
+      : element("td", (id === "broken" || id === "score") && r.score === 3 ? { class: "bad" } : {}, text(r)))))));
+  choices("scopes", [["run", "over the run"], ["step", state.cell ? `at ${steps(columns.first[state.cell.c], columns.last[state.cell.c])}` : "at a step: click the map"]],
+    state.scope, (scope) => set({ scope }), state.cell === null ? ["step"] : []);
+  $("table-note").textContent = rows.length === 0 ? "No tensor has this in its name." :
+    at ? `${plural(rows.length, "tensor")}, as the map shows ${page.binned > 1 ? "these steps" : "this step"}.` :
+    `${plural(rows.length, "tensor")}; each number is the largest finite one of the run, flags with the steps that have them.`;
+  $("table-more").hidden = kept.length === rows.length;
+  $("table-more").textContent = `Show all ${whole(rows.length)}`;
+}
+function sortBy(key) {
+  set({ sort: { key, down: state.sort.key === key ? !state.sort.down : key !== "name" } });
+}

@@ -1,0 +1,62 @@
+// What the page holds, what is chosen, and how it is put into words.
+//
+// The scripts of this folder are written into the page one after the other, in one function. All that comes
+// from a run reaches the document as text (textContent, canvas text), and plotly, which reads some HTML in
+// labels, through `plain`.
+
+const $ = (id) => document.getElementById(id);
+const page = JSON.parse($("data").textContent);
+const { names, columns } = page;
+const C = columns.first.length;
+
+const STATISTICS = { norm: "norm", rms: "rms", abs_max: "abs max", zero_fraction: "zero %" };
+const SEVERITIES = {
+  error: { mark: "✖", symbol: "x" },
+  warning: { mark: "▲", symbol: "triangle-up" },
+  info: { mark: "●", symbol: "circle" },
+};
+// codes of a cell: not measured, exactly 0, from SMALLEST to LARGEST a value, then what is not finite
+const [ZERO, SMALLEST, LARGEST, INF, NAN] = [1, 2, 65533, 65534, 65535];
+const VIRIDIS = ["#440154", "#482475", "#414487", "#355f8d", "#2a788e", "#21918c", "#22a884", "#44bf70", "#7ad151", "#bddf26", "#fde725"];
+
+const state = {
+  kind: page.kinds[0], statistic: "norm",
+  matrix: null, // of these, once decoded
+  x: null, y: null, // what is zoomed to: steps, and places among the rows; null for all
+  shown: names.map((_, i) => i), // the tensors that are rows of the map
+  hover: null, cell: null, // { i, c }: a row and a column
+  tensor: null, finding: null, drag: null,
+  scope: "run", sort: { key: "score", down: true }, allRows: false,
+};
+
+const whole = (x) => x.toLocaleString("en-US");
+function number(x) {
+  if (x === null || x === undefined) return "–";
+  if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "Inf" : "−Inf";
+  if (x === 0) return "0";
+  const size = Math.abs(x);
+  return (size >= 0.001 && size < 1e5 ? String(Number(x.toPrecision(3))) : x.toExponential(2)).replace("-", "−");
+}
+function percent(x) {
+  if (x === null || x === undefined || !Number.isFinite(x)) return number(x);
+  if (x === 0 || x === 1) return x ? "100" : "0"; // nothing but an exact 0 or 100 is shown as one
+  return x < 0.001 ? "<0.1" : Math.min(99.9, 100 * x).toFixed(1);
+}
+const shownAs = (statistic, x) => (statistic === "zero_fraction" ? percent(x) + (x === null ? "" : " %") : number(x));
+const steps = (first, last) => (first === last ? `step ${whole(first)}` : `steps ${whole(first)} to ${whole(last)}`);
+const plural = (n, one, many = `${one}s`) => `${whole(n)} ${n === 1 ? one : many}`;
+const label = (kind, i) => names[i] + { grads: ".grad", weights: "", updates: ".update" }[kind];
+// plotly takes <b>, <a href=...> and entities in text for markup
+const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const cut = (text, n) => (text.length > n ? `${text.slice(0, n / 2)}…${text.slice(-n / 2)}` : text);
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (value !== null) made.setAttribute(key, value);
+  }
+  made.append(...children);
+  return made;
+}
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
