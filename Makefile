@@ -9,7 +9,7 @@ JOBS ?= auto
 
 # test files whose bodies run a second time on interpreted kernels
 INTERPRETED = tests/test_ops.py tests/test_laws.py tests/test_inputs.py tests/test_numerics.py tests/test_pack.py \
-              tests/test_host_path.py tests/test_clip.py tests/test_finite.py tests/test_amp.py
+              tests/test_host_path.py tests/test_clip.py tests/test_finite.py tests/test_amp.py tests/test_recorder.py
 
 export HYPOTHESIS_PROFILE ?= ci
 CORE = $(VENV)/.core-$(TORCH)-$(TRITON)
@@ -19,14 +19,14 @@ TOOLS = $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_FLAGS)
 
-.PHONY: help demo test test-deep test-matrix run-plain run-interpreted lint format check compare bench bench-cpu bench-host machine-code gpu clean
+.PHONY: help demo test test-deep test-matrix run-plain run-interpreted lint format check compare bench bench-cpu bench-host bench-monitor machine-code gpu clean
 .NOTPARALLEL:
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(CORE) ## a small training run, watched, on this machine
-	@$(PY) -W 'ignore:Failed to initialize NumPy' -m gradiometer.demo  # torch says so of itself; nothing here needs NumPy
+demo: $(CORE) ## a small training run, recorded, on this machine, and a page of it
+	@$(PY) -W 'ignore:Failed to initialize NumPy' -m gradiometer.demo --run-dir build/demo  # torch says so of itself; nothing here needs NumPy
 
 test: $(DEV) run-plain run-interpreted ## every test, then the shared ones on interpreted kernels
 
@@ -67,6 +67,11 @@ bench-cpu: $(TOOLS) ## the CPU path against its bounds
 bench-host: $(TOOLS) ## the host's time of a call, without the kernels
 	PYTHONPATH=src $(PY) kernels_bench/host_path.py $(BENCH_HOST_FLAGS)
 
+bench-monitor: $(TOOLS) ## a training step with a monitor against other telemetry; recording against collecting; the run record
+	PYTHONPATH=src $(PY) kernels_bench/monitor.py $(BENCH_FLAGS)
+	PYTHONPATH=src $(PY) kernels_bench/recorder.py
+	PYTHONPATH=src $(PY) kernels_bench/run_record.py
+
 machine-code: $(TOOLS) ## what the kernels compile to, and the bound that follows for each GPU
 	PYTHONPATH=src $(PY) kernels_bench/code_report.py $(MACHINE_CODE_FLAGS)
 
@@ -88,7 +93,7 @@ $(VENV)/bin/python:
 $(CORE): $(VENV)/bin/python pyproject.toml
 	@echo "installing gradiometer with torch $(TORCH) into $(VENV), the first time this takes a minute or two"
 	@rm -f $(VENV)/.core-* $(VENV)/.dev-*
-	@$(INSTALL) 'torch==$(TORCH)' $(if $(TRITON),"triton==$(TRITON); platform_system == 'Linux'") --editable .
+	@$(INSTALL) 'torch==$(TORCH)' $(if $(TRITON),"triton==$(TRITON); platform_system == 'Linux'") --editable '.[monitor]'
 	@touch $@
 
 $(DEV): $(CORE)

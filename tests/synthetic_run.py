@@ -35,7 +35,7 @@ def make_records(roster, steps=200, *, first=0, every=1, nonfinite_at=None, seed
     """Yield steps: norms fall slowly and differ by tensor, each with noise; the loss falls.
 
     Args:
-        nonfinite_at: in this step the first tensor's gradient has 3 NaN and the second's 2 +Inf, and the loss is NaN.
+        nonfinite_at: here the first gradient has 3 NaN, the second 2 +Inf, and the loss is NaN.
     """
     random = torch.Generator().manual_seed(seed)
     k, n = len(roster.kinds), len(roster.names)
@@ -87,7 +87,7 @@ def write_run(
     Args:
         path: the folder; one that holds a run is gone on with.
         tensors, names: how many, or which.
-        steps, first, every: steps ``first`` to ``first + steps - 1``, of which ``every`` says what has tensors.
+        steps, first, every: ``steps`` steps from ``first``; those that ``every`` divides have tensors.
         findings: of `gradiometer.findings.Finding`.
         close: False leaves it as a process does that lives on; what was written is on disk all the same.
         options: of `RunRecord`.
@@ -103,5 +103,5 @@ def write_run(
         sink.close()
     else:
         sink._flush(now=True)
-        sink._release()
+        sink._free()
     return Path(path)

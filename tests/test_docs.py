@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import re
 from pathlib import Path
 
@@ -25,9 +26,10 @@ def undecorated(code):
     return code.replace("@torch.compile(fullgraph=True)\n", "")
 
 
-def test_the_readme_runs_and_says_what_it_prints(capsys):
+def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    step, loop, more, instead = blocks("README.md")
+    step, loop, recorded, more, instead = blocks("README.md")
     scope: dict[str, object] = {}
     exec(step, scope)  # noqa: S102 the page's own code
     compiled = capsys.readouterr().out
@@ -40,6 +42,10 @@ def test_the_readme_runs_and_says_what_it_prints(capsys):
     assert scope["report"].names == ("0.weight", "0.bias", "2.weight", "2.bias")
     exec(loop, scope)  # noqa: S102
     assert scope["report"].measured
+    if importlib.util.find_spec("pyarrow"):
+        exec(recorded, scope)  # noqa: S102
+        assert gm.read_run("runs/first").steps.num_rows == 50
+        assert scope["monitor"].failures == {}
     # the loop ends with zero_grad
     scope["model"](torch.randn(32, 64)).square().mean().backward()
     capsys.readouterr()

@@ -262,3 +262,20 @@ def test_failures_are_logged_once_of_a_kind(caplog):
         "record: ValueError: no (said once, counted from here on; training goes on)",
         "sink: gone (said once, counted from here on; training goes on)",
     ]
+
+
+def test_a_step_that_hangs_does_not_hold_up_what_a_sink_writes_by_the_clock(monkeypatch):
+    monkeypatch.setattr("gradiometer.worker._TICK", 0.01)
+    ticks = []
+
+    class Clock(Log):
+        def tick(self):
+            ticks.append(len(self.steps))
+
+    worker = Worker([], [Log(), Clock()], 10, BlackBox(), Failures())
+    worker.start(INFO)
+    deadline = time.monotonic() + 10
+    while len(ticks) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert worker.stop(10)
+    assert ticks[:3] == [0, 0, 0]

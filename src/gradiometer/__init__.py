@@ -5,16 +5,20 @@ overflow, NaN and Inf by parameter name, vanishing and exploding layers, in one 
 without waiting for the device.
 """
 
+from gradiometer import rules, sinks
 from gradiometer.amp import inverse_scale
 from gradiometer.clip import clip_coefficient, clip_grad_norm_, collect_and_clip_
 from gradiometer.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
+from gradiometer.findings import Finding, Severity
 from gradiometer.finite import FiniteReport, check_finite
 from gradiometer.materialize import materialize, materialize_async
 from gradiometer.modules import ModuleReports
+from gradiometer.monitor import Monitor
 from gradiometer.ratio import group_ratio
 from gradiometer.recorder import Recorder
 from gradiometer.report import Report
 from gradiometer.rows import TensorReport
+from gradiometer.run import Run, RunError, read_run
 from gradiometer.schema import (
     COLUMNS,
     DEFAULT_DEAD_THRESHOLD,
@@ -27,6 +31,8 @@ from gradiometer.smoothing import EMA, Smoothed
 from gradiometer.stats import TensorStats
 from gradiometer.steps import StepRecord
 from gradiometer.transfer import Pending
+from gradiometer.version import __version__
+from gradiometer.web import write_page
 
 __all__ = [
     "COLUMNS",
@@ -34,12 +40,17 @@ __all__ = [
     "DEFAULT_EXPLODING_THRESHOLD",
     "DEFAULT_VANISHING_THRESHOLD",
     "EMA",
+    "Finding",
     "FiniteReport",
     "Flag",
     "ModuleReports",
+    "Monitor",
     "Pending",
     "Recorder",
     "Report",
+    "Run",
+    "RunError",
+    "Severity",
     "Smoothed",
     "StepRecord",
     "TensorReport",
@@ -58,7 +69,9 @@ __all__ = [
     "inverse_scale",
     "materialize",
     "materialize_async",
+    "read_run",
+    "rules",
+    "sinks",
     "total_norm",
+    "write_page",
 ]
-
-__version__ = "0.1.0"

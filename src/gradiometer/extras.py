@@ -22,8 +22,8 @@ def require(module: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.split(".")[0]
-        if error.name is not None and error.name.split(".")[0] != package:
+        package = module.partition(".")[0]
+        if error.name is not None and error.name.partition(".")[0] != package:
             raise  # it is there, and lacks something of its own
         msg = f"{what} needs {package}, which is not installed: pip install 'gradiometer[{extra}]'"
         raise ImportError(msg, name=error.name) from None

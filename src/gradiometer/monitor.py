@@ -80,10 +80,9 @@ class Monitor:
         ImportError: for a run record without pyarrow; the message says what to install.
 
     >>> import torch, gradiometer as gm
-    >>> from gradiometer.monitor import Monitor
     >>> model, losses = torch.nn.Linear(2, 1), []
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> with Monitor(model, rules=(), sinks=[lambda record: losses.append(record.loss)]) as monitor:
+    >>> with gm.Monitor(model, rules=(), sinks=[lambda record: losses.append(record.loss)]) as monitor:
     ...     for step in range(3):
     ...         loss = model(torch.tensor([[3.0, 4.0]])).square().sum() * 0 + step
     ...         loss.backward()

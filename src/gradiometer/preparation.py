@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradiometer.protocols import Sink
 from gradiometer.steps import RunInfo
+from gradiometer.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -53,7 +54,8 @@ def prepare_sinks(sinks: Iterable[Sink | Callable[..., object]], run_dir: str | 
 def run_info(recorder: Recorder, model: str, every: int, first_step: int) -> RunInfo:
     """Return what sinks are told at the start."""
     versions = {"python": platform.python_version()}
-    for package in ("torch", "triton", "gradiometer"):
+    versions["gradiometer"] = __version__
+    for package in ("torch", "triton"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return RunInfo(

@@ -40,7 +40,8 @@ class Rule(Protocol):
 class Sink(Protocol):
     """Takes what was recorded. Every method runs on the background thread, one at a time.
 
-    An error is reported once and counted; training goes on, and so do the other sinks.
+    An error is reported once and counted; training goes on, and so do the other sinks. A sink may have a
+    method ``tick()`` too, which is called in every second without a step: a time to write what waits.
     """
 
     def start(self, info: RunInfo) -> None:

@@ -15,7 +15,7 @@ from gradiometer.inputs import Named, check, named_parameters
 from gradiometer.ring import CURSOR_SIZE, HEADER_STEP, Cursor
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
 from gradiometer.stats import TensorStats
-from gradiometer.steps import Kind, Roster, StepRecord, label
+from gradiometer.steps import KINDS, Kind, Roster, StepRecord, label
 from gradiometer.transfer import fetch
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ class Recorder(nn.Module):
             msg = f"Recorder(capacity={capacity!r}): a number of steps, at least 1"
             raise ValueError(msg)
         devices = check(Named(names, parameters), "Recorder").devices
-        kinds: list[Kind] = ["grads"]
-        kinds += ["weights"] * weights + ["updates"] * updates  # type: ignore[list-item]
+        asked = {"grads": True, "weights": weights, "updates": updates}
+        kinds = [kind for kind in KINDS if asked[kind]]
         self.roster = Roster(
             names,
             tuple([tuple(p.shape) for p in parameters]),
@@ -153,15 +153,15 @@ class Recorder(nn.Module):
             msg = "Recorder: it was made to skip nothing, and reads only the steps that it records; "
             msg += "make it with skip_nonfinite=True"
             raise ValueError(msg)
-        new = {
+        new: dict[Cursor, float | None] = {
             Cursor.STEP: step,
             Cursor.EVERY: every,
             Cursor.SKIP_NONFINITE: skip_nonfinite,
             Cursor.SKIP_ABOVE: skip_above,
         }
-        for place, value in new.items():
-            if value is not None:
-                self.cursor[place].fill_(float(value))
+        for place, number in new.items():
+            if number is not None:
+                self.cursor[place].fill_(float(number))
         return self
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:

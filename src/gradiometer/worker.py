@@ -22,6 +22,8 @@ __all__ = ["Failures", "Worker"]
 _LOG = logging.getLogger("gradiometer")
 # steps that sinks are given at once
 _BATCH = 64
+# seconds without a step after which sinks are asked to write what waits
+_TICK = 1.0
 
 
 class Failures:
@@ -163,13 +165,19 @@ class Worker:
         }
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._records or self._faults or self._stopping)
+                self._changed.wait_for(lambda: self._records or self._faults or self._stopping, _TICK)
                 # before a fault everything; otherwise little at a time, so that what is full soon has room
                 size = len(self._records) if self._faults else min(_BATCH, len(self._records))
                 batch = [self._records.popleft() for _ in range(size)]
                 faults, self._faults = self._faults, []
-                if not batch and not faults:
+            if not batch and not faults:
+                if self._stopping:
                     break
+                # what a sink writes by the clock is not held up by a step that hangs
+                for name, sink in self._sinks.items():
+                    if hasattr(sink, "tick"):
+                        self._guard(name, sink.tick)
+                continue
             self._write(batch)
             for make in faults:
                 self._tell_made(make)

@@ -148,7 +148,7 @@ class Training:
         culprit = self.model.get_parameter(CULPRIT)
 
         def step(tokens: Tensor, targets: Tensor, lr: Tensor, fault: Tensor) -> Tensor:
-            loss = self.model(tokens, targets)
+            loss: Tensor = self.model(tokens, targets)
             loss.backward()
             culprit.grad = fault if culprit.grad is None else culprit.grad + fault
             if monitor is not None:
@@ -166,10 +166,10 @@ class Training:
         print(f"{time.perf_counter() - start:.0f} s")
 
         def take() -> Tensor:
-            loss = compiled(*self._batch(), self.lr, self.fault)
+            loss: Tensor = compiled(*self._batch(), self.lr, self.fault)
             if monitor is not None:
                 monitor.advance(loss=loss, lr=self.lr)
-            return loss  # type: ignore[no-any-return] # what step returns
+            return loss
 
         return take
 

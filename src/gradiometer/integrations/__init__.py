@@ -2,3 +2,5 @@
 
 Importing this imports no framework.
 """
+
+__all__: list[str] = []

@@ -12,9 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from gradiometer import __version__
 from gradiometer.extras import require
 from gradiometer.run import Run, read_run
+from gradiometer.version import __version__
 from gradiometer.web.data import page_of
 
 __all__ = ["write_page"]

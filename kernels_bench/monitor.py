@@ -1,0 +1,342 @@
+"""What watching costs a training step: the monitor against nothing, and against what is used instead.
+
+    python kernels_bench/monitor.py                                # eager steps of two models
+    python kernels_bench/monitor.py --modes eager,compiled --models transformer --json PATH
+
+Every contender trains a model of its own, from the same weights on the same batches. In each round all take
+a turn of some steps, and turns of one round are compared. A turn of the monitor lasts until its background
+thread is done, so that what it does later counts too; what wandb does in a process of its own does not.
+All end with the same weights and the same norm, or the run fails: watching changes nothing.
+
+On a CPU one core is left free: threads that share theirs with anything else take many times as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import machine
+import torch
+from measure import reason_of
+from torch import nn
+
+from gradiometer.demo.training import BATCH, CONTEXT, LR, VOCABULARY
+from gradiometer.demo.training import _Model as Transformer
+from gradiometer.monitor import Monitor
+
+DEPTH, WIDTH = 200, 32
+WARM_UP = 2
+QUIET_SECONDS = 0.05  # after a turn, for what another process still does
+
+
+class Deep(nn.Module):
+    """Many small tensors: 200 residual layers of 32 x 32, in 401 tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) / DEPTH**0.5
+        return nn.functional.mse_loss(self.head(x), y)
+
+
+def text_batch(generator, device):
+    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=generator).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def number_batch(generator, device):
+    x = torch.randn(64, WIDTH, generator=generator).to(device)
+    return x, x.sum(dim=1, keepdim=True)
+
+
+MODELS = {"transformer": (Transformer, text_batch), "deep": (Deep, number_batch)}
+
+
+class Plain:
+    """No telemetry; the others say what they add."""
+
+    inside = staticmethod(lambda: None)  # in the step, compiled or not, after backward
+
+    def __init__(self, model, _folder):
+        self.model = model
+        self.norm = None  # the last total norm that was seen
+
+    def outside(self, loss):
+        """After the optimizer's step."""
+
+    def before_update(self):
+        """Between backward and the optimizer's step, outside of what is compiled."""
+
+    def finish_turn(self):
+        """All that was begun is done."""
+
+    def close(self):
+        pass
+
+
+class Watched(Plain):
+    run_record = False
+
+    def __init__(self, model, folder):
+        self.monitor = Monitor(model, run_dir=folder / "run" if self.run_record else None)
+        self.inside = self.monitor.record
+
+    def outside(self, loss):
+        self.monitor.advance(loss=loss, lr=LR)
+
+    def finish_turn(self):
+        self.monitor.flush()
+
+    def close(self):
+        self.monitor.close()
+        if self.monitor.failures or self.monitor.dropped:
+            raise RuntimeError(f"failures {self.monitor.failures}, dropped {self.monitor.dropped}")
+
+    @property
+    def norm(self):
+        return self.monitor.last.total()
+
+
+class Recorded(Watched):
+    run_record = True
+
+
+class WandbWatch(Plain):
+    def __init__(self, model, folder):
+        import wandb
+
+        os.environ["WANDB_SILENT"] = "true"
+        settings = wandb.Settings(console="off")
+        self.norm = None
+        # the active one: watch logs there
+        self.run = wandb.init(mode="offline", dir=folder, project="monitor", settings=settings)
+        self.run.watch(model, log="gradients", log_freq=1)
+
+    def outside(self, loss):
+        self.run.log({"loss": loss.item()})
+
+    def close(self):
+        seen = [key for key in dict(self.run.summary) if key.startswith("gradients/")]
+        self.run.finish()
+        if not seen:
+            raise RuntimeError("nothing was logged")
+
+
+class Lightning(Plain):
+    def before_update(self):
+        from pytorch_lightning.utilities import grad_norm
+
+        self.seen = {name: norm.item() for name, norm in grad_norm(self.model, 2).items()}
+
+    @property
+    def norm(self):
+        return self.seen["grad_2.0_norm_total"]
+
+    @norm.setter
+    def norm(self, value):
+        pass
+
+
+class Loop(Plain):
+    def before_update(self):
+        norms = [p.grad.norm().item() for p in self.model.parameters() if p.grad is not None]
+        self.norm = math.hypot(*norms)
+
+
+CONTENDERS = {
+    "no monitor": Plain,
+    "Monitor": Watched,
+    "Monitor(run_dir=)": Recorded,
+    "p.grad.norm().item()": Loop,
+    "Lightning": Lightning,
+    "wandb.watch": WandbWatch,
+}
+PLAIN = "no monitor"
+
+
+class Training:
+    """One contender's model, optimizer and step."""
+
+    def __init__(self, model_name, contender, mode, device, folder):
+        make, self.batch = MODELS[model_name]
+        torch.manual_seed(0)
+        self.device, self.generator = device, torch.Generator().manual_seed(0)
+        self.model = make().to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
+        folder.mkdir(parents=True)
+        self.telemetry = CONTENDERS[contender](self.model, folder)
+        model, inside = self.model, self.telemetry.inside
+
+        def step(x, y):
+            loss = model(x, y)
+            loss.backward()
+            inside()
+            return loss.detach()
+
+        self.step = torch.compile(step, fullgraph=True) if mode == "compiled" else step
+
+    def turn(self, steps):
+        """Take some steps; return ms a step: by the clock, and of CPU time on all threads of this process."""
+        batches = [self.batch(self.generator, self.device) for _ in range(steps)]
+        self.wait()
+        start, cpu = time.perf_counter(), time.process_time()
+        for x, y in batches:
+            # in place: a compiled step that makes gradients anew would return them from its graph
+            self.optimizer.zero_grad()
+            loss = self.step(x, y)
+            self.telemetry.before_update()
+            self.optimizer.step()
+            self.telemetry.outside(loss)
+        self.telemetry.finish_turn()
+        self.wait()
+        taken = time.perf_counter() - start, time.process_time() - cpu
+        time.sleep(QUIET_SECONDS)
+        return [seconds * 1e3 / steps for seconds in taken]
+
+    def wait(self):
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
+
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+def measure(model_name, mode, names, args, folder):
+    """Return each contender's turns, and the reasons of those that failed."""
+    trainings, failed = {}, {}
+    for name in names:
+        print(f"{model_name}, {mode}: {name}", file=sys.stderr)
+        try:
+            place = folder / f"{model_name}-{mode}-{names.index(name)}"
+            trainings[name] = Training(model_name, name, mode, args.device, place)
+            trainings[name].turn(WARM_UP)  # compiles
+        except Exception as failure:  # noqa: BLE001 whatever a peer throws, the run goes on
+            trainings.pop(name, None)
+            failed[name] = reason_of(failure)
+    times = {name: [] for name in trainings}
+    for i in range(args.rounds + 1):
+        # the order turns, so that none always follows the same one
+        order = [*trainings][i % len(trainings) :] + [*trainings][: i % len(trainings)]
+        for name in order:
+            times[name].append(trainings[name].turn(args.steps))
+    check(trainings)
+    for training in trainings.values():
+        training.telemetry.close()
+    return {name: values[1:] for name, values in times.items()}, failed
+
+
+def check(trainings):
+    """All have the same weights, and who knows a norm knows the same."""
+    weights = trainings[PLAIN].weights()
+    norms = {}
+    for name, training in trainings.items():
+        if not torch.allclose(training.weights(), weights, rtol=1e-4, atol=1e-6):
+            sys.exit(f"monitor.py: the weights of {name!r} are not those of {PLAIN!r}")
+        if training.telemetry.norm is not None:
+            norms[name] = training.telemetry.norm
+    if norms and max(norms.values()) > min(norms.values()) * (1 + 1e-4):
+        sys.exit(f"monitor.py: the norms of the last step differ: {norms}")
+
+
+def rows_of(model_name, mode, times):
+    for name, turns in times.items():
+        row = {"model": model_name, "mode": mode, "contender": name}
+        # of a busy machine the CPU time says more
+        for i, what in enumerate(("wall", "cpu")):
+            pairs = [(turn[i], base[i]) for turn, base in zip(turns, times[PLAIN], strict=True)]
+            parts = [value / base - 1 for value, base in pairs]
+            row[what] = {
+                "ms": statistics.median(value for value, _ in pairs),
+                "extra_ms": statistics.median(value - base for value, base in pairs),
+                "extra": statistics.median(parts),
+                "quartiles": statistics.quantiles(parts),
+            }
+        yield row
+
+
+def show(rows, failed, device):
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"a training step, watched; {device}, torch {torch.__version__}; medians")
+    left = {"model", "step", "watched by"}
+    headings = ("model", "step", "watched by", "ms", "extra", "middle half", "CPU ms", "extra", "middle half")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    for row in rows:
+        cells = [row["model"], row["mode"], row["contender"]]
+        for figures in (row["wall"], row["cpu"]):
+            low, _, high = figures["quartiles"]
+            cells += [f"{figures['ms']:.2f}"]
+            cells += (
+                ["", ""]
+                if row["contender"] == PLAIN
+                else [f"{figures['extra_ms']:+.2f} {figures['extra']:+.1%}", f"{low:+.1%} to {high:+.1%}"]
+            )
+        table.add_row(*cells, end_section=row["contender"] == [*CONTENDERS][-1])
+    console = Console(width=132)
+    console.print(table)
+    for what, reason in failed.items():
+        console.print(f"{what}: {reason}", markup=False)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it is")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--modes", default="eager", help="of eager, compiled")
+    parser.add_argument("--threads", type=int, default=max(1, torch.get_num_threads() - 1), help="of torch")
+    parser.add_argument("--contenders", help=f"besides {PLAIN!r}, of {', '.join(map(repr, CONTENDERS))}")
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds")
+    parser.add_argument("--steps", type=int, default=10, help="steps a turn")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("monitor.py: --device cuda: torch sees no GPU here; leave it out")
+    asked = args.contenders.split(",") if args.contenders else [*CONTENDERS]
+    for what, given, known in (
+        ("model", args.models.split(","), [*MODELS]),
+        ("mode", args.modes.split(","), ["eager", "compiled"]),
+        ("contender", asked, [*CONTENDERS]),
+    ):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            sys.exit(f"monitor.py: no {what} {unknown[0]!r}; there are {', '.join(known)}")
+    if args.rounds < 2 or args.steps < 1:
+        sys.exit("monitor.py: --rounds must be 2 or more and --steps 1 or more")
+
+    names = [name for name in CONTENDERS if name == PLAIN or name in asked]
+    rows, failed = [], {}
+    # off by default up to torch 2.15
+    with torch._dynamo.config.patch(trace_autograd_ops=True), contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        for model_name in args.models.split(","):
+            for mode in args.modes.split(","):
+                times, reasons = measure(model_name, mode, names, args, folder)
+                rows += rows_of(model_name, mode, times)
+                failed |= {f"{model_name}, {mode}, {name}": reason for name, reason in reasons.items()}
+                torch.compiler.reset()
+    show(rows, failed, args.device)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        figures = {"machine": machine.describe(), "rounds": args.rounds, "steps": args.steps}
+        args.json.write_text(json.dumps(figures | {"rows": rows, "failed": failed}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""One step of a run: its scalars, its tensors and what was found in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradiometer.rows import row_to_dict
+from gradiometer.run import RunError
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Sequence
+
+    from gradiometer.findings import Finding
+    from gradiometer.report import Report
+    from gradiometer.run import Run
+    from gradiometer.steps import Kind, StepRecord
+
+__all__ = ["Shown", "look"]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What there is of one step.
+
+    Attributes:
+        run: the run's folder.
+        record: the step.
+        kind: of the tensors in the report.
+        report: of the tensors that were asked for.
+        measured: how many tensors of this kind the step has.
+        findings: those that hold at this step, most severe first.
+        nearest: if the step has no tensors, the steps before and after that have.
+    """
+
+    run: str
+    record: StepRecord
+    kind: Kind
+    report: Report
+    measured: int
+    findings: Sequence[Finding]
+    nearest: Sequence[int] = ()
+
+    def to_dict(self, top: int | None = None) -> dict[str, Any]:
+        """Return plain values; ``top``: of the worst tensors only."""
+        record, rows = self.record, self.report.worst_first()
+        values = self.report.to_dict()
+        values["tensors"] = {row.name: row_to_dict(row) for row in rows[:top]}
+        return {
+            "run": self.run,
+            "step": record.step,
+            "time": record.time,
+            "recorded": record.recorded,
+            "skipped": record.skipped,
+            "scalars": dict(record.scalars),
+            "kind": self.kind,
+            "report": values,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "nearest": list(self.nearest),
+        }
+
+
+def look(
+    run: Run, step: int | None = None, *, kind: Kind = "grads", name: re.Pattern[str] | None = None
+) -> Shown:
+    """Return one step of a run.
+
+    Args:
+        run: the run.
+        step: its number; None for the last that has tensors, or else for the last; negative numbers count
+            from the end.
+        kind: of the tensors.
+        name: only tensors in whose name it is found.
+
+    Raises:
+        RunError: if the run has no such step, no such kind or no such tensor; one line that says what it has.
+    """
+    rows = run.steps.select(["step", "recorded"])
+    steps, recorded = rows["step"].to_pylist(), rows["recorded"].to_pylist()
+    if not steps:
+        raise RunError(f"{run.path}: no step is on disk yet")
+    having = [s for s, has in zip(steps, recorded, strict=True) if has]
+    if step is None:
+        step = (having or steps)[-1]
+    elif -len(steps) <= step < 0:
+        step = steps[step]
+    if step not in set(steps):
+        raise RunError(f"{run.path}: no step {step}; it has {len(steps)} from {steps[0]} to {steps[-1]}")
+    if kind not in run.roster.kinds:
+        raise RunError(f"{run.path}: no {kind} were recorded, only {', '.join(run.roster.kinds)}")
+    record = run.record(step)
+    whole = record.report(kind)
+    report = whole if name is None else _named(record, kind, name)
+    if name is not None and whole.measured and not report.measured:
+        raise RunError(f"{run.path}: no tensor of step {step} has {name.pattern!r} in its name")
+    before, after = [s for s in having if s < step], [s for s in having if s > step]
+    nearest = () if record.recorded else (*before[-1:], *after[:1])
+    findings = [f for f in run.findings if f.first_step <= step <= f.last_step]
+    findings.sort(key=lambda f: (-f.severity, f.first_step))
+    return Shown(str(run.path), record, kind, report, len(whole), findings, nearest)
+
+
+def _named(record: StepRecord, kind: Kind, name: re.Pattern[str]) -> Report:
+    """Return the report of what was measured and has this in its name."""
+    found = torch.tensor([bool(name.search(x)) for x in record.roster.names], dtype=torch.bool)
+    if record.values is None:
+        return record.report(kind)
+    values = torch.where(found.view(1, -1, 1), record.values, 0.0)
+    return replace(record, values=values).report(kind)

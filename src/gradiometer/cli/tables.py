@@ -1,0 +1,305 @@
+"""What the commands print, as rich renders it: as wide as the terminal, in colours where it has them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from gradiometer.culprit import amount
+from gradiometer.extras import require
+from gradiometer.findings import Severity
+from gradiometer.schema import Flag
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    from gradiometer.cli.show import Shown
+    from gradiometer.diff import Comparison, Difference, Side
+    from gradiometer.doctor import Doctor
+    from gradiometer.findings import Finding
+    from gradiometer.rows import TensorReport
+
+__all__ = [
+    "comparison",
+    "cut",
+    "doctor",
+    "findings",
+    "group",
+    "line",
+    "number",
+    "scalars_text",
+    "shown",
+    "tensors",
+    "text",
+]
+
+_STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
+_BAD: Final = Flag.NAN | Flag.INF | Flag.EXPLODING
+# what is above the first tensor in the table of a report
+_HEAD: Final = 4
+
+
+def text(*parts: str | tuple[str, str]) -> Text:
+    """Return text in which nothing is markup: a tensor may be named ``[red]``."""
+    assembled: Text = require("rich.text", "monitor", "The command line").Text.assemble(*parts)
+    return assembled
+
+
+def line(*parts: str | tuple[str, str]) -> Text:
+    """Return text that is one line, cut where the terminal ends."""
+    whole = text(*parts)
+    whole.no_wrap, whole.overflow = True, "ellipsis"
+    return whole
+
+
+def _grid(columns: Iterable[str], **options: Any) -> Table:
+    """Return a table without lines; a column that begins with ``>`` is flush right."""
+    table: Table = require("rich.table", "monitor", "The command line").Table(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", **options
+    )
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(name.lstrip(">"), justify="right" if right else "left", no_wrap=right)
+    return table
+
+
+def group(*parts: RenderableType) -> RenderableType:
+    """Return one under the other."""
+    parts_: RenderableType = require("rich.console", "monitor", "The command line").Group(*parts)
+    return parts_
+
+
+def number(x: float | None, digits: int = 3) -> str:
+    """Return a number for a table: six or so characters; ``-`` for none."""
+    if x is None:
+        return "-"
+    if x == 0 or not math.isfinite(x):
+        return f"{x:g}".replace("-0", "0")
+    return f"{x:.{digits}g}" if 1e-3 <= abs(x) < 1e5 else f"{x:.{digits - 1}e}"
+
+
+def cut(name: str, width: int) -> str:
+    """Return a name in no more than so many characters."""
+    # the end of a name tells more than its beginning
+    name = name if name.isprintable() else repr(name)[1:-1]
+    return name if len(name) <= width else "…" + name[len(name) - width + 1 :]
+
+
+def scalars_text(scalars: Mapping[str, float]) -> list[str]:
+    """Return ``loss 2.31`` and so on, the loss first."""
+    order = sorted(scalars, key=lambda name: (name != "loss", name != "lr"))
+    return [f"{name} {number(scalars[name], 5)}" for name in order]
+
+
+def findings(
+    found: Sequence[Finding], most: int | None = None, *, advice: bool = True, width: int | None = None
+) -> list[RenderableType]:
+    """Return the findings and what to try; with ``width`` each is one line, no longer than this."""
+    if not found:
+        return []
+    table = _grid(["", ""], show_header=False)
+    for finding in found[:most]:
+        said = str(finding)[7:].lstrip()
+        if width is not None and len(said) > width - 9:
+            said = said[: width - 10] + "…"
+        table.add_row(text((str(finding.severity), _STYLES[finding.severity])), text(said))
+        if finding.advice and advice:
+            table.add_row("", text((finding.advice, "dim")))
+    more = 0 if most is None else len(found) - most
+    return [table, *([text((f"… {more} more findings", "dim"))] if more > 0 else [])]
+
+
+def tensors(rows: Sequence[TensorReport], width: int) -> RenderableType:
+    """Return a table of tensors no wider than this."""
+    header = ("elements", "norm", "abs max", "zero %", "NaN", "±Inf", "flags")
+    cells = [
+        (
+            amount(row.numel),
+            number(row.norm),
+            number(row.abs_max),
+            number(100 * row.zero_fraction, 2),
+            amount(row.n_nan) if row.n_nan else "-",
+            amount(row.n_inf) if row.n_inf else "-",
+            " ".join(str(flag.name) for flag in row.flags),
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    # the least telling go first
+    leave = [i for i in (0, 3, 2) if len(rows)]
+    kept = list(range(len(header)))
+    while leave and sum(widths[i] + 2 for i in kept) > width - 20:
+        kept.remove(leave.pop(0))
+    room = max(width - sum(widths[i] + 2 for i in kept), 8)
+    table = _grid(["name", *(("" if header[i] == "flags" else ">") + header[i] for i in kept)])
+    for row, cell in zip(rows, cells, strict=True):
+        style = "red" if row.flags & _BAD else "yellow" if row.flags else ""
+        table.add_row(text(cut(row.name, room)), *(text(cell[i]) for i in kept), style=style)
+    return table
+
+
+def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
+    """Return a step: its scalars, a table of its tensors and what was found in it."""
+    record = found.record
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
+    facts = [found.run, when, *scalars_text(record.scalars)]
+    lines: list[RenderableType] = [text((f"step {record.step}", "bold"), "  " + "  ".join(facts))]
+    if record.skipped:
+        lines.append(text(("its update was skipped", "yellow")))
+    lines.append(text(""))
+    if not record.recorded:
+        near = " and ".join(map(str, found.nearest)) or "none"
+        lines.append(text(f"its tensors were not recorded; the nearest steps that have tensors: {near}"))
+    elif (report := found.report.to_string(top)) and _fits(report, console):
+        rows = found.report.worst_first()[:top]
+        body = report.split("\n")
+        for i, part in enumerate(body):
+            row = rows[i - _HEAD] if _HEAD <= i < _HEAD + len(rows) else None
+            style = "" if row is None else "red" if row.flags & _BAD else "yellow" if row.flags else ""
+            lines.append(text((part, style)))
+    else:
+        headline = repr(found.report).removeprefix("<Report: ").removesuffix(">")
+        rows = found.report.worst_first()
+        lines += [text(headline), tensors(rows[:top], console.width)]
+        if len(rows) > len(rows[:top]):
+            lines.append(text((f"… {len(rows) - len(rows[:top])} more", "dim")))
+    if record.recorded and len(found.report) < found.measured:
+        lines.append(text((f"{len(found.report)} of {found.measured} tensors, by their names", "dim")))
+    said = findings(found.findings)
+    return group(*lines, *([text("")] if said else []), *said)
+
+
+def _fits(report: str, console: Console) -> bool:
+    # a file or a pipe has no width
+    return not console.is_terminal or max(map(len, report.split("\n"))) <= console.width
+
+
+def comparison(found: Comparison, top: int | None) -> RenderableType:
+    """Return where two runs part."""
+    table = _grid(["", "run", ">steps", ">from", ">to", ">with tensors"])
+    for name, side in (("A", found.a), ("B", found.b)):
+        table.add_row(name, text(side.path), *_range(side))
+    how = f"within {found.rtol:g}" if found.rtol else "to the bit"
+    lines: list[RenderableType] = [table, text("")]
+    lines += [text(note) for note in _notes(found)]
+    both = f"{found.tensors} tensors, {found.common} steps in both"
+    if found.common == 0:
+        lines.append(text(("They have no step in common.", "bold red")))
+    elif not found.compared and not found.first:
+        lines.append(text(("They have no tensors in the same step.", "bold red"), " Scalars are the same."))
+    elif not found.first:
+        both = f"{found.tensors} tensors, {found.compared} steps"
+        style, end = ("green", ".") if found.same else ("yellow", ", but their tensors differ.")
+        lines.append(text((f"They are the same {how} in all that both have{end}", style), f" {both}."))
+    else:
+        lines.append(text((f"They part at step {found.step}", "bold red"), f", compared {how}: {both}."))
+        lines += _parting(found, top)
+    if found.total_norm is not None and found.first:
+        step, a, b = found.total_norm
+        said = f"total norm at step {step}, the last in both: {number(a, 6)} in A, {number(b, 6)} in B"
+        lines.append(text(("\n" + said, "dim")))
+    return group(*lines)
+
+
+def _range(side: Side) -> list[str]:
+    return [
+        f"{side.steps:,}",
+        *("-" if x is None else str(x) for x in (side.first, side.last)),
+        f"{side.recorded:,}",
+    ]
+
+
+def _notes(found: Comparison) -> Iterable[str]:
+    for where, kinds in zip("AB", found.kinds, strict=True):
+        if kinds:
+            yield f"only {where} has recorded {' and '.join(kinds)}"
+    for where, names in (("A", found.only_a), ("B", found.only_b)):
+        if names:
+            yield f"only in {where}: {_some(names)}"
+    if found.shapes:
+        yield "other shapes: " + _some([f"{name} {a} and {b}" for name, (a, b) in found.shapes.items()])
+    for where, steps in zip("BA", found.missing, strict=True):
+        if steps:
+            yield f"{where} lacks {len(steps)} steps in between: {_some(list(map(str, steps)))}"
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _parting(found: Comparison, top: int | None) -> Iterable[RenderableType]:
+    table = _grid(["", "in this order", "what", ">A", ">B", ">relative"])
+    for i, difference in enumerate(found.first[:top], 1):
+        what, a, b = _most_telling(difference)
+        style = "bold" if i == 1 else ""
+        table.add_row(
+            str(i), text(difference.name), what, number(a, 6), number(b, 6), _relative(a, b), style=style
+        )
+    yield table
+    if top is not None and len(found.first) > top:
+        yield text((f"… {len(found.first) - top} more differ in this step", "dim"))
+    later = [d for d in found.scalars if d.step != found.step]
+    if later:
+        yield text("later: " + _some([f"{d.name} at step {d.step}" for d in later]))
+
+
+def _most_telling(difference: Difference) -> tuple[str, float | None, float | None]:
+    """Return one of the columns that differ: counts of NaN and Inf before norms, a norm before sums."""
+    for column in ("value", "numel", "n_nan", "n_posinf", "n_neginf", "sumsq", "abs_max", "sum", "n_zero"):
+        if column in difference.values:
+            a, b = difference.values[column]
+            if column == "sumsq" and a is not None and b is not None:
+                return "norm", math.sqrt(a), math.sqrt(b)
+            return {"value": "", "numel": "elements"}.get(column, column), a, b
+    raise AssertionError(difference)
+
+
+def _relative(a: float | None, b: float | None) -> str:
+    if a is None or b is None or not math.isfinite(a - b) or a == b:
+        return ""
+    return f"{abs(a - b) / max(abs(a), abs(b)):.1e}"
+
+
+def doctor(found: Doctor) -> RenderableType:
+    """Return what was found on this machine, what is wrong last."""
+    facts = _grid(["", ""], show_header=False)
+    for name, version in found.versions.items():
+        if version is not None or name == "triton":
+            facts.add_row(name, version or "not installed")
+    facts.add_row("triton's driver", text(found.triton))
+    facts.add_row("C++ compiler", text(found.compiler or "none"))
+    facts.add_row(
+        "backward() in a graph", "trace_autograd_ops: " + ("yes" if found.trace_autograd_ops else "no")
+    )
+    facts.add_row("TRITON_INTERPRET", "set" if found.interpreted else "not set")
+    if found.run_dir is not None and found.free is not None:
+        facts.add_row("room for runs", text(f"{found.free / 2**30:,.1f} GiB free at {found.run_dir}"))
+    devices = _grid(["", ""], show_header=False)
+    for device in found.devices:
+        devices.add_row(text((device.device, "bold")), text(device.name))
+        memory = [] if device.memory is None else [f"{device.memory / 2**30:,.0f} GiB"]
+        rate = device.gigabytes_per_second
+        speed = [] if rate is None else [f"{number(rate, 2)} GB/s of float32 just now"]
+        works = ("works", "green") if device.works else ("does not work", "red")
+        devices.add_row("", text(f"read by {', '.join([device.path, *speed, *memory])}: ", works))
+        devices.add_row("", text(f"fp64: {device.fp64}"))
+    packages = _grid(["package", "version", "for", "get it with"])
+    for name, package in found.packages.items():
+        have = package["version"]
+        how = "" if have else f"pip install 'gradiometer[{package['extra']}]'"
+        packages.add_row(
+            text(name), text((have or "missing", "green" if have else "dim")), package["use"], text(how)
+        )
+    problems: list[RenderableType] = [text(("no problem found", "green"))]
+    if found.problems:
+        problems = [text((f"{len(found.problems)} to mend", "bold red"))]
+        problems += [text((f"  {p.what}\n", "red"), f"      {p.fix}") for p in found.problems]
+    parts: Iterable[Sequence[RenderableType]] = ([facts], [devices], [packages], problems)
+    gap = text("")
+    return group(*itertools.chain.from_iterable((*part, gap) for part in parts))

@@ -1,0 +1,267 @@
+"""A run as it is being written: a frame that follows it in a terminal, or a line for each change."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from gradiometer.cli import tables
+from gradiometer.extras import require
+from gradiometer.rows import row_to_dict
+from gradiometer.run import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console, RenderableType
+
+    from gradiometer.findings import Finding
+    from gradiometer.rows import TensorReport
+    from gradiometer.run import Run
+
+__all__ = ["Frame", "look", "render", "sparkline", "watch"]
+
+# of so many steps the curves are drawn, and of the last so many the pace is taken
+_CURVE: Final = 2000
+_PACE: Final = 50
+_WORST: Final = 50
+_IN_JSON: Final = 10
+_FINDINGS: Final = 5
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_NONFINITE: Final = "!"
+_WIDE: Final = 100.0
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What there is to see of a run now.
+
+    Attributes:
+        run, model, device: which run, of what, where.
+        closed: whether it has ended in good order.
+        fault: why it ended otherwise, as its black box says; None if it has none.
+        attempt: how many times it was started.
+        step: the last; None before the first is on disk.
+        steps, skipped, nonfinite: how many; how many updates were skipped; how many had a NaN or Inf.
+        age: seconds since the last step ended.
+        steps_per_second: over the last fifty steps.
+        scalars: of the last step.
+        total_norm: of the gradients of the last step that has tensors, ``recorded_step``.
+        loss_curve, norm_curve: of the last steps.
+        findings: most severe first, then the latest first.
+        worst: tensors of ``recorded_step``, worst first.
+    """
+
+    run: str
+    model: str
+    device: str
+    closed: bool
+    fault: str | None
+    attempt: int
+    step: int | None
+    recorded_step: int | None
+    steps: int
+    skipped: int
+    nonfinite: int
+    age: float | None
+    steps_per_second: float | None
+    scalars: dict[str, float]
+    total_norm: float | None
+    loss_curve: Sequence[float]
+    norm_curve: Sequence[float]
+    findings: Sequence[Finding]
+    worst: Sequence[TensorReport]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, without the curves."""
+        values = {name: x for name, x in vars(self).items() if not name.endswith("_curve")}
+        values["findings"] = [finding.to_dict() for finding in self.findings]
+        values["worst"] = {row.name: row_to_dict(row) for row in self.worst[:_IN_JSON]}
+        return values
+
+    @property
+    def changes(self) -> tuple[Any, ...]:
+        """What is different when there is news."""
+        return self.step, self.steps, self.closed, self.fault, [asdict(f) for f in self.findings]
+
+
+def look(run: Run, now: float | None = None) -> Frame:
+    """Return what there is to see of a run; ``now``: seconds since 1970."""
+    compute = require("pyarrow.compute", "monitor", "The command line")
+    steps, info = run.steps, run.info
+    tail = steps.slice(max(len(steps) - _CURVE, 0)).to_pylist()
+    last = tail[-1] if tail else None
+    recorded = steps.filter(steps["recorded"])["step"]
+    recorded_step = recorded[-1].as_py() if len(recorded) else None
+    record = None if recorded_step is None else run.record(recorded_step)
+    bad = compute.greater(compute.add(steps["n_nan"], steps["n_inf"]), 0)
+    blackbox = run.blackbox
+    scalars: dict[str, float] = {}
+    if last is not None:
+        given = {"loss": last["loss"], "lr": last["lr"], **dict(last["scalars"])}
+        scalars = {name: x for name, x in given.items() if x is not None}
+    return Frame(
+        run=str(run.path),
+        model=info.get("model", ""),
+        device=info.get("device", ""),
+        closed=bool(info.get("closed")),
+        fault=None if blackbox is None else _fault(blackbox),
+        attempt=max((entry["attempt"] for entry in info.get("attempts", [])), default=1),
+        step=last and last["step"],
+        recorded_step=recorded_step,
+        steps=len(steps),
+        skipped=compute.sum(steps["skipped"]).as_py() or 0,
+        nonfinite=compute.sum(bad).as_py() or 0,
+        age=last and max((time.time() if now is None else now) - last["time"], 0.0),
+        steps_per_second=_pace(tail),
+        scalars=scalars,
+        total_norm=None if record is None else record.total("norm"),
+        loss_curve=[row["loss"] for row in tail if row["loss"] is not None],
+        norm_curve=[row["total_norm"] for row in tail if row["total_norm"] is not None],
+        findings=sorted(run.findings, key=lambda f: (-f.severity, -f.last_step)),
+        worst=[] if record is None else record.report().worst_first()[:_WORST],
+    )
+
+
+def _fault(blackbox: dict[str, Any]) -> str:
+    parts = [f"{blackbox.get('reason', 'fault')} at step {blackbox.get('step', '?')}"]
+    parts += [str(blackbox[key]) for key in ("message", "first_nonfinite") if blackbox.get(key)]
+    return ": ".join(parts)
+
+
+def _pace(tail: Sequence[dict[str, Any]]) -> float | None:
+    """Return the steps a second of the last ones of this attempt."""
+    rows = [row for row in tail[-_PACE:] if row["attempt"] == tail[-1]["attempt"]]
+    if len(rows) < 2 or rows[-1]["time"] <= rows[0]["time"]:
+        return None
+    return float((len(rows) - 1) / (rows[-1]["time"] - rows[0]["time"]))
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values in so many characters, each the largest of its share; ``!`` has one that is not finite.
+
+    Values that span more than two orders of magnitude are drawn by their logarithms.
+
+    >>> sparkline([0.0, 1.0, 2.0, float("nan"), 7.0], 5)
+    '▁▂▃!█'
+    """
+    if not values or width < 1:
+        return ""
+    width = min(width, len(values))
+    edges = [i * len(values) // width for i in range(width + 1)]
+    shares = [values[a:b] for a, b in itertools.pairwise(edges)]
+    tops = [max(share) if all(map(math.isfinite, share)) else None for share in shares]
+    finite = [x for x in tops if x is not None]
+    if finite and min(finite) > 0 and max(finite) > _WIDE * min(finite):
+        tops = [None if x is None else math.log(x) for x in tops]
+        finite = [x for x in tops if x is not None]
+    low, span = min(finite, default=0.0), (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
+    return "".join(_NONFINITE if x is None else _BARS[round(7 * ((x - low) / span))] for x in tops)
+
+
+def render(seen: Frame, width: int, height: int) -> RenderableType:
+    """Return a frame that fits a terminal."""
+    lines = [tables.line((tables.cut(seen.run, width), "bold")), _state(seen)]
+    if seen.fault is not None:
+        lines.append(tables.line((seen.fault, "bold red")))
+    if seen.step is None:
+        return tables.group(*lines, tables.line("no step is on disk yet"))
+    lines.append(tables.line("  ".join(_progress(seen))))
+    for name, value, curve in (
+        ("loss", seen.scalars.get("loss"), seen.loss_curve),
+        ("total norm", seen.total_norm, seen.norm_curve),
+    ):
+        if value is not None:
+            start = f"{name:10}  {tables.number(value, 5):>10}  "
+            lines.append(tables.line(start, (sparkline(curve, width - len(start)), "cyan")))
+    said = tables.findings(seen.findings, _FINDINGS, advice=False, width=width)
+    lines += [tables.text(""), *said] if said else []
+    shown = min(len(seen.findings), _FINDINGS) - 1 if said else 0
+    # but for a gap, a title, a header and the line where the cursor stands
+    room = height - len(lines) - shown - 4
+    if seen.worst and room > 0:
+        title = f"tensors of step {seen.recorded_step}, worst first"
+        lines += [tables.text(""), tables.line((title, "bold"))]
+        lines.append(tables.tensors(seen.worst[:room], width))
+    return tables.group(*lines)
+
+
+def _state(seen: Frame) -> RenderableType:
+    state = ("closed", "green") if seen.closed else ("being written", "cyan")
+    age = "" if seen.age is None or seen.closed else f", last step {_span(seen.age)} ago"
+    return tables.line(state, f"{age}  {seen.model}" + (f" on {seen.device}" if seen.device else ""))
+
+
+def _progress(seen: Frame) -> list[str]:
+    found = [f"step {seen.step}", f"{seen.steps:,} steps"]
+    found += [] if seen.steps_per_second is None else [f"{tables.number(seen.steps_per_second)} steps/s"]
+    found += [f"attempt {seen.attempt}"] * (seen.attempt > 1)
+    # what is cut off in a narrow terminal is last
+    found += [f"{n:,} {what}" for n, what in ((seen.skipped, "skipped"), (seen.nonfinite, "not finite")) if n]
+    return found + tables.scalars_text({name: x for name, x in seen.scalars.items() if name != "loss"})
+
+
+def _span(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _line(seen: Frame) -> str:
+    if seen.step is None:
+        return f"{seen.run}: no step is on disk yet"
+    found = _progress(seen)
+    found[1:2] = tables.scalars_text({k: v for k, v in seen.scalars.items() if k == "loss"})
+    found += [] if seen.total_norm is None else [f"total norm {tables.number(seen.total_norm, 5)}"]
+    found += (
+        [f"{len(seen.findings)} findings, the worst: {seen.findings[0].message}"] if seen.findings else []
+    )
+    return "  ".join([*found, *(["closed"] if seen.closed else []), *([seen.fault] if seen.fault else [])])
+
+
+def watch(
+    run: Run,
+    console: Console,
+    *,
+    interval: float = 1.0,
+    once: bool = False,
+    follow: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Show a run until it is closed.
+
+    Args:
+        run: the run; it is refreshed.
+        console: a terminal shows a frame that changes; anything else gets a line for each change.
+        interval: seconds between two looks.
+        once: show it as it is, and end.
+        follow: go on when it is closed.
+        as_json: a line of JSON for each change, on stdout.
+    """
+    live = None
+    if console.is_terminal and not (once or as_json):
+        live = require("rich.live", "monitor", "The command line").Live(console=console, auto_refresh=False)
+    changes: Any = None
+    with live or nullcontext():
+        while True:
+            run.refresh()
+            seen = look(run)
+            if live is not None:
+                live.update(render(seen, console.width, console.height), refresh=True)
+            elif seen.changes != changes:
+                if as_json:
+                    print(json.dumps(json.loads(to_json(seen.to_dict()))), flush=True)
+                elif once:
+                    console.print(render(seen, console.width, console.height))
+                else:
+                    print(_line(seen), flush=True)
+            changes = seen.changes
+            if once or (seen.closed and not follow):
+                return
+            time.sleep(interval)

@@ -1,0 +1,210 @@
+"""What rules share: how a history is kept and taken up, and which of many tensors are named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradiometer.findings import Finding, Severity
+from gradiometer.rules.history import History, NormHistory
+from gradiometer.steps import label
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from gradiometer.steps import Kind, Roster, StepRecord
+
+__all__ = ["MOST", "BaseRule", "LastingRule", "Sight", "TensorRule"]
+
+# tensors that one rule names in one step
+MOST = 5
+
+
+class Sight(NamedTuple):
+    """What is to be said of one tensor."""
+
+    value: float
+    threshold: float
+    message: str
+    advice: str
+    severity: Severity
+
+
+class BaseRule:
+    """A rule whose history is in the attributes that ``kept`` names.
+
+    Attributes:
+        name: as in `Finding.rule`.
+        severity: of its findings.
+    """
+
+    name: str
+    kept: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, severity: Severity) -> None:
+        self.severity = Severity(severity)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its history: plain values and tensors, a snapshot."""
+        return {key: _plain(getattr(self, key)) for key in self.kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a history that `state_dict` of such a rule returned.
+
+        Raises:
+            ValueError: for the state of another rule.
+        """
+        if set(state) != set(self.kept):
+            msg = f"{type(self).__name__}: this is the state of another rule: {', '.join(state) or 'empty'}"
+            raise ValueError(msg)
+        for key, value in state.items():
+            mine = getattr(self, key)
+            if isinstance(mine, (History, NormHistory)):
+                mine.load_state_dict(_plain(value))
+            else:
+                setattr(self, key, _plain(value))
+
+
+class TensorRule(BaseRule):
+    """A rule about the tensors of recorded steps, of which it names a few.
+
+    Of many it names the worst ``most``, and those first that it named before: a run in which everything
+    goes wrong has some findings, not all names. The first message tells how many more there are.
+    """
+
+    # the names that the history is about
+    kept: ClassVar[tuple[str, ...]] = ("names", "named")
+
+    def __init__(self, severity: Severity, most: int = MOST) -> None:
+        super().__init__(severity)
+        if most < 1:
+            msg = f"{type(self).__name__}(most={most!r}): a number of tensors, at least 1"
+            raise ValueError(msg)
+        self.most = most
+        self.names: list[str] = []
+        self.named = torch.zeros(0, dtype=torch.bool)
+        self._roster: Roster | None = None
+
+    def check(self, record: StepRecord) -> Iterable[Finding]:
+        """Return what is to be said of this step; nothing if it was not recorded."""
+        if record.values is None:
+            return []
+        if record.roster is not self._roster:
+            self._roster = record.roster
+            if self.names != list(record.roster.names):  # other tensors: another history
+                self.names = list(record.roster.names)
+                self.named = torch.zeros(len(self.names), dtype=torch.bool)
+                self.restart(len(self.names))
+            self.prepare(record.roster)
+        return self.look(record)
+
+    def restart(self, size: int) -> None:
+        """Begin the history of so many tensors."""
+
+    def prepare(self, roster: Roster) -> None:
+        """Take what is needed from a roster that is new, or new to a history that was taken up."""
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Return what is to be said of a recorded step."""
+        raise NotImplementedError
+
+    def findings(
+        self,
+        record: StepRecord,
+        kind: Kind,
+        found: Tensor,
+        badness: Tensor,
+        describe: Callable[[int], Sight],
+        since: Tensor | None = None,
+    ) -> list[Finding]:
+        """Return findings about the worst of the tensors that were found.
+
+        Args:
+            record: of the step.
+            kind: of the tensors.
+            found: ``(N,) bool``.
+            badness: ``(N,)``, larger is worse.
+            describe: what to say of the tensor at a place; its message begins after the name.
+            since: ``(N,)``, the step where it began; None: this one.
+        """
+        places = found.nonzero().flatten()
+        if not len(places):
+            return []
+        places = places[badness[places].argsort(descending=True, stable=True)]
+        places = places[self.named[places].to(torch.int8).argsort(descending=True, stable=True)]
+        chosen = places[: self.most]
+        self.named = torch.zeros_like(found).index_fill_(0, chosen, True)
+        more = len(places) - len(chosen)
+        made: list[Finding] = []
+        for place in chosen.tolist():
+            name, sight = record.roster.names[place], describe(place)
+            begun = record.step if since is None else int(since[place])
+            suffix = f"; {more:,} more tensors likewise" if more and not made else ""
+            made.append(
+                Finding(
+                    self.name,
+                    sight.severity,
+                    begun,
+                    record.step,
+                    kind,
+                    name,
+                    sight.value,
+                    sight.threshold,
+                    f"{label(kind, name)}: {sight.message}{suffix}",
+                    sight.advice,
+                )
+            )
+        return made
+
+
+class LastingRule(TensorRule):
+    """A rule about what lasts: tensors of ``min_dims`` dimensions or more, for ``patience`` recorded steps.
+
+    Steps in which a tensor was not measured, while it is frozen say, neither count nor break a row of steps.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = (*TensorRule.kept, "row", "since", "counting")
+
+    def __init__(self, severity: Severity, most: int, patience: int, min_dims: int) -> None:
+        super().__init__(severity, most)
+        if patience < 1:
+            msg = f"{type(self).__name__}(patience={patience!r}): a number of recorded steps, at least 1"
+            raise ValueError(msg)
+        self.patience, self.min_dims = patience, min_dims
+        self.row = self.since = torch.zeros(0, dtype=torch.float64)
+        self.counting = False
+        self.wide = torch.zeros(0, dtype=torch.bool)
+
+    def restart(self, size: int) -> None:
+        """Begin the history of so many tensors."""
+        self.row, self.since = torch.zeros(2, size, dtype=torch.float64).unbind()
+        self.counting = False
+
+    def prepare(self, roster: Roster) -> None:
+        """Find the tensors with so many dimensions."""
+        self.wide = torch.tensor([len(shape) >= self.min_dims for shape in roster.shapes], dtype=torch.bool)
+
+    def lasting(self, now: Tensor, known: Tensor, step: int) -> Tensor | None:
+        """Return what has lasted, None if nothing is: ``now`` and ``known (N,) bool`` of this step."""
+        if not now.any():
+            if self.counting:
+                self.row = self.row * known.logical_not()
+                self.counting = bool(self.row.any())
+            return None
+        self.counting = True
+        self.row = torch.where(known, (self.row + 1.0).mul_(now), self.row)
+        self.since = torch.where(now & (self.row == 1.0), float(step), self.since)
+        return now & (self.row >= self.patience)
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy that shares nothing with what changes."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, (History, NormHistory)):
+        value = value.state_dict()
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return list(value) if isinstance(value, list) else value

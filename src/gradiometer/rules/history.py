@@ -1,0 +1,203 @@
+"""What a value usually is, and how far it is from that: a robust z-score against its own history.
+
+Of every finite value x, with the count n of values so far and the rate ``r = max(1/n, 1/window)``:
+
+    s = max(1.2533 d, floor)           a standard deviation, by the mean absolute deviation of a normal law
+    z = (x - m) / s                    the score, against the history before x
+    e = clip(x - m, -4 s, 4 s)         an outlier counts as no more than that
+    m <- m + r e                       the mean
+    d <- d + r (|e| - d)               the mean absolute deviation
+
+At first all values count alike, then they fade over ``window`` steps. The clip, as in ZClip (Kumar et al.
+2025, arXiv:2504.02507), keeps a spike from hiding the next one, and a new level is learned all the same, in
+some tens of steps. It is no median over a window, which would read the whole window in every step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from gradiometer.schema import COLUMN_INDEX
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from gradiometer.steps import Roster, StepRecord
+
+__all__ = ["FLOOR", "WARMUP", "WINDOW", "History", "NormHistory", "Norms", "Score"]
+
+# of what a run does first, nothing is said: norms fall by a factor of 10 to 100 there
+WARMUP = 20
+# OLMo-core's SkipStepOptimizer looks back as far
+WINDOW = 128
+# of logarithms: a norm that is nearly constant is taken to vary by a fifth
+FLOOR = 0.2
+
+# sqrt(pi / 2): the standard deviation of a normal law by its mean absolute deviation
+_NORMAL = 1.2533
+_CLIP = 4.0
+# the columns that count what is not finite
+_COUNTS = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_neginf"] + 1)
+
+
+class Score(NamedTuple):
+    """Of each value: z, 0 in its warm-up and where it is not finite; what it usually is; its deviation."""
+
+    z: Tensor
+    usual: Tensor
+    deviation: Tensor
+
+
+class History:
+    """The history of ``(N,)`` values, each with a count, a mean and a mean absolute deviation of its own.
+
+    Args:
+        warmup: values before the first score; 2 or more.
+        window: values over which the past fades.
+        floor: the least deviation, in units of the values.
+
+    >>> history = History(warmup=3)
+    >>> history.restart(1)
+    >>> for x in (1.0, 1.1, 0.9, 3.0):
+    ...     score = history.score(torch.tensor([x], dtype=torch.float64))
+    >>> [round(float(part), 2) for part in score]
+    [10.0, 1.0, 0.2]
+    """
+
+    def __init__(self, warmup: int = WARMUP, window: int = WINDOW, floor: float = FLOOR) -> None:
+        if warmup < 2 or window < 2 or not floor >= 0:
+            msg = f"warmup={warmup} and window={window} must be at least 2 steps, floor={floor} not negative"
+            raise ValueError(msg)
+        self.warmup, self.window, self.floor = warmup, window, floor
+        self.restart(0)
+
+    def restart(self, size: int) -> None:
+        """Forget all, and expect so many values."""
+        self.count, self.mean, self.deviation = torch.zeros(3, size, dtype=torch.float64).unbind()
+
+    def score(self, x: Tensor, floor: float | None = None) -> Score:
+        """Return how far the values ``(N,) float64`` are from their past, and add them to it."""
+        known = x.isfinite()
+        d = torch.where(known, x - self.mean, 0.0)
+        s = (self.deviation * _NORMAL).clamp_(min=self.floor if floor is None else floor)
+        ready = self.count >= self.warmup
+        z = (d / s).mul_(ready)
+        score = Score(z, self.mean, s)
+        e = torch.where(ready, z.clamp(-_CLIP, _CLIP).mul_(s), d)
+        # a first value is the mean, and deviates from nothing
+        begun = self.count > 0
+        self.count = self.count + known
+        rate = known / self.count.clamp(1.0, self.window)
+        self.mean = torch.addcmul(self.mean, rate, e)
+        self.deviation = torch.addcmul(self.deviation, rate, e.abs_().mul_(begun).sub_(self.deviation))
+        return score
+
+    def score_one(self, x: float, floor: float | None = None) -> tuple[float, float, float]:
+        """Return what `score` does, of a history of one finite value, as floats: several times as quick."""
+        count, mean, deviation = self.count.item(), self.mean.item(), self.deviation.item()
+        s = max(deviation * _NORMAL, self.floor if floor is None else floor)
+        ready = count >= self.warmup
+        z = (x - mean) / s if ready else 0.0
+        e = min(max(z, -_CLIP), _CLIP) * s if ready else x - mean
+        rate = 1.0 / min(count + 1.0, self.window)
+        self.count.fill_(count + 1.0)
+        self.mean.fill_(mean + rate * e)
+        # as above
+        self.deviation.fill_(deviation + rate * (abs(e) - deviation) if count else 0.0)
+        return z, mean, s
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return count, mean and deviation, ``(N,)`` each."""
+        return {"count": self.count, "mean": self.mean, "deviation": self.deviation}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a history."""
+        self.count, self.mean, self.deviation = state["count"], state["mean"], state["deviation"]
+
+
+class Norms(NamedTuple):
+    """The gradient norms of one step, and how far they are from their past.
+
+    ``(N,)`` each: ``norm``, its logarithm ``x``, ``known`` where that is finite, ``flags``, ``score``.
+    One value each: ``total``, of all together, NaN or infinite as soon as one is, and its score.
+    """
+
+    norm: Tensor
+    x: Tensor
+    known: Tensor
+    flags: Tensor
+    score: Score
+    total: Tensor
+    total_score: Score
+
+
+class NormHistory:
+    """The history of all gradient norms, by their logarithms, and of the total norm.
+
+    Rules that share one read each step once: what it knows of a record it tells again.
+
+    Args:
+        warmup, window: as for `History`, in recorded steps.
+    """
+
+    def __init__(self, warmup: int = WARMUP, window: int = WINDOW) -> None:
+        self.history = History(warmup, window, FLOOR)
+        self.names: list[str] = []
+        self._last: tuple[StepRecord, Norms] | None = None
+        self._roster: Roster | None = None
+
+    @property
+    def settled(self) -> Tensor:
+        """Which norms have a history that is longer than its warm-up, ``(N,) bool``."""
+        return self.history.count[:-1] > self.history.warmup
+
+    @property
+    def level(self) -> Tensor:
+        """The usual logarithm of each norm, this step's included, ``(N,)``."""
+        return self.history.mean[:-1]
+
+    def of(self, record: StepRecord) -> Norms:
+        """Return this step's norms, and add them to the past the first time."""
+        if self._last is not None and self._last[0] is record:
+            return self._last[1]
+        if record.roster is not self._roster:
+            self._roster = record.roster
+            if self.names != list(record.roster.names):
+                self.names = list(record.roster.names)
+                self.history.restart(len(self.names) + 1)
+        # nearly every step is finite: its norms are the roots alone
+        norm = (
+            record.value("norm")
+            if float(record.columns()[:, _COUNTS].sum())
+            else record.value("sumsq").sqrt()
+        )
+        total = torch.linalg.vector_norm(norm)
+        logs = torch.cat([norm, total.view(1)]).log_()
+        score = self.history.score(logs)
+        x = logs[:-1]
+        norms = Norms(
+            norm,
+            x,
+            x.isfinite(),
+            record.flags(),
+            Score(*[part[:-1] for part in score]),
+            total,
+            Score(*[part[-1] for part in score]),
+        )
+        self._last = record, norms
+        return norms
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history and the names that it is about."""
+        return self.history.state_dict() | {"names": self.names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a history."""
+        self.names = list(state["names"])
+        self._roster = None
+        self.history.load_state_dict(state)
+        self._last = None

@@ -1,0 +1,165 @@
+"""Layers that do not learn, or not at the pace of the others."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from gradiometer.findings import Severity
+from gradiometer.rules.base import MOST, LastingRule, Sight, TensorRule
+from gradiometer.rules.history import NormHistory
+from gradiometer.schema import Flag
+from gradiometer.steps import label
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from gradiometer.findings import Finding
+    from gradiometer.steps import Roster, StepRecord
+
+__all__ = ["Dead", "LayerImbalance"]
+
+REVIVE: Final = (
+    "nothing reaches this layer: look for ReLUs that are never active, a branch that is multiplied by 0, an "
+    "expert without tokens; or freeze it with requires_grad_(False)"
+)
+REBALANCE: Final = (
+    "look at the initialization and scale of these layers, for saturated activations between them, and for a "
+    "missing residual path or norm"
+)
+
+
+class Dead(LastingRule):
+    """A gradient with the threshold's share of zeros (all of them, by default) for a while.
+
+    An expert without tokens in some steps, or a branch that begins at 0, is not dead. Vectors are left
+    out: the gradient of a bias before a norm may be exactly 0 in health.
+
+    Args:
+        patience: recorded steps in a row.
+        min_dims: of the tensors that are looked at.
+        most: tensors named in a step.
+        severity: of a finding.
+    """
+
+    name = "dead"
+
+    def __init__(
+        self,
+        *,
+        patience: int = 50,
+        min_dims: int = 2,
+        most: int = MOST,
+        severity: Severity = Severity.WARNING,
+    ) -> None:
+        super().__init__(severity, most, patience, min_dims)
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Count the steps of each."""
+        dead = (record.flags() & Flag.DEAD > 0) & self.wide
+        lasting = self.lasting(dead, record.measured(), record.step)
+        if lasting is None:
+            return []
+
+        def describe(place: int) -> Sight:
+            zeros, steps = float(record.value("zero_fraction")[place]), int(self.row[place])
+            share = "all elements are 0" if zeros == 1.0 else f"{zeros:.1%} of its elements are 0"
+            message = f"{share}, for {steps} recorded steps since step {int(self.since[place])}"
+            return Sight(zeros, record.thresholds.dead, message, REVIVE, self.severity)
+
+        return self.findings(record, "grads", lasting, self.row, describe, self.since)
+
+
+class LayerImbalance(TensorRule):
+    """The same tensor in different layers, with gradients that differ by a large factor.
+
+    Compared are tensors of two dimensions or more whose names differ in numbers alone, such as
+    ``blocks.0.up.weight`` and ``blocks.7.up.weight``, by the smoothed logarithm of their rms. Of
+    each such family one is named: that end of it which is further from the median.
+
+    Args:
+        limit: the largest rms of a family by the smallest. Query and key weights of a healthy transformer
+            differ by up to 600 in a slow warm-up.
+        norms: the history, which several rules may share.
+        most: families in a step.
+        severity: of a finding.
+    """
+
+    name = "imbalance"
+    kept = (*TensorRule.kept, "norms")
+
+    def __init__(
+        self,
+        *,
+        limit: float = 1e4,
+        norms: NormHistory | None = None,
+        most: int = MOST,
+        severity: Severity = Severity.WARNING,
+    ) -> None:
+        super().__init__(severity, most)
+        if not limit > 1:
+            msg = f"LayerImbalance(limit={limit!r}): a ratio above 1"
+            raise ValueError(msg)
+        self.limit = limit
+        self.norms = norms or NormHistory()
+        self.half_log_numel = torch.zeros(0, dtype=torch.float64)
+        self.related = torch.zeros(0, dtype=torch.bool)
+        self.family = torch.zeros(0, dtype=torch.int64)
+        self.families: list[str] = []
+
+    def prepare(self, roster: Roster) -> None:
+        """Find the families; what has none is in the last place."""
+        patterns = [
+            re.sub(r"\d+", "#", name) if len(shape) >= 2 else None
+            for name, shape in zip(roster.names, roster.shapes, strict=True)
+        ]
+        self.families = sorted({p for p in patterns if p is not None and patterns.count(p) > 1})
+        number = {pattern: i for i, pattern in enumerate(self.families)}
+        self.family = torch.tensor([number.get(str(p), len(number)) for p in patterns], dtype=torch.int64)
+
+        self.related = self.family < len(number)
+        numel = torch.tensor([math.prod(shape) for shape in roster.shapes], dtype=torch.float64)
+        self.half_log_numel = numel.clamp_(min=1.0).log_().mul_(0.5)
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Compare the layers of each family."""
+        known = self.norms.of(record).known & self.norms.settled & self.related
+        level = self.norms.level - self.half_log_numel
+        low, high = torch.where(known, level, math.inf).amin(), torch.where(known, level, -math.inf).amax()
+        # if all of them together are close, so is each family
+        if not high - low > math.log(self.limit):
+            return []
+        spread = self._spread(torch.where(known, torch.stack([level, -level]), -math.inf))
+        found = torch.zeros_like(known)
+        badness = torch.zeros_like(level)
+        others: dict[int, tuple[int, int]] = {}
+        for i in (spread > math.log(self.limit)).nonzero().flatten().tolist():
+            rows = ((self.family == i) & known).nonzero().flatten()
+            levels = level[rows]
+            place, other = int(rows[levels.argmin()]), int(rows[levels.argmax()])
+            if levels.median() * 2 < level[place] + level[other]:
+                place, other = other, place
+            found[place], badness[place], others[place] = True, spread[i], (other, len(rows))
+
+        def describe(place: int) -> Sight:
+            other, size = others[place]
+            ratio = math.exp(min(float(badness[place]), 700.0))
+            side = "below" if level[place] < level[other] else "above"
+            message = (
+                f"rms {float(level[place].exp()):.2g} is {ratio:.2g} times {side} that of "
+                f"{label('grads', record.roster.names[other])}, {float(level[other].exp()):.2g} "
+                f"({size} layers have such a tensor)"
+            )
+            return Sight(ratio, self.limit, message, REBALANCE, self.severity)
+
+        return self.findings(record, "grads", found, badness, describe)
+
+    def _spread(self, signed: Tensor) -> Tensor:
+        """Return the largest less the least of each family: of ``(2, N)`` values and their negatives."""
+        ends = torch.full((2, len(self.families) + 1), -math.inf, dtype=torch.float64)
+        return ends.scatter_reduce(1, self.family.expand(2, -1), signed, "amax").sum(dim=0)[:-1]

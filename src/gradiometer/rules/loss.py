@@ -1,0 +1,78 @@
+"""Spikes of the loss."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from gradiometer.findings import Finding, Severity
+from gradiometer.rules.base import BaseRule
+from gradiometer.rules.history import WARMUP, WINDOW, History
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gradiometer.steps import StepRecord
+
+__all__ = ["LossSpike"]
+
+# the least deviation, as a share of the usual loss, and of the highest that was usual
+OF_USUAL: Final = 0.02
+OF_HIGHEST: Final = 0.01
+# a usual loss below this share of the highest has converged; what stays below the second is then a hard batch
+CONVERGED: Final = 0.05
+HARD_BATCH: Final = 0.25
+
+ADVICE: Final = (
+    "look at the batch of this step; if the loss stays high, go back to a checkpoint from before, skip some "
+    "batches and lower the learning rate"
+)
+
+
+class LossSpike(BaseRule):
+    """The loss far above its own history. Every step with a loss counts, recorded or not.
+
+    Once the usual loss is below 5 % of the highest that was usual, a spike to less than 25 % of that is info.
+
+    Args:
+        deviations: robust deviations above the usual, of the loss itself; as for `NormSpike`.
+        warmup, window: of the `History`, in steps.
+        severity: of a finding.
+    """
+
+    name = "loss_spike"
+    kept = ("losses", "highest")
+
+    def __init__(
+        self,
+        *,
+        deviations: float = 8.0,
+        warmup: int = WARMUP,
+        window: int = WINDOW,
+        severity: Severity = Severity.WARNING,
+    ) -> None:
+        super().__init__(severity)
+        self.deviations = deviations
+        self.losses = History(warmup, window, 0.0)
+        self.losses.restart(1)
+        self.highest = 0.0
+
+    def check(self, record: StepRecord) -> Iterable[Finding]:
+        """Compare this step's loss."""
+        loss = record.loss
+        if loss is None or not math.isfinite(loss):
+            return []
+        usual = float(self.losses.mean)
+        if float(self.losses.count) >= self.losses.warmup:
+            self.highest = max(self.highest, abs(usual))
+        # a loss that is constant has no deviation, and may be 0
+        floor = max(OF_USUAL * abs(usual), OF_HIGHEST * self.highest, 1e-12)
+        z, usual, deviation = self.losses.score_one(loss, floor)
+        if z <= self.deviations:
+            return []
+        harmless = abs(usual) < CONVERGED * self.highest and loss < HARD_BATCH * self.highest
+        severity = min(self.severity, Severity.INFO) if harmless else self.severity
+        message = f"loss {loss:.4g}, {z:.0f} robust deviations above its usual {usual:.4g}"
+        limit = usual + self.deviations * deviation
+        step = record.step
+        return [Finding(self.name, severity, step, step, None, None, loss, limit, message, ADVICE)]

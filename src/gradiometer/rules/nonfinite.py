@@ -1,0 +1,95 @@
+"""NaN and Inf: one finding, with the first culprit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from gradiometer.culprit import culprit_text, first_nonfinite
+from gradiometer.findings import Finding, Severity
+from gradiometer.rules.base import BaseRule
+from gradiometer.schema import COLUMN_INDEX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gradiometer.steps import StepRecord
+
+__all__ = ["NonFinite"]
+
+_COUNTS: Final = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_neginf"] + 1)
+
+ADVICE: Final = {
+    "grads": "skip such steps (monitor.skip_step); look for a division by 0, log(0), sqrt(0) or an fp16 "
+    "overflow in the backward of this layer",
+    "weights": "go back to a checkpoint before this step, and skip steps whose gradients are not finite "
+    "(monitor.skip_step)",
+    "updates": "the gradients were finite: look at the optimizer: its eps, its state in half precision, the "
+    "learning rate",
+    "loss": "look at this step's batch, and for log(0), an empty mean or an overflow in the loss",
+}
+
+
+class NonFinite(BaseRule):
+    """A NaN or Inf in a loss, gradient, weight or update; of many tensors the first culprit is named.
+
+    While it lasts, step after step, it stays one finding. A step that ``skip_step`` said to skip has the
+    severity ``skipped``, until there are ``patience`` of them in a row: those no loss scale explains.
+
+    Args:
+        skipped: severity of a step that is skipped. With loss scaling, ``Severity.INFO`` is right.
+        patience: steps in a row.
+        severity: of a step that is not skipped, and of a weight that is not finite.
+    """
+
+    name = "nonfinite"
+    kept = ("row", "first")
+
+    def __init__(
+        self,
+        *,
+        skipped: Severity = Severity.WARNING,
+        patience: int = 10,
+        severity: Severity = Severity.ERROR,
+    ) -> None:
+        super().__init__(severity)
+        self.skipped, self.patience = Severity(skipped), patience
+        self.row = 0
+        self.first: dict[str, object] | None = None
+
+    def check(self, record: StepRecord) -> Iterable[Finding]:
+        """Return one finding if anything of this step is not finite."""
+        # of all kinds in one sum: nearly every step has none
+        bad = record.values is not None and float(record.values[..., _COUNTS].sum()) > 0
+        culprit = first_nonfinite(record) if bad else None
+        loss_is_bad = record.loss is not None and not math.isfinite(record.loss)
+        if culprit is None and not loss_is_bad:
+            if record.recorded:
+                self.row, self.first = 0, None
+            return []
+        self.row += 1
+        lasts = self.row >= self.patience
+        harmless = record.skipped and not lasts and not (culprit is not None and culprit.kind == "weights")
+        severity = min(self.skipped, self.severity) if harmless else self.severity
+        if self.first is not None:
+            # what follows has the same cause: it prolongs the first one
+            found = Finding.from_dict(self.first)
+            if severity > found.severity and lasts:
+                found = replace(found, message=f"{found.message}; {self.row} steps in a row are not finite")
+        elif culprit is not None:
+            # behind the step's number, which a finding has itself
+            message = str(culprit_text(record)).partition(", ")[2]
+            if loss_is_bad:
+                message += f"; the loss is {record.loss}"
+            count = float(culprit.n_nan + culprit.n_inf)
+            found = self._finding(culprit.kind, culprit.name, count, message, ADVICE[culprit.kind])
+        else:
+            found = self._finding(None, None, math.nan, f"the loss is {record.loss}", ADVICE["loss"])
+        found = replace(found, severity=severity, first_step=record.step, last_step=record.step)
+        if self.first is None or severity > Finding.from_dict(self.first).severity:
+            self.first = found.to_dict()
+        return [found]
+
+    def _finding(self, kind: object, tensor: str | None, value: float, message: str, advice: str) -> Finding:
+        return Finding(self.name, self.severity, 0, 0, kind, tensor, value, 0.0, message, advice)  # type: ignore[arg-type]

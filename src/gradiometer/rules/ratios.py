@@ -1,0 +1,222 @@
+"""Ratios that should stay in a band: of updates to weights, and of two groups of gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from gradiometer import derived, groups
+from gradiometer.findings import Finding, Severity
+from gradiometer.inputs import Named, named_parameters
+from gradiometer.ratio import group_ratio
+from gradiometer.rules.base import MOST, Sight, TensorRule
+from gradiometer.rules.history import History
+from gradiometer.stats import TensorStats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from gradiometer.groups import GroupRule
+    from gradiometer.inputs import Parameters
+    from gradiometer.steps import Roster, StepRecord
+
+__all__ = ["GroupRatio", "UpdateRatio"]
+
+# recorded steps before a ratio counts: weights that begin at 0 are still made of updates alone
+SETTLE: Final = 20
+# and then before it is judged, and over which it is averaged
+LEAST: Final = 10
+WINDOW: Final = 50
+
+TOO_FAST: Final = "lower the learning rate, of this layer at least, or lengthen its warm-up"
+ADJUST: Final = "give the two groups learning rates of their own, or weigh their losses differently"
+TOO_SLOW: Final = (
+    "if the learning rate is not meant to be so low here, raise it; in bf16, updates that small may be "
+    "lost in rounding"
+)
+
+
+class UpdateRatio(TensorRule):
+    """The norm of an update by the norm of its weight outside of a band, on average over some steps.
+
+    Around 1e-3 is a rule of thumb (CS231n, "Ratio of weights:updates"; Karpathy's "Building makemore", part
+    3); the default band has two powers of ten on either side. Above it the severity is ``severity``, below it
+    info, since a schedule that ends at 0 leads there. Tensors of two dimensions or more count.
+
+    With weights and no updates recorded, the change of a weight's norm since the last recorded step, by the
+    number of steps, is a lower bound of the largest update between: it may be above the band, never below.
+    Without weights the rule has nothing to say.
+
+    Args:
+        low, high: the band.
+        most: tensors named in a step.
+        severity: of an update above the band.
+    """
+
+    name = "update_ratio"
+    kept = (*TensorRule.kept, "seen", "ratios", "before", "before_step")
+
+    def __init__(
+        self,
+        low: float = 1e-5,
+        high: float = 0.1,
+        *,
+        most: int = MOST,
+        severity: Severity = Severity.WARNING,
+    ) -> None:
+        super().__init__(severity, most)
+        _check_band(type(self).__name__, low, high)
+        self.low, self.high = low, high
+        self.ratios = History(LEAST, WINDOW, 0.0)
+        self.seen = self.before = torch.zeros(0, dtype=torch.float64)
+        self.before_step: int | None = None
+        self.wide = torch.zeros(0, dtype=torch.bool)
+
+    def restart(self, size: int) -> None:
+        """Begin the history of so many tensors."""
+        self.ratios.restart(size)
+        self.seen, self.before = torch.zeros(2, size, dtype=torch.float64).unbind()
+        self.before_step = None
+
+    def prepare(self, roster: Roster) -> None:
+        """Find the matrices."""
+        self.wide = torch.tensor([len(shape) >= 2 for shape in roster.shapes], dtype=torch.bool)
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Average this step's ratios."""
+        kinds = record.roster.kinds
+        if "weights" not in kinds:
+            return []
+        # squares of norms, without what is not finite: that is said by another rule
+        square = record.value("sumsq", "weights")
+        exact = "updates" in kinds
+        change = record.value("sumsq", "updates") if exact else self._change(square.sqrt(), record.step)
+        x = torch.where(self.wide, (change / square).log_().mul_(0.5), math.nan)
+        self.seen = self.seen + x.isfinite()
+        self.ratios.score(torch.where(self.seen > SETTLE, x, math.nan))
+        mean = self.ratios.mean
+        judged = self.ratios.count >= LEAST
+        above = judged & (mean > math.log(self.high))
+        below = judged & (mean < (math.log(self.low) if exact and self.low > 0 else -math.inf))
+        # a frozen weight changes by 0, and a ratio that is not finite was not averaged
+        found = (above | below) & x.isfinite()
+        if not found.any():
+            return []
+        bound = "" if exact else "at least "
+
+        def describe(place: int) -> Sight:
+            value = float(mean[place].exp())
+            if above[place]:
+                message = f"update {bound}{value:.2g} of the weight's norm, above the band {self._band()}"
+                return Sight(value, self.high, message, TOO_FAST, self.severity)
+            message = f"update {value:.2g} of the weight's norm, below the band {self._band()}"
+            return Sight(value, self.low, message, TOO_SLOW, min(self.severity, Severity.INFO))
+
+        badness = torch.where(above, mean - math.log(self.high), -1 / (1 + mean.abs()))
+        return self.findings(record, "updates" if exact else "weights", found, badness, describe)
+
+    def _change(self, norm: Tensor, step: int) -> Tensor:
+        before, since = self.before, self.before_step
+        self.before, self.before_step = norm.clone(), step
+        if since is None or step <= since:
+            return torch.full_like(norm, math.nan)
+        # a weight that was not measured before has norm 0 there
+        return torch.where(before > 0, ((norm - before) / (step - since)).square(), math.nan)
+
+    def _band(self) -> str:
+        return f"{self.low:g} to {self.high:g}"
+
+
+class GroupRatio(TensorRule):
+    """The ratio of two groups' gradients, `gradiometer.group_ratio`, outside of bounds.
+
+    Args:
+        groups: name -> pattern, predicate, names or modules, as for `TensorStats.group`.
+        numerator, denominator: names of two of them.
+        low, high: the bounds. A step in which a group has no gradient, or one not finite, is left out.
+        patience: recorded steps in a row that are outside.
+        model: whose parameters the modules in ``groups`` are, if there are any.
+        severity: of a finding.
+
+    Raises:
+        ValueError: for bounds out of order, or at the first record if a group has no tensor.
+
+    >>> rule = GroupRatio({"seed": r"^seed", "host": r"^host"}, "seed", "host", low=0.1, high=10.0)
+    """
+
+    name = "group_ratio"
+    kept = (*TensorRule.kept, "row", "since")
+
+    def __init__(
+        self,
+        groups: Mapping[str, GroupRule],
+        numerator: str,
+        denominator: str,
+        low: float = 0.0,
+        high: float = math.inf,
+        *,
+        patience: int = 1,
+        model: Parameters | None = None,
+        severity: Severity = Severity.WARNING,
+    ) -> None:
+        super().__init__(severity)
+        _check_band(type(self).__name__, low, high)
+        for name in (numerator, denominator):
+            if name not in groups:
+                msg = f"GroupRatio: no group {name!r}; there are {', '.join(map(repr, groups))}"
+                raise ValueError(msg)
+        self.groups = {name: groups[name] for name in (numerator, denominator)}
+        self.low, self.high, self.patience = low, high, patience
+        self.row = self.since = 0
+        self._model = None if model is None else Named(*named_parameters(model, "GroupRatio"))
+        self._rows: dict[str, list[int]] = {}
+
+    def restart(self, size: int) -> None:
+        """Begin anew."""
+        del size
+        self.row = self.since = 0
+
+    def prepare(self, roster: Roster) -> None:
+        """Find the groups' tensors."""
+        for name, rule in self.groups.items():
+            self._rows[name] = groups.members(roster.names, name, rule, self._model)
+            if not self._rows[name]:
+                msg = f"GroupRatio: no tensor belongs to the group {name!r}: {rule!r}"
+                raise ValueError(msg)
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Compare this step's ratio."""
+        columns = torch.stack([derived.merge_rows(record.columns()[rows]) for rows in self._rows.values()])
+        stats = TensorStats(tuple(self._rows), columns, torch.zeros(2, dtype=torch.int32), record.thresholds)
+        above, below = self._rows
+        ratio = float(group_ratio(stats, above, below))
+        if not (stats.numel > 0).all() or not math.isfinite(ratio):
+            return []
+        if self.low <= ratio <= self.high:
+            self.row = 0
+            return []
+        self.row += 1
+        if self.row == 1:
+            self.since = record.step
+        if self.row < self.patience:
+            return []
+        side, limit = ("above", self.high) if ratio > self.high else ("below", self.low)
+        message = f"gradients of {above!r} by those of {below!r}: {ratio:.3g}, {side} {limit:g}"
+        # a group is no tensor, but two such rules are to have findings of their own
+        tensor = record.roster.names[self._rows[above][0]]
+        step = record.step
+        return [
+            Finding(
+                self.name, self.severity, self.since, step, "grads", tensor, ratio, limit, message, ADJUST
+            )
+        ]
+
+
+def _check_band(rule: str, low: float, high: float) -> None:
+    if not 0 <= low < high:
+        msg = f"{rule}(low={low!r}, high={high!r}): 0 <= low < high"
+        raise ValueError(msg)

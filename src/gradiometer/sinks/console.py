@@ -1,0 +1,251 @@
+"""The console: a line from time to time, findings at once, a fault as a panel."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from gradiometer.extras import require
+from gradiometer.findings import Severity
+from gradiometer.schema import Flag
+from gradiometer.sinks.selection import News, check_key, lookup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TextIO
+
+    from gradiometer.fault import Fault
+    from gradiometer.findings import Finding
+    from gradiometer.steps import RunInfo, StepRecord
+
+__all__ = ["Console"]
+
+_STYLES: Final = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
+_SHORT: Final = {"grads/total_norm": "grad norm"}
+_WORDS: Final = {
+    Flag.NAN: "with NaN",
+    Flag.INF: "with Inf",
+    Flag.EXPLODING: "exploding",
+    Flag.DEAD: "dead",
+    Flag.VANISHING: "vanishing",
+}
+_STEPS: Final = 8
+_FINDINGS: Final = 4
+
+
+class Console:
+    """Prints to stderr: the newest step every few seconds, findings at once and once, a fault as a panel.
+
+    A terminal gets colours, a file plain text; the lines stay, above a progress bar of tqdm or rich.
+
+    Args:
+        show: the keys that are shown, in this order, as in `gradiometer.sinks.selection`; one tensor's too:
+            ``"grads/head.weight/norm"``.
+        seconds: the least time between two lines of steps.
+        severity: findings below it are not printed.
+        most: findings that are printed at a time; of more, the worst, and how many there are.
+        file: instead of what ``sys.stderr`` is when a line is printed.
+
+    Raises:
+        ImportError: without rich; ``pip install 'gradiometer[monitor]'`` brings it.
+        ValueError: for something that can be no key.
+    """
+
+    def __init__(
+        self,
+        show: Sequence[str] = ("train/loss", "train/lr", "grads/total_norm"),
+        *,
+        seconds: float = 5.0,
+        severity: Severity = Severity.INFO,
+        most: int = 8,
+        file: TextIO | None = None,
+    ) -> None:
+        require("rich", "monitor", "sinks.Console")
+        self.show = (show,) if isinstance(show, str) else tuple(show)
+        for key in self.show:
+            check_key(key)
+        self._seconds, self._severity, self._most, self._file = seconds, severity, most, file
+        self._news = News()
+        self._widths = dict.fromkeys(self.show, 0)
+        self._due = -math.inf
+        self._last: StepRecord | None = None  # that was shown
+        self._newest: StepRecord | None = None
+        self._printed: dict[tuple[object, ...], Severity] = {}
+
+    def __repr__(self) -> str:
+        """Return the class."""
+        return "Console()"
+
+    def start(self, info: RunInfo) -> None:
+        """Say what is watched."""
+        tensors = len(info.roster.names)
+        every = "every step" if info.every == 1 else f"every {info.every} steps"
+        text = f"watching {info.model}: {', '.join(info.roster.kinds)} of {tensors} tensors, {every}"
+        self._print(self._text((text, "dim")))
+
+    def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
+        """Print the findings that are news, and the newest step if one is due."""
+        new = [finding for finding in self._news.take(findings) if finding.severity >= self._severity]
+        if new:
+            self._print_findings(new)
+        if not records:
+            return
+        self._newest = records[-1]
+        now = time.monotonic()
+        if now >= self._due:
+            # one with gradients says more than a newer one without
+            recorded = [record for record in records if record.recorded]
+            self._print_step((recorded or records)[-1])
+            self._due = now + self._seconds
+
+    def fault(self, fault: Fault) -> None:
+        """Print the panel, unless the run just ended."""
+        if fault.reason != "exit":
+            self._print(_panel(fault))
+
+    def close(self) -> None:
+        """Print the last step, and how many findings there were."""
+        if self._newest is not None and (self._last is None or self._newest.step > self._last.step):
+            self._print_step(self._newest)
+        counts = {
+            severity: [*self._printed.values()].count(severity) for severity in sorted(Severity, reverse=True)
+        }
+        plural = {
+            severity: "" if severity is Severity.INFO or n == 1 else "s" for severity, n in counts.items()
+        }
+        told = ", ".join(f"{n} {severity}{plural[severity]}" for severity, n in counts.items() if n)
+        if told:
+            self._print(self._text((f"findings: {told}", "dim")))
+
+    def _print_step(self, record: StepRecord) -> None:
+        parts = [(f"step {record.step:>7}", "bold")]
+        for key in self.show:
+            value = lookup(record, key)
+            cell = "-" if value is None else _number(value)
+            # columns keep their place once something wide was there
+            self._widths[key] = max(self._widths[key], len(cell))
+            bad = value is not None and not math.isfinite(value)
+            name = _SHORT.get(key, key.removeprefix("train/"))
+            parts += [(f"   {name} ", "dim"), (f"{cell:>{self._widths[key]}}", "bold red" if bad else "")]
+        if self._last is not None and record.step > self._last.step:
+            pace = 1e3 * (record.time - self._last.time) / (record.step - self._last.step)
+            parts.append((f"   {max(pace, 0.0):.1f} ms/step", "dim"))
+        parts += _state(record)
+        self._last = record
+        self._print(self._text(*parts))
+
+    def _print_findings(self, findings: list[Finding]) -> None:
+        for finding in findings:
+            self._printed[*finding.key, finding.first_step] = finding.severity
+        worst = sorted(findings, key=lambda finding: (-finding.severity, finding.first_step))
+        advised = set()
+        for finding in worst[: self._most]:
+            style = _STYLES[finding.severity]
+            head = f"{finding.severity!s:7}  step {finding.first_step}: "
+            self._print(self._text((head, style), (finding.message, "")))
+            # the same advice once, not for each of a hundred tensors
+            if finding.advice and finding.advice not in advised:
+                advised.add(finding.advice)
+                self._print(self._text((f"         try: {finding.advice}", "dim")))
+        if len(worst) > self._most:
+            rules: dict[str, int] = {}
+            for finding in worst[self._most :]:
+                rules[finding.rule] = rules.get(finding.rule, 0) + 1
+            rest = ", ".join(f"{n} {rule}" for rule, n in rules.items())
+            self._print(self._text((f"         and {len(worst) - self._most} more: {rest}", "dim")))
+
+    def _text(self, *parts: tuple[str, str]) -> Any:
+        # a Text takes names as they are: brackets in them are no markup
+        text = require("rich.text", "monitor", "sinks.Console")
+        return text.Text.assemble(*parts, no_wrap=True, overflow="ignore")
+
+    def _print(self, renderable: Any) -> None:
+        file = self._file or sys.stderr
+        if file is None:  # a program without a console
+            return
+        rich = require("rich.console", "monitor", "sinks.Console")
+        # rendered here and written as text: so rich's own progress bar puts it above itself
+        inner = getattr(file, "rich_proxied_file", file)
+        size = rich.Console(file=inner)
+        page = io.StringIO()
+        console = rich.Console(
+            file=page,
+            force_terminal=size.is_terminal,
+            color_system=size.color_system if size.is_terminal else None,
+            width=size.width if size.is_terminal else 110,
+            highlight=False,
+            legacy_windows=False,
+        )
+        console.print(renderable, soft_wrap=not hasattr(renderable, "renderable"))
+        _write(file, _encodable(page.getvalue(), inner))
+
+
+def _write(file: TextIO, text: str) -> None:
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if tqdm is None:
+        file.write(text)
+    else:
+        # takes bars away and puts them back below
+        with tqdm.external_write_mode(file=file):
+            file.write(text)
+    file.flush()
+
+
+def _encodable(text: str, file: Any) -> str:
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _number(x: float) -> str:
+    if x != 0 and math.isfinite(x) and not 1e-2 <= abs(x) < 1e5:
+        return f"{x:.2e}"
+    return f"{x:#.4g}"
+
+
+def _state(record: StepRecord) -> list[tuple[str, str]]:
+    if not record.recorded:
+        return [("   not recorded", "dim")]
+    flags = record.flags()
+    counts = {word: int((flags & int(flag) != 0).sum()) for flag, word in _WORDS.items()}
+    # what is not finite counts as exploding too: once is enough
+    counts["exploding"] = int(
+        ((flags & int(Flag.EXPLODING | Flag.NAN | Flag.INF)) == int(Flag.EXPLODING)).sum()
+    )
+    found = ", ".join(f"{n} {word}" for word, n in counts.items() if n)
+    parts = [(f"   {found}", "yellow") if found else ("   ok", "green")]
+    return parts + [("   skipped", "bold yellow")] * record.skipped
+
+
+def _panel(fault: Fault) -> Any:
+    group, panel = (
+        require("rich.console", "monitor", "Console").Group,
+        require("rich.panel", "monitor", "Console"),
+    )
+    text, table = require("rich.text", "monitor", "Console").Text, require("rich.table", "monitor", "Console")
+    rows: list[Any] = [text.assemble((fault.reason, "bold red"), (f"  {fault.message}".rstrip(), ""))]
+    if fault.first_nonfinite:
+        rows.append(text.assemble(("first non-finite: ", "bold"), fault.first_nonfinite))
+    worst = sorted(fault.findings, key=lambda finding: (-finding.severity, finding.first_step))
+    rows += [
+        text(str(finding), style=_STYLES[finding.severity], no_wrap=True, overflow="ellipsis")
+        for finding in worst[:_FINDINGS]
+    ]
+    if len(worst) > _FINDINGS:
+        rows.append(text(f"and {len(worst) - _FINDINGS} more findings", style="dim"))
+    last = [record for record in fault.last if record.recorded][-_STEPS:]
+    if last:
+        grid = table.Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for title in ("step", "loss", "grad norm", "not finite", "flagged"):
+            grid.add_column(title, justify="right")
+        for record in last:
+            loss = "-" if record.loss is None else _number(record.loss)
+            bad = record.total("n_nonfinite")
+            flagged = int((record.flags() != 0).sum())
+            cells = (f"{record.step}", loss, _number(record.total()), f"{bad:,.0f}", str(flagged))
+            grid.add_row(*cells, style="red" if bad else "")
+        rows += [text(""), grid]
+    title = f"gradiometer: the last steps before step {fault.step}"
+    return panel.Panel(group(*rows), title=title, title_align="left", border_style="red")

@@ -1,0 +1,203 @@
+"""Which steps and values a sink takes, and their keys: the one place.
+
+==========================  =============================================================
+key                         value
+==========================  =============================================================
+``grads/total_norm``        the norm of all gradients together
+``grads/n_nonfinite``       any other statistic of all of them
+``grads/<name>/norm``       a statistic of one tensor; also ``weights/...``, ``updates/...``
+``train/loss``              a scalar that was given to ``advance``, by its name
+==========================  =============================================================
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
+
+from gradiometer.derived import DERIVED
+from gradiometer.schema import COLUMN_NAMES
+from gradiometer.steps import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gradiometer.findings import Finding, Severity
+    from gradiometer.steps import Kind, Roster, StepRecord
+
+__all__ = ["STATISTICS", "News", "Options", "Selection", "check_key", "lookup"]
+
+STATISTICS: Final = (*COLUMN_NAMES, *DERIVED)
+_TOTAL_NORM: Final = "total_norm"
+
+Pattern = str | re.Pattern[str] | None
+_Name = TypeVar("_Name", bound=str)
+
+
+class Options(TypedDict, total=False):
+    """The arguments of `Selection`, which most sinks take too."""
+
+    tensors: Pattern
+    statistics: str | Sequence[str]
+    totals: Sequence[str]
+    scalars: Pattern
+    kinds: Sequence[Kind]
+    every: int
+
+
+class Selection:
+    """Which steps and values are taken. Totals always are; tensors only when they are asked for.
+
+    Args:
+        tensors: a regular expression, searched in the names of the parameters: those that match get values of
+            their own, ``""`` all of them. None: none.
+        statistics: of each such tensor: names, or one regular expression that whole names match.
+        totals: statistics of all tensors together.
+        scalars: a regular expression, searched in the names given to ``advance``; None: none of them.
+        kinds: ``"grads"``, ``"weights"``, ``"updates"``; what was not recorded is left out.
+        every: steps that this divides are taken, and those with a NaN or Inf.
+
+    Raises:
+        ValueError: for a bad regular expression, or an unknown statistic or kind.
+
+    >>> Selection(tensors=r"mlp", statistics=("norm", "rms"), every=10)
+    Selection(tensors='mlp', statistics=('norm', 'rms'), every=10)
+    """
+
+    def __init__(
+        self,
+        tensors: Pattern = None,
+        statistics: str | Sequence[str] = ("norm",),
+        totals: Sequence[str] = ("norm", "n_nonfinite"),
+        scalars: Pattern = "",
+        kinds: Sequence[Kind] = KINDS,
+        every: int = 1,
+    ) -> None:
+        self.tensors = _compiled("tensors", tensors)
+        self.statistics = _statistics(statistics)
+        self.totals = _known("totals", totals, STATISTICS)
+        self.scalars = _compiled("scalars", scalars)
+        self.kinds = _known("kinds", kinds, KINDS)
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every={every!r}: a whole number of steps, at least 1")
+        self.every = every
+        self._roster: Roster | None = None
+        self._rows: list[int] = []
+
+    def __repr__(self) -> str:
+        """Return what was asked for."""
+        tensors = self.tensors and self.tensors.pattern
+        return f"Selection(tensors={tensors!r}, statistics={self.statistics!r}, every={self.every})"
+
+    def takes(self, record: StepRecord) -> bool:
+        """Tell whether this step is taken."""
+        return record.step % self.every == 0 or (record.recorded and record.total("n_nonfinite") > 0)
+
+    def values(self, record: StepRecord) -> dict[str, float]:
+        """Return key -> value of one step, which may be NaN or infinite; of what was measured alone."""
+        values = {f"train/{name}": x for name, x in record.scalars.items() if _found(self.scalars, name)}
+        if not record.recorded:
+            return values
+        for kind in (kind for kind in record.roster.kinds if kind in self.kinds):
+            measured = record.measured(kind).tolist()
+            if not any(measured):
+                continue
+            values |= {total_key(kind, name): record.total(name, kind) for name in self.totals}
+            rows = [i for i in self._selected(record.roster) if measured[i]]
+            # one list a statistic: an item() each would cost more than all the rest
+            for statistic in self.statistics if rows else ():
+                column = record.value(statistic, kind).tolist()
+                for i in rows:
+                    values[f"{kind}/{record.roster.names[i]}/{statistic}"] = column[i]
+        return values
+
+    def _selected(self, roster: Roster) -> list[int]:
+        if roster is not self._roster:
+            self._roster = roster
+            self._rows = [i for i, name in enumerate(roster.names) if _found(self.tensors, name)]
+        return self._rows
+
+
+def total_key(kind: str, statistic: str) -> str:
+    """Return the key of a statistic of all tensors: ``grads/total_norm``, ``grads/n_nan``."""
+    return f"{kind}/{_TOTAL_NORM if statistic == 'norm' else statistic}"
+
+
+def check_key(key: str) -> None:
+    """Raise a ValueError for what can be no key."""
+    group, _, rest = key.partition("/")
+    _, _, statistic = rest.rpartition("/")
+    if group == "train" and rest:
+        return
+    if group not in KINDS or (statistic != _TOTAL_NORM and statistic not in STATISTICS):
+        raise ValueError(
+            f"{key!r} is no key: 'train/loss', 'grads/total_norm', 'grads/<statistic>' or"
+            f" 'grads/<name>/<statistic>', with a statistic of {', '.join(STATISTICS)}"
+        )
+
+
+def lookup(record: StepRecord, key: str) -> float | None:
+    """Return the value of a key in one step; None where it has none."""
+    group, _, rest = key.partition("/")
+    if group == "train":
+        return record.scalars.get(rest)
+    kind: Kind | None = next((kind for kind in record.roster.kinds if kind == group), None)
+    if kind is None or not record.recorded:
+        return None
+    name, _, statistic = rest.rpartition("/")
+    statistic = "norm" if statistic == _TOTAL_NORM else statistic
+    if not name:
+        return record.total(statistic, kind) if bool(record.measured(kind).any()) else None
+    row = record.roster.index.get(name)
+    if row is None or not record.measured(kind)[row]:
+        return None
+    return float(record.value(statistic, kind)[row])
+
+
+class News:
+    """Tells findings that were not there before, or have become worse, from those that go on."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Severity] = {}
+
+    def take(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Return those that are news."""
+        new = []
+        for finding in findings:
+            key = (*finding.key, finding.first_step)
+            if key not in self._known or finding.severity > self._known[key]:
+                self._known[key] = finding.severity
+                new.append(finding)
+        return new
+
+
+def _found(pattern: re.Pattern[str] | None, name: str) -> bool:
+    return pattern is not None and pattern.search(name) is not None
+
+
+def _compiled(what: str, pattern: Pattern) -> re.Pattern[str] | None:
+    if pattern is None:
+        return None
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{what}={pattern!r} is no regular expression: {error}") from None
+
+
+def _statistics(asked: str | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(asked, str):
+        return _known("statistics", asked, STATISTICS)
+    pattern = _compiled("statistics", asked)
+    found = tuple(name for name in STATISTICS if pattern and pattern.fullmatch(name))
+    if not found:
+        raise ValueError(f"statistics={asked!r} matches none of {', '.join(STATISTICS)}")
+    return found
+
+
+def _known(what: str, asked: Sequence[_Name], known: Sequence[str]) -> tuple[_Name, ...]:
+    # a string is a sequence too, of letters
+    names: Sequence[_Name] = [asked] if isinstance(asked, str) else asked  # type: ignore[list-item]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{what}: there is no {name!r}, but {', '.join(known)}")
+    return tuple(names)

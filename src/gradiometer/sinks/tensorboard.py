@@ -1,0 +1,92 @@
+"""TensorBoard: scalars in an event file."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from gradiometer.extras import require
+from gradiometer.sinks.selection import News, Options, Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Unpack
+
+    from gradiometer.fault import Fault
+    from gradiometer.findings import Finding
+    from gradiometer.steps import RunInfo, StepRecord
+
+__all__ = ["TensorBoard"]
+
+_PROTO = "tensorboard.compat.proto"
+
+
+class TensorBoard:
+    """Writes scalars into a new event file in a folder; findings and a fault into the tab Text.
+
+    One event a step, with the step's own number and time, by TensorBoard's own writer: neither TensorFlow nor
+    ``torch.utils.tensorboard`` is needed. Its scalars are float32: what is above 3.4e38 is an Inf there.
+
+    Args:
+        log_dir: the folder, one for each run; one that another writer uses will do too.
+        **options: which steps and values, as for `gradiometer.sinks.Selection`.
+
+    Raises:
+        ImportError: without tensorboard; ``pip install 'gradiometer[tensorboard]'`` brings it.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str], **options: Unpack[Options]) -> None:
+        self.log_dir = os.fspath(log_dir)
+        self.selection = Selection(**options)
+        self._news = News()
+        self._writer: Any = None
+        self._event = require(f"{_PROTO}.event_pb2", "tensorboard", "sinks.TensorBoard").Event
+        self._summary = require(f"{_PROTO}.summary_pb2", "tensorboard", "sinks.TensorBoard")
+        self._tensor = require(f"{_PROTO}.tensor_pb2", "tensorboard", "sinks.TensorBoard").TensorProto
+
+    def __repr__(self) -> str:
+        """Return the folder."""
+        return f"TensorBoard({self.log_dir!r})"
+
+    def start(self, info: RunInfo) -> None:
+        """Open a new event file."""
+        del info
+        module = require("tensorboard.summary.writer.event_file_writer", "tensorboard", "sinks.TensorBoard")
+        self._writer = module.EventFileWriter(self.log_dir)
+
+    def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
+        """Add the steps and flush."""
+        for record in records:
+            if self.selection.takes(record):
+                values = self.selection.values(record)
+                scalars = [self._summary.Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
+                self._add(record.step, record.time, scalars)
+        for finding in self._news.take(findings):
+            self._add_text("gradiometer/findings", f"{finding}\n{finding.advice}", finding.first_step)
+        self._writer.flush()
+
+    def fault(self, fault: Fault) -> None:
+        """Add the fault as text and flush."""
+        found = f"First non-finite: {fault.first_nonfinite}" if fault.first_nonfinite else ""
+        text = "\n".join(filter(None, (f"{fault.reason} {fault.message}".strip(), found)))
+        self._add_text("gradiometer/fault", text, fault.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _add_text(self, tag: str, text: str, step: int) -> None:
+        # it is shown as Markdown, where a name's underscores would be emphasis: indented it is code
+        text = "\n".join("    " + line for line in text.splitlines())
+        tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode("utf-8", "backslashreplace")])
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
+        self._add(step, time.time(), [self._summary.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
+
+    def _add(self, step: int, seconds: float, values: list[Any]) -> None:
+        summary = self._summary.Summary(value=values)
+        self._writer.add_event(self._event(wall_time=seconds, step=step, summary=summary))
