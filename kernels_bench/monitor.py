@@ -233,8 +233,12 @@ def measure(model_name, mode, names, args, folder):
         for name in order:
             times[name].append(trainings[name].turn(args.steps))
     check(trainings)
-    for training in trainings.values():
-        training.telemetry.close()
+    for name, training in trainings.items():
+        try:
+            training.telemetry.close()
+        except RuntimeError as failure:  # what does not log is no contender
+            times.pop(name)
+            failed[name] = reason_of(failure)
     return {name: values[1:] for name, values in times.items()}, failed
 
 
@@ -272,12 +276,12 @@ def show(rows, failed, device):
     from rich.table import Table
 
     table = Table(title=f"a training step, watched; {device}, torch {torch.__version__}; medians")
-    left = {"model", "step", "watched by"}
-    headings = ("model", "step", "watched by", "ms", "extra", "middle half", "CPU ms", "extra", "middle half")
+    left = {"step", "watched by"}
+    headings = ("step", "watched by", "ms", "extra", "middle half", "CPU ms", "extra", "middle half")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right")
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
     for row in rows:
-        cells = [row["model"], row["mode"], row["contender"]]
+        cells = [f"{row['model']}, {row['mode']}", row["contender"]]
         for figures in (row["wall"], row["cpu"]):
             low, _, high = figures["quartiles"]
             cells += [f"{figures['ms']:.2f}"]
@@ -287,7 +291,7 @@ def show(rows, failed, device):
                 else [f"{figures['extra_ms']:+.2f} {figures['extra']:+.1%}", f"{low:+.1%} to {high:+.1%}"]
             )
         table.add_row(*cells, end_section=row["contender"] == [*CONTENDERS][-1])
-    console = Console(width=132)
+    console = Console(width=140)
     console.print(table)
     for what, reason in failed.items():
         console.print(f"{what}: {reason}", markup=False)
