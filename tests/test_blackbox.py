@@ -350,7 +350,7 @@ def test_ignored_stays_ignored_and_a_handler_on_top_stays_there():
     on_top = lambda *_: None  # noqa: E731
     with monitor:
         below = signal.getsignal(signal.SIGTERM)
-        assert below is blackbox._on_sigterm
+        assert below is blackbox._handler
         signal.signal(signal.SIGTERM, on_top)
     assert signal.getsignal(signal.SIGTERM) is on_top
 

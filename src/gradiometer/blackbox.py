@@ -8,6 +8,7 @@ import signal
 import threading
 import weakref
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from gradiometer.culprit import culprit_text
@@ -88,7 +89,15 @@ def reason_of(error: BaseException) -> tuple[str, str]:
         return "interrupt", "KeyboardInterrupt"
     if isinstance(error, SystemExit):
         return "exit", f"SystemExit: {error.code}"
-    return "exception", f"{type(error).__name__}: {error}"
+    return "exception", describe(error)
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's class and message; the class alone, where its message is an error itself."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 whatever it is, there is nothing to say
+        return type(error).__name__
 
 
 class _Watched(Protocol):
@@ -96,7 +105,8 @@ class _Watched(Protocol):
 
 
 _watched: list[weakref.ref[_Watched]] = []
-_previous: Any = None
+# the handler that is set here, which knows the one before it
+_handler: Any = None
 
 
 def watch(watched: _Watched) -> None:
@@ -106,7 +116,7 @@ def watch(watched: _Watched) -> None:
     is raised, with code 143: ``with`` blocks and ``finally`` clauses run, as they do after Ctrl-C.
     A SIGTERM that is ignored stays so.
     """
-    global _previous  # noqa: PLW0603 a process has one handler
+    global _handler  # noqa: PLW0603 a process has one handler
     is_known = any(ref() is watched for ref in _watched)
     if is_known or threading.current_thread() is not threading.main_thread():
         return
@@ -114,9 +124,10 @@ def watch(watched: _Watched) -> None:
     # None: a handler that is not Python's, which could not be put back
     if now is None or now is signal.SIG_IGN:
         return
-    if now is not _on_sigterm:
-        _previous = now
-        signal.signal(signal.SIGTERM, _on_sigterm)
+    if now is not _handler:
+        # each its own: one on top of an earlier one of ours may call that
+        _handler = partial(_on_sigterm, now)
+        signal.signal(signal.SIGTERM, _handler)
     _watched.append(weakref.ref(watched))
 
 
@@ -129,16 +140,16 @@ def unwatch(watched: _Watched) -> None:
 
 def _put_back() -> None:
     # another one in its place may call it: it stays where it is
-    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        signal.signal(signal.SIGTERM, _previous)
+    if _handler is not None and signal.getsignal(signal.SIGTERM) is _handler:
+        signal.signal(signal.SIGTERM, _handler.args[0])
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
+def _on_sigterm(previous: Any, number: int, frame: FrameType | None) -> None:
     told = [watched for ref in _watched if (watched := ref()) is not None]
     for watched in told:
         watched.note_signal("SIGTERM")
-    if callable(_previous):
-        _previous(number, frame)
+    if callable(previous):
+        previous(number, frame)
     elif told:
         raise SystemExit(128 + number)
     else:

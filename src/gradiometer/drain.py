@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.ring import HEADER_SKIPPED, HEADER_STEP, Cursor
-from gradiometer.schema import NUM_COLUMNS
-from gradiometer.steps import StepRecord
+from gradiometer.ring import HEADER_STEP, Cursor
 from gradiometer.transfer import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gradiometer.recorder import Recorder
+    from gradiometer.steps import StepRecord
     from gradiometer.worker import Failures
 
 __all__ = ["Drain"]
@@ -59,7 +58,8 @@ class Drain:
     Attributes:
         step: the number of the current step.
         last: the newest record that has arrived.
-        lost: slots written over before they were read: none, while a drain starts whenever `is_full` says so.
+        lost: steps whose tensors were given up, or written over before they were read: none, while a drain
+            starts whenever `is_full` says so.
 
     >>> import torch, gradiometer as gm
     >>> from gradiometer.worker import Failures
@@ -89,6 +89,8 @@ class Drain:
         # half of the ring: as much again may be written before the host comes round to it
         self._room = max(1, recorder.capacity // 2)
         self._advances = 0
+        # steps before this were given up: they are not delivered once more, with their tensors
+        self._floor = 0
         # slots that were read, and the steps that had ended when the cursor said so
         self._count = self._mark = 0
         self._taken: list[_Taken] = []
@@ -100,7 +102,7 @@ class Drain:
         taken = _Taken(self.step, time.time(), {}, {})
         for name, value in scalars.items():
             try:
-                if isinstance(value, Tensor) and value.device.type != "cpu":
+                if isinstance(value, Tensor) and value.device.type not in {"cpu", "meta"}:
                     taken.away[name] = self._keep(name, value.detach())
                 else:
                     taken.scalars[name] = float(value.detach() if isinstance(value, Tensor) else value)
@@ -160,7 +162,7 @@ class Drain:
 
     def rewind(self, step: int) -> None:
         """Go on with another step; all that was recorded has been brought."""
-        self.step = step
+        self.step, self._floor = step, 0
         # a step of the same number is not the one that the ring has
         self._recorder.ring[:, 0, HEADER_STEP].fill_(-1)
         self._recorder.configure_(step=step)
@@ -186,7 +188,9 @@ class Drain:
         given_up = [taken for flight in self._flights for taken in flight.taken] + self._taken
         self._flights.clear()
         self._taken, self._away = [], {}
-        self._hand_over([self._record(x.step, x.time, x.scalars, None) for x in given_up])
+        self._floor = self.step
+        self.lost += len(given_up)
+        self._hand_over([self._recorder.as_record(x.step, x.time, x.scalars, None) for x in given_up])
 
     def _decode(self, flight: _Flight, *, cut: bool) -> list[StepRecord]:
         host = flight.pending.result()
@@ -206,8 +210,9 @@ class Drain:
             step = int(slot[0, HEADER_STEP])
             if step == current and not cut:
                 count = i  # not ended: it comes with a later drain
-            elif step >= 0:
-                slots[step] = slot
+            elif step >= self._floor:
+                # of its own: who keeps one record does not keep all that came with it
+                slots[step] = slot.clone()
         self._count, self._mark = count, flight.advances
 
         known: dict[int, tuple[float, dict[str, float]]] = {
@@ -217,15 +222,7 @@ class Drain:
         # a step cut short
         missing: tuple[float, dict[str, float]] = (time.time(), {})
         steps = sorted({*known, *slots})
-        return [self._record(step, *known.get(step, missing), slots.get(step)) for step in steps]
-
-    def _record(self, step: int, when: float, scalars: dict[str, float], slot: Tensor | None) -> StepRecord:
-        recorder = self._recorder
-        values, skipped = None, False
-        if slot is not None:
-            size = (len(recorder.roster.kinds), len(recorder.roster.names), NUM_COLUMNS + 1)
-            values, skipped = slot[1:].view(size), bool(slot[0, HEADER_SKIPPED] > 0)
-        return StepRecord(step, when, scalars, recorder.roster, values, skipped, recorder.thresholds)
+        return [self._recorder.as_record(step, *known.get(step, missing), slots.get(step)) for step in steps]
 
 
 def _slots(ring: Tensor, first: int, new: int) -> list[Tensor]:

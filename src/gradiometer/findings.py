@@ -88,6 +88,7 @@ class Ledger:
 
     def __init__(self, gap: int = 100) -> None:
         self.gap = gap
+        self._least = gap
         self.findings: list[Finding] = []
         self._open: dict[tuple[str, str | None, str | None], int] = {}
 
@@ -103,6 +104,10 @@ class Ledger:
                 self.findings[place] = _prolonged(self.findings[place], seen)
             changed[place] = self.findings[place]
         return list(changed.values())
+
+    def span(self, every: int) -> None:
+        """Let the gap hold two recorded steps at least, where one in ``every`` is recorded."""
+        self.gap = max(self._least, 2 * every)
 
     def load(self, findings: Iterable[Finding]) -> None:
         """Go on from findings of before; the last of a kind may be prolonged."""

@@ -211,6 +211,7 @@ class Monitor:
     @every.setter
     def every(self, every: int) -> None:
         self._recorder.configure_(every=every)
+        self._delivery.worker.ledger.span(every)
         self._every = every
 
     @property

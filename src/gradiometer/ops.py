@@ -278,7 +278,7 @@ def _record(
     else:
         columns, flags = _eager(tensors, thresholds, inv_scale)
     # where the gate is shut the rows are whatever was in memory: nothing follows from them
-    _append(columns, flags, 0 if gated else grads, steps, cursor)
+    _append(columns, flags, -1 if gated else grads, steps, cursor)
 
 
 def _append(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:

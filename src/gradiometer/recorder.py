@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 from gradiometer import ops
 from gradiometer.collect import collect, measure
 from gradiometer.inputs import Named, check, named_parameters
-from gradiometer.ring import CURSOR_SIZE, HEADER_STEP, Cursor
+from gradiometer.ring import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, Cursor
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
 from gradiometer.stats import TensorStats
 from gradiometer.steps import KINDS, Kind, Roster, StepRecord, label
 from gradiometer.transfer import fetch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from typing import Self
 
     from gradiometer.inputs import Parameters
@@ -176,8 +177,10 @@ class Recorder(nn.Module):
             if "weights" in self.roster.kinds:
                 self._append("weights", self._collect("weights"))
             return
-        if inv_scale is None and self._one_device:
-            ring, parameters = self.ring, self._tracked[0]
+        ring, parameters = self.ring, self._tracked[0]
+        # it is the gradients' alone
+        plain_scale = inv_scale is None or ("weights" not in self.roster.kinds and _is_scale(inv_scale, ring))
+        if plain_scale and self._one_device:
             nothing = ring.new_empty(0)
             tensors = [nothing if grad is None else grad for grad in [p.grad for p in parameters]]
             if "weights" in self.roster.kinds:
@@ -187,9 +190,15 @@ class Recorder(nn.Module):
             # like a list that was measured before: it is not looked at again
             known = ops.recognize(tensors)
             if known is not None or all([_is_ordinary(tensor, ring) for tensor in tensors]):
-                grads = len(parameters)
                 ops.record_(
-                    tensors, self.thresholds, None, grads, ring, self.cursor, known, gated=self._gated
+                    tensors,
+                    self.thresholds,
+                    inv_scale,  # type: ignore[arg-type] # a tensor, if it is not None
+                    len(parameters),
+                    ring,
+                    self.cursor,
+                    known,
+                    gated=self._gated,
                 )
                 return
         self._append("grads", self._collect("grads", inv_scale))
@@ -211,23 +220,22 @@ class Recorder(nn.Module):
 
     def read(self) -> list[StepRecord]:
         """Return what the ring holds, oldest first. Waits for the device."""
-        cursor, ring = fetch([self.cursor, self.ring])
-        return self.decode(cursor, ring)
-
-    def decode(self, cursor: Tensor, slots: Tensor) -> list[StepRecord]:
-        """Return the records in slots of the ring, oldest first; both are on the host."""
-        del cursor
+        (ring,) = fetch([self.ring])
         now = time.time()
         written = sorted(
-            (int(slot[0, HEADER_STEP]), i) for i, slot in enumerate(slots) if slot[0, HEADER_STEP] >= 0
+            (int(step), i) for i, step in enumerate(ring[:, 0, HEADER_STEP].tolist()) if step >= 0
         )
-        size = (len(self.roster.kinds), len(self.roster.names), NUM_COLUMNS + 1)
-        return [
-            StepRecord(
-                step, now, {}, self.roster, slots[i, 1:].view(size), bool(slots[i, 0, 1] > 0), self.thresholds
-            )
-            for step, i in written
-        ]
+        return [self.as_record(step, now, {}, ring[i]) for step, i in written]
+
+    def as_record(
+        self, step: int, when: float, scalars: Mapping[str, float], slot: Tensor | None
+    ) -> StepRecord:
+        """Return the record of a slot that was copied to the host; of a step without one, for None."""
+        if slot is None:
+            return StepRecord(step, when, scalars, self.roster, None, thresholds=self.thresholds)
+        values = slot[1:].view(len(self.roster.kinds), len(self.roster.names), NUM_COLUMNS + 1)
+        skipped = bool(slot[0, HEADER_SKIPPED] > 0)
+        return StepRecord(step, when, scalars, self.roster, values, skipped, self.thresholds)
 
     def _collect(self, kind: Kind, inv_scale: Tensor | float | None = None) -> TensorStats:
         tensors = [p.grad if kind == "grads" else p for p in self._tracked[0]]
@@ -269,7 +277,7 @@ class Recorder(nn.Module):
 
 def _parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:
     """Return the parameters and their names; of several modules with the module's name before them."""
-    if isinstance(model, dict) and model and all(isinstance(part, nn.Module) for part in model.values()):
+    if isinstance(model, Mapping) and model and all(isinstance(part, nn.Module) for part in model.values()):
         pairs = [
             (f"{prefix}.{name}", parameter)
             for prefix, part in model.items()
@@ -286,6 +294,16 @@ def _is_ordinary(tensor: Tensor, ring: Tensor) -> bool:
         (kind is Tensor or kind is nn.Parameter)
         and tensor.layout == torch.strided
         and tensor.device == ring.device
+    )
+
+
+def _is_scale(inv_scale: Tensor | float, ring: Tensor) -> bool:
+    """Tell whether the op takes a scale as it is."""
+    return (
+        isinstance(inv_scale, Tensor)
+        and inv_scale.numel() == 1
+        and inv_scale.is_floating_point()
+        and inv_scale.device == ring.device
     )
 
 

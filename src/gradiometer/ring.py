@@ -68,7 +68,7 @@ def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: T
     state = _numbers(cursor)
     step, count, every, skip_nonfinite, skip_above, _ = state
     found = False
-    if grads:
+    if grads > 0:
         sums = columns[:grads].sum(dim=0).tolist()
         nonfinite = any([sums[place] for place in _NONFINITE])
         above = math.sqrt(sums[_SUMSQ]) > skip_above

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -76,7 +77,7 @@ def _modules(model: object) -> dict[str, nn.Module]:
     """Return the modules by what stands before their parameters' names."""
     if isinstance(model, nn.Module):
         return {"": model}
-    if isinstance(model, dict):
+    if isinstance(model, Mapping):
         return {f"{name}.": part for name, part in model.items() if isinstance(part, nn.Module)}
     return {}
 

@@ -191,21 +191,40 @@ class Run:
             step. A norm is NaN, or inf, too where the tensor has a NaN, or an Inf: ``matrix("n_nan")``
             tells, and ``matrix("finite_norm")`` is that of its finite elements.
         """
-        if statistic not in _STORED and statistic not in derived.DERIVED:
-            names = ", ".join(dict.fromkeys([*_STORED, *derived.DERIVED]))
-            msg = f"there is no statistic {statistic!r}, only {names}"
-            raise RunError(msg)
+        steps, found = self.matrices([statistic], kind, first=first, last=last)
+        return steps, found[statistic]
+
+    def matrices(
+        self,
+        statistics: Sequence[str],
+        kind: Kind = "grads",
+        *,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        """Return several statistics, each as `matrix` does, by name; the files are read once for all."""
+        for statistic in statistics:
+            if statistic not in _STORED and statistic not in derived.DERIVED:
+                names = ", ".join(dict.fromkeys([*_STORED, *derived.DERIVED]))
+                msg = f"there is no statistic {statistic!r}, only {names}"
+                raise RunError(msg)
         self._check_kind(kind)
         steps = self._recorded(first, last)
-        out = torch.full((len(steps), len(self.roster.names)), torch.nan, dtype=torch.float64)
-        wanted = [statistic] if statistic in _STORED else list(COLUMN_NAMES)
-        for key in self._between(first, last):
-            table = self._tensors_of(key, wanted, first, last)
-            values = torch.stack([_numbers(table[name]).to(torch.float64) for name in wanted])
-            found = values[0] if statistic in _STORED else derived.value(values.t(), statistic)
+        size = len(steps), 1, len(self.roster.names)
+        out = {name: torch.full(size, torch.nan, dtype=torch.float64) for name in statistics}
+        stored = [name for name in out if name in _STORED]
+        raw = [] if len(stored) == len(out) else list(COLUMN_NAMES)
+        columns = list(dict.fromkeys([*raw, *stored]))
+        for key in self._between(first, last) if out else ():
+            table = self._tensors_of(key, columns, first, last)
+            values = {name: _numbers(table[name]).to(torch.float64) for name in columns}
+            matrix = torch.stack([values[name] for name in raw], dim=1) if raw else None
             # of the kinds this one alone has a place
-            _put(out.unsqueeze(1), found, self._places(table, steps, (kind,)))
-        return steps.tolist(), out
+            places = self._places(table, steps, (kind,))
+            for name, to in out.items():
+                found = values[name] if matrix is None or name in stored else derived.value(matrix, name)
+                _put(to, found, places)
+        return steps.tolist(), {name: values.squeeze(1) for name, values in out.items()}
 
     def record(self, step: int) -> StepRecord:
         """Return one step.

@@ -83,12 +83,14 @@ class Worker:
         self._stopping = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        # not the thread's own word: an interrupted join() of Python 3.12 and before calls it ended
+        self._ended = threading.Event()
 
     def start(self, info: RunInfo) -> None:
         """Start the thread, which opens the sinks first."""
-        thread = threading.Thread(target=self._run, args=(info,), name="gradiometer", daemon=True)
-        thread.start()
-        self._thread = thread
+        self.ledger.span(info.every)
+        self._thread = threading.Thread(target=self._run, args=(info,), name="gradiometer", daemon=True)
+        self._thread.start()
 
     def put(self, records: Sequence[StepRecord]) -> None:
         """Hand over steps, in order. Never waits for rules or sinks."""
@@ -131,13 +133,12 @@ class Worker:
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        thread.join(timeout)
-        return not thread.is_alive()
+        return self._ended.wait(timeout)
 
     @property
     def is_running(self) -> bool:
         """Whether the thread was started and has not ended."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._ended.is_set()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rules remember, and the findings."""
@@ -159,6 +160,12 @@ class Worker:
             self.ledger.load([Finding.from_dict(values) for values in state["findings"]])
 
     def _run(self, info: RunInfo) -> None:
+        try:
+            self._work(info)
+        finally:
+            self._ended.set()
+
+    def _work(self, info: RunInfo) -> None:
         # a sink that could not open is left out
         self._sinks = {
             name: sink for name, sink in self._sinks.items() if self._guard(name, sink.start, info)
@@ -192,7 +199,7 @@ class Worker:
         faults: list[Fault] = []
         with self._state:
             for record in batch:
-                for finding in self.ledger.add(self._look(record)):
+                for finding in self._look(record):
                     changed[*finding.key, finding.first_step] = finding
                 if self._guard("black box", self._box.see, record) and self._box.lost_the_loss:
                     message = f"loss {record.loss}"
@@ -206,13 +213,13 @@ class Worker:
             self._tell(fault)
 
     def _look(self, record: StepRecord) -> list[Finding]:
-        sightings: list[Finding] = []
+        changed: list[Finding] = []
         for rule in self._rules:
             try:
-                sightings += rule.check(record)
+                changed += self.ledger.add(rule.check(record))
             except BaseException as error:  # noqa: BLE001 the other rules go on
                 self._failures.add(f"rule {rule.name}", error)
-        return sightings
+        return changed
 
     def _tell_made(self, make: Callable[[], Fault]) -> None:
         try:

@@ -69,7 +69,8 @@ def _open_kernel(
     last = (count + capacity - 1) % capacity
     is_open = tl.load(ring_ptr + last * slot_size + _HEADER_STEP) == step
     slot = tl.where(is_open, last, count % capacity)
-    if is_open | found | is_due(cursor_ptr):
+    # of a gated recorder, whose rows are garbage in a step that is not due, grads is -1
+    if (is_open & (grads >= 0)) | found | is_due(cursor_ptr):
         header = ring_ptr + slot * slot_size
         skipped = tl.load(header + _HEADER_SKIPPED)
         tl.store(header + _HEADER_STEP, step)

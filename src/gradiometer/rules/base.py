@@ -100,6 +100,11 @@ class TensorRule(BaseRule):
             self.prepare(record.roster)
         return self.look(record)
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a history; whose tensors it is about is looked at again."""
+        super().load_state_dict(state)
+        self._roster = None
+
     def restart(self, size: int) -> None:
         """Begin the history of so many tensors."""
 

@@ -71,7 +71,7 @@ class UpdateRatio(TensorRule):
         super().__init__(severity, most)
         _check_band(type(self).__name__, low, high)
         self.low, self.high = low, high
-        self.ratios = History(LEAST, WINDOW, 0.0)
+        self.ratios = History(LEAST, WINDOW)
         self.seen = self.before = torch.zeros(0, dtype=torch.float64)
         self.before_step: int | None = None
         self.wide = torch.zeros(0, dtype=torch.bool)
