@@ -116,6 +116,7 @@ def test_no_step_is_lost_or_twice_whatever_arrives_when(copies, seed):
     model = nn.Linear(1, 1, bias=False)
     capacity = choose.choice([1, 2, 3, 5, 8])
     monitor, seen = monitor_of(model, capacity=capacity, every=choose.choice([1, 2, 3]))
+    monitor.skips = True
     expected = {}
     for step in range(120):
         monitor._delivery._next = choose.choice([0.0, math.inf])  # as if time had passed or not
@@ -714,3 +715,90 @@ def test_a_run_is_kept_and_its_end_with_it(tmp_path):
     assert kept.blackbox["first_nonfinite"].startswith("step 5, 0.weight, 1 Inf of 12")
     assert [row["step"] for row in kept.blackbox["last"]] == list(range(7))
     assert kept.record(4).total("norm", "weights") > 0
+
+
+# what was forgotten, and what was not asked for
+
+
+@pytest.mark.parametrize("how", ["nothing", "skip_step", "inv_scale"])
+def test_a_step_is_skipped_only_where_something_skips_it(how):
+    model = nn.Linear(2, 1)
+    monitor, seen = monitor_of(model)
+    with monitor:
+        for value in (1.0, math.nan, 1.0):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, value)
+            monitor.record(inv_scale=torch.tensor(1.0) if how == "inv_scale" else None)
+            if how == "skip_step":
+                assert bool(monitor.skip_step) == math.isnan(value)
+            monitor.advance()
+    assert [r.skipped for r in seen] == [False, how != "nothing", False]
+
+
+def test_a_step_without_record_and_a_run_without_advance_are_told(caplog):
+    model = nn.Linear(2, 1)
+    monitor, _ = monitor_of(model)
+    with monitor:
+        for _ in range(49):
+            monitor.advance(loss=1.0)
+        monitor.flush()
+        assert monitor.failures == {}
+        monitor.advance(loss=1.0)
+        monitor.flush()
+    assert monitor.failures == {"record": 1}
+    assert "none of the first 50 steps was recorded: call record()" in caplog.text
+
+    monitor, _ = monitor_of(model)
+    with monitor:
+        model(torch.ones(1, 2)).sum().backward()
+        monitor.record()
+    assert monitor.failures == {"advance": 1}
+    assert "call advance() once per step" in caplog.text
+
+
+@pytest.mark.parametrize(("code", "faults"), [(0, 0), (None, 0), (3, 1)])
+def test_an_exit_that_went_well_is_no_fault(code, faults):
+    told = []
+
+    class Sink:
+        def start(self, info): ...
+        def write(self, records, findings): ...
+        def close(self): ...
+        def fault(self, fault):
+            told.append(fault)
+
+    with pytest.raises(SystemExit), Monitor(nn.Linear(2, 1), rules=(), sinks=[Sink()]) as monitor:
+        monitor.advance(loss=1.0)
+        raise SystemExit(code)
+    assert len(told) == faults
+
+
+def test_findings_of_a_long_cadence_are_one():
+    class Always:
+        name = "always"
+
+        def check(self, record):
+            if not record.recorded:
+                return []
+            return [
+                gm.Finding("always", gm.Severity.INFO, record.step, record.step, None, None, 1.0, 0.0, "", "")
+            ]
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state): ...
+
+    model = nn.Linear(2, 1)
+    with Monitor(model, rules=[Always()], every=200) as monitor:
+        for _ in range(1000):
+            monitor.record()
+            monitor.advance()
+        monitor.flush()
+        (found,) = monitor.findings
+        assert (found.first_step, found.last_step, found.count) == (0, 800, 5)
+        monitor.every = 500
+        for _ in range(1500):
+            monitor.record()
+            monitor.advance()
+    assert len(monitor.findings) == 1

@@ -92,6 +92,11 @@ def reason_of(error: BaseException) -> tuple[str, str]:
     return "exception", describe(error)
 
 
+def is_quiet(error: BaseException) -> bool:
+    """Tell whether an exception is no more than the end of a program that went well: ``sys.exit(0)``."""
+    return isinstance(error, SystemExit) and error.code in {None, 0}
+
+
 def describe(error: BaseException) -> str:
     """Return an exception's class and message; the class alone, where its message is an error itself."""
     try:

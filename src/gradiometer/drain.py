@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from gradiometer.worker import Failures
 
 __all__ = ["Drain"]
+
+# due steps without one that was recorded, after which something is said
+_FORGOTTEN = 50
 
 
 class _Taken(NamedTuple):
@@ -58,6 +62,7 @@ class Drain:
     Attributes:
         step: the number of the current step.
         last: the newest record that has arrived.
+        skips: whether steps that are to be skipped are.
         lost: steps whose tensors were given up, or written over before they were read: none, while a drain
             starts whenever `is_full` says so.
 
@@ -83,6 +88,7 @@ class Drain:
         self.step = 0
         self.last: StepRecord | None = None
         self.lost = 0
+        self.skips = False
         self._recorder = recorder
         self._deliver = deliver
         self._failures = failures
@@ -203,6 +209,15 @@ class Drain:
         origin = 0 if len(block) == capacity else flight.first
         count, current = int(cursor[Cursor.COUNT]), int(cursor[Cursor.STEP])
         first = max(flight.first, self._count)
+        if (
+            not count
+            and self.step >= _FORGOTTEN * cursor[Cursor.EVERY]
+            and "record" not in self._failures.counts
+        ):
+            text = (
+                f"none of the first {self.step} steps was recorded: call record() after backward(), in each"
+            )
+            self._failures.add("record", text)
         self.lost += max(0, count - capacity - first)
         slots: dict[int, Tensor] = {}
         for i in range(max(first, count - capacity), count):
@@ -222,7 +237,8 @@ class Drain:
         # a step cut short
         missing: tuple[float, dict[str, float]] = (time.time(), {})
         steps = sorted({*known, *slots})
-        return [self._recorder.as_record(step, *known.get(step, missing), slots.get(step)) for step in steps]
+        records = [self._recorder.as_record(x, *known.get(x, missing), slots.get(x)) for x in steps]
+        return records if self.skips else [replace(record, skipped=False) for record in records]
 
 
 def _slots(ring: Tensor, first: int, new: int) -> list[Tensor]:

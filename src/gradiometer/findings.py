@@ -40,6 +40,7 @@ class Finding:
         kind: ``"grads"``, ``"weights"`` or ``"updates"``; None if it is about no tensor.
         tensor: the parameter's name; None if it is about all of them, or about a scalar.
         value: the most extreme one seen.
+        worst_step: where that was; None: in the first.
         threshold: what it is compared with.
         message: one line, complete in itself.
         advice: what to try, one line.
@@ -56,6 +57,7 @@ class Finding:
     message: str
     advice: str
     count: int = 1
+    worst_step: int | None = None
 
     @property
     def key(self) -> tuple[str, str | None, str | None]:
@@ -63,10 +65,12 @@ class Finding:
         return self.rule, self.kind, self.tensor
 
     def __str__(self) -> str:
-        """Return one line: ``warning  step 12 to 40: ...``."""
+        """Return one line: ``warning  step 12 to 40, worst at 31: ...``."""
         steps = f"step {self.first_step}"
         if self.last_step != self.first_step:
             steps += f" to {self.last_step}"
+        if self.worst_step is not None:
+            steps += f", worst at {self.worst_step}"
         return f"{self.severity!s:7}  {steps}: {self.message}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,6 +126,7 @@ def _prolonged(old: Finding, seen: Finding) -> Finding:
         severity=max(old.severity, seen.severity),
         first_step=min(old.first_step, seen.first_step),
         last_step=max(old.last_step, seen.last_step),
+        worst_step=old.worst_step if worse is old else seen.first_step,
         count=old.count + seen.count,
     )
 

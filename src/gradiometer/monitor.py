@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradiometer.blackbox import reason_of, watch
+from gradiometer.blackbox import is_quiet, reason_of, watch
 from gradiometer.delivery import Delivery
 from gradiometer.preparation import class_names, prepare_rules, prepare_sinks, run_info
 from gradiometer.recorder import Recorder
+from gradiometer.ring import Cursor
 from gradiometer.roll_call import RollCall
 from gradiometer.schema import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.updates import Updates
@@ -74,6 +75,10 @@ class Monitor:
         queue: steps that may wait on the host for a slow sink, ``R * 72`` bytes each. Of more the
             oldest are dropped, and counted in `dropped`.
 
+    Attributes:
+        skips: whether a step is skipped where `skip_step` is true, as its record then says. Reading `skip_step`
+            and giving an ``inv_scale`` make it true; set it where something else skips such steps.
+
     Raises:
         TypeError: for a parameter that cannot be measured, or a sink that is none; the message says which.
         ValueError: without parameters, or for a number out of range.
@@ -129,6 +134,7 @@ class Monitor:
         self._updates = Updates(self._recorder) if updates else None
         self._next_call = 0.0
         self._every = every
+        self.skips = self._has_advanced = False
         self._delivery = delivery = Delivery(
             self._recorder,
             prepare_rules(rules),
@@ -154,6 +160,8 @@ class Monitor:
             stats: gradients that were measured already, by the model's names: they are not read again.
             inv_scale: ``1 / scale`` of a GradScaler, see `gradiometer.inverse_scale`.
         """
+        if inv_scale is not None:
+            self.skips = True
         if torch.compiler.is_compiling():
             self._recorder.record(stats, inv_scale=inv_scale)
             return
@@ -165,6 +173,7 @@ class Monitor:
     @property
     def skip_step(self) -> Tensor:
         """Whether to skip this step's update, 0-d bool on the device; after `record`, in the same step."""
+        self.skips = True
         return self._recorder.skip_step
 
     def advance(self, loss: Any = None, lr: Any = None, **scalars: Any) -> None:
@@ -190,6 +199,8 @@ class Monitor:
         if now >= self._next_call:
             self._next_call = now + _ROLL_CALL
             self._try("parameters", self._roll_call)
+        self._has_advanced = True
+        self._delivery.drain.skips = self.skips
         self._delivery.take(scalars)
 
     @property
@@ -240,6 +251,8 @@ class Monitor:
 
     def close(self) -> None:
         """Bring all to the sinks and close them. Waits for them, up to a minute. Once more does nothing."""
+        if not self._has_advanced:
+            self._try("advance", self._see_what_was_forgotten)
         self._delivery.end()
 
     def __enter__(self) -> Self:
@@ -249,7 +262,10 @@ class Monitor:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """Tell the sinks how the run ended, and close; an exception goes on its way."""
-        self._delivery.end(None if error is None else reason_of(error))
+        if error is None or is_quiet(error):
+            self.close()
+        else:
+            self._delivery.end(reason_of(error))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with: the step, the cadence, what rules remember, the findings.
@@ -267,6 +283,12 @@ class Monitor:
         self.step = state["step"]
         self._delivery.load_state_dict(state)
         self.every = state["every"]
+
+    def _see_what_was_forgotten(self) -> None:
+        # the run is over: a wait for one number costs nothing
+        if float(self._recorder.cursor[Cursor.COUNT]):
+            text = "steps were recorded, and none ended: call advance() once per step, after the optimizer's"
+            self._failures.add("advance", text)
 
     def _try(self, what: str, call: Callable[..., object], *args: object) -> None:
         try:

@@ -27,13 +27,16 @@ __all__ = [
     "arrow_schema",
     "from_json",
     "list_segments",
+    "plain",
     "pyarrow",
+    "read_findings",
     "read_info",
     "read_json",
     "segment_path",
     "stamp",
     "summary",
     "to_json",
+    "unfit",
 ]
 
 FORMAT: Final = "gradiometer-run"
@@ -130,19 +133,20 @@ def list_segments(run: Path) -> dict[tuple[int, int], Any]:
 _NONFINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def to_json(value: Any) -> str:
+def plain(value: Any) -> Any:
+    """Return what JSON can hold: for what is not finite ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def to_json(value: Any, *, indent: int | None = 1) -> str:
     """Return JSON that every reader takes: NaN and infinities as the strings that JavaScript has for them."""
-
-    def strict(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {str(key): strict(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [strict(item) for item in value]
-        if isinstance(value, float) and not math.isfinite(value):
-            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        return value
-
-    return json.dumps(strict(value), indent=1, allow_nan=False)
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
 def from_json(value: Any) -> Any:
@@ -158,7 +162,7 @@ def read_json(path: Path) -> Any:
     """Return what is in a JSON file of a run; None if there is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         msg = f"{path} cannot be read ({summary(error)}): mend or remove it"
@@ -171,27 +175,53 @@ def pyarrow() -> Any:
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """Return run.json, after a check of its version."""
+    """Return run.json, after a check of its version and of what every reader goes by."""
     info: dict[str, Any] | None = read_json(path / "run.json")
     if info is None:
-        what = "there is no run.json in it" if path.is_dir() else "there is no such folder"
+        there = "it is a file, not a folder" if path.exists() else "there is no such folder"
+        what = "there is no run.json in it" if path.is_dir() else there
         msg = f"{path} is no run: {what}; a Monitor writes one with run_dir="
         raise RunError(msg)
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         msg = f"{path / 'run.json'} is no {FORMAT}: give the folder that a Monitor was given as run_dir="
         raise RunError(msg)
-    if info.get("version", 0) > VERSION:
-        version = info["version"]
+    version, attempts = info.get("version"), info.get("attempts", [])
+    if isinstance(version, int) and version > VERSION:
         msg = f"{path} is a run of version {version}, this reads up to {VERSION}: pip install -U gradiometer"
         raise RunError(msg)
+    fits = {
+        "version": isinstance(version, int),
+        "created": isinstance(info.get("created", 0.0), (int, float)),
+        "attempts": isinstance(attempts, list)
+        and all([isinstance(x, dict) and isinstance(x.get("attempt"), int) for x in attempts]),
+    }
+    if wrong := [key for key, fit in fits.items() if not fit]:
+        said = ", ".join([f"{key}: {info.get(key)!r:.40}" for key in wrong])
+        msg = f"{path / 'run.json'} is not as a run's should be ({said}): mend it"
+        raise RunError(msg)
     return info
+
+
+def read_findings(path: Path) -> list[dict[str, Any]]:
+    """Return findings.json, each finding with the attempt that saw it last."""
+    found = read_json(path / "findings.json")
+    found = [] if found is None else found
+    keys = {"attempt", "rule", "kind", "tensor", "first_step", "last_step", "value", "threshold"}
+    if not isinstance(found, list) or not all([isinstance(x, dict) and keys <= x.keys() for x in found]):
+        raise unfit(path / "findings.json", f"{found!r:.40}")
+    return found
+
+
+def unfit(path: Path, said: object) -> RunError:
+    """Return the error of a JSON file that holds something else than it should."""
+    return RunError(f"{path} is not as a run's should be ({said}): mend or remove it")
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
     """Return what changes when a file is replaced; None if there is none."""
     try:
         stat = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 

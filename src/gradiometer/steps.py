@@ -77,7 +77,8 @@ class StepRecord:
         values: ``(K, N, C + 1) float64``: of each kind and parameter the raw columns, then the flags.
             What was not measured, such as a parameter without a gradient, has ``numel`` 0. None: this
             step was not recorded (``every``), or its row was lost.
-        skipped: whether ``skip_step`` said to skip the update.
+        skipped: whether the update was skipped: ``skip_step`` said so, and something heeds it, see
+            `gradiometer.Monitor.skips`. Of a `gradiometer.Recorder` alone, whether it said so.
         thresholds: where the flags begin.
     """
 

@@ -43,8 +43,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         trainer: whose ``training_step`` and ``train`` are wrapped. Add the callback to it afterwards.
-        options: of `Monitor`, but for the model. ``skip_nonfinite`` is by default whether there is a
-            GradScaler, as only that skips a step. Sinks are started for each ``train`` anew.
+        options: of `Monitor`, but for the model. Sinks are started for each ``train`` anew.
 
     Attributes:
         monitor: of the current run or the last one; None before the first.

@@ -53,8 +53,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     own. With FSDP or DeepSpeed it warns and does nothing.
 
     Args:
-        options: of `Monitor`, but for the model. ``skip_nonfinite`` is by default whether there is a
-            GradScaler, as only that skips a step. Sinks are started for each ``fit`` anew.
+        options: of `Monitor`, but for the model. Sinks are started for each ``fit`` anew.
 
     Attributes:
         monitor: of the current run or the last one; None before the first.

@@ -84,8 +84,8 @@ class Watch:
         self._names = {p: name for name, p in model.named_parameters()}
         self._scalars, self._measured = {}, False
         try:
-            options = {"skip_nonfinite": scaler is not None, **self._options}
-            self.monitor = Monitor(_measurable(model), **options)
+            self.monitor = Monitor(_measurable(model), **self._options)
+            self.monitor.skips = scaler is not None
         except (ValueError, ImportError):
             raise  # an option that cannot be had: to be put right before training begins
         except Exception as error:  # noqa: BLE001 such as a parameter that cannot be measured

@@ -28,6 +28,8 @@ ADVICE: Final = {
     "updates": "the gradients were finite: look at the optimizer: its eps, its state in half precision, the "
     "learning rate",
     "loss": "look at this step's batch, and for log(0), an empty mean or an overflow in the loss",
+    "both": "the loss is not finite either, so it began before the backward: look at this step's batch, at "
+    "the weights, and for log(0), an empty mean or an overflow in the forward pass",
 }
 
 
@@ -80,10 +82,12 @@ class NonFinite(BaseRule):
         elif culprit is not None:
             # behind the step's number, which a finding has itself
             message = str(culprit_text(record)).partition(", ")[2]
+            advice = ADVICE[culprit.kind]
             if loss_is_bad:
                 message += f"; the loss is {record.loss}"
+                advice = ADVICE["both"] if culprit.kind == "grads" else advice
             count = float(culprit.n_nan + culprit.n_inf)
-            found = self._finding(culprit.kind, culprit.name, count, message, ADVICE[culprit.kind])
+            found = self._finding(culprit.kind, culprit.name, count, message, advice)
         else:
             found = self._finding(None, None, math.nan, f"the loss is {record.loss}", ADVICE["loss"])
         found = replace(found, severity=severity, first_step=record.step, last_step=record.step)

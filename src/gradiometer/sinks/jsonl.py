@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradiometer.run_format import to_json
 from gradiometer.sinks.selection import News, Options, Selection
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from gradiometer.findings import Finding
     from gradiometer.steps import RunInfo, StepRecord
 
-__all__ = ["JSONLines", "plain"]
+__all__ = ["JSONLines"]
 
 _TAIL = 2**16
 
@@ -88,9 +87,7 @@ class JSONLines:
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
         if not lines:
             return
-        text = "".join(json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-        # a name may hold what is no character: half of a surrogate pair
-        left = memoryview(text.encode("utf-8", "backslashreplace"))
+        left = memoryview("".join([to_json(line, indent=None) + "\n" for line in lines]).encode())
         size = os.fstat(self._file).st_size
         try:
             while left:
@@ -99,17 +96,6 @@ class JSONLines:
             # a full disk takes half a line
             os.ftruncate(self._file, size)
             raise
-
-
-def plain(value: Any) -> Any:
-    """Return what JSON can hold: for what is not finite ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
-    if isinstance(value, dict):
-        return {str(key): plain(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(x) for x in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 def _cut_torn_line(file: int) -> None:

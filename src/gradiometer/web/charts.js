@@ -46,11 +46,12 @@ function logTicks(low, high) {
   }
   return { tickvals: found, ticktext: found.map(number) };
 }
+// A line; where y is null it has a gap, and what is alone between two gaps is a dot.
 function series(xs, ys, name, ink, yaxis, format) {
-  const points = xs.map((x, k) => [x, ys[k]]).filter(([, y]) => y !== null);
+  const sizes = ys.map((y, k) => (ys.length <= 80 || (y !== null && (ys[k - 1] ?? ys[k + 1] ?? null) === null) ? 4 : 0));
   return {
-    type: "scatter", mode: points.length <= 80 ? "lines+markers" : "lines", x: points.map((p) => p[0]), y: points.map((p) => p[1]),
-    line: { color: ink, width: 1.4 }, marker: { color: ink, size: 4 }, name, yaxis, hovertemplate: `step %{x}: ${name} ${format}<extra></extra>`,
+    type: "scatter", mode: sizes.some(Boolean) ? "lines+markers" : "lines", x: xs, y: ys, connectgaps: false,
+    line: { color: ink, width: 1.4 }, marker: { color: ink, size: sizes }, name, yaxis, hovertemplate: `step %{x}: ${name} ${format}<extra></extra>`,
   };
 }
 function spans(ranges, at, ink, name, yaxis) {
@@ -61,7 +62,7 @@ function spans(ranges, at, ink, name, yaxis) {
   };
 }
 const isWild = (values) => { // a loss that would flatten itself on a linear axis
-  const kept = values.toSorted((a, b) => a - b);
+  const kept = values.filter((y) => y !== null).sort((a, b) => a - b);
   return kept.length > 0 && kept[0] > 0 && kept.at(-1) > 50 * kept[kept.length >> 1];
 };
 
@@ -116,7 +117,9 @@ function drawHistory() {
   const from = summary.at[row] === null ? "never finite" : `largest norm ${number(summary.norm[row])} at step ${whole(summary.at[row])}`;
   $("history-note").textContent = `${page.shapes[row]}, ${whole(summary.numel[row])} elements; ${from}; ` +
     (summary.broken[row] ? `NaN or Inf in ${plural(summary.broken[row], "step")}.` : "finite throughout.");
-  const traces = [series(middle, log ? ys.map((y) => (y === 0 ? null : y)) : ys, STATISTICS[state.statistic], colour("norm"), "y", "%{y:.4~g}")];
+  const measured = middle.map((_, c) => c).filter((c) => values[c] !== null);
+  const points = measured.map((c) => (log && ys[c] === 0 ? null : ys[c])); // a log axis has no 0
+  const traces = [series(measured.map((c) => middle[c]), points, STATISTICS[state.statistic], colour("norm"), "y", "%{y:.4~g}")];
   const axes = [{ id: "yaxis", type: log ? "log" : "linear", range: yLimits(middle, ys, log), domain: [bad.length ? 0.16 : 0, 0.9],
     title: STATISTICS[state.statistic] + (log ? ", log scale" : "") }];
   if (log) Object.assign(axes[0], logTicks(...axes[0].range));

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import base64
 import math
-import time
 import zlib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from gradiometer.schema import Flag
+from gradiometer.web.head import head_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -63,14 +62,15 @@ class Page(NamedTuple):
 def page_of(run: Run) -> Page:
     """Return what the page of a run holds."""
     steps = run.steps
-    step = _numbers(steps["step"])
-    recorded = step[_numbers(steps["recorded"].cast("int8")) > 0]
+    step = torch.tensor(steps["step"].to_pylist(), dtype=torch.int64)
+    recorded = step[_truth(steps["recorded"])]
     names, kinds = run.roster.names, run.roster.kinds
     most = max(16, min(MOST_COLUMNS, MOST_CELLS // max(len(names) * len(kinds), 1)))
     binned = max(1, math.ceil(len(recorded) / most))
     norm, loss = (_numbers(steps[name]) for name in ("total_norm", "loss"))
-    bad = ~norm.isfinite() & _given(steps["total_norm"]) | ~loss.isfinite() & _given(steps["loss"])
-    skipped = _numbers(steps["skipped"].cast("int8")) > 0
+    given = {name: _truth(steps[name].is_valid()) for name in ("total_norm", "loss")}
+    bad_norm, bad_loss = given["total_norm"] & ~norm.isfinite(), given["loss"] & ~loss.isfinite()
+    skipped = _truth(steps["skipped"])
     findings = sorted(run.findings, key=lambda f: (-f.severity, f.first_step))
     values: dict[str, Any] = {
         "title": run.path.resolve().name,
@@ -81,11 +81,13 @@ def page_of(run: Run) -> Page:
         ],
         "kinds": kinds,
         "thresholds": {
-            name: _plain(getattr(run.thresholds, name)) for name in ("vanishing", "exploding", "dead")
+            # null is infinity, which JSON lacks
+            name: x if math.isfinite(x := getattr(run.thresholds, name)) else None
+            for name in ("vanishing", "exploding", "dead")
         },
         "range": [int(step[0]), int(step[-1])] if len(step) else None,
-        "lines": {"norm": _line(step, norm), "loss": _line(step, loss)},
-        "nonfinite": _ranges(step, bad),
+        "lines": {"norm": _line(step, norm, bad_norm), "loss": _line(step, loss, bad_loss)},
+        "nonfinite": _ranges(step, bad_norm | bad_loss),
         "skipped": _ranges(step, skipped),
         "binned": binned,
         "columns": {"first": recorded[::binned].tolist(), "last": _lasts(recorded, binned).tolist()},
@@ -106,7 +108,7 @@ def page_of(run: Run) -> Page:
         ],
         "more_findings": max(0, len(findings) - MOST_FINDINGS),
     }
-    values |= _header(run, step, recorded, int(skipped.sum()))
+    values |= head_of(run, step, recorded, loss[given["loss"]], int(skipped.sum()))
     matrices: dict[str, str] = {}
     for kind in kinds:
         binned_values, values["summary"][kind] = _read(run, kind, recorded, binned)
@@ -175,9 +177,10 @@ def _windows(recorded: Tensor, binned: int, n: int) -> Iterator[Tensor]:
 
 def _cells(run: Run, kind: Kind, window: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return the values, flags and elements of some steps, each ``(S, N)``."""
-    # one reading for all statistics: run.matrix would read, and place, anew for each
-    read = _place(run, kind, window, ("numel", "norm", "abs_max", "n_zero", "flags"))
-    size, norm = read["numel"], read["norm"]
+    names = ("numel", "norm", "abs_max", "n_zero", "flags")
+    _, read = run.matrices(names, kind, first=int(window[0]), last=int(window[-1]))
+    # NaN, where nothing was measured
+    size, norm = read["numel"].nan_to_num_(nan=0.0), read["norm"]
     measured, some = size > 0, size.clamp(min=1.0)
     values = {
         "norm": norm,
@@ -191,30 +194,7 @@ def _cells(run: Run, kind: Kind, window: Tensor) -> tuple[dict[str, Tensor], Ten
         name: torch.where(measured, torch.where(broken, norm, value), _UNMEASURED)
         for name, value in values.items()
     }
-    return cells, read["flags"].to(torch.int32), size
-
-
-def _place(run: Run, kind: Kind, window: Tensor, columns: Sequence[str]) -> dict[str, Tensor]:
-    """Return columns of the tensors of some steps, each ``(S, N) float64``; 0 where nothing was measured."""
-    names = run.roster.names
-    read = {name: torch.zeros(len(window), len(names), dtype=torch.float64) for name in columns}
-    table = run.tensors(
-        columns=["step", "name", *columns], kind=kind, first=int(window[0]), last=int(window[-1])
-    )
-    for batch in table.to_batches():
-        step = from_dlpack(batch["step"])
-        index = [run.roster.index.get(name, -1) for name in batch["name"].dictionary.to_pylist()]
-        name = torch.tensor(index)[from_dlpack(batch["name"].indices)]
-        row = torch.searchsorted(window, step).clamp(max=len(window) - 1)
-        known = (window[row] == step) & (name >= 0)
-        place = (row * len(names) + name)[known]
-        # a run of tensors that always have gradients fills its matrix in order, which copies sooner
-        is_run = len(place) == len(known) > 0 and bool((place.diff() == 1).all())
-        where = slice(int(place[0]), int(place[-1]) + 1) if is_run else place
-        for column, out in read.items():
-            values = from_dlpack(batch[column])
-            out.view(-1)[where] = (values if is_run else values[known]).to(torch.float64)
-    return read
+    return cells, read["flags"].nan_to_num_(nan=0.0).to(torch.int32), size
 
 
 def _worst(values: Tensor, binned: int) -> Tensor:
@@ -253,12 +233,12 @@ def _encode(values: Tensor, *, linear: bool) -> tuple[str, float, float]:
 
 
 def _numbers(column: Any) -> Tensor:
-    """Return an Arrow column of numbers as a tensor; NaN where it is null."""
-    return torch.tensor([math.nan if x is None else x for x in column.to_pylist()])
+    """Return an Arrow column of numbers, ``(S,) float64``; NaN where it is null."""
+    return torch.tensor([math.nan if x is None else x for x in column.to_pylist()], dtype=torch.float64)
 
 
-def _given(column: Any) -> Tensor:
-    return torch.tensor(column.is_valid().to_pylist(), dtype=torch.bool)
+def _truth(column: Any) -> Tensor:
+    return torch.tensor(column.to_pylist(), dtype=torch.bool)
 
 
 def _lasts(recorded: Tensor, binned: int) -> Tensor:
@@ -268,9 +248,17 @@ def _lasts(recorded: Tensor, binned: int) -> Tensor:
     return recorded[ends]
 
 
-def _line(step: Tensor, values: Tensor) -> dict[str, list[float]]:
-    """Return the points of a line: the finite ones, or where they are too many the extremes of every few."""
+def _line(step: Tensor, values: Tensor, bad: Tensor) -> dict[str, list[Any]]:
+    """Return the points of a line: the finite ones, or where they are too many the extremes of every few.
+
+    Args:
+        step, values: what there is, NaN where no value was given.
+        bad: which were given and are not finite: the first of some in a row is a point without a value, so
+            that the line has a gap.
+    """
     keep = values.isfinite().nonzero().flatten()
+    if not len(keep):
+        return {"x": [], "y": []}
     if len(keep) > MOST_POINTS:
         size = math.ceil(len(keep) / (MOST_POINTS // 2))
         places = torch.cat([keep, keep[-1:].expand(-len(keep) % size)]).view(-1, size)
@@ -278,8 +266,10 @@ def _line(step: Tensor, values: Tensor) -> dict[str, list[float]]:
         keep = torch.cat(
             [places.gather(1, of.argmin(1, keepdim=True)), places.gather(1, of.argmax(1, keepdim=True))]
         )
-        keep = keep.flatten().unique()
-    return {"x": step[keep].tolist(), "y": [float(f"{y:.6g}") for y in values[keep].tolist()]}
+    gaps = torch.tensor([first for first, _ in _ranges(torch.arange(len(bad)), bad)], dtype=torch.int64)
+    keep = torch.cat([keep.flatten(), gaps]).unique()
+    points = [float(f"{y:.6g}") if math.isfinite(y) else None for y in values[keep].tolist()]
+    return {"x": step[keep].tolist(), "y": points}
 
 
 def _ranges(step: Tensor, where: Tensor) -> list[list[int]]:
@@ -298,56 +288,3 @@ def _ranges(step: Tensor, where: Tensor) -> list[list[int]]:
 
 def _largest(values: Tensor) -> list[float | None]:
     return [None if x < 0 else float(f"{x:.6g}") for x in values.tolist()]
-
-
-def _plain(x: float) -> float | None:
-    return x if math.isfinite(x) else None
-
-
-def _header(run: Run, step: Tensor, recorded: Tensor, skipped: int) -> dict[str, Any]:
-    """Return what the head of the page says."""
-    info, blackbox, n = run.info, run.blackbox, len(run.roster.names)
-    attempts = info.get("attempts", [])
-    created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(info.get("created", 0)))
-    elements = sum(math.prod(shape) for shape in run.roster.shapes)
-    facts = [
-        ("Model", str(info.get("model", ""))),
-        ("Tensors", f"{n:,}, {elements:,} elements, {', '.join(run.roster.kinds)}"),
-        ("Steps", _steps(step, recorded)),
-        ("Started", created),
-        ("Device", str(info.get("device", ""))),
-        ("Versions", ", ".join(f"{name} {version}" for name, version in info.get("versions", {}).items())),
-    ]
-    if skipped:
-        facts.insert(3, ("Skipped updates", f"{skipped:,}"))
-    if len(attempts) > 1:
-        facts.insert(3, ("Attempts", f"{len(attempts)}: the run was resumed"))
-    lost = sum(attempt.get("lost", 0) for attempt in attempts)
-    if lost:
-        facts.insert(3, ("Steps lost", f"{lost:,}, which a sink was too slow for"))
-    state = {"text": "✓ closed", "mood": "good"}
-    if blackbox:
-        state = {"text": f"✖ {blackbox.get('reason', 'fault')}", "mood": "broken"}
-    elif not info.get("closed"):
-        state = {"text": "◌ not closed: it still runs, or was killed", "mood": "open"}
-    starts = [attempt.get("first_step", 0) for attempt in attempts]
-    return {"facts": facts, "state": state, "fault": _fault(blackbox), "attempts": starts}
-
-
-def _steps(step: Tensor, recorded: Tensor) -> str:
-    if not len(step):
-        return "none yet"
-    text = f"{int(step[0]):,} to {int(step[-1]):,}" if len(step) > 1 else f"one, number {int(step[0]):,}"
-    return text if len(recorded) == len(step) else f"{text}, {len(recorded):,} of {len(step):,} recorded"
-
-
-def _fault(blackbox: dict[str, Any] | None) -> Sequence[str] | None:
-    """Return the lines that say what ended the run."""
-    if not blackbox:
-        return None
-    lines = [f"Black box: {blackbox.get('reason', 'fault')} at step {blackbox.get('step', '?')}"]
-    if blackbox.get("first_nonfinite"):
-        lines.append(f"First non-finite: {blackbox['first_nonfinite']}")
-    if blackbox.get("message"):
-        lines.append(str(blackbox["message"])[:2000])
-    return lines

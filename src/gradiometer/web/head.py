@@ -1,0 +1,96 @@
+"""The head of the report page: what was run, how it ended, and what the black box says of a fault."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from gradiometer.run import Run
+
+__all__ = ["head_of"]
+
+MOST_LETTERS: Final = 2000  # of a fault's message
+
+
+def head_of(run: Run, step: Tensor, recorded: Tensor, loss: Tensor, skipped: int) -> dict[str, Any]:
+    """Return what the head of the page says.
+
+    Args:
+        run: the run.
+        step: all steps, ``(S,) int64``.
+        recorded: those with tensors.
+        loss: of each step that was given one, NaN where it was NaN.
+        skipped: how many updates were.
+    """
+    info, n = run.info, len(run.roster.names)
+    attempts = info.get("attempts") or []
+    elements = sum(math.prod(shape) for shape in run.roster.shapes)
+    versions = info.get("versions") or {}
+    facts = [
+        ("Model", str(info.get("model", ""))),
+        ("Tensors", f"{n:,}, {elements:,} elements, {', '.join(run.roster.kinds)}"),
+        ("Steps", _steps(step, recorded)),
+        ("Started", _date(info.get("created"))),
+        ("Device", str(info.get("device", ""))),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+    ]
+    if skipped:
+        facts.insert(3, ("Skipped updates", f"{skipped:,}"))
+    if len(attempts) > 1:
+        facts.insert(3, ("Attempts", f"{len(attempts)}: the run was resumed"))
+    lost = sum(attempt.get("lost", 0) for attempt in attempts)
+    if lost:
+        facts.insert(3, ("Steps lost", f"{lost:,}, which a sink was too slow for"))
+    starts = [attempt.get("first_step", 0) for attempt in attempts]
+    return {"facts": facts, "attempts": starts, **_ending(run, loss)}
+
+
+def _ending(run: Run, loss: Tensor) -> dict[str, Any]:
+    """Return how the run stands, and the lines that say what the black box has of a fault; None without."""
+    attempts = run.info.get("attempts") or []
+    state = {"text": "✓ closed", "mood": "good"}
+    if not run.info.get("closed"):
+        state = {"text": "◌ not closed: it still runs, or was killed", "mood": "open"}
+    blackbox = run.blackbox
+    if not blackbox or not isinstance(blackbox, dict):
+        return {"state": state, "fault": None}
+    last = max([entry.get("attempt", 1) for entry in attempts], default=1)
+    attempt, reason = blackbox.get("attempt", last), str(blackbox.get("reason", "fault"))
+    of = f" of attempt {attempt}" if len(attempts) > 1 else ""
+    lines = [f"Black box{of}: {reason} at step {blackbox.get('step', '?')}", *_details(blackbox)]
+    if attempt != last:
+        lines.append(f"Attempt {last} went on.")
+    elif reason == "non-finite loss" and len(loss) and bool(loss[-1].isfinite()):
+        lines.append("The loss was finite again at the end.")
+    else:
+        state = {"text": f"✖ {reason}", "mood": "broken"}
+    return {"state": state, "fault": lines}
+
+
+def _details(blackbox: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if blackbox.get("first_nonfinite"):
+        lines.append(f"First non-finite: {blackbox['first_nonfinite']}")
+    if blackbox.get("message"):
+        lines.append(str(blackbox["message"])[:MOST_LETTERS])
+    return lines
+
+
+def _date(seconds: Any) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    except (TypeError, ValueError, OverflowError, OSError):
+        return f"unknown ({seconds!r:.40})"
+
+
+def _steps(step: Tensor, recorded: Tensor) -> str:
+    if not len(step):
+        return "none yet"
+    text = f"{int(step[0]):,} to {int(step[-1]):,}" if len(step) > 1 else f"one, number {int(step[0]):,}"
+    return text if len(recorded) == len(step) else f"{text}, {len(recorded):,} of {len(step):,} recorded"
