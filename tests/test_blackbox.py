@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -10,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,7 @@ def record(step, bad=(), loss=None, values=True, roster=ROSTER):
 
 class Keeps:
     def __init__(self):
-        self.calls, self.faults, self.steps = [], [], []
+        self.calls, self.faults, self.steps, self.slow = [], [], [], 0.0
 
     def start(self, info):
         self.info = info
@@ -54,6 +54,7 @@ class Keeps:
 
     def write(self, records, findings):
         del findings
+        time.sleep(self.slow)
         self.steps += [r.step for r in records]
         self.calls.append("write")
 
@@ -253,17 +254,23 @@ def test_an_error_while_the_end_is_told_does_not_hide_the_first():
 
 
 def test_ctrl_c_at_the_end_can_be_followed_by_another_try():
-    model, sink, monitor = made()
-    steps(monitor, model, 2)
-    stop = monitor._delivery.worker.stop
-    calls = itertools.count()
-    monitor._delivery.worker.stop = lambda t: stop(t) if next(calls) else signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    # where a shell started this in the background, SIGINT is ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        model, sink, monitor = made()
+        steps(monitor, model, 2)
+        assert monitor.flush(20)
+        sink.slow = 1.0
+        steps(monitor, model, 1)
+        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            monitor.close()
+        assert sink.calls[-1] != "close"
         monitor.close()
-    assert sink.calls[-1] != "close"
-    monitor.close()
-    assert sink.calls[-1] == "close"
-    assert sink.steps == [0, 1]
+        assert sink.calls[-1] == "close"
+        assert sink.steps == [0, 1, 2]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # SIGTERM

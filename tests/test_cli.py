@@ -272,7 +272,8 @@ def test_doctor(call, call_json, monkeypatch, tmp_path):
 def test_demo_is_given_its_options_and_its_code_is_ours(call, monkeypatch, code, passed):
     given = []
 
-    def main(arguments):
+    def main(arguments, prog):
+        assert prog == "gradiometer demo"
         given.append(list(arguments))
         sys.stdout.write("the demo\n")
         return code

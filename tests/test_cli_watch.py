@@ -112,7 +112,7 @@ def test_a_fault_is_told(run):
     (run.path / "blackbox.json").write_text(json.dumps(fault))
     run.refresh()
 
-    assert watch.look(run).fault == "exception at step 19: out of memory: step 15, w"
+    assert watch.look(run).fault == ("exception in step 19: out of memory; first non-finite: step 15, w")
     assert watch.look(run).changes != seen.changes
     assert "out of memory" in text(watch.look(run))
 

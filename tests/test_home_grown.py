@@ -145,8 +145,8 @@ def test_squares_of_1e20_overflow_in_fp32(way):
 def test_a_square_of_300_overflows_in_fp16():
     model = CASES["fp16, 300"]
     assert NORMS["norm_of_squares"](model) == math.inf
-    # the norm fits, rounded to multiples of 32
-    assert NORMS["norm_of_flat"](model) == 60000.0
+    # the norm fits, rounded to multiples of 32, on the way too: how depends on the number of threads
+    assert NORMS["norm_of_flat"](model) == pytest.approx(60000.0, abs=32)
     assert gm.grad_norm(model) == pytest.approx(300 * math.sqrt(40016), rel=NORM_BOUND)
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import statistics
+import sys
 import threading
 import time
 import weakref
@@ -767,9 +768,13 @@ def test_an_exit_that_went_well_is_no_fault(code, faults):
         def fault(self, fault):
             told.append(fault)
 
-    with pytest.raises(SystemExit), Monitor(nn.Linear(2, 1), rules=(), sinks=[Sink()]) as monitor:
-        monitor.advance(loss=1.0)
-        raise SystemExit(code)
+    def run():
+        with Monitor(nn.Linear(2, 1), rules=(), sinks=[Sink()]) as monitor:
+            monitor.advance(loss=1.0)
+            sys.exit(code)
+
+    with pytest.raises(SystemExit):
+        run()
     assert len(told) == faults
 
 
@@ -802,3 +807,9 @@ def test_findings_of_a_long_cadence_are_one():
             monitor.record()
             monitor.advance()
     assert len(monitor.findings) == 1
+
+
+@pytest.mark.parametrize("rules", [[3], 3, gm.Thresholds(), [gm.rules.NonFinite], ["nonfinite"]])
+def test_what_is_no_rule_is_refused(rules):
+    with pytest.raises(TypeError, match=r"rules=\.\.\.\): got"):
+        Monitor(nn.Linear(2, 1), rules=rules)

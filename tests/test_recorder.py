@@ -264,6 +264,31 @@ def test_a_gated_recorder_is_exact():
     assert all(torch.equal(record.values[0], expected[record.step]) for record in records)
 
 
+def test_what_a_shut_gate_leaves_in_memory_is_written_nowhere():
+    model = model_of()
+    recorder = Recorder(model, every=2, skip_nonfinite=False)
+    recorder.advance()
+    new_gradients(model, scale=NAN)
+    # not gated: it is not due, but not finite
+    recorder.record(gm.collect_grads(model))
+    (before,) = recorder.read()
+    recorder.record()
+    (after,) = recorder.read()
+    assert torch.equal(before.values.nan_to_num(7.0), after.values.nan_to_num(7.0))
+
+
+def test_a_scale_on_the_device_is_gated_too():
+    model = model_of()
+    recorder = Recorder(model, every=2, skip_nonfinite=False)
+    for _ in range(3):
+        new_gradients(model)
+        recorder.record(inv_scale=torch.tensor(0.5))
+        expected = packed(gm.collect_grads(model, inv_scale=0.5))
+        recorder.advance()
+    assert [record.step for record in recorder.read()] == [0, 2]
+    assert torch.equal(recorder.read()[-1].values[0], expected)
+
+
 # what is measured
 
 
@@ -359,6 +384,8 @@ def test_numbers_out_of_range_are_refused(arguments, words):
 def test_models_that_cannot_be_recorded_are_refused():
     with pytest.raises(ValueError, match="no parameters"):
         Recorder(nn.ReLU())
+    with pytest.raises(TypeError, match=r"thresholds must be gm.Thresholds"):
+        Recorder(nn.Linear(2, 2), thresholds=3.0)
     with pytest.raises(TypeError, match=r"'weight' .*meta device"):
         Recorder(nn.Linear(2, 2, device="meta"))
 

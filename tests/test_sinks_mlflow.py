@@ -146,7 +146,9 @@ def test_a_fault_sends_all_and_is_a_tag_and_a_status(mlflow, reason, status):
     sink.fault(Fault(reason, "boom", 6, "step 5, a.w.grad", [SEEN], []))
     _, run = only_run(mlflow)
     assert run.data.metrics
-    assert run.data.tags["gradiometer.fault"] == f"step 6: {reason} · boom · step 5, a.w.grad"
+    assert (
+        run.data.tags["gradiometer.fault"] == f"{reason} in step 6: boom; first non-finite: step 5, a.w.grad"
+    )
     sink.close()
     assert only_run(mlflow)[1].info.status == status
 

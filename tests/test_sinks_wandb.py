@@ -143,7 +143,9 @@ def test_findings_and_a_fault_are_in_the_summary_and_alerts_only_if_asked(wandb,
         assert list(run.summary["gradiometer/findings"]) == [str(SEEN)]
         assert run.summary["gradiometer/n_findings"] == 1
         sink.fault(Fault("exception", "boom", 6, "step 5, a.w.grad", [SEEN], []))
-        assert run.summary["gradiometer/fault"] == "step 6: exception · boom · step 5, a.w.grad"
+        assert run.summary["gradiometer/fault"] == (
+            "exception in step 6: boom; first non-finite: step 5, a.w.grad"
+        )
         sink.close()
     assert alerts == [{"title": "gradiometer: dead", "text": "a.w.grad is zero", "level": "WARN"}]
 

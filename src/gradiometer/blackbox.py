@@ -111,7 +111,7 @@ class _Watched(Protocol):
 
 _watched: list[weakref.ref[_Watched]] = []
 # the handler that is set here, which knows the one before it
-_handler: Any = None
+_handler: partial[None] | None = None
 
 
 def watch(watched: _Watched) -> None:

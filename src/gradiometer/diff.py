@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from gradiometer.extras import require
+from gradiometer.run import scalars_of
+from gradiometer.run_format import pyarrow
 from gradiometer.schema import COLUMN_INDEX, COLUMN_NAMES
 from gradiometer.steps import Kind, Roster, label
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Collection, Mapping
 
+    import pyarrow as pa
     from torch import Tensor
 
     from gradiometer.run import Run
@@ -24,6 +28,9 @@ __all__ = ["Comparison", "Difference", "Side", "compare"]
 
 # as a step makes them: the loss from the weights, gradients from the loss, updates from those
 _ORDER: Final[tuple[Kind | None, ...]] = ("weights", None, "grads", "updates")
+
+# so many rows of the two runs are compared at once
+_BLOCK: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -123,10 +130,10 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
         here, there = (_form(run.roster, own[name][1]) for run, own in zip((a, b), rows, strict=True))
         if here != there:
             shapes[name] = (here, there)
-    steps = [_steps(run, ignore) for run in (a, b)]
+    steps = [_steps(run) for run in (a, b)]
     common = sorted(steps[0].keys() & steps[1].keys())
-    recorded = [s for s in common if steps[0][s][0] and steps[1][s][0]]
-    scalars = _scalars(steps[0], steps[1], common, rtol)
+    recorded = [s for s in common if steps[0][s] and steps[1][s]]
+    scalars = _scalars(a, b, common, rtol, ignore)
     # scalars are cheap to read: no tensor is looked at beyond the step where one of them parts
     stop = min((d.step for d in scalars), default=None)
     upto = [s for s in recorded if stop is None or s <= stop]
@@ -153,7 +160,8 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
     )
 
 
-_Steps = dict[int, tuple[bool, dict[str, float]]]
+# whether a step has tensors
+_Steps = dict[int, bool]
 _Rows = dict[str, tuple[Kind, int]]
 
 
@@ -179,29 +187,13 @@ def _form(roster: Roster, place: int) -> str:
     return f"{roster.dtypes[place]} {list(roster.shapes[place])}"
 
 
-def _steps(run: Run, ignore: re.Pattern[str] | None) -> _Steps:
-    """Return of each step whether it has tensors, and its scalars."""
-    columns = ["step", "recorded", "skipped", "lr", "loss", "scalars"]
-    found: _Steps = {}
-    for row in run.steps.select(columns).to_pylist():
-        given = {
-            "lr": row["lr"],
-            "loss": row["loss"],
-            **dict(row["scalars"] or ()),
-            "skipped": row["skipped"],
-        }
-        scalars = {
-            name: float(x)
-            for name, x in given.items()
-            if x is not None and (ignore is None or not ignore.search(name))
-        }
-        found[row["step"]] = (bool(row["recorded"]), scalars)
-    return found
+def _steps(run: Run) -> _Steps:
+    return dict(zip(run.steps["step"].to_pylist(), run.steps["recorded"].to_pylist(), strict=True))
 
 
 def _side(run: Run, steps: _Steps) -> Side:
-    recorded = sum(has for has, _ in steps.values())
-    return Side(str(run.path), min(steps, default=None), max(steps, default=None), len(steps), recorded)
+    first, last = min(steps, default=None), max(steps, default=None)
+    return Side(str(run.path), first, last, len(steps), sum(steps.values()))
 
 
 def _missing(here: _Steps, there: _Steps, common: list[int]) -> tuple[int, ...]:
@@ -211,15 +203,39 @@ def _missing(here: _Steps, there: _Steps, common: list[int]) -> tuple[int, ...]:
     return tuple(s for s in sorted(here.keys() - there.keys()) if common[0] < s < common[-1])
 
 
-def _scalars(a: _Steps, b: _Steps, common: list[int], rtol: float) -> list[Difference]:
+def _scalars(
+    a: Run, b: Run, common: list[int], rtol: float, ignore: re.Pattern[str] | None
+) -> list[Difference]:
+    """Return where each scalar first differs."""
     found: dict[str, Difference] = {}
-    for step in common:
-        one, other = a[step][1], b[step][1]
-        for name in {**one, **other}:
-            pair = one.get(name), other.get(name)
-            if name not in found and not _is_close(*pair, rtol):
+    tables = [_rows_of(run, common) for run in (a, b)]
+    for start in range(0, len(common), _BLOCK):
+        here, there = (table.slice(start, _BLOCK) for table in tables)
+        # most are the same, and Arrow sees it a hundred times sooner
+        if here.equals(there):
+            continue
+        for step, one, other in zip(common[start:], _given(here), _given(there), strict=False):
+            for name in {**one, **other}:
+                pair = one.get(name), other.get(name)
+                if name in found or _is_close(*pair, rtol) or (ignore is not None and ignore.search(name)):
+                    continue
                 found[name] = Difference(step, name, None, {"value": pair})
     return list(found.values())
+
+
+def _rows_of(run: Run, steps: list[int]) -> pa.Table:
+    """Return the scalars of some steps, which the run has."""
+    compute = require("pyarrow.compute", "monitor", "A run record")
+    rows = run.steps.select(["step", "lr", "loss", "scalars", "skipped"])
+    if len(rows) != len(steps):
+        kept = compute.index_in(pyarrow().array(steps, pyarrow().int64()), rows["step"])
+        rows = rows.take(kept)
+    return rows.drop_columns(["step"]).combine_chunks()
+
+
+def _given(rows: pa.Table) -> list[dict[str, float]]:
+    skipped = rows["skipped"].to_pylist()
+    return [x | {"skipped": float(y)} for x, y in zip(scalars_of(rows), skipped, strict=True)]
 
 
 def _is_close(x: float | None, y: float | None, rtol: float) -> bool:

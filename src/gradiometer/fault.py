@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from gradiometer.findings import Finding
     from gradiometer.steps import StepRecord
 
-__all__ = ["Fault"]
+__all__ = ["Fault", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Fault:
 
     def __str__(self) -> str:
         """Return one line: ``exception in step 1208: ...; first non-finite: step 1207, ...``."""
-        text = f"{self.reason} in step {self.step}" + (f": {self.message}" if self.message else "")
-        return text if self.first_nonfinite is None else f"{text}; first non-finite: {self.first_nonfinite}"
+        return summarize(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: of the last steps the scalars, total norm and count of non-finite elements."""
@@ -50,6 +49,16 @@ class Fault:
             "findings": [finding.to_dict() for finding in self.findings],
             "last": [_row(record) for record in self.last],
         }
+
+
+def summarize(fault: Mapping[str, Any]) -> str:
+    """Return one line of a fault, or of what is left of its `Fault.to_dict` in a file."""
+    text = f"{fault.get('reason', 'fault')} in step {fault.get('step', '?')}"
+    if message := fault.get("message"):
+        text += f": {message}"
+    if where := fault.get("first_nonfinite"):
+        text += f"; first non-finite: {where}"
+    return text
 
 
 def _row(record: StepRecord) -> dict[str, Any]:

@@ -76,8 +76,8 @@ class Monitor:
             oldest are dropped, and counted in `dropped`.
 
     Attributes:
-        skips: whether a step is skipped where `skip_step` is true, as its record then says. Reading `skip_step`
-            and giving an ``inv_scale`` make it true; set it where something else skips such steps.
+        skips: whether a step is skipped where `skip_step` is true, as its record then says. Reading
+            `skip_step` and giving an ``inv_scale`` make it true; set it where something else skips them.
 
     Raises:
         TypeError: for a parameter that cannot be measured, or a sink that is none; the message says which.

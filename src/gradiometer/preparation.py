@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.protocols import Sink
+from gradiometer.protocols import Rule, Sink
 from gradiometer.steps import RunInfo
 from gradiometer.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
-    from gradiometer.protocols import Rule
     from gradiometer.recorder import Recorder
 
 __all__ = ["class_names", "prepare_rules", "prepare_sinks", "run_info"]
@@ -26,12 +26,22 @@ _NAMED = 8
 
 
 def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
-    """Return the rules; the default ones for None."""
+    """Return the rules; the default ones for None.
+
+    Raises:
+        TypeError: for what is no rule.
+    """
     if rules is None:
         from gradiometer.rules import default_rules  # noqa: PLC0415 only where it is needed
 
         return default_rules()
-    return list(rules)
+    given = list(rules) if isinstance(rules, Iterable) else [rules]
+    for rule in given:
+        if isinstance(rule, type) or not isinstance(rule, Rule):
+            what = f"the class {rule.__name__}" if isinstance(rule, type) else repr(rule)
+            msg = f"Monitor(rules=...): got {what}; a rule has a name, check, state_dict and load_state_dict"
+            raise TypeError(msg)
+    return given
 
 
 def prepare_sinks(sinks: Iterable[Sink | Callable[..., object]], run_dir: str | Path | None) -> list[Sink]:

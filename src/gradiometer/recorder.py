@@ -95,6 +95,9 @@ class Recorder(nn.Module):
         if not isinstance(capacity, int) or capacity < 1:
             msg = f"Recorder(capacity={capacity!r}): a number of steps, at least 1"
             raise ValueError(msg)
+        if not isinstance(thresholds, Thresholds):
+            msg = f"Recorder: thresholds must be gm.Thresholds(...), got {thresholds!r}"
+            raise TypeError(msg)
         devices = check(Named(names, parameters), "Recorder").devices
         asked = {"grads": True, "weights": weights, "updates": updates}
         kinds = [kind for kind in KINDS if asked[kind]]

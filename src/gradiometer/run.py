@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,12 +24,14 @@ from gradiometer.run_format import (
     from_json,
     list_segments,
     pyarrow,
+    read_findings,
     read_info,
     read_json,
     segment_path,
     stamp,
     summary,
     to_json,
+    unfit,
 )
 from gradiometer.schema import COLUMN_NAMES, NUM_COLUMNS, Thresholds
 from gradiometer.steps import KINDS, Roster, StepRecord
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
 
     from gradiometer.steps import Kind
 
-__all__ = ["FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run", "to_json"]
+__all__ = ["FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run", "scalars_of", "to_json"]
 
 _FOREVER: Final = 2**63 - 1
 # the columns of `TENSORS` that say whose the rest is
@@ -113,7 +117,7 @@ class Run:
         try:
             roster = _roster(info["roster"])
             thresholds = Thresholds(**{name: float(value) for name, value in info["thresholds"].items()})
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             msg = f"{self.path / 'run.json'} is not as a run's should be ({error!r}): mend it"
             raise RunError(msg) from None
         self.info, self.roster, self.thresholds = info, roster, thresholds
@@ -142,7 +146,7 @@ class Run:
         *,
         columns: Collection[str] | None = None,
         kind: Kind | None = None,
-        names: Collection[str] | None = None,
+        names: Collection[str] | str | None = None,
         first: int | None = None,
         last: int | None = None,
     ) -> pa.Table:
@@ -151,7 +155,7 @@ class Run:
         Args:
             columns: of `TENSORS`; None for all.
             kind: only this one.
-            names: only these.
+            names: only these; one may be given alone.
             first: only from this step on.
             last: only up to this step, which is included.
         """
@@ -171,7 +175,7 @@ class Run:
             if kind is not None:
                 where &= ds.field("kind") == kind
             if names is not None:
-                where &= ds.field("name").isin(list(names))
+                where &= ds.field("name").isin([names] if isinstance(names, str) else list(names))
             tables.append(_read(segment_path(self.path, "tensors", *key), columns, where))
         return pyarrow().concat_tables(tables).unify_dictionaries()
 
@@ -244,33 +248,39 @@ class Run:
         for key in self._between(first, last):
             rows = _cut(self._steps_of(key), first, last)
             values = self._dense(key, _numbers(rows["step"]))
-            for i, row in enumerate(rows.to_pylist()):
-                scalars = {name: row[name] for name in ("loss", "lr") if row[name] is not None}
-                scalars |= dict(row["scalars"])
-                kept = values[i] if row["recorded"] else None
-                yield StepRecord(
-                    row["step"], row["time"], scalars, self.roster, kept, row["skipped"], self.thresholds
-                )
+            columns = [rows[name].to_pylist() for name in ("step", "time", "recorded", "skipped")]
+            for scalars, dense, (step, time, recorded, skipped) in zip(
+                scalars_of(rows), values, zip(*columns, strict=True), strict=True
+            ):
+                kept = dense if recorded else None
+                yield StepRecord(step, time, scalars, self.roster, kept, skipped, self.thresholds)
 
     @property
     def findings(self) -> list[Finding]:
         """What the rules found; without what later attempts have superseded."""
         known = []
         try:
-            for values in read_json(self.path / "findings.json") or []:
-                attempt = values.pop("attempt")
-                if values["first_step"] < self._ends.get(attempt, _FOREVER):
+            for values in read_findings(self.path):
+                end = self._ends.get(values.pop("attempt"), _FOREVER)
+                if values["first_step"] < end:
                     numbers = {name: float(values[name]) for name in ("value", "threshold")}
-                    known.append(Finding.from_dict(values | numbers))
-        except (AttributeError, KeyError, TypeError) as error:
-            msg = f"{self.path / 'findings.json'} is not as a run's should be ({error!r}): mend or remove it"
-            raise RunError(msg) from None
+                    found = Finding.from_dict(values | numbers)
+                    if found.last_step >= end:
+                        count = min(found.count, end - found.first_step)
+                        found = replace(found, last_step=end - 1, count=count)
+                    known.append(found)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, RunError):
+                raise
+            raise unfit(self.path / "findings.json", repr(error)) from None
         return known
 
     @property
     def blackbox(self) -> dict[str, Any] | None:
         """The report of the last fault, in whichever attempt it was; None without one."""
         found: dict[str, Any] | None = from_json(read_json(self.path / "blackbox.json"))
+        if not isinstance(found, dict | None):
+            raise unfit(self.path / "blackbox.json", f"{found!r:.40}")
         return found
 
     def _steps_of(self, key: tuple[int, int]) -> pa.Table:
@@ -280,7 +290,10 @@ class Run:
             table = _read(segment_path(self.path, "steps", *key))
             # a column may be younger than the segment, or than this reader
             none = arrow_schema(STEPS).empty_table()
-            table = pyarrow().concat_tables([none, table], promote_options="default")
+            try:
+                table = pyarrow().concat_tables([none, table], promote_options="default")
+            except pyarrow().ArrowException as error:
+                raise _unreadable(segment_path(self.path, "steps", *key), error) from None
             table = table.select(none.column_names)
             self._kept[key] = seen, _cut(table, None, self._ends[key[0]] - 1).combine_chunks()
         return self._kept[key][1]
@@ -359,10 +372,32 @@ def _read(path: Path, columns: Sequence[str] | None = None, where: Any = None) -
                 return file.read(columns=columns)
         ds = require("pyarrow.dataset", "monitor", "A run record")
         return ds.dataset(path, format="parquet").to_table(columns=columns, filter=where)
-    except (OSError, ValueError) as error:
-        what = f"{path} cannot be read ({summary(error)})"
-        msg = f"{what}: the rest can, without it and the file of the same number in the other folder"
-        raise RunError(msg) from None
+    except (OSError, ValueError, pyarrow().ArrowException) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> RunError:
+    what = f"{path} cannot be read ({summary(error)})"
+    return RunError(f"{what}: the rest can, without it and the file of the same number in the other folder")
+
+
+def scalars_of(rows: pa.Table) -> list[dict[str, float]]:
+    """Return the scalars of each row of `STEPS`: the loss, the learning rate and the others, by name."""
+    found = []
+    others: list[dict[str, float]] = []
+    for chunk in rows["scalars"].chunks:
+        # one list of all: a map made of each row alone takes thirty times as long
+        ends = chunk.offsets.to_pylist()
+        low, high = ends[0], ends[-1]
+        names, numbers = (x.slice(low, high - low).to_pylist() for x in (chunk.keys, chunk.items))
+        for a, b in itertools.pairwise(ends):
+            others.append(dict(zip(names[a - low : b - low], numbers[a - low : b - low], strict=True)))
+    for loss, lr, more in zip(rows["loss"].to_pylist(), rows["lr"].to_pylist(), others, strict=True):
+        scalars = {} if loss is None else {"loss": loss}
+        if lr is not None:
+            scalars["lr"] = lr
+        found.append(scalars | more)
+    return found
 
 
 def _cut(table: pa.Table, first: int | None, last: int | None) -> pa.Table:

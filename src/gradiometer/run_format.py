@@ -25,6 +25,7 @@ __all__ = [
     "Field",
     "RunError",
     "arrow_schema",
+    "encodable",
     "from_json",
     "list_segments",
     "plain",
@@ -130,13 +131,20 @@ def list_segments(run: Path) -> dict[tuple[int, int], Any]:
     return dict(sorted(found.items()))
 
 
+def encodable(text: str) -> str:
+    """Return text that UTF-8 can hold: for half of a surrogate pair, which is no character, ``\\ud800``."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 _NONFINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
     """Return what JSON can hold: for what is not finite ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
+    if isinstance(value, str):
+        return encodable(value)
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {encodable(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import math
 import os
 import re
 import sys
@@ -62,15 +63,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--debug" in arguments:
         arguments.remove("--debug")
         os.environ["GRADIOMETER_DEBUG"] = "1"
+    if sys.stdout is None:
+        return _fail(Exit.UNREADABLE, "stdout is closed: there is nowhere to print to")
     try:
-        command = _app()
-    except ImportError as error:
-        return _fail(Exit.MISSING, error)
-    try:
-        result = command.main(args=arguments or ["--help"], prog_name="gradiometer", standalone_mode=False)
+        result = _app().main(args=arguments or ["--help"], prog_name="gradiometer", standalone_mode=False)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+    except BrokenPipeError:
+        return _left()
+    except SystemExit as end:
+        # so rich and typer end where whoever read a help text has gone
+        if end.code != 1:
+            raise
+        return _left()
     except Exception as error:
+        if _debugs():
+            raise
+        # what typer makes of a Ctrl-C
+        if type(error).__name__ == "Abort":
+            return Exit.INTERRUPTED
+        if isinstance(error, ImportError):
+            return _fail(Exit.MISSING, error)
         # typer's own complaint about what was typed; its class has another home in every version
-        if not hasattr(error, "format_message") or _debugs():
+        if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "gradiometer"
@@ -84,8 +100,10 @@ def _debugs() -> bool:
 
 def _fail(code: Exit, error: object) -> int:
     line = " ".join(str(error).split()) or type(error).__name__
-    with contextlib.suppress(BrokenPipeError):
-        print(f"gradiometer: {line}", file=sys.stderr)
+    # print() would take no file for stdout
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"gradiometer: {line}", file=sys.stderr)
     return code
 
 
@@ -100,8 +118,7 @@ def _safely(function: Callable[..., int]) -> Callable[..., int]:
         except KeyboardInterrupt:
             return Exit.INTERRUPTED
         except BrokenPipeError:
-            _close_stdout()
-            return Exit.PIPE
+            return _left()
         except Exception as error:
             if _debugs() or hasattr(error, "format_message"):
                 raise
@@ -117,10 +134,12 @@ def _safely(function: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-def _close_stdout() -> None:
+def _left() -> int:
+    """Return the code of a command whose reader has gone."""
     # the interpreter flushes stdout once more when it ends, and would complain
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return Exit.PIPE
 
 
 def _app() -> Any:
@@ -144,7 +163,13 @@ def _app() -> Any:
 
 def _console() -> Console:
     rich = require("rich.console", "monitor", "The command line")
-    console: Console = rich.Console(highlight=False)
+
+    class _Console(rich.Console):  # type: ignore[misc]
+        def on_broken_pipe(self) -> None:
+            # not an exit with 1, which means that something was found
+            raise BrokenPipeError
+
+    console: Console = _Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         # a file or a pipe has no width, and whoever reads it wants whole lines
         console.width = _WIDE
@@ -193,7 +218,7 @@ def _demo(
     from gradiometer import demo  # noqa: PLC0415 it imports the compiler
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        code = demo.main(context.args)
+        code = demo.main(context.args, prog=context.command_path)
     if as_json:
         print(to_json({"passed": code == 0}))
     return Exit.FOUND if code else Exit.OK
@@ -272,6 +297,8 @@ def _diff(
     from gradiometer.cli import tables  # noqa: PLC0415 with rich
     from gradiometer.diff import compare  # noqa: PLC0415 only this command compares
 
+    if not math.isfinite(rtol):
+        raise typer.BadParameter(f"--rtol {rtol:g} is no number to compare by: give a finite one")
     found = compare(read_run(a), read_run(b), rtol=rtol, ignore=_pattern(ignore, "--ignore"))
     _print(found.to_dict(), lambda _: tables.comparison(found, top or None), as_json=as_json)
     return Exit.OK if found.same else Exit.FOUND

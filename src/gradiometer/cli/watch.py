@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
+import signal
+import threading
 import time
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.cli import tables
 from gradiometer.extras import require
+from gradiometer.fault import summarize
 from gradiometer.rows import row_to_dict
-from gradiometer.run import to_json
+from gradiometer.run import scalars_of, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console, RenderableType
 
@@ -94,23 +96,20 @@ def look(run: Run, now: float | None = None) -> Frame:
     """Return what there is to see of a run; ``now``: seconds since 1970."""
     compute = require("pyarrow.compute", "monitor", "The command line")
     steps, info = run.steps, run.info
-    tail = steps.slice(max(len(steps) - _CURVE, 0)).to_pylist()
+    drawn = steps.select(["step", "attempt", "time", "loss", "total_norm"])
+    tail = drawn.slice(max(len(steps) - _CURVE, 0)).to_pylist()
     last = tail[-1] if tail else None
     recorded = steps.filter(steps["recorded"])["step"]
     recorded_step = recorded[-1].as_py() if len(recorded) else None
     record = None if recorded_step is None else run.record(recorded_step)
     bad = compute.greater(compute.add(steps["n_nan"], steps["n_inf"]), 0)
     blackbox = run.blackbox
-    scalars: dict[str, float] = {}
-    if last is not None:
-        given = {"loss": last["loss"], "lr": last["lr"], **dict(last["scalars"])}
-        scalars = {name: x for name, x in given.items() if x is not None}
     return Frame(
         run=str(run.path),
         model=info.get("model", ""),
         device=info.get("device", ""),
         closed=bool(info.get("closed")),
-        fault=None if blackbox is None else _fault(blackbox),
+        fault=None if blackbox is None else summarize(blackbox),
         attempt=max((entry["attempt"] for entry in info.get("attempts", [])), default=1),
         step=last and last["step"],
         recorded_step=recorded_step,
@@ -119,19 +118,13 @@ def look(run: Run, now: float | None = None) -> Frame:
         nonfinite=compute.sum(bad).as_py() or 0,
         age=last and max((time.time() if now is None else now) - last["time"], 0.0),
         steps_per_second=_pace(tail),
-        scalars=scalars,
+        scalars=scalars_of(steps.slice(len(steps) - 1))[0] if tail else {},
         total_norm=None if record is None else record.total("norm"),
         loss_curve=[row["loss"] for row in tail if row["loss"] is not None],
         norm_curve=[row["total_norm"] for row in tail if row["total_norm"] is not None],
         findings=sorted(run.findings, key=lambda f: (-f.severity, -f.last_step)),
         worst=[] if record is None else record.report().worst_first()[:_WORST],
     )
-
-
-def _fault(blackbox: dict[str, Any]) -> str:
-    parts = [f"{blackbox.get('reason', 'fault')} at step {blackbox.get('step', '?')}"]
-    parts += [str(blackbox[key]) for key in ("message", "first_nonfinite") if blackbox.get(key)]
-    return ": ".join(parts)
 
 
 def _pace(tail: Sequence[dict[str, Any]]) -> float | None:
@@ -248,15 +241,22 @@ def watch(
     if console.is_terminal and not (once or as_json):
         live = require("rich.live", "monitor", "The command line").Live(console=console, auto_refresh=False)
     changes: Any = None
-    with live or nullcontext():
+    seen: Frame | None = None
+    looked = 0.0
+    with _interrupted() as interrupted, live or nullcontext():
         while True:
-            run.refresh()
-            seen = look(run)
+            now = time.time()
+            if run.refresh() or seen is None:
+                seen = look(run, now)
+            elif seen.age is not None:
+                # nothing is read where nothing is new
+                seen = replace(seen, age=seen.age + max(now - looked, 0.0))
+            looked = now
             if live is not None:
                 live.update(render(seen, console.width, console.height), refresh=True)
             elif seen.changes != changes:
                 if as_json:
-                    print(json.dumps(json.loads(to_json(seen.to_dict()))), flush=True)
+                    print(to_json(seen.to_dict(), indent=None), flush=True)
                 elif once:
                     console.print(render(seen, console.width, console.height))
                 else:
@@ -265,3 +265,24 @@ def watch(
             if once or (seen.closed and not follow):
                 return
             time.sleep(interval)
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupted() -> Iterator[threading.Event]:
+    """Note a Ctrl-C, besides raising it: what is raised while Python frees an object is lost."""
+    noted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+
+    def note(_signal: int, _frame: object) -> None:
+        noted.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note) or signal.SIG_DFL
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

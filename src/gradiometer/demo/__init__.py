@@ -258,10 +258,8 @@ def _inductor_problem(device: torch.device) -> str | None:
     return None
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[torch.device, str, argparse.Namespace]:
-    parser = argparse.ArgumentParser(
-        prog="python -m gradiometer.demo", description="Record a small training run with two faults."
-    )
+def _parse(argv: Sequence[str] | None, prog: str) -> tuple[torch.device, str, argparse.Namespace]:
+    parser = argparse.ArgumentParser(prog=prog, description="Record a small training run with two faults.")
     parser.add_argument("--steps", type=int, default=100, help="steps before the first fault (default: 100)")
     parser.add_argument("--device", help="cpu, cuda or xpu (default: a GPU if there is one, else cpu)")
     parser.add_argument(
@@ -291,12 +289,12 @@ def _parse(argv: Sequence[str] | None) -> tuple[torch.device, str, argparse.Name
     return device, backend or "inductor", options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return 0, or 1 if a check failed."""
+def main(argv: Sequence[str] | None = None, prog: str = "python -m gradiometer.demo") -> int:
+    """Run the demo, called ``prog``; return 0, or 1 if a check failed."""
     # One core stays free: a step of short parallel loops takes ten times as long where a thread must
     # wait for a core that something else is using. More threads than a few gain nothing at this size.
     torch.set_num_threads(max(1, min(MAX_THREADS, torch.get_num_threads() - 1)))
-    device, backend, options = _parse(argv)
+    device, backend, options = _parse(argv, prog)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         print(

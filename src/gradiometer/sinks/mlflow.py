@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.extras import require
+from gradiometer.run_format import encodable
 from gradiometer.sinks.selection import News, Options, Selection
 
 if TYPE_CHECKING:
@@ -96,16 +97,14 @@ class MLflow:
                 for key, value in self.selection.values(record).items():
                     name = self._names.get(key) or self._names.setdefault(key, legal(key))
                     self._waiting.append(self._metric(name, value, milliseconds, record.step))
-        self._lines += [str(finding) for finding in self._news.take(findings)]
+        self._lines += [encodable(str(finding)) for finding in self._news.take(findings)]
         if len(self._waiting) >= _BATCH or time.monotonic() - self._sent >= self._seconds:
             self._send()
 
     def fault(self, fault: Fault) -> None:
         """Send all, and the fault as a tag."""
         self._send()
-        lines = (f"step {fault.step}: {fault.reason}", fault.message, fault.first_nonfinite)
-        text = " · ".join(filter(None, lines))
-        self._client.set_tag(self._run_id, "gradiometer.fault", text[:_LONGEST_TAG])
+        self._client.set_tag(self._run_id, "gradiometer.fault", encodable(str(fault))[:_LONGEST_TAG])
         # after a loss that is not finite the run goes on
         self._status = _STATUS.get(fault.reason, self._status)
 

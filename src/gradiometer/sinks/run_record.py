@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 from gradiometer.run_format import (
     FORMAT,
     VERSION,
+    RunError,
+    encodable,
     list_segments,
     pyarrow,
+    read_findings,
     read_info,
-    read_json,
     segment_path,
     to_json,
 )
@@ -87,6 +89,7 @@ class RunRecord:
         self._free: Any = None
         self._attempt = 0
         self._has_written = False  # in this attempt
+        self._info_changed = False
         # the segment that is being filled, and how much of it is on disk, since when
         self._pending: list[StepRecord] = []
         self._saved = 0
@@ -102,9 +105,14 @@ class RunRecord:
 
         Raises:
             RunError: if somebody else is writing there, or what is there is no run that can be gone on with.
+            OSError: the disk failed; there is no run record then.
         """
-        for table in ("steps", "tensors"):
-            (self.path / table).mkdir(parents=True, exist_ok=True)
+        try:
+            for table in ("steps", "tensors"):
+                (self.path / table).mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            msg = f"{error.filename} is in the way of a run's folder: give another run_dir"
+            raise RunError(msg) from None
         # with this object, if nobody closes it; not at exit, where it may still be closed
         self._free = weakref.finalize(self, release, self.path, take(self.path))
         self._free.atexit = False
@@ -135,17 +143,18 @@ class RunRecord:
             "attempts": attempts,
             "closed": False,
         }
-        for entry in read_json(self.path / "findings.json") or []:
+        for entry in read_findings(self.path):
             self._findings[_key(entry)] = entry
         self._begin(info.first_step, info.started)
+        self._write_info()
 
     def _begin(self, first_step: int, started: float) -> None:
-        """Begin another attempt."""
+        """Begin another attempt, whether or not the disk works; run.json tells of it when it is next written."""
         self._attempt += 1
         self._has_written = False
         entry = {"attempt": self._attempt, "started": started, "first_step": first_step, "ended": None}
         self._info["attempts"].append(entry)
-        self._replace(self.path / "run.json", to_json(self._info))
+        self._info_changed = True
         self._saved_at = time.monotonic()
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
@@ -165,7 +174,7 @@ class RunRecord:
                 self._add(record, full=not errors)
             except Exception as error:  # noqa: BLE001 the other steps are taken all the same
                 errors.append(error)
-        waits = len(self._pending) > self._saved or self._findings_changed
+        waits = len(self._pending) > self._saved or self._findings_changed or self._info_changed
         if waits and not errors and time.monotonic() - self._saved_at >= self._seconds:
             self._flush()
         self._drop()
@@ -178,17 +187,20 @@ class RunRecord:
             self.lost += 1
             msg = f"RunRecord: step {record.step} is of other tensors than the run was started with"
             raise ValueError(msg)
+        failed: Exception | None = None
         if record.step <= self._last_step:
-            # back at a checkpoint, in the same process
+            # back at a checkpoint, in the same process: what is not on disk now is superseded as well
             try:
                 self._flush(now=True)
-            finally:
-                self.lost += len(self._pending) - self._saved
-                self._pending, self._saved = [], 0
-                self._last_step = -1
+            except Exception as error:  # noqa: BLE001 raised once the step is taken
+                failed = error
+            self.lost += len(self._pending) - self._saved
+            self._pending, self._saved = [], 0
             self._begin(record.step, record.time)
         self._last_step = record.step
         self._pending.append(record)
+        if failed is not None:
+            raise failed
         if full and self._holds(1):
             self._flush()
 
@@ -216,7 +228,7 @@ class RunRecord:
                 self._pending, self._saved = [], 0
                 self._info["attempts"][-1] |= {"ended": time.time(), "lost": self.lost}
                 self._info["closed"] = True
-                self._replace(self.path / "run.json", to_json(self._info))
+                self._write_info()
             finally:
                 self._free()
 
@@ -233,6 +245,8 @@ class RunRecord:
         try:
             if len(self._pending) > self._saved:
                 self._save()
+            if self._info_changed:
+                self._write_info()
             if self._findings_changed:
                 self._replace(self.path / "findings.json", to_json(list(self._findings.values())))
                 self._findings_changed = False
@@ -262,12 +276,15 @@ class RunRecord:
             put()
         self._saved = len(self._pending)
         if not self._has_written:
-            self._has_written = True
+            self._has_written = self._info_changed = True
             self._info["attempts"][-1]["first_step"] = first
             if all(start >= first for _, start in list_segments(self.path)):
                 # what others wrote is superseded, all of it
                 self._info["roster"] = _roster(self._roster, None)
-            self._replace(self.path / "run.json", to_json(self._info))
+
+    def _write_info(self) -> None:
+        self._replace(self.path / "run.json", to_json(self._info))
+        self._info_changed = False
 
     def _drop(self) -> None:
         """Let go of the oldest steps, if too many wait for the disk."""
@@ -284,12 +301,13 @@ class RunRecord:
 
 def _roster(roster: Roster, old: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a roster for run.json: these tensors, then those that only earlier attempts had."""
-    names, shapes, dtypes = list(roster.names), list(roster.shapes), list(roster.dtypes)
+    names, shapes, dtypes = [encodable(x) for x in roster.names], list(roster.shapes), list(roster.dtypes)
     kinds = set(roster.kinds)
     if old is not None:
+        known = set(names)
         kinds |= set(old["kinds"])
         for name, shape, dtype in zip(old["names"], old["shapes"], old["dtypes"], strict=True):
-            if name not in roster.index:
+            if name not in known:
                 names.append(name)
                 shapes.append(shape)
                 dtypes.append(dtype)

@@ -8,7 +8,7 @@ import torch
 
 from gradiometer import derived
 from gradiometer.extras import require
-from gradiometer.run_format import STEPS, TENSORS, arrow_schema, pyarrow
+from gradiometer.run_format import STEPS, TENSORS, arrow_schema, encodable, pyarrow
 from gradiometer.schema import COLUMN_INDEX, COLUMNS, NUM_COLUMNS
 from gradiometer.steps import KINDS
 
@@ -67,7 +67,7 @@ def steps_table(records: Sequence[StepRecord], attempt: int) -> pa.Table:
         "loss": [record.scalars.get("loss") for record in records],
         "lr": [record.scalars.get("lr") for record in records],
         "scalars": [
-            [(name, value) for name, value in record.scalars.items() if name not in {"loss", "lr"}]
+            [(encodable(name), x) for name, x in record.scalars.items() if name not in {"loss", "lr"}]
             for record in records
         ],
     }
@@ -131,7 +131,8 @@ def _totals(records: Sequence[StepRecord], kind: Kind) -> dict[str, list[Any]]:
 
 def _words(codes: Tensor, words: Sequence[str]) -> pa.Array:
     pa = pyarrow()
-    return pa.DictionaryArray.from_arrays(_array(codes.to(torch.int32)), pa.array(words, pa.string()))
+    dictionary = pa.array([encodable(word) for word in words], pa.string())
+    return pa.DictionaryArray.from_arrays(_array(codes.to(torch.int32)), dictionary)
 
 
 def _array(numbers: Tensor) -> pa.Array:

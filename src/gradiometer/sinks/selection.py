@@ -16,6 +16,7 @@ import re
 from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
 from gradiometer.derived import DERIVED
+from gradiometer.run_format import encodable
 from gradiometer.schema import COLUMN_NAMES
 from gradiometer.steps import KINDS
 
@@ -95,7 +96,9 @@ class Selection:
 
     def values(self, record: StepRecord) -> dict[str, float]:
         """Return key -> value of one step, which may be NaN or infinite; of what was measured alone."""
-        values = {f"train/{name}": x for name, x in record.scalars.items() if _found(self.scalars, name)}
+        values = {
+            f"train/{encodable(name)}": x for name, x in record.scalars.items() if _found(self.scalars, name)
+        }
         if not record.recorded:
             return values
         for kind in (kind for kind in record.roster.kinds if kind in self.kinds):
@@ -108,7 +111,7 @@ class Selection:
             for statistic in self.statistics if rows else ():
                 column = record.value(statistic, kind).tolist()
                 for i in rows:
-                    values[f"{kind}/{record.roster.names[i]}/{statistic}"] = column[i]
+                    values[f"{kind}/{encodable(record.roster.names[i])}/{statistic}"] = column[i]
         return values
 
     def _selected(self, roster: Roster) -> list[int]:

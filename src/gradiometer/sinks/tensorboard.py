@@ -68,9 +68,7 @@ class TensorBoard:
 
     def fault(self, fault: Fault) -> None:
         """Add the fault as text and flush."""
-        found = f"First non-finite: {fault.first_nonfinite}" if fault.first_nonfinite else ""
-        text = "\n".join(filter(None, (f"{fault.reason} {fault.message}".strip(), found)))
-        self._add_text("gradiometer/fault", text, fault.step)
+        self._add_text("gradiometer/fault", str(fault), fault.step)
         self._writer.flush()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.extras import require
 from gradiometer.findings import Severity
+from gradiometer.run_format import encodable
 from gradiometer.sinks.selection import News, Options, Selection
 from gradiometer.steps import KINDS
 
@@ -96,10 +97,11 @@ class WeightsAndBiases:
             if values:
                 self._run.log({_STEP: record.step, **values}, commit=self._commit)
         for finding in self._news.take(findings):
-            self._lines.append(str(finding))
+            self._lines.append(encodable(str(finding)))
             if self._alerts is not None and finding.severity >= self._alerts:
                 level = _LEVELS[finding.severity]
-                self._run.alert(title=f"gradiometer: {finding.rule}", text=finding.message, level=level)
+                text = encodable(finding.message)
+                self._run.alert(title=f"gradiometer: {finding.rule}", text=text, level=level)
             self._run.summary["gradiometer/findings"] = self._lines[:_SHOWN]
             self._run.summary["gradiometer/n_findings"] = len(self._lines)
 
@@ -107,8 +109,7 @@ class WeightsAndBiases:
         """Put the fault into the summary."""
         # after a loss that is not finite the run goes on
         self._failed |= fault.reason not in {"exit", "non-finite loss"}
-        lines = (f"step {fault.step}: {fault.reason}", fault.message, fault.first_nonfinite)
-        self._run.summary["gradiometer/fault"] = " · ".join(filter(None, lines))
+        self._run.summary["gradiometer/fault"] = encodable(str(fault))
 
     def close(self) -> None:
         """Finish the run, if it is this sink's own."""
