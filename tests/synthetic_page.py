@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import zlib
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from gradiometer.run import Run
 from gradiometer.schema import DEFAULT_THRESHOLDS
+from gradiometer.web import write_page
 from synthetic_run import make_info, make_roster
 
 
@@ -34,22 +36,14 @@ class Dense(Run):
             }
         )
 
-    def tensors(self, *, columns, first, last, **_):
-        n, count = len(self.roster.names), last - first + 1
-        step = torch.arange(first, last + 1).repeat_interleave(n)
-        names = pa.array(torch.arange(n, dtype=torch.int32).repeat(count).numpy())
-        found = {
-            "step": pa.array(step.numpy()),
-            "name": pa.DictionaryArray.from_arrays(names, list(self.roster.names)),
-        }
-        noise = self._noise.repeat(-(-n * count // len(self._noise)))[: n * count]
-        for column in columns[2:]:
-            if column in {"numel", "flags"}:
-                numbers = torch.full_like(step, 4096 if column == "numel" else 0)
-            else:
-                numbers = noise % 1 * 4096 if column == "n_zero" else noise
-            found[column] = pa.array(numbers.numpy())
-        return pa.table(found)
+    def matrices(self, statistics, *_, first, last):
+        size = last - first + 1, len(self.roster.names)
+        # goes on from reading to reading: noise that came back every few columns would compress
+        place = torch.arange(first * size[1], (last + 1) * size[1]) % len(self._noise)
+        noise = self._noise[place].view(size)
+        found = {"numel": torch.full_like(noise, 4096.0), "flags": torch.zeros_like(noise)}
+        found["n_zero"] = noise % 1 * 4096
+        return list(range(first, last + 1)), {name: found.get(name, noise) for name in statistics}
 
     @property
     def findings(self):
@@ -58,6 +52,12 @@ class Dense(Run):
     @property
     def blackbox(self):
         return None
+
+
+@functools.cache
+def dense_page(folder):
+    """The page of 1000 tensors and 5000 steps, written once for all tests that share a folder."""
+    return write_page(Dense(folder, 1000, 5000), folder / "dense.html")
 
 
 def read_cells(page, statistic, kind="grads"):

@@ -291,7 +291,9 @@ def test_the_demo_has_its_own_help_and_its_own_complaints(capsys):
         with pytest.raises(SystemExit) as end:
             cli.main(["demo", *arguments])
         assert end.value.code == code
-        assert says in "".join(capsys.readouterr())
+        said = "".join(capsys.readouterr())
+        assert says in said
+        assert said.startswith("usage: gradiometer demo ")
 
 
 # errors and exit codes
@@ -322,6 +324,14 @@ def test_what_was_typed_wrong_is_one_line(call, arguments, says):
     assert (code, out) == (Exit.USAGE, "")
     assert says in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("rtol", ["inf", "nan"])
+def test_a_tolerance_that_compares_nothing_is_refused(call, run, rtol):
+    code, out, err = call("diff", run, run, "--rtol", rtol)
+
+    assert (code, out, err.count("\n")) == (Exit.USAGE, "", 1)
+    assert "--rtol" in err
 
 
 def test_a_wrong_pattern_is_one_line(call, run):
@@ -392,15 +402,22 @@ def test_without_another_package_one_line_says_so(call, run, monkeypatch, packag
     assert err.count("\n") == 1
 
 
-def test_a_reader_that_leaves_is_no_error(run):
-    script = (
-        f"{sys.executable} -m gradiometer show {run} --top 0 --json | head -c 20; echo ${{PIPESTATUS[0]}}"
-    )
-    # more than a pipe holds
-    big = write_run(run.parent / "big", steps=2, tensors=400)
-    script = script.replace(str(run), str(big))
+@pytest.mark.parametrize(
+    ("command", "reader"),
+    [
+        ("show {big} --top 0 --json", "head -c 20"),  # more than a pipe holds
+        ("diff {run} {run}", "true"),
+        ("--help", "true"),
+        ("--version", "true"),
+    ],
+)
+def test_a_reader_that_leaves_is_no_error(run, tmp_path, command, reader):
+    big = write_run(tmp_path / "big", steps=2, tensors=400) if "big" in command else None
+    # the reader ends first, so that what is written meets a pipe without one
+    script = f"({reader}); exec 0<&-; sleep 0.1"
+    command = f"{sys.executable} -m gradiometer {command.format(run=run, big=big)}"
     done = subprocess.run(
-        ["bash", "-c", script],  # noqa: S607 whichever bash
+        ["bash", "-c", f"{command} | ({script}); echo ${{PIPESTATUS[0]}}"],  # noqa: S607 whichever bash
         env=os.environ | {"PYTHONPATH": SOURCE},
         capture_output=True,
         text=True,
@@ -410,6 +427,15 @@ def test_a_reader_that_leaves_is_no_error(run):
 
     assert done.stdout.endswith(f"{Exit.PIPE.value}\n")
     assert done.stderr == ""
+
+
+def test_without_a_stdout_one_line_says_so(capsys, run, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    code = cli.main(["show", str(run)])
+    monkeypatch.undo()
+
+    assert code == Exit.UNREADABLE
+    assert capsys.readouterr().err == "gradiometer: stdout is closed: there is nowhere to print to\n"
 
 
 def test_help_version_and_no_command(call):
@@ -441,7 +467,7 @@ def in_terminal(*arguments, end_with):
         env={**os.environ, **size},
     )
     os.close(slave)
-    shown, deadline = b"", time.monotonic() + 60
+    shown, sent, deadline = b"", False, time.monotonic() + 60
     while time.monotonic() < deadline:
         if select.select([master], [], [], 0.2)[0]:
             try:
@@ -451,11 +477,18 @@ def in_terminal(*arguments, end_with):
             if not part:
                 break
             shown += part
-        if end_with is not None and b"worst first" in shown:
+        if not sent and b"worst first" in shown:
             child.send_signal(end_with)
-            end_with = None
-    code = child.wait(10)
-    os.close(master)
+            # a machine that is busy took its time until here, and may for the rest
+            sent, deadline = True, time.monotonic() + 60
+    try:
+        code = child.wait(10)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+        pytest.fail(f"{'no end after the signal' if sent else 'no frame'}: {shown.decode()!r}")
+    finally:
+        os.close(master)
     return code, shown.decode()
 
 
@@ -468,6 +501,26 @@ def test_ctrl_c_ends_a_watch_quietly(tmp_path):
     assert "being written" in shown
     assert "Traceback" not in shown
     assert "Aborted" not in shown
+
+
+@pytest.mark.parametrize("where", ["_app", "read_run", "_console"])
+def test_ctrl_c_is_quiet_wherever_it_comes(call, run, monkeypatch, where):
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli, where, interrupt)
+
+    assert call("watch", run) == (Exit.INTERRUPTED, "", "")
+
+
+def test_ctrl_c_while_the_arguments_are_read_is_quiet(call, monkeypatch):
+    def interrupt(_wanted):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_version", interrupt)
+    code, out, err = call("--version")
+
+    assert (code, out, err.strip()) == (Exit.INTERRUPTED, "", "")
 
 
 def test_colours_are_for_terminals_and_can_be_switched_off(call, run, monkeypatch):

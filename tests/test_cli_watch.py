@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -192,6 +194,40 @@ def test_a_terminal_shows_one_frame_that_changes(run, monkeypatch):
     shown = terminal.file.getvalue()
     assert shown.index("step 19 ") < shown.index("step 24 ")
     assert "closed" in shown
+
+
+def test_where_nothing_is_new_nothing_is_read(run, monkeypatch):
+    read, shown = [], []
+    real_look, real_render = watch.look, watch.render
+    monkeypatch.setattr(watch, "look", lambda *args: (read.append(1), real_look(*args))[1])
+    monkeypatch.setattr(
+        watch, "render", lambda seen, *size: (shown.append(seen), real_render(seen, *size))[1]
+    )
+    more = _Acts(lambda: None, lambda: None, lambda: write_run(run.path, steps=5, first=20))
+    monkeypatch.setattr(watch.time, "sleep", more)
+    clock = iter(range(2_000_000_000, 2_000_000_100, 10))
+    monkeypatch.setattr(watch.time, "time", lambda: next(clock))
+
+    watch.watch(run, console(terminal=True))
+
+    assert (len(read), len(shown)) == (2, 4)
+    # but it is older each time
+    assert [seen.age - shown[0].age for seen in shown[:3]] == [0, 10, 20]
+
+
+def test_a_ctrl_c_that_python_loses_ends_it_at_the_next_look(run, monkeypatch):
+    class Lost:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(watch.time, "sleep", lambda _: Lost() and None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+    with pytest.raises(KeyboardInterrupt):
+        watch.watch(run, console(), follow=True)
+
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_no_tensor_name_is_taken_for_markup(tmp_path):

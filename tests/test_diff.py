@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("pyarrow")
 
+from gradiometer import diff
 from gradiometer.diff import compare
 from gradiometer.run import read_run
 from gradiometer.schema import COLUMN_INDEX
@@ -137,6 +138,26 @@ def test_a_nan_is_the_same_as_a_nan_and_a_count_of_them_is_exact(tmp_path):
     (difference,) = compare(a, c, rtol=1e6).first
     assert difference.name == "blocks.1.bias.grad"
     assert difference.values == {"n_nan": (0.0, 1.0)}
+
+
+def test_scalars_are_compared_step_by_step_only_where_they_differ(tmp_path, monkeypatch):
+    def change(record):
+        more = {"x": 1.0, "y": math.nan} if record.step % 3 else {}
+        return replace(record, scalars={**record.scalars, **more})
+
+    def other(record):
+        record = change(record)
+        return replace(record, scalars=record.scalars | ({"x": 2.0} if record.step >= 13 else {}))
+
+    monkeypatch.setattr(diff, "_BLOCK", 5)
+    looked, real = [], diff._given
+    monkeypatch.setattr(diff, "_given", lambda rows: (looked.append(len(rows)), real(rows))[1])
+    a, same = write(tmp_path / "a"), write(tmp_path / "b")
+    assert compare(a, same).same
+    assert looked == []
+
+    found = compare(write(tmp_path / "c", change), write(tmp_path / "d", other, keep=set(range(2, 20))))
+    assert [(d.name, d.step, d.values["value"]) for d in found.scalars] == [("x", 13, (1.0, 2.0))]
 
 
 def test_a_loss_that_one_run_lacks_is_a_difference(tmp_path):

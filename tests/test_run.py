@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from gradiometer import derived, run_format
 from gradiometer import run as run_module
+from gradiometer.findings import Finding, Severity
 from gradiometer.run import RunError, read_run
 from gradiometer.run_format import arrow_schema
 from gradiometer.schema import COLUMN_NAMES, Thresholds
@@ -96,6 +98,40 @@ def test_rows_of_tensors_are_in_order_and_picked_by_kind_name_and_column(path):
     assert some["norm"].to_pylist() == run.matrix("norm", "weights")[1][:, [0, 3]].flatten().tolist()
     assert run.tensors(names=["none"]).num_rows == 0
     assert run.tensors(columns=[]).num_columns == 0
+
+
+def test_one_name_may_be_given_alone(path):
+    run = read_run(path)
+    name = run.roster.names[0]
+    alone = run.tensors(names=name, columns=["step", "name"])
+    assert alone.equals(run.tensors(names=[name], columns=["step", "name"]))
+    assert alone.num_rows > 0
+
+
+def test_several_matrices_are_those_of_one_each(path, monkeypatch):
+    run = read_run(path)
+    wanted = ["rms", "flags", "norm", "n_zero"]
+    ones = {name: run.matrix(name, first=3, last=40) for name in wanted}
+    read = []
+    real = run_module._read
+    monkeypatch.setattr(run_module, "_read", lambda *args: (read.append(args[0]), real(*args))[1])
+    steps, found = run.matrices(wanted, first=3, last=40)
+    assert list(found) == wanted
+    for name, (own_steps, values) in ones.items():
+        assert steps == own_steps
+        assert torch.equal(found[name].nan_to_num(nan=-1.0), values.nan_to_num(nan=-1.0))
+    # each file once
+    assert len(read) == len(set(read)) > 0
+    assert run.matrices([])[1] == {}
+    with pytest.raises(RunError, match="no statistic 'x'"):
+        run.matrices(["norm", "x"])
+
+
+def test_a_finding_ends_where_its_attempt_is_superseded(tmp_path):
+    found = Finding("dead", Severity.WARNING, 10, 190, "grads", "w", 1.0, 1.0, "dead", "", count=150)
+    write_run(tmp_path, 3, 200, findings=[found])
+    write_run(tmp_path, 3, 20, first=50)
+    assert read_run(tmp_path).findings == [replace(found, last_step=49, count=40)]
 
 
 def test_one_step_is_a_record(path):
@@ -190,6 +226,14 @@ def overwrite(name, content):
     return lambda path: (path / name).write_bytes(content)
 
 
+def retype(path):
+    """Give a column a type that no reader takes for a number."""
+    file = path / f"steps/steps-{SEGMENT}"
+    table = pq.read_table(file)
+    times = pa.array([[0.0]] * len(table))
+    pq.write_table(table.set_column(table.column_names.index("time"), "time", times), file)
+
+
 SEGMENT = "0001-0000000016.parquet"
 # what happened to a run -> what is done to it, and what is said
 SPOILED = {
@@ -209,6 +253,24 @@ SPOILED = {
     "no finding": (overwrite("findings.json", b"[3]"), "findings.json is not as a run's should be"),
     "black box": (overwrite("blackbox.json", b"{"), "blackbox.json cannot be read .*: mend or remove it"),
     "steps": (overwrite(f"steps/steps-{SEGMENT}", b"PAR1"), "0016.parquet cannot be read .*the rest can"),
+    "a word for a version": (lambda p: spoil_info(p, version="2"), r"as a run's should be \(version: '2'\)"),
+    "no version": (lambda p: spoil_info(p, version=None), r"should be \(version: None\)"),
+    "no numbers": (lambda p: spoil_info(p, thresholds=3), "run.json is not as a run's should be"),
+    "attempts": (lambda p: spoil_info(p, attempts=[{}]), r"should be \(attempts: \[\{\}\]\)"),
+    "no attempts": (lambda p: spoil_info(p, attempts=3), r"should be \(attempts: 3\)"),
+    "created": (lambda p: spoil_info(p, created="x"), r"should be \(created: 'x'\)"),
+    "a file": (lambda p: (shutil.rmtree(p), p.write_text("")), "own is no run: it is a file, not a folder"),
+    "findings": (overwrite("findings.json", b"{}"), r"findings.json is not as a run's should be \(\{\}\)"),
+    "severity": (
+        overwrite(
+            "findings.json",
+            b'[{"attempt": 1, "rule": "x", "severity": "?", "kind": null, "tensor": null, "first_step": 0,'
+            b' "last_step": 0, "value": "x", "threshold": 0, "message": "", "advice": ""}]',
+        ),
+        "findings.json is not as a run's should be",
+    ),
+    "no black box": (overwrite("blackbox.json", b"[1]"), r"blackbox.json is not as .* \(\[1\]\)"),
+    "types": (retype, "0016.parquet cannot be read"),
     "tensors": (lambda p: (p / f"tensors/tensors-{SEGMENT}").unlink(), "0016.parquet cannot be read"),
 }
 
@@ -224,6 +286,16 @@ def test_what_cannot_be_read_is_named_in_one_line(own, spoil, said):
         run.tensors()
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+def test_a_column_that_cannot_be_compared_is_a_file_that_cannot_be_read(own):
+    file = own / f"tensors/tensors-{SEGMENT}"
+    table = pq.read_table(file)
+    pq.write_table(table.set_column(0, "step", pa.array([[0]] * len(table))), file)
+    with pytest.raises(
+        RunError, match=r"0016.parquet cannot be read \(Function 'greater_equal' has no kernel"
+    ):
+        read_run(own).tensors()
 
 
 def test_a_torn_segment_hides_no_other(own):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from gradiometer.findings import Finding, Severity
 from gradiometer.run import STEPS, TENSORS, RunError, read_run
 from gradiometer.run_format import arrow_schema
 from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.sinks import run_record
 from gradiometer.sinks.run_record import RunRecord
 from gradiometer.steps import Roster, StepRecord
 from synthetic_run import STARTED, make_info, make_records, make_roster, write_run
@@ -378,6 +380,83 @@ def test_going_back_in_one_process_is_another_attempt(tmp_path):
     assert run.steps["step"].to_pylist() == list(range(13))
     assert all_same(run.records(8), make_records(roster, 5, first=8, seed=1))
     assert [(e["attempt"], e["first_step"]) for e in run.info["attempts"]] == [(1, 0), (2, 8)]
+
+
+def failing(monkeypatch, *names, calls=math.inf):
+    """Let the writing of these files fail, of all files without a name, so many times."""
+    real, left = run_record.prepare, [calls]
+
+    def prepare(run, path, data, *, sync):
+        if left[0] > 0 and (not names or path.name in names):
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        return real(run, path, data, sync=sync)
+
+    monkeypatch.setattr(run_record, "prepare", prepare)
+
+
+def test_going_back_while_the_disk_fails_is_another_attempt_all_the_same(tmp_path, monkeypatch):
+    roster = make_roster(4)
+    sink = opened(tmp_path, roster, segment_steps=10)
+    sink.write(list(make_records(roster, 15)), [])
+    again = list(make_records(roster, 9, first=5, seed=1))
+    with monkeypatch.context() as patch:
+        failing(patch)
+        with pytest.raises(OSError, match="No space left"):
+            sink.write(again[:1], [])
+    sink.write(again[1:], [])
+    sink.close()
+    run = read_run(tmp_path)
+    # the step that came with the failure is kept; those that waited are superseded, and lost
+    assert run.steps["step"].to_pylist() == list(range(14))
+    assert all_same(run.records(5), again)
+    assert [(e["attempt"], e["first_step"]) for e in run.info["attempts"]] == [(1, 0), (2, 5)]
+    assert sink.lost == run.info["attempts"][1]["lost"] == 5
+
+
+def test_run_json_is_written_again_if_it_failed(tmp_path, monkeypatch):
+    write_run(tmp_path, 4, 20)
+    roster = make_roster(4)
+    sink = opened(tmp_path, roster, 9)
+    with monkeypatch.context() as patch:
+        sink.write(list(make_records(roster, 1, first=12)), [])
+        failing(patch, "run.json", calls=1)
+        with pytest.raises(OSError, match="No space left"):
+            sink.fault(SimpleNamespace(to_dict=dict))
+    assert [e["first_step"] for e in read_run(tmp_path).info["attempts"]] == [0, 9]
+    sink.fault(SimpleNamespace(to_dict=dict))  # no step has come since
+    assert [e["first_step"] for e in read_run(tmp_path).info["attempts"]] == [0, 12]
+    sink.close()
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_the_folder_free(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        failing(patch)
+        with pytest.raises(OSError, match="No space left"):
+            opened(tmp_path, make_roster(2))
+    opened(tmp_path, make_roster(2)).close()
+
+
+def test_a_file_where_the_folder_should_be_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunError, match="is in the way of a run's folder: give another run_dir"):
+            opened(path, make_roster(2))
+
+
+def test_half_of_a_surrogate_pair_is_written_by_its_number(tmp_path):
+    roster = make_roster(names=["w\ud800", "b"])
+    found = Finding("dead", Severity.INFO, 1, 1, "grads", "w\ud800", 1.0, 1.0, "w\ud800 is dead", "")
+    for first in (0, 3):
+        sink = opened(tmp_path, roster, first)
+        record = next(make_records(roster, 1, first=first))
+        sink.write([replace(record, scalars={"x\udfff": 1.0})], [found])
+        sink.close()
+    run = read_run(tmp_path)
+    assert run.roster.names == (r"w\ud800", "b")
+    assert run.matrix("norm")[1].isfinite().all()
+    assert [dict(record.scalars) for record in run.records()] == [{r"x\udfff": 1.0}] * 2
+    assert run.findings[0].tensor in run.roster.names
 
 
 def test_a_run_gone_on_with_other_tensors_has_both(tmp_path):

@@ -89,12 +89,19 @@ def test_findings_and_a_fault_are_text(tmp_path):
     # indented: code, in which Markdown leaves the underscores of a name alone
     assert (finding.step, text.decode()) == (3, f"    {SEEN}\n    do this")
     (fault,) = found.Tensors("gradiometer/fault")
-    assert (
-        fault.tensor_proto.string_val[0].decode()
-        == "    exception boom\n    First non-finite: step 5, a.w.grad"
+    assert fault.tensor_proto.string_val[0].decode() == (
+        "    exception in step 6: boom; first non-finite: step 5, a.w.grad"
     )
     assert found.summary_metadata["gradiometer/fault"].plugin_data.plugin_name == "text"
     sink.close()
+
+
+def test_half_of_a_surrogate_pair_is_written_by_its_number(tmp_path):
+    roster = make_roster(names=["w\ud800"])
+    sink = opened(tmp_path, roster, tensors="")
+    sink.write(list(make_records(roster, 2)), [])
+    sink.close()
+    assert r"grads/w\ud800/norm" in read(tmp_path).Tags()["scalars"]
 
 
 def test_an_error_of_the_writer_comes_out_of_write(tmp_path):

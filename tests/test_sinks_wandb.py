@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,28 @@ def test_with_commit_false_no_row_of_yours_is_refused(wandb, tmp_path):
     assert [row["mine"] for row in rows if "mine" in row] == [0, 1, 2, 3]
     # of each three steps the newest, with its own number
     assert [row[STEP] for row in ours(rows)] == [2, 5, 8, 11]
+
+
+def test_half_of_a_surrogate_pair_is_written_by_its_number():
+    class Active:
+        def __init__(self):
+            self.logged, self.summary, self.alerts = [], {}, []
+
+        def log(self, values, **_):
+            self.logged.append(values)
+
+        def alert(self, **values):
+            self.alerts.append(values)
+
+    pytest.importorskip("wandb")
+    active = Active()
+    roster = make_roster(names=["w\ud800"])
+    sink = WeightsAndBiases(run=active, tensors="", alerts=Severity.INFO)
+    found = replace(SEEN, message="w\ud800 is zero")
+    sink.write(list(make_records(roster, 1)), [found])
+    sink.fault(Fault("exception", "w\ud800", 6, None, [], []))
+    assert r"grads/w\ud800/norm" in active.logged[0]
+    json.dumps([active.logged, active.summary, active.alerts], ensure_ascii=False).encode()
 
 
 def test_findings_and_a_fault_are_in_the_summary_and_alerts_only_if_asked(wandb, monkeypatch):

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -16,11 +17,14 @@ import torch
 pytest.importorskip("pyarrow")
 pytest.importorskip("plotly")
 
+from gradiometer.fault import Fault
 from gradiometer.findings import Finding, Severity
-from gradiometer.run import RunError, read_run
+from gradiometer.run import Run, RunError, read_run
+from gradiometer.schema import COLUMN_INDEX
+from gradiometer.sinks.run_record import RunRecord
 from gradiometer.web import data, write_page
-from synthetic_page import Dense, read_cells
-from synthetic_run import write_run
+from synthetic_page import Dense, dense_page, read_cells
+from synthetic_run import make_info, make_records, make_roster, write_run
 
 NAMES = (
     "<b>x</b>",
@@ -60,6 +64,27 @@ def held(path):
     """What the JSON of a page holds."""
     scripts = Scripts(path.read_text(encoding="utf-8"))
     return json.loads(next(text for attributes, text in scripts.found if attributes.get("id") == "data"))
+
+
+PAIR = make_roster(2)
+
+
+def record(path, records, first_step=0, fault=None, **info):
+    """Write these records, maybe go on with a run, and read it."""
+    sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
+    sink.start(make_info(PAIR, first_step, **info))
+    for one in records:
+        sink.write([one], [])
+    if fault is not None:
+        sink.fault(fault)
+    sink.close()
+    return read_run(path)
+
+
+def unmeasured(one, i):
+    values = one.values.clone()
+    values[:, i] = 0
+    return replace(one, values=values)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +136,18 @@ def test_a_column_of_several_steps_keeps_the_worst(small, monkeypatch):
             torch.testing.assert_close(
                 cell, torch.as_tensor(worst, dtype=torch.float64), rtol=1e-3, atol=0, equal_nan=True
             )
+
+
+def test_a_last_column_of_fewer_steps_invents_no_zero(tmp_path, monkeypatch):
+    run = record(tmp_path / "run", [unmeasured(r, 1) if r.step >= 39 else r for r in make_records(PAIR, 40)])
+    monkeypatch.setattr(data, "MOST_COLUMNS", 16)
+    page = data.page_of(run)
+    assert page.values["columns"]["last"][-2:] == [38, 39]  # three to a column, and one is left
+    for statistic in page.values["matrices"]["grads"]:
+        cells = read_cells(page, statistic)
+        assert cells[1, -1] == -1, statistic
+        assert (cells[1, :-1] >= 0).all(), statistic
+        assert cells[0, -1] >= 0, statistic
 
 
 def test_what_is_said_of_a_tensor_over_the_run(small):
@@ -184,6 +221,100 @@ def test_the_head_tells_a_closed_run_from_one_that_was_killed_and_from_a_fault(t
     assert held(write_page(write_run(tmp_path / "other", steps=5)))["state"]["mood"] == "good"
 
 
+def fault(reason, step):
+    return Fault(reason, "ValueError: boom" if reason == "exception" else "", step, None, (), ())
+
+
+def test_a_run_that_was_resumed_and_closed_after_a_fault_is_closed(tmp_path):
+    path = tmp_path / "run"
+    values = data.page_of(record(path, make_records(PAIR, 5), fault=fault("exception", 5))).values
+    assert values["state"] == {"text": "✖ exception", "mood": "broken"}
+    assert values["fault"] == ["Black box: exception at step 5", "ValueError: boom"]
+    values = data.page_of(record(path, make_records(PAIR, 5, first=5), first_step=5)).values
+    assert values["state"] == {"text": "✓ closed", "mood": "good"}
+    assert values["fault"] == [
+        "Black box of attempt 1: exception at step 5",
+        "ValueError: boom",
+        "Attempt 2 went on.",
+    ]
+    values = data.page_of(record(path, [], first_step=10, fault=fault("SIGTERM", 10))).values
+    assert values["state"] == {"text": "✖ SIGTERM", "mood": "broken"}
+    assert values["fault"][0] == "Black box of attempt 3: SIGTERM at step 10"
+
+
+def test_a_run_that_goes_on_after_a_fault_is_not_closed(tmp_path):
+    path = tmp_path / "run"
+    record(path, make_records(PAIR, 5), fault=fault("exception", 5))
+    write_run(path, tensors=2, steps=5, first=5, close=False)
+    assert data.page_of(read_run(path)).values["state"]["mood"] == "open"
+
+
+@pytest.mark.parametrize(
+    ("losses", "mood"),
+    [
+        ([1.0, math.nan, 2.0], "good"),
+        ([1.0, math.nan, None], "broken"),
+        ([1.0, math.inf, math.inf], "broken"),
+    ],
+)
+def test_a_loss_that_was_finite_again_ends_no_run(tmp_path, losses, mood):
+    records = [
+        replace(one, scalars={} if loss is None else {"loss": loss})
+        for one, loss in zip(make_records(PAIR, 3), losses, strict=True)
+    ]
+    values = data.page_of(record(tmp_path / "run", records, fault=fault("non-finite loss", 1))).values
+    assert values["state"]["mood"] == mood
+    assert values["fault"][0] == "Black box: non-finite loss at step 1"
+    assert (len(values["fault"]) == 2) == (mood == "good")
+
+
+@pytest.mark.parametrize("blackbox", [[1], "x", 3, {}, {"step": [1], "reason": None, "attempt": "x"}])
+def test_an_odd_black_box_is_a_page(small, monkeypatch, blackbox):
+    monkeypatch.setattr(Run, "blackbox", blackbox)
+    state = data.page_of(read_run(small)).values["state"]
+    assert state["mood"] == "good"
+
+
+@pytest.mark.parametrize("created", ["x", None, "NaN", math.nan, 1e300, -1e300, [1]])
+def test_an_odd_date_is_a_page(small, created):
+    run = read_run(small)
+    run.info["created"] = created
+    assert dict(data.page_of(run).values["facts"])["Started"].startswith("unknown")
+
+
+@pytest.fixture
+def half_by_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default", ["float32", "float16"])
+@pytest.mark.parametrize("size", [1e60, 1e45, 1.0, 1e-50])
+def test_lines_hold_what_a_float64_holds(tmp_path, request, default, size):
+    def sized(one):
+        values = one.values.clone()
+        values[..., COLUMN_INDEX["sumsq"]] = 0
+        values[..., 0, COLUMN_INDEX["sumsq"]] = size**2
+        return replace(one, values=values, scalars={"loss": 3 * size})
+
+    first = 2**24 + 1  # no float32, let alone a float16
+    run = record(tmp_path / "run", map(sized, make_records(PAIR, 4, first=first)), first_step=first)
+    if default == "float16":
+        request.getfixturevalue("half_by_default")
+    page = data.page_of(run)
+    steps = list(range(first, first + 4))
+    assert page.values["lines"]["norm"] == {"x": steps, "y": [pytest.approx(size, rel=1e-5)] * 4}
+    assert page.values["lines"]["loss"] == {"x": steps, "y": [pytest.approx(3 * size, rel=1e-5)] * 4}
+    assert page.values["nonfinite"] == []
+    assert page.values["columns"]["first"] == steps
+    assert page.values["range"] == [first, first + 3]
+    assert page.values["summary"]["grads"]["norm"][0] == pytest.approx(size, rel=1e-5)
+    cells = read_cells(page, "norm")[0]
+    torch.testing.assert_close(cells, torch.full_like(cells, size), rtol=1e-3, atol=0)
+
+
 def test_names_are_data_whatever_is_in_them(tmp_path):
     path = write_page(write_run(tmp_path / "<b>&<script>", names=NAMES, steps=3))
     scripts = Scripts(path.read_text(encoding="utf-8"))
@@ -229,10 +360,12 @@ def test_no_run_and_no_plotly_are_one_clear_line(tmp_path, small, monkeypatch):
         write_page(small)
 
 
-@pytest.mark.parametrize(("kinds", "steps"), [(("grads",), 5000), (("grads", "weights", "updates"), 1600)])
-def test_noise_of_1000_tensors_stays_below_25_mb(tmp_path, kinds, steps):
+@pytest.mark.parametrize("kinds", [("grads",), ("grads", "weights", "updates")])
+def test_noise_of_1000_tensors_stays_below_25_mb(tmp_path_factory, tmp_path, kinds):
     # of more steps than there are columns a page has no more cells
-    page = write_page(Dense(tmp_path, 1000, steps, kinds))
+    is_shared = kinds == ("grads",)
+    folder = tmp_path_factory.getbasetemp()
+    page = dense_page(folder) if is_shared else write_page(Dense(tmp_path, 1000, 1600, kinds))
     assert held(page)["binned"] > 1
     assert page.stat().st_size < 25e6
 
@@ -240,10 +373,19 @@ def test_noise_of_1000_tensors_stays_below_25_mb(tmp_path, kinds, steps):
 def test_a_long_line_keeps_its_extremes():
     values = torch.rand(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values[777], values[54_321], values[99_999] = 50.0, -50.0, math.nan
-    line = data._line(torch.arange(100_000), values)
-    assert len(line["x"]) <= data.MOST_POINTS
+    line = data._line(torch.arange(100_000), values, values.isnan())
+    assert len(line["x"]) <= data.MOST_POINTS + 1
+    assert (line["x"][-1], line["y"][-1]) == (99_999, None)
     assert line["x"] == sorted(line["x"])
     assert (line["y"][line["x"].index(777)], line["y"][line["x"].index(54_321)]) == (50.0, -50.0)
+
+
+def test_a_line_has_a_gap_where_a_value_is_not_finite_and_none_where_there_was_no_value():
+    values = torch.tensor([1.0, math.nan, 2.0, math.nan, math.inf, 3.0, math.nan], dtype=torch.float64)
+    bad = torch.tensor([False, False, False, True, True, False, True])
+    line = data._line(10 * torch.arange(7), values, bad)
+    assert line == {"x": [0, 20, 30, 50, 60], "y": [1.0, 2.0, None, 3.0, None]}
+    assert data._line(torch.arange(1), torch.tensor([math.nan]), torch.tensor([True])) == {"x": [], "y": []}
 
 
 def test_ranges_are_exact_while_they_are_few_and_cover_all_when_they_are_many():

@@ -1,4 +1,4 @@
-"""The background thread: order, a bounded queue, and what fails in rules and sinks."""
+"""The background threads: order, bounded queues, and what fails or hangs in rules and sinks."""
 
 from __future__ import annotations
 
@@ -82,6 +82,15 @@ class Odd:
         self.seen = list(state["seen"])
 
 
+class Others(Odd):
+    """A rule that finds something of its own in every step."""
+
+    def check(self, record):
+        yield Finding(
+            f"own {record.step}", Severity.INFO, record.step, record.step, None, None, 1.0, 0.0, "", ""
+        )
+
+
 class Broken(Odd):
     name = "broken"
 
@@ -106,31 +115,170 @@ def test_steps_pass_rules_and_sinks_in_order_on_a_thread_of_its_own():
     assert log.calls[0] == "start"
     assert log.calls[-1] == "close"
     assert log.calls.count("close") == 1
-    assert log.thread == "gradiometer"
+    assert log.thread == "gradiometer sink Log"
     (finding,) = worker.ledger.findings
     assert (finding.first_step, finding.last_step, finding.count) == (1, 29, 15)
     assert log.findings[-1] == finding
     assert worker._failures.counts == {}
 
 
-def test_a_slow_sink_holds_up_nobody_and_the_oldest_steps_go(caplog):
-    log = Log()
-    log.go.clear()
-    worker = make(log, limit=10)
+class Record(Log):
+    """A second sink, of another name."""
+
+
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def put_each(worker, good, steps):
+    """Hand over one step after the other, each when a sink that is not held up has the one before."""
+    for step in steps:
+        worker.put([record(step)])
+        until(lambda: good.steps[-1:] == [step])  # noqa: B023 called at once
+
+
+def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog):
+    slow, good = Log(), Record()
+    slow.go.clear()
+    worker = make(slow, good, limit=10)
+    put_each(worker, good, [0])
+    assert slow.entered.wait(20)
+    put_each(worker, good, range(1, 40))
+    assert good.steps == list(range(40))
+    assert worker.dropped == 29
+    assert worker._failures.counts == {"queue of sink Log": 29}
+    assert caplog.text.count("sink Log can't keep up, the oldest of 10 steps go") == 1
+    assert not worker.wait(0.01)
+    slow.go.set()
+    assert worker.wait(20)
+    assert slow.steps == [0, *range(30, 40)]
+    assert worker.stop(20)
+
+
+def test_of_a_slow_sink_all_that_waits_is_written_at_the_end():
+    slow, good = Log(), Record()
+    slow.go.clear()
+    worker = make(slow, good, limit=4)
+    put_each(worker, good, range(40))
+    threading.Timer(0.1, slow.go.set).start()
+    assert worker.stop(20)
+    assert good.steps == list(range(40))
+    assert slow.steps[-4:] == [36, 37, 38, 39]
+    assert len(slow.steps) + worker.dropped == 40
+    assert slow.calls[-1] == good.calls[-1] == "close"
+
+
+def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog):
+    entered, go = threading.Event(), threading.Event()
+
+    class Slow(Odd):
+        def check(self, record):
+            entered.set()
+            assert go.wait(20)
+            return super().check(record)
+
+    rule = Slow()
+    worker = make(rules=[rule], limit=10)
     worker.put([record(0)])
-    assert log.entered.wait(20)
-    began = time.perf_counter()
+    assert entered.wait(20)
     for step in range(1, 40):
         worker.put([record(step)])
-    assert time.perf_counter() - began < 2
     assert worker.dropped == 29
     assert not worker.wait(0.01)
-    log.go.set()
-    assert worker.wait(20)
-    assert log.steps == [0, *range(30, 40)]
-    assert worker._failures.counts == {"queue": 29}
-    assert caplog.text.count("can't keep up") == 1
+    go.set()
     assert worker.stop(20)
+    assert rule.seen == [0, *range(30, 40)]
+    assert "the rules can't keep up, the oldest of 10 steps go" in caplog.text
+    assert worker._failures.counts == {"queue of the rules": 29}
+
+
+def test_what_waits_for_a_sink_is_not_taken_for_written_when_later_steps_push_others_out():
+    slow, good = Log(), Record()
+    slow.go.clear()
+    worker = make(slow, good, limit=2)
+    put_each(worker, good, [0])
+    assert slow.entered.wait(20)
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(worker.wait(0.3)))
+    waiting.start()
+    put_each(worker, good, range(1, 10))
+    waiting.join(20)
+    assert answers == [False]
+    slow.go.set()
+    assert worker.stop(20)
+
+
+@pytest.mark.parametrize("where", ["start", "write", "fault", "close"])
+def test_a_sink_that_hangs_for_ever_costs_the_others_nothing(where):
+    entered, forever = threading.Event(), threading.Event()
+
+    class Hangs(Log):
+        def _called(self, name):
+            super()._called(name)
+            if name == where:
+                entered.set()
+                forever.wait(60)
+
+    hangs, good = Hangs(), Record()
+    worker = make(hangs, good, limit=4)
+    put_each(worker, good, range(40))
+    worker.put_fault(lambda: worker._box.fault("exception", "", 40, ()))
+    began = time.perf_counter()
+    assert not worker.stop(0.5)
+    assert time.perf_counter() - began < 5
+    assert entered.is_set()
+    until(lambda: good.calls[-1] == "close")
+    assert good.steps == list(range(40))
+    assert [fault.message for fault in good.faults] == [""]
+    assert worker.is_running
+    forever.set()
+    assert worker.stop(20)
+    assert not worker.is_running
+    assert hangs.calls[-1] == "close"
+
+
+def test_an_interrupted_stop_can_be_called_again(monkeypatch):
+    slow, good = Log(), Record()
+    slow.go.clear()
+    worker = make(slow, good)
+    worker.put([record(0)])
+    assert slow.entered.wait(20)
+    ended = worker._lanes[0]._ended
+
+    def interrupted(_=None):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ended, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.stop(20)
+    assert not worker.stop(0.01)
+    slow.go.set()
+    assert worker.stop(20)
+    assert slow.calls == good.calls == ["start", "write", "close"]
+
+
+def test_findings_and_faults_outlive_the_steps_that_are_dropped():
+    slow, good = Log(), Record()
+    slow.go.clear()
+    worker = make(slow, good, rules=[Odd(), Others()], limit=2)
+    put_each(worker, good, [0])
+    assert slow.entered.wait(20)
+    put_each(worker, good, range(1, 10))
+    worker.put_fault(lambda: worker._box.fault("exception", "first", 10, ()))
+    until(lambda: good.faults)
+    put_each(worker, good, range(10, 20))
+    slow.go.set()
+    assert worker.stop(20)
+    assert slow.steps == [0, 18, 19]
+    # as they were last, each once
+    assert sorted(slow.findings, key=str) == sorted(worker.ledger.findings, key=str)
+    assert len(slow.findings) == 1 + 20
+    assert slow.calls == ["start", "write", "fault", "write", "close"]
+    assert [fault.message for fault in slow.faults] == ["first"]
 
 
 def test_more_at_once_than_may_wait():
@@ -265,7 +413,7 @@ def test_failures_are_logged_once_of_a_kind(caplog):
 
 
 def test_a_step_that_hangs_does_not_hold_up_what_a_sink_writes_by_the_clock(monkeypatch):
-    monkeypatch.setattr("gradiometer.worker._TICK", 0.01)
+    monkeypatch.setattr("gradiometer.lane._TICK", 0.01)
     ticks = []
 
     class Clock(Log):
@@ -279,3 +427,68 @@ def test_a_step_that_hangs_does_not_hold_up_what_a_sink_writes_by_the_clock(monk
         time.sleep(0.01)
     assert worker.stop(10)
     assert ticks[:3] == [0, 0, 0]
+
+
+def test_a_sink_that_hangs_does_not_hold_up_the_clock_of_another(monkeypatch):
+    monkeypatch.setattr("gradiometer.lane._TICK", 0.01)
+    slow, ticks = Log(), []
+
+    class Clock(Log):
+        def tick(self):
+            ticks.append(len(self.steps))
+
+    slow.go.clear()
+    worker = make(slow, Clock())
+    worker.put([record(0)])
+    assert slow.entered.wait(20)
+    until(lambda: 1 in ticks)
+    slow.go.set()
+    assert worker.stop(20)
+
+
+def test_a_rule_without_a_name_and_an_error_without_a_text_end_nothing(caplog):
+    class NoTextError(Exception):
+        def __str__(self):
+            raise ValueError
+
+    class Nameless:
+        def check(self, _):
+            raise NoTextError
+
+        def state_dict(self):
+            return {}
+
+    log = Log()
+    worker = make(log, rules=[Nameless()])
+    worker.put([record(0), record(1)])
+    assert worker.wait(20)
+    assert worker.state_dict()["rules"] == [("Nameless", {})]
+    assert worker.stop(20)
+    assert log.steps == [0, 1]
+    assert worker._failures.counts == {"rule Nameless": 2}
+    assert "rule Nameless: NoTextError" in caplog.text
+
+
+def test_whatever_else_fails_is_counted_and_the_thread_goes_on(monkeypatch):
+    log = Log()
+    worker = make(log)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_check", lambda _: 1 / 0)
+        worker.put([record(0)])
+        assert worker.wait(20)
+    assert worker._failures.counts == {"the rules": 1}
+    worker.put([record(1)])
+    assert worker.stop(20)
+    assert log.steps == [1]
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("exception", 1), ("interrupt", 1), ("SIGTERM", 1), ("non-finite loss", 1), ("exit", 0)],
+)
+def test_an_abnormal_end_is_one_warning_even_where_all_is_finite(caplog, reason, said):
+    worker = make(Log(), Record())
+    worker.put_fault(lambda: worker._box.fault(reason, "why", 7, ()))
+    assert worker.stop(20)
+    lines = [(entry.levelno, entry.message) for entry in caplog.records]
+    assert lines == [(logging.WARNING, f"{reason} in step 7: why")] * said

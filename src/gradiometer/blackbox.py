@@ -111,7 +111,7 @@ class _Watched(Protocol):
 
 _watched: list[weakref.ref[_Watched]] = []
 # the handler that is set here, which knows the one before it
-_handler: partial[None] | None = None
+_handler: Any = None
 
 
 def watch(watched: _Watched) -> None:
@@ -145,7 +145,7 @@ def unwatch(watched: _Watched) -> None:
 
 def _put_back() -> None:
     # another one in its place may call it: it stays where it is
-    if _handler is not None and signal.getsignal(signal.SIGTERM) is _handler:
+    if _handler is not None and bool(signal.getsignal(signal.SIGTERM) == _handler):
         signal.signal(signal.SIGTERM, _handler.args[0])
 
 

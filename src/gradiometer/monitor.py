@@ -48,7 +48,7 @@ class Monitor:
     ``gradiometer``, and counted in `failures`.
 
     Steps travel to the host every 0.2 s, or when half of the ring is full, in one asynchronous copy; a
-    later `advance` hands what has arrived to a background thread, which runs the rules and the sinks.
+    later `advance` hands what has arrived to background threads: one for the rules, and one for each sink.
 
     In a ``with`` block the end of the run is told to the sinks: an exception, Ctrl-C, SIGTERM or
     ``sys.exit`` is a `gradiometer.fault.Fault` with the last steps and the first non-finite tensor, and goes
@@ -72,8 +72,8 @@ class Monitor:
         thresholds: where flags begin.
         skip_nonfinite: whether `skip_step` is true after a NaN or Inf in a gradient.
         skip_above: and of a total gradient norm above this.
-        queue: steps that may wait on the host for a slow sink, ``R * 72`` bytes each. Of more the
-            oldest are dropped, and counted in `dropped`.
+        queue: steps that may wait on the host for each sink, ``R * 72`` bytes each. Of more the oldest are
+            dropped for that sink, and counted in `dropped`, once for each sink that misses one.
 
     Attributes:
         skips: whether a step is skipped where `skip_step` is true, as its record then says. Reading

@@ -16,7 +16,7 @@ __all__ = ["Rule", "Sink"]
 
 @runtime_checkable
 class Rule(Protocol):
-    """Looks at one step after the other, in order, and says what it sees. Runs on the background thread.
+    """Looks at one step after the other, in order, and says what it sees. Runs on a background thread.
 
     A sighting is a `Finding` of one step; a `Ledger` joins those that belong together.
     """
@@ -38,7 +38,7 @@ class Rule(Protocol):
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes what was recorded. Every method runs on the background thread, one at a time.
+    """Takes what was recorded. Every method runs on a thread of the sink's own, one at a time.
 
     An error is reported once and counted; training goes on, and so do the other sinks. A sink may have a
     method ``tick()`` too, which is called in every second without a step: a time to write what waits.

@@ -132,7 +132,7 @@ def list_segments(run: Path) -> dict[tuple[int, int], Any]:
 
 
 def encodable(text: str) -> str:
-    """Return text that UTF-8 can hold: for half of a surrogate pair, which is no character, ``\\ud800``."""
+    """Return text that UTF-8 can hold: half of a surrogate pair, which is no character, by its number."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 

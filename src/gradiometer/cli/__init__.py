@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _left()
     except SystemExit as end:
-        # so rich and typer end where whoever read a help text has gone
+        # so rich and typer end where whoever read has gone; for a command that is the code of something found
         if end.code != 1:
             raise
         return _left()
@@ -163,13 +163,7 @@ def _app() -> Any:
 
 def _console() -> Console:
     rich = require("rich.console", "monitor", "The command line")
-
-    class _Console(rich.Console):  # type: ignore[misc]
-        def on_broken_pipe(self) -> None:
-            # not an exit with 1, which means that something was found
-            raise BrokenPipeError
-
-    console: Console = _Console(highlight=False)
+    console: Console = rich.Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         # a file or a pipe has no width, and whoever reads it wants whole lines
         console.width = _WIDE

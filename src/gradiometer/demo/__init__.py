@@ -258,7 +258,9 @@ def _inductor_problem(device: torch.device) -> str | None:
     return None
 
 
-def _parse(argv: Sequence[str] | None, prog: str) -> tuple[torch.device, str, argparse.Namespace]:
+def _parse(
+    argv: Sequence[str] | None, prog: str = "python -m gradiometer.demo"
+) -> tuple[torch.device, str, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog=prog, description="Record a small training run with two faults.")
     parser.add_argument("--steps", type=int, default=100, help="steps before the first fault (default: 100)")
     parser.add_argument("--device", help="cpu, cuda or xpu (default: a GPU if there is one, else cpu)")

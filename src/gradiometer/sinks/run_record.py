@@ -149,7 +149,7 @@ class RunRecord:
         self._write_info()
 
     def _begin(self, first_step: int, started: float) -> None:
-        """Begin another attempt, whether or not the disk works; run.json tells of it when it is next written."""
+        """Begin another attempt, whatever the disk says: run.json is written with its first steps."""
         self._attempt += 1
         self._has_written = False
         entry = {"attempt": self._attempt, "started": started, "first_step": first_step, "ended": None}

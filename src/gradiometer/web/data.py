@@ -252,7 +252,8 @@ def _line(step: Tensor, values: Tensor, bad: Tensor) -> dict[str, list[Any]]:
     """Return the points of a line: the finite ones, or where they are too many the extremes of every few.
 
     Args:
-        step, values: what there is, NaN where no value was given.
+        step: numbers, ``(S,) int64``.
+        values: ``(S,) float64``, NaN where none was given.
         bad: which were given and are not finite: the first of some in a row is a point without a value, so
             that the line has a gap.
     """

@@ -84,7 +84,7 @@ def _details(blackbox: Mapping[str, Any]) -> list[str]:
 
 def _date(seconds: Any) -> str:
     try:
-        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(float(seconds)))
     except (TypeError, ValueError, OverflowError, OSError):
         return f"unknown ({seconds!r:.40})"
 
