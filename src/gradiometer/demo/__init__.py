@@ -123,7 +123,7 @@ def _put_in_an_inf(training: Training, run: _Run, monitor: gm.Monitor, checks: _
     print(f"\nFault 1: at step {number} one element of one gradient is made Inf.\n")
     before = [x.clone() for x in training.state()]
     training.fault.view(-1)[-1] = float("inf")
-    (bad,) = run.advance(1)
+    run.advance(1)
     training.fault.zero_()
     same = all(map(torch.equal, training.state(), before))
     alarms = _alarms(monitor, number)
@@ -132,7 +132,7 @@ def _put_in_an_inf(training: Training, run: _Run, monitor: gm.Monitor, checks: _
     _tell(alarms)
     print("  The compiled step saw it on the device and skipped this update; the host was not asked.")
     nonfinite = [f for f in alarms if f.rule == "nonfinite"]
-    named = [(f.first_step, f.tensor) for f in nonfinite] == [(number, CULPRIT)] and bad.skipped
+    named = [(f.first_step, f.tensor) for f in nonfinite] == [(number, CULPRIT)]
     found = ", ".join(f"step {f.first_step}: {f.tensor}" for f in nonfinite)
     checks.add("the Inf is named", found or "nothing", ok=named)
     found = f"weights and moments are {'the same bits' if same else 'NOT what they were'}"
