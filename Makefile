@@ -26,6 +26,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(CORE) ## a small training run, recorded, on this machine, and a page of it
+	@rm -rf build/demo
 	@$(PY) -W 'ignore:Failed to initialize NumPy' -m gradiometer.demo --run-dir build/demo  # torch says so of itself; nothing here needs NumPy
 
 test: $(DEV) run-plain run-interpreted ## every test, then the shared ones on interpreted kernels

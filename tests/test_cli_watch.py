@@ -108,6 +108,16 @@ def test_the_pace_is_that_of_the_last_attempt(tmp_path):
     assert "attempt 2" in text(seen)
 
 
+def test_the_fault_of_an_earlier_attempt_is_over(run):
+    info = json.loads((run.path / "run.json").read_text())
+    info["attempts"].append({**info["attempts"][-1], "attempt": 2})
+    (run.path / "run.json").write_text(json.dumps(info))
+    fault = {"reason": "exception", "message": "", "step": 19, "first_nonfinite": None}
+    for attempt, told in ((1, False), (2, True)):
+        (run.path / "blackbox.json").write_text(json.dumps({**fault, "attempt": attempt}))
+        assert (watch.look(read_run(run.path)).fault is not None) == told
+
+
 def test_a_fault_is_told(run):
     seen = watch.look(run)
     fault = {"reason": "exception", "message": "out of memory", "step": 19, "first_nonfinite": "step 15, w"}

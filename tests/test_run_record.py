@@ -608,3 +608,11 @@ def test_writing_keeps_up_with_a_thousand_tensors(tmp_path):
     sink.close()
     size = sum(file.stat().st_size for file in (tmp_path / "tensors").iterdir())
     assert size < 40 * 1000 * len(records)
+
+
+def test_a_run_that_hides_an_earlier_one_says_so(tmp_path, caplog):
+    write_run(tmp_path, tensors=2, steps=5)
+    assert caplog.text == ""
+    write_run(tmp_path, tensors=2, steps=3)
+    assert "holds an earlier run, which this one supersedes from step 0 on" in caplog.text
+    assert read_run(tmp_path).steps.num_rows == 3

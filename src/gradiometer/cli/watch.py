@@ -104,13 +104,16 @@ def look(run: Run, now: float | None = None) -> Frame:
     record = None if recorded_step is None else run.record(recorded_step)
     bad = compute.greater(compute.add(steps["n_nan"], steps["n_inf"]), 0)
     blackbox = run.blackbox
+    attempt = max((entry["attempt"] for entry in info.get("attempts", [])), default=1)
+    if blackbox is not None and blackbox.get("attempt", attempt) < attempt:
+        blackbox = None  # this attempt has gone on from there
     return Frame(
         run=str(run.path),
         model=info.get("model", ""),
         device=info.get("device", ""),
         closed=bool(info.get("closed")),
         fault=None if blackbox is None else summarize(blackbox),
-        attempt=max((entry["attempt"] for entry in info.get("attempts", [])), default=1),
+        attempt=attempt,
         step=last and last["step"],
         recorded_step=recorded_step,
         steps=len(steps),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import weakref
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RunRecord"]
 
+_LOG = logging.getLogger("gradiometer")
 # a disk that fails is tried again at once, then after 1 s, 2 s, 4 s, and so many at most
 _LONGEST_PAUSE: Final = 60.0
 # segments' worth of steps that wait for it
@@ -128,6 +130,10 @@ class RunRecord:
         attempts = old.get("attempts", [])
         known = [attempt for attempt, _ in list_segments(self.path)]
         self._attempt = max([*known, *(entry["attempt"] for entry in attempts)], default=0)
+        if known and not info.first_step:
+            text = "%s holds an earlier run, which this one supersedes from step 0 on; nothing is deleted. "
+            text += "To go on with it use load_state_dict, to keep both another run_dir"
+            _LOG.warning(text, self.path)
         self._roster = info.roster
         self._info = {
             "format": FORMAT,
