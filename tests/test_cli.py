@@ -503,6 +503,15 @@ def test_ctrl_c_ends_a_watch_quietly(tmp_path):
     assert "Aborted" not in shown
 
 
+@pytest.fixture
+def _sigint():
+    # a shell that starts this in the background has SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_sigint")
 @pytest.mark.parametrize("where", ["_app", "read_run", "_console"])
 def test_ctrl_c_is_quiet_wherever_it_comes(call, run, monkeypatch, where):
     def interrupt(*_):
