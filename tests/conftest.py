@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+    from types import ModuleType
 
 # the whole path (pack, pointer table, kernels, op) runs on CPU tensors under the interpreter
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -42,6 +44,28 @@ def _dynamo() -> Iterator[None]:
 def _eager_backend(_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # what a page shows does not depend on the backend, and this one compiles in a second
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """A step of short parallel loops waits for cores that others use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    """Give wandb, offline, with its files in the test's folder."""
+    module = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield module
+    if module.run:
+        module.run.finish()
+    module.teardown()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,20 +18,13 @@ import gradiometer as gm
 from gradiometer import ops, reference
 from gradiometer.schema import DEFAULT_THRESHOLDS
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 SMALL = [*gpu.SMALL.split(), "--device", "cpu"]
 
 
 def rows_of(folder, name):
     return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # a step of short parallel loops waits for cores that others use
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -271,18 +271,6 @@ def test_clipping_what_is_not_finite(value):
         assert grads.nan_to_num(0.0, 0.0).norm() > 0
 
 
-@pytest.fixture
-def wandb(monkeypatch, tmp_path):
-    module = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    yield module
-    if module.run:
-        module.run.finish()
-    module.teardown()
-
-
 def summary_of(run):
     # a second model watched in a process has a prefix of its own
     return {

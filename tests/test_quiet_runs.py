@@ -11,16 +11,9 @@ from torch import nn
 from gradiometer.findings import Severity
 from real_runs import Recurrent, Run, Transformer, characters, convolutional, digits
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 STEPS = 160
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # such small models are no quicker with more
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def transformer(generator):

@@ -34,13 +34,7 @@ from gradiometer.schema import DEFAULT_THRESHOLDS
 from gradiometer.steps import Roster, StepRecord
 from real_runs import Run, batches, perceptron
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
 def run_of(model=None, rules=None, lr=0.05, **options):

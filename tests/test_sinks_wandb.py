@@ -22,18 +22,6 @@ STEP = "gradiometer/step"
 SEEN = Finding("dead", Severity.WARNING, 3, 5, "grads", "a.w", 1.0, 1.0, "a.w.grad is zero", "do this")
 
 
-@pytest.fixture
-def wandb(monkeypatch, tmp_path):
-    module = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    yield module
-    if module.run:
-        module.run.finish()
-    module.teardown()
-
-
 def written(folder):
     """Yield the records of the one run in a folder: blocks of 32 KiB, as LevelDB's log has them."""
     import wandb

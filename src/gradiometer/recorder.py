@@ -5,32 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gradiometer import ops
+from gradiometer.buffers import Float64Module
 from gradiometer.collect import collect, measure
 from gradiometer.inputs import Named, check, named_parameters
 from gradiometer.ring import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, Cursor
-from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
+from gradiometer.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
 from gradiometer.stats import TensorStats
 from gradiometer.steps import KINDS, Kind, Roster, StepRecord, label
 from gradiometer.transfer import fetch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Self
 
     from gradiometer.inputs import Parameters
 
 __all__ = ["Recorder"]
 
-_NUMEL = COLUMN_INDEX["numel"]
 
-
-class Recorder(nn.Module):
+class Recorder(Float64Module):
     """A flight recorder: the statistics of the last ``capacity`` recorded steps, on the device.
 
     `record` measures the gradients, inside or outside of a compiled step, and writes them into the
@@ -263,19 +261,6 @@ class Recorder(nn.Module):
         # gradients decide
         grads = len(self.roster.names) if kind == "grads" else 0
         ops.append_(columns, flags, grads, self.ring, self.cursor)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.cursor = self.cursor.to(torch.float64)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
-        # as for an EMA: a cast of its owner is meant for weights
-        def keep_dtype(buffer: Tensor) -> Tensor:
-            applied = fn(buffer)
-            return applied if applied.dtype == buffer.dtype else buffer.to(applied.device)
-
-        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
-        return self
 
 
 def _parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from gradiometer.buffers import Float64Module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Self
 
 __all__ = ["EMA", "Smoothed"]
@@ -25,7 +27,7 @@ class Smoothed(NamedTuple):
     drift: Tensor
 
 
-class EMA(nn.Module):
+class EMA(Float64Module):
     """Exponential moving average of a device tensor, element by element, without waiting for the device.
 
     With d = ``decay``, w₀ = 0, and x the values that are finite:
@@ -159,17 +161,3 @@ class EMA(nn.Module):
                 f"make it with EMA(device={str(x.device)!r}), or move it there"
             )
             raise ValueError(msg)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        # with assign=True it is the checkpoint's own tensor, cast as that may have been
-        self.state = self.state.to(torch.float64)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
-        # a cast of the whole model is meant for its weights: (1 - decay) is lost in half precision
-        def keep_dtype(buffer: Tensor) -> Tensor:
-            applied = fn(buffer)
-            return applied if applied.dtype == buffer.dtype else buffer.to(applied.device)
-
-        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
-        return self

@@ -1,0 +1,33 @@
+"""Modules whose state stays in float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Self
+
+__all__ = ["Float64Module"]
+
+
+class Float64Module(nn.Module):
+    """A module of buffers that casts of its owner, which are meant for weights, leave in float64."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # with assign=True they are the checkpoint's own tensors, cast as those may have been
+        for name, buffer in self.named_buffers(recurse=False):
+            if buffer.dtype != torch.float64:
+                setattr(self, name, buffer.to(torch.float64))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
+        def keep_dtype(buffer: Tensor) -> Tensor:
+            applied = fn(buffer)
+            return applied if applied.dtype == buffer.dtype else buffer.to(applied.device)
+
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        return self
