@@ -267,7 +267,8 @@ class Run:
                     found = Finding.from_dict(values | numbers)
                     if found.last_step >= end:
                         count = min(found.count, end - found.first_step)
-                        found = replace(found, last_step=end - 1, count=count)
+                        worst = found.worst_step if (found.worst_step or 0) < end else None
+                        found = replace(found, last_step=end - 1, count=count, worst_step=worst)
                     known.append(found)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, RunError):
