@@ -11,6 +11,9 @@ JOBS ?= auto
 INTERPRETED = tests/test_ops.py tests/test_laws.py tests/test_inputs.py tests/test_numerics.py tests/test_pack.py \
               tests/test_host_path.py tests/test_clip.py tests/test_finite.py tests/test_amp.py tests/test_recorder.py
 
+# test files that start processes, each a rank
+RANKS = tests/test_ranks*.py
+
 export HYPOTHESIS_PROFILE ?= ci
 CORE = $(VENV)/.core-$(TORCH)-$(TRITON)
 DEV = $(VENV)/.dev-$(TORCH)-$(TRITON)
@@ -19,17 +22,19 @@ TOOLS = $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_FLAGS)
 
-.PHONY: help demo test test-deep test-matrix run-plain run-interpreted lint format check compare bench bench-cpu bench-host bench-monitor machine-code gpu clean
+.PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-ranks lint format check compare bench bench-cpu bench-host bench-monitor machine-code gpu clean
 .NOTPARALLEL:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(CORE) ## a small training run, recorded, on this machine, and a page of it
 	@rm -rf build/demo
 	@$(PY) -W 'ignore:Failed to initialize NumPy' -m gradiometer.demo --run-dir build/demo  # torch says so of itself; nothing here needs NumPy
 
-test: $(DEV) run-plain run-interpreted ## every test, then the shared ones on interpreted kernels
+test: $(DEV) run-plain run-interpreted run-ranks ## every test, the shared ones on interpreted kernels, those of many ranks
+
+test-distributed: $(DEV) run-ranks ## those of many ranks: processes on this machine
 
 test-deep: export HYPOTHESIS_PROFILE = deep
 test-deep: override PYTEST_FLAGS += --timeout=0
@@ -39,7 +44,11 @@ test-matrix: ## the same on every supported pair of torch and triton, each in an
 	@$(PYTHON) tests/matrix.py $(MATRIX_FLAGS)
 
 run-plain:
-	$(PYTEST)
+	$(PYTEST) $(addprefix --ignore=,$(wildcard $(RANKS)))
+
+# each file's processes once
+run-ranks:
+	$(PYTEST) --dist loadfile $(wildcard $(RANKS))
 
 run-interpreted:
 	$(if $(wildcard $(INTERPRETED)),TRITON_INTERPRET=1 $(PYTEST) $(wildcard $(INTERPRETED)))

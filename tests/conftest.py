@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from rank_pool import RankPool
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -66,6 +68,22 @@ def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     if module.run:
         module.run.finish()
     module.teardown()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    """Two processes that are the ranks of a job; for tests that leave them alive."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four of them."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

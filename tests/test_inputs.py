@@ -8,6 +8,7 @@ import math
 import random
 import types
 from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gradiometer as gm
 from conftest import INTERPRETED
 from gradiometer import inputs, ops
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DENSE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPLEX_DTYPES = (torch.complex128, torch.complex64, torch.complex32)
@@ -682,10 +686,6 @@ def test_an_inv_scale_that_is_not_one_positive_finite_number_is_refused(scale: o
 # what is refused
 
 
-class DTensor(torch.Tensor):
-    """Known by its name alone: the library does not import torch.distributed."""
-
-
 def _quantized() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
@@ -709,7 +709,6 @@ REFUSED = {
     "quantized": (_quantized, "quantized", r"tensor\.dequantize\(\)"),
     "sparse CSR": (lambda: torch.eye(3).to_sparse_csr(), r"torch\.sparse_csr", r"tensor\.values\(\)"),
     "sparse BSR": (lambda: torch.eye(4).to_sparse_bsr((2, 2)), r"torch\.sparse_bsr", r"tensor\.values\(\)"),
-    "DTensor": (lambda: torch.ones(3).as_subclass(DTensor), "DTensor", r"tensor\.to_local\(\)"),
     "None": (lambda: None, "NoneType", r"leave it out|torch\.as_tensor"),
     "float": (lambda: 1.0, "float", r"torch\.as_tensor"),
     "list": (lambda: [1.0, 2.0], "list", r"torch\.as_tensor"),
@@ -773,22 +772,41 @@ def test_a_refused_gradient_leaves_the_model_as_it_is() -> None:
     assert torch.equal(gm.collect_grads(model).columns, right.columns)
 
 
-def test_a_real_dtensor_is_refused_by_name() -> None:
+@pytest.fixture
+def fake_mesh() -> Iterator[Any]:
+    """A mesh of two ranks, of which this process is the first and the other is nobody."""
     dist = pytest.importorskip("torch.distributed")
     if not dist.is_available():
         pytest.skip("torch without distributed")
     fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    tensor_module = pytest.importorskip("torch.distributed.tensor")
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = tensor_module.DeviceMesh("cpu", [0, 1])
-        parameter = nn.Parameter(
-            tensor_module.DTensor.from_local(torch.ones(2), mesh, [tensor_module.Shard(0)])
-        )
-        with pytest.raises(TypeError, match=r"^collect_weights: 'w' is a DTensor; .*to_local\(\)"):
-            gm.collect_weights({"w": parameter})
-    finally:
-        dist.destroy_process_group()
+    yield dist.device_mesh.DeviceMesh("cpu", [0, 1])
+    dist.destroy_process_group()
+
+
+def _dtensor(local: torch.Tensor, mesh: Any, placement: str) -> Any:
+    from torch.distributed import tensor
+
+    return tensor.DTensor.from_local(local, mesh, [getattr(tensor, placement)()])
+
+
+def test_of_a_dtensor_the_local_shard_is_measured(fake_mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    weight = nn.Parameter(DTensor.from_local(torch.tensor([3.0, 4.0]), fake_mesh, [Shard(0)]))
+    stats = gm.collect_weights({"w": weight})
+    assert stats.norm.tolist() == [5.0]
+    assert stats.layout.holdings[0].shape == (4,)
+    assert "this rank's shard" in repr(stats)
+
+
+def test_a_gradient_of_summands_is_refused_by_its_parameters_name(fake_mesh: Any) -> None:
+    weight = nn.Parameter(_dtensor(torch.ones(3), fake_mesh, "Replicate"))
+    weight.grad = _dtensor(torch.ones(3), fake_mesh, "Partial")
+    with pytest.raises(TypeError, match=r"^collect_grads: 'w' is a DTensor with .*Partial.* reduce=gm.Ranks"):
+        gm.collect_grads({"v": nn.Parameter(torch.ones(3)), "w": weight})
+    # the weight itself is fine
+    assert gm.collect_weights({"w": weight}).norm.tolist() == [math.sqrt(3.0)]
 
 
 def test_a_device_without_float64_is_refused_with_the_advice_to_move_to_the_cpu() -> None:
@@ -878,15 +896,6 @@ def test_what_holds_no_tensors_is_refused(function: object, source: object) -> N
 def test_parameters_that_are_no_tensors_are_refused_by_name(function: object) -> None:
     with pytest.raises(TypeError, match=r"'head' is no tensor but NoneType"):
         function({"body": nn.Parameter(torch.ones(1)), "head": None})
-
-
-def test_a_gradient_that_cannot_be_measured_is_refused_by_its_parameters_name() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    weight.grad = torch.ones(3).as_subclass(DTensor)
-    with pytest.raises(TypeError, match=r"^collect_grads: 'w' is a DTensor"):
-        gm.collect_grads({"v": nn.Parameter(torch.ones(3)), "w": weight})
-    # the weight itself is fine
-    assert gm.collect_weights({"w": weight}).norm.tolist() == [math.sqrt(3.0)]
 
 
 @pytest.mark.parametrize(

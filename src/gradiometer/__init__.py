@@ -9,11 +9,13 @@ from gradiometer import rules, sinks
 from gradiometer.amp import inverse_scale
 from gradiometer.clip import clip_coefficient, clip_grad_norm_, collect_and_clip_
 from gradiometer.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
+from gradiometer.distributed import RankError
 from gradiometer.findings import Finding, Severity
 from gradiometer.finite import FiniteReport, check_finite
 from gradiometer.materialize import materialize, materialize_async
 from gradiometer.modules import ModuleReports
 from gradiometer.monitor import Monitor
+from gradiometer.ranks import Ranks
 from gradiometer.ratio import group_ratio
 from gradiometer.recorder import Recorder
 from gradiometer.report import Report
@@ -46,6 +48,8 @@ __all__ = [
     "ModuleReports",
     "Monitor",
     "Pending",
+    "RankError",
+    "Ranks",
     "Recorder",
     "Report",
     "Run",

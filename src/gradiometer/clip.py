@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from gradiometer import derived
-from gradiometer.collect import grads_of, measure
+from gradiometer.collect import measure_grads
 from gradiometer.inputs import is_plain_subclass
 from gradiometer.materialize import materialize
 from gradiometer.scaling import parts_of, scale_
@@ -203,8 +203,7 @@ def _clip(
     if error_if_nonfinite and torch.compiler.is_compiling():
         msg = f"{what}: error_if_nonfinite=True has to wait for the norm, and a compiled function cannot; "
         raise RuntimeError(msg + "leave it out, return stats.found_inf and look at it outside")
-    grads, home = grads_of(model, what)
-    stats = measure(grads, what, inv_scale=inv_scale, home=home, **options)
+    grads, stats = measure_grads(model, what, inv_scale=inv_scale, **options)
     parts = parts_of(grads, what)
     # a complex element is measured as two real ones, but its largest magnitude is its own
     if order == 2.0 or (order == math.inf and not any([x.is_complex() for x in grads.tensors])):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,33 @@ from gradiometer.inputs import (
     check_names,
     has_float64,
     is_plain_subclass,
+    local_shards,
     named_parameters,
     named_tensors,
     present,
 )
+from gradiometer.layout import is_dtensor
+from gradiometer.ranks import agreed, layout_here, ranks_for
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
 from gradiometer.stats import TensorStats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gradiometer.inputs import Parameters, Tensors
     from gradiometer.pack import Known
+    from gradiometer.ranks import Ranks
 
-__all__ = ["collect", "collect_grads", "collect_weights", "grad_norm", "grads_of", "measure", "total_norm"]
+__all__ = [
+    "collect",
+    "collect_grads",
+    "collect_weights",
+    "grad_norm",
+    "measure",
+    "measure_grads",
+    "over_ranks",
+    "total_norm",
+]
 
 
 def collect_grads(
@@ -37,6 +52,7 @@ def collect_grads(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
     skip_nonfinite: bool = False,
+    reduce: bool | Ranks = False,
 ) -> TensorStats:
     """Measure every gradient of a model in one read, on its device, without waiting for it.
 
@@ -52,12 +68,16 @@ def collect_grads(
         skip_nonfinite: whether a step with a non-finite gradient is skipped, as by a GradScaler.
             Then such a gradient is flagged ``NAN`` or ``INF`` but not ``EXPLODING``, and
             ``skipped`` of the stats and the report tells that the step is.
+        reduce: whether to merge with what the other ranks hold, as `TensorStats.reduce` does; or what the
+            ranks have agreed on, `gradiometer.Ranks`. All ranks have to come here then. Of a DTensor only
+            the local shard is read in either case.
 
     Returns:
         TensorStats with a row per gradient, named like its parameter; T = 0 rows with no gradient.
 
     Raises:
         TypeError: for a gradient that cannot be measured; the message names it.
+        RankError: with ``reduce``, where ranks differ or one does not answer.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -66,28 +86,38 @@ def collect_grads(
     >>> stats.names, stats.norm
     (('weight', 'bias'), tensor([5., 1.], dtype=torch.float64))
     """
-    grads, home = grads_of(model, "collect_grads")
-    return measure(grads, "collect_grads", thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
+    options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "reduce": reduce}
+    return measure_grads(model, "collect_grads", thresholds, inv_scale, **options)[1]
 
 
-def collect_weights(model: Parameters, *, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> TensorStats:
+def collect_weights(
+    model: Parameters,
+    *,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    reduce: bool | Ranks = False,
+) -> TensorStats:
     """Measure every parameter of a model in one read, on its device, without waiting for it.
 
     Args:
         model: as for `collect_grads`.
         thresholds: where flags begin.
+        reduce: as for `collect_grads`.
 
     Returns:
         TensorStats with a row per parameter; tied parameters count once.
 
     Raises:
         TypeError: for a parameter that cannot be measured; the message names it.
+        RankError: as for `collect_grads`.
 
     >>> import torch, gradiometer as gm
     >>> gm.collect_weights(torch.nn.Linear(2, 1)).names
     ('weight', 'bias')
     """
-    return measure(named_parameters(model, "collect_weights"), "collect_weights", thresholds)
+    named = named_parameters(model, "collect_weights")
+    return over_ranks(
+        reduce, named, "collect_weights", lambda _: measure(named, "collect_weights", thresholds)
+    )
 
 
 def collect(
@@ -96,6 +126,7 @@ def collect(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
     skip_nonfinite: bool = False,
+    reduce: bool | Ranks = False,
 ) -> TensorStats:
     """Measure any tensors in one read, on their device, without waiting for it.
 
@@ -108,6 +139,8 @@ def collect(
         thresholds: where flags begin.
         inv_scale: one element; the statistics are those of ``inv_scale * x``. Positive and finite.
         skip_nonfinite: whether a step with a non-finite element is skipped; as for `collect_grads`.
+        reduce: as for `collect_grads`. A plain tensor counts as a copy that all ranks have; where each has
+            another one, make ``gm.Ranks(tensors, shards={".*": None})`` once and pass that.
 
     Returns:
         TensorStats with a row per tensor.
@@ -121,7 +154,11 @@ def collect(
     tensor([1.0000e+20, 0.0000e+00], dtype=torch.float64)
     """
     named = named_tensors(tensors, "collect")
-    return measure(named, "collect", thresholds, inv_scale, skip_nonfinite=skip_nonfinite)
+
+    def measured(_: Ranks | None) -> TensorStats:
+        return measure(named, "collect", thresholds, inv_scale, skip_nonfinite=skip_nonfinite)
+
+    return over_ranks(reduce, named, "collect", measured)
 
 
 @overload
@@ -130,11 +167,18 @@ def grad_norm(
     *,
     empty: float | Literal["raise"] = ...,
     inv_scale: Tensor | float | None = ...,
+    reduce: bool | Ranks | None = ...,
 ) -> float: ...
 
 
 @overload
-def grad_norm(model: Parameters, *, empty: None, inv_scale: Tensor | float | None = ...) -> float | None: ...
+def grad_norm(
+    model: Parameters,
+    *,
+    empty: None,
+    inv_scale: Tensor | float | None = ...,
+    reduce: bool | Ranks | None = ...,
+) -> float | None: ...
 
 
 def grad_norm(
@@ -142,6 +186,7 @@ def grad_norm(
     *,
     empty: float | Literal["raise"] | None = 0.0,
     inv_scale: Tensor | float | None = None,
+    reduce: bool | Ranks | None = None,
 ) -> float | None:
     """Return the L2 norm of all gradients of a model, computed in fp64, after one transfer.
 
@@ -151,14 +196,20 @@ def grad_norm(
         model: as for `collect_grads`.
         empty: what to return when there is no gradient; ``"raise"`` for a ValueError.
         inv_scale: as for `collect_grads`.
+        reduce: as for `collect_grads`; None: where a parameter is a DTensor, so that the norm is that of
+            the model and not of a shard.
 
     >>> import torch, gradiometer as gm
     >>> gm.grad_norm(torch.nn.Linear(2, 1))
     0.0
     """
-    grads, home = grads_of(model, "grad_norm")
-    stats = measure(grads, "grad_norm", inv_scale=inv_scale, home=home)
-    if stats.measured:
+    _, stats = measure_grads(model, "grad_norm", inv_scale=inv_scale, reduce=reduce)
+    if stats.origin is not None:
+        # rows that no rank has measured are in no report
+        report = stats.materialize()
+        if report.measured:
+            return report.total_norm
+    elif stats.measured:
         return float(stats.total_norm)
     if empty == "raise":
         msg = "grad_norm: no parameter has a gradient; call it after backward() and before zero_grad()"
@@ -169,22 +220,27 @@ def grad_norm(
     return empty
 
 
-def total_norm(tensors: Tensors) -> Tensor:
+def total_norm(tensors: Tensors, *, reduce: bool | Ranks | None = None) -> Tensor:
     """Return the L2 norm of all tensors together as a 0-d float64 tensor on their device; 0 with none.
+
+    Args:
+        tensors: as for `collect`.
+        reduce: as for `grad_norm`.
 
     >>> import torch, gradiometer as gm
     >>> gm.total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
     tensor(5., dtype=torch.float64)
     """
-    return measure(named_tensors(tensors, "total_norm"), "total_norm").total_norm
+    named = named_tensors(tensors, "total_norm")
+    return over_ranks(reduce, named, "total_norm", lambda _: measure(named, "total_norm")).total_norm
 
 
 # for what is built on a collection
 
 
-def grads_of(model: Parameters, what: str) -> tuple[Named, torch.device | None]:
-    """Return a model's gradients, and, where there is none, the device on which its result would be."""
-    names, parameters = named_parameters(model, what)
+def _grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
+    """Return the gradients, and, where there is none, the device on which their statistics would be."""
+    names, parameters = named
     grads = present(names, [p.grad for p in parameters])
     if grads.tensors:
         return grads, None
@@ -192,6 +248,56 @@ def grads_of(model: Parameters, what: str) -> tuple[Named, torch.device | None]:
         msg = f"{what}: none of these {len(parameters)} tensors is a parameter or has a .grad; of gradients "
         raise TypeError(msg + "themselves collect and total_norm take a list, and clipping their parameters")
     return grads, next((p.device for p in parameters if has_float64(p.device)), None)
+
+
+def measure_grads(
+    model: Parameters,
+    what: str,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: Tensor | float | None = None,
+    *,
+    skip_nonfinite: bool = False,
+    reduce: bool | Ranks | None = False,
+) -> tuple[Named, TensorStats]:
+    """Return a model's gradients, and their statistics: of this rank, or of all, as `over_ranks` says."""
+    parameters = named_parameters(model, what)
+    grads, home = _grads_of(parameters, what)
+
+    def measured(ranks: Ranks | None) -> TensorStats:
+        local = grads
+        if ranks is not None:
+            kept = [p for p in parameters.tensors if p.grad is not None]
+            local = Named(grads.names, ranks.settle(grads.tensors, kept))
+        return measure(local, what, thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
+
+    return grads, over_ranks(reduce, parameters, what, measured)
+
+
+def over_ranks(
+    reduce: bool | Ranks | None,  # noqa: FBT001
+    parameters: Named,
+    what: str,
+    measured: Callable[[Ranks | None], TensorStats],
+) -> TensorStats:
+    """Return what is measured, merged over the ranks if that is asked for.
+
+    A rank on which it fails tells the others, which would wait for it, and then raises. ``reduce`` None:
+    where there is a DTensor.
+    """
+    if reduce is None:
+        reduce = any([is_dtensor(kind) for kind in {type(p) for p in parameters.tensors}])
+    ranks = ranks_for(reduce, what)
+    layout = layout_here(*parameters)
+    if ranks is None and reduce and layout is not None:
+        ranks = agreed(layout)
+    if ranks is None:
+        return replace(measured(None), layout=layout)
+    try:
+        stats = measured(ranks)
+    except Exception as error:
+        ranks.fail(error)
+        raise
+    return stats.reduce(ranks)
 
 
 def measure(
@@ -221,6 +327,7 @@ def _measure_named(
     if not isinstance(thresholds, Thresholds):
         msg = f"{what}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
         raise TypeError(msg)
+    named = local_shards(named, what)
     names, tensors = named
     known = ops.recognize(tensors)
     # like a list that was measured before: it is not looked at again

@@ -13,9 +13,9 @@ from torch import Tensor
 from gradiometer.schema import COLUMN_INDEX, COLUMNS, NUM_COLUMNS, NUM_SUM_COLUMNS, Flag, Thresholds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["DERIVED", "compute_flags", "merge", "merge_rows", "rescale", "value"]
+__all__ = ["DERIVED", "by_merge", "compute_flags", "merge", "merge_rows", "rescale", "spread", "value"]
 
 
 def value(columns: Tensor, name: str) -> Tensor:
@@ -84,7 +84,7 @@ DERIVED: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 def merge(a: Tensor, b: Tensor) -> Tensor:
     """Merge two matrices of raw columns, element by element. ``(..., C), (..., C) -> (..., C)``."""
-    (a_sums, a_tops), (b_sums, b_tops) = _by_merge(a), _by_merge(b)
+    (a_sums, a_tops), (b_sums, b_tops) = by_merge(a), by_merge(b)
     return torch.cat([a_sums + b_sums, torch.maximum(a_tops, b_tops)], dim=-1)
 
 
@@ -92,13 +92,36 @@ def merge_rows(columns: Tensor) -> Tensor:
     """Merge all rows into one. ``(T, C) -> (C,)``; the identity, zeros, for T = 0."""
     if columns.shape[0] == 0:
         return columns.new_zeros(NUM_COLUMNS)
-    sums, tops = _by_merge(columns)
+    sums, tops = by_merge(columns)
     return torch.cat([sums.sum(dim=0), tops.amax(dim=0)])
 
 
-def _by_merge(columns: Tensor) -> tuple[Tensor, Tensor]:
+def by_merge(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns that merge by sum, and those that merge by maximum, as views."""
     sums, tops = columns.split([NUM_SUM_COLUMNS, NUM_COLUMNS - NUM_SUM_COLUMNS], dim=-1)
     return sums, tops
+
+
+def spread(values: Tensor, rows: Sequence[int], size: int) -> Tensor:
+    """Return ``(size, ...)`` with the values in these rows and 0 elsewhere, by slices alone."""
+    if len(rows) == size and all([row == i for i, row in enumerate(rows)]):
+        return values
+    # no index tensor has to travel to the device
+    parts: list[Tensor] = []
+    done, order = 0, sorted(range(len(rows)), key=rows.__getitem__)
+    i = 0
+    while i < len(order):
+        j = i + 1
+        while j < len(order) and order[j] == order[j - 1] + 1 and rows[order[j]] == rows[order[j - 1]] + 1:
+            j += 1
+        start = rows[order[i]]
+        if start > done:
+            parts.append(values.new_zeros((start - done, *values.shape[1:])))
+        parts.append(values[order[i] : order[j - 1] + 1])
+        done, i = start + (j - i), j
+    if done < size:
+        parts.append(values.new_zeros((size - done, *values.shape[1:])))
+    return torch.cat(parts) if parts else values.new_zeros((size, *values.shape[1:]))
 
 
 def rescale(columns: Tensor, scale: Tensor) -> Tensor:

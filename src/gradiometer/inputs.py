@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from gradiometer.layout import is_dtensor, is_partial, local_shard
+
 __all__ = [
     "Named",
     "Parameters",
@@ -19,6 +21,7 @@ __all__ = [
     "check_names",
     "has_float64",
     "is_plain_subclass",
+    "local_shards",
     "named_parameters",
     "named_tensors",
     "present",
@@ -63,7 +66,7 @@ class Named(NamedTuple):
 def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what: str) -> Named:
     """Return the parameters, with names, of a module or of what `named_tensors` takes; tied ones once."""
     if isinstance(source, nn.Module):
-        pairs = list(source.named_parameters())
+        pairs = list(_unwrapped(source).named_parameters())
         return _named([name for name, _ in pairs], [parameter for _, parameter in pairs], what)
     named = named_tensors(source, what)
     for name, parameter in zip(named.names, named.tensors, strict=True):
@@ -76,6 +79,17 @@ def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what
         once.append(None if parameter in seen else parameter)
         seen.add(parameter)
     return present(named.names, once)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the model inside of what torch.compile and data parallelism put around it."""
+    while True:
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif type(module).__name__ == "OptimizedModule":
+            module = module._orig_mod  # type: ignore[assignment] # noqa: SLF001
+        else:
+            return module
 
 
 def present(names: tuple[str, ...], tensors: Sequence[Tensor | None]) -> Named:
@@ -156,6 +170,30 @@ class Traits(NamedTuple):
     devices: list[torch.device]
 
 
+def local_shards(named: Named, what: str) -> Named:
+    """Return what this rank holds of DTensors; other tensors as they are.
+
+    Raises:
+        TypeError: for a DTensor whose values are summands still.
+    """
+    if not any([is_dtensor(kind) for kind in {type(tensor) for tensor in named.tensors}]):
+        return named
+    shards = []
+    for name, tensor in zip(named.names, named.tensors, strict=True):
+        if not is_dtensor(type(tensor)):
+            shards.append(tensor)
+            continue
+        if is_partial(tensor):
+            msg = (
+                f"{what}: {name!r} is a DTensor with placements {tensor.placements}: its values are summands "  # type: ignore[attr-defined]
+                "that the ranks have not added up; redistribute it first, or, of gradients, pass "
+                "reduce=gm.Ranks(model) to collect_grads"
+            )
+            raise TypeError(msg)
+        shards.append(local_shard(tensor))
+    return Named(named.names, shards)
+
+
 def check(named: Named, what: str) -> Traits:
     """Refuse what cannot be measured.
 
@@ -206,7 +244,7 @@ def _kept(function: Any) -> Any:
 
 
 def _is_measurable_type(kind: type) -> bool:
-    return issubclass(kind, Tensor) and not issubclass(kind, _UNINITIALIZED) and kind.__name__ != "DTensor"
+    return issubclass(kind, Tensor) and not issubclass(kind, _UNINITIALIZED)
 
 
 def _is_measurable(dtype: torch.dtype, layout: torch.layout, device: torch.device) -> bool:
@@ -234,8 +272,6 @@ def _refusal(tensor: object) -> str | None:
         return "is a group of parameters; pass group['params']"
     if not isinstance(tensor, Tensor):
         return f"is no tensor but {type(tensor).__name__}; leave it out or convert it with torch.as_tensor"
-    if type(tensor).__name__ == "DTensor":
-        return "is a DTensor; pass its shard, tensor.to_local()"
     if isinstance(tensor, _UNINITIALIZED):
         return "is not initialized and has no values; run the model once first"
     if tensor.is_nested:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gradiometer import ops
+from gradiometer import derived, ops
 from gradiometer.buffers import Float64Module
 from gradiometer.collect import collect, measure
 from gradiometer.inputs import Named, check, named_parameters
@@ -256,8 +256,8 @@ class Recorder(Float64Module):
             rows.append(first + self.roster.index[name])
         columns, flags = stats.columns.to(self.ring.device), stats.flags.to(self.ring.device)
         if rows != list(range(self.roster.num_rows)):
-            columns = _spread(columns, rows, self.roster.num_rows)
-            flags = _spread(flags, rows, self.roster.num_rows)
+            columns = derived.spread(columns, rows, self.roster.num_rows)
+            flags = derived.spread(flags, rows, self.roster.num_rows)
         # gradients decide
         grads = len(self.roster.names) if kind == "grads" else 0
         ops.append_(columns, flags, grads, self.ring, self.cursor)
@@ -293,23 +293,3 @@ def _is_scale(inv_scale: Tensor | float, ring: Tensor) -> bool:
         and inv_scale.is_floating_point()
         and inv_scale.device == ring.device
     )
-
-
-def _spread(values: Tensor, rows: list[int], size: int) -> Tensor:
-    """Return ``(size, ...)`` with the values in these rows and 0 elsewhere, by slices alone."""
-    # no index tensor has to travel to the device
-    parts: list[Tensor] = []
-    done, order = 0, sorted(range(len(rows)), key=rows.__getitem__)
-    i = 0
-    while i < len(order):
-        j = i + 1
-        while j < len(order) and order[j] == order[j - 1] + 1 and rows[order[j]] == rows[order[j - 1]] + 1:
-            j += 1
-        start = rows[order[i]]
-        if start > done:
-            parts.append(values.new_zeros((start - done, *values.shape[1:])))
-        parts.append(values[order[i] : order[j - 1] + 1])
-        done, i = start + (j - i), j
-    if done < size:
-        parts.append(values.new_zeros((size - done, *values.shape[1:])))
-    return torch.cat(parts)

@@ -16,7 +16,7 @@ from gradiometer.rows import TensorReport, frame, row_to_dict, rows
 from gradiometer.schema import NUM_COLUMNS, Flag, Thresholds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import pandas as pd
 
@@ -51,6 +51,8 @@ class Report:
         thresholds: where the flags begin.
         skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
         total: a `TensorReport` of all tensors together, named ``"total"``.
+        ranks: of statistics of several ranks: the first rank that has a NaN or Inf in its part of a tensor,
+            by the tensor's name.
 
     >>> import torch, gradiometer as gm
     >>> report = gm.collect({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([float("inf")])}).materialize()
@@ -61,12 +63,19 @@ class Report:
     """
 
     def __init__(
-        self, names: tuple[str, ...], packed: Tensor, thresholds: Thresholds, *, skip_nonfinite: bool = False
+        self,
+        names: tuple[str, ...],
+        packed: Tensor,
+        thresholds: Thresholds,
+        *,
+        skip_nonfinite: bool = False,
+        ranks: Mapping[str, int] | None = None,
     ) -> None:
         """``packed``: ``(T, C + 1) float64`` on the host, the raw columns and then the flags."""
         self.names = names
         self.thresholds = thresholds
         self.skip_nonfinite = skip_nonfinite
+        self.ranks = dict(ranks or {})
         self._columns, self._flags = packed[:, :NUM_COLUMNS], packed[:, NUM_COLUMNS].to(torch.int32)
 
     # Python values are made when they are asked for: a thousand rows take milliseconds
@@ -247,6 +256,11 @@ class Report:
                     packed[indices],
                     self.thresholds,
                     skip_nonfinite=self.skip_nonfinite,
+                    ranks={
+                        self.names[i]: self.ranks[self.names[i]]
+                        for i in indices
+                        if self.names[i] in self.ranks
+                    },
                 )
                 for module, indices in groups.by_module(self.names, depth).items()
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gradiometer import derived, groups
+from gradiometer.distributed import RankError
 from gradiometer.health import EXPLODING_WEIGHT, HEALTH, VANISHING_WEIGHT, score
 from gradiometer.inputs import named_parameters
+from gradiometer.layout import Holding, Layout, Mesh, plain_layout
+from gradiometer.ranks import agreed, is_active, ranks_for
 from gradiometer.report import Report
 from gradiometer.schema import Thresholds
 from gradiometer.transfer import Pending, fetch
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 
     from gradiometer.groups import GroupRule
     from gradiometer.inputs import Parameters
+    from gradiometer.ranks import Ranks
 
 __all__ = ["TensorStats", "outside_of_a_graph"]
 
@@ -38,6 +43,12 @@ class TensorStats:
         flags: ``(T,) int32``, bits of `gradiometer.Flag`.
         thresholds: where the flags begin.
         skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
+        layout: what this rank holds of all the model's tensors, measured or not, where there are several
+            ranks; else None.
+        origin: ``(T,) float64``, after `reduce`: the first rank that has a NaN or Inf in its part of the
+            tensor, by its place in the group; -1 where none has. None: these are statistics of what this
+            process holds.
+        local: after `reduce`: the statistics of what this process holds.
 
     Every raw column and derived value is a property too, ``(T,) float64``:
 
@@ -56,10 +67,17 @@ class TensorStats:
     flags: Tensor
     thresholds: Thresholds
     skip_nonfinite: bool = False
+    layout: Layout | None = None
+    origin: Tensor | None = None
+    local: TensorStats | None = None
 
     def __repr__(self) -> str:
         """Return one line. Never waits for the device."""
         tensors = "1 tensor" if len(self.names) == 1 else f"{len(self.names)} tensors"
+        if self.origin is not None:
+            tensors += " of all ranks"
+        elif self.layout is not None and self.layout.is_sharded:
+            tensors += ", of each this rank's shard; reduce() merges them"
         return f"<TensorStats: {tensors}, on {self.columns.device}; materialize() reads them>"
 
     # raw columns
@@ -302,6 +320,40 @@ class TensorStats:
         """
         return self._grouped(groups.by_module(self.names, depth))
 
+    def reduce(self, ranks: Ranks | None = None) -> TensorStats:
+        """Merge with what the other ranks have measured: the statistics of the whole model, on every rank.
+
+        Two collectives, ``(T, 7)`` and ``(T + 1, 2)`` float64, whatever the model; nothing is gathered.
+        All ranks have to call it, those without any gradient too. Rows are those of all ranks' models, in
+        the same order everywhere; one that no rank has measured has numel 0, and is in no report.
+
+        Args:
+            ranks: what the ranks have agreed on, `gradiometer.Ranks`. Without it they agree when they come
+                here for the first time with this model. Needed in a compiled step.
+
+        Returns:
+            TensorStats with ``origin`` and ``local``; these ones, if they are reduced or there is one rank.
+
+        Raises:
+            RankError: where the ranks differ, or one does not answer.
+            RuntimeError: in a compiled function without ``ranks``.
+
+        >>> import torch, gradiometer as gm
+        >>> gm.collect([torch.tensor([3.0, 4.0])]).reduce().total_norm  # with one rank
+        tensor(5., dtype=torch.float64)
+        """
+        if self.origin is not None:
+            return self
+        ranks = ranks_for(True if ranks is None else ranks, "reduce")
+        if ranks is None:
+            if not is_active():
+                return self
+            ranks = agreed(self.layout or plain_layout(self.names))
+        columns, origin = ranks.reduce(self.names, self.columns)
+        flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        merged = replace(self, columns=columns, flags=flags, origin=origin)
+        return replace(merged, names=ranks.names, layout=None, local=self)
+
     def merge(self, other: TensorStats) -> TensorStats:
         """Merge with stats of the same names, as if the tensors had been concatenated, name by name.
 
@@ -318,9 +370,18 @@ class TensorStats:
             difference = _difference(self.names, other.names)
             msg = f"merge: the two stats must have the same names in the same order; {difference}"
             raise ValueError(msg)
+        if (self.origin is None) != (other.origin is None):
+            msg = "merge: one of the two is of this rank alone, the other of all ranks; reduce both"
+            raise ValueError(msg)
         columns = derived.merge(self.columns, other.columns)
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
-        return replace(self, columns=columns, flags=flags)
+        origin = self.origin
+        if origin is not None and other.origin is not None:
+            origin = _first_rank(torch.stack([origin, other.origin]))
+        local = None
+        if self.local is not None and other.local is not None:
+            local = self.local.merge(other.local)
+        return replace(self, columns=columns, flags=flags, origin=origin, local=local)
 
     # towards the host
 
@@ -347,30 +408,60 @@ class TensorStats:
 
     def packed(self) -> Tensor:
         """Return columns and flags as one matrix, ``(T, C + 1) float64``: one transfer carries both."""
-        return torch.cat([self.columns, self.flags.to(torch.float64).unsqueeze(1)], dim=1)
+        parts = [self.columns, self.flags.to(torch.float64).unsqueeze(1)]
+        if self.origin is not None:
+            parts.append(self.origin.unsqueeze(1))
+        return torch.cat(parts, dim=1)
 
     def report(self, packed: Tensor) -> Report:
         """Return the `Report` of what `packed` returned, copied to the host."""
-        return Report(self.names, packed, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        names, ranks = self.names, {}
+        if self.origin is not None:
+            numel = packed[:, 0]
+            if bool(numel.isnan().any()):
+                msg = "reduce: the ranks did not reduce the same: every rank has to, in the same order"
+                raise RankError(msg)
+            # what no rank has measured has no row, as with one rank
+            keep = numel > 0
+            names, packed = tuple(compress(names, keep.tolist())), packed[keep]
+            ranks = {
+                name: int(rank) for name, rank in zip(names, packed[:, -1].tolist(), strict=True) if rank >= 0
+            }
+        return Report(names, packed, self.thresholds, skip_nonfinite=self.skip_nonfinite, ranks=ranks)
 
     def _grouped(self, indices: Mapping[str, Sequence[int]]) -> TensorStats:
-        merged = [derived.merge_rows(self._rows(rows)) for rows in indices.values()]
+        merged = [derived.merge_rows(_rows(self.columns, rows)) for rows in indices.values()]
         columns = torch.stack(merged) if merged else self.columns.narrow(0, 0, 0)
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
-        return replace(self, names=tuple(indices), columns=columns, flags=flags)
+        origin = self.origin
+        if origin is not None:
+            firsts = [_first_rank(_rows(origin, rows)) for rows in indices.values()]
+            origin = torch.stack(firsts) if firsts else origin.narrow(0, 0, 0)
+        # groups are no tensors of the model: ranks have not agreed on them
+        grouped = replace(self, columns=columns, flags=flags, origin=origin)
+        return replace(grouped, names=tuple(indices), layout=None, local=None)
 
-    def _rows(self, indices: Sequence[int]) -> Tensor:
-        # runs of neighbours as slices: no index tensor has to travel to the device
-        runs: list[tuple[int, int]] = []
-        for i in indices:
-            if runs and sum(runs[-1]) == i:
-                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-            else:
-                runs.append((i, 1))
-        parts = [self.columns.narrow(0, start, length) for start, length in runs]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else self.columns.narrow(0, 0, 0)
+
+def _rows(columns: Tensor, indices: Sequence[int]) -> Tensor:
+    # runs of neighbours as slices: no index tensor has to travel to the device
+    runs: list[tuple[int, int]] = []
+    for i in indices:
+        if runs and sum(runs[-1]) == i:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((i, 1))
+    parts = [columns.narrow(0, start, length) for start, length in runs]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else columns.narrow(0, 0, 0)
+
+
+def _first_rank(origin: Tensor) -> Tensor:
+    """Return the lowest rank along the first dimension, -1 where there is none."""
+    if origin.shape[0] == 0:
+        return origin.new_full(origin.shape[1:], -1.0)
+    first = torch.where(origin >= 0, origin, torch.inf).amin(dim=0)
+    return torch.where(first < torch.inf, first, -1.0)
 
 
 def outside_of_a_graph(what: str) -> None:
@@ -387,25 +478,44 @@ def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
     return f"there are {len(a)} here and {len(b)} there"
 
 
-# names, thresholds, skip_nonfinite
-_Context = tuple[tuple[str, ...], Thresholds, bool]
+# names, thresholds, skip_nonfinite, layout, whether there is an origin
+_Context = tuple[tuple[str, ...], Thresholds, bool, "Layout | None", bool]
 
 
 def _to_json(context: _Context) -> list[Any]:
-    return [list(context[0]), asdict(context[1]), context[2]]
+    names, thresholds, skip_nonfinite, layout, is_reduced = context
+    plain = None if layout is None else [layout.names, layout.holdings, layout.meshes]
+    return [list(names), asdict(thresholds), skip_nonfinite, plain, is_reduced]
 
 
 def _from_json(dumped: list[Any]) -> _Context:
-    return tuple(dumped[0]), Thresholds(**dumped[1]), dumped[2]
+    layout = None
+    if dumped[3] is not None:
+        names, holdings, meshes = dumped[3]
+        layout = Layout(
+            tuple(names),
+            tuple([Holding(None if s is None else tuple(s), d, m, tuple(p)) for s, d, m, p in holdings]),
+            tuple([Mesh(tuple(n), tuple(s), None if c is None else tuple(c)) for n, s, c in meshes]),
+        )
+    return tuple(dumped[0]), Thresholds(**dumped[1]), dumped[2], layout, dumped[4]
 
 
-def _flatten(stats: TensorStats) -> tuple[list[Tensor], _Context]:
-    return [stats.columns, stats.flags], (stats.names, stats.thresholds, stats.skip_nonfinite)
+def _flatten(stats: TensorStats) -> tuple[list[Any], _Context]:
+    # None would be a leaf
+    children = [x for x in (stats.columns, stats.flags, stats.origin, stats.local) if x is not None]
+    return children, (
+        stats.names,
+        stats.thresholds,
+        stats.skip_nonfinite,
+        stats.layout,
+        stats.origin is not None,
+    )
 
 
-def _unflatten(children: Iterable[Tensor], context: _Context) -> TensorStats:
-    columns, flags = children
-    return TensorStats(context[0], columns, flags, *context[1:])
+def _unflatten(children: Iterable[Any], context: _Context) -> TensorStats:
+    columns, flags, *more = children
+    origin = more.pop(0) if context[4] else None
+    return TensorStats(context[0], columns, flags, *context[1:4], origin, *more)
 
 
 pytree.register_pytree_node(
