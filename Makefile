@@ -22,7 +22,7 @@ TOOLS = $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_FLAGS)
 
-.PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-ranks lint format check compare bench bench-cpu bench-host bench-monitor machine-code gpu clean
+.PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-ranks lint format check compare compare-ranks bench bench-cpu bench-host bench-monitor bench-ranks machine-code gpu clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -68,6 +68,9 @@ check: lint test ## what continuous integration runs
 compare: $(TOOLS) ## ours beside home-grown telemetry: values, errors, waits, times
 	PYTHONPATH=src $(PY) tests/compare_home_grown.py $(COMPARE_FLAGS)
 
+compare-ranks: $(TOOLS) ## statistics of two and four ranks beside those of one process
+	PYTHONPATH=src $(PY) tests/compare_ranks.py $(COMPARE_FLAGS)
+
 bench: $(TOOLS) ## ours against its peers on this machine: a table, JSON and a picture in build/bench
 	PYTHONPATH=src $(PY) kernels_bench/bench.py $(BENCH_FLAGS)
 
@@ -81,6 +84,9 @@ bench-monitor: $(TOOLS) ## a training step with a monitor against other telemetr
 	PYTHONPATH=src $(PY) kernels_bench/monitor.py $(BENCH_FLAGS)
 	PYTHONPATH=src $(PY) kernels_bench/recorder.py
 	PYTHONPATH=src $(PY) kernels_bench/run_record.py
+
+bench-ranks: $(TOOLS) ## a reduction over ranks beside its peers, and what it takes at more ranks than there are here
+	PYTHONPATH=src $(PY) kernels_bench/ranks.py $(BENCH_FLAGS)
 
 machine-code: $(TOOLS) ## what the kernels compile to, and the bound that follows for each GPU
 	PYTHONPATH=src $(PY) kernels_bench/code_report.py $(MACHINE_CODE_FLAGS)

@@ -1,7 +1,8 @@
 """Run the whole suite on every supported pair of torch and triton, and print a table.
 
 Each pair gets a fresh virtual environment with the package and the test tools, and the runs that
-`make test` makes: plain, then on interpreted kernels. A CUDA build of torch takes about 5 GB, so
+`make test` makes: plain, on interpreted kernels, and those of many
+ranks. A CUDA build of torch takes about 5 GB, so
 an environment is removed when its runs are over, unless it is to be kept.
 
     python3 tests/matrix.py                                     all pairs, fresh environments
@@ -24,7 +25,7 @@ from pathlib import Path
 
 # torch and the triton it is released with; the middle one is the Makefile's default
 PAIRS = (("2.11.0", "3.6.0"), ("2.13.0", "3.7.1"), ("2.15.0", "3.9.0"))
-RUNS = ("plain", "interpreted")
+RUNS = ("plain", "interpreted", "ranks")
 OUTCOMES = ("passed", "failed", "skipped")
 
 ROOT = Path(__file__).resolve().parent.parent

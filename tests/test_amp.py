@@ -159,6 +159,36 @@ def test_nothing_waits():
             scaler.get_scale()
 
 
+# what ranks share; in several processes: tests/test_ranks_clip.py
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+@pytest.mark.parametrize("seen_by", ["the scaler", "nobody"])
+def test_what_was_found_elsewhere_is_added_to_what_the_scaler_found(found, seen_by):
+    model, scaler = small_model(), GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    backward(model, scaler)
+    model[0].bias.grad[0] = math.nan if seen_by == "the scaler" else 0.0
+    gm.share_found_inf_(scaler, optimizer, gm.collect([torch.tensor([math.inf if found else 0.0])]))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (4.0 if found or seen_by == "the scaler" else 8.0)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_to_share_waits_for_nothing(gradients):
+    with device_of("cuda") as d:
+        scaler = GradScaler("cpu")
+        scaler.scale(torch.ones((), device=d))
+        parameter = torch.nn.Parameter(torch.ones(3, device=d))
+        parameter.grad = torch.ones(3, device=d) if gradients else None
+        optimizer = torch.optim.SGD([parameter])
+        stats = gm.collect([torch.ones(3, device=d)])
+        with watch() as seen:
+            gm.share_found_inf_(scaler, optimizer, stats)
+        assert (seen.to_host, seen.to_device) == ([], [])
+
+
 # compiled
 
 

@@ -31,7 +31,7 @@ def run(block: str, scope: dict[str, Any]) -> None:
 
 def test_every_block_of_the_page_runs_and_says_what_it_says(capsys):
     page = blocks(PAGE)
-    setup, before, skipped, reads, watched, after, clipped, fused, compiled, scaled = page
+    setup, before, skipped, reads, watched, after, clipped, fused, compiled, scaled, shared = page
     scope: dict[str, Any] = {}
     run(setup, scope)
     run(before, scope)
@@ -68,6 +68,11 @@ def test_every_block_of_the_page_runs_and_says_what_it_says(capsys):
     _, stats = scope["step"](scope["x"] * math.inf, scope["y"], torch.tensor(0.1))
     assert stats.skipped
     assert all(torch.equal(p, w) for p, w in zip(scope["model"].parameters(), weights, strict=True))
+
+    # tests/test_ranks_clip.py runs it on several
+    run(shared, scope)
+    assert len(set(scope["scales"])) > 1
+    assert scope["stats"].total_norm < 100.0
 
 
 @pytest.mark.parametrize("loop", [1, 5, 6], ids=["before", "after, with clipping", "clipping without"])

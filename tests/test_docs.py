@@ -29,7 +29,7 @@ def undecorated(code):
 def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    step, loop, recorded, more, instead = blocks("README.md")
+    step, loop, recorded, ranks, more, instead = blocks("README.md")
     scope: dict[str, object] = {}
     exec(step, scope)  # noqa: S102 the page's own code
     compiled = capsys.readouterr().out
@@ -48,6 +48,10 @@ def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
         assert scope["monitor"].failures == {}
     # the loop ends with zero_grad
     scope["model"](torch.randn(32, 64)).square().mean().backward()
+    own = dict(scope)
+    exec(ranks, own)  # noqa: S102
+    assert own["stats"].is_reduced
+    assert own["ranks"].size == 1
     capsys.readouterr()
     exec(instead, scope)  # noqa: S102
     assert "all finite: loss" in capsys.readouterr().out
@@ -68,7 +72,8 @@ def close(one, other):
 
 
 def test_every_way_to_compile_a_step_runs():
-    blocks_of_page = blocks("docs/compile.md")
+    # of several ranks the last two, in test_ranks_compile.py
+    *blocks_of_page, _, _ = blocks("docs/compile.md")
     assert len(blocks_of_page) == 5
     model = torch.nn.Linear(4, 2)
     x, y = torch.randn(8, 4), torch.randn(8, 2)

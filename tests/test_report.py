@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 import re
 import sys
 import unicodedata
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import gradiometer as gm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FIELDS = (
     "name",
@@ -728,3 +735,91 @@ def test_a_number_of_rows_that_is_none_is_refused(rows: object) -> None:
 def test_a_flag_that_is_none_is_refused(flag: object) -> None:
     with pytest.raises(TypeError, match=r"expected a gm\.Flag"):
         report_of(MIXED).flagged(flag)
+
+
+# of all ranks
+
+
+def of_ranks(tensors: dict[str, torch.Tensor], ranks: dict[str, int]) -> gm.Report:
+    """Return the report of stats that several ranks have merged."""
+    stats = gm.collect(tensors)
+    origin = torch.tensor([float(ranks.get(name, -1)) for name in stats.names], dtype=torch.float64)
+    return replace(stats, origin=origin).materialize()
+
+
+def test_the_rank_of_what_is_not_finite_is_shown() -> None:
+    bad = torch.tensor([3.0, math.nan])
+    tensors = {"a.w": bad, "a.b": bad, "b.w": torch.ones(1), "c.w": bad, "c.b": bad}
+    report = of_ranks(tensors, {"a.w": 12, "a.b": 0, "c.w": 3, "c.b": 12})
+    expected = """\
+5 tensors of all ranks, 9 elements, total norm nan, health 0.00, 4 with NaN, 4 exploding
+────────────────────────────────────────────────────────────────────────────────────────────
+name   elements       norm        rms    abs max  zero %  NaN  ±Inf      rank  flags
+────────────────────────────────────────────────────────────────────────────────────────────
+a.w           2        nan  3.000e+00  3.000e+00       0    1     -        12  NAN EXPLODING
+a.b           2        nan  3.000e+00  3.000e+00       0    1     -         0  NAN EXPLODING
+c.w           2        nan  3.000e+00  3.000e+00       0    1     -         3  NAN EXPLODING
+c.b           2        nan  3.000e+00  3.000e+00       0    1     -        12  NAN EXPLODING
+b.w           1  1.000e+00  1.000e+00  1.000e+00       0    -     -         -
+────────────────────────────────────────────────────────────────────────────────────────────
+total         9        nan  2.720e+00  3.000e+00       0    4     -  0, 3, 12  4 flagged"""
+    assert str(report) == expected
+    assert report.is_reduced
+    modules = report.by_module(1)
+    assert {name: module.ranks for name, module in modules.items()} == {
+        "a": {"a.w": 12, "a.b": 0},
+        "b": {},
+        "c": {"c.w": 3, "c.b": 12},
+    }
+    assert all(module.is_reduced for module in modules.values())
+    header, _, *lines = str(modules).splitlines()
+    assert re.split(r" {2,}", header)[-2:] == ["rank", "flags"]
+    assert [re.split(r" {2,}", line)[10] for line in lines] == ["0, 12", "-", "3, 12"]
+    # of many the first few
+    many = of_ranks({str(i): bad for i in range(5)}, {str(i): 7 - i for i in range(5)})
+    assert re.split(r" {2,}", str(many).splitlines()[-1])[-2] == "3, 4, 5…"
+
+
+def test_without_a_rank_to_show_there_is_no_column_for_it() -> None:
+    report = of_ranks({"w": torch.ones(4)}, {})
+    assert str(report).startswith("1 tensor of all ranks, 4 elements, ")
+    assert re.split(r" {2,}", str(report).splitlines()[2]) == HEADER
+    assert "rank" not in str(report.by_module(1))
+
+
+def test_ranks_are_exported() -> None:
+    bad = torch.tensor([math.inf])
+    report = of_ranks({"a": bad, "b": torch.ones(2), "c": bad}, {"a": 3, "c": 0})
+    exported = report.to_dict()
+    assert exported["ranks"] == {"a": 3, "c": 0}
+    assert (exported["is_reduced"], exported["is_local"]) == (True, False)
+    assert json.loads(json.dumps(exported))["ranks"] == exported["ranks"]
+    exported["ranks"].clear()
+    assert report.ranks == {"a": 3, "c": 0}
+    plain = report_of({"a": bad}).to_dict()
+    assert (plain["ranks"], plain["is_reduced"], plain["is_local"]) == ({}, False, False)
+
+
+def test_a_frame_of_all_ranks_has_a_column_for_the_rank() -> None:
+    pytest.importorskip("pandas")
+    tensors = {"a": torch.tensor([math.inf]), "b": torch.ones(2)}
+    frame = of_ranks(tensors, {"a": 3}).to_frame()
+    assert list(frame.columns) == [*FIELDS[1:], "rank"]
+    assert frame["rank"].to_dict() == {"a": 3, "b": -1}
+    assert frame["rank"].dtype == "int64"
+    # whatever the values are
+    assert list(of_ranks({"b": torch.ones(2)}, {}).to_frame()) == list(frame.columns)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))],  # noqa: S301 written here
+    ids=["copy", "pickle"],
+)
+def test_a_copy_of_a_report_is_the_same_report(copied: Callable[[gm.Report], gm.Report]) -> None:
+    for report in (report_of(MIXED), of_ranks(MIXED, {"head.bias": 5}), report_of({})):
+        # what is computed when it is asked for is copied too
+        for _ in range(2):
+            again = copied(report)
+            assert str(again) == str(report)
+            assert equal(repr(again.to_dict()), repr(report.to_dict()))

@@ -6,7 +6,7 @@ without waiting for the device.
 """
 
 from gradiometer import rules, sinks
-from gradiometer.amp import inverse_scale
+from gradiometer.amp import inverse_scale, share_found_inf_
 from gradiometer.clip import clip_coefficient, clip_grad_norm_, collect_and_clip_
 from gradiometer.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.distributed import RankError
@@ -75,6 +75,7 @@ __all__ = [
     "materialize_async",
     "read_run",
     "rules",
+    "share_found_inf_",
     "sinks",
     "total_norm",
     "write_page",

@@ -34,12 +34,16 @@ class BlackBox:
     Where the run is not finite now, the first non-finite step is the one with which that began; a step
     that was overcome earlier, such as one that a GradScaler skipped, is named only while there is no other.
 
+    Args:
+        rank: whose steps it sees, where each rank has one of its own.
+
     Attributes:
         lost_the_loss: whether the record seen last is the run's first with a loss that is not finite.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int | None = None) -> None:
         self.lost_the_loss = False
+        self._rank = rank
         self._recent: deque[StepRecord] = deque(maxlen=_LAST)
         self._before: list[StepRecord] = []
         self._first: str | None = None
@@ -67,7 +71,7 @@ class BlackBox:
         """Return what is known now."""
         steps = {record.step: record for record in [*self._before, *self._recent]}
         last = [steps[number] for number in sorted(steps)]
-        return Fault(reason, message, step, self._first, tuple(findings), tuple(last))
+        return Fault(reason, message, step, self._first, tuple(findings), tuple(last), self._rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with."""

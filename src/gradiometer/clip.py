@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from gradiometer import derived
-from gradiometer.collect import measure_grads
-from gradiometer.inputs import is_plain_subclass
+from gradiometer.collect import grads_of, measure, over_ranks, settled
+from gradiometer.inputs import Named, is_plain_subclass, local_shards, named_parameters
 from gradiometer.materialize import materialize
-from gradiometer.scaling import parts_of, scale_
+from gradiometer.scaling import Part, parts_of, scale_
 from gradiometer.schema import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.stats import TensorStats
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gradiometer.inputs import Parameters
+    from gradiometer.ranks import Ranks
 
 __all__ = ["clip_coefficient", "clip_grad_norm_", "collect_and_clip_"]
 
@@ -46,6 +47,8 @@ def clip_grad_norm_(
     norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 torch's signature
     foreach: bool | None = None,  # noqa: FBT001
+    *,
+    reduce: bool | Ranks | None = None,
 ) -> Tensor:
     """Clip the norm of all gradients together, in place; `torch.nn.utils.clip_grad_norm_` without its faults.
 
@@ -65,6 +68,10 @@ def clip_grad_norm_(
     them and is scaled once; in a compiled function where it is the same tensor, not another view of
     it. Gradients on the CPU beside others on a device have to wait for it.
 
+    With several ranks the norm is that of the whole model, and every rank multiplies what it holds by the
+    same number. DTensors may be of several meshes, as with expert parallelism, and ranks may hold
+    different layers, as the stages of a pipeline do: ``reduce=gm.Ranks(model)`` is all that they need.
+
     Args:
         parameters: a module, a tensor, or parameters as a mapping, an iterable, or (name, parameter)
             pairs; names make better errors. Those without a gradient are left out.
@@ -76,17 +83,23 @@ def clip_grad_norm_(
             elements.
         error_if_nonfinite: whether to wait for the norm, in one transfer, and raise if it is NaN or inf.
         foreach: ignored; there is one implementation, and it takes all tensors at once.
+        reduce: whether the norm is that of all ranks: True, False, or what they have agreed on,
+            `gradiometer.Ranks`; None: where a parameter is a DTensor. All ranks have to come here then.
+            Orders other than 2 and infinity take two more collectives, of one number.
 
     Returns:
         The norm before clipping, 0-d float64 on the gradients' device; 0 with no gradient.
 
     Raises:
-        ValueError: for a ``max_norm`` that is negative, NaN or no number.
+        ValueError: for a ``max_norm`` that is negative, NaN or no number; with several ranks for an order
+            that is not above 0.
         TypeError: for a gradient that cannot be measured, or not be scaled in place.
         RuntimeError: with ``error_if_nonfinite``, for a norm that is NaN or inf; the message names
-            the gradients. Inside a compiled function, where nothing can be raised from a value.
+            the gradients, and of several ranks the first that has such an element. Inside a compiled
+            function, where nothing can be raised from a value.
+        RankError: where ranks differ or one does not answer.
 
-        Gradients are then unchanged.
+        Gradients are then unchanged, on every rank.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -104,7 +117,8 @@ def clip_grad_norm_(
         if not parameters:
             said = "`parameters` is an empty generator, no gradient clipping will occur."
             warnings.warn(said, stacklevel=2)
-    return _clip(parameters, max_norm, norm_type, error_if_nonfinite, "clip_grad_norm_")[1]
+    what = "clip_grad_norm_"
+    return _clip(parameters, max_norm, norm_type, error_if_nonfinite, what, reduce=reduce)[1]
 
 
 def collect_and_clip_(
@@ -116,6 +130,7 @@ def collect_and_clip_(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
     skip_nonfinite: bool = False,
+    reduce: bool | Ranks | None = None,
 ) -> TensorStats:
     """Measure every gradient and clip their norm, in place, after one read for both.
 
@@ -128,12 +143,14 @@ def collect_and_clip_(
         inv_scale: as for `gradiometer.collect_grads`. The norm and ``max_norm`` are those of the
             unscaled gradients; the gradients stay scaled.
         skip_nonfinite: as for `gradiometer.collect_grads`.
+        reduce: as for `clip_grad_norm_`.
 
     Returns:
-        TensorStats of the gradients before clipping.
+        TensorStats of the gradients before clipping; with several ranks those of the whole model, and
+        ``.local`` of them this rank's.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as for `clip_grad_norm_`.
+        ValueError, TypeError, RuntimeError, RankError: as for `clip_grad_norm_`.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -142,7 +159,7 @@ def collect_and_clip_(
     (tensor(5.0990, dtype=torch.float64), True)
     """
     options: dict[str, Any] = {"thresholds": thresholds, "skip_nonfinite": skip_nonfinite}
-    options["inv_scale"] = inv_scale
+    options |= {"inv_scale": inv_scale, "reduce": reduce}
     return _clip(model, max_norm, norm_type, error_if_nonfinite, "collect_and_clip_", **options)[0]
 
 
@@ -195,25 +212,48 @@ def _clip(
     error_if_nonfinite: bool,  # noqa: FBT001
     what: str,
     *,
+    reduce: bool | Ranks | None,
     inv_scale: Tensor | float | None = None,
-    **options: Any,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    skip_nonfinite: bool = False,
 ) -> tuple[TensorStats, Tensor]:
     """Return the stats and the norm before clipping. All checks come before the first write."""
     order, limit = _order(norm_type, what), _limit(max_norm, what)
     if error_if_nonfinite and torch.compiler.is_compiling():
         msg = f"{what}: error_if_nonfinite=True has to wait for the norm, and a compiled function cannot; "
         raise RuntimeError(msg + "leave it out, return stats.found_inf and look at it outside")
-    grads, stats = measure_grads(model, what, inv_scale=inv_scale, **options)
-    parts = parts_of(grads, what)
-    # a complex element is measured as two real ones, but its largest magnitude is its own
-    if order == 2.0 or (order == math.inf and not any([x.is_complex() for x in grads.tensors])):
+    parameters = named_parameters(model, what)
+    grads, home = grads_of(parameters, what)
+    parts: list[Part] = []
+    norms: _Norms | None = None
+    over: Ranks | None = None
+
+    def measured(ranks: Ranks | None) -> TensorStats:
+        # whatever is refused is refused before other ranks hear of this one
+        nonlocal parts, norms, over
+        if ranks is not None and ranks.size > 1:
+            over = ranks
+            if order <= 0.0:
+                msg = f"{what}: with several ranks norm_type must be above 0, got {norm_type!r}"
+                raise ValueError(msg)
+        local = settled(grads, parameters, ranks, what)
+        stats = measure(local, what, thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
+        parts = parts_of(grads, what)
+        # a complex element is measured as two real ones, but its largest magnitude is its own
+        if order != 2.0 and (order != math.inf or _any_complex(local, over)):
+            norms = _norms_of_tensors(_counted(local, over), order, stats.columns.device)
+        return stats
+
+    stats = over_ranks(reduce, parameters, what, measured)
+    if norms is None:
         norms = _norms_of_stats(stats, order)
     else:
-        norms = _norms_of_tensors(grads.tensors, order, stats.columns.device)
+        if over is not None:
+            norms = _as_torch_says(stats.total, over.norm_of(norms.finite, order))
         if inv_scale is not None and order != 0.0:
             norms = _Norms(*(_unscaled(norm, inv_scale) for norm in norms))
     if error_if_nonfinite:
-        _refuse_nonfinite(stats, norms.said, order)
+        _refuse_nonfinite(stats, norms.said, order, over)
     coefficient = _coefficient(norms.finite, limit)
     for part in parts:
         scale_(part, coefficient)
@@ -254,16 +294,35 @@ def _limit(max_norm: float | Tensor, what: str) -> float | Tensor:
 
 def _norms_of_stats(stats: TensorStats, order: float) -> _Norms:
     total = stats.total
-    top, nan, inf = (derived.value(total, name) for name in ("abs_max", "n_nan", "n_inf"))
+    top = derived.value(total, "abs_max")
     if order == math.inf:
-        said = finite = top
-    else:
-        said = derived.value(total, "finite_norm")
-        # beyond 1e154 the squares of fp64 overflow: this is no less than the norm
-        bound = top * derived.value(total, "numel").sqrt()
-        finite = torch.where(said < math.inf, said, bound)
-    said = said + torch.where(inf > 0, math.inf, 0.0) + torch.where(nan > 0, math.nan, 0.0)
-    return _Norms(said, finite)
+        return _as_torch_says(total, top)
+    norm = derived.value(total, "finite_norm")
+    # beyond 1e154 the squares of fp64 overflow: this is no less than the norm
+    bound = top * derived.value(total, "numel").sqrt()
+    return _Norms(_as_torch_says(total, norm).said, torch.where(norm < math.inf, norm, bound))
+
+
+def _as_torch_says(total: Tensor, norm: Tensor) -> _Norms:
+    """Return a norm of the finite elements, and what it is with the others."""
+    nan, inf = (derived.value(total, name) for name in ("n_nan", "n_inf"))
+    said = norm + torch.where(inf > 0, math.inf, 0.0) + torch.where(nan > 0, math.nan, 0.0)
+    return _Norms(said, norm)
+
+
+def _any_complex(named: Named, ranks: Ranks | None) -> bool:
+    """Tell whether any gradient is complex; with ranks, on any of them."""
+    if ranks is None:
+        return any([x.is_complex() for x in named.tensors])
+    return any([holding.dtype.startswith("complex") for holding in ranks.agreement.holdings])
+
+
+def _counted(named: Named, ranks: Ranks | None) -> list[Tensor]:
+    """Return the tensors that this rank counts, and no other one with a copy; of DTensors the shards."""
+    names, tensors = local_shards(named, "clip")
+    if ranks is None:
+        return tensors
+    return [x for name, x in zip(names, tensors, strict=True) if name in ranks.counted]
 
 
 def _norms_of_tensors(tensors: list[Tensor], order: float, home: torch.device) -> _Norms:
@@ -317,13 +376,18 @@ def _wide(tensor: Tensor) -> Iterator[Tensor]:
 
 def _unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:
     if isinstance(inv_scale, Tensor):
-        inv_scale = inv_scale.detach().to(norm.device, torch.float64, non_blocking=True).reshape(()).abs()
+        inv_scale = _arrived(inv_scale.detach(), norm.device).reshape(()).abs()
     return norm * inv_scale
+
+
+def _arrived(number: Tensor, device: torch.device) -> Tensor:
+    # on the CPU it is used at once
+    return number.to(device, torch.float64, non_blocking=device.type != "cpu")
 
 
 def _coefficient(norm: Tensor, limit: float | Tensor) -> Tensor:
     if isinstance(limit, Tensor):
-        limit = limit.to(norm.device, torch.float64, non_blocking=True).reshape(())
+        limit = _arrived(limit, norm.device).reshape(())
     else:
         # filled in on the device: nothing is copied there
         limit = torch.full((), limit, dtype=torch.float64, device=norm.device)
@@ -332,12 +396,15 @@ def _coefficient(norm: Tensor, limit: float | Tensor) -> Tensor:
     return torch.where(ratio < 1.0, ratio, 1.0).clamp(min=0.0)
 
 
-def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float) -> None:
+def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float, ranks: Ranks | None) -> None:
     report, said = materialize((stats, norm))
     if said.isfinite():
         return
     rows = [row for row in report if row.n_nonfinite]
     found = [f"{row.name!r} has {row.n_nan} NaN and {row.n_inf} Inf of {row.numel}" for row in rows[:_NAMES]]
+    if ranks is not None:
+        where = [ranks.where(row.name, report.ranks[row.name]) for row in rows[:_NAMES]]
+        found = [f"{text} (first on {place})" for text, place in zip(found, where, strict=True)]
     if len(rows) > _NAMES:
         found.append(f"{len(rows) - _NAMES} more")
     reason = ", ".join(found) or "All elements are finite, but their powers are beyond float64"

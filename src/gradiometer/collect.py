@@ -22,13 +22,13 @@ from gradiometer.inputs import (
     named_tensors,
     present,
 )
-from gradiometer.layout import is_dtensor
-from gradiometer.ranks import agreed, layout_here, ranks_for
+from gradiometer.layout import UNKNOWN, is_dtensor, placed_like
+from gradiometer.ranks import agreed, is_active, layout_here, ranks_for
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
 from gradiometer.stats import TensorStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from gradiometer.inputs import Parameters, Tensors
     from gradiometer.pack import Known
@@ -39,9 +39,11 @@ __all__ = [
     "collect_grads",
     "collect_weights",
     "grad_norm",
+    "grads_of",
     "measure",
     "measure_grads",
     "over_ranks",
+    "settled",
     "total_norm",
 ]
 
@@ -238,7 +240,7 @@ def total_norm(tensors: Tensors, *, reduce: bool | Ranks | None = None) -> Tenso
 # for what is built on a collection
 
 
-def _grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
+def grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
     """Return the gradients, and, where there is none, the device on which their statistics would be."""
     names, parameters = named
     grads = present(names, [p.grad for p in parameters])
@@ -247,7 +249,10 @@ def _grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
     if parameters and not any([isinstance(p, nn.Parameter) or p.requires_grad for p in parameters]):
         msg = f"{what}: none of these {len(parameters)} tensors is a parameter or has a .grad; of gradients "
         raise TypeError(msg + "themselves collect and total_norm take a list, and clipping their parameters")
-    return grads, next((p.device for p in parameters if has_float64(p.device)), None)
+    devices = [device for device in dict.fromkeys([p.device for p in parameters]) if has_float64(device)]
+    # as with gradients: on the first that is not the CPU
+    devices.sort(key=lambda device: device.type == "cpu")
+    return grads, devices[0] if devices else None
 
 
 def measure_grads(
@@ -261,16 +266,27 @@ def measure_grads(
 ) -> tuple[Named, TensorStats]:
     """Return a model's gradients, and their statistics: of this rank, or of all, as `over_ranks` says."""
     parameters = named_parameters(model, what)
-    grads, home = _grads_of(parameters, what)
+    grads, home = grads_of(parameters, what)
 
     def measured(ranks: Ranks | None) -> TensorStats:
-        local = grads
-        if ranks is not None:
-            kept = [p for p in parameters.tensors if p.grad is not None]
-            local = Named(grads.names, ranks.settle(grads.tensors, kept))
+        local = settled(grads, parameters, ranks, what)
         return measure(local, what, thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
 
     return grads, over_ranks(reduce, parameters, what, measured)
+
+
+def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> Named:
+    """Return the gradients, placed as their parameters are; with ranks those that `Ranks.settle` returns.
+
+    ``parameters``: all, in order.
+    """
+    if ranks is None and not _any_dtensor(grads):
+        return grads
+    kept = [p for p in parameters.tensors if p.grad is not None]
+    if ranks is not None:
+        return Named(grads.names, ranks.settle(grads.tensors, kept))
+    placed = [placed_like(*each, what) for each in zip(*grads, kept, strict=True)]
+    return Named(grads.names, placed)
 
 
 def over_ranks(
@@ -285,19 +301,27 @@ def over_ranks(
     where there is a DTensor.
     """
     if reduce is None:
-        reduce = any([is_dtensor(kind) for kind in {type(p) for p in parameters.tensors}])
+        reduce = _any_dtensor(parameters)
     ranks = ranks_for(reduce, what)
     layout = layout_here(*parameters)
     if ranks is None and reduce and layout is not None:
-        ranks = agreed(layout)
+        devices = [p.device for p in parameters.tensors]
+        ranks = agreed(layout, next((device for device in devices if device.type != "cpu"), None))
     if ranks is None:
+        if torch.compiler.is_compiling() and is_active() and _any_dtensor(parameters):
+            layout = UNKNOWN
         return replace(measured(None), layout=layout)
     try:
-        stats = measured(ranks)
+        ranks.check(layout, what)
+        stats = replace(measured(ranks), layout=ranks.layout)
     except Exception as error:
         ranks.fail(error)
         raise
-    return stats.reduce(ranks)
+    return stats.reduced_by(ranks, what)
+
+
+def _any_dtensor(named: Named) -> bool:
+    return any([is_dtensor(kind) for kind in {type(tensor) for tensor in named.tensors}])
 
 
 def measure(
@@ -360,17 +384,33 @@ def _measure_tensors(
     if len(devices) == 1:
         return ops.measure(tensors, thresholds, _on(scale, devices[0]), known)
 
-    # a copy to the CPU would have to wait for the device, so the CPU's rows travel
-    home = next((device for device in devices if device.type != "cpu"), devices[0])
-    columns: list[Tensor | None] = [None] * len(tensors)
-    flags: list[Tensor | None] = [None] * len(tensors)
-    for device in devices:
-        indices = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-        part = ops.tensor_stats([tensors[i] for i in indices], thresholds, _on(scale, device))
-        rows, bits = (x.to(home, non_blocking=True).unbind() for x in part)
-        for i, row, bit in zip(indices, rows, bits, strict=True):
-            columns[i], flags[i] = row, bit
-    return torch.stack(columns), torch.stack(flags)  # type: ignore[arg-type] # each is set: devices share no tensor
+    # A copy to the CPU would have to wait for the device, so the CPU's rows travel. It is the last, since the
+    # host itself measures it: the other devices are at work meanwhile.
+    order = sorted(devices, key=lambda device: device.type == "cpu")
+    home = order[0]
+    # neighbours of one device
+    runs: list[tuple[torch.device, list[Tensor]]] = []
+    for tensor in tensors:
+        if not runs or runs[-1][0] != tensor.device:
+            runs.append((tensor.device, []))
+        runs[-1][1].append(tensor)
+    columns: dict[torch.device, Iterator[Tensor]] = {}
+    flags: dict[torch.device, Iterator[Tensor]] = {}
+    for device in order:
+        own = [run for where, run in runs if where == device]
+        # a scale would have to be waited for, too: the CPU's rows meet it where they travel to
+        late = isinstance(scale, Tensor) and scale.device.type != "cpu" and device.type == "cpu"
+        factor = _on(scale, home if late else device)
+        part = ops.tensor_stats([x for run in own for x in run], thresholds, None if late else factor)
+        rows, bits = [x.to(home, non_blocking=True) for x in part]
+        if late and factor is not None:
+            rows = derived.rescale(rows, factor.reshape(()).to(rows))
+            bits = derived.compute_flags(rows, thresholds)
+        # slices, so that no index tensor has to travel
+        sizes = [len(run) for run in own]
+        columns[device], flags[device] = iter(rows.split(sizes)), iter(bits.split(sizes))
+    in_order = [(next(columns[where]), next(flags[where])) for where, _ in runs]
+    return torch.cat([rows for rows, _ in in_order]), torch.cat([bits for _, bits in in_order])
 
 
 def _check_scale(inv_scale: Tensor | float | None, what: str) -> None:
@@ -395,7 +435,8 @@ def _on(scale: Tensor | float | None, device: torch.device) -> Tensor | None:
     if scale is None:
         return None
     if isinstance(scale, Tensor):
-        return scale.detach().to(device, non_blocking=True)
+        # on the CPU it is used at once, and must have arrived
+        return scale.detach().to(device, non_blocking=device.type != "cpu")
     # filled in on the device: nothing is copied there
     return torch.full((), scale, dtype=torch.float64, device=device)
 

@@ -27,13 +27,14 @@ _UNITS = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
 
 
 class Culprit(NamedTuple):
-    """Where the non-finite values of a step began: the tensor, and how many of its elements."""
+    """Where the non-finite values of a step began: the tensor, how many of its elements, on which rank."""
 
     kind: Kind
     name: str
     n_nan: int
     n_inf: int
     numel: int
+    where: str | None = None
 
 
 def nonfinite(record: StepRecord, kind: Kind = "grads") -> Tensor:
@@ -50,7 +51,7 @@ def first_nonfinite(record: StepRecord) -> Culprit | None:
     >>> model(torch.ones(1, 2)).sum().mul(float("nan")).backward()
     >>> recorder.record()
     >>> first_nonfinite(recorder.read()[-1])
-    Culprit(kind='grads', name='1.bias', n_nan=1, n_inf=0, numel=1)
+    Culprit(kind='grads', name='1.bias', n_nan=1, n_inf=0, numel=1, where=None)
     """
     for kind in _ORDER:
         if kind not in record.roster.kinds or not record.total("n_nonfinite", kind):
@@ -61,21 +62,26 @@ def first_nonfinite(record: StepRecord) -> Culprit | None:
         n_nan, n_posinf, n_neginf, numel = (
             int(row[COLUMN_INDEX[name]]) for name in ("n_nan", "n_posinf", "n_neginf", "numel")
         )
-        return Culprit(kind, record.roster.names[place], n_nan, n_posinf + n_neginf, numel)
+        name = record.roster.names[place]
+        return Culprit(kind, name, n_nan, n_posinf + n_neginf, numel, record.where(name, kind))
     return None
 
 
 def culprit_text(record: StepRecord) -> str | None:
     """Return one line, such as ``step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M (and 40 of 76 others)``.
 
-    The others are tensors of the same kind. None if all are finite.
+    The others are tensors of the same kind. Where ranks are merged the first that has it is named behind the
+    tensor: ``rank 5 (dp_shard 1 of 4)``. None if all are finite.
     """
     culprit = first_nonfinite(record)
     if culprit is None:
         return None
-    counts = [f"{amount(n)} {what}" for n, what in ((culprit.n_nan, "NaN"), (culprit.n_inf, "Inf")) if n]
-    where = label(culprit.kind, culprit.name)
-    text = f"step {record.step}, {where}, {' and '.join(counts)} of {amount(culprit.numel)}"
+    counts = [f"{amount(n)} {word}" for n, word in ((culprit.n_nan, "NaN"), (culprit.n_inf, "Inf")) if n]
+    what = label(culprit.kind, culprit.name)
+    if culprit.where is not None:
+        rank, _, shard = culprit.where.partition(", ")
+        what += f", {rank} ({shard})" if shard else f", {rank}"
+    text = f"step {record.step}, {what}, {' and '.join(counts)} of {amount(culprit.numel)}"
     others = int((nonfinite(record, culprit.kind) > 0).sum()) - 1
     measured = int(record.measured(culprit.kind).sum()) - 1
     if not others:

@@ -15,7 +15,18 @@ from gradiometer.schema import COLUMN_INDEX, COLUMNS, NUM_COLUMNS, NUM_SUM_COLUM
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["DERIVED", "by_merge", "compute_flags", "merge", "merge_rows", "rescale", "spread", "value"]
+__all__ = [
+    "DERIVED",
+    "by_merge",
+    "compute_flags",
+    "first_rank",
+    "merge",
+    "merge_rows",
+    "rescale",
+    "spread",
+    "take",
+    "value",
+]
 
 
 def value(columns: Tensor, name: str) -> Tensor:
@@ -100,6 +111,32 @@ def by_merge(columns: Tensor) -> tuple[Tensor, Tensor]:
     """Return the columns that merge by sum, and those that merge by maximum, as views."""
     sums, tops = columns.split([NUM_SUM_COLUMNS, NUM_COLUMNS - NUM_SUM_COLUMNS], dim=-1)
     return sums, tops
+
+
+def first_rank(origin: Tensor) -> Tensor:
+    """Return the lowest rank along the first dimension, ``(N, ...) -> (...) float64``.
+
+    -1: none; -2: of what nobody has measured.
+    """
+    if origin.shape[0] == 0:
+        return origin.new_full(origin.shape[1:], -1.0)
+    first = torch.where(origin >= 0, origin, torch.inf).amin(dim=0)
+    return torch.where(first < torch.inf, first, origin.amax(dim=0))
+
+
+def take(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return these rows, ``(T, ...) -> (len(rows), ...)``, by slices alone."""
+    # no index tensor has to travel to the device
+    runs: list[tuple[int, int]] = []
+    for i in rows:
+        if runs and sum(runs[-1]) == i:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((i, 1))
+    parts = [values.narrow(0, start, length) for start, length in runs]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else values.narrow(0, 0, 0)
 
 
 def spread(values: Tensor, rows: Sequence[int], size: int) -> Tensor:

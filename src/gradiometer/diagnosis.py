@@ -38,7 +38,7 @@ def render(report: FiniteReport, max_rows: int | None) -> str:
             lines.append((name, f"all {len(kind)}", _counts(kind.total)))
             continue
         shown = rows if max_rows is None else rows[: max(0, max_rows)]
-        lines += [(name, _printable(row.name), _counts(row)) for row in shown]
+        lines += [(name, _printable(row.name), _counts(row) + _where(kind, row)) for row in shown]
         if len(shown) < len(rows):
             lines.append(("", f"… {len(rows) - len(shown)} more", ""))
     widths = [max(len(line[i]) for line in lines) for i in (0, 1)]
@@ -84,6 +84,11 @@ def _counts(row: TensorReport) -> str:
     kinds = ((row.n_nan, "NaN"), (row.n_posinf, "+Inf"), (row.n_neginf, "-Inf"))
     counts = [f"{count:,} {what}" for count, what in kinds if count]
     return ", ".join(counts) + f" of {row.numel:,}"
+
+
+def _where(report: Report, row: TensorReport) -> str:
+    """Say of statistics of several ranks whose part it is."""
+    return f", first on rank {report.ranks[row.name]}" if row.name in report.ranks else ""
 
 
 def _printable(name: str) -> str:

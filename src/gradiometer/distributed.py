@@ -1,8 +1,18 @@
-"""All that is asked of `torch.distributed`: groups, sums and maxima over ranks, and who is there."""
+"""All that is asked of `torch.distributed`: groups, sums and maxima over ranks, and who is there.
+
+Ranks talk through the group's store where they agree on something, or look for who is missing: it needs no
+device, each question to it has an end, and a rank that comes late spoils nothing. Columns go by collectives
+of the group, each with an end of its own on the CPU.
+"""
 
 from __future__ import annotations
 
+import pickle
+import threading
 import time
+import weakref
+from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -10,14 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradiometer.meeting import SLACK, RankError, in_time, meet, roll_call
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 __all__ = [
     "Group",
     "RankError",
-    "absent",
     "all_reduce",
+    "all_reduce_pair",
     "close",
     "group_of",
     "is_active",
@@ -25,22 +37,33 @@ __all__ = [
     "rendezvous",
     "share",
     "side_group",
+    "tell",
 ]
 
 # a ProcessGroup; a build of torch without torch.distributed has none
 Group: TypeAlias = Any
 
-# seconds between two looks at a store, at first and at last
-_PAUSE: Final = 0.005
-_LONGEST_PAUSE: Final = 0.5
+# seconds between two looks at a collective in the background, at first and at most
+_PAUSE: Final = 0.0005
+_LONGEST_PAUSE: Final = 0.02
+# seconds of a wait for a collective after which a rank looks whether another one has given it up
+_LOOK: Final = 1.0
+# seconds in which those who live answer: longer than _LOOK
+_ROLL_CALL: Final = 3.0
+# the roll call after a collective that failed: Gloo takes no further ones then in its group
+_BROKEN: Final = "broken"
 # ranks that are named in a message
 _NAMED: Final = 8
 
-_rounds: dict[str, int] = {}
+# how often ranks have met, by what for, in each world: the same on all of them
+_met: weakref.WeakKeyDictionary[Group, Counter[str]] = weakref.WeakKeyDictionary()
+# why groups are of no more use
+_broken: weakref.WeakKeyDictionary[Group, str] = weakref.WeakKeyDictionary()
+# groups of meshes of several dimensions, by their ranks
+_of_meshes: weakref.WeakKeyDictionary[Group, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
 
 
-class RankError(RuntimeError):
-    """Ranks disagree, or one of them does not answer. One line, which says what and which."""
+# groups
 
 
 def is_active() -> bool:
@@ -55,44 +78,90 @@ def group_of(group: Any) -> Group:
 
     Raises:
         TypeError: for what is none of these.
-        RankError: without a process group.
+        RankError: without a process group; for a group that this process is not in.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        msg = "there is no process group: call torch.distributed.init_process_group() first"
+        raise RankError(msg)
     if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            msg = "there is no process group: call torch.distributed.init_process_group() first"
-            raise RankError(msg)
         return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        msg = f"rank {dist.get_rank()} is not in this group: only its ranks can use it"
+        raise RankError(msg)
     if isinstance(group, dist.ProcessGroup):
         return group
-    if hasattr(group, "get_group"):
-        if group.ndim == 1:
-            return group.get_group()
-        if group.size() == dist.get_world_size():
-            return dist.group.WORLD
-        return group._flatten().get_group()  # noqa: SLF001 the only way to one group of a mesh
+    if hasattr(group, "get_group") and hasattr(group, "mesh"):
+        return group.get_group() if group.ndim == 1 else _group_of_mesh(group)
     msg = f"expected a process group, a device mesh or None for all ranks, got {type(group).__name__}"
     raise TypeError(msg)
+
+
+def _group_of_mesh(mesh: Any) -> Group:
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    _place_of(dist.get_rank(), ranks)
+    kept = _of_meshes.setdefault(dist.group.WORLD, {})
+    if ranks not in kept:
+        # those of other ranks need not come
+        kept[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return kept[ranks]
 
 
 def ranks_of(group: Group) -> tuple[int, list[int]]:
     """Return this process's place in a group, and the global ranks of the group.
 
     Raises:
-        RankError: where this process is none of them.
+        RankError: where this process is none of them; for a group that was destroyed.
     """
-    ranks = dist.get_process_group_ranks(group)
-    if dist.get_rank() not in ranks:
-        msg = f"rank {dist.get_rank()} is not in the group of ranks {_listed(ranks)}"
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        msg = "this process group was destroyed: make what was made with it anew, gm.Ranks say"
+        raise RankError(msg) from None
+    return _place_of(dist.get_rank(), ranks), ranks
+
+
+def _place_of(rank: int, ranks: Sequence[int]) -> int:
+    if rank not in ranks:
+        msg = f"rank {rank} is not in the group of ranks {_listed(ranks)}"
         raise RankError(msg)
-    return ranks.index(dist.get_rank()), ranks
+    return ranks.index(rank)
+
+
+def side_group(ranks: Sequence[int], timeout: float) -> Group:
+    """Return a new Gloo group, for collectives beside those of training; all its ranks have to come here."""
+    # made by some alone it has the name of one that was closed, whose addresses are still in the store
+    some = len(ranks) < dist.get_world_size()
+    try:
+        return dist.new_group(
+            list(ranks), timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=some
+        )
+    except (RuntimeError, ValueError) as error:
+        msg = f"cannot make a Gloo group of {len(ranks)} ranks: {_line(error)}"
+        raise RankError(msg) from error
+
+
+def close(group: Group) -> None:
+    """Give up a group. Does not wait for what is still under way in it."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+# sums and maxima
 
 
 def all_reduce(tensor: Tensor, operation: str, group: Group, timeout: float) -> Tensor:
     """Return the sum or the maximum over a group, ``"sum"`` or ``"max"``. Traced by torch.compile.
 
+    On the CPU it waits no longer than so many seconds. The collective itself stays under way, until the
+    group's own time-out: if the last rank comes meanwhile, all is well from then on, and the collectives of
+    this group go on in the same order. The process may end before that. After an error of Gloo's own, as
+    where a rank is gone, the group is of no more use, and says so each time. In a compiled function, and on
+    other devices, where nothing waits here, the group's own time-out counts.
+
     Raises:
-        RankError: on the CPU, where a rank is gone or has not answered in so many seconds. On other devices
-            nothing waits here, and the group's own time-out counts.
+        RankError: on the CPU, where a rank is gone or has not answered in time; naming it.
     """
     return all_reduce_pair([(tensor, operation)], group, timeout)[0]
 
@@ -103,106 +172,168 @@ def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: 
         from torch.distributed import _functional_collectives as functional  # noqa: PLC0415 its import is slow
 
         return [functional.all_reduce(tensor, operation, group) for tensor, operation in parts]
-    operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+    ranks_of(group)
+    if group in _broken:
+        raise RankError(_broken[group])
+    late = f"late/{_count(group, 'collectives')}"
     results = [tensor.clone(memory_format=torch.contiguous_format) for tensor, _ in parts]
+    device = results[0].device
+    end = time.monotonic() + timeout
+    kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
     try:
         works = [
-            dist.all_reduce(result, operations[operation], group=group, async_op=True)
+            dist.all_reduce(result, kinds[operation], group=group, async_op=True)
             for result, (_, operation) in zip(results, parts, strict=True)
         ]
         for work in works:
-            if results[0].device.type == "cpu":
-                work.wait(timedelta(seconds=timeout))
-            else:
+            if device.type != "cpu":
                 work.wait()
+            elif call := _given_up(work, end, group, late):
+                _keep(group, works)
+                late_by = f"did not come to this reduction within {timeout:g} s"
+                raise _unanswered(group, call, "does not answer" if call == _BROKEN else late_by)
     except RuntimeError as error:
-        raise _explained(group, error) from error
+        if isinstance(error, RankError):
+            raise
+        if not _has_backend(group, device):
+            msg = f"the process group has no backend for {device.type}, where the statistics are; "
+            raise RankError(msg + "init_process_group('cpu:gloo,cuda:nccl') has one for both") from error
+        raise _unanswered(group, _BROKEN, f"does not answer: {_line(error)}") from error
     return results
 
 
-def share(value: Any, group: Group) -> list[Any]:
+def _given_up(work: Any, end: float, group: Group, late: str) -> str:
+    """Wait for a collective on the CPU; return "", or, where it is given up, the roll call to go to."""
+    while True:
+        left = end - time.monotonic()
+        if _ends(work, max(min(left, _LOOK), 0.001)):
+            # with an error of its own, perhaps
+            work.wait()
+            return ""
+        if left <= _LOOK:
+            return late
+        for call in (_BROKEN, late):
+            if _is_called(group, call):
+                return call
+
+
+def _ends(work: Any, seconds: float) -> bool:
+    """Wait for so many seconds; tell whether a collective has ended."""
+    if threading.current_thread() is threading.main_thread():
+        with suppress(RuntimeError):
+            work.wait(timedelta(seconds=seconds))
+    else:
+        # a thread that comes out of C++ while the interpreter ends takes the process down
+        end, pause = time.monotonic() + seconds, _PAUSE
+        while not work.is_completed() and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+    return bool(work.is_completed())
+
+
+def _keep(group: Group, works: Sequence[Any]) -> None:
+    """Keep a group until its collectives have ended: its own end would wait for them, and the process's."""
+    threading.Thread(target=_wait_for, args=(works, group), daemon=True).start()
+
+
+def _wait_for(works: Sequence[Any], _: Group) -> None:
+    while not all([work.is_completed() for work in works]):
+        time.sleep(_LOOK)
+
+
+def _has_backend(group: Group, device: torch.device) -> bool:
+    return f"{device.type}:" in str(dist.get_backend_config(group))
+
+
+# who is there
+
+
+def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") -> list[Any]:
     """Return what every rank of a group gives, by rank; anything that can be pickled.
 
+    All of them come here, or none has come: where one is late it is an error on each, on that one too.
+
+    Args:
+        value: small; the store holds those of all ranks.
+        group: the ranks.
+        timeout: seconds to wait for the others.
+        what: in which call, for messages; the ranks of a group meet once for each call of this name.
+
     Raises:
-        RankError: where a rank is gone.
+        RankError: names the ranks that have not come in time.
     """
-    ranks = dist.get_process_group_ranks(group)
-    found: list[Any] = [None] * len(ranks)
+    here, ranks = ranks_of(group)
+    number = _count(group, what)
+    key = f"gradiometer/{group.group_name}/{what}/{number}"
+    told = pickle.dumps(value)
     try:
-        dist.all_gather_object(found, value, group=group)
+        missing, values = in_time(
+            timeout + 2 * SLACK, lambda: meet(_store(), key, ranks[here], ranks, told, timeout)
+        )
+    except RankError:
+        raise
     except RuntimeError as error:
-        raise _explained(group, error) from error
-    return found
+        msg = f"{what}: the store of the process group is gone, and with it the rank that held it, often 0: "
+        raise RankError(msg + _line(error)) from error
+    if missing:
+        msg = f"{what}: rank {_listed(missing)} of {len(ranks)} did not come within {timeout:g} s; "
+        raise RankError(msg + "every rank has to make this call, in the same order")
+    return [pickle.loads(value) for value in values]  # noqa: S301 the ranks of one job
+
+
+def tell(value: Any, place: int, group: Group, timeout: float = 60.0, what: str = "tell") -> Any:
+    """Return on every rank what the one at this place in a group gives; as `share` does."""
+    here, _ = ranks_of(group)
+    return share(value if here == place else None, group, timeout, what)[place]
 
 
 def rendezvous(group: Group, timeout: float, what: str) -> None:
-    """Wait until all ranks of a group are here.
-
-    Raises:
-        RankError: names those that have not come in so many seconds.
-    """
-    missing = _gather_round(group, timeout, what)
-    if missing:
-        here = dist.get_process_group_ranks(group)
-        msg = f"{what}: rank {_listed(missing)} of {len(here)} did not come within {timeout:g} s; "
-        raise RankError(msg + "every rank has to make this call, in the same order")
+    """Wait until all ranks of a group are here; as `share` does."""
+    share(None, group, timeout, what)
 
 
-def absent(group: Group, timeout: float) -> list[int]:
-    """Return which ranks do not answer a roll call of the living; none, too, if nobody can tell."""
-    try:
-        return _gather_round(group, timeout, "roll call")
-    except RuntimeError:
-        return []
+def _count(group: Group, what: str) -> int:
+    counts = _met.setdefault(dist.group.WORLD, Counter())
+    name = f"{group.group_name} {what}"
+    counts[name] += 1
+    return counts[name]
 
 
-def side_group(ranks: Sequence[int], timeout: float) -> Group:
-    """Return a new Gloo group, for collectives beside those of training; all its ranks have to come here."""
-    try:
-        return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend="gloo")
-    except (RuntimeError, ValueError) as error:
-        msg = f"cannot make a Gloo group of {len(ranks)} ranks: {_line(error)}"
-        raise RankError(msg) from error
-
-
-def close(group: Group) -> None:
-    """Give up a group; collectives that wait in it end with an error."""
-    if dist.is_initialized():
-        dist.destroy_process_group(group)
-
-
-def _gather_round(group: Group, timeout: float, what: str) -> list[int]:
-    """Tell the store that this rank is here; return who has not come in time."""
-    ranks = dist.get_process_group_ranks(group)
-    name = f"{what} of {ranks[0]}, {len(ranks)}, {group.group_name}"
-    number = _rounds[name] = _rounds.get(name, 0) + 1
+def _store() -> Any:
     # the public way to a store is to have made it oneself
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-    key = f"gradiometer/{name}/{number}"
-    store.set(f"{key}/{dist.get_rank()}", "here")
-    if store.add(f"{key}/count", 1) == len(ranks):
-        store.set(f"{key}/all", "here")
-    for _ in _until(timeout):
-        if store.check([f"{key}/all"]):
-            return []
-    return [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
-def _until(timeout: float) -> Iterator[None]:
-    """Yield at growing intervals until the time is over, and once then."""
-    end, pause = time.monotonic() + timeout, _PAUSE
-    while (left := end - time.monotonic()) > 0:
-        yield
-        # not by waiting in the store: other threads of this process may need it
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    yield
+def _unanswered(group: Group, call: str, what: str) -> RankError:
+    """Return who is missing in a collective, after a roll call; ``what``: what such a rank does not do."""
+    here, ranks = ranks_of(group)
+    key, store = _call_key(group, call), _store()
+    try:
+        missing = in_time(_ROLL_CALL + SLACK, lambda: roll_call(store, key, ranks[here], ranks, _ROLL_CALL))
+        text = f"rank {_listed(missing)} {what}"
+        if not missing:
+            text = f"a rank {what}, although all {len(ranks)} are there: every rank has to reduce the same"
+    except RuntimeError:
+        text = f"a rank {what}; neither does the store of the process group answer, which rank 0 may hold"
+    if call == _BROKEN:
+        _broken[group] = text
+    return RankError(text)
 
 
-def _explained(group: Group, error: RuntimeError) -> RankError:
-    missing = absent(group, 5.0)
-    who = f"rank {_listed(missing)} does not answer" if missing else "a rank does not answer"
-    return RankError(f"{who}: {_line(error)}")
+def _is_called(group: Group, call: str) -> bool:
+    """Tell whether others have given up a collective, and look for who is missing."""
+    store, key = _store(), _call_key(group, call)
+    try:
+        return bool(in_time(_LOOK, lambda: store.check([key])))
+    except RankError:
+        # it hangs, and may be no more than slow: the time-out counts
+        return False
+    except RuntimeError:
+        return 0 in dist.get_process_group_ranks(group)
+
+
+def _call_key(group: Group, call: str) -> str:
+    return f"gradiometer/{group.group_name}/{call}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -211,4 +342,5 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    # Gloo puts sources' lines before its reason and advice after it
+    return " ".join(str(error).split()).partition(". This may indicate")[0][:300]

@@ -19,13 +19,15 @@ class Fault:
     """Why a run ended or was found broken, and what was seen before.
 
     Attributes:
-        reason: ``"exception"``, ``"interrupt"``, ``"SIGTERM"``, ``"non-finite loss"`` or ``"exit"``.
+        reason: ``"exception"``, ``"interrupt"``, ``"SIGTERM"``, ``"non-finite loss"`` or ``"exit"``; or
+            ``"other rank"``: one has ended so, or does not answer.
         message: of the exception; empty without one.
         step: the current step.
         first_nonfinite: such as ``"step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M"``; None if all
             that was recorded is finite.
         findings: all of the run so far.
         last: the last records, oldest first.
+        rank: whose last steps they are; None: those of all ranks.
     """
 
     reason: str
@@ -34,6 +36,7 @@ class Fault:
     first_nonfinite: str | None
     findings: Sequence[Finding]
     last: Sequence[StepRecord]
+    rank: int | None = None
 
     def __str__(self) -> str:
         """Return one line: ``exception in step 1208: ...; first non-finite: step 1207, ...``."""
@@ -41,7 +44,8 @@ class Fault:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: of the last steps the scalars, total norm and count of non-finite elements."""
-        return {
+        report: dict[str, Any] = {} if self.rank is None else {"rank": self.rank}
+        return report | {
             "reason": self.reason,
             "message": self.message,
             "step": self.step,
@@ -53,7 +57,9 @@ class Fault:
 
 def summarize(fault: Mapping[str, Any]) -> str:
     """Return one line of a fault, or of what is left of its `Fault.to_dict` in a file."""
-    text = f"{fault.get('reason', 'fault')} in step {fault.get('step', '?')}"
+    rank = fault.get("rank")
+    text = "" if rank is None else f"rank {rank}: "
+    text += f"{fault.get('reason', 'fault')} in step {fault.get('step', '?')}"
     if message := fault.get("message"):
         text += f": {message}"
     if where := fault.get("first_nonfinite"):

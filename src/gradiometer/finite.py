@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from gradiometer import diagnosis
-from gradiometer.collect import measure
+from gradiometer.collect import measure, over_ranks, settled
 from gradiometer.inputs import Named, named_parameters, named_tensors, present
 from gradiometer.materialize import materialize
 from gradiometer.stats import outside_of_a_graph
 
 if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
+    from gradiometer.ranks import Ranks
     from gradiometer.report import Report
     from gradiometer.rows import TensorReport
     from gradiometer.stats import TensorStats
@@ -25,7 +26,11 @@ __all__ = ["FiniteReport", "check_finite"]
 
 
 def check_finite(
-    model: Parameters, loss: Tensor | float | None = None, *, buffers: bool = False
+    model: Parameters,
+    loss: Tensor | float | None = None,
+    *,
+    buffers: bool = False,
+    reduce: bool | Ranks | None = None,
 ) -> FiniteReport:
     """Look for NaN and Inf in a model's weights and gradients, and in the loss. Waits for the device, once.
 
@@ -39,6 +44,10 @@ def check_finite(
         loss: a number, or a real tensor of any shape, dtype and device with at least one element.
         buffers: whether to look at a module's floating-point and complex buffers too, those that are
             not persistent included. Off by default: masks, such as those of attention, hold -inf on purpose.
+        reduce: whether weights and gradients are those of all ranks: True, False, or what they have agreed
+            on, `gradiometer.Ranks`; None: where a parameter is a DTensor. All ranks have to come here then.
+            The loss and buffers are this rank's in any case, so that ranks which decide together ask
+            ``report.grads.found_inf`` and ``report.weights.found_inf``, not ``has_issues``.
 
     Returns:
         A `FiniteReport`: what is not finite, by name. ``print`` says what that suggests.
@@ -48,6 +57,7 @@ def check_finite(
         TypeError: for a weight, gradient or buffer that cannot be measured, by name; for a loss that is
             no real number or tensor; for ``buffers=True`` without a module.
         ValueError: for a loss with no elements.
+        RankError: where ranks differ or one does not answer.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -58,7 +68,8 @@ def check_finite(
     (True, ['weight'], False)
     """
     outside_of_a_graph("check_finite")
-    names, parameters = named_parameters(model, "check_finite")
+    parameters = named_parameters(model, "check_finite")
+    names, tensors = parameters
     found: dict[str, TensorStats] = {}
     if isinstance(loss, Tensor):
         found["loss"] = measure(Named(("loss",), [_real(loss)]), "check_finite")
@@ -66,12 +77,19 @@ def check_finite(
         msg = f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}"
         raise TypeError(msg)
     # integers, as of quantized weights, are always finite
-    weights = present(names, [None if _is_integer(p) else p for p in parameters])
-    found["weights"] = measure(weights, "check_finite, weights")
-    grads = present(names, [p.grad for p in parameters])
-    found["grads"] = measure(grads, "check_finite, gradients")
+    weights = present(names, [None if _is_integer(p) else p for p in tensors])
+    grads = present(names, [p.grad for p in tensors])
     if buffers:
         found["buffers"] = measure(_buffers(model), "check_finite, buffers")
+
+    def of_weights(_: Ranks | None) -> TensorStats:
+        return measure(weights, "check_finite, weights")
+
+    def of_grads(ranks: Ranks | None) -> TensorStats:
+        return measure(settled(grads, parameters, ranks, "check_finite"), "check_finite, gradients")
+
+    found["weights"] = over_ranks(reduce, parameters, "check_finite", of_weights)
+    found["grads"] = over_ranks(reduce, parameters, "check_finite", of_grads)
     reports: dict[str, Report] = materialize(found)
     row = reports["loss"]["loss"] if "loss" in reports else None
     value = _mean(row) if row else None if loss is None else float(loss)

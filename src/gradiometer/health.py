@@ -35,16 +35,18 @@ def score(
     flags: Tensor,
     vanishing: float = VANISHING_WEIGHT,
     exploding: float = EXPLODING_WEIGHT,
+    measured: Tensor | None = None,
 ) -> Tensor:
     """Return ``clamp(1 - vanishing * n_vanishing / T - exploding * n_exploding / T, 0, 1)``.
 
-    0 where the total norm is not finite; 1 for T = 0.
+    0 where the total norm is not finite; 1 for T = 0. ``measured``: how many of the rows are tensors that
+    some rank has measured, 0-d float64; None: all T.
     """
     for name, weight in (("vanishing", vanishing), ("exploding", exploding)):
         if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
             msg = f"health_score({name}={weight!r}): a weight must be a finite number that is not negative"
             raise ValueError(msg)
-    count = max(columns.shape[0], 1)
+    count = max(columns.shape[0], 1) if measured is None else measured.clamp(min=1.0)
     loss = (vanishing * _count(flags, Flag.VANISHING) + exploding * _count(flags, Flag.EXPLODING)) / count
     return torch.where(_total(columns, "norm").isfinite(), (1.0 - loss).clamp(0.0, 1.0), 0.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "UNKNOWN",
     "Holding",
     "Layout",
     "Mesh",
@@ -21,6 +22,7 @@ __all__ = [
     "is_partial",
     "layout_of",
     "local_shard",
+    "placed_like",
     "plain_layout",
 ]
 
@@ -83,6 +85,20 @@ class Layout:
         meshes = [(mesh.names, mesh.shape, mesh.coordinate is None) for mesh in self.meshes]
         return hashlib.sha256(repr((self.names, self.holdings, meshes)).encode()).digest()
 
+    def to_json(self) -> list[Any]:
+        """Return plain values, which `from_json` reads."""
+        return [self.names, self.holdings, self.meshes]
+
+    @classmethod
+    def from_json(cls, plain: Sequence[Any]) -> Layout:
+        """Return the layout of what `to_json` returned, after it was JSON."""
+        names, holdings, meshes = plain
+        return cls(
+            tuple(names),
+            tuple([Holding(None if s is None else tuple(s), d, m, tuple(p)) for s, d, m, p in holdings]),
+            tuple([Mesh(tuple(n), tuple(s), None if c is None else tuple(c)) for n, s, c in meshes]),
+        )
+
     @property
     def coordinates(self) -> tuple[tuple[int, ...] | None, ...]:
         """Where this rank stands in each mesh."""
@@ -106,6 +122,10 @@ class Layout:
         return hash((self.digest, self.coordinates))
 
 
+# of DTensors in a compiled function: that they are cut is all that is known
+UNKNOWN: Final = Layout((), (Holding(None, "", -1, ("?",)),))
+
+
 def is_dtensor(kind: type) -> bool:
     """Tell whether this is DTensor, which is not imported for that."""
     return kind.__name__ == "DTensor"
@@ -122,6 +142,29 @@ def local_shard(tensor: Any) -> Tensor:
         local: Any = tensor.to_local()
     # still on its way from another rank
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[no-any-return]
+
+
+def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
+    """Return a gradient placed as its parameter is, for which layouts are made, without any other rank.
+
+    What is partial stays so.
+
+    Raises:
+        TypeError: where that takes other ranks.
+    """
+    if not (is_dtensor(type(grad)) and is_dtensor(type(parameter))) or (
+        grad.placements == parameter.placements or is_partial(grad)
+    ):
+        return grad  # type: ignore[no-any-return]
+    pairs = zip(grad.placements, parameter.placements, strict=True)
+    if all([now == then or now.is_replicate() for now, then in pairs]):
+        with torch.no_grad():
+            return grad.redistribute(placements=parameter.placements)  # type: ignore[no-any-return]
+    msg = (
+        f"{what}: the gradient of {name!r} has placements {grad.placements}, and its parameter "
+        f"{parameter.placements}: pass reduce=gm.Ranks(model)"
+    )
+    raise TypeError(msg)
 
 
 def plain_layout(names: tuple[str, ...]) -> Layout:

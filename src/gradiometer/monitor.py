@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from gradiometer.blackbox import is_quiet, reason_of, watch
 from gradiometer.delivery import Delivery
-from gradiometer.preparation import class_names, prepare_rules, prepare_sinks, run_info
+from gradiometer.merging import Merging
+from gradiometer.preparation import (
+    class_names,
+    prepare_ranks,
+    prepare_rules,
+    prepare_sinks,
+    rank_here,
+    run_info,
+    together,
+)
 from gradiometer.recorder import Recorder
 from gradiometer.ring import Cursor
 from gradiometer.roll_call import RollCall
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
     from gradiometer.findings import Finding
     from gradiometer.inputs import Parameters
     from gradiometer.protocols import Rule, Sink
+    from gradiometer.ranks import Ranks
     from gradiometer.stats import TensorStats
     from gradiometer.steps import StepRecord
 
@@ -55,6 +65,13 @@ class Monitor:
     on its way. SIGTERM raises SystemExit(143) in the main thread, unless a handler was there before,
     which is then called. Without ``with`` call `close`, or the end of the process will.
 
+    Of a job of several ranks each makes the monitor, and calls its methods, at the same place; it then
+    watches the whole job. Steps stay local until a background thread brings those of all ranks together,
+    some at once; rules and sinks see the job's, on the first rank, with the rank and shard of what is not
+    finite. Scalars are means over the ranks. Another rank has no `findings`, its ``sinks`` are not called,
+    and its faults go to the log and ``blackbox.rank-00005.json``. Where a rank ends early or does not answer,
+    training goes on, `failures` says so, and from then on steps have their scalars and no tensors.
+
     Gradients that are accumulated: record once per micro-batch or once, advance once. Several models:
     a mapping of names to modules; record after each one's ``backward()``. A process that is forked from
     this one watches nothing: make the monitor in the process that trains.
@@ -73,7 +90,10 @@ class Monitor:
         skip_nonfinite: whether `skip_step` is true after a NaN or Inf in a gradient.
         skip_above: and of a total gradient norm above this.
         queue: steps that may wait on the host for each sink, ``R * 72`` bytes each. Of more the oldest are
-            dropped for that sink, and counted in `dropped`, once for each sink that misses one.
+            dropped for that sink, and counted in `dropped`, once for each sink that misses one. As many may
+            wait for slower ranks; of more the oldest lose their tensors, and are counted too.
+        ranks: whether the job's ranks are merged, where there are several; or what they have agreed on,
+            `gradiometer.Ranks`. False: each is for itself, with a run record in ``run_dir/rank-00005``.
 
     Attributes:
         skips: whether a step is skipped where `skip_step` is true, as its record then says. Reading
@@ -83,6 +103,7 @@ class Monitor:
         TypeError: for a parameter that cannot be measured, or a sink that is none; the message says which.
         ValueError: without parameters, or for a number out of range.
         ImportError: for a run record without pyarrow; the message says what to install.
+        RankError: on every rank, where one does not come, or makes it another way.
 
     >>> import torch, gradiometer as gm
     >>> model, losses = torch.nn.Linear(2, 1), []
@@ -114,34 +135,52 @@ class Monitor:
         skip_nonfinite: bool = True,
         skip_above: float = math.inf,
         queue: int = 1024,
+        ranks: bool | Ranks = True,
     ) -> None:
-        if not isinstance(queue, int) or queue < 1:
-            msg = f"Monitor(queue={queue!r}): a number of steps, at least 1"
-            raise ValueError(msg)
-        # all that record() looks at inside a compiled step
-        self._recorder = Recorder(
-            model,
-            weights=weights,
-            updates=updates,
-            capacity=capacity,
-            every=every,
-            skip_nonfinite=skip_nonfinite,
-            skip_above=skip_above,
-            thresholds=thresholds,
-        )
         self._failures = Failures()
+        agreed = prepare_ranks(ranks, model)
+        rank = rank_here(agreed)
+        settings: dict[str, Any] = {"every": every, "weights": bool(weights), "updates": bool(updates)}
+        settings |= {"skip_nonfinite": bool(skip_nonfinite), "skip_above": skip_above}
+        with together(agreed, settings) as group:
+            if not isinstance(queue, int) or queue < 1:
+                msg = f"Monitor(queue={queue!r}): a number of steps, at least 1"
+                raise ValueError(msg)
+            # all that record() looks at inside a compiled step
+            self._recorder = recorder = Recorder(
+                model,
+                weights=weights,
+                updates=updates,
+                capacity=capacity,
+                every=every,
+                skip_nonfinite=skip_nonfinite,
+                skip_above=skip_above,
+                thresholds=thresholds,
+                ranks=agreed,
+            )
+            merging = None
+            if agreed is not None and group is not None:
+                merging = Merging(agreed, recorder.roster, thresholds, queue, self._failures, group)
+            # what sees the job's steps is on its first rank
+            is_first = merging is None or merging.is_first
+            if merging is not None and is_first:
+                rank = None
+            checked_rules = prepare_rules(rules)
+            checked_sinks = prepare_sinks(sinks, run_dir, rank, is_merged=merging is not None)
         self._roll_call = RollCall(model, self._recorder, self._failures)
         self._updates = Updates(self._recorder) if updates else None
         self._next_call = 0.0
         self._every = every
         self.skips = self._has_advanced = False
         self._delivery = delivery = Delivery(
-            self._recorder,
-            prepare_rules(rules),
-            prepare_sinks(sinks, run_dir),
+            recorder,
+            checked_rules if is_first else (),
+            checked_sinks,
             queue,
             self._failures,
-            partial(run_info, self._recorder, class_names(model), every),
+            partial(run_info, recorder, class_names(model), every, merging),
+            merging,
+            rank,
         )
         # forgotten without being closed: what has been recorded is not lost for that
         weakref.finalize(self, delivery.end).atexit = False
@@ -232,13 +271,15 @@ class Monitor:
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest step that has arrived on the host."""
-        return self._delivery.drain.last
+        """The newest step that has arrived: of the job on its first rank, of this one on others."""
+        return self._delivery.last
 
     @property
     def dropped(self) -> int:
         """Steps that were not kept: the sinks were too slow for them, or their tensors were lost."""
-        return self._delivery.worker.dropped + self._delivery.drain.lost
+        merging = self._delivery.merging
+        unmerged = 0 if merging is None else merging.lost
+        return self._delivery.worker.dropped + self._delivery.drain.lost + unmerged
 
     @property
     def failures(self) -> dict[str, int]:
@@ -246,7 +287,10 @@ class Monitor:
         return dict(self._failures.counts)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all steps so far have reached the sinks; tell whether they have, in so many seconds."""
+        """Wait until all steps so far have reached the sinks; tell whether they have, in so many seconds.
+
+        Call it on all ranks at the same place: one that does not bring its steps holds the others up.
+        """
         return self._delivery.flush(timeout)
 
     def close(self) -> None:
@@ -270,7 +314,8 @@ class Monitor:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with: the step, the cadence, what rules remember, the findings.
 
-        Waits until all steps so far have reached the rules.
+        Waits until all steps so far have reached the rules. Of several ranks the first one's state is the
+        job's, and all load it. Called there alone it waits 5 s for steps of the others, and may lack those.
         """
         return {"every": self._every, **self._delivery.state_dict()}
 

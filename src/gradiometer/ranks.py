@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import weakref
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,20 +18,30 @@ from torch import Tensor
 from gradiometer import derived, distributed
 from gradiometer.agreement import Agreement, DisagreementError, Member, agree
 from gradiometer.distributed import RankError
-from gradiometer.inputs import has_float64, named_parameters
+from gradiometer.inputs import check_names, has_float64, named_parameters
 from gradiometer.layout import Holding, Layout, Mesh, is_dtensor, layout_of, local_shard
-from gradiometer.schema import NUM_COLUMNS
+from gradiometer.schema import NUM_COLUMNS, NUM_SUM_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from gradiometer.distributed import Group
     from gradiometer.inputs import Parameters
 
 __all__ = ["Ranks", "agreed", "is_active", "layout_here", "ranks_for"]
 
-# calls of reduce that are told apart: beside a hash of 32 bits they fit into an exact float64
-_CALLS = 1 << 20
+# of a row that some rank has measured, and that is finite there; less than any rank's code
+_MEASURED = 0.5
+
+# seconds
+_TIMEOUT = 60.0
+
+# kinds of calls that are told apart: beside a hash of 32 bits they fit into an exact float64
+_KINDS = 1 << 20
+# seconds that ranks have to say what they do, once they do not do the same
+_MOMENT = 10.0
+# seconds
+_LONGEST = 1e6
 
 is_active = distributed.is_active
 
@@ -48,18 +61,21 @@ class Ranks:
     Args:
         model: this rank's part: what `gradiometer.collect_grads` takes.
         group: the ranks, a process group or a device mesh; None: all.
-        shards: of plain tensors that are not the same on each rank: a regular expression that is searched
-            in the name -> the process group (None: all ranks) whose ranks hold different parts, such as
-            experts, or shards that are no DTensors.
-        timeout: seconds to wait for other ranks: here, and in each reduction on the CPU.
+        shards: of tensors of which ranks hold different parts that no placement tells of: a regular
+            expression that is searched in the name -> the process group of these ranks (None: all). Plain
+            shards are such, and experts, plain ones and DTensors, that have the same names on each rank.
+        timeout: seconds to wait for other ranks: here, and in each reduction on the CPU; a rank that comes
+            later does no harm to later calls. Elsewhere the group's own time-out counts.
 
     Attributes:
         names: T rows, on each rank the same.
         local_names: L tensors of this rank, in its model's order.
+        counted: those of them that this rank counts, and not an earlier one that has a copy.
         rank, size: this rank's place in the group, and how many there are.
 
     Raises:
         RankError: on every rank, where they disagree, naming the first difference; where one does not come.
+        ValueError, TypeError: for arguments that cannot be; for ``shards`` that match no tensor of any rank.
 
     >>> import torch, gradiometer as gm
     >>> gm.Ranks(torch.nn.Linear(2, 1))  # in a process of its own
@@ -72,44 +88,86 @@ class Ranks:
         *,
         group: Any = None,
         shards: Mapping[str, Any] | None = None,
-        timeout: float = 60.0,
+        timeout: float = _TIMEOUT,
     ) -> None:
-        if not isinstance(timeout, (int, float)) or not timeout > 0:
-            msg = f"Ranks(timeout={timeout!r}): seconds, above 0"
+        if torch.compiler.is_compiling():
+            msg = "gm.Ranks: ranks cannot agree in a compiled function; make it outside, once, on all ranks"
+            raise RuntimeError(msg)
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < _LONGEST:
+            msg = f"Ranks(timeout={timeout!r}): a number of seconds, above 0 and below {_LONGEST:g}"
             raise ValueError(msg)
+        shards = {} if shards is None else shards
+        _check_patterns(shards)
         names, tensors = named_parameters(model, "Ranks")
+        check_names(names, "Ranks")
         home = next((t.device for t in tensors if has_float64(t.device) and t.device.type != "cpu"), None)
-        self._agree(_with_shards(layout_of(names, tensors), shards or {}), group, timeout, home)
+        self._agree(_with_shards(layout_of(names, tensors), shards), group, timeout, home)
+        for pattern in shards:
+            _check_matches(pattern, self.names)
 
     @classmethod
-    def of_layout(cls, layout: Layout, *, group: Any = None, timeout: float = 60.0) -> Ranks:
-        """Agree on tensors of which there is a layout."""
+    def of_layout(cls, layout: Layout, home: torch.device | None, *, group: Any = None) -> Ranks:
+        """Agree on tensors of which there is a layout, and whose columns are on a device."""
         self = cls.__new__(cls)
-        self._agree(layout, group, timeout, None)
+        self._agree(layout, group, _TIMEOUT, None if home is None or home.type == "cpu" else home)
         return self
 
     def _agree(self, layout: Layout, group: Any, timeout: float, home: torch.device | None) -> None:
         self.layout = layout
         self.local_names = layout.names
         self.timeout = float(timeout)
-        self.group: Group = None
+        # not kept alive: a group ends when torch.distributed gives it up
+        self._group: Any = _no_group
         self.rank, self.global_ranks = 0, [0]
         if group is not None or distributed.is_active():
-            self.group = distributed.group_of(group)
-            self.rank, self.global_ranks = distributed.ranks_of(self.group)
+            live = distributed.group_of(group)
+            self._group = weakref.ref(live)
+            self.rank, self.global_ranks = distributed.ranks_of(live)
         self.size = len(self.global_ranks)
-        self.agreement = _exchange(layout, self.group, self.size, self.timeout)
+        self.agreement, kinds = _exchange(layout, home, self.group, self.size, self.timeout)
+        if home is None and kinds:
+            # the others meet on such devices, and one without tensors has to come there
+            home = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
         self.names = self.agreement.names
         rows = {name: row for row, name in enumerate(self.names)}
         # where this rank's tensors are among all rows
         self._rows = [rows[name] for name in self.local_names]
+        self._is_whole = self.local_names == self.names
         self._places = {name: place for place, name in enumerate(self.local_names)}
         counted = self.agreement.counts(self.rank)
         self._counts_all = all(counted)
-        self._counted = torch.tensor(counted, dtype=torch.bool, device=home).unsqueeze(1)
+        self.counted = frozenset(compress(self.local_names, counted))
+        own = set(compress(self._rows, counted))
+        mask = [row in own for row in range(len(self.names))]
+        self._counted = torch.tensor(mask, dtype=torch.bool, device=home).unsqueeze(1)
         self._calls = 0
+        self._checked: Layout | None = layout
         # the same on all ranks
         self._hash = zlib.crc32(b"".join(self.agreement.layouts))
+
+    @property
+    def group(self) -> Group:
+        """The process group; None: there is one rank and no group.
+
+        Raises:
+            RankError: once it has been destroyed.
+        """
+        group = self._group()
+        if group is None and self._group is not _no_group:
+            msg = "the process group of these Ranks was destroyed: make gm.Ranks anew"
+            raise RankError(msg)
+        return group
+
+    def __copy__(self) -> Ranks:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        # of a process group there is no copy, and nothing else here changes
+        return self
+
+    def __reduce__(self) -> Any:
+        msg = "Ranks belong to a process group and cannot be pickled: "
+        raise TypeError(msg + "make gm.Ranks(model) where they are loaded")
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -126,20 +184,28 @@ class Ranks:
         Raises:
             ValueError: for a name that is none of this rank's.
         """
-        if names != self.local_names:
-            unknown = [name for name in names if name not in self._places]
-            if unknown:
-                msg = (
-                    f"reduce: {unknown[0]!r} was not there when the ranks agreed; make gm.Ranks anew, on all"
-                )
-                raise ValueError(msg)
-            places = [self._places[name] for name in names]
-            columns = derived.spread(columns, places, len(self.local_names))
+        same = names == self.local_names
+        if not (same and self._is_whole):
+            rows = self._rows if same else self._rows_of(names)
+            if columns.device.type == "cpu" and not torch.compiler.is_compiling():
+                # elsewhere the index would have to travel
+                spread = columns.new_zeros((len(self.names), *columns.shape[1:]))
+                columns = spread.index_copy_(0, torch.tensor(rows, dtype=torch.int64), columns)
+            else:
+                columns = derived.spread(columns, rows, len(self.names))
         if not self._counts_all:
-            counted = self._counted.to(columns.device, non_blocking=True)
+            # on the CPU it is used at once, and must have arrived
+            counted = self._counted.to(columns.device, non_blocking=columns.device.type != "cpu")
             # not by a product: a sum of squares may be inf
             columns = torch.where(counted, columns, 0.0)
-        return derived.spread(columns, self._rows, len(self.names))
+        return columns
+
+    def _rows_of(self, names: tuple[str, ...]) -> list[int]:
+        unknown = [name for name in names if name not in self._places]
+        if unknown:
+            msg = f"reduce: {unknown[0]!r} was not there when the ranks agreed; make gm.Ranks anew, on all"
+            raise ValueError(msg)
+        return [self._rows[self._places[name]] for name in names]
 
     def fail(self, error: Exception) -> None:
         """Tell the other ranks, which wait for this one in `reduce`, that it has failed."""
@@ -149,7 +215,12 @@ class Ranks:
                 self.reduce((), nothing, failure=error)
 
     def reduce(
-        self, names: tuple[str, ...], columns: Tensor, *, failure: Exception | None = None
+        self,
+        names: tuple[str, ...],
+        columns: Tensor,
+        *,
+        failure: Exception | None = None,
+        kind: str = "reduce",
     ) -> tuple[Tensor, Tensor]:
         """Return the columns of all rows, merged over the ranks, and where what is not finite was found.
 
@@ -161,71 +232,134 @@ class Ranks:
             names: rows of this rank's tensors; those without a row add nothing.
             columns: their ``(len(names), C) float64``.
             failure: why this rank has nothing to tell, and never will.
+            kind: of what and how it is done, the same on all ranks; looked at outside of compiled functions.
 
         Returns:
             ``(T, C) float64``, and ``(T,) float64``: the first rank, by its place in the group, that has a
-            NaN or Inf in its part; -1: none.
+            NaN or Inf in its part; -1: none; -2: no rank has told of this row.
 
         Raises:
             RankError: where a rank does something else, or does not answer.
             ValueError: for a name that is none of this rank's.
         """
+        home = self._counted.device
+        if home.type != "cpu":
+            # one with gradients on its second device alone, say, would be somewhere else than the others
+            columns = columns.to(home, non_blocking=True)
+        bad = derived.value(columns, "n_nonfinite") > 0
+        # the largest is the first rank's; a row that is there is above 0
+        code = torch.where(bad, float(self.size - self.rank), 0.5).unsqueeze(1)
         try:
-            mine = self.to_rows(names, columns)
+            mine = self.to_rows(names, torch.cat([columns, code], dim=1))
         except ValueError as error:
             if torch.compiler.is_compiling() or self.size == 1:
                 raise
             # the others wait for this rank
             failure = error
-            mine = columns.new_zeros((len(self.names), columns.shape[1]))
-        bad = derived.value(mine, "n_nonfinite") > 0
-        code = torch.where(bad, float(self.size - self.rank), 0.0).unsqueeze(1)
+            mine = columns.new_zeros((len(self.names), NUM_COLUMNS + 1))
         if self.size == 1:
-            return mine, torch.where(bad, 0.0, -1.0)
-        sums, tops = derived.by_merge(mine)
-        mark = self._mark(failure)
+            return mine[:, :NUM_COLUMNS], self._origin(mine[:, NUM_COLUMNS])
+        sums, tops = mine[:, :NUM_SUM_COLUMNS], mine[:, NUM_SUM_COLUMNS:]
+        low, high = self._marks(kind, failure)
         # filled in on the device: nothing is copied there
-        check = torch.cat([code.new_full((1, 1), mark), code.new_full((1, 1), -mark)], dim=1)
-        tops = torch.cat([torch.cat([tops, code], dim=1), check])
+        check = [tops.new_full((1, 1), low), tops.new_full((1, 1), -high)]
+        tops = torch.cat([tops, torch.cat(check, dim=1)])
         sums, tops = distributed.all_reduce_pair([(sums, "sum"), (tops, "max")], self.group, self.timeout)
-        return self._merged(sums, tops, failure)
+        return self._merged(sums, tops, kind, failure)
 
-    def _merged(self, sums: Tensor, tops: Tensor, failure: Exception | None) -> tuple[Tensor, Tensor]:
+    def _merged(
+        self, sums: Tensor, tops: Tensor, kind: str, failure: Exception | None
+    ) -> tuple[Tensor, Tensor]:
         rows = len(self.names)
-        agree_here = tops[rows, 0] == -tops[rows, 1]
-        origin = torch.where(tops[:rows, 1] > 0, self.size - tops[:rows, 1], -1.0)
+        agree_here = tops[rows, 0] <= -tops[rows, 1]
         merged = torch.cat([sums, tops[:rows, :1]], dim=1)
         if not torch.compiler.is_compiling() and tops.device.type == "cpu":
             if not bool(agree_here):
-                raise self._difference(failure) from failure
+                raise self._difference(kind, failure) from failure
         else:
             merged = torch.where(agree_here, merged, torch.nan)
         if failure is not None:
             raise failure
-        return merged, origin
+        return merged, self._origin(tops[:rows, 1])
 
-    def _mark(self, failure: Exception | None) -> float:
-        """Return a number that is the same on all ranks if they do the same; exact in float64."""
+    def _origin(self, code: Tensor) -> Tensor:
+        return torch.where(code >= 1, self.size - code, torch.where(code > 0, -1.0, -2.0))
+
+    def _marks(self, kind: str, failure: Exception | None) -> tuple[float, float]:
+        """Return a range of whole numbers, exact in float64; the ranges of ranks that do the same meet.
+
+        In a compiled function calls are not told apart, and its ranks meet those that run without.
+        """
+        first = self._hash * _KINDS
+        if failure is not None:
+            # empty: it meets none
+            return float(first + _KINDS), -1.0
         if torch.compiler.is_compiling():
-            return float(self._hash * _CALLS)
+            return float(first), float(first + _KINDS - 1)
         self._calls += 1
-        calls = _CALLS - 1 if failure is not None else self._calls % (_CALLS - 1)
-        return float(self._hash * _CALLS + calls)
+        mark = float(first + zlib.crc32(f"{self._calls} {kind}".encode()) % _KINDS)
+        return mark, mark
 
-    def _difference(self, failure: Exception | None) -> Exception:
-        """Find out which rank does what. All ranks come here, as all see the same mark."""
-        told = distributed.share((self._calls, None if failure is None else str(failure)), self.group)
-        for rank, (_, text) in enumerate(told):
+    def _difference(self, kind: str, failure: Exception | None) -> Exception:
+        """Find out which rank does what. All ranks come here, as all see the same marks."""
+        calls, self._calls = self._calls, 0
+        mine = (calls, kind, self._hash, None if failure is None else str(failure))
+        try:
+            told = distributed.share(mine, self.group, min(self.timeout, _MOMENT), "reduce")
+        except RankError as error:
+            # such as ranks in compiled functions, in which nothing is raised
+            return failure or RankError(
+                f"reduce: the ranks do not reduce the same, and not all say what; {error}"
+            )
+        for rank, (*_, text) in enumerate(told):
             if text is not None:
                 return failure or RankError(f"reduce: rank {self.global_ranks[rank]} failed: {text}")
-        calls = [count for count, _ in told]
-        other = next((rank for rank, count in enumerate(calls) if count != calls[0]), 0)
-        # from here on they are together again
-        self._calls = max(calls)
+        other = next((rank for rank, what in enumerate(told) if what != told[0]), 0)
+        first, theirs = told[0], told[other]
+        if first[1] != theirs[1]:
+            here, there = first[1], theirs[1]
+        elif first[2] != theirs[2]:
+            here, there = ("with Ranks that were made for another model" if i else first[1] for i in (0, 1))
+        else:
+            here, there = f"at call {first[0]} of these Ranks", f"at call {theirs[0]}"
         return RankError(
-            f"reduce: rank {self.global_ranks[other]} is at call {calls[other]} of these Ranks, and rank "
-            f"{self.global_ranks[0]} at call {calls[0]}: every rank has to reduce the same, in the same order"
+            f"reduce: rank {self.global_ranks[other]} is in {there}, and rank {self.global_ranks[0]} in "
+            f"{here}: every rank has to reduce the same, in the same order"
         )
+
+    def check(self, layout: Layout | None, what: str) -> None:
+        """Refuse tensors that are not what the ranks have agreed on, such as what was whole and is cut now.
+
+        Raises:
+            ValueError: for the first of them.
+        """
+        if layout is None or layout is self._checked:
+            return
+        for name, holding in zip(layout.names, layout.holdings, strict=True):
+            place = self._places.get(name)
+            if place is None:
+                continue
+            then = self.layout.holdings[place]
+            if then.shape is not None and _kind(layout, holding) != _kind(self.layout, then):
+                msg = f"{what}: {name!r} is {holding}, and was {then} when the ranks agreed"
+                raise ValueError(msg + "; make gm.Ranks anew, on all ranks")
+        self._checked = layout
+
+    def norm_of(self, norm: Tensor, order: float) -> Tensor:
+        """Return the norm, of an order above 0, of all ranks' norms; 0-d float64, finite.
+
+        At most two collectives of one number.
+        """
+        if self.size == 1:
+            return norm
+        norm = norm.clamp(max=torch.finfo(torch.float64).max)
+        top = distributed.all_reduce(norm, "max", self.group, self.timeout)
+        if order == math.inf:
+            return top
+        # in units of the largest no power overflows
+        unit = torch.where(top > 0.0, top, 1.0)
+        powers = distributed.all_reduce((norm / unit) ** order, "sum", self.group, self.timeout)
+        return powers ** (1.0 / order) * unit
 
     def settle(self, grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return what this rank holds of each gradient, placed as its parameter is.
@@ -254,14 +388,30 @@ class Ranks:
         return shards
 
 
-def agreed(layout: Layout, group: Any = None) -> Ranks:
-    """Return the agreement on a layout, made the first time; all ranks come here at the same time."""
-    key = (layout, group)
-    if key not in _AGREED:
-        while len(_AGREED) >= _KEPT:
-            _AGREED.pop(next(iter(_AGREED)))
-        _AGREED[key] = Ranks.of_layout(layout, group=group)
-    return _AGREED[key]
+def agreed(layout: Layout, home: torch.device | None, group: Any = None) -> Ranks:
+    """Return the agreement on a layout, made the first time; all ranks come here at the same time.
+
+    ``home``: where columns are; None: on the CPU.
+    """
+    kept = _AGREED.setdefault(distributed.group_of(group), {})
+    if layout not in kept:
+        _refuse_nameless(layout, group)
+        while len(kept) >= _KEPT:
+            kept.pop(next(iter(kept)))
+        kept[layout] = Ranks.of_layout(layout, home, group=group)
+    return kept[layout]
+
+
+def _refuse_nameless(layout: Layout, group: Any) -> None:
+    """Refuse tensors named by position, unless a mesh of all ranks tells that they are the same on each."""
+    size = len(distributed.ranks_of(distributed.group_of(group))[1])
+    whole = [mesh for mesh in layout.meshes if mesh.coordinate is not None and math.prod(mesh.shape) == size]
+    if layout.names and not whole and layout.names == tuple(map(str, range(len(layout.names)))):
+        msg = (
+            "reduce: tensors of a list have no names, so that ranks, stages of a pipeline say, cannot tell "
+            "whether theirs are the same: pass the model, or its named_parameters(); or reduce=gm.Ranks(list)"
+        )
+        raise RankError(msg)
 
 
 def ranks_for(reduce: Any, what: str) -> Ranks | None:
@@ -292,45 +442,90 @@ def layout_here(names: tuple[str, ...], tensors: Sequence[Tensor]) -> Layout | N
     return layout
 
 
-# models in a process
+# models in a process, with one group; it goes with the group
 _KEPT = 8
-_AGREED: dict[tuple[Layout, Any], Ranks] = {}
+_AGREED: weakref.WeakKeyDictionary[Group, dict[Layout, Ranks]] = weakref.WeakKeyDictionary()
 _LAYOUTS: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[Layout, tuple[weakref.ref[Tensor], ...]]] = {}
 
 
-def _exchange(layout: Layout, group: Group, size: int, timeout: float) -> Agreement:
-    """Tell the others what is here, hear what they have, and agree; on each rank the same."""
-    mine = Member(layout.digest, layout.coordinates)
-    if size == 1:
-        return agree([mine], {layout.digest: layout})
-    distributed.rendezvous(group, timeout, "gm.Ranks")
-    members: list[Member] = [Member(*told) for told in distributed.share(tuple(mine), group)]
-    # most ranks have the same: only the first of each kind tells all
-    rank, _ = distributed.ranks_of(group)
-    first = [member.digest for member in members].index(layout.digest) == rank
-    layouts = {told.digest: told for told in distributed.share(layout if first else None, group) if told}
+def _exchange(
+    layout: Layout, home: torch.device | None, group: Group, size: int, timeout: float
+) -> tuple[Agreement, list[str]]:
+    """Tell the others what is here, hear what they have, and agree; on each rank the same.
+
+    Returns the agreement, and the kinds of devices that ranks have their columns on, but for the CPU.
+    """
+    members, layouts = [Member(layout.digest, layout.coordinates)], {layout.digest: layout}
+    kinds: list[str] = []
+    if size > 1:
+        mine = (*members[0], None if home is None else home.type)
+        told = distributed.share(mine, group, timeout, "gm.Ranks")
+        members = [Member(*each) for *each, _ in told]
+        kinds = [kind for *_, kind in told if kind is not None]
+        # most ranks have the same layout: only the first of each kind tells it
+        firsts: dict[bytes, int] = {}
+        for place, member in enumerate(members):
+            firsts.setdefault(member.digest, place)
+        is_first = distributed.ranks_of(group)[0] in firsts.values()
+        told = distributed.share(layout if is_first else None, group, timeout, "gm.Ranks")
+        layouts = {digest: told[place] for digest, place in firsts.items()}
     try:
-        return agree(members, layouts)
+        return agree(members, layouts), kinds
     except DisagreementError as error:
         msg = f"gm.Ranks: the ranks differ: {error}"
         raise RankError(msg) from None
 
 
+def _no_group() -> None:
+    return None
+
+
+def _kind(layout: Layout, holding: Holding) -> tuple[object, ...]:
+    """Return what decides how a tensor is merged; not its dtype, which may change."""
+    mesh = None if holding.mesh < 0 else layout.meshes[holding.mesh].shape
+    return holding.shape, mesh, holding.placements
+
+
+def _check_patterns(shards: Any) -> None:
+    if not isinstance(shards, Mapping):
+        msg = f"Ranks: shards must map regular expressions to groups, got {type(shards).__name__}"
+        raise TypeError(msg)
+    for pattern in shards:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            msg = f"Ranks(shards=...): {pattern!r} is no regular expression: {error}"
+            raise ValueError(msg) from None
+
+
+def _check_matches(pattern: str, names: Sequence[str]) -> None:
+    """Refuse a pattern that says nothing of any tensor of any rank."""
+    if not any([re.search(pattern, name) for name in names]):
+        some = ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")
+        msg = f"Ranks(shards=...): {pattern!r} matches no tensor of any rank; there are {some or 'none'}"
+        raise ValueError(msg)
+
+
 def _with_shards(layout: Layout, shards: Mapping[str, Any]) -> Layout:
-    """Return the layout in which plain tensors that are cut have a mesh of their own."""
+    """Return the layout in which tensors that differ between ranks have a mesh that tells so."""
     holdings, meshes = list(layout.holdings), list(layout.meshes)
     for pattern, group in shards.items():
         size, rank = 1, 0
         if group is not None or distributed.is_active():
             rank, ranks = distributed.ranks_of(distributed.group_of(group))
             size = len(ranks)
-        found = False
+        made: dict[int, int] = {}
         for place, name in enumerate(layout.names):
-            if re.search(pattern, name) and holdings[place].mesh < 0:
-                holdings[place] = Holding(None, holdings[place].dtype, len(meshes), ("S",))
-                found = True
-        if found:
-            meshes.append(Mesh((pattern,), (size,), (rank,)))
+            if not re.search(pattern, name):
+                continue
+            _, dtype, mesh, placements = holdings[place]
+            if mesh not in made:
+                # a dimension more than the mesh of a DTensor has
+                base = meshes[mesh] if mesh >= 0 else Mesh((), (), ())
+                at = None if base.coordinate is None else (rank, *base.coordinate)
+                made[mesh] = len(meshes)
+                meshes.append(Mesh((pattern, *base.names), (size, *base.shape), at))
+            holdings[place] = Holding(None, dtype, made[mesh], ("S", *placements))
     return replace(layout, holdings=tuple(holdings), meshes=tuple(meshes))
 
 

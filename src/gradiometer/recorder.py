@@ -12,20 +12,23 @@ from torch import Tensor, nn
 
 from gradiometer import derived, ops
 from gradiometer.buffers import Float64Module
-from gradiometer.collect import collect, measure
-from gradiometer.inputs import Named, check, named_parameters
+from gradiometer.collect import collect, measure, settled
+from gradiometer.inputs import Named, check, local_shards, named_parameters, present
+from gradiometer.layout import is_dtensor
 from gradiometer.ring import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, Cursor
 from gradiometer.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
 from gradiometer.stats import TensorStats
 from gradiometer.steps import KINDS, Kind, Roster, StepRecord, label
 from gradiometer.transfer import fetch
+from gradiometer.verdict import Verdict
 
 if TYPE_CHECKING:
     from typing import Self
 
     from gradiometer.inputs import Parameters
+    from gradiometer.ranks import Ranks
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "tracked_parameters"]
 
 
 class Recorder(Float64Module):
@@ -39,6 +42,9 @@ class Recorder(Float64Module):
     A second `record` in one step writes over it what it measures: so a step of several backward passes,
     models or optimizers is one row, and of accumulated gradients the last is what counts.
 
+    Of a DTensor the local shard is recorded: a ring holds what its own rank has. With ``ranks`` the ranks
+    agree on what is skipped, and nothing else of it passes between them.
+
     Args:
         model: what `gradiometer.collect_grads` takes, or a mapping of names to modules.
         weights: also measure the parameters themselves.
@@ -49,14 +55,16 @@ class Recorder(Float64Module):
         skip_nonfinite: whether a NaN or Inf in a gradient makes `skip_step` true.
         skip_above: a total gradient norm above it does so too.
         thresholds: where flags begin.
+        ranks: what the ranks have agreed on, of the same model: then `skip_step` is the same on all of them,
+            and gradients whose summands they have not added up yet are added up first.
 
     Attributes:
-        roster: which tensors are recorded.
+        roster: which tensors are recorded; shapes are those of whole tensors.
         ring, cursor: the buffers, see `gradiometer.ring`.
 
     Raises:
         TypeError: for a parameter that cannot be measured; the message names it.
-        ValueError: without parameters, or for a number out of range.
+        ValueError: without parameters, for a number out of range, or for ranks of another model.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -84,9 +92,10 @@ class Recorder(Float64Module):
         skip_nonfinite: bool = True,
         skip_above: float = math.inf,
         thresholds: Thresholds = DEFAULT_THRESHOLDS,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
-        names, parameters = _parameters(model)
+        names, parameters = tracked_parameters(model)
         if not parameters:
             msg = "Recorder: the model has no parameters"
             raise ValueError(msg)
@@ -105,6 +114,8 @@ class Recorder(Float64Module):
             tuple([str(p.dtype).removeprefix("torch.") for p in parameters]),
             tuple(kinds),
         )
+        # the lock of a cached property is none for Dynamo
+        self._places = self.roster.index
         self.thresholds = thresholds
         # a list of its own: they are no parameters of this module
         self._tracked = [list(parameters)]
@@ -115,6 +126,9 @@ class Recorder(Float64Module):
             "ring", torch.full(size, -1.0, dtype=torch.float64, device=home), persistent=False
         )
         self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=home))
+        self._ranks = ranks
+        self._verdict = None if ranks is None or ranks.size == 1 else Verdict(names, ranks, home)
+        self._has_dtensors = any([is_dtensor(type(p)) for p in parameters])
         self._gated = False
         self.configure_(every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)
         self._gated = not skip_nonfinite and skip_above == math.inf
@@ -155,6 +169,9 @@ class Recorder(Float64Module):
             msg = "Recorder: it was made to skip nothing, and reads only the steps that it records; "
             msg += "make it with skip_nonfinite=True"
             raise ValueError(msg)
+        if self._verdict is not None and skip_above is not None and skip_above < math.inf:
+            # from here on what one op decides by this rank's norm is not enough
+            self._verdict.adds_up = True
         new: dict[Cursor, float | None] = {
             Cursor.STEP: step,
             Cursor.EVERY: every,
@@ -170,22 +187,30 @@ class Recorder(Float64Module):
         """Measure the gradients, and the weights if asked, and write them into the current step's slot.
 
         Args:
-            stats: gradients that were measured already, by names of the model: they are not read again.
+            stats: gradients that were measured already, by names of the model: they are not read again. Of
+                those that are merged over ranks ``stats.local`` is recorded.
             inv_scale: as for `gradiometer.collect_grads`; of gradients alone.
+
+        Raises:
+            ValueError: for stats of other tensors, and for groups that are merged over ranks.
+            TypeError: for a gradient that cannot be measured; the message names it.
         """
+        if self._verdict is not None:
+            self._verdict.begin()
         if stats is not None:
-            self._append("grads", stats)
+            self._append("grads", _of_this_rank(stats))
             if "weights" in self.roster.kinds:
-                self._append("weights", self._collect("weights"))
+                self._append("weights", self._collect("weights", self._tensors("weights")))
             return
         ring, parameters = self.ring, self._tracked[0]
         # it is the gradients' alone
         plain_scale = inv_scale is None or ("weights" not in self.roster.kinds and _is_scale(inv_scale, ring))
-        if plain_scale and self._one_device:
+        grads = self._tensors("grads")
+        if plain_scale and self._one_device and not (self._verdict is not None and self._verdict.adds_up):
             nothing = ring.new_empty(0)
-            tensors = [nothing if grad is None else grad for grad in [p.grad for p in parameters]]
+            tensors = [nothing if grad is None else grad for grad in grads]
             if "weights" in self.roster.kinds:
-                tensors += parameters
+                tensors += self._tensors("weights")  # type: ignore[arg-type] # none is missing
             if "updates" in self.roster.kinds:
                 tensors += [nothing] * len(parameters)
             # like a list that was measured before: it is not looked at again
@@ -202,9 +227,9 @@ class Recorder(Float64Module):
                     gated=self._gated,
                 )
                 return
-        self._append("grads", self._collect("grads", inv_scale))
+        self._append("grads", self._collect("grads", grads, inv_scale))
         if "weights" in self.roster.kinds:
-            self._append("weights", self._collect("weights"))
+            self._append("weights", self._collect("weights", self._tensors("weights")))
 
     def record_updates(self, updates: Mapping[str, Tensor]) -> None:
         """Measure updates, by name of their parameter, and write them into the current step's slot."""
@@ -212,11 +237,20 @@ class Recorder(Float64Module):
 
     @property
     def skip_step(self) -> Tensor:
-        """Whether the current step is to be skipped, 0-d bool on the device, decided by `record`."""
-        return self.cursor[Cursor.SKIP] > 0
+        """Whether the current step is to be skipped, 0-d bool on the device, decided by `record`.
+
+        With ``ranks`` it is the same on all of them: a NaN or Inf on any rank counts, and ``skip_above`` is
+        compared with the norm of all ranks' gradients. That takes one collective of two numbers, on the
+        step's way, when it is read for the first time after `record`; every rank has to read it then.
+        """
+        if self._verdict is None or self._gated:
+            return self.cursor[Cursor.SKIP] > 0
+        return self._verdict.give(self.ring, self.cursor)
 
     def advance(self) -> None:
         """Go on to the next step. Inside or outside of a compiled function."""
+        if self._verdict is not None:
+            self._verdict.begin()
         self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
 
     def read(self) -> list[StepRecord]:
@@ -238,8 +272,21 @@ class Recorder(Float64Module):
         skipped = bool(slot[0, HEADER_SKIPPED] > 0)
         return StepRecord(step, when, scalars, self.roster, values, skipped, self.thresholds)
 
-    def _collect(self, kind: Kind, inv_scale: Tensor | float | None = None) -> TensorStats:
-        tensors = [p.grad if kind == "grads" else p for p in self._tracked[0]]
+    def _tensors(self, kind: Kind) -> list[Tensor | None]:
+        """Return what this rank holds of the gradients or weights, in the order of the roster."""
+        parameters = self._tracked[0]
+        tensors = [p.grad if kind == "grads" else p for p in parameters]
+        if not self._has_dtensors:
+            return tensors
+        found = present(self.roster.names, tensors)
+        if kind == "grads":
+            found = settled(found, Named(self.roster.names, parameters), self._ranks, "Recorder")
+        shards = iter(local_shards(found, "Recorder").tensors)
+        return [None if tensor is None else next(shards) for tensor in tensors]
+
+    def _collect(
+        self, kind: Kind, tensors: list[Tensor | None], inv_scale: Tensor | float | None = None
+    ) -> TensorStats:
         found = [(name, x) for name, x in zip(self.roster.names, tensors, strict=True) if x is not None]
         named = Named(tuple([label(kind, name) for name, _ in found]), [x for _, x in found])
         stats = measure(named, "Recorder", self.thresholds, inv_scale, home=self.ring.device)
@@ -250,20 +297,24 @@ class Recorder(Float64Module):
         first = self.roster.place(kind) * len(self.roster.names)
         rows = []
         for name in stats.names:
-            if name not in self.roster.index:
+            if name not in self._places:
                 msg = f"Recorder: {name!r} is none of the model's parameters when the recorder was made"
                 raise ValueError(msg)
-            rows.append(first + self.roster.index[name])
-        columns, flags = stats.columns.to(self.ring.device), stats.flags.to(self.ring.device)
+            rows.append(first + self._places[name])
+        home = self.ring.device
+        # on the CPU they are used at once, and must have arrived
+        columns, flags = [x.to(home, non_blocking=home.type != "cpu") for x in (stats.columns, stats.flags)]
         if rows != list(range(self.roster.num_rows)):
             columns = derived.spread(columns, rows, self.roster.num_rows)
             flags = derived.spread(flags, rows, self.roster.num_rows)
         # gradients decide
         grads = len(self.roster.names) if kind == "grads" else 0
+        if grads and self._verdict is not None:
+            self._verdict.hear(columns[:grads])
         ops.append_(columns, flags, grads, self.ring, self.cursor)
 
 
-def _parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:
+def tracked_parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:
     """Return the parameters and their names; of several modules with the module's name before them."""
     if isinstance(model, Mapping) and model and all(isinstance(part, nn.Module) for part in model.values()):
         pairs = [
@@ -273,6 +324,15 @@ def _parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str,
         ]
         return named_parameters(pairs, "Recorder")
     return named_parameters(model, "Recorder")
+
+
+def _of_this_rank(stats: TensorStats) -> TensorStats:
+    if stats.origin is None:
+        return stats
+    if stats.local is None:
+        msg = "Recorder: of groups that are merged over ranks nothing is this rank's; "
+        raise ValueError(msg + "pass the stats that collect_grads(..., reduce=ranks) returns")
+    return stats.local
 
 
 def _is_ordinary(tensor: Tensor, ring: Tensor) -> bool:

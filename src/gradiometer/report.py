@@ -25,6 +25,8 @@ __all__ = ["Report"]
 # values of all tensors together, in Report.to_dict
 _SUMMARY: Final = (
     "measured",
+    "is_reduced",
+    "is_local",
     "skipped",
     "total_norm",
     "min_norm",
@@ -51,8 +53,10 @@ class Report:
         thresholds: where the flags begin.
         skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
         total: a `TensorReport` of all tensors together, named ``"total"``.
-        ranks: of statistics of several ranks: the first rank that has a NaN or Inf in its part of a tensor,
-            by the tensor's name.
+        is_reduced: whether these are statistics of all ranks, see `TensorStats.reduce`.
+        is_local: whether tensors are cut over ranks, and these are statistics of this rank's parts alone.
+        ranks: of statistics of all ranks: the first rank that has a NaN or Inf in its part of a tensor, by
+            the tensor's name.
 
     >>> import torch, gradiometer as gm
     >>> report = gm.collect({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([float("inf")])}).materialize()
@@ -70,11 +74,17 @@ class Report:
         *,
         skip_nonfinite: bool = False,
         ranks: Mapping[str, int] | None = None,
+        is_local: bool = False,
     ) -> None:
-        """``packed``: ``(T, C + 1) float64`` on the host, the raw columns and then the flags."""
+        """``packed``: ``(T, C + 1) float64`` on the host, the raw columns and then the flags.
+
+        ``ranks``: None, where the statistics are not of all ranks.
+        """
         self.names = names
         self.thresholds = thresholds
         self.skip_nonfinite = skip_nonfinite
+        self.is_reduced = ranks is not None
+        self.is_local = is_local
         self.ranks = dict(ranks or {})
         self._columns, self._flags = packed[:, :NUM_COLUMNS], packed[:, NUM_COLUMNS].to(torch.int32)
 
@@ -256,15 +266,15 @@ class Report:
                     packed[indices],
                     self.thresholds,
                     skip_nonfinite=self.skip_nonfinite,
-                    ranks={
-                        self.names[i]: self.ranks[self.names[i]]
-                        for i in indices
-                        if self.names[i] in self.ranks
-                    },
+                    ranks=self._ranks_of([self.names[i] for i in indices]),
+                    is_local=self.is_local,
                 )
                 for module, indices in groups.by_module(self.names, depth).items()
             }
         )
+
+    def _ranks_of(self, names: list[str]) -> dict[str, int] | None:
+        return {name: self.ranks[name] for name in names if name in self.ranks} if self.is_reduced else None
 
     def worst_first(self) -> list[TensorReport]:
         """Return the tensors, worst first.
@@ -284,6 +294,7 @@ class Report:
         """Return plain Python values: of all tensors, and a dict per tensor. Norms may be NaN or inf."""
         return {
             **{name: getattr(self, name) for name in _SUMMARY},
+            "ranks": dict(self.ranks),
             "thresholds": asdict(self.thresholds),
             "total": row_to_dict(self.total),
             "tensors": {row.name: row_to_dict(row) for row in self},
@@ -292,11 +303,17 @@ class Report:
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas DataFrame, a row per tensor, indexed by name.
 
+        Of all ranks it has one column more, ``rank``, as in ``ranks``; -1: everything is finite.
+
         Raises:
             ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
         """
         fields = [field for field in TensorReport.__dataclass_fields__ if field != "name"]
-        return frame({row.name: row_to_dict(row) for row in self}, "name", fields)
+        values = {row.name: row_to_dict(row) for row in self}
+        if self.is_reduced:
+            fields.append("rank")
+            values = {name: row | {"rank": self.ranks.get(name, -1)} for name, row in values.items()}
+        return frame(values, "name", fields)
 
     def to_string(self, max_rows: int | None = 20) -> str:
         """Return the table that ``print`` shows, worst first.

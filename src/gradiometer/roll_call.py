@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from gradiometer.inputs import named_parameters
+from gradiometer.layout import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,6 +23,8 @@ __all__ = ["RollCall"]
 
 class RollCall:
     """Says once which parameters were replaced, added or moved since: the recorder does not see them.
+
+    FSDP puts a whole parameter in the place of its shard while it computes, and back: that is no other one.
 
     Args:
         model: what the recorder was made with. Of what is no module only moves are noticed.
@@ -50,12 +53,13 @@ class RollCall:
             return
         tracked = self._recorder.parameters_tracked
         names = self._recorder.roster.names
-        now = list(_parameters(self._modules))
+        known = dict(zip(names, tracked, strict=True))
+        now = [(name, _sharded(p, known.get(name))) for name, p in _parameters(self._modules)]
         if now and not (
             len(now) == len(tracked) and all([a is b for (_, a), b in zip(now, tracked, strict=True)])
         ):
-            known = {id(parameter) for parameter in tracked}
-            self._tell([name for name, parameter in now if id(parameter) not in known], "replaced or added")
+            ids = {id(parameter) for parameter in tracked}
+            self._tell([name for name, parameter in now if id(parameter) not in ids], "replaced or added")
             present = {id(parameter) for _, parameter in now}
             gone = [name for name, p in zip(names, tracked, strict=True) if id(p) not in present]
             self._tell(gone, "removed or replaced")
@@ -86,3 +90,17 @@ def _parameters(modules: dict[str, nn.Module]) -> Iterable[tuple[str, Tensor]]:
     for prefix, module in modules.items():
         for name, parameter in zip(*named_parameters(module, "Monitor"), strict=True):
             yield prefix + name, parameter
+
+
+def _sharded(parameter: Tensor, tracked: Any) -> Any:
+    """Return the tracked parameter, where this one is its shards put together."""
+    if (
+        tracked is None
+        or parameter is tracked
+        or not is_dtensor(type(tracked))
+        or parameter.shape != tracked.shape
+    ):
+        return parameter
+    # with tensor parallelism a DTensor still, of fewer dimensions
+    mesh = getattr(parameter, "device_mesh", None)
+    return parameter if mesh == tracked.device_mesh else tracked

@@ -9,7 +9,7 @@ the CPU's operators all do this, and leave the same bits.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from gradiometer import ops
 from gradiometer.inputs import Named, is_plain_subclass, present
+from gradiometer.layout import is_dtensor, local_shard
 from gradiometer.views import as_flat
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ __all__ = ["Part", "parts_of", "scale_"]
 
 # the least normal number of fp32
 TINY: Final = 2.0**-126
+# parts of a DTensor that are added up
+_LINEAR: Final = ("P(sum)", "P(avg)")
 # what has its values in memory
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
@@ -40,7 +43,13 @@ class Part(NamedTuple):
 
 
 def parts_of(grads: Named, what: str) -> list[Part]:
-    """Group gradients by device, each memory once; refuse what cannot be scaled in place."""
+    """Group gradients by device, each memory once; refuse what cannot be scaled in place.
+
+    Of a DTensor what this rank holds, be it a shard, a copy, or a summand.
+    """
+    if any([is_dtensor(kind) for kind in {type(x) for x in grads.tensors}]):
+        held = [_held(x, name, what) for x, name in zip(grads.tensors, grads.names, strict=True)]
+        grads = Named(grads.names, held)
     parts = []
     devices = dict.fromkeys([x.device for x in grads.tensors])
     for device in devices:
@@ -92,6 +101,17 @@ def scale_(part: Part, coefficient: Tensor) -> None:
             x.mul_(factor)
         else:
             x.copy_(x.to(torch.float32) * high * low)
+
+
+def _held(grad: Any, name: str, what: str) -> Tensor:
+    """Return what this rank holds of a gradient; refuse what does not scale with its parts."""
+    if not is_dtensor(type(grad)):
+        return grad  # type: ignore[no-any-return]
+    for placement in grad.placements:
+        if placement.is_partial() and str(placement) not in _LINEAR:
+            msg = f"{what}: the gradient of {name!r} is a DTensor with placements {grad.placements}, "
+            raise TypeError(msg + "whose parts cannot be scaled one by one; redistribute it first")
+    return local_shard(grad)
 
 
 def _memory(grad: Tensor, name: str, what: str) -> Tensor:

@@ -14,7 +14,7 @@ from gradiometer import derived, groups
 from gradiometer.distributed import RankError
 from gradiometer.health import EXPLODING_WEIGHT, HEALTH, VANISHING_WEIGHT, score
 from gradiometer.inputs import named_parameters
-from gradiometer.layout import Holding, Layout, Mesh, plain_layout
+from gradiometer.layout import UNKNOWN, Layout, plain_layout
 from gradiometer.ranks import agreed, is_active, ranks_for
 from gradiometer.report import Report
 from gradiometer.schema import Thresholds
@@ -43,12 +43,13 @@ class TensorStats:
         flags: ``(T,) int32``, bits of `gradiometer.Flag`.
         thresholds: where the flags begin.
         skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
-        layout: what this rank holds of all the model's tensors, measured or not, where there are several
-            ranks; else None.
+        layout: what this process holds of all the model's tensors, measured or not, where there are several
+            ranks: how `reduce` knows copies from shards. None with one rank, and after `reduce`.
         origin: ``(T,) float64``, after `reduce`: the first rank that has a NaN or Inf in its part of the
-            tensor, by its place in the group; -1 where none has. None: these are statistics of what this
-            process holds.
-        local: after `reduce`: the statistics of what this process holds.
+            tensor, by its place in the group; -1 where none has; -2 where no rank has measured it. None
+            before: these are statistics of what this process holds.
+        local: after `reduce`: the statistics of what this process holds, as they were; None before, and of
+            groups that were made after it.
 
     Every raw column and derived value is a property too, ``(T,) float64``:
 
@@ -74,10 +75,10 @@ class TensorStats:
     def __repr__(self) -> str:
         """Return one line. Never waits for the device."""
         tensors = "1 tensor" if len(self.names) == 1 else f"{len(self.names)} tensors"
-        if self.origin is not None:
+        if self.is_reduced:
             tensors += " of all ranks"
-        elif self.layout is not None and self.layout.is_sharded:
-            tensors += ", of each this rank's shard; reduce() merges them"
+        elif self.is_local:
+            tensors += ", this rank's shards only (reduce() merges them)"
         return f"<TensorStats: {tensors}, on {self.columns.device}; materialize() reads them>"
 
     # raw columns
@@ -185,7 +186,8 @@ class TensorStats:
 
         What GradScaler and fused optimizers take as ``found_inf``.
         """
-        return (derived.value(self.total, "n_nonfinite") > 0).to(torch.float32)
+        # NaN too: what ranks that did not reduce the same are left with
+        return (derived.value(self.total, "n_nonfinite") != 0).to(torch.float32)
 
     @property
     def total_zero_fraction(self) -> Tensor:
@@ -208,6 +210,16 @@ class TensorStats:
         return len(self.names) > 0
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether these are statistics of all ranks."""
+        return self.origin is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether tensors are cut over ranks, and these are statistics of this rank's parts alone."""
+        return self.origin is None and self.layout is not None and self.layout.is_sharded
+
+    @property
     def skipped(self) -> Tensor:
         """Whether this step is skipped: ``skip_nonfinite``, and an element is not finite; 0-d bool."""
         found = self.found_inf > 0
@@ -218,7 +230,7 @@ class TensorStats:
     @property
     def health(self) -> Tensor:
         """From 1.0, nothing flagged, to 0.0; see `health_score`; 0-d float64."""
-        return self._health("health")
+        return self.health_score()
 
     def health_score(
         self,
@@ -237,7 +249,8 @@ class TensorStats:
         Raises:
             ValueError: for a weight that is negative or not finite.
         """
-        return score(self.columns, self.flags, vanishing, exploding)
+        measured = None if self.origin is None else (self.origin > -2).sum(dtype=torch.float64)
+        return score(self.columns, self.flags, vanishing, exploding, measured)
 
     @property
     def has_vanishing(self) -> Tensor:
@@ -303,9 +316,11 @@ class TensorStats:
         tensor([3., 3.], dtype=torch.float64)
         """
         named = None if model is None else named_parameters(model, "group")
-        return self._grouped(
+        grouped = self._grouped(
             {group: groups.members(self.names, group, rule, named) for group, rule in groups.pairs_of(rules)}
         )
+        # a group is there without rows too
+        return grouped if grouped.origin is None else replace(grouped, origin=grouped.origin.clamp(min=-1.0))
 
     def by_module(self, depth: int | None = None) -> TensorStats:
         """Merge rows up the tree of modules, a row per module in the order of the model.
@@ -332,11 +347,15 @@ class TensorStats:
                 here for the first time with this model. Needed in a compiled step.
 
         Returns:
-            TensorStats with ``origin`` and ``local``; these ones, if they are reduced or there is one rank.
+            TensorStats with ``origin`` and ``local``; these ones, if they are reduced, or there is one rank
+            and no ``ranks``. They are where these ones are, or on the device of the ``ranks``, the first of
+            their model that is not the CPU.
 
         Raises:
             RankError: where the ranks differ, or one does not answer.
             RuntimeError: in a compiled function without ``ranks``.
+            ValueError: of groups of this rank's shards: reduce before you group; of shards from a compiled
+                function without ``ranks``; for a name that the ranks have not agreed on.
 
         >>> import torch, gradiometer as gm
         >>> gm.collect([torch.tensor([3.0, 4.0])]).reduce().total_norm  # with one rank
@@ -348,16 +367,36 @@ class TensorStats:
         if ranks is None:
             if not is_active():
                 return self
-            ranks = agreed(self.layout or plain_layout(self.names))
-        columns, origin = ranks.reduce(self.names, self.columns)
+            ranks = agreed(self._agreeable(), self.columns.device)
+        return self.reduced_by(ranks, "reduce")
+
+    def reduced_by(self, ranks: Ranks, what: str) -> TensorStats:
+        """Do what `reduce` does in a function of this name, the same on all ranks."""
+        if not torch.compiler.is_compiling():
+            what = f"{what}({self.thresholds}, skip_nonfinite={self.skip_nonfinite})"
+        columns, origin = ranks.reduce(self.names, self.columns, kind=what)
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
         merged = replace(self, columns=columns, flags=flags, origin=origin)
         return replace(merged, names=ranks.names, layout=None, local=self)
 
+    def _agreeable(self) -> Layout:
+        """Return the layout of these rows, for ranks to agree on."""
+        layout = self.layout
+        if layout == UNKNOWN:
+            msg = "reduce: these shards were measured in a compiled function; pass ranks = gm.Ranks(model)"
+            raise ValueError(msg)
+        if layout is not None and set(self.names) <= set(layout.names):
+            return layout
+        if self.is_local:
+            msg = "reduce: these are groups of this rank's shards; reduce before you group, "
+            raise ValueError(msg + "stats.reduce().group(...)")
+        return plain_layout(self.names)
+
     def merge(self, other: TensorStats) -> TensorStats:
         """Merge with stats of the same names, as if the tensors had been concatenated, name by name.
 
-        Thresholds and ``skip_nonfinite`` are those of this one.
+        Thresholds and ``skip_nonfinite`` are those of this one. Of two devices the result is on the first
+        that is not the CPU.
 
         Raises:
             ValueError: where the names differ.
@@ -373,11 +412,15 @@ class TensorStats:
         if (self.origin is None) != (other.origin is None):
             msg = "merge: one of the two is of this rank alone, the other of all ranks; reduce both"
             raise ValueError(msg)
-        columns = derived.merge(self.columns, other.columns)
+        # a copy to the CPU would have to wait for the device
+        home = (other if self.columns.device.type == "cpu" else self).columns.device
+        columns = derived.merge(*[stats.columns.to(home, non_blocking=True) for stats in (self, other)])
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
         origin = self.origin
         if origin is not None and other.origin is not None:
-            origin = _first_rank(torch.stack([origin, other.origin]))
+            origin = derived.first_rank(
+                torch.stack([x.to(home, non_blocking=True) for x in (origin, other.origin)])
+            )
         local = None
         if self.local is not None and other.local is not None:
             local = self.local.merge(other.local)
@@ -407,7 +450,10 @@ class TensorStats:
         return Pending([self.packed()], lambda copies: self.report(*copies))
 
     def packed(self) -> Tensor:
-        """Return columns and flags as one matrix, ``(T, C + 1) float64``: one transfer carries both."""
+        """Return columns, flags and, after `reduce`, origins as one matrix, which one transfer carries.
+
+        ``(T, C + 1) float64``, or ``(T, C + 2)``.
+        """
         parts = [self.columns, self.flags.to(torch.float64).unsqueeze(1)]
         if self.origin is not None:
             parts.append(self.origin.unsqueeze(1))
@@ -415,53 +461,31 @@ class TensorStats:
 
     def report(self, packed: Tensor) -> Report:
         """Return the `Report` of what `packed` returned, copied to the host."""
-        names, ranks = self.names, {}
+        names, ranks = self.names, None
         if self.origin is not None:
-            numel = packed[:, 0]
-            if bool(numel.isnan().any()):
+            if bool(packed[:, 0].isnan().any()):
                 msg = "reduce: the ranks did not reduce the same: every rank has to, in the same order"
                 raise RankError(msg)
             # what no rank has measured has no row, as with one rank
-            keep = numel > 0
+            keep = packed[:, -1] > -2
             names, packed = tuple(compress(names, keep.tolist())), packed[keep]
             ranks = {
                 name: int(rank) for name, rank in zip(names, packed[:, -1].tolist(), strict=True) if rank >= 0
             }
-        return Report(names, packed, self.thresholds, skip_nonfinite=self.skip_nonfinite, ranks=ranks)
+        kind = {"skip_nonfinite": self.skip_nonfinite, "is_local": self.is_local}
+        return Report(names, packed, self.thresholds, ranks=ranks, **kind)
 
     def _grouped(self, indices: Mapping[str, Sequence[int]]) -> TensorStats:
-        merged = [derived.merge_rows(_rows(self.columns, rows)) for rows in indices.values()]
+        merged = [derived.merge_rows(derived.take(self.columns, rows)) for rows in indices.values()]
         columns = torch.stack(merged) if merged else self.columns.narrow(0, 0, 0)
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
         origin = self.origin
         if origin is not None:
-            firsts = [_first_rank(_rows(origin, rows)) for rows in indices.values()]
+            firsts = [derived.first_rank(derived.take(origin, rows)) for rows in indices.values()]
             origin = torch.stack(firsts) if firsts else origin.narrow(0, 0, 0)
-        # groups are no tensors of the model: ranks have not agreed on them
+        # the layout is that of the tensors still: groups of shards are of shards
         grouped = replace(self, columns=columns, flags=flags, origin=origin)
-        return replace(grouped, names=tuple(indices), layout=None, local=None)
-
-
-def _rows(columns: Tensor, indices: Sequence[int]) -> Tensor:
-    # runs of neighbours as slices: no index tensor has to travel to the device
-    runs: list[tuple[int, int]] = []
-    for i in indices:
-        if runs and sum(runs[-1]) == i:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((i, 1))
-    parts = [columns.narrow(0, start, length) for start, length in runs]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else columns.narrow(0, 0, 0)
-
-
-def _first_rank(origin: Tensor) -> Tensor:
-    """Return the lowest rank along the first dimension, -1 where there is none."""
-    if origin.shape[0] == 0:
-        return origin.new_full(origin.shape[1:], -1.0)
-    first = torch.where(origin >= 0, origin, torch.inf).amin(dim=0)
-    return torch.where(first < torch.inf, first, -1.0)
+        return replace(grouped, names=tuple(indices), local=None)
 
 
 def outside_of_a_graph(what: str) -> None:
@@ -484,20 +508,14 @@ _Context = tuple[tuple[str, ...], Thresholds, bool, "Layout | None", bool]
 
 def _to_json(context: _Context) -> list[Any]:
     names, thresholds, skip_nonfinite, layout, is_reduced = context
-    plain = None if layout is None else [layout.names, layout.holdings, layout.meshes]
+    plain = None if layout is None else layout.to_json()
     return [list(names), asdict(thresholds), skip_nonfinite, plain, is_reduced]
 
 
 def _from_json(dumped: list[Any]) -> _Context:
-    layout = None
-    if dumped[3] is not None:
-        names, holdings, meshes = dumped[3]
-        layout = Layout(
-            tuple(names),
-            tuple([Holding(None if s is None else tuple(s), d, m, tuple(p)) for s, d, m, p in holdings]),
-            tuple([Mesh(tuple(n), tuple(s), None if c is None else tuple(c)) for n, s, c in meshes]),
-        )
-    return tuple(dumped[0]), Thresholds(**dumped[1]), dumped[2], layout, dumped[4]
+    names, thresholds, skip_nonfinite, plain, is_reduced = dumped
+    layout = None if plain is None else Layout.from_json(plain)
+    return tuple(names), Thresholds(**thresholds), skip_nonfinite, layout, is_reduced
 
 
 def _flatten(stats: TensorStats) -> tuple[list[Any], _Context]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gradiometer.ranks import Ranks
+
 __all__ = ["KINDS", "Kind", "Roster", "RunInfo", "StepRecord", "label"]
 
 Kind = Literal["grads", "weights", "updates"]
@@ -80,6 +82,9 @@ class StepRecord:
         skipped: whether the update was skipped: ``skip_step`` said so, and something heeds it, see
             `gradiometer.Monitor.skips`. Of a `gradiometer.Recorder` alone, whether it said so.
         thresholds: where the flags begin.
+        origin: ``(K, N) int64``, of a step that several ranks have merged: the first rank whose part of it
+            has a NaN or Inf, by its place in the group; -1 where none has.
+        ranks: what they have agreed on.
     """
 
     step: int
@@ -89,6 +94,8 @@ class StepRecord:
     values: Tensor | None
     skipped: bool = False
     thresholds: Thresholds = DEFAULT_THRESHOLDS
+    origin: Tensor | None = None
+    ranks: Ranks | None = None
     _kept: dict[tuple[str, Kind], Any] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
@@ -134,6 +141,16 @@ class StepRecord:
             self._kept[key] = derived.merge_rows(self.columns(kind))
         return float(derived.value(self._kept[key], statistic))
 
+    def where(self, name: str, kind: Kind = "grads") -> str | None:
+        """Return the first rank with a NaN or Inf in this tensor: ``rank 5, dp_shard 1 of 4``.
+
+        None: all is finite; or this is what one rank recorded.
+        """
+        if self.origin is None or self.ranks is None:
+            return None
+        rank = int(self.origin[self.roster.place(kind), self.roster.index[name]])
+        return None if rank < 0 else self.ranks.where(name, rank)
+
     @property
     def loss(self) -> float | None:
         """The loss, if it was given."""
@@ -161,6 +178,7 @@ class RunInfo:
         first_step: the step at which this process began; above 0 where a run was resumed.
         versions: of Python, torch, triton and gradiometer, by name.
         device: where the ring is.
+        ranks: whose steps are merged.
     """
 
     roster: Roster
@@ -172,3 +190,4 @@ class RunInfo:
     first_step: int
     versions: Mapping[str, str]
     device: str
+    ranks: int = 1

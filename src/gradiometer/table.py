@@ -29,9 +29,12 @@ _MODULES_HEADER: Final = (
     "zero %",
     "flags",
 )
+_LOCAL: Final = "this rank's shards only (reduce() merges them)"
 _NOTHING: Final = "nothing measured: no tensors"
 _WHEN: Final = f"{_NOTHING} (gradients are there after backward() and before zero_grad())"
 _LONGEST_NAME: Final = 44
+# that are named in one cell
+_RANKS: Final = 3
 
 
 def headline(report: Report) -> str:
@@ -41,8 +44,9 @@ def headline(report: Report) -> str:
     # rounded down: 1.00 says that nothing is flagged
     health = math.floor(100 * report.health) / 100
     found = [f"{len(names)} {what}" for what, names in _findings(report).items() if names]
+    where = " of all ranks" if report.is_reduced else f", {_LOCAL}" if report.is_local else ""
     return (
-        f"{len(report)} {'tensor' if len(report) == 1 else 'tensors'}, "
+        f"{len(report)} {'tensor' if len(report) == 1 else 'tensors'}{where}, "
         f"{_count(report.total.numel)} elements, total norm {_number(report.total_norm)}, "
         f"health {health:.2f}, "
         + ("step skipped: " if report.skipped else "")
@@ -51,7 +55,10 @@ def headline(report: Report) -> str:
 
 
 def render(report: Report, max_rows: int | None) -> str:
-    """Return the headline and a row per tensor, worst first, at most ``max_rows`` of them, and a total."""
+    """Return the headline and a row per tensor, worst first, at most ``max_rows`` of them, and a total.
+
+    Where ranks have what is not finite, a column tells which: the first rank of a tensor, all of the total.
+    """
     if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
         msg = f"max_rows must be a whole number, 0 or more, or None for all; got {max_rows!r}"
         raise ValueError(msg)
@@ -66,6 +73,9 @@ def render(report: Report, max_rows: int | None) -> str:
     body = [_cells(row) for row in shown]
     short = _shorten([row[0] for row in body])
     cells = [_HEADER, *((name, *row[1:]) for name, row in zip(short, body, strict=True)), total]
+    if report.ranks:
+        at = [str(report.ranks.get(row.name, "-")) for row in shown]
+        cells = _with_ranks(cells, [*at, _ranks(report)])
     lines, rule = _aligned(cells)
     more = [_rest(rest)] if rest else []
     return "\n".join([headline(report), rule, lines[0], rule, *lines[1:-1], *more, rule, lines[-1]])
@@ -77,10 +87,24 @@ def render_modules(reports: ModuleReports) -> str:
         return _WHEN
     body = [_module_cells(module, report) for module, report in reports.items()]
     short = _shorten([row[0] for row in body])
-    lines, rule = _aligned(
-        [_MODULES_HEADER, *((name, *row[1:]) for name, row in zip(short, body, strict=True))]
-    )
-    return "\n".join([lines[0], rule, *lines[1:]])
+    cells = [_MODULES_HEADER, *((name, *row[1:]) for name, row in zip(short, body, strict=True))]
+    at = [_ranks(report) for report in reports.values()]
+    if any(report.ranks for report in reports.values()):
+        cells = _with_ranks(cells, at)
+    lines, rule = _aligned(cells)
+    local = [_LOCAL] if any(report.is_local for report in reports.values()) else []
+    return "\n".join([*local, lines[0], rule, *lines[1:]])
+
+
+def _with_ranks(cells: Sequence[tuple[str, ...]], at: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the cells with a column for the ranks before that of the flags."""
+    return [(*row[:-1], rank, row[-1]) for row, rank in zip(cells, ["rank", *at], strict=True)]
+
+
+def _ranks(report: Report) -> str:
+    found = sorted(set(report.ranks.values()))
+    more = "…" if len(found) > _RANKS else ""
+    return ", ".join(map(str, found[:_RANKS])) + more or "-"
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> tuple[list[str], str]:

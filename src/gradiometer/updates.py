@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradiometer.inputs import Named, local_shards
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,8 +20,8 @@ class Updates:
     """Measures ``w - w before the step`` of the parameters that require a gradient.
 
     The difference is formed in the copy itself, in the parameter's own dtype, and the copy is then made
-    anew: beside one copy of the weights there is nothing. Parameters of 8 bits have no arithmetic and
-    no updates here.
+    anew: beside one copy of the weights there is nothing. Of a DTensor it is the local shard's. Parameters
+    of 8 bits have no arithmetic and no updates here.
 
     Args:
         recorder: into whose current step they are written.
@@ -52,7 +54,7 @@ class Updates:
         try:
             if self._before is not None and self._step == step:
                 torch._foreach_neg_(self._before)
-                torch._foreach_add_(self._before, self._parameters)
+                torch._foreach_add_(self._before, self._weights())
                 changed = zip(self._names, self._parameters, self._before, strict=True)
                 self._recorder.record_updates({name: x for name, p, x in changed if p.requires_grad})
         except Exception:
@@ -68,7 +70,10 @@ class Updates:
         """Copy the weights as they are before a step."""
         room, self._before = self._before, None
         if room is None:
-            room = [p.detach().clone() for p in self._parameters]
+            room = [weight.detach().clone() for weight in self._weights()]
         else:
-            torch._foreach_copy_(room, self._parameters)
+            torch._foreach_copy_(room, self._weights())
         self._before, self._step = room, step
+
+    def _weights(self) -> list[Tensor]:
+        return local_shards(Named(tuple(self._names), self._parameters), "Updates").tensors

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from gradiometer import distributed
 from gradiometer.extras import require
-from gradiometer.integrations.watch import Watch, scaler_of, while_running
+from gradiometer.integrations.watch import Watch, has_whole_gradients, scaler_of, while_running
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +25,7 @@ TrainerCallback: Any = require("transformers", "transformers", "MonitorCallback"
 # in a checkpoint's folder
 STATE_NAME: Final = "gradiometer.pt"
 
-# where the parameters that the model has are not those that are trained
+# where the parameters that the model has are not those that are trained, if they are no DTensors
 _SHARDED: Final = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"})
 
 
@@ -38,8 +39,10 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     The monitor's state is a file ``gradiometer.pt`` in the Trainer's checkpoints, and
     ``train(resume_from_checkpoint=...)`` takes it up. An exception or Ctrl-C in ``train`` leaves a black box.
 
-    On several ranks the first alone records: under DDP all have the same gradients, while the loss is its
-    own. With FSDP or DeepSpeed it warns and does nothing.
+    On several ranks all watch, and the first one's sinks get the steps of the whole job, whose loss is the
+    mean: under DDP, and where parameters are DTensors, as with version 2 of FSDP and tensor parallelism.
+    With version 1, DeepSpeed or Megatron-LM it warns once and does nothing. ``ranks=False``: each rank by
+    itself.
 
     Args:
         trainer: whose ``training_step`` and ``train`` are wrapped. Add the callback to it afterwards.
@@ -82,12 +85,13 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         del args, control, kwargs
         # an attempt that ran out of memory, with auto_find_batch_size, was another run
         self._watch.end()
-        if not state.is_world_process_zero:
+        if not (state.is_world_process_zero or distributed.is_active()):
             return
         accelerator = self._trainer.accelerator
         kind = str(getattr(accelerator, "distributed_type", "NO")).rpartition(".")[2]
-        if kind in _SHARDED:
-            self._watch.give_up(f"with {kind} a rank has no whole gradients, and ranks are not merged yet")
+        if not has_whole_gradients(self._trainer.model_wrapped, sharded=kind in _SHARDED):
+            reason = f"with {kind} a rank has no whole gradients, nor DTensors, as with version 2 of FSDP"
+            self._watch.give_up(reason, for_all=True)
             return
         resumed = None
         if self._checkpoint is not None and state.global_step:
@@ -101,11 +105,12 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self._watch.advance()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put the monitor's state into the checkpoint that was just written."""
+        """Put the monitor's state, on several ranks the first one's, into the checkpoint just written."""
         del control, kwargs
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        # on all ranks: the first one's steps wait for the others'
         values = self._watch.state_dict()
-        if values and folder.is_dir():
+        if values and folder.is_dir() and state.is_world_process_zero:
             try:
                 torch.save(values, folder / f".{STATE_NAME}")
                 (folder / f".{STATE_NAME}").replace(folder / STATE_NAME)

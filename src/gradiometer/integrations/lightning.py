@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
+from gradiometer import distributed
 from gradiometer.extras import require
-from gradiometer.integrations.watch import Watch, scaler_of, while_running
+from gradiometer.integrations.watch import Watch, has_whole_gradients, scaler_of, while_running
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +20,7 @@ __all__ = ["MonitorCallback"]
 _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 
 # where the parameters that the module has are not those that are trained
-_SHARDED: Final = frozenset({"FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy"})
+_SHARDED: Final = frozenset({"FSDPStrategy", "DeepSpeedStrategy", "XLAFSDPStrategy"})
 
 
 def _callback() -> Any:
@@ -49,8 +50,9 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     The monitor's state is part of Lightning's checkpoints. An exception or Ctrl-C in ``fit`` leaves a black
     box.
 
-    On several ranks the first alone records: under DDP all have the same gradients, while the loss is its
-    own. With FSDP or DeepSpeed it warns and does nothing.
+    On several ranks all watch, and the first one's sinks get the steps of the whole job, whose loss is the
+    mean: under DDP, and where parameters are DTensors, as with ModelParallelStrategy. With FSDPStrategy or
+    DeepSpeed it warns once and does nothing. ``ranks=False``: each rank by itself.
 
     Args:
         options: of `Monitor`, but for the model. Sinks are started for each ``fit`` anew.
@@ -81,13 +83,14 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         """Start to watch, on the module's device; where a checkpoint has a state, from there."""
         self._watch.end()
         resumed, self._resumed = self._resumed, None
-        if not trainer.is_global_zero:
+        if not (trainer.is_global_zero or distributed.is_active()):
             return
-        kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__} & _SHARDED
-        if kinds:
-            self._watch.give_up(
-                f"with {min(kinds)} a rank has no whole gradients, and ranks are not merged yet"
-            )
+        strategy = trainer.strategy
+        kinds = {kind.__name__ for kind in type(strategy).__mro__} & _SHARDED
+        if not has_whole_gradients(getattr(strategy, "model", None), sharded=bool(kinds)):
+            kind = min(kinds, default=type(strategy).__name__)
+            reason = f"with {kind} a rank has no whole gradients, nor DTensors, as with ModelParallelStrategy"
+            self._watch.give_up(reason, for_all=True)
             return
         # with manual optimization each optimizer's update counts
         step = trainer.global_step // (

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import logging
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from gradiometer import distributed
 from gradiometer.amp import inverse_scale
 from gradiometer.collect import collect_grads
+from gradiometer.distributed import RankError
+from gradiometer.layout import is_dtensor
 from gradiometer.monitor import Monitor
 from gradiometer.schema import DEFAULT_THRESHOLDS
 
@@ -20,9 +23,18 @@ if TYPE_CHECKING:
 
     from torch.amp import GradScaler
 
-__all__ = ["Watch", "scaler_of", "while_running"]
+__all__ = ["Watch", "has_whole_gradients", "is_first", "scaler_of", "while_running"]
 
 _LOG = logging.getLogger("gradiometer")
+
+# seconds for other ranks to have made their Monitor, in which they may wait for one another for a minute
+_TIMEOUT = 75.0
+_MOMENT = 10.0
+
+# what wraps a model so that its parameters are not those that are trained, nor DTensors
+_ENGINES: Final = frozenset(
+    {"FullyShardedDataParallel", "XlaFullyShardedDataParallel", "DeepSpeedEngine", "MegatronEngine"}
+)
 
 _Hook = TypeVar("_Hook", bound="Callable[..., None]")
 
@@ -83,17 +95,60 @@ class Watch:
         self.end()
         self._names = {p: name for name, p in model.named_parameters()}
         self._scalars, self._measured = {}, False
+        failure = None
         try:
             self.monitor = Monitor(_measurable(model), **self._options)
             self.monitor.skips = scaler is not None
+            self.running = True
         except (ValueError, ImportError):
             raise  # an option that cannot be had: to be put right before training begins
         except Exception as error:  # noqa: BLE001 such as a parameter that cannot be measured
-            self.give_up(f"{type(error).__name__}: {error}")
-            return
-        self.running = True
-        if (state is None or not self._take_up(state)) and step:
+            failure = error
+        ranks = self._options.get("ranks", True)
+        # a checkpoint has what the first rank remembers, which is none of a rank's by itself
+        state = state if is_first() else None
+        if ranks is False or not distributed.is_active():
+            if failure is None:
+                self._resume(state, step)
+        else:
+            failure = self._begin_together(failure, state, step)
+        if failure is not None:
+            text, of_all = _description(failure)
+            self.give_up(text, for_all=of_all)
+
+    def _begin_together(
+        self, failure: Exception | None, state: Mapping[str, Any] | None, step: int
+    ) -> Exception | None:
+        """Go on where the first rank does; return why this run is not watched, on all ranks the same."""
+        group = distributed.group_of(None)
+        # who has waited for others in vain already does not do so again for long
+        timeout = _MOMENT if isinstance(failure, RankError) else _TIMEOUT
+        try:
+            distributed.rendezvous(group, timeout, self._what)
+            told = distributed.share(_description(failure), group)
+            failed = [(of_all, rank, text) for rank, (text, of_all) in enumerate(told) if text]
+            if failed:
+                # most ranks know no more than that another one has failed
+                of_all, rank, text = min(failed)
+                return RankError(text if of_all else f"rank {rank}: {text}")
+            assert self.monitor is not None  # noqa: S101 for the type checker
+            if is_first():
+                state = self._resume(state, step)
+            state, step = distributed.tell((state, self.monitor.step), 0, group)
+            if not is_first():
+                self._resume(state, step)
+        except Exception as error:  # noqa: BLE001 a store that is gone, say: training goes on
+            return failure or error
+        return None
+
+    def _resume(self, state: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
+        """Take up a state, if there is one and it can be; return it then."""
+        assert self.monitor is not None  # noqa: S101 for the type checker
+        if state is not None and self._take_up(state):
+            return state
+        if step:
             self.monitor.step = step
+        return None
 
     def _take_up(self, state: Mapping[str, Any]) -> bool:
         assert self.monitor is not None  # noqa: S101 for the type checker
@@ -122,15 +177,15 @@ class Watch:
         for name, value in scalars.items():
             if isinstance(value, Tensor):
                 # a snapshot: a scheduler changes a learning rate in place
-                self._scalars[name] = value.detach().clone()
+                self._scalars[name] = _whole(value).clone()
             elif value is not None:
                 self._scalars[name] = float(value)
 
     def add_loss(self, loss: Any) -> None:
         """Add the loss of a micro-batch to that of the step."""
         if isinstance(loss, Tensor):
-            before = self._scalars.get("loss")
-            self._scalars["loss"] = loss.detach() if before is None else before + loss.detach()
+            before, now = self._scalars.get("loss"), _whole(loss)
+            self._scalars["loss"] = now if before is None else before + now
 
     def advance(self) -> None:
         """Go on to the next step, if in this one gradients were measured."""
@@ -161,9 +216,10 @@ class Watch:
         except Exception as failure:  # noqa: BLE001 the training has its result, or its own error
             self.say(f"{type(failure).__name__}: {failure}; the last steps may not be written")
 
-    def give_up(self, reason: str) -> None:
-        """Say why, and watch no more of this run."""
-        self.say(f"{reason}; training goes on unwatched")
+    def give_up(self, reason: str, *, for_all: bool = False) -> None:
+        """Say why, and watch no more of this run. What all ranks give up ``for_all``, the first one says."""
+        if not for_all or is_first():
+            self.say(f"{reason}; training goes on unwatched")
         self.end()
 
     def say(self, message: str) -> None:
@@ -171,10 +227,45 @@ class Watch:
         _LOG.warning("%s: %s", self._what, message)
 
 
+def _description(failure: Exception | None) -> tuple[str, bool]:
+    """Return what has failed, and whether that is of other ranks."""
+    if failure is None:
+        return "", False
+    if isinstance(failure, RankError):
+        return str(failure), True
+    return f"{type(failure).__name__}: {failure}", False
+
+
 def _measurable(model: nn.Module) -> nn.Module | list[tuple[str, nn.Parameter]]:
     """Return the model; of one with quantized weights, the parameters that can have gradients."""
     pairs = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()]
     return model if len(pairs) == sum(1 for _ in model.parameters()) else pairs
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return a scalar without its graph; of a DTensor its value, for which summands are added up."""
+    value = value.detach()
+    return value.full_tensor() if is_dtensor(type(value)) else value  # type: ignore[attr-defined]
+
+
+def is_first() -> bool:
+    """Tell whether this process is the first of its job, which speaks for all."""
+    return not distributed.is_active() or distributed.ranks_of(distributed.group_of(None))[0] == 0
+
+
+def has_whole_gradients(model: Any, *, sharded: bool) -> bool:
+    """Tell whether a rank has gradients, or DTensors of them, once backward is through.
+
+    Args:
+        model: what is trained, with all that is wrapped around it.
+        sharded: whether the framework says that ranks hold parts.
+    """
+    if not isinstance(model, nn.Module):
+        return not sharded
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if kinds & _ENGINES:
+        return False
+    return not sharded or any(is_dtensor(type(p)) for p in model.parameters())
 
 
 def scaler_of(owner: Any) -> Any:

@@ -26,7 +26,7 @@ __all__ = ["MLflow", "legal"]
 _BATCH: Final = 1000
 _LONGEST_NAME: Final = 250
 _LONGEST_TAG: Final = 5000
-_STATUS: Final = {"exception": "FAILED", "interrupt": "KILLED", "SIGTERM": "KILLED"}
+_STATUS: Final = {"exception": "FAILED", "interrupt": "KILLED", "SIGTERM": "KILLED", "other rank": "FAILED"}
 
 
 class MLflow:

@@ -146,6 +146,7 @@ class RunRecord:
             "capacity": info.capacity,
             "versions": dict(info.versions),
             "device": info.device,
+            "ranks": info.ranks,
             "attempts": attempts,
             "closed": False,
         }

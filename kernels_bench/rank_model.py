@@ -1,0 +1,196 @@
+"""Many ranks without many machines: the agreement run for real in one process, and a collective on paper.
+
+`simulate` makes what each of up to 16,384 ranks would tell, and goes through `gm.Ranks` as the last of them.
+`nccl_us` is what NCCL expects of an all-reduce; `sent` what a rank sends, whatever the library.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import tracemalloc
+from collections import Counter
+from math import ceil, log2
+from typing import NamedTuple
+
+from gradiometer.agreement import Member, agree
+from gradiometer.layout import Holding, Layout, Mesh
+from gradiometer.meeting import meet
+
+DOUBLE = 8
+SUMS, TOPS = 7, 2
+PER_NODE = 8
+# 8 network cards of 400 Gbit/s: assumed
+NODE_GB_S = 400.0
+# of Gloo, over TCP between machines: assumed
+HOP_US, TCP_GB_S = 30.0, 1.0
+# NCCL's own table, by algorithm and protocol: µs of a call, of a hop over NVLink, of one over the network
+# (NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat, commit b6475625)
+LATENCIES = {
+    ("tree", "LL"): (6.8, 0.6, 5.0),
+    ("tree", "LL128"): (14.0, 1.25, 8.5),
+    ("tree", "Simple"): (0.0, 28.0, 28.0),
+    ("ring", "LL"): (6.6, 0.6, 2.7),
+    ("ring", "LL128"): (14.0, 1.9, 4.0),
+    ("ring", "Simple"): (8.4, 3.4, 14.0),
+}
+# there, too: what a protocol leaves of the bandwidth, and GB/s that LL has at most beyond two nodes
+SHARES = {"LL": 1 / 4, "LL128": 0.92, "Simple": 1.0}
+LL_GB_S = 20.4
+
+
+def payload(tensors, steps=1):
+    """Return the bytes of the sum and of the maximum for so many rows, of so many steps at once."""
+    return DOUBLE * SUMS * tensors * steps, DOUBLE * TOPS * (tensors * steps + 1)
+
+
+def sent(nbytes, ranks):
+    """Return the bytes that each rank sends, and receives, in a ring all-reduce; no algorithm sends less."""
+    return 2 * (ranks - 1) / ranks * nbytes
+
+
+def nccl_us(nbytes, ranks, per_node=PER_NODE, gb_s=NODE_GB_S):
+    """Return the µs that NCCL's own cost model gives an all-reduce, and by which algorithm and protocol."""
+    nodes = ceil(ranks / per_node)
+    inside = min(ranks, per_node)
+    found = {}
+    for (algorithm, protocol), (base, near, far) in LATENCIES.items():
+        bandwidth = gb_s * SHARES[protocol]
+        if protocol == "LL":
+            bandwidth = min(bandwidth, LL_GB_S)
+        if algorithm == "tree":
+            hops = 2 * (inside - 1), 2 * int(log2(nodes))
+            moved = 2 * nbytes
+        else:
+            across = 2 * nodes if nodes > 1 else 0
+            hops = 2 * (ranks - 1) - across, across
+            moved = sent(nbytes, ranks)
+        microseconds = base + hops[0] * near + hops[1] * far + moved / bandwidth / 1e3
+        found[microseconds] = f"{algorithm} {protocol}"
+    best = min(found)
+    return best, found[best]
+
+
+def pair_us(tensors, ranks, **network):
+    """Return the µs of our two all-reduces, one after the other."""
+    return sum(nccl_us(nbytes, ranks, **network)[0] for nbytes in payload(tensors))
+
+
+def gloo_pair_us(tensors, ranks, steps, hop_us=HOP_US, gb_s=TCP_GB_S):
+    """Return the µs of the pair for so many steps at once by Gloo, whose all-reduce is a ring."""
+    return sum(2 * (ranks - 1) * hop_us + sent(n, ranks) / gb_s / 1e3 for n in payload(tensors, steps))
+
+
+class Job(NamedTuple):
+    """How ranks are dealt out: pipeline stages x replicas x shards x tensor parallel."""
+
+    stages: int
+    replicas: int
+    shards: int
+    tensor: int
+
+
+def job(ranks):
+    """Return tensor parallel within a node, up to 8 stages and up to 64 shards; replicas of that."""
+    tensor = 8 if ranks >= 64 else 2
+    stages = 8 if ranks >= 512 else 1
+    shards = min(64, ranks // (tensor * stages))
+    return Job(stages, ranks // (tensor * stages * shards), shards, tensor)
+
+
+def members_of(ranks, tensors):
+    """Return what each rank tells of itself, and the layouts by digest."""
+    stages, replicas, shards, tensor = job(ranks)
+    names = [f"model.layers.{i // 9}.feed_forward.w{i % 9}.weight" for i in range(tensors)]
+    # as FSDP2 over tensor parallel: some cut by both, norms by the shards alone
+    cuts = (("R", "_S(0, 2)", "S(0)"), ("R", "S(0)", "S(1)"), ("R", "S(0)", "R"))
+    digests, layouts = [], {}
+    for stage in range(stages):
+        own = tuple(names[stage * tensors // stages : (stage + 1) * tensors // stages])
+        holdings = tuple(Holding((4096, 4096), "bfloat16", 0, cuts[i % 3]) for i in range(len(own)))
+        mesh = Mesh(("dp_replicate", "dp_shard", "tp"), (replicas, shards, tensor), (0, 0, 0))
+        layout = Layout(own, holdings, (mesh,))
+        digests.append(layout.digest)
+        layouts[layout.digest] = layout
+    members = [
+        Member(digests[stage], ((replica, shard, part),))
+        for stage in range(stages)
+        for replica in range(replicas)
+        for shard in range(shards)
+        for part in range(tensor)
+    ]
+    return members, layouts
+
+
+class Book:
+    """The store of a job, in which all ranks but the last have told what they have to tell."""
+
+    def __init__(self, key, told):
+        self.values = {f"{key}/{rank}": value for rank, value in enumerate(told[:-1])}
+        self.numbers = Counter({f"{key}/count": len(self.values)})
+        self.given = 0
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def add(self, key, number):
+        self.numbers[key] += number
+        return self.numbers[key]
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+    def get(self, key):
+        self.given += len(self.values[key])
+        return self.values[key]
+
+    def multi_get(self, keys):
+        return [self.values[key] for key in keys]
+
+    def delete_key(self, key):
+        self.values.pop(key, None)
+
+
+def heard(told):
+    """Meet as the last of all ranks, the one that puts together what all told; return it, and its bytes."""
+    told = [pickle.dumps(value) for value in told]
+    book, ranks = Book("meeting", told), range(len(told))
+    _, values = meet(book, "meeting", ranks[-1], ranks, told[-1], 1.0)
+    return [pickle.loads(value) for value in values], book.given  # noqa: S301 our own
+
+
+def simulate(ranks, tensors):
+    """Agree as the last rank of so many would; return CPU seconds, bytes that each rank gets, peak memory."""
+    members, layouts = members_of(ranks, tensors)
+    firsts = {member.digest: place for place, member in reversed([*enumerate(members)])}
+    told = [None] * ranks
+    for digest, place in firsts.items():
+        told[place] = layouts[digest]
+
+    def whole():
+        start = time.process_time()
+        found, member_bytes = heard([tuple(member) for member in members])
+        found = [Member(*member) for member in found]
+        layout_values, layout_bytes = heard(told)
+        met = time.process_time()
+        agreement = agree(found, {layout.digest: layout for layout in layout_values if layout})
+        agreed = time.process_time()
+        # the last rank has most before it to look at
+        agreement.counts(ranks - 1)
+        seconds = {"meet": met - start, "agree": agreed - met, "count": time.process_time() - agreed}
+        return agreement, {"seconds": seconds, "member_bytes": member_bytes, "layout_bytes": layout_bytes}
+
+    agreement, figures = whole()
+    tracemalloc.start()
+    whole()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    if len(agreement.names) != tensors:
+        raise RuntimeError(f"{len(agreement.names)} names of {tensors}")
+    store = ranks * (figures["member_bytes"] + figures["layout_bytes"])
+    return {
+        "job": job(ranks)._asdict(),
+        "layouts": len(layouts),
+        "peak_bytes": peak,
+        "store_bytes": store,
+    } | figures

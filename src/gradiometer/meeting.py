@@ -1,0 +1,115 @@
+"""Ranks that meet in a store: what all of them tell, and who is missing. Each question has an end.
+
+A store is what `torch.distributed` made for a process group; it needs no device.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import zlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["SLACK", "RankError", "in_time", "meet", "roll_call"]
+
+# seconds between two looks at a store, at first and at last
+_PAUSE: Final = 0.002
+_LONGEST_PAUSE: Final = 0.5
+# seconds that the store itself may take
+SLACK: Final = 5.0
+
+
+class RankError(RuntimeError):
+    """Ranks disagree, or one of them does not answer. One line, which says what and which."""
+
+
+def meet(
+    store: Any, key: str, rank: int, ranks: Sequence[int], told: bytes, timeout: float
+) -> tuple[list[int], list[bytes]]:
+    """Tell the others something; return who has not come in so many seconds, or what all have told.
+
+    All ranks find the same, those that come late too.
+    """
+    own, outcome = f"{key}/{rank}", f"{key}/outcome"
+    store.set(own, told)
+    if store.add(f"{key}/count", 1) == len(ranks) or not _appears(store, outcome, timeout):
+        _decide(store, key, ranks)
+    if not _appears(store, outcome, SLACK):
+        msg = "a rank ended while the ranks met"
+        raise RankError(msg)
+    missing, values = pickle.loads(zlib.decompress(store.get(outcome)))  # noqa: S301 the ranks of one job
+    if not missing:
+        # nothing is left behind
+        store.delete_key(own)
+        if store.add(f"{key}/left", 1) == len(ranks):
+            for name in ("count", "decided", "outcome", "left"):
+                store.delete_key(f"{key}/{name}")
+    return missing, values
+
+
+def _decide(store: Any, key: str, ranks: Sequence[int]) -> None:
+    """Say what came of it; the first one to come here does, for all."""
+    if store.add(f"{key}/decided", 1) == 1:
+        missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+        values = [] if missing else store.multi_get([f"{key}/{rank}" for rank in ranks])
+        # most ranks tell much the same
+        store.set(f"{key}/outcome", zlib.compress(pickle.dumps((missing, values)), 1))
+
+
+def roll_call(store: Any, key: str, rank: int, ranks: Sequence[int], timeout: float) -> list[int]:
+    """Tell the others that this rank is here; return which say nothing for so many seconds."""
+    store.set(f"{key}/{rank}", "here")
+    store.set(key, "called")
+    missing, begin = list(ranks), time.monotonic()
+    for _ in _until(timeout):
+        try:
+            missing = [rank for rank in missing if not store.check([f"{key}/{rank}"])]
+        except RuntimeError:
+            # whoever holds the store may end with the same error, a little earlier
+            if time.monotonic() - begin < timeout / 2:
+                raise
+            break
+        if not missing:
+            break
+    return missing
+
+
+def _appears(store: Any, key: str, timeout: float) -> bool:
+    return any(store.check([key]) for _ in _until(timeout))
+
+
+def _until(timeout: float) -> Iterator[None]:
+    """Yield at growing intervals until the time is over, and once then."""
+    end, pause = time.monotonic() + timeout, _PAUSE
+    while (left := end - time.monotonic()) > 0:
+        yield
+        # not by waiting in the store: other threads of this process may need it
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    yield
+
+
+def in_time(seconds: float, function: Callable[[], Any]) -> Any:
+    """Return what a function returns, but wait no longer than so many seconds: a store may hang for ever."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            found.append(function())
+        except BaseException as error:  # noqa: BLE001 raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not found:
+        msg = f"the store of the process group, which rank 0 may hold, has not answered in {seconds:g} s"
+        raise RankError(msg)
+    return found[0]
