@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import math
 import pickle
 import socket
 import threading
@@ -226,6 +227,29 @@ def test_experts_of_one_name_that_are_sharded_themselves_all_count(four_ranks):
         assert where == f"rank {rank}, expert {rank // 2} of 2, dp {rank % 2} of 2"
         # unless it is told, those of other ranks pass for copies
         assert copies == [3.0, 5.0]
+
+
+def a_nan_in_one_copy(rank):
+    own = {"a": torch.nn.Parameter(torch.ones(3)), "b": torch.nn.Parameter(torch.ones(2))}
+    for parameter in own.values():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    if rank == 1:
+        own["b"].grad[0] = math.nan
+    stats = gm.collect_grads(own, reduce=gm.Ranks(own, timeout=30), skip_nonfinite=True)
+    report = stats.materialize()
+    finite = gm.check_finite(own, reduce=True)
+    by_group = stats.group({"all": "."})
+    return (
+        (stats.found_inf.item(), bool(stats.skipped), by_group.found_inf.item()),
+        (report.ranks, report.nan, report.found_inf, report.skipped, report["b"].n_nan),
+        (finite.has_issues, finite.nan_grads),
+        "rank" in str(report) and "b" in str(finite),
+    )
+
+
+def test_a_nan_in_a_copy_that_is_not_counted_is_not_overlooked(two_ranks):
+    for told in two_ranks.run(a_nan_in_one_copy):
+        assert told == ((1.0, True, 1.0), ({"b": 1}, ["b"], True, True, 0), (True, ["b"]), True)
 
 
 def shards_of_dtensors(rank):

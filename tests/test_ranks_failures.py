@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import gradiometer as gm
 from gradiometer import distributed
+from gradiometer import ranks as ranks_module
 from rank_pool import RankPool
 
 # seconds that ranks wait in these tests, and within which they have to be done
@@ -118,7 +119,7 @@ def test_where_one_rank_fails_the_others_say_why_and_the_next_call_is_right(two_
     assert first == ("RankError", f"reduce: rank 1 failed: {own[1]}")
     assert "inv_scale must be one positive" in own[1]
     assert second[0] == "ValueError"
-    assert second[1] == "reduce: 'other.0' was not there when the ranks agreed; make gm.Ranks anew, on all"
+    assert second[1].startswith("reduce: 'other.0' was not there when the ranks agreed; pass the same names")
     assert others == ("RankError", f"reduce: rank 0 failed: {second[1]}")
     assert norm0 == norm1 == pytest.approx(18**0.5)
 
@@ -352,9 +353,78 @@ def test_a_rank_that_hangs_is_named_within_the_time_out(pool, over_tcp):
         assert "rank 0" in text
 
 
+def give_up_in_two_ways(rank):
+    """Rank 0 sees Gloo give up, and rank 2, at the same time, has waited for too long; rank 1 is late."""
+    group = dist.new_group(timeout=timedelta(seconds=2.5))
+    called, distributed._is_called = distributed._is_called, lambda *_: False
+    try:
+        if rank == 1:
+            time.sleep(4.0)
+            return None
+        timeout = 30.0 if rank == 0 else 2.0
+        return attempt(lambda: distributed.all_reduce(torch.ones(1), "sum", group, timeout))
+    finally:
+        distributed._is_called = called
+
+
+def one_is_further(rank):
+    """Rank 2 waits in the next reduction already, and rank 1, which rank 0 waits for, is late."""
+    group = dist.new_group()
+    if rank == 1:
+        time.sleep(5.0)
+    if rank == 2:
+        distributed._count(group, "collectives")
+    return attempt(lambda: distributed.all_reduce(torch.ones(1), "sum", group, 1.5 if rank == 0 else 30.0))[1]
+
+
+def one_is_busy(rank):
+    group = dist.new_group()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        time.sleep(5.0)
+    return attempt(lambda: distributed.all_reduce(torch.ones(1), "sum", group, 20.0))
+
+
+def test_a_rank_that_lives_is_not_accused(pool):
+    three = pool(3)
+    first, _, third = three.run(give_up_in_two_ways)
+    assert first == (
+        "RankError",
+        "rank 1 does not answer: Timed out waiting 2500ms for recv operation to complete",
+    )
+    assert third == ("RankError", "rank 1 did not come to this reduction within 2 s")
+    first, second, third = three.run(one_is_further)
+    assert first == "rank 1 did not come to this reduction within 1.5 s"
+    assert second.tolist() == third.tolist() == [3.0]
+    (_, first), _, (_, third) = three.outcomes(one_is_busy)
+    assert re.match("at least one of ranks 1, 2 is gone or hangs: [^/]*$", first[1]), first
+    assert re.match("rank 1 does not answer: [^/]*$", third[1]), third
+
+
+def new_on_one(rank):
+    ranks_module._TIMEOUT = TIMEOUT
+    own = tensors()
+    first = gm.grad_norm(own, reduce=True)
+    if rank == 1:
+        own |= tensors("other")
+    return first, attempt(lambda: gm.grad_norm(own, reduce=True))
+
+
+def test_tensors_that_are_new_on_one_rank_alone(pool):
+    """What ranks agreed on by themselves holds for the others, who wait elsewhere."""
+    (first, waits), (also, (raised, text)) = pool(2).run(new_on_one)
+    assert first == also == pytest.approx(18**0.5)
+    assert waits == ("RankError", "rank 1 did not come to this reduction within 2 s")
+    assert raised == "RankError"
+    assert text.startswith("gm.Ranks: rank 0 of 2 did not come within 2 s")
+    assert text.endswith("new on some ranks alone, pass reduce=gm.Ranks(model), made anew on all")
+
+
 LEAVE = """
 import sys, threading, time, torch, gradiometer as gm, torch.distributed as dist
 from gradiometer import distributed
+from gradiometer import ranks as ranks_module
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 model = torch.nn.Linear(2, 1)

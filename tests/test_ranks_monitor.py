@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -264,6 +267,32 @@ def test_rank_and_shard_of_a_nan_are_named(four_ranks, tmp_path, every):
     # of a step that one rank has recorded its shards are not taken for whole tensors
     assert record.columns()[:, 0].tolist() == ([24.0, 8.0] if every == 1 else [0.0, 2.0])
     assert record.value("n_nan").tolist() == [0.0, 1.0]
+
+
+def bad_batch(rank, kind, run_dir):
+    model = wrapped(kind, network())
+    with Monitor(model, run_dir=run_dir, ranks=True) as monitor:
+        for step in range(6):
+            model.zero_grad()
+            loss = model(batch(step).chunk(2)[rank]).square().mean()
+            # as of one rank's batch: by what ranks add up, all have it
+            loss = loss * math.nan if (rank, step) == (1, 3) else loss
+            loss.backward()
+            monitor.record()
+            monitor.advance(loss=loss)
+    return [finding.message for finding in monitor.findings]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_of_a_loss_that_is_not_finite_its_rank_is_named_and_no_other(two_ranks, tmp_path, kind):
+    messages, others = two_ranks.run(bad_batch, kind, str(tmp_path))
+    assert others == []
+    (message,) = [message for message in messages if "NaN" in message]
+    assert message.endswith("; the loss is nan on rank 1")
+    assert "rank 0" not in message
+    blackbox = read_run(tmp_path).blackbox
+    assert blackbox["reason"] == "non-finite loss"
+    assert blackbox["message"] == "loss nan on rank 1"
 
 
 def raises(rank, run_dir, sleeps):
@@ -693,6 +722,94 @@ def test_a_job_is_resumed_from_the_first_ranks_state(two_ranks, tmp_path):
     run = read_run(tmp_path)
     assert run.steps["attempt"].to_pylist() == [1] * 10 + [2] * 10
     assert all(run.steps["recorded"].to_pylist())
+
+
+def forgets(rank, run_dir):
+    """Let a monitor's garbage be collected on the thread that merges."""
+    model, give = sharded(rank, dist.get_world_size())
+    give("weight", 1.0)
+    monitor = Monitor(model, run_dir=run_dir, rules=())
+    merged, delivery = monitor._delivery.merging, monitor._delivery
+    for _ in range(10):
+        monitor.record()
+        monitor.advance(loss=1.0)
+    circle = [monitor]
+    circle.append(circle)
+    wait, has_gone = merged._await_turn, threading.Event()
+
+    def collects():
+        if has_gone.is_set():
+            has_gone.clear()
+            gc.collect()
+        wait()
+
+    merged._await_turn = collects
+    gc.disable()
+    try:
+        del monitor, circle
+        began = time.monotonic()
+        has_gone.set()
+        while not delivery._is_ended and time.monotonic() - began < 30:
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    return delivery._is_ended, time.monotonic() - began, merged._failures.counts
+
+
+def test_a_forgotten_monitor_that_is_collected_on_its_own_thread_ends_in_order(two_ranks, tmp_path):
+    for is_ended, seconds, failures in two_ranks.run(forgets, str(tmp_path)):
+        assert is_ended
+        assert seconds < 10
+        assert failures == {}
+    assert read_run(tmp_path).steps["recorded"].to_pylist() == [True] * 10
+
+
+_SCRIPT = """
+import atexit, sys, time, torch, torch.distributed as dist, gradiometer as gm
+end = [0.0]
+atexit.register(lambda: print("seconds", round(time.monotonic() - end[0], 1)))
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+model = torch.nn.Linear(2, 1)
+monitors = [gm.Monitor(model, run_dir=f"{sys.argv[2]}/{i}", rules=()) for i in range(4)]
+for step in range(20):
+    model(torch.ones(1, 2)).sum().backward()
+    for monitor in monitors:
+        monitor.record()
+        monitor.advance(loss=1.0)
+if sys.argv[1] == "destroyed":
+    for monitor in monitors:
+        monitor.flush(20)
+    dist.destroy_process_group()
+    for monitor in monitors:
+        monitor.close()
+    print("failures", [monitor.failures for monitor in monitors])
+end[0] = time.monotonic()
+"""
+
+
+@pytest.mark.parametrize("how", ["unclosed", "destroyed"])
+def test_scripts_that_end_without_closing_first(tmp_path, how):
+    script = tmp_path / "script.py"
+    # another order of addresses, and so of what a set holds, on each rank
+    script.write_text(
+        "import os\njunk = [object() for _ in range(int(os.environ['RANK']) * 997)]\n" + _SCRIPT
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script), how, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("seconds")]
+    assert len(seconds) == 2
+    assert max(seconds) < 15
+    for place in range(4):
+        run = read_run(tmp_path / str(place))
+        assert run.steps["recorded"].to_pylist() == [True] * 20
+        # to destroy the group first is no fault
+        assert (run.blackbox is None) == (how == "destroyed")
+    assert done.stderr.count("the process group was destroyed before") == (8 if how == "destroyed" else 0)
+    assert "other rank" not in done.stderr
 
 
 def out_of_step(rank, run_dir):

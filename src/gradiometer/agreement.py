@@ -202,7 +202,7 @@ def _check_cover(
     msg = f"{name!r} is cut into {parts} parts, and ranks hold {len(held)} of them"
     if without:
         some = ", ".join(map(str, without[:8])) + (" ..." if len(without) > 8 else "")
-        msg += f"; without any: rank {some}"
+        msg += f"; without any: rank{'s' * (len(without) > 1)} {some}"
     raise DisagreementError(msg)
 
 

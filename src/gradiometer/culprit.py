@@ -63,7 +63,9 @@ def first_nonfinite(record: StepRecord) -> Culprit | None:
             int(row[COLUMN_INDEX[name]]) for name in ("n_nan", "n_posinf", "n_neginf", "numel")
         )
         name = record.roster.names[place]
-        return Culprit(kind, name, n_nan, n_posinf + n_neginf, numel, record.where(name, kind))
+        # from one rank's loss all have it, by what ranks add up: the first of them says nothing
+        where = record.where(name, kind) if record.loss_rank is None else None
+        return Culprit(kind, name, n_nan, n_posinf + n_neginf, numel, where)
     return None
 
 

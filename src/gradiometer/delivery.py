@@ -80,7 +80,7 @@ class Delivery:
         self._deadline: float | None = None
         if merging is not None:
             # the other ranks wait for answers of this one, whether it takes steps or not
-            _open.add(self)
+            _open[self] = None
             merging.start(self._put, partial(self._tell, "other rank"), self._poll)
 
     def is_open(self) -> bool:
@@ -150,8 +150,16 @@ class Delivery:
             if not self.worker.stop(max(0.0, self._deadline - time.monotonic())):
                 self._failures.add("close", f"a sink is not done after {PATIENCE:g} s and is left behind")
         self._is_ended = True
-        _open.discard(self)
+        _open.pop(self, None)
         unwatch(self)
+
+    def forget(self) -> None:
+        """End it, as nobody can any more; may be called on any thread."""
+        if self.merging is None or threading.current_thread() is threading.main_thread():
+            self.end()
+        else:
+            # garbage is collected anywhere: on a thread whose end this waits for, say
+            threading.Thread(target=self.end, name="gradiometer end", daemon=True).start()
 
     def _end_merging(
         self, merging: Merging, fault: tuple[str, str] | None, deadline: float
@@ -163,7 +171,7 @@ class Delivery:
         # a quarter for the sinks
         if not merging.join(left * 3 / 4):
             self._failures.add("ranks", "another rank has not answered at the end, and is not waited for")
-        if fault is not None and merging.news is not None and fault[0] not in merging.news:
+        if fault is not None and merging.news is not None and (said or fault[0]) not in merging.news:
             return fault[0], f"{fault[1]} (before that {merging.news})".lstrip()
         return fault
 
@@ -218,7 +226,7 @@ class Delivery:
     def _start(self) -> None:
         self._is_started = True
         # from here on there is something to lose
-        _open.add(self)
+        _open[self] = None
         watch(self)
         try:
             self.worker.start(self._describe(self.drain.step))
@@ -230,8 +238,8 @@ class Delivery:
         self.worker.put_fault(lambda: box.fault(reason, message, step, ledger.findings))
 
 
-# those that have begun and not ended
-_open: set[Delivery] = set()
+# those that have begun and not ended; in order, as on other ranks: else each waits for another one's end
+_open: dict[Delivery, None] = {}
 
 
 @atexit.register

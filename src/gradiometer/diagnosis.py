@@ -53,7 +53,7 @@ def _kinds(report: FiniteReport) -> Iterable[tuple[str, Report]]:
 
 
 def _bad(report: Report) -> list[TensorReport]:
-    return [row for row in report if row.n_nonfinite]
+    return [row for row in report if row.n_nonfinite or row.name in report.ranks]
 
 
 def _met(name: str, kind: Report) -> list[TensorReport]:
@@ -83,7 +83,8 @@ def _share(name: str, bad: int, count: int) -> str:
 def _counts(row: TensorReport) -> str:
     kinds = ((row.n_nan, "NaN"), (row.n_posinf, "+Inf"), (row.n_neginf, "-Inf"))
     counts = [f"{count:,} {what}" for count, what in kinds if count]
-    return ", ".join(counts) + f" of {row.numel:,}"
+    # copies of ranks that differ: the one that counts is finite
+    return (", ".join(counts) or "NaN or Inf in a copy") + f" of {row.numel:,}"
 
 
 def _where(report: Report, row: TensorReport) -> str:

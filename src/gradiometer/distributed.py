@@ -8,6 +8,7 @@ of the group, each with an end of its own on the CPU.
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 import time
 import weakref
@@ -50,10 +51,13 @@ _LONGEST_PAUSE: Final = 0.02
 _LOOK: Final = 1.0
 # seconds in which those who live answer: longer than _LOOK
 _ROLL_CALL: Final = 3.0
-# the roll call after a collective that failed: Gloo takes no further ones then in its group
+# called after a collective that failed: Gloo takes no further ones then in its group
 _BROKEN: Final = "broken"
+# seconds after the end of a wait in which Gloo itself does not give up: a wait ends with a roll call
+_LATER: Final = _ROLL_CALL + SLACK
 # ranks that are named in a message
 _NAMED: Final = 8
+_NO_STORE: Final = "neither does the store of the process group answer, which rank 0 may hold"
 
 # how often ranks have met, by what for, in each world: the same on all of them
 _met: weakref.WeakKeyDictionary[Group, Counter[str]] = weakref.WeakKeyDictionary()
@@ -130,13 +134,15 @@ def _place_of(rank: int, ranks: Sequence[int]) -> int:
 
 
 def side_group(ranks: Sequence[int], timeout: float) -> Group:
-    """Return a new Gloo group, for collectives beside those of training; all its ranks have to come here."""
+    """Return a new Gloo group, for collectives beside those of training; all its ranks have to come here.
+
+    ``timeout``: seconds of waits in it; of its own accord it gives up later.
+    """
     # made by some alone it has the name of one that was closed, whose addresses are still in the store
     some = len(ranks) < dist.get_world_size()
     try:
-        return dist.new_group(
-            list(ranks), timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=some
-        )
+        end = timedelta(seconds=timeout + _LATER)
+        return dist.new_group(list(ranks), timeout=end, backend="gloo", use_local_synchronization=some)
     except (RuntimeError, ValueError) as error:
         msg = f"cannot make a Gloo group of {len(ranks)} ranks: {_line(error)}"
         raise RankError(msg) from error
@@ -175,7 +181,7 @@ def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: 
     ranks_of(group)
     if group in _broken:
         raise RankError(_broken[group])
-    late = f"late/{_count(group, 'collectives')}"
+    number = _count(group, "collectives")
     results = [tensor.clone(memory_format=torch.contiguous_format) for tensor, _ in parts]
     device = results[0].device
     end = time.monotonic() + timeout
@@ -188,22 +194,22 @@ def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: 
         for work in works:
             if device.type != "cpu":
                 work.wait()
-            elif call := _given_up(work, end, group, late):
+            elif call := _given_up(work, end, group, number):
                 _keep(group, works)
-                late_by = f"did not come to this reduction within {timeout:g} s"
-                raise _unanswered(group, call, "does not answer" if call == _BROKEN else late_by)
+                raise _gone(group, number) if call == _BROKEN else _late(group, number, timeout)
     except RuntimeError as error:
         if isinstance(error, RankError):
             raise
         if not _has_backend(group, device):
             msg = f"the process group has no backend for {device.type}, where the statistics are; "
             raise RankError(msg + "init_process_group('cpu:gloo,cuda:nccl') has one for both") from error
-        raise _unanswered(group, _BROKEN, f"does not answer: {_line(error)}") from error
+        raise _gone(group, number, f": {_line(error)}") from error
     return results
 
 
-def _given_up(work: Any, end: float, group: Group, late: str) -> str:
+def _given_up(work: Any, end: float, group: Group, number: int) -> str:
     """Wait for a collective on the CPU; return "", or, where it is given up, the roll call to go to."""
+    late, previous = _late_call(number), _late_call(number - 1)
     while True:
         left = end - time.monotonic()
         if _ends(work, max(min(left, _LOOK), 0.001)):
@@ -215,6 +221,10 @@ def _given_up(work: Any, end: float, group: Group, late: str) -> str:
         for call in (_BROKEN, late):
             if _is_called(group, call):
                 return call
+        if previous and _is_called(group, previous):
+            # some still wait for what has ended here: this rank is not the one that is missing
+            _say_here(group, previous)
+            previous = ""
 
 
 def _ends(work: Any, seconds: float) -> bool:
@@ -276,7 +286,7 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
         msg = f"{what}: the store of the process group is gone, and with it the rank that held it, often 0: "
         raise RankError(msg + _line(error)) from error
     if missing:
-        msg = f"{what}: rank {_listed(missing)} of {len(ranks)} did not come within {timeout:g} s; "
+        msg = f"{what}: {_named(missing)} of {len(ranks)} did not come within {timeout:g} s; "
         raise RankError(msg + "every rank has to make this call, in the same order")
     return [pickle.loads(value) for value in values]  # noqa: S301 the ranks of one job
 
@@ -304,20 +314,55 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
-def _unanswered(group: Group, call: str, what: str) -> RankError:
-    """Return who is missing in a collective, after a roll call; ``what``: what such a rank does not do."""
+def _late(group: Group, number: int, timeout: float) -> RankError:
+    """Return who did not come to a collective, after a roll call."""
+    missing = _missing(group, number, _late_call(number))
+    late = f"did not come to this reduction within {timeout:g} s"
+    if missing is None:
+        return RankError(f"a rank {late}; {_NO_STORE}")
+    if missing:
+        return RankError(f"{_named(missing)} {late}")
+    return RankError(f"a rank {late}, although all are there: every rank has to reduce the same")
+
+
+def _gone(group: Group, number: int, reason: str = "") -> RankError:
+    """Return who may be gone after a collective that failed, on this rank or another, after a roll call."""
+    missing = _missing(group, number, _BROKEN)
+    if missing is None:
+        text = f"a rank does not answer{reason}; {_NO_STORE}"
+    elif not missing:
+        text = f"a rank does not answer{reason}, although all are there: every rank has to reduce the same"
+    elif len(missing) == 1:
+        text = f"{_named(missing)} does not answer{reason}"
+    else:
+        # others may be busy elsewhere, and hear of it when they come to a collective
+        text = f"at least one of {_named(missing)} is gone or hangs{reason}"
+    _broken[group] = text
+    return RankError(text)
+
+
+def _missing(group: Group, number: int, call: str) -> list[int] | None:
+    """Hold a roll call; return who does not answer, or None where the store does not.
+
+    Of ranks in the same trouble one may have waited for too long, and another one have seen Gloo fail: who
+    answers either call is there.
+    """
+    here, ranks = ranks_of(group)
+    calls = [_BROKEN, _late_call(number), _late_call(number + 1)]
+    keys = [_call_key(group, what) for what in sorted(calls, key=lambda what: what != call)]
+    try:
+        return in_time(  # type: ignore[no-any-return]
+            _ROLL_CALL + SLACK, lambda: roll_call(_store(), keys, ranks[here], ranks, _ROLL_CALL)
+        )
+    except RuntimeError:
+        return None
+
+
+def _say_here(group: Group, call: str) -> None:
     here, ranks = ranks_of(group)
     key, store = _call_key(group, call), _store()
-    try:
-        missing = in_time(_ROLL_CALL + SLACK, lambda: roll_call(store, key, ranks[here], ranks, _ROLL_CALL))
-        text = f"rank {_listed(missing)} {what}"
-        if not missing:
-            text = f"a rank {what}, although all {len(ranks)} are there: every rank has to reduce the same"
-    except RuntimeError:
-        text = f"a rank {what}; neither does the store of the process group answer, which rank 0 may hold"
-    if call == _BROKEN:
-        _broken[group] = text
-    return RankError(text)
+    with suppress(RuntimeError):
+        in_time(_LOOK, lambda: store.set(f"{key}/{ranks[here]}", "here"))
 
 
 def _is_called(group: Group, call: str) -> bool:
@@ -336,6 +381,14 @@ def _call_key(group: Group, call: str) -> str:
     return f"gradiometer/{group.group_name}/{call}"
 
 
+def _late_call(number: int) -> str:
+    return f"late/{number}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)}"
+
+
 def _listed(ranks: Sequence[int]) -> str:
     some = ", ".join(map(str, ranks[:_NAMED]))
     return f"{some} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else some
@@ -343,4 +396,5 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _line(error: BaseException) -> str:
     # Gloo puts sources' lines before its reason and advice after it
-    return " ".join(str(error).split()).partition(". This may indicate")[0][:300]
+    text = " ".join(str(error).split()).partition(". This may indicate")[0]
+    return re.sub(r"\[(enforce fail at )?[^\[\]\s]+:\d+\] ", "", text)[:300]

@@ -60,14 +60,18 @@ def _decide(store: Any, key: str, ranks: Sequence[int]) -> None:
         store.set(f"{key}/outcome", zlib.compress(pickle.dumps((missing, values)), 1))
 
 
-def roll_call(store: Any, key: str, rank: int, ranks: Sequence[int], timeout: float) -> list[int]:
-    """Tell the others that this rank is here; return which say nothing for so many seconds."""
-    store.set(f"{key}/{rank}", "here")
-    store.set(key, "called")
+def roll_call(store: Any, keys: Sequence[str], rank: int, ranks: Sequence[int], timeout: float) -> list[int]:
+    """Tell the others that this rank is here; return which say nothing for so many seconds.
+
+    ``keys``: of the call that this one is; and of others, which who answers is here as well.
+    """
+    for key in keys:
+        store.set(f"{key}/{rank}", "here")
+    store.set(keys[0], "called")
     missing, begin = list(ranks), time.monotonic()
     for _ in _until(timeout):
         try:
-            missing = [rank for rank in missing if not store.check([f"{key}/{rank}"])]
+            missing = [rank for rank in missing if not any([store.check([f"{key}/{rank}"]) for key in keys])]
         except RuntimeError:
             # whoever holds the store may end with the same error, a little earlier
             if time.monotonic() - begin < timeout / 2:

@@ -218,10 +218,12 @@ class Merging:
 
     def _fail(self, error: BaseException) -> None:
         text = str(error) if isinstance(error, RankError) else describe(error)
-        if not distributed.is_active():
+        if distributed.is_active():
+            self.news = text
+        else:
+            # a script that ends so has no fault
             text = "the process group was destroyed before the Monitor was closed: close it first"
-        self.news, text = text, text + _WITHOUT
-        self._over = text
+        self._over = text = text + _WITHOUT
         self._failures.add("ranks", text)
 
     def _deliver_alone(self) -> None:

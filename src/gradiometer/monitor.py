@@ -88,7 +88,8 @@ class Monitor:
         sinks: of `gradiometer.sinks`, or functions of a `StepRecord`.
         thresholds: where flags begin.
         skip_nonfinite: whether `skip_step` is true after a NaN or Inf in a gradient.
-        skip_above: and of a total gradient norm above this.
+        skip_above: and of a total gradient norm above this; of several ranks, of all. (Whether a step that
+            ``every`` leaves out is recorded for it, each rank decides by its own part.)
         queue: steps that may wait on the host for each sink, ``R * 72`` bytes each. Of more the oldest are
             dropped for that sink, and counted in `dropped`, once for each sink that misses one. As many may
             wait for slower ranks; of more the oldest lose their tensors, and are counted too.
@@ -183,7 +184,7 @@ class Monitor:
             rank,
         )
         # forgotten without being closed: what has been recorded is not lost for that
-        weakref.finalize(self, delivery.end).atexit = False
+        weakref.finalize(self, delivery.forget).atexit = False
 
     def __repr__(self) -> str:
         """Return one line. Never waits."""

@@ -184,6 +184,15 @@ class Ranks:
         Raises:
             ValueError: for a name that is none of this rank's.
         """
+        columns = self._spread(names, columns)
+        if not self._counts_all:
+            # on the CPU it is used at once, and must have arrived
+            counted = self._counted.to(columns.device, non_blocking=columns.device.type != "cpu")
+            # not by a product: a sum of squares may be inf
+            columns = torch.where(counted, columns, 0.0)
+        return columns
+
+    def _spread(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
         same = names == self.local_names
         if not (same and self._is_whole):
             rows = self._rows if same else self._rows_of(names)
@@ -193,18 +202,13 @@ class Ranks:
                 columns = spread.index_copy_(0, torch.tensor(rows, dtype=torch.int64), columns)
             else:
                 columns = derived.spread(columns, rows, len(self.names))
-        if not self._counts_all:
-            # on the CPU it is used at once, and must have arrived
-            counted = self._counted.to(columns.device, non_blocking=columns.device.type != "cpu")
-            # not by a product: a sum of squares may be inf
-            columns = torch.where(counted, columns, 0.0)
         return columns
 
     def _rows_of(self, names: tuple[str, ...]) -> list[int]:
         unknown = [name for name in names if name not in self._places]
         if unknown:
-            msg = f"reduce: {unknown[0]!r} was not there when the ranks agreed; make gm.Ranks anew, on all"
-            raise ValueError(msg)
+            msg = f"reduce: {unknown[0]!r} was not there when the ranks agreed; "
+            raise ValueError(msg + "pass the same names, or make gm.Ranks anew, on all")
         return [self._rows[self._places[name]] for name in names]
 
     def fail(self, error: Exception) -> None:
@@ -236,7 +240,7 @@ class Ranks:
 
         Returns:
             ``(T, C) float64``, and ``(T,) float64``: the first rank, by its place in the group, that has a
-            NaN or Inf in its part; -1: none; -2: no rank has told of this row.
+            NaN or Inf in its part or copy, be it counted or not; -1: none; -2: no rank has told of this row.
 
         Raises:
             RankError: where a rank does something else, or does not answer.
@@ -248,15 +252,19 @@ class Ranks:
             columns = columns.to(home, non_blocking=True)
         bad = derived.value(columns, "n_nonfinite") > 0
         # the largest is the first rank's; a row that is there is above 0
-        code = torch.where(bad, float(self.size - self.rank), 0.5).unsqueeze(1)
+        code = torch.where(bad, float(self.size - self.rank), 0.0).unsqueeze(1)
         try:
-            mine = self.to_rows(names, torch.cat([columns, code], dim=1))
+            mine = self.to_rows(names, torch.cat([columns, torch.full_like(code, _MEASURED)], dim=1))
+            # of copies that are not counted, too: one alone may have a NaN
+            code = self._spread(names, code)
         except ValueError as error:
             if torch.compiler.is_compiling() or self.size == 1:
                 raise
             # the others wait for this rank
             failure = error
             mine = columns.new_zeros((len(self.names), NUM_COLUMNS + 1))
+            code = mine[:, NUM_COLUMNS:]
+        mine = torch.cat([mine[:, :NUM_COLUMNS], torch.maximum(mine[:, NUM_COLUMNS:], code)], dim=1)
         if self.size == 1:
             return mine[:, :NUM_COLUMNS], self._origin(mine[:, NUM_COLUMNS])
         sums, tops = mine[:, :NUM_SUM_COLUMNS], mine[:, NUM_SUM_COLUMNS:]
@@ -398,7 +406,14 @@ def agreed(layout: Layout, home: torch.device | None, group: Any = None) -> Rank
         _refuse_nameless(layout, group)
         while len(kept) >= _KEPT:
             kept.pop(next(iter(kept)))
-        kept[layout] = Ranks.of_layout(layout, home, group=group)
+        try:
+            kept[layout] = Ranks.of_layout(layout, home, group=group)
+        except RankError as error:
+            if not kept or "did not come" not in str(error):
+                raise
+            # ranks on which nothing is new are in a reduction, and wait there
+            msg = f"{error}; where tensors are new on some ranks alone, pass reduce=gm.Ranks(model)"
+            raise RankError(msg + ", made anew on all") from None
     return kept[layout]
 
 

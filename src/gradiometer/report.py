@@ -173,7 +173,8 @@ class Report:
     @property
     def found_inf(self) -> bool:
         """Whether any element of any tensor is NaN or infinite."""
-        return derived.value(self._merged, "n_nonfinite").item() > 0
+        # of ranks a copy that is not counted, too
+        return derived.value(self._merged, "n_nonfinite").item() > 0 or bool(self.ranks)
 
     @property
     def skipped(self) -> bool:

@@ -17,7 +17,7 @@ from gradiometer.inputs import named_parameters
 from gradiometer.layout import UNKNOWN, Layout, plain_layout
 from gradiometer.ranks import agreed, is_active, ranks_for
 from gradiometer.report import Report
-from gradiometer.schema import Thresholds
+from gradiometer.schema import Flag, Thresholds
 from gradiometer.transfer import Pending, fetch
 
 if TYPE_CHECKING:
@@ -187,7 +187,11 @@ class TensorStats:
         What GradScaler and fused optimizers take as ``found_inf``.
         """
         # NaN too: what ranks that did not reduce the same are left with
-        return (derived.value(self.total, "n_nonfinite") != 0).to(torch.float32)
+        found = derived.value(self.total, "n_nonfinite") != 0
+        if self.origin is not None:
+            # in a copy that is not counted, too
+            found = found | (self.origin >= 0).any()
+        return found.to(torch.float32)
 
     @property
     def total_zero_fraction(self) -> Tensor:
@@ -376,6 +380,9 @@ class TensorStats:
             what = f"{what}({self.thresholds}, skip_nonfinite={self.skip_nonfinite})"
         columns, origin = ranks.reduce(self.names, self.columns, kind=what)
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        # copies that differ: of what is not counted no more is known than that
+        odd = (origin >= 0) & (derived.value(columns, "n_nonfinite") == 0)
+        flags = torch.where(odd, flags | Flag.NAN, flags)
         merged = replace(self, columns=columns, flags=flags, origin=origin)
         return replace(merged, names=ranks.names, layout=None, local=self)
 

@@ -85,6 +85,7 @@ class StepRecord:
         origin: ``(K, N) int64``, of a step that several ranks have merged: the first rank whose part of it
             has a NaN or Inf, by its place in the group; -1 where none has.
         ranks: what they have agreed on.
+        loss_rank: of such a step: the first rank whose loss is not finite.
     """
 
     step: int
@@ -96,6 +97,7 @@ class StepRecord:
     thresholds: Thresholds = DEFAULT_THRESHOLDS
     origin: Tensor | None = None
     ranks: Ranks | None = None
+    loss_rank: int | None = None
     _kept: dict[tuple[str, Kind], Any] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
@@ -155,6 +157,11 @@ class StepRecord:
     def loss(self) -> float | None:
         """The loss, if it was given."""
         return self.scalars.get("loss")
+
+    @property
+    def loss_text(self) -> str:
+        """Return the loss in words: ``nan on rank 1``."""
+        return f"{self.loss}" if self.loss_rank is None else f"{self.loss} on rank {self.loss_rank}"
 
     def report(self, kind: Kind = "grads") -> Report:
         """Return the report of what was measured."""

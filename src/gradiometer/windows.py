@@ -33,7 +33,7 @@ _BYTES: Final = 1 << 24
 
 # marks of a step, beside its scalars: what is summed, and what is maximized
 _SUMMED: Final = 1  # ranks that recorded it
-_MAXIMIZED: Final = 3  # whether it was skipped, its number, and minus that
+_MAXIMIZED: Final = 4  # whether it was skipped, who has a loss that is not finite, its number, and minus that
 
 
 class Windows:
@@ -117,7 +117,9 @@ class Windows:
         maximized = [[-math.inf] * (_MAXIMIZED + 2 * width) for _ in range(size)]
         for step, adds, tops in zip(steps, summed, maximized, strict=False):
             adds[0] = float(step.recorded)
-            tops[:_MAXIMIZED] = float(step.skipped), float(step.step), -float(step.step)
+            finite = step.loss is None or math.isfinite(step.loss)
+            code = 0.0 if finite else float(self._ranks.size - self._ranks.rank)
+            tops[:_MAXIMIZED] = float(step.skipped), code, float(step.step), -float(step.step)
             for i, name in enumerate(self.scalars):
                 value = step.scalars.get(name)
                 if value is not None:
@@ -128,7 +130,7 @@ class Windows:
 
     def differ(self, tops: Tensor, size: int) -> bool:
         """Tell whether ranks have different steps at the same place of a window that came back."""
-        numbers = self._maximized(tops, size)[:, 1:_MAXIMIZED]
+        numbers = self._maximized(tops, size)[:, 2:_MAXIMIZED]
         return bool((numbers[:, 0] != -numbers[:, 1]).any())
 
     def unpack(
@@ -153,7 +155,9 @@ class Windows:
             adds, most = summed[i], maximized[i]
             when = time.time() if own is None else own.time
             scalars = self._scalars(own, adds[_SUMMED:], most[_MAXIMIZED:])
-            record = StepRecord(int(most[1]), when, scalars, self.roster, None, most[0] > 0, self._thresholds)
+            record = StepRecord(int(most[2]), when, scalars, self.roster, None, most[0] > 0, self._thresholds)
+            if most[1] > 0:
+                record = replace(record, loss_rank=int(self._ranks.size - most[1]))
             place = next(places) if travels else -1
             if travels and adds[0]:
                 found = values[place] if adds[0] == self._ranks.size else self._whole_or_bad(values[place])

@@ -171,7 +171,10 @@ class Worker:
                         # of what was known then: the batch goes on
                         faults.append(
                             self._box.fault(
-                                "non-finite loss", f"loss {record.loss}", record.step, self.ledger.findings
+                                "non-finite loss",
+                                f"loss {record.loss_text}",
+                                record.step,
+                                self.ledger.findings,
                             )
                         )
                 except BaseException as error:  # noqa: BLE001 the sinks get the step all the same

@@ -84,12 +84,12 @@ class NonFinite(BaseRule):
             message = str(culprit_text(record)).partition(", ")[2]
             advice = ADVICE[culprit.kind]
             if loss_is_bad:
-                message += f"; the loss is {record.loss}"
+                message += f"; the loss is {record.loss_text}"
                 advice = ADVICE["both"] if culprit.kind == "grads" else advice
             count = float(culprit.n_nan + culprit.n_inf)
             found = self._finding(culprit.kind, culprit.name, count, message, advice)
         else:
-            found = self._finding(None, None, math.nan, f"the loss is {record.loss}", ADVICE["loss"])
+            found = self._finding(None, None, math.nan, f"the loss is {record.loss_text}", ADVICE["loss"])
         found = replace(found, severity=severity, first_step=record.step, last_step=record.step)
         if self.first is None or severity > Finding.from_dict(self.first).severity:
             self.first = found.to_dict()
