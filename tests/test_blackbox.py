@@ -398,12 +398,24 @@ child = os.fork()
 if child == 0:
     # a worker of a data loader: leaves no trace, and SIGTERM ends it as ever
     monitor.record()
-    if sys.argv[1] == "sys.exit(4)":
+    if "sys.exit(4)" in sys.argv[1]:
         sys.exit(0)
     os.kill(os.getpid(), signal.SIGTERM)
-assert os.waitpid(child, 0)[1] == (0 if sys.argv[1] == "sys.exit(4)" else signal.SIGTERM)
+assert os.waitpid(child, 0)[1] == (0 if "sys.exit(4)" in sys.argv[1] else signal.SIGTERM)
 monitor.record()
 exec(sys.argv[1])
+"""
+
+
+TERMINATED_AT_EXIT = """
+import time
+said = Prints.fault
+def fault(self, fault):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+    said(self, fault)
+Prints.fault = fault
+sys.exit(4)
 """
 
 
@@ -414,6 +426,8 @@ exec(sys.argv[1])
         ("1 / 0", 1, "exception | ZeroDivisionError: division by zero | 3"),
         ("os.kill(os.getpid(), signal.SIGTERM)", 143, "SIGTERM |  | 3"),
         ("sys.exit(4)", 4, "exit | the process ended before the monitor was closed | 3"),
+        # torchrun ends all ranks so, when one has failed
+        (TERMINATED_AT_EXIT, 4, "exit | the process ended before the monitor was closed | 3"),
     ],
 )
 def test_the_end_of_a_process_closes_what_was_left_open(end, code, fault):
@@ -427,6 +441,7 @@ def test_the_end_of_a_process_closes_what_was_left_open(end, code, fault):
         timeout=120,
     )
     assert done.returncode == code, done.stderr
+    assert "Exception ignored" not in done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "start"
     assert " ".join(line.removeprefix("write ") for line in lines if line.startswith("write")) == "0 1 2 3"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradiometer.findings import Finding
     from gradiometer.steps import StepRecord
 
-__all__ = ["BlackBox", "reason_of", "unwatch", "watch"]
+__all__ = ["BlackBox", "ends", "reason_of", "unwatch", "watch"]
 
 # steps that a fault shows: the last ones, and those before the first non-finite one
 _LAST: Final = 64
@@ -116,6 +116,8 @@ class _Watched(Protocol):
 _watched: list[weakref.ref[_Watched]] = []
 # the handler that is set here, which knows the one before it
 _handler: Any = None
+# whether the process ends by itself: nothing is left to be ended by SIGTERM
+_is_ending = False
 
 
 def watch(watched: _Watched) -> None:
@@ -147,6 +149,12 @@ def unwatch(watched: _Watched) -> None:
         _put_back()
 
 
+def ends() -> None:
+    """Take SIGTERM for no more than a note from here on: the process ends, and is to write what there is."""
+    global _is_ending  # noqa: PLW0603 a process ends once
+    _is_ending = True
+
+
 def _put_back() -> None:
     # another one in its place may call it: it stays where it is
     if _handler is not None and bool(signal.getsignal(signal.SIGTERM) == _handler):
@@ -160,7 +168,8 @@ def _on_sigterm(previous: Any, number: int, frame: FrameType | None) -> None:
     if callable(previous):
         previous(number, frame)
     elif told:
-        raise SystemExit(128 + number)
+        if not _is_ending:
+            raise SystemExit(128 + number)
     else:
         # as if it had never been here
         signal.signal(number, signal.SIG_DFL)

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.blackbox import BlackBox, reason_of, unwatch, watch
+from gradiometer.blackbox import BlackBox, ends, reason_of, unwatch, watch
 from gradiometer.drain import Drain
 from gradiometer.worker import Worker
 
@@ -244,6 +244,7 @@ _open: dict[Delivery, None] = {}
 
 @atexit.register
 def _at_exit() -> None:
+    ends()
     # what the interpreter has printed
     error = getattr(sys, "last_value", None)
     fault = ("exit", "the process ended before the monitor was closed")
