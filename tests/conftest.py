@@ -70,7 +70,8 @@ def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     module.teardown()
 
 
-@pytest.fixture(scope="session")
+# of each file its own: what one leaves behind, as ranks that have met more often than others, is no other's
+@pytest.fixture(scope="module")
 def two_ranks() -> Iterator[RankPool]:
     """Two processes that are the ranks of a job; for tests that leave them alive."""
     pool = RankPool(2)
@@ -78,7 +79,7 @@ def two_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks() -> Iterator[RankPool]:
     """Four of them."""
     pool = RankPool(4)
