@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import traceback
 import warnings
@@ -15,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankFailedError", "RankPool"]
+__all__ = ["RankFailedError", "RankPool", "torchrun"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"])
@@ -101,3 +103,24 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Any) -> None:
         except BaseException:  # noqa: BLE001 the next test goes on
             answer = (True, traceback.format_exc())
         pipe.send(answer)
+
+
+def torchrun(script: Path, *args: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """Run a script as the two ranks of a job, in its folder; it has to end well."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    # of this process, which may be a rank itself
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TRITON_INTERPRET"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script), *args],
+        cwd=script.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -19,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import gradiometer as gm
 from gradiometer.agreement import agree
+from rank_pool import torchrun
 from test_docs import ROOT, blocks
 
 pytest.importorskip("pyarrow")
@@ -42,22 +41,7 @@ def run(tmp_path, title):
     """Run a file by torchrun; return what it printed."""
     path = tmp_path / "file.py"
     path.write_text(files()[title], encoding="utf-8")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    # of this process, which may be a rank itself
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TRITON_INTERPRET"):
-        environment.pop(name, None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
-        [*command, str(path)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return ended.stdout
+    return torchrun(path).stdout
 
 
 def test_every_file_is_run_here():

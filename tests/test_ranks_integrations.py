@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 import warnings
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from rank_pool import RankPool
+from rank_pool import RankPool, torchrun
 from watching import Counter
 
 # not imported here: that takes seconds
@@ -597,20 +595,9 @@ if __name__ == "__main__":
 
 def test_a_job_of_torchrun(tmp_path, alone):
     """Process groups are made by the framework, and end with the job."""
-    (tmp_path / "job.py").write_text(SCRIPT)
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "job.py", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    torchrun(script, str(tmp_path))
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for (name, function), result in zip(FUNCTIONS.items(), zip(*results, strict=True), strict=True):
         assert [(r["step"], r["failures"], r["logged"]) for r in result] == [(STEPS, {}, [])] * 2

@@ -8,8 +8,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -38,7 +36,7 @@ from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.steps import Roster, StepRecord
 from gradiometer.windows import Windows
 from gradiometer.worker import Failures
-from rank_pool import RankPool
+from rank_pool import RankPool, torchrun
 
 SIZES = (8, 6, 4)
 
@@ -795,11 +793,7 @@ def test_scripts_that_end_without_closing_first(tmp_path, how):
     script.write_text(
         "import os\njunk = [object() for _ in range(int(os.environ['RANK']) * 997)]\n" + _SCRIPT
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(script), how, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = torchrun(script, how, str(tmp_path))
     seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("seconds")]
     assert len(seconds) == 2
     assert max(seconds) < 15
