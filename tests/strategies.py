@@ -42,7 +42,7 @@ LAYOUTS = (
 
 
 def _borders():
-    borders = {*reference.WIDTHS, reference.ROW, reference.BUFFER}
+    borders = {*reference.WIDTHS, reference.piece_length()}
     if find_spec("triton") is not None:
         from gradiometer.kernels import tuning
 

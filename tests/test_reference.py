@@ -18,7 +18,7 @@ LIMIT_MIB = 4.0
 
 
 def awkward_tensors():
-    n = reference.BUFFER
+    n = reference.piece_length()
     return {
         "below a piece": torch.randn(n - 1),
         "one piece": torch.randn(n),
@@ -35,8 +35,8 @@ def awkward_tensors():
 @pytest.mark.parametrize("name", awkward_tensors())
 def test_pieces_cover_every_element_once_in_views_of_bounded_size(name):
     x = awkward_tensors()[name]
-    pieces = list(reference._pieces(x))
-    assert all(piece.numel() <= reference.BUFFER for piece in pieces)
+    pieces = list(reference._pieces(x, reference.piece_length()))
+    assert all(piece.numel() <= reference.piece_length() for piece in pieces)
     assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in pieces)
     together = torch.cat([piece.reshape(-1) for piece in pieces]).sort().values
     assert torch.equal(together, x.reshape(-1).sort().values)
@@ -59,10 +59,11 @@ def test_long_and_strided_tensors_agree_with_plain_pytorch(name):
 
 
 def test_zeros_nan_and_inf_are_counted_where_they_are():
-    n = 2 * reference.BUFFER + 5
+    piece = reference.piece_length()
+    n = 2 * piece + 5
     x = torch.ones(n)
-    x[[0, reference.BUFFER - 1, n - 1]] = torch.nan
-    x[[1, reference.BUFFER, n - 2]] = torch.inf
+    x[[0, piece - 1, n - 1]] = torch.nan
+    x[[1, piece, n - 2]] = torch.inf
     x[2] = -torch.inf
     x[[3, n - 3]] = torch.tensor([0.0, -0.0])
     columns, _ = reference.tensor_stats([x], DEFAULT_THRESHOLDS)
@@ -71,8 +72,9 @@ def test_zeros_nan_and_inf_are_counted_where_they_are():
 
 
 def test_sums_of_doubles_that_overflow_are_infinite_and_raise_nothing():
-    x = torch.full((3 * reference.BUFFER,), 1e308, dtype=torch.float64)
-    x[reference.BUFFER :] *= -1
+    piece = reference.piece_length()
+    x = torch.full((3 * piece,), 1e308, dtype=torch.float64)
+    x[piece:] *= -1
     columns, _ = reference.tensor_stats([x, x[:10]], DEFAULT_THRESHOLDS)
     row = dict(zip(COLUMN_NAMES, columns[0].tolist(), strict=True))
     assert row["sumsq"] == torch.inf

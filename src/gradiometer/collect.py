@@ -205,6 +205,11 @@ def grad_norm(
     >>> gm.grad_norm(torch.nn.Linear(2, 1))
     0.0
     """
+    if inv_scale is None and not reduce and not torch.compiler.is_compiling():
+        grads = [p.grad for p in named_parameters(model, "grad_norm").tensors if p.grad is not None]
+        norm = ops.norm_on_host(grads) if grads else None
+        if norm is not None:
+            return norm
     _, stats = measure_grads(model, "grad_norm", inv_scale=inv_scale, reduce=reduce)
     if stats.origin is not None:
         # rows that no rank has measured are in no report
@@ -310,7 +315,8 @@ def over_ranks(
     if ranks is None:
         if torch.compiler.is_compiling() and is_active() and _any_dtensor(parameters):
             layout = UNKNOWN
-        return replace(measured(None), layout=layout)
+        stats = measured(None)
+        return stats if layout is None else replace(stats, layout=layout)
     try:
         ranks.check(layout, what)
         stats = replace(measured(ranks), layout=ranks.layout)

@@ -10,6 +10,7 @@ which costs two to three times less per call with many tensors than the ``custom
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "append_",
     "measure",
+    "norm_on_host",
     "recognize",
     "record_",
     "scale_",
@@ -87,9 +89,9 @@ def measure(
     tensors: Sequence[Tensor], thresholds: Thresholds, inv_scale: Tensor | None, known: pack.Known | None
 ) -> tuple[Tensor, Tensor]:
     """Do what `tensor_stats` does, for a caller who has asked `recognize`: ``known`` is its answer."""
+    if known is not None and (inv_scale is None or _is_plain(inv_scale)):
+        return _eager(tensors, thresholds, inv_scale, known)
     with torch.no_grad():
-        if known is not None and (inv_scale is None or _is_plain(inv_scale)):
-            return _eager(tensors, thresholds, inv_scale, known)
         columns, flags = torch.ops.gradiometer.tensor_stats(
             tensors, thresholds.vanishing, thresholds.exploding, thresholds.dead, inv_scale
         )
@@ -118,6 +120,15 @@ def writable(tensors: Sequence[Tensor]) -> pack.Known | None:
     return known if known is not None and known.direct else None
 
 
+def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
+    """Return the L2 norm of all tensors together; None where a device is to measure them, or others watch."""
+    known = recognize(tensors)
+    if known is None or known.device.type != "cpu" or uses_kernels(known.device):
+        return None
+    with torch.no_grad(), _without_autocast(known.device):
+        return math.sqrt(reference.sumsq(tensors))
+
+
 def _is_plain(x: Tensor) -> bool:
     # the dispatcher gives memory to zeros without any, and applies lazy signs
     return type(x) is Tensor and not (x.is_neg() or x._is_zerotensor())  # noqa: SLF001 it has no public name
@@ -137,15 +148,12 @@ def _eager(
 ) -> tuple[Tensor, Tensor]:
     """Measure at once; ``known``: what `pack.recognize` says of the tensors, in a call from eager."""
     device = tensors[0].device
-    # autocast would choose the dtypes of the reference's own operators
-    autocast = (
-        torch.autocast(device.type, enabled=False)
-        if torch.is_autocast_enabled(device.type)
-        else nullcontext()
-    )
-    with torch.no_grad(), autocast:
+    with torch.no_grad(), _without_autocast(device):
         if not uses_kernels(device):
-            return reference.tensor_stats(tensors, thresholds, inv_scale)
+            known = known or pack.recognize(tensors) or pack.meet(tensors)
+            if known.direct and known.plan is None:
+                known.plan = reference.plan_of(tensors)
+            return reference.tensor_stats(tensors, thresholds, inv_scale, known.plan)
         with _launching_on(device):
             return _run_kernels(tensors, thresholds, inv_scale, known)
 
@@ -153,6 +161,12 @@ def _eager(
 def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
     """Launches go to the tensors' device, whatever the current one is."""
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device.type).device(device)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    # it would choose the dtypes of the reference's own operators
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def _run_kernels(

@@ -23,7 +23,7 @@ from array import array
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,18 @@ from gradiometer.views import alike, as_flat, as_real, guards_tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Group", "Known", "Layout", "Pack", "clear", "is_capturing", "layout_of", "pack", "recognize"]
+__all__ = [
+    "Group",
+    "Known",
+    "Layout",
+    "Pack",
+    "clear",
+    "is_capturing",
+    "layout_of",
+    "meet",
+    "pack",
+    "recognize",
+]
 
 # distinct lists kept; a training step has one or two (gradients, weights)
 LISTS_KEPT: Final = 64
@@ -112,16 +123,17 @@ class Known:
 
     ``check(*tensors)`` tells whether so many tensors are like those; ``guarded``: by torch's guards,
     which also tell what watches a call. ``direct``: in that case, whether they are ordinary tensors
-    whose own memory is what is measured, as it stands.
+    whose own memory is what is measured, as it stands. ``layout``: of kernels that cut them so. ``plan``: the reference's own.
     """
 
     count: int
     check: Callable[..., bool]
     guarded: bool
-    cut: tuple[int, int]
-    layout: Layout
     device: torch.device
     direct: bool
+    cut: tuple[int, int] | None = None
+    layout: Layout | None = None
+    plan: Any = None
     source: _Source | None = None
     kept: _Kept | None = None
 
@@ -208,16 +220,20 @@ def pack(
         known: what `recognize` says of them, where that was asked.
         keep: whether tables may stay on the device: no graph is being warmed up or captured.
     """
-    known = known or recognize(tensors)
-    if known is None or known.cut != (chunk, max_chunks):
-        known = _meet(tensors, chunk, max_chunks)
+    known = known or recognize(tensors) or meet(tensors)
     flats = tensors if known.direct else [_flat(tensor) for tensor in tensors]
+    layout = known.layout
+    if layout is None or known.cut != (chunk, max_chunks):
+        sizes, dtypes = tuple([x.numel() for x in flats]), tuple([x.dtype for x in flats])
+        layout = layout_of(sizes, dtypes, chunk, max_chunks)
+        known.source = known.kept = None
+        known.layout, known.cut = layout, (chunk, max_chunks)
     addresses = list(map(Tensor.data_ptr, flats))
     # on other devices a capture would go unnoticed
     if keep and known.device.type in {"cpu", "cuda"} and not is_capturing(known.device):
-        kept = _keep(known, addresses)
-        return Pack(known.layout, kept.pointers, kept.table, flats)
-    return Pack(known.layout, *_copies(known, addresses), flats)
+        kept = _keep(known, layout, addresses)
+        return Pack(layout, kept.pointers, kept.table, flats)
+    return Pack(layout, *_copies(known, layout, addresses), flats)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -229,31 +245,29 @@ def _flat(tensor: Tensor) -> Tensor:
     return x.contiguous().view(-1) if flat is None else flat
 
 
-def _meet(tensors: Sequence[Tensor], chunk: int, max_chunks: int) -> Known:
-    flats = [_flat(tensor) for tensor in tensors]
-    sizes, dtypes = tuple([x.numel() for x in flats]), tuple([x.dtype for x in flats])
+def meet(tensors: Sequence[Tensor]) -> Known:
+    """Keep a list of tensors of one device, so that `recognize` returns it. Called without grad mode."""
     guarded = guards_tell()
-    direct = (
-        guarded
-        and {type(tensor) for tensor in tensors} <= {Tensor, nn.Parameter}
-        and _READ.issuperset(dtypes)
-        # both are alive here, so that a copy is elsewhere
-        and [x.data_ptr() for x in flats] == [x.data_ptr() for x in tensors]
-    )
-    layout = layout_of(sizes, dtypes, chunk, max_chunks)
-    check = alike(tensors)
-    known = Known(len(flats), check, guarded, (chunk, max_chunks), layout, flats[0].device, direct)
+    direct = guarded and {type(tensor) for tensor in tensors} <= {Tensor, nn.Parameter}
+    direct = direct and _READ.issuperset([tensor.dtype for tensor in tensors])
+    direct = direct and all([_is_own_memory(tensor) for tensor in tensors])
+    known = Known(len(tensors), alike(tensors), guarded, tensors[0].device, direct)
     _known[known] = None
     for old in list(_known)[:-LISTS_KEPT]:
         _known.pop(old, None)
     return known
 
 
-def _keep(known: Known, addresses: list[int]) -> _Kept:
+def _is_own_memory(tensor: Tensor) -> bool:
+    flat = None if tensor.is_neg() else as_flat(tensor)
+    return flat is not None and flat.data_ptr() == tensor.data_ptr()
+
+
+def _keep(known: Known, layout: Layout, addresses: list[int]) -> _Kept:
     device, kept = known.device, known.kept
     stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
     if kept is None or kept.stream != stream:
-        pointers, table = _copies(known, addresses)
+        pointers, table = _copies(known, layout, addresses)
     elif kept.addresses == addresses:
         return kept
     else:
@@ -262,12 +276,12 @@ def _keep(known: Known, addresses: list[int]) -> _Kept:
     return kept
 
 
-def _copies(known: Known, addresses: list[int]) -> tuple[Tensor, Tensor]:
+def _copies(known: Known, layout: Layout, addresses: list[int]) -> tuple[Tensor, Tensor]:
     device, source = known.device, known.source
     # both parts begin at a multiple of 16 bytes: Triton compiles another kernel for pointers that do not
     padding = len(addresses) % 2
     if source is None or source.addresses != addresses:
-        both = torch.cat([_int64([*addresses, *[0] * padding]), known.layout.table])
+        both = torch.cat([_int64([*addresses, *[0] * padding]), layout.table])
         known.source = source = _Source(addresses, _pinned(both, device))
     if is_capturing(device):
         _captured.append(source.host)
