@@ -48,7 +48,8 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    return x.to(torch.complex128).sqrt().real.contiguous() if _VECTOR_MATH else x.sqrt()
+    root = x.to(torch.complex128).sqrt().real if _VECTOR_MATH else x.sqrt()
+    return root.contiguous()
 
 
 def _sqrt_fake(x: Tensor) -> Tensor:
