@@ -9,7 +9,11 @@ JOBS ?= auto
 
 # test files whose bodies run a second time on interpreted kernels
 INTERPRETED = tests/test_ops.py tests/test_laws.py tests/test_inputs.py tests/test_numerics.py tests/test_pack.py \
-              tests/test_host_path.py tests/test_clip.py tests/test_finite.py tests/test_amp.py tests/test_recorder.py
+              tests/test_host_path.py tests/test_clip.py tests/test_finite.py tests/test_amp.py tests/test_recorder.py \
+              tests/test_roots.py
+
+# what `make test` is made of
+PARTS = plain interpreted ranks
 
 # test files that start processes, each a rank
 RANKS = tests/test_ranks*.py
@@ -32,13 +36,13 @@ demo: $(CORE) ## a small training run, recorded, on this machine, and a page of 
 	@rm -rf build/demo
 	@$(PY) -W 'ignore:Failed to initialize NumPy' -m gradiometer.demo --run-dir build/demo  # torch says so of itself; nothing here needs NumPy
 
-test: $(DEV) run-plain run-interpreted run-ranks ## every test, the shared ones on interpreted kernels, those of many ranks
+test: $(DEV) ## every test, the shared ones on interpreted kernels, those of many ranks: all parts, even where one fails
+	@$(PY) tests/parts.py $(PARTS)
 
 test-distributed: $(DEV) run-ranks ## those of many ranks: processes on this machine
 
-test-deep: export HYPOTHESIS_PROFILE = deep
-test-deep: override PYTEST_FLAGS += --timeout=0
-test-deep: test ## the same with thousands of examples a property
+test-deep: ## the same with thousands of examples a property
+	@$(MAKE) --no-print-directory test HYPOTHESIS_PROFILE=deep PYTEST_FLAGS='$(PYTEST_FLAGS) --timeout=0'
 
 test-matrix: ## the same on every supported pair of torch and triton, each in an environment of its own
 	@$(PYTHON) tests/matrix.py $(MATRIX_FLAGS)
@@ -63,7 +67,8 @@ format: $(DEV) ## let ruff edit
 	$(PY) -m ruff check --fix-only
 	$(PY) -m ruff format
 
-check: lint test ## what continuous integration runs
+check: $(DEV) ## lint and test, both even where one fails: what continuous integration runs
+	@$(PY) tests/parts.py lint $(PARTS)
 
 compare: $(TOOLS) ## ours beside home-grown telemetry: values, errors, waits, times
 	PYTHONPATH=src $(PY) tests/compare_home_grown.py $(COMPARE_FLAGS)

@@ -186,6 +186,8 @@ class Code:
     target: str
     signature: dict[str, str]
     ttir: str
+    # PTX, or LLVM's code where there is none: what an operation is, before an assembler expands it
+    portable: str
     text: str
     listing: Listing
     registers: int
@@ -225,6 +227,7 @@ def _read_sass(target: str, compiled: Any, signature: dict[str, str]) -> Code:
         target,
         signature,
         compiled.asm["ttir"],
+        compiled.asm["ptx"],
         text,
         listing,
         used["REG"],
@@ -241,6 +244,7 @@ def _read_amdgcn(target: str, compiled: Any, signature: dict[str, str]) -> Code:
         target,
         signature,
         compiled.asm["ttir"],
+        compiled.asm["llir"],
         text,
         parse_amdgcn(text),
         used["vgpr_count"],

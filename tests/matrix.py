@@ -1,9 +1,11 @@
 """Run the whole suite on every supported pair of torch and triton, and print a table.
 
-Each pair gets a fresh virtual environment with the package and the test tools, and the runs that
-`make test` makes: plain, on interpreted kernels, and those of many
-ranks. A CUDA build of torch takes about 5 GB, so
-an environment is removed when its runs are over, unless it is to be kept.
+Each pair gets a fresh virtual environment with the package and the test tools, and the parts that
+`make test` makes: plain, on interpreted kernels, and those of many ranks. A CUDA build of torch takes
+about 5 GB, so an environment is removed when its parts are over, unless it is to be kept.
+
+A pair that pip's settings on this machine refuse, as by a file of constraints, is in the table as refused,
+with pip's reason, and the other pairs run. The exit code is 1 if a part failed, or if no pair could run.
 
     python3 tests/matrix.py                                     all pairs, fresh environments
     python3 tests/matrix.py --only 2.15 --keep                  one pair, its environment stays
@@ -19,37 +21,39 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-# torch and the triton it is released with; the middle one is the Makefile's default
-PAIRS = (("2.11.0", "3.6.0"), ("2.13.0", "3.7.1"), ("2.15.0", "3.9.0"))
-RUNS = ("plain", "interpreted", "ranks")
-OUTCOMES = ("passed", "failed", "skipped")
+from parts import HEADER, ROOT, Part, make, table
 
-ROOT = Path(__file__).resolve().parent.parent
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# torch and the triton it is released with; 2.13.0 is the Makefile's default
+PAIRS = (("2.11.0", "3.6.0"), ("2.13.0", "3.7.1"), ("2.14.1", "3.8.0"), ("2.15.0", "3.9.0"))
+PARTS = ("plain", "interpreted", "ranks")
+
 VERSIONS = "import torch, triton; print(torch.__version__, triton.__version__)"
-# pytest's last line: "=== 3 failed, 120 passed, 2 skipped, 1 error in 61.20s (0:01:01) ==="
-CLOSING = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s")
+# what pip says of a conflict with the machine's own constraints, and says it of nothing else
+CONSTRAINT = re.compile(r"^ *(The user requested \(constraint\) .*\S)", re.MULTILINE)
+
+
+class RefusedError(Exception):
+    """The machine's package settings do not let this pair be installed."""
 
 
 @dataclass
 class Run:
-    """One run of pytest: what became of its tests."""
+    """One part on one pair."""
 
-    torch: str
-    triton: str
-    name: str
-    ok: bool = False
-    seconds: float = 0.0
-    counts: dict[str, int] = field(default_factory=dict)
-    note: str = ""
+    pair: tuple[str, str]
+    part: Part
+    refused: str = ""
 
     def row(self) -> tuple[str, ...]:
-        counts = (str(self.counts.get(outcome, 0)) if self.counts else "-" for outcome in OUTCOMES)
-        result = "ok" if self.ok else f"FAILED {self.note}".strip()
-        return (self.torch, self.triton, self.name, *counts, f"{self.seconds:.0f}", result)
+        row = self.part.row()
+        return (*self.pair, *row[:-1], f"REFUSED by pip: {self.refused}" if self.refused else row[-1])
 
 
 def versions(python: Path) -> tuple[str, str] | None:
@@ -76,47 +80,30 @@ def matches(python: Path, pair: tuple[str, str]) -> bool:
 def install(env: Path, pair: tuple[str, str], *, reuse: bool) -> Path:
     """Return the interpreter of an environment with exactly this pair and the package as it is now."""
     python = env / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "install", "--progress-bar", "off", "--disable-pip-version-check"]
     pins = [f"torch=={pair[0]}", f"triton=={pair[1]}"]
     if not (reuse and matches(python, pair)):
         print(f"installing {' '.join(pins)} into {env}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", env], check=True)
-    subprocess.run([*pip, *pins, f"{ROOT}[test]"], check=True)
+    _pip([*pip, *pins, f"{ROOT}[test]"])
     # the version says nothing about a source tree that changed
-    subprocess.run([*pip, "--force-reinstall", "--no-deps", ROOT], check=True)
+    _pip([*pip, "--force-reinstall", "--no-deps", ROOT])
     return python
 
 
-def pytest(python: Path, run: Run, extra: dict[str, str]) -> Run:
-    """Make one of the Makefile's runs with this interpreter; show and count what it prints."""
-    command = ["make", "--no-print-directory", "-C", ROOT, f"PY={python}", f"run-{run.name}"]
-    start = time.monotonic()
-    with subprocess.Popen(
-        command, env=os.environ | extra, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        for line in process.stdout or ():
-            print(line, end="", flush=True)
-            if closing := CLOSING.match(line):
-                run.counts = outcomes(closing[1])
-    run.seconds = time.monotonic() - start
-    run.ok = process.returncode == 0 and run.counts.get("passed", 0) > 0
-    if process.returncode == 0 and not run.ok:
-        run.note = "no test ran"
-    return run
-
-
-def outcomes(closing: str) -> dict[str, int]:
-    """Return pytest's counts by outcome. An error in a fixture or a file is a failure."""
-    counts = {"failed": 0}
-    for part in closing.split(", "):
-        number, name = part.split()
-        outcome = "failed" if name in ("error", "errors") else name
-        counts[outcome] = counts.get(outcome, 0) + int(number)
-    return counts
+def _pip(command: Sequence[str | Path]) -> None:
+    # quiet, pip gives no reason
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode == 0:
+        return
+    print(done.stdout, flush=True)
+    if reason := CONSTRAINT.search(done.stdout):
+        raise RefusedError(reason[1])
+    done.check_returncode()
 
 
 def measure(pair: tuple[str, str], given: Path | None, args: argparse.Namespace) -> list[Run]:
-    """Make both runs on one pair."""
+    """Make all parts on one pair."""
     env = args.env_dir.resolve() / f"torch-{pair[0]}"
     extra = {}
     try:
@@ -127,28 +114,23 @@ def measure(pair: tuple[str, str], given: Path | None, args: argparse.Namespace)
         else:
             python = install(env, pair, reuse=args.reuse)
             if not matches(python, pair):
-                return [Run(*pair, name, note=f"found {versions(python)}") for name in RUNS]
-        torch, triton = versions(python) or pair
+                return [Run(pair, Part(name, note=f"found {versions(python)}")) for name in PARTS]
+        found = versions(python) or pair
         runs = []
-        for name in RUNS:
-            print(f"\ntorch {torch}, triton {triton}, {name}", flush=True)
-            runs.append(pytest(python, Run(torch, triton, name), extra))
+        for name in PARTS:
+            print(f"\ntorch {found[0]}, triton {found[1]}, {name}", flush=True)
+            runs.append(Run(found, make(name, [f"PY={python}"], extra)))
+    except RefusedError as refused:
+        return [Run(pair, Part("all"), refused=str(refused))]
     except subprocess.CalledProcessError as error:
-        return [Run(*pair, name, note=f"exit {error.returncode} of {error.cmd[1:4]}") for name in RUNS]
+        return [Run(pair, Part(name, note=f"exit {error.returncode} of {error.cmd[1:4]}")) for name in PARTS]
     finally:
         if not (given or args.keep or args.reuse):
             shutil.rmtree(env, ignore_errors=True)
     return runs
 
 
-def table(runs: list[Run]) -> str:
-    rows = [("torch", "triton", "run", *OUTCOMES, "seconds", "result"), *(run.row() for run in runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -159,7 +141,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--python", action="append", type=Path, default=[], metavar="PATH", help="an environment to use"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     args.pairs = [pair for pair in PAIRS if not args.only or any(pair[0].startswith(o) for o in args.only)]
     if not args.pairs:
         parser.error(f"--only: there are {', '.join(torch for torch, _ in PAIRS)}")
@@ -174,13 +156,18 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = arguments()
+def main(given: Sequence[str] | None = None) -> int:
+    args = arguments(given)
     runs: list[Run] = []
     for pair in args.pairs:
         runs += measure(pair, args.given.get(pair), args)
-    print(f"\n{table(runs)}")
-    return 0 if all(run.ok for run in runs) else 1
+    print(f"\n{table([('torch', 'triton', *HEADER), *(run.row() for run in runs)])}")
+    refused = [run for run in runs if run.refused]
+    if refused:
+        names = ", ".join(f"torch {run.pair[0]} with triton {run.pair[1]}" for run in refused)
+        print(f"\nnot tested, refused by this machine's package settings: {names}")
+    made = [run for run in runs if not run.refused]
+    return 0 if made and all(run.part.ok for run in made) else 1
 
 
 if __name__ == "__main__":

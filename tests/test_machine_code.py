@@ -214,6 +214,26 @@ def test_the_finalize_kernel_takes_thresholds_in_fp64(target, scaled):
     assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
 
 
+def roots(code: Code) -> list[str]:
+    return re.findall(r"(?:r?sqrt\.[\w.]+|@[\w.]*r?sqrt[\w.]*)(?=[\s(])", code.portable)
+
+
+def exact_root(target: str) -> str:
+    # LLVM expands its own for fp64 to a correctly rounded one
+    return "@llvm.sqrt.f64" if target in HIP_TARGETS else "sqrt.rn.f64"
+
+
+@every_target
+def test_the_root_of_the_finalize_kernel_is_correctly_rounded(target):
+    assert set(roots(finalize_launch(target).compile(target))) == {exact_root(target)}
+
+
+def test_a_root_in_fp32_is_noticed(tmp_path):
+    old = "norm = tl.sqrt(tl.sum(tl.where(part == _SUMSQ, values, 0.0)))"
+    new = "norm = tl.sqrt(tl.sum(tl.where(part == _SUMSQ, values, 0.0)).to(tl.float32)).to(tl.float64)"
+    assert roots(changed(finalize_launch("sm_90"), old, new, tmp_path).compile("sm_90")) != ["sqrt.rn.f64"]
+
+
 @few_targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype):
@@ -294,8 +314,10 @@ def test_a_step_is_written_by_two_launches_without_atomics(target):
     launches = record_launches(torch.float32, target)
     names = [launch.kernel.fn.__name__ for launch in launches]
     assert names == ["_moments_kernel", "_finalize_kernel", "_open_kernel", "_write_kernel"]
-    for launch in launches[2:]:
-        code = launch.compile(target)
+    codes = [launch.compile(target) for launch in launches[2:]]
+    # what skips a step is the same root as the norm
+    assert {root for code in codes for root in roots(code)} == {exact_root(target)}
+    for code in codes:
         assert (code.stack, code.spills) == (0, 0)
         assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
         # steps are compared as the float64 that they are

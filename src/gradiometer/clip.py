@@ -299,7 +299,7 @@ def _norms_of_stats(stats: TensorStats, order: float) -> _Norms:
         return _as_torch_says(total, top)
     norm = derived.value(total, "finite_norm")
     # beyond 1e154 the squares of fp64 overflow: this is no less than the norm
-    bound = top * derived.value(total, "numel").sqrt()
+    bound = top * derived.sqrt(derived.value(total, "numel"))
     return _Norms(_as_torch_says(total, norm).said, torch.where(norm < math.inf, norm, bound))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from gradiometer.roots import sqrt
 from gradiometer.schema import COLUMN_INDEX, COLUMNS, NUM_COLUMNS, NUM_SUM_COLUMNS, Flag, Thresholds
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = [
     "merge_rows",
     "rescale",
     "spread",
+    "sqrt",
     "take",
     "value",
 ]
@@ -45,7 +47,7 @@ def _n_nonfinite(columns: Tensor) -> Tensor:
 
 
 def _finite_norm(columns: Tensor) -> Tensor:
-    return value(columns, "sumsq").sqrt()
+    return sqrt(value(columns, "sumsq"))
 
 
 def _norm(columns: Tensor) -> Tensor:
@@ -69,12 +71,12 @@ def _mean(columns: Tensor) -> Tensor:
 
 
 def _rms(columns: Tensor) -> Tensor:
-    return _over(value(columns, "sumsq"), _n_finite(columns)).sqrt()
+    return sqrt(_over(value(columns, "sumsq"), _n_finite(columns)))
 
 
 def _std(columns: Tensor) -> Tensor:
     mean = _mean(columns)
-    return (_over(value(columns, "sumsq"), _n_finite(columns)) - mean * mean).clamp(min=0.0).sqrt()
+    return sqrt((_over(value(columns, "sumsq"), _n_finite(columns)) - mean * mean).clamp(min=0.0))
 
 
 def _zero_fraction(columns: Tensor) -> Tensor:

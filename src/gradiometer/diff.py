@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from gradiometer import derived
 from gradiometer.extras import require
 from gradiometer.run import scalars_of
 from gradiometer.run_format import pyarrow
@@ -296,7 +297,7 @@ def _differ(a: Tensor, b: Tensor, rtol: float) -> Tensor:
     allowed[:, COLUMN_INDEX["sumsq"]] = 2 * rtol * sumsq
     allowed[:, COLUMN_INDEX["abs_max"]] = rtol * larger[:, COLUMN_INDEX["abs_max"]]
     # terms cancel in a sum: it may be small where they are not
-    allowed[:, COLUMN_INDEX["sum"]] = rtol * (numel * sumsq).sqrt()
+    allowed[:, COLUMN_INDEX["sum"]] = rtol * derived.sqrt(numel * sumsq)
     allowed[:, COLUMN_INDEX["n_zero"]] = rtol * numel
     return unequal & ~((a - b).abs() <= allowed.nan_to_num(posinf=0.0))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from gradiometer import derived
 from gradiometer.stats import TensorStats
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def group_ratio(
     above = [_row(grouped, name) for name in ([numerator] if isinstance(numerator, str) else numerator)]
     below = _row(grouped, denominator)
     norms, sizes = grouped.norm, grouped.numel
-    scaled = norms / sizes.clamp(min=1.0).sqrt()
+    scaled = norms / derived.sqrt(sizes.clamp(min=1.0))
     nothing = (sizes == 0) | (norms < floor) | (norms == 0)
     ratios = [
         torch.where(

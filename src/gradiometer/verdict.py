@@ -74,7 +74,7 @@ class Verdict(Float64Module):
             skip = cursor[Cursor.SKIP : Cursor.SKIP + 1]
             heard = torch.cat([skip, self._sumsq])
             heard = distributed.all_reduce(heard, "sum", self._ranks.group, self._ranks.timeout)
-            verdict = (heard[0] > 0) | (heard[1].sqrt() > cursor[Cursor.SKIP_ABOVE])
+            verdict = (heard[0] > 0) | (derived.sqrt(heard[1]) > cursor[Cursor.SKIP_ABOVE])
             skip.fill_(verdict)
             # no rows: it writes the header
             nothing = ring.new_zeros(ring.shape[1] - 1, NUM_COLUMNS)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from gradiometer import derived
 from gradiometer.schema import COLUMN_INDEX
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class NormHistory:
         norm = (
             record.value("norm")
             if float(record.columns()[:, _COUNTS].sum())
-            else record.value("sumsq").sqrt()
+            else derived.sqrt(record.value("sumsq"))
         )
         total = torch.linalg.vector_norm(norm)
         logs = torch.cat([norm, total.view(1)]).log_()

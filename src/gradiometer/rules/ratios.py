@@ -94,7 +94,8 @@ class UpdateRatio(TensorRule):
         # squares of norms, without what is not finite: that is said by another rule
         square = record.value("sumsq", "weights")
         exact = "updates" in kinds
-        change = record.value("sumsq", "updates") if exact else self._change(square.sqrt(), record.step)
+        norm = derived.sqrt(square)
+        change = record.value("sumsq", "updates") if exact else self._change(norm, record.step)
         x = torch.where(self.wide, (change / square).log_().mul_(0.5), math.nan)
         self.seen = self.seen + x.isfinite()
         self.ratios.score(torch.where(self.seen > SETTLE, x, math.nan))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from gradiometer import derived
 from gradiometer.schema import Flag
 from gradiometer.web.head import head_of
 
@@ -184,7 +185,7 @@ def _cells(run: Run, kind: Kind, window: Tensor) -> tuple[dict[str, Tensor], Ten
     measured, some = size > 0, size.clamp(min=1.0)
     values = {
         "norm": norm,
-        "rms": norm / some.sqrt(),
+        "rms": norm / derived.sqrt(some),
         "abs_max": read["abs_max"],
         "zero_fraction": read["n_zero"] / some,
     }
