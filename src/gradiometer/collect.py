@@ -280,11 +280,11 @@ def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> 
 
     ``parameters``: all, in order.
     """
-    if ranks is None and not _any_dtensor(grads):
+    if ranks is None and not _any_dtensor(grads) and not (is_active() and _any_dtensor(parameters)):
         return grads
     kept = [p for p in parameters.tensors if p.grad is not None]
     if ranks is not None:
-        return Named(grads.names, ranks.settle(grads.tensors, kept))
+        return Named(grads.names, ranks.settle(grads, kept, what))
     placed = [placed_like(*each, what) for each in zip(*grads, kept, strict=True)]
     return Named(grads.names, placed)
 
