@@ -178,10 +178,8 @@ NONFINITE = [
     (True, True, (INF, -INF), POSITIVE),
     *((one, first, (NAN,), BUT_0) for one in (False, True) for first in (False, True)),
     *((one, first, (2e22, -2e22), ()) for one in (False, True) for first in (False, True)),
-    (False, False, (2e200, -2e200), (3.5, 2, -2, -3.5)),
-    (False, True, (2e200, -2e200), (3.5, 2)),
-    (True, False, (2e200, -2e200), (3.5, 2)),
-    (True, True, (2e200, -2e200), (3.5, 2)),
+    # torch's powers leave fp64 for 3.5, and where all are so large for -2 and -3.5, too
+    *((one, first, (2e200, -2e200), (2,)) for one in (False, True) for first in (False, True)),
 ]
 
 
@@ -325,10 +323,9 @@ def test_powers_of_other_orders_leave_no_range(order, value, dtype):
     g = torch.tensor([value, value / 2, -value, value], dtype=dtype)
     numbers = g.double().abs().div(value).tolist()
     expected = math.fsum(x**order for x in numbers) ** (1 / order) * value
-    g0 = g.double().clone()
     norm = clip_grad_norm_(with_grads(g), expected / 4, norm_type=order)
-    # what is returned is torch's own, which overflows with its powers
-    torch.testing.assert_close(norm, torch.linalg.vector_norm(g0, order), rtol=1e-12, atol=0.0)
+    # where torch's own overflows with its powers
+    assert norm.item() == pytest.approx(expected, rel=1e-13)
     # torch's formula adds 1e-6 to the norm
     factor = expected / 4 / (expected + 1e-6)
     found = g.double().abs().div(value).tolist()
@@ -337,7 +334,7 @@ def test_powers_of_other_orders_leave_no_range(order, value, dtype):
 
 @pytest.mark.parametrize("order", [0, 0.5, 1, 3, -1])
 def test_a_tensor_of_several_pieces_has_one_norm(order, monkeypatch):
-    monkeypatch.setattr(sys.modules["gradiometer.clip"], "_PIECE", 7)
+    monkeypatch.setattr(sys.modules["gradiometer.norms"], "_PIECE", 7)
     grads = [torch.randn(5, 8).t(), torch.tensor([2.0, 0.0, INF, -3.0]), torch.zeros(3), torch.randn(20)]
     expected = [torch.linalg.vector_norm(g.double(), order) for g in grads]
     norm = clip_grad_norm_(with_grads(*grads), 1e9, norm_type=order)

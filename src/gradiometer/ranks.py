@@ -355,18 +355,22 @@ class Ranks:
         self._checked = layout
 
     def norm_of(self, norm: Tensor, order: float) -> Tensor:
-        """Return the norm, of an order above 0, of all ranks' norms; 0-d float64, finite.
+        """Return the norm of all ranks' norms, 0-d float64, of any order but 0.
 
+        ``norm``: this rank's, not NaN; what adds nothing, 0 or for a negative order inf, where it has none.
         At most two collectives of one number.
         """
         if self.size == 1:
             return norm
-        norm = norm.clamp(max=torch.finfo(torch.float64).max)
-        top = distributed.all_reduce(norm, "max", self.group, self.timeout)
-        if order == math.inf:
-            return top
-        # in units of the largest no power overflows
-        unit = torch.where(top > 0.0, top, 1.0)
+        if order > 0:
+            norm = norm.clamp(max=torch.finfo(torch.float64).max)
+        # what weighs most
+        sign = 1.0 if order > 0 else -1.0
+        most = sign * distributed.all_reduce(sign * norm, "max", self.group, self.timeout)
+        if math.inf in {order, -order}:
+            return most
+        # in units of that no power overflows
+        unit = torch.where((most > 0.0) & (most < math.inf), most, 1.0)
         powers = distributed.all_reduce((norm / unit) ** order, "sum", self.group, self.timeout)
         return powers ** (1.0 / order) * unit
 
