@@ -450,6 +450,57 @@ def test_norms_of_every_order_are_those_of_one_process(two_ranks):
         assert stages == pytest.approx(expected, rel=1e-14)
 
 
+# by a norm that was computed before, and by value
+
+
+def clip_otherwise(rank):
+    mesh = mesh_of((2,), ("tp",))
+    whole_grad = torch.tensor([[3.0, -4.0], [0.5, NAN], [12.0, 0.0]])
+    weight = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)]))
+    copied = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
+
+    def fill():
+        weight.grad = distribute_tensor(whole_grad, mesh, [Shard(0)])
+        copied.grad = distribute_tensor(torch.tensor([1.0, -9.0]), mesh, [Replicate()])
+        return {"w": weight, "c": copied}
+
+    found = gm.clip_grad_value_(fill(), 2.0)
+    by_value = found.to_dict(), whole(weight.grad), whole(copied.grad)
+    norm = get_total_norm([copied.grad])
+    gm.clip_grads_with_norm_(fill(), 1.0, norm)
+    by_norm = isinstance(norm, DTensor), whole(weight.grad), whole(copied.grad)
+    summands = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
+    summands.grad = DTensor.from_local(torch.tensor([1.0 + rank, 2.0]), mesh, [Partial()])
+    said = None
+    try:
+        gm.clip_grad_value_(fill() | {"s": summands}, 0.1)
+    except TypeError as error:
+        said = str(error)
+    unchanged = torch.equal(whole(copied.grad), torch.tensor([1.0, -9.0]))
+    gm.clip_grads_with_norm_({"s": summands}, 1.0, 4.0)
+    return by_value, by_norm, said, unchanged, whole(summands.grad)
+
+
+def test_by_value_and_by_a_given_norm_each_rank_clips_what_it_holds(two_ranks):
+    for rank, (by_value, by_norm, said, unchanged, summands) in enumerate(two_ranks.run(clip_otherwise)):
+        counts, weight, copied = by_value
+        # two rows on the first rank and one on the second
+        assert counts == {"w": 2 - rank, "c": 1}
+        expected = torch.tensor([[2.0, -2.0], [0.5, NAN], [2.0, 0.0]])
+        torch.testing.assert_close(weight, expected, rtol=0.0, atol=0.0, equal_nan=True)
+        assert copied.tolist() == [1.0, -2.0]
+        is_dtensor, weight, copied = by_norm
+        factor = 1.0 / (math.sqrt(2.0**2 + 1.0) + 1e-6)
+        assert is_dtensor
+        torch.testing.assert_close(copied, torch.tensor([1.0, -9.0]) * factor)
+        torch.testing.assert_close(weight[2], torch.tensor([12.0, 0.0]) * factor)
+        assert (
+            "'s' is a DTensor with placements (Partial(sum),): a sum is not clamped by its summands" in said
+        )
+        assert unchanged
+        torch.testing.assert_close(summands, torch.tensor([3.0, 4.0]) / 4.0)
+
+
 # compiled
 
 

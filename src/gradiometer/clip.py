@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import types
 import warnings
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from gradiometer.collect import grads_of, measure, over_ranks, settled
-from gradiometer.inputs import named_parameters
+from gradiometer.inputs import check, named_parameters
+from gradiometer.layout import is_dtensor
 from gradiometer.materialize import materialize
 from gradiometer.norms import finite_norm, norms_of, order_of
-from gradiometer.scaling import Part, parts_of, scale_
+from gradiometer.scaling import Part, limit_of, parts_of, scale_
 from gradiometer.schema import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.stats import TensorStats
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
     from gradiometer.ranks import Ranks
 
-__all__ = ["clip_coefficient", "clip_grad_norm_", "collect_and_clip_"]
+__all__ = ["clip_coefficient", "clip_grad_norm_", "clip_grads_with_norm_", "collect_and_clip_"]
 
 # torch's own: what is added to a norm before it divides
 _EPS: Final = 1e-6
@@ -114,6 +114,70 @@ def clip_grad_norm_(
     return _clip(parameters, max_norm, norm_type, error_if_nonfinite, what, reduce=reduce)[1]
 
 
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Tensor | Parameters,
+    max_norm: float | Tensor,
+    total_norm: float | Tensor,
+    foreach: bool | None = None,  # noqa: FBT001 torch's signature
+) -> None:
+    """Scale gradients in place by a norm that was computed before; `torch.nn.utils.clip_grads_with_norm_`.
+
+    ``c = min(1, max_norm / (total_norm + 1e-6))``, as `clip_grad_norm_` does it: c is never rounded to half
+    precision, NaN and infinite elements stay what and where they are, and outside a compiled step nothing is
+    written where nothing is clipped. Works the same inside and outside ``torch.compile``, and does not wait
+    for a device.
+
+    A norm that is NaN or inf tells nothing about the finite elements, so nothing is clipped by it; in torch
+    all gradients turn NaN, or 0. `clip_grad_norm_` clips the finite elements of such gradients.
+
+    Args:
+        parameters: as for `clip_grad_norm_`; their norm need not be this one. Of a DTensor what this rank
+            holds is scaled: ``total_norm`` has to be the same on all ranks.
+        max_norm: as for `clip_grad_norm_`.
+        total_norm: as `gradiometer.total_norm` or `torch.nn.utils.get_total_norm` returns it, a number or a
+            tensor of one; not negative. A tensor is not looked at: by what is negative nothing is clipped.
+        foreach: ignored; there is one implementation, and it takes all tensors at once.
+
+    Raises:
+        ValueError: for a ``max_norm`` or ``total_norm`` that cannot be; a number that is negative, say.
+        TypeError: for a gradient that cannot be scaled in place. Gradients are then unchanged.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> norm = gm.total_norm([p.grad for p in model.parameters()])
+    >>> gm.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    >>> model.weight.grad
+    tensor([[0.5883, 0.7845]])
+    """
+    del foreach
+    what = "clip_grads_with_norm_"
+    limit = limit_of(max_norm, "max_norm", what)
+    if isinstance(total_norm, Tensor) and is_dtensor(type(total_norm)):
+        total_norm = total_norm.full_tensor()  # type: ignore[attr-defined]
+    if not isinstance(total_norm, float) or total_norm == total_norm:  # noqa: PLR0124 NaN is a norm
+        total_norm = limit_of(total_norm, "total_norm", what)
+    grads, _ = grads_of(
+        named_parameters([parameters] if isinstance(parameters, Tensor) else parameters, what), what
+    )
+    check(grads, what)
+    parts = parts_of(grads, what)
+    if not parts:
+        return
+    if isinstance(total_norm, Tensor):
+        norm = total_norm.to(torch.float64).reshape(())
+    else:
+        devices = [part.tensors[0].device for part in parts]
+        device = next((device for device in devices if device.type != "cpu"), devices[0])
+        # by a product, so that in a compiled step another number is no other graph
+        norm = torch.ones((), dtype=torch.float64, device=device) * total_norm
+    is_norm = norm.isfinite() & (norm >= 0.0)
+    coefficient = torch.where(is_norm, _coefficient(norm, limit), 1.0)
+    for part in parts:
+        scale_(part, coefficient)
+
+
 def collect_and_clip_(
     model: Parameters,
     max_norm: float | Tensor,
@@ -182,7 +246,7 @@ def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: fl
     if not isinstance(stats, TensorStats):
         msg = f"{what}: expected the TensorStats of the gradients, as collect_grads returns them; got "
         raise TypeError(msg + type(stats).__name__)
-    order, limit = order_of(norm_type, what), _limit(max_norm, what)
+    order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
     if order not in {2.0, math.inf}:
         msg = f"{what}: norm_type must be 2 or inf, which the stats hold, got {norm_type!r}; "
         raise ValueError(msg + "clip_grad_norm_ takes any order")
@@ -204,7 +268,7 @@ def _clip(
     skip_nonfinite: bool = False,
 ) -> tuple[TensorStats, Tensor]:
     """Return the stats and the norm before clipping. All checks come before the first write."""
-    order, limit = order_of(norm_type, what), _limit(max_norm, what)
+    order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
     if error_if_nonfinite and torch.compiler.is_compiling():
         msg = f"{what}: error_if_nonfinite=True has to wait for the norm, and a compiled function cannot; "
         raise RuntimeError(msg + "leave it out, return stats.found_inf and look at it outside")
@@ -235,27 +299,6 @@ def _clip(
     for part in parts:
         scale_(part, coefficient)
     return stats, norms.said
-
-
-# what is asked for
-
-
-def _limit(max_norm: float | Tensor, what: str) -> float | Tensor:
-    if isinstance(max_norm, Tensor):
-        if max_norm.numel() == 1 and not max_norm.is_complex() and max_norm.dtype != torch.bool:
-            return max_norm.detach()
-        got = f"a tensor of shape {tuple(max_norm.shape)} and dtype {max_norm.dtype}"
-    else:
-        # NumPy's scalars too
-        if isinstance(max_norm, Real) and max_norm >= 0:
-            return float(max_norm)
-        # of a number that Dynamo has made an input of the graph there is no repr
-        got = f"{max_norm}" if isinstance(max_norm, Real) else repr(max_norm)
-    msg = f"{what}: max_norm must be a number that is not negative, or a tensor of one; got {got}"
-    raise ValueError(msg)
-
-
-# norms
 
 
 def _unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:
