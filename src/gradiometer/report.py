@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from gradiometer import derived, groups, table
-from gradiometer.health import EXPLODING_WEIGHT, HEALTH, VANISHING_WEIGHT, score
+from gradiometer.health import (
+    EXPLODING_WEIGHT,
+    HEALTH,
+    MAX_NORM_RATIO,
+    MAX_ZERO_FRACTION,
+    VANISHING_WEIGHT,
+    is_healthy,
+    score,
+)
 from gradiometer.modules import ModuleReports
 from gradiometer.rows import TensorReport, dicts, frame, row_to_dict, rows
 from gradiometer.schema import NUM_COLUMNS, Flag, Thresholds
@@ -242,6 +250,12 @@ class Report:
     def is_healthy(self) -> bool:
         """No NaN or Inf, nothing exploding, norm ratio below 1000, under half of all elements zero."""
         return bool(self._of_all("is_healthy"))
+
+    def is_healthy_within(
+        self, *, norm_ratio: float = MAX_NORM_RATIO, zero_fraction: float = MAX_ZERO_FRACTION
+    ) -> bool:
+        """Tell what `is_healthy` tells, with limits of your own; see `TensorStats.is_healthy_within`."""
+        return bool(is_healthy(self._columns, self._flags, norm_ratio, zero_fraction))
 
     def _of_all(self, name: str) -> float:
         return HEALTH[name](self._columns, self._flags).item()
