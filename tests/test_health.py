@@ -113,6 +113,48 @@ def test_just_inside_of_each_condition_a_step_is_healthy():
     assert gm.collect([torch.tensor(values) for values in inside]).is_healthy
 
 
+LIMITS = (
+    ({}, True),
+    ({"norm_ratio": 3.0}, True),
+    ({"norm_ratio": 2.9}, False),
+    ({"zero_fraction": 0.25}, False),
+    ({"zero_fraction": 0.26}, True),
+    ({"norm_ratio": 3, "zero_fraction": math.inf}, True),
+    ({"norm_ratio": math.inf, "zero_fraction": 0}, False),
+)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_limits_of_a_healthy_step_can_be_chosen(compiled):
+    # norms of 2 and 5.9, and two of eight elements are 0
+    tensors = [torch.full((4,), 1.0), torch.tensor([0.0, 0.0, 5.9, 0.1])]
+
+    def decide(tensors, limits):
+        return gm.collect(tensors).is_healthy_within(**limits)
+
+    function = torch.compile(decide, fullgraph=True, backend="aot_eager") if compiled else decide
+    for limits, expected in LIMITS:
+        found = function(tensors, limits)
+        assert (found.dtype, found.shape, found.item()) == (torch.bool, (), expected)
+        assert gm.collect(tensors).materialize().is_healthy_within(**limits) is expected
+    # what is not finite or explodes is not healthy within any
+    for bad in (math.nan, math.inf, 1e9):
+        stats = gm.collect([torch.tensor([bad])])
+        limits = {"norm_ratio": math.inf, "zero_fraction": math.inf}
+        assert not function([torch.tensor([bad])], limits)
+        assert stats.materialize().is_healthy_within(**limits) is False
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("limit", [-0.1, math.nan, "0.5", None])
+@pytest.mark.parametrize("name", ["norm_ratio", "zero_fraction"])
+def test_a_limit_that_is_none_is_refused(name, limit):
+    stats = gm.collect([torch.ones(1)])
+    for within in (stats.is_healthy_within, stats.materialize().is_healthy_within):
+        with pytest.raises(ValueError, match=rf"^is_healthy_within: {name} must be a number .*; got"):
+            within(**{name: limit})
+
+
 def test_the_weights_of_health_can_be_chosen():
     tensors = [torch.ones(1), torch.tensor([1e-9]), torch.tensor([1e3]), torch.ones(2)]
     stats = gm.collect(tensors)

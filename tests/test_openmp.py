@@ -1,4 +1,4 @@
-"""Operators that stay on their thread, and work that is shared by threads which do not wait for one another."""
+"""Operators that stay on their thread, and work that several threads share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def _two_threads():
     torch.set_num_threads(before)
 
 
-needs_openmp = pytest.mark.skipif(
-    not openmp.can_run_alone(), reason="this torch has no OpenMP that can be set"
-)
+needs_openmp = pytest.mark.skipif(not openmp.can_run_alone(), reason="no OpenMP to be set")
 
 
 @needs_openmp

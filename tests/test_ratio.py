@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import gradiometer as gm
+from test_compile import every_backend, graphs, no_recompile
+from test_syncs import DEVICES, device_of, watch
 
 GROUPS = {
     "host": torch.full((16,), 2.0),
@@ -114,7 +116,7 @@ def test_a_floor_that_changes_in_a_compiled_step_is_an_input_of_it():
 
 @pytest.mark.parametrize("what", [None, "stats", gm.collect([]).materialize()], ids=repr)
 def test_what_is_no_stats_is_refused(what):
-    with pytest.raises(TypeError, match="expected the TensorStats that group returns, got"):
+    with pytest.raises(TypeError, match=r"expected the TensorStats that group returns, got .*; or two norms"):
         gm.group_ratio(what, "seed", "host")
 
 
@@ -124,3 +126,87 @@ def test_rows_that_are_no_groups_are_not_all_listed():
         KeyError, match=r"no group 'seed'; there are '0', .*'9' and 40 more; are these groups\?"
     ):
         gm.group_ratio(stats, "seed", "0")
+
+
+# of norms and numbers of elements
+
+
+def norm_and_size(name):
+    x = GROUPS[name]
+    return gm.total_norm([x]), x.numel()
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.product(GROUPS, repeat=2)))
+def test_of_plain_numbers_it_is_the_same(a, b):
+    (norm_a, n_a), (norm_b, n_b) = norm_and_size(a), norm_and_size(b)
+    of_groups = gm.group_ratio(grouped(), a, b)
+    for found in (
+        gm.group_ratio(norm_a, norm_b, n_a=n_a, n_b=n_b),
+        gm.group_ratio(norm_a.item(), norm_b.item(), n_a=float(n_a), n_b=torch.tensor(n_b)),
+        gm.group_ratio(norm_a.item(), norm_b, n_a=torch.tensor(float(n_a)), n_b=n_b),
+    ):
+        assert (found.shape, found.dtype) == ((), torch.float64)
+        assert torch.equal(found.nan_to_num(nan=-1.0), of_groups.nan_to_num(nan=-1.0))
+
+
+def test_of_tensors_the_shapes_broadcast():
+    slots = torch.arange(5.0)
+    ratios = gm.group_ratio(slots, 8.0, n_a=torch.arange(5), n_b=16)
+    assert ratios.tolist() == pytest.approx([0.0, 0.5, *(i / math.sqrt(i) / 2.0 for i in (2.0, 3.0, 4.0))])
+    assert gm.group_ratio(slots.requires_grad_(), 8.0, n_a=1, n_b=1).requires_grad is False
+    assert gm.group_ratio(3, 4, n_a=1, n_b=1, floor=3.5).item() == 0.0
+    assert gm.group_ratio(torch.tensor([3.0]).half(), 1e300, n_a=1, n_b=1, floor=0.0).item() == 3.0 / 1e300
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: gm.group_ratio(1.0, 2.0), TypeError, r"need their numbers of elements: group_ratio\(norm_a"),
+        (lambda: gm.group_ratio(1.0, 2.0, n_a=3), TypeError, "need their numbers of elements"),
+        (lambda: gm.group_ratio(1.0, "a", "b"), TypeError, "need their numbers of elements"),
+        (lambda: gm.group_ratio(1.0, "a", n_a=1, n_b=1), TypeError, "norm_b must be a number .*, got str"),
+        (
+            lambda: gm.group_ratio(-1.0, 2.0, n_a=1, n_b=1),
+            ValueError,
+            "norm_a must be .* not negative, got -1.0",
+        ),
+        (lambda: gm.group_ratio(1.0, 2.0, n_a=1, n_b=-2), ValueError, "n_b must be .* not negative, got -2"),
+        (lambda: gm.group_ratio(1.0, 2.0, n_a=math.nan, n_b=1), ValueError, "n_a must be .* got nan"),
+        (
+            lambda: gm.group_ratio(1j * torch.ones(()), 2.0, n_a=1, n_b=1),
+            TypeError,
+            "norm_a must be of real numbers, got .*complex64",
+        ),
+        (lambda: gm.group_ratio(grouped(), "seed", "host", n_a=1), TypeError, "leave n_a and n_b out"),
+    ],
+    ids=[*"123456789"],
+)
+def test_what_are_no_norms_and_numbers_of_elements_is_refused(call, error, said):
+    with pytest.raises(error, match=f"^group_ratio: .*{said}"):
+        call()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_norms_it_is_on_their_device_without_a_wait(device):
+    with device_of(device) as d:
+        norms, sizes = torch.ones(3, device=d), torch.ones(3, device=d, dtype=torch.int64)
+        with watch() as seen:
+            found = gm.group_ratio(norms, 2.0, n_a=sizes, n_b=4)
+        assert (found.device.type, found.shape) == (device, (3,))
+        assert (seen.to_host, seen.to_device) == ([], [])
+
+
+@pytest.mark.usefixtures("_dynamo")
+@every_backend
+def test_of_norms_it_works_inside_a_compiled_step_and_numbers_may_change(backend):
+    def step(x, y, norm):
+        return gm.group_ratio(gm.total_norm([x]), norm, n_a=x.numel(), n_b=y.numel())
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    x, y = torch.randn(5), torch.randn(7)
+    for norm in (1.0, 2.5):
+        compiled(x, y, norm)
+    with no_recompile():
+        for i in range(3, 23):
+            torch.testing.assert_close(compiled(x, y, 0.1 * i), step(x, y, 0.1 * i), rtol=1e-14, atol=0.0)
+    assert graphs() <= 2

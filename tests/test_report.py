@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import gradiometer as gm
+from gradiometer.rows import row_to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -317,6 +318,36 @@ def test_a_report_as_a_dict_can_be_written_as_json() -> None:
     assert again["tensors"]["head.bias"]["flags"] == ["NAN", "INF", "EXPLODING"]
     finite = report_of({"x": torch.tensor([3.0, 4.0])}).to_dict()
     assert json.loads(json.dumps(finite, allow_nan=False)) == finite
+
+
+def test_a_report_as_a_dict_has_the_rows_that_iteration_gives() -> None:
+    # NaN equals nothing
+    finite = report_of({name: x for name, x in MIXED.items() if bool(x.isfinite().all())})
+    rows = finite.to_dict()["tensors"]
+    assert rows == {row.name: row_to_dict(row) for row in finite}
+    assert [list(row) for row in rows.values()] == [list(FIELDS[1:])] * len(rows)
+
+
+def test_a_report_as_a_dict_calls_no_function_for_each_tensor() -> None:
+    def calls_of(count: int) -> int:
+        report = report_of({str(i): torch.full((3,), float(i % 7)) for i in range(count)})
+        calls = 0
+
+        def profile(_: object, event: str, __: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            report.to_dict()
+        finally:
+            sys.setprofile(before)
+        return calls
+
+    # what flags mean is looked up once
+    calls_of(7)
+    assert calls_of(2000) == calls_of(20)
 
 
 def test_changing_the_dict_does_not_change_the_report() -> None:

@@ -179,6 +179,86 @@ def test_it_takes_what_stats_give():
     assert EMA()(gm.group_ratio(grouped, "seed", "host")).value == 1.0
 
 
+# without bias correction: the loop that everybody writes
+
+
+def classical(xs: Sequence[float], decay: float) -> Fraction:
+    mean = Fraction(0)
+    for x in xs:
+        if math.isfinite(x):
+            mean = Fraction(decay) * mean + (1 - Fraction(decay)) * Fraction(x)
+    return mean
+
+
+@given(st.lists(values, min_size=1, max_size=12), decays)
+def test_without_bias_correction_it_is_the_average_that_starts_at_zero(xs, decay):
+    ema, corrected = EMA(decay=decay, eps=1e-3, bias_correction=False), EMA(decay=decay, eps=1e-3)
+    assert (ema.value.item(), ema.steps.item()) == (0.0, 0.0)
+    for i, x in enumerate(xs):
+        scale = max([abs(y) for y in xs[: i + 1] if math.isfinite(y)], default=0.0)
+        before = ema.value.item()
+        value, drift = (y.item() for y in ema(tensor(x)))
+        # that of the corrected mean, and of a weight and a product
+        bound = (i + 1) * (16 + 4 * (i + 1)) * EPS * Fraction(scale)
+        assert abs(Fraction(value) - classical(xs[: i + 1], decay)) <= bound
+        expected = abs(x - before) / (abs(before) + 1e-3)
+        assert drift == expected or (math.isnan(x) and math.isnan(drift))
+        # one state for both
+        corrected(tensor(x))
+        assert same(ema.state, corrected.state)
+
+
+def test_the_first_steps_without_correction_are_those_worked_out_by_hand():
+    ema = EMA(decay=0.5, eps=1.0, bias_correction=False)
+    # from 0: |1 - 0| / (0 + 1)
+    assert_same(ema(tensor(1.0)), Smoothed(tensor(0.5), tensor(1.0)))
+    # 0.5 * 0.5 + 0.5 * 4, and |4 - 0.5| / (0.5 + 1)
+    assert_same(ema(tensor(4.0)), Smoothed(tensor(2.25), tensor(3.5 / 1.5)))
+    assert_same(ema(tensor(NAN)), Smoothed(tensor(2.25), tensor(NAN)))
+    assert_same(ema(tensor(-INF)), Smoothed(tensor(2.25), tensor(INF)))
+    assert ema(tensor(3.0)).value.item() == pytest.approx(2.625, rel=1e-15)
+    assert ema.reset_().value.item() == 0.0
+    first = EMA(bias_correction=False)(tensor(NAN))
+    assert_same(first, Smoothed(tensor(0.0), tensor(NAN)))
+    assert "bias_correction=False" in repr(ema)
+    assert "bias_correction" not in repr(EMA())
+
+
+def test_a_state_of_one_kind_loads_into_the_other():
+    classic, corrected = EMA(2, decay=0.9, bias_correction=False), EMA(2, decay=0.9)
+    for x in ([1.0, 2.0], [3.0, NAN], [0.5, 4.0]):
+        classic(tensor(x))
+    corrected.load_state_dict(classic.state_dict())
+    weights = 1.0 - 0.9**classic.steps
+    torch.testing.assert_close(corrected.value * weights, classic.value, rtol=1e-14, atol=0.0)
+    again = EMA(2, decay=0.9, bias_correction=False)
+    again.load_state_dict(corrected.state_dict())
+    assert_same(again(tensor([1.0, 1.0])), classic(tensor([1.0, 1.0])))
+    assert same(copy.deepcopy(again).value, again.value)
+
+
+@every_backend
+def test_without_correction_it_is_updated_inside_a_compiled_step(backend):
+    ema, twin = EMA(2, decay=0.9, bias_correction=False), EMA(2, decay=0.9, bias_correction=False)
+    compiled = torch.compile(ema, fullgraph=True, backend=backend)
+    mean = torch.zeros(2, dtype=F64)
+    with no_recompile():
+        for i in range(8):
+            x = torch.rand(2, dtype=F64) + i
+            found, expected = compiled(x), twin(x)
+            mean = 0.9 * mean + (1 - 0.9) * x
+            torch.testing.assert_close(found.value, mean, rtol=1e-14, atol=0.0)
+            # Inductor may fuse a product and a sum
+            torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-14, atol=0.0)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("value", [None, 0, "no"])
+def test_a_bias_correction_that_is_no_bool_is_refused(value):
+    with pytest.raises(TypeError, match=r"bias_correction must be True or False"):
+        EMA(bias_correction=value)
+
+
 # what is refused
 
 

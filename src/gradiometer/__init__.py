@@ -7,7 +7,13 @@ without waiting for the device.
 
 from gradiometer import rules, sinks
 from gradiometer.amp import inverse_scale, share_found_inf_
-from gradiometer.clip import clip_coefficient, clip_grad_norm_, collect_and_clip_
+from gradiometer.clamp import ElementCounts, clip_grad_value_
+from gradiometer.clip import (
+    clip_coefficient,
+    clip_grad_norm_,
+    clip_grads_with_norm_,
+    collect_and_clip_,
+)
 from gradiometer.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.distributed import RankError
 from gradiometer.findings import Finding, Severity
@@ -42,6 +48,7 @@ __all__ = [
     "DEFAULT_EXPLODING_THRESHOLD",
     "DEFAULT_VANISHING_THRESHOLD",
     "EMA",
+    "ElementCounts",
     "Finding",
     "FiniteReport",
     "Flag",
@@ -64,6 +71,8 @@ __all__ = [
     "check_finite",
     "clip_coefficient",
     "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
     "collect",
     "collect_and_clip_",
     "collect_grads",

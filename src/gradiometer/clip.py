@@ -9,33 +9,28 @@ from __future__ import annotations
 import math
 import types
 import warnings
-from numbers import Real
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
-from gradiometer import derived
 from gradiometer.collect import grads_of, measure, over_ranks, settled
-from gradiometer.inputs import Named, is_plain_subclass, local_shards, named_parameters
+from gradiometer.inputs import check, named_parameters
+from gradiometer.layout import is_dtensor
 from gradiometer.materialize import materialize
-from gradiometer.scaling import Part, parts_of, scale_
+from gradiometer.norms import finite_norm, norms_of, order_of
+from gradiometer.scaling import Part, limit_of, parts_of, scale_
 from gradiometer.schema import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.stats import TensorStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from gradiometer.inputs import Parameters
     from gradiometer.ranks import Ranks
 
-__all__ = ["clip_coefficient", "clip_grad_norm_", "collect_and_clip_"]
+__all__ = ["clip_coefficient", "clip_grad_norm_", "clip_grads_with_norm_", "collect_and_clip_"]
 
 # torch's own: what is added to a norm before it divides
 _EPS: Final = 1e-6
-# elements that are widened to fp64 at a time, for other orders than 2 and infinity
-_PIECE: Final = 2**20
 _MAX: Final = torch.finfo(torch.float64).max
 # names in an error message
 _NAMES: Final = 10
@@ -79,20 +74,18 @@ def clip_grad_norm_(
             at, so that in a compiled step it changes without the recompilation that each new
             number costs: NaN clips nothing there, and what is negative is 0.
         norm_type: any order that `torch.linalg.vector_norm` takes, ``"inf"`` too. Orders other
-            than 2 and infinity read the gradients several times more, in fp64 copies of a million
-            elements.
+            than 0, 2 and infinity read the gradients once more, in fp64 copies of a million elements.
         error_if_nonfinite: whether to wait for the norm, in one transfer, and raise if it is NaN or inf.
         foreach: ignored; there is one implementation, and it takes all tensors at once.
         reduce: whether the norm is that of all ranks: True, False, or what they have agreed on,
             `gradiometer.Ranks`; None: where a parameter is a DTensor. All ranks have to come here then.
-            Orders other than 2 and infinity take two more collectives, of one number.
+            Orders other than 0, 2 and infinity take two more collectives, of one number.
 
     Returns:
         The norm before clipping, 0-d float64 on the gradients' device; 0 with no gradient.
 
     Raises:
-        ValueError: for a ``max_norm`` that is negative, NaN or no number; with several ranks for an order
-            that is not above 0.
+        ValueError: for a ``max_norm`` that is negative, NaN or no number, and an order that is none.
         TypeError: for a gradient that cannot be measured, or not be scaled in place.
         RuntimeError: with ``error_if_nonfinite``, for a norm that is NaN or inf; the message names
             the gradients, and of several ranks the first that has such an element. Inside a compiled
@@ -119,6 +112,70 @@ def clip_grad_norm_(
             warnings.warn(said, stacklevel=2)
     what = "clip_grad_norm_"
     return _clip(parameters, max_norm, norm_type, error_if_nonfinite, what, reduce=reduce)[1]
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Tensor | Parameters,
+    max_norm: float | Tensor,
+    total_norm: float | Tensor,
+    foreach: bool | None = None,  # noqa: FBT001 torch's signature
+) -> None:
+    """Scale gradients in place by a norm that was computed before; `torch.nn.utils.clip_grads_with_norm_`.
+
+    ``c = min(1, max_norm / (total_norm + 1e-6))``, as `clip_grad_norm_` does it: c is never rounded to half
+    precision, NaN and infinite elements stay what and where they are, and outside a compiled step nothing is
+    written where nothing is clipped. Works the same inside and outside ``torch.compile``, and does not wait
+    for a device.
+
+    A norm that is NaN or inf tells nothing about the finite elements, so nothing is clipped by it; in torch
+    all gradients turn NaN, or 0. `clip_grad_norm_` clips the finite elements of such gradients.
+
+    Args:
+        parameters: as for `clip_grad_norm_`; their norm need not be this one. Of a DTensor what this rank
+            holds is scaled: ``total_norm`` has to be the same on all ranks.
+        max_norm: as for `clip_grad_norm_`.
+        total_norm: as `gradiometer.total_norm` or `torch.nn.utils.get_total_norm` returns it, a number or a
+            tensor of one; not negative. A tensor is not looked at: by what is negative nothing is clipped.
+        foreach: ignored; there is one implementation, and it takes all tensors at once.
+
+    Raises:
+        ValueError: for a ``max_norm`` or ``total_norm`` that cannot be; a number that is negative, say.
+        TypeError: for a gradient that cannot be scaled in place. Gradients are then unchanged.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> norm = gm.total_norm([p.grad for p in model.parameters()])
+    >>> gm.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    >>> model.weight.grad
+    tensor([[0.5883, 0.7845]])
+    """
+    del foreach
+    what = "clip_grads_with_norm_"
+    limit = limit_of(max_norm, "max_norm", what)
+    if isinstance(total_norm, Tensor) and is_dtensor(type(total_norm)):
+        total_norm = total_norm.full_tensor()  # type: ignore[attr-defined]
+    if not isinstance(total_norm, float) or total_norm == total_norm:  # noqa: PLR0124 NaN is a norm
+        total_norm = limit_of(total_norm, "total_norm", what)
+    grads, _ = grads_of(
+        named_parameters([parameters] if isinstance(parameters, Tensor) else parameters, what), what
+    )
+    check(grads, what)
+    parts = parts_of(grads, what)
+    if not parts:
+        return
+    if isinstance(total_norm, Tensor):
+        norm = total_norm.to(torch.float64).reshape(())
+    else:
+        devices = [part.tensors[0].device for part in parts]
+        device = next((device for device in devices if device.type != "cpu"), devices[0])
+        # by a product, so that in a compiled step another number is no other graph
+        norm = torch.ones((), dtype=torch.float64, device=device) * total_norm
+    is_norm = norm.isfinite() & (norm >= 0.0)
+    coefficient = torch.where(is_norm, _coefficient(norm, limit), 1.0)
+    for part in parts:
+        scale_(part, coefficient)
 
 
 def collect_and_clip_(
@@ -189,19 +246,12 @@ def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: fl
     if not isinstance(stats, TensorStats):
         msg = f"{what}: expected the TensorStats of the gradients, as collect_grads returns them; got "
         raise TypeError(msg + type(stats).__name__)
-    order, limit = _order(norm_type, what), _limit(max_norm, what)
+    order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
     if order not in {2.0, math.inf}:
         msg = f"{what}: norm_type must be 2 or inf, which the stats hold, got {norm_type!r}; "
         raise ValueError(msg + "clip_grad_norm_ takes any order")
     with torch.no_grad():
-        return _coefficient(_norms_of_stats(stats, order).finite, limit)
-
-
-class _Norms(NamedTuple):
-    """The norm as torch would say it, and that of the finite elements; 0-d float64, one device."""
-
-    said: Tensor
-    finite: Tensor
+        return _coefficient(norms_of(stats.columns, order).finite, limit)
 
 
 @torch.no_grad()
@@ -218,160 +268,37 @@ def _clip(
     skip_nonfinite: bool = False,
 ) -> tuple[TensorStats, Tensor]:
     """Return the stats and the norm before clipping. All checks come before the first write."""
-    order, limit = _order(norm_type, what), _limit(max_norm, what)
+    order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
     if error_if_nonfinite and torch.compiler.is_compiling():
         msg = f"{what}: error_if_nonfinite=True has to wait for the norm, and a compiled function cannot; "
         raise RuntimeError(msg + "leave it out, return stats.found_inf and look at it outside")
     parameters = named_parameters(model, what)
     grads, home = grads_of(parameters, what)
     parts: list[Part] = []
-    norms: _Norms | None = None
+    finite: Tensor | None = None
     over: Ranks | None = None
 
     def measured(ranks: Ranks | None) -> TensorStats:
         # whatever is refused is refused before other ranks hear of this one
-        nonlocal parts, norms, over
+        nonlocal parts, finite, over
         if ranks is not None and ranks.size > 1:
             over = ranks
-            if order <= 0.0:
-                msg = f"{what}: with several ranks norm_type must be above 0, got {norm_type!r}"
-                raise ValueError(msg)
         local = settled(grads, parameters, ranks, what)
         stats = measure(local, what, thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
         parts = parts_of(grads, what)
-        # a complex element is measured as two real ones, but its largest magnitude is its own
-        if order != 2.0 and (order != math.inf or _any_complex(local, over)):
-            norms = _norms_of_tensors(_counted(local, over), order, stats.columns.device)
+        finite = finite_norm(local, order, over, stats.columns.device)
+        if finite is not None and inv_scale is not None:
+            finite = _unscaled(finite, inv_scale)
         return stats
 
     stats = over_ranks(reduce, parameters, what, measured)
-    if norms is None:
-        norms = _norms_of_stats(stats, order)
-    else:
-        if over is not None:
-            norms = _as_torch_says(stats.total, over.norm_of(norms.finite, order))
-        if inv_scale is not None and order != 0.0:
-            norms = _Norms(*(_unscaled(norm, inv_scale) for norm in norms))
+    norms = norms_of(stats.columns, order, finite, over)
     if error_if_nonfinite:
         _refuse_nonfinite(stats, norms.said, order, over)
     coefficient = _coefficient(norms.finite, limit)
     for part in parts:
         scale_(part, coefficient)
     return stats, norms.said
-
-
-# what is asked for
-
-
-def _order(norm_type: float | str, what: str) -> float:
-    try:
-        order = float(norm_type)
-    except (TypeError, ValueError):
-        order = math.nan
-    if order != order:  # noqa: PLR0124 NaN, which math.isnan tells no Dynamo
-        msg = f"{what}: norm_type must be the order of a norm, 2 or 'inf' say, got {norm_type!r}"
-        raise ValueError(msg)
-    return order
-
-
-def _limit(max_norm: float | Tensor, what: str) -> float | Tensor:
-    if isinstance(max_norm, Tensor):
-        if max_norm.numel() == 1 and not max_norm.is_complex() and max_norm.dtype != torch.bool:
-            return max_norm.detach()
-        got = f"a tensor of shape {tuple(max_norm.shape)} and dtype {max_norm.dtype}"
-    else:
-        # NumPy's scalars too
-        if isinstance(max_norm, Real) and max_norm >= 0:
-            return float(max_norm)
-        # of a number that Dynamo has made an input of the graph there is no repr
-        got = f"{max_norm}" if isinstance(max_norm, Real) else repr(max_norm)
-    msg = f"{what}: max_norm must be a number that is not negative, or a tensor of one; got {got}"
-    raise ValueError(msg)
-
-
-# norms
-
-
-def _norms_of_stats(stats: TensorStats, order: float) -> _Norms:
-    total = stats.total
-    top = derived.value(total, "abs_max")
-    if order == math.inf:
-        return _as_torch_says(total, top)
-    norm = derived.value(total, "finite_norm")
-    # beyond 1e154 the squares of fp64 overflow: this is no less than the norm
-    bound = top * derived.sqrt(derived.value(total, "numel"))
-    return _Norms(_as_torch_says(total, norm).said, torch.where(norm < math.inf, norm, bound))
-
-
-def _as_torch_says(total: Tensor, norm: Tensor) -> _Norms:
-    """Return a norm of the finite elements, and what it is with the others."""
-    nan, inf = (derived.value(total, name) for name in ("n_nan", "n_inf"))
-    said = norm + torch.where(inf > 0, math.inf, 0.0) + torch.where(nan > 0, math.nan, 0.0)
-    return _Norms(said, norm)
-
-
-def _any_complex(named: Named, ranks: Ranks | None) -> bool:
-    """Tell whether any gradient is complex; with ranks, on any of them."""
-    if ranks is None:
-        return any([x.is_complex() for x in named.tensors])
-    return any([holding.dtype.startswith("complex") for holding in ranks.agreement.holdings])
-
-
-def _counted(named: Named, ranks: Ranks | None) -> list[Tensor]:
-    """Return the tensors that this rank counts, and no other one with a copy; of DTensors the shards."""
-    names, tensors = local_shards(named, "clip")
-    if ranks is None:
-        return tensors
-    return [x for name, x in zip(names, tensors, strict=True) if name in ranks.counted]
-
-
-def _norms_of_tensors(tensors: list[Tensor], order: float, home: torch.device) -> _Norms:
-    """Compute torch's own norms in fp64, and that of finite elements, one piece of a tensor at a time."""
-    # what adds nothing to a sum of powers
-    nothing = 0.0 if order >= 0 else math.inf
-    said, finite = [], []
-    for tensor in tensors:
-        if tensor.numel() > 0:
-            pieces = [
-                (vector_norm(x, order), _norm_in_range(torch.where(x.isfinite(), x, nothing), order))
-                for x in _wide(tensor)
-            ]
-            of_all, of_finite = (torch.stack(norms) for norms in zip(*pieces, strict=True))
-            if order == 0.0:
-                of_all, of_finite = of_all.sum(), of_finite.sum()
-            else:
-                of_all, of_finite = vector_norm(of_all, order), _norm_in_range(of_finite, order)
-            said.append(of_all.to(home, non_blocking=True))
-            finite.append(of_finite.to(home, non_blocking=True))
-    if not said:
-        none = torch.zeros((), dtype=torch.float64, device=home)
-        return _Norms(none, none)
-    # torch's norm of norms: of order 0 that counts tensors, not elements
-    return _Norms(vector_norm(torch.stack(said), order), _norm_in_range(torch.stack(finite), order))
-
-
-def _norm_in_range(x: Tensor, order: float) -> Tensor:
-    """Return what torch's own norm would be if no power left the range of fp64, as 1e35 to the tenth does."""
-    if order == 0.0 or math.inf in {order, -order}:
-        exact: Tensor = vector_norm(x, order)
-        return exact
-    # in units of what weighs most
-    size = x.abs()
-    unit = size.amax() if order > 0.0 else size.amin()
-    unit = torch.where((unit > 0.0) & (unit < math.inf), unit, 1.0)
-    norm: Tensor = vector_norm(size / unit, order) * unit
-    return norm
-
-
-def _wide(tensor: Tensor) -> Iterator[Tensor]:
-    x = tensor.as_subclass(Tensor) if is_plain_subclass(type(tensor)) else tensor
-    if x.layout == torch.sparse_coo:
-        values = x.coalesce().values()
-        # for all zeros that are not stored
-        zeros = values.new_zeros(1 if values.numel() < x.numel() else 0)
-        x = torch.cat([values.reshape(-1), zeros])
-    for piece in x.reshape(-1).split(_PIECE):
-        yield piece.to(torch.complex128 if piece.is_complex() else torch.float64)
 
 
 def _unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:

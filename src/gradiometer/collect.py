@@ -23,6 +23,7 @@ from gradiometer.inputs import (
     present,
 )
 from gradiometer.layout import UNKNOWN, is_dtensor, placed_like
+from gradiometer.norms import finite_norm, norms_of, order_of
 from gradiometer.ranks import agreed, is_active, layout_here, ranks_for
 from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
 from gradiometer.stats import TensorStats
@@ -227,19 +228,49 @@ def grad_norm(
     return empty
 
 
-def total_norm(tensors: Tensors, *, reduce: bool | Ranks | None = None) -> Tensor:
-    """Return the L2 norm of all tensors together as a 0-d float64 tensor on their device; 0 with none.
+def total_norm(
+    tensors: Tensors, norm_type: float | str = 2.0, *, reduce: bool | Ranks | None = None
+) -> Tensor:
+    """Return the norm of all tensors together as a 0-d float64 tensor on their device; 0 with none.
+
+    `torch.nn.utils.get_total_norm` in fp64: no square or power of an fp32 or half number overflows. NaN
+    and Inf count as torch says: NaN makes the norm NaN, and Inf makes it inf, but to a negative order Inf
+    is nothing, and of order 0 both are elements other than 0.
 
     Args:
         tensors: as for `collect`.
-        reduce: as for `grad_norm`.
+        norm_type: any order that `torch.linalg.vector_norm` takes: 2, 1, 0.5, ``"inf"``, -inf, a negative
+            number. Of order 0 it is the number of tensors that are not all zero, as torch's norm of norms
+            is. Orders other than 0, 2 and infinity read the tensors twice.
+        reduce: as for `grad_norm`. Orders other than 0, 2 and infinity take two more collectives, of one
+            number.
+
+    Raises:
+        ValueError: for a ``norm_type`` that is no order.
+        TypeError, RankError: as for `collect`.
 
     >>> import torch, gradiometer as gm
     >>> gm.total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
     tensor(5., dtype=torch.float64)
+    >>> gm.total_norm([torch.tensor([3.0]), torch.tensor([-4.0])], "inf")
+    tensor(4., dtype=torch.float64)
     """
+    order = order_of(norm_type, "total_norm")
     named = named_tensors(tensors, "total_norm")
-    return over_ranks(reduce, named, "total_norm", lambda _: measure(named, "total_norm")).total_norm
+    if order == 2.0:
+        return over_ranks(reduce, named, "total_norm", lambda _: measure(named, "total_norm")).total_norm
+    finite: Tensor | None = None
+    over: Ranks | None = None
+
+    def measured(ranks: Ranks | None) -> TensorStats:
+        nonlocal finite, over
+        over = ranks
+        stats = measure(named, "total_norm")
+        finite = finite_norm(named, order, ranks, stats.columns.device)
+        return stats
+
+    stats = over_ranks(reduce, named, "total_norm", measured)
+    return norms_of(stats.columns, order, finite, over).said
 
 
 # for what is built on a collection
@@ -285,11 +316,11 @@ def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> 
 
     ``parameters``: all, in order.
     """
-    if ranks is None and not _any_dtensor(grads):
+    if ranks is None and not _any_dtensor(grads) and not (is_active() and _any_dtensor(parameters)):
         return grads
     kept = [p for p in parameters.tensors if p.grad is not None]
     if ranks is not None:
-        return Named(grads.names, ranks.settle(grads.tensors, kept))
+        return Named(grads.names, ranks.settle(grads, kept, what))
     placed = [placed_like(*each, what) for each in zip(*grads, kept, strict=True)]
     return Named(grads.names, placed)
 

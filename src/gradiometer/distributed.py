@@ -39,6 +39,7 @@ __all__ = [
     "share",
     "side_group",
     "tell",
+    "whole",
 ]
 
 # a ProcessGroup; a build of torch without torch.distributed has none
@@ -68,6 +69,13 @@ _of_meshes: weakref.WeakKeyDictionary[Group, dict[tuple[int, ...], Group]] = wea
 
 
 # groups
+
+
+def whole() -> Any:
+    """Return the placement of a DTensor that every rank has a copy of."""
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 its import is slow
+
+    return Replicate()
 
 
 def is_active() -> bool:

@@ -18,7 +18,15 @@ from gradiometer.schema import Flag
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EXPLODING_WEIGHT", "HEALTH", "VANISHING_WEIGHT", "score"]
+__all__ = [
+    "EXPLODING_WEIGHT",
+    "HEALTH",
+    "MAX_NORM_RATIO",
+    "MAX_ZERO_FRACTION",
+    "VANISHING_WEIGHT",
+    "is_healthy",
+    "score",
+]
 
 # what a share of vanishing, and of exploding tensors takes from the health
 VANISHING_WEIGHT: Final = 0.5
@@ -75,11 +83,22 @@ def _norm_ratio(columns: Tensor) -> Tensor:
     return _max_norm(columns) / _min_norm(columns).clamp(min=LEAST_NORM)
 
 
-def _is_healthy(columns: Tensor, flags: Tensor) -> Tensor:
+def is_healthy(
+    columns: Tensor,
+    flags: Tensor,
+    norm_ratio: float = MAX_NORM_RATIO,
+    zero_fraction: float = MAX_ZERO_FRACTION,
+) -> Tensor:
+    """Tell whether all is finite, nothing explodes, and both values are below their limits; 0-d bool."""
+    for name, limit in (("norm_ratio", norm_ratio), ("zero_fraction", zero_fraction)):
+        # true for NaN too, without math.isnan, which no Dynamo asks of a number that changes
+        if not isinstance(limit, (int, float)) or not limit >= 0:
+            msg = f"is_healthy_within: {name} must be a number that is not negative, or inf; got {limit}"
+            raise ValueError(msg)
     return (
         (_total(columns, "n_nonfinite") == 0)
-        & (_norm_ratio(columns) < MAX_NORM_RATIO)
-        & (_total(columns, "zero_fraction") < MAX_ZERO_FRACTION)
+        & (_norm_ratio(columns) < norm_ratio)
+        & (_total(columns, "zero_fraction") < zero_fraction)
         & (_count(flags, Flag.EXPLODING) == 0)
     )
 
@@ -91,7 +110,7 @@ HEALTH: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "min_norm": lambda columns, _: _min_norm(columns),
     "max_norm": lambda columns, _: _max_norm(columns),
     "norm_ratio": lambda columns, _: _norm_ratio(columns),
-    "is_healthy": _is_healthy,
+    "is_healthy": is_healthy,
     "total_zero_fraction": lambda columns, _: _total(columns, "zero_fraction"),
     "total_n_nan": lambda columns, _: _total(columns, "n_nan"),
     "total_n_inf": lambda columns, _: _total(columns, "n_inf"),

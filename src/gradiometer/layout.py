@@ -18,13 +18,27 @@ __all__ = [
     "Holding",
     "Layout",
     "Mesh",
+    "Place",
     "is_dtensor",
     "is_partial",
     "layout_of",
     "local_shard",
     "placed_like",
+    "places",
     "plain_layout",
 ]
+
+
+class Place(NamedTuple):
+    """How a gradient is placed in a dimension of its mesh, and how it has to be measured; None: whole."""
+
+    now: Any
+    then: Any
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is so already."""
+        return bool(self.now.is_replicate() if self.then is None else self.now == self.then)
 
 
 class Mesh(NamedTuple):
@@ -144,25 +158,46 @@ def local_shard(tensor: Any) -> Tensor:
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[no-any-return]
 
 
-def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
-    """Return a gradient placed as its parameter is, for which layouts are made, without any other rank.
+def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[Place]]:
+    """Return a gradient, and for each dimension of its mesh how it is placed and how it has to be measured.
 
-    What is partial stays so.
+    It is measured as layouts say its parameter is: whole where that is replicated, plain or summands. A plain
+    gradient of a DTensor is whole on each rank. No places: it is measured as it is.
 
     Raises:
-        TypeError: where that takes other ranks.
+        TypeError: where the gradient and its parameter are on different meshes.
     """
-    if not (is_dtensor(type(grad)) and is_dtensor(type(parameter))) or (
-        grad.placements == parameter.placements or is_partial(grad)
-    ):
-        return grad  # type: ignore[no-any-return]
+    if not is_dtensor(type(parameter)):
+        return grad, [Place(now, None) for now in grad.placements] if is_dtensor(type(grad)) else []
+    if not is_dtensor(type(grad)):
+        # replicated, if nothing is said
+        grad = type(parameter).from_local(grad.detach(), parameter.device_mesh)
+    elif grad.device_mesh != parameter.device_mesh:
+        msg = (
+            f"{what}: the gradient of {name!r} is on the mesh {grad.device_mesh}, and its parameter on "
+            f"{parameter.device_mesh}: put both on one mesh"
+        )
+        raise TypeError(msg)
     pairs = zip(grad.placements, parameter.placements, strict=True)
-    if all([now == then or now.is_replicate() for now, then in pairs]):
+    return grad, [Place(now, None if _is_whole(then) else then) for now, then in pairs]
+
+
+def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
+    """Return a gradient as it has to be measured, without any other rank. What is partial stays so.
+
+    Raises:
+        TypeError: where that takes other ranks; as `places`.
+    """
+    grad, found = places(name, grad, parameter, what)
+    if all([place.is_settled for place in found]) or is_partial(grad):
+        return grad  # type: ignore[no-any-return]
+    if all([place.is_settled or place.now.is_replicate() for place in found]):
         with torch.no_grad():
-            return grad.redistribute(placements=parameter.placements)  # type: ignore[no-any-return]
+            return grad.redistribute(placements=[place.then or place.now for place in found])  # type: ignore[no-any-return]
+    theirs = f"has placements {parameter.placements}" if is_dtensor(type(parameter)) else "is a plain tensor"
     msg = (
-        f"{what}: the gradient of {name!r} has placements {grad.placements}, and its parameter "
-        f"{parameter.placements}: pass reduce=gm.Ranks(model)"
+        f"{what}: the gradient of {name!r} has placements {grad.placements}, and its parameter {theirs}: "
+        "pass reduce=gm.Ranks(model)"
     )
     raise TypeError(msg)
 

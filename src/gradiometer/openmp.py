@@ -1,8 +1,8 @@
-"""Threads that do not wait for one another: several at once, and each runs its operators alone.
+"""Threads that each run whole operators, so that they do not wait for one another.
 
-PyTorch spreads an operator on more than 32,768 elements over OpenMP threads, which meet at its end. On a busy
-machine each meeting waits until the thread that was interrupted goes on, some milliseconds. A thread whose own
-OpenMP setting is 1 runs whole operators by itself; the setting of every other thread stays as it is.
+PyTorch spreads an operator on 32,768 elements or more over OpenMP threads, which meet at its end. On a busy
+machine each meeting waits until an interrupted thread is scheduled again, which takes milliseconds. Here a
+thread sets its own number of OpenMP threads to 1; the setting of every other thread stays as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @cache
 def _setter() -> Callable[[int], Any] | None:
-    """Return what sets the number of OpenMP threads for the calling thread; None where there is no such thing."""
+    """Return the function that sets the calling thread's number of OpenMP threads, or None."""
     before = torch.get_num_threads()
     try:
         set_threads = ctypes.CDLL(None).omp_set_num_threads
@@ -63,15 +63,16 @@ def one_thread() -> Iterator[None]:
 def map_on_threads(
     start: Callable[[], Callable[[Item], Result]], items: Iterable[Item], threads: int
 ) -> list[Result]:
-    """Return the result for each item, in order, from so many threads, the calling one among them.
+    """Call a function for each item on several threads; return the results in the order of the items.
 
     Args:
-        start: called once on each thread; returns the function that is called for items there.
-        items: taken one at a time by whichever thread is free.
-        threads: at least 1. Each runs its operators alone, without gradients.
+        start: called once on each thread; returns the function to call for the items there.
+        items: each is taken by the next free thread.
+        threads: how many, at least 1; the calling thread is one of them. Operators run on their own thread,
+            without gradients.
 
     Raises:
-        BaseException: what the first item that failed raised; items after it may not have been looked at.
+        BaseException: the first exception that a call raised; the remaining items are then left.
     """
     todo = enumerate(items)
     lock = threading.Lock()
@@ -91,15 +92,13 @@ def map_on_threads(
         except BaseException as error:  # noqa: BLE001 raised again below, on the calling thread
             failed.append(error)
 
-    helpers = [
-        threading.Thread(target=run, name="gradiometer-collect", daemon=True) for _ in range(threads - 1)
-    ]
     started = []
-    for helper in helpers:
+    for _ in range(threads - 1):
+        helper = threading.Thread(target=run, name="gradiometer-collect", daemon=True)
         try:
             helper.start()
         except RuntimeError:
-            # no more threads, or the interpreter is ending: those that are there do it
+            # no more threads can start, as at the end of the interpreter: the others do the work
             break
         started.append(helper)
     run()

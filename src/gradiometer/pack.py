@@ -123,7 +123,8 @@ class Known:
 
     ``check(*tensors)`` tells whether so many tensors are like those; ``guarded``: by torch's guards,
     which also tell what watches a call. ``direct``: in that case, whether they are ordinary tensors
-    whose own memory is what is measured, as it stands. ``layout``: of kernels that cut them so. ``plan``: the reference's own.
+    whose own memory is what is measured, as it stands. ``layout``: of kernels that cut them so. ``plan``: the
+    `reference.Plan` of a direct list.
     """
 
     count: int

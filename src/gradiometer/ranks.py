@@ -19,14 +19,15 @@ from gradiometer import derived, distributed
 from gradiometer.agreement import Agreement, DisagreementError, Member, agree
 from gradiometer.distributed import RankError
 from gradiometer.inputs import check_names, has_float64, named_parameters
-from gradiometer.layout import Holding, Layout, Mesh, is_dtensor, layout_of, local_shard
+from gradiometer.layout import Holding, Layout, Mesh, is_dtensor, layout_of, local_shard, places
 from gradiometer.schema import NUM_COLUMNS, NUM_SUM_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradiometer.distributed import Group
-    from gradiometer.inputs import Parameters
+    from gradiometer.inputs import Named, Parameters
+    from gradiometer.layout import Place
 
 __all__ = ["Ranks", "agreed", "is_active", "layout_here", "ranks_for"]
 
@@ -354,42 +355,49 @@ class Ranks:
         self._checked = layout
 
     def norm_of(self, norm: Tensor, order: float) -> Tensor:
-        """Return the norm, of an order above 0, of all ranks' norms; 0-d float64, finite.
+        """Return the norm of all ranks' norms, 0-d float64, of any order but 0.
 
+        ``norm``: this rank's, not NaN; what adds nothing, 0 or for a negative order inf, where it has none.
         At most two collectives of one number.
         """
         if self.size == 1:
             return norm
-        norm = norm.clamp(max=torch.finfo(torch.float64).max)
-        top = distributed.all_reduce(norm, "max", self.group, self.timeout)
-        if order == math.inf:
-            return top
-        # in units of the largest no power overflows
-        unit = torch.where(top > 0.0, top, 1.0)
+        if order > 0:
+            norm = norm.clamp(max=torch.finfo(torch.float64).max)
+        # what weighs most
+        sign = 1.0 if order > 0 else -1.0
+        most = sign * distributed.all_reduce(sign * norm, "max", self.group, self.timeout)
+        if math.inf in {order, -order}:
+            return most
+        # in units of that no power overflows
+        unit = torch.where((most > 0.0) & (most < math.inf), most, 1.0)
         powers = distributed.all_reduce((norm / unit) ** order, "sum", self.group, self.timeout)
         return powers ** (1.0 / order) * unit
 
-    def settle(self, grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    def settle(self, grads: Named, parameters: Sequence[Tensor], what: str) -> list[Tensor]:
         """Return what this rank holds of each gradient, placed as its parameter is.
 
         Summands that the ranks have not added up, such as of a normalization under sequence parallelism, are
-        added up first: all of one mesh and dtype in one collective. The gradient itself stays as it is. All
-        ranks of its mesh have to come here.
+        added up first: all of one mesh and dtype in one collective; those of a parameter that is itself
+        summands, too. The gradient itself stays as it is. All ranks of its mesh have to come here.
+
+        Raises:
+            TypeError: where a gradient and its parameter are on different meshes.
         """
-        if not any([is_dtensor(kind) for kind in {type(grad) for grad in grads}]):
-            return list(grads)
+        if not any([is_dtensor(kind) for kind in {type(x) for x in (*grads.tensors, *parameters)}]):
+            return list(grads.tensors)
         shards: list[Tensor] = []
         summands: dict[Any, list[int]] = {}
-        for grad, parameter in zip(grads, parameters, strict=True):
-            like, places = _summed(grad, parameter)
-            if places:
-                key = (grad.device_mesh, places, grad.dtype)  # type: ignore[attr-defined]
+        for name, grad, parameter in zip(*grads, parameters, strict=True):
+            like, dimensions = _summed(*places(name, grad, parameter, what))
+            if dimensions:
+                key = (like.device_mesh, dimensions, like.dtype)  # type: ignore[attr-defined]
                 summands.setdefault(key, []).append(len(shards))
             shards.append(local_shard(like) if is_dtensor(type(like)) else like)
-        for (mesh, places, _), indices in summands.items():
+        for (mesh, dimensions, _), indices in summands.items():
             flat = torch.cat([shards[i].reshape(-1) for i in indices])
-            for place in places:
-                flat = distributed.all_reduce(flat, "sum", mesh.get_group(place), self.timeout)
+            for dimension in dimensions:
+                flat = distributed.all_reduce(flat, "sum", mesh.get_group(dimension), self.timeout)
             sizes = [shards[i].numel() for i in indices]
             for i, part in zip(indices, flat.split(sizes), strict=True):
                 shards[i] = part.view(shards[i].shape)
@@ -544,16 +552,10 @@ def _with_shards(layout: Layout, shards: Mapping[str, Any]) -> Layout:
     return replace(layout, holdings=tuple(holdings), meshes=tuple(meshes))
 
 
-def _summed(grad: Any, parameter: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the gradient as its parameter is placed, and the dimensions of the mesh to add it up over."""
-    if (
-        not (is_dtensor(type(grad)) and is_dtensor(type(parameter)))
-        or grad.placements == parameter.placements
-    ):
-        return grad, ()
-    pairs = list(zip(grad.placements, parameter.placements, strict=True))
-    moved = tuple([i for i, (now, then) in enumerate(pairs) if now != then])
-    if all([str(pairs[i][0]) == "P(sum)" and pairs[i][1].is_replicate() for i in moved]):
+def _summed(grad: Any, found: list[Place]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the gradient as it has to be measured, and the dimensions of the mesh to add it up over."""
+    moved = tuple([i for i, place in enumerate(found) if not place.is_settled])
+    if all([str(found[i].now) == "P(sum)" and found[i].then is None for i in moved]):
         return grad, moved
     with torch.no_grad():
-        return grad.redistribute(placements=parameter.placements), ()
+        return grad.redistribute(placements=[place.then or distributed.whole() for place in found]), ()

@@ -1,8 +1,8 @@
 """Statistics in eager PyTorch: the CPU implementation, one streaming pass in small extra memory.
 
-Large tensors go through small buffers piece by piece, several pieces at once on threads that do not wait for
-one another; small ones are stacked, many to a batch, so that they do not each pay for a dozen operator calls.
-Both are optimistic: zeros, NaN and Inf are counted only where the extremes of the piece say that there are some.
+Large tensors go through small buffers piece by piece, on threads that do not wait for one another. Small ones
+are stacked, many to a batch, so that they do not each pay for a dozen operator calls. Both are optimistic:
+NaN and Inf are counted only where the extremes of a piece or row say that there are some.
 
 How a tensor is cut depends on its own size, shape and strides alone, and one thread sums up each piece.
 So its statistics have the same bits whichever tensors share the call, and whatever the number of threads.
@@ -62,7 +62,10 @@ _NAN, _INF, _VANISHING, _EXPLODING, _DEAD = map(int, Flag)
 
 
 class _Group(NamedTuple):
-    """Small tensors of one dtype and width: their places in the call and their sizes; the zeros to pad with."""
+    """Small tensors of one dtype and width.
+
+    Their places in the call, their sizes, whether each has one dimension, and the zeros that pad each size.
+    """
 
     width: int
     indices: list[int]
@@ -72,7 +75,7 @@ class _Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a list of tensors is measured: places of the large ones, of single numbers, and groups of the others."""
+    """How a list of tensors is measured: places of large ones and of single numbers; groups of others."""
 
     large: list[int]
     single: list[int]
@@ -80,7 +83,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(tensors: Sequence[Tensor]) -> Plan:
-    """Return the plan of tensors as `prepared` returns them; the same for all that differ in addresses alone."""
+    """Return the plan of tensors as `prepared` returns them; it also holds where only addresses differ."""
     plan = Plan([], [], [])
     groups: dict[tuple[torch.dtype, int], _Group] = {}
     for index, x in enumerate(tensors):

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from gradiometer import derived, groups, table
-from gradiometer.health import EXPLODING_WEIGHT, HEALTH, VANISHING_WEIGHT, score
+from gradiometer.health import (
+    EXPLODING_WEIGHT,
+    HEALTH,
+    MAX_NORM_RATIO,
+    MAX_ZERO_FRACTION,
+    VANISHING_WEIGHT,
+    is_healthy,
+    score,
+)
 from gradiometer.modules import ModuleReports
-from gradiometer.rows import TensorReport, frame, row_to_dict, rows
+from gradiometer.rows import TensorReport, dicts, frame, row_to_dict, rows
 from gradiometer.schema import NUM_COLUMNS, Flag, Thresholds
 
 if TYPE_CHECKING:
@@ -243,6 +251,12 @@ class Report:
         """No NaN or Inf, nothing exploding, norm ratio below 1000, under half of all elements zero."""
         return bool(self._of_all("is_healthy"))
 
+    def is_healthy_within(
+        self, *, norm_ratio: float = MAX_NORM_RATIO, zero_fraction: float = MAX_ZERO_FRACTION
+    ) -> bool:
+        """Tell what `is_healthy` tells, with limits of your own; see `TensorStats.is_healthy_within`."""
+        return bool(is_healthy(self._columns, self._flags, norm_ratio, zero_fraction))
+
     def _of_all(self, name: str) -> float:
         return HEALTH[name](self._columns, self._flags).item()
 
@@ -298,8 +312,11 @@ class Report:
             "ranks": dict(self.ranks),
             "thresholds": asdict(self.thresholds),
             "total": row_to_dict(self.total),
-            "tensors": {row.name: row_to_dict(row) for row in self},
+            "tensors": self._dicts(),
         }
+
+    def _dicts(self) -> dict[str, dict[str, Any]]:
+        return dicts(self.names, self._columns, self._flags.tolist())
 
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas DataFrame, a row per tensor, indexed by name.
@@ -310,7 +327,7 @@ class Report:
             ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
         """
         fields = [field for field in TensorReport.__dataclass_fields__ if field != "name"]
-        values = {row.name: row_to_dict(row) for row in self}
+        values = self._dicts()
         if self.is_reduced:
             fields.append("rank")
             values = {name: row | {"rank": self.ranks.get(name, -1)} for name, row in values.items()}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from gradiometer import derived
-from gradiometer.schema import COLUMN_NAMES, Flag
+from gradiometer.schema import Flag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
 
-__all__ = ["TensorReport", "frame", "row_to_dict", "rows"]
+__all__ = ["TensorReport", "dicts", "frame", "row_to_dict", "rows"]
 
 _COUNTS: Final = frozenset({"numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "n_inf", "n_nonfinite"})
 
@@ -47,26 +50,50 @@ class TensorReport:
     flags: Flag
 
 
+# what a row has of its columns, in its own order
+_VALUES: Final = tuple([field.name for field in fields(TensorReport) if field.name not in {"name", "flags"}])
+
+# a report has a handful of different flags, and an IntFlag takes microseconds to make and to take apart
+_flag = lru_cache(maxsize=64)(Flag)
+
+
+@lru_cache(maxsize=64)
+def _flag_names(bits: int) -> tuple[str | None, ...]:
+    return tuple([flag.name for flag in Flag(bits)])
+
+
 def rows(names: tuple[str, ...], columns: Tensor, flags: list[int]) -> Iterator[TensorReport]:
     """Return a row for each name. ``columns (T, C) float64`` on the host, and the flags of each row."""
-    fields = [*COLUMN_NAMES, *derived.DERIVED]
-    values = [derived.value(columns, field).tolist() for field in fields]
-    for i, name in enumerate(names):
-        row: dict[str, Any] = {
-            field: int(value[i]) if field in _COUNTS else value[i]
-            for field, value in zip(fields, values, strict=True)
-        }
-        yield TensorReport(name=name, flags=Flag(flags[i]), **row)
+    return map(TensorReport, names, *_values(columns), map(_flag, flags))
+
+
+def dicts(names: tuple[str, ...], columns: Tensor, flags: list[int]) -> dict[str, dict[str, Any]]:
+    """Return what `row_to_dict` returns of each row, by name."""
+    # lists of their own, which may be changed
+    flag_names = [[*_flag_names(bits)] for bits in flags]
+    found = zip(*_values(columns), flag_names, strict=True)
+    keys = (*_VALUES, "flags")
+    return {name: dict(zip(keys, values, strict=True)) for name, values in zip(names, found, strict=True)}
 
 
 def row_to_dict(row: TensorReport) -> dict[str, Any]:
     """Return plain Python values, the flags by their names."""
-    values = asdict(row)
+    values = dict(vars(row))
     del values["name"]
-    return values | {"flags": [flag.name for flag in row.flags]}
+    values["flags"] = list(_flag_names(int(row.flags)))
+    return values
 
 
-def frame(rows: Mapping[str, Mapping[str, Any]], index: str, fields: list[str]) -> pd.DataFrame:
+def _values(columns: Tensor) -> list[list[Any]]:
+    """Return the values of all rows, field by field: a call for each element would take most of the time."""
+    values = [derived.value(columns, name) for name in _VALUES]
+    return [
+        (x.to(torch.int64) if name in _COUNTS else x).tolist()
+        for name, x in zip(_VALUES, values, strict=True)
+    ]
+
+
+def frame(rows: Mapping[str, Mapping[str, Any]], index: str, names: list[str]) -> pd.DataFrame:
     """Return a pandas DataFrame of rows by their labels; an ImportError says how to get pandas."""
     try:
         import pandas as pd  # optional, and slow to import
@@ -74,4 +101,4 @@ def frame(rows: Mapping[str, Mapping[str, Any]], index: str, fields: list[str]) 
         msg = "to_frame needs pandas: pip install 'gradiometer[frame]'"
         raise ImportError(msg) from error
     labels = pd.Index(list(rows), name=index, dtype="object")
-    return pd.DataFrame(list(rows.values()), index=labels, columns=fields)
+    return pd.DataFrame(list(rows.values()), index=labels, columns=names)

@@ -9,6 +9,7 @@ the CPU's operators all do this, and leave the same bits.
 from __future__ import annotations
 
 from itertools import pairwise
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from gradiometer.pack import Known
 
-__all__ = ["Part", "parts_of", "scale_"]
+__all__ = ["Part", "limit_of", "memory_of", "parts_of", "scale_"]
 
 # the least normal number of fp32
 TINY: Final = 2.0**-126
@@ -33,6 +34,26 @@ TINY: Final = 2.0**-126
 _LINEAR: Final = ("P(sum)", "P(avg)")
 # what has its values in memory
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
+
+
+def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
+    """Return a bound, a number that is not negative, or a tensor of one, which is not looked at.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(number, Tensor):
+        if number.numel() == 1 and not number.is_complex() and number.dtype != torch.bool:
+            return number.detach()
+        got = f"a tensor of shape {tuple(number.shape)} and dtype {number.dtype}"
+    else:
+        # NumPy's scalars too
+        if isinstance(number, Real) and number >= 0:
+            return float(number)
+        # of a number that Dynamo has made an input of the graph there is no repr
+        got = f"{number}" if isinstance(number, Real) else repr(number)
+    msg = f"{what}: {name} must be a number that is not negative, or a tensor of one; got {got}"
+    raise ValueError(msg)
 
 
 class Part(NamedTuple):
@@ -64,7 +85,7 @@ def parts_of(grads: Named, what: str) -> list[Part]:
         if _is_watched():
             # without addresses, one gradient of several parameters is one key
             pairs = dict(pairs).items()
-        memories = [_memory(grad, name, what) for grad, name in pairs]
+        memories = [memory_of(grad, name, what) for grad, name in pairs]
         parts.append(Part(_once(named.names, memories, what), None))
     return parts
 
@@ -114,7 +135,7 @@ def _held(grad: Any, name: str, what: str) -> Tensor:
     return local_shard(grad)
 
 
-def _memory(grad: Tensor, name: str, what: str) -> Tensor:
+def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
     """Return a real tensor that holds the gradient's elements; refuse what cannot be scaled in place."""
     x = grad
     if type(x) is not Tensor and is_plain_subclass(type(x)):

@@ -43,6 +43,15 @@ class EMA(Float64Module):
     is NaN or inf; the next finite value goes on from before it. The first finite value has drift 0.
     So ``drift <= 5`` says "as usual", also on the first step, and never for what is not finite.
 
+    With ``bias_correction=False`` it is the classical average that starts at 0, as Adam's moments are before
+    their correction:
+
+        m₀ = 0,  mₜ = d mₜ₋₁ + (1 - d) xₜ
+
+    Without history its value is 0, and in the first ``1 / (1 - decay)`` steps it is too small by the factor wₜ.
+    Drift is measured against the same mₜ₋₁, so it is large there: ``|x₁| / eps`` at the first value. The state
+    has the same form, so a ``state_dict`` of one kind loads into the other.
+
     A module with one buffer: in a ``state_dict`` with its owner, moved by ``.to(device)``, of fixed
     address under CUDA graphs. ``.half()`` and other casts of its owner leave it in float64. In a
     compiled step it is updated inside the graph; in eager mode an update is some twenty small operations.
@@ -52,13 +61,16 @@ class EMA(Float64Module):
         shape: of the values that it takes; ``()`` for a total norm, ``(T,)`` for one each.
         decay: from 0, the last value alone, to below 1; values older than ``1 / (1 - decay)`` steps fade.
         eps: on the scale of x, positive: the drift of means far below it is measured against it.
+        bias_correction: whether the values are those with Adam's correction.
         device: where it is; that of the values that it takes.
 
     Attributes:
-        state: ``(3, *shape)`` float64, the buffer: mₜ, 0 without history; wₜ; and t, the count of `steps`.
+        state: ``(3, *shape)`` float64, the buffer: mₜ with correction, 0 without history; wₜ; and t, the
+            count of `steps`.
 
     Raises:
         ValueError: for a decay or eps out of range.
+        TypeError: for a ``bias_correction`` that is no bool.
 
     >>> import torch, gradiometer as gm
     >>> ema = gm.EMA(decay=0.9)
@@ -79,6 +91,7 @@ class EMA(Float64Module):
         *,
         decay: float = 0.99,
         eps: float = 1e-12,
+        bias_correction: bool = True,
         device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
@@ -88,6 +101,10 @@ class EMA(Float64Module):
         if not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
             msg = f"EMA(eps={eps!r}): eps must be a positive finite number"
             raise ValueError(msg)
+        if not isinstance(bias_correction, bool):
+            msg = f"EMA(bias_correction={bias_correction!r}): bias_correction must be True or False"
+            raise TypeError(msg)
+        self.bias_correction = bias_correction
         self.decay = float(decay)
         self.eps = float(eps)
         size = (shape,) if isinstance(shape, int) else shape
@@ -114,7 +131,8 @@ class EMA(Float64Module):
         # without history as if x had been there before: no change
         before = torch.where(weight > 0, mean, x)
         change = x - before
-        drift = change.abs() / (before.abs() + self.eps)
+        reference = before if self.bias_correction else mean * weight
+        drift = (x - reference).abs() / (reference.abs() + self.eps)
 
         faded = self.decay * weight
         weight = faded + (1 - self.decay)
@@ -128,9 +146,12 @@ class EMA(Float64Module):
 
     @property
     def value(self) -> Tensor:
-        """The mean of the finite values so far, ``shape`` float64; NaN where there was none."""
+        """The mean of the finite values so far, ``shape`` float64; NaN where there was none.
+
+        Without bias correction 0 where there was none.
+        """
         mean, weight, _ = self.state.unbind()
-        return torch.where(weight > 0, mean, torch.nan)
+        return torch.where(weight > 0, mean, torch.nan) if self.bias_correction else mean * weight
 
     @property
     def steps(self) -> Tensor:
@@ -144,7 +165,8 @@ class EMA(Float64Module):
 
     def extra_repr(self) -> str:
         """Return the arguments."""
-        return f"shape={tuple(self.state.shape[1:])}, decay={self.decay}, eps={self.eps}"
+        own = f"shape={tuple(self.state.shape[1:])}, decay={self.decay}, eps={self.eps}"
+        return own if self.bias_correction else f"{own}, bias_correction=False"
 
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point():

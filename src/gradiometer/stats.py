@@ -12,7 +12,15 @@ from torch.utils import _pytree as pytree
 
 from gradiometer import derived, groups
 from gradiometer.distributed import RankError
-from gradiometer.health import EXPLODING_WEIGHT, HEALTH, VANISHING_WEIGHT, score
+from gradiometer.health import (
+    EXPLODING_WEIGHT,
+    HEALTH,
+    MAX_NORM_RATIO,
+    MAX_ZERO_FRACTION,
+    VANISHING_WEIGHT,
+    is_healthy,
+    score,
+)
 from gradiometer.inputs import named_parameters
 from gradiometer.layout import UNKNOWN, Layout, plain_layout
 from gradiometer.ranks import agreed, is_active, ranks_for
@@ -285,6 +293,25 @@ class TensorStats:
     def is_healthy(self) -> Tensor:
         """No NaN or Inf, nothing exploding, norm ratio below 1000, less than half zeros; 0-d bool."""
         return self._health("is_healthy")
+
+    def is_healthy_within(
+        self, *, norm_ratio: float = MAX_NORM_RATIO, zero_fraction: float = MAX_ZERO_FRACTION
+    ) -> Tensor:
+        """Tell what `is_healthy` tells, with limits of your own; 0-d bool.
+
+        Args:
+            norm_ratio: the largest norm is below so many times the smallest; ``math.inf`` for no limit.
+            zero_fraction: less than this share of all elements is 0; ``math.inf`` for no limit.
+
+        Raises:
+            ValueError: for a limit that is negative, NaN or no number.
+
+        >>> import torch, gradiometer as gm
+        >>> stats = gm.collect([torch.ones(1), torch.tensor([0.0, 0.0, 20.0])])
+        >>> bool(stats.is_healthy_within(norm_ratio=10.0)), bool(stats.is_healthy_within(zero_fraction=0.6))
+        (False, True)
+        """
+        return is_healthy(self.columns, self.flags, norm_ratio, zero_fraction)
 
     def _health(self, name: str) -> Tensor:
         return HEALTH[name](self.columns, self.flags)
