@@ -505,13 +505,12 @@ class TensorStats:
         return Report(names, packed, self.thresholds, ranks=ranks, **kind)
 
     def _grouped(self, indices: Mapping[str, Sequence[int]]) -> TensorStats:
-        merged = [derived.merge_rows(derived.take(self.columns, rows)) for rows in indices.values()]
-        columns = torch.stack(merged) if merged else self.columns.narrow(0, 0, 0)
+        groups = list(indices.values())
+        columns = derived.merge_groups(self.columns, groups)
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
         origin = self.origin
         if origin is not None:
-            firsts = [derived.first_rank(derived.take(origin, rows)) for rows in indices.values()]
-            origin = torch.stack(firsts) if firsts else origin.narrow(0, 0, 0)
+            origin = derived.merge_groups(origin, groups, derived.first_rank)
         # the layout is that of the tensors still: groups of shards are of shards
         grouped = replace(self, columns=columns, flags=flags, origin=origin)
         return replace(grouped, names=tuple(indices), local=None)
