@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gradiometer as gm
+from gradiometer.layout import Holding, Layout, Mesh
 
 RAW = ("numel", "sumsq", "sum", "n_zero", "n_nan", "n_posinf", "n_neginf", "abs_max")
 DERIVED = ("n_inf", "n_nonfinite", "finite_norm", "norm", "rms", "mean", "std", "zero_fraction")
@@ -445,6 +446,50 @@ def test_tree_map_reaches_the_tensors_wherever_stats_stand() -> None:
     assert copies["stats"][0].columns is not tree["stats"][0].columns
     assert copies["stats"][1][0].measured is False
     assert len(pytree.tree_leaves(tree)) == 5
+
+
+def test_the_structure_holds_plain_values_alone() -> None:
+    # strict torch.export cannot rebuild any other
+    layout = Layout(("a",), (Holding((3,), "float32", 0, ("S(0)",)),), (Mesh(("dp",), (2,), (1,)),))
+    stats = dataclasses.replace(gm.collect({"a": torch.ones(3)}), layout=layout)
+    reduced = dataclasses.replace(stats, layout=None, origin=torch.zeros(1), local=stats)
+    for each, children in ((stats, 2), (reduced, 5)):
+        leaves, spec = pytree.tree_flatten(each)
+        assert len(leaves) == children
+        assert_plain(spec.context)
+        again = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
+        assert same_stats(again, each)
+        assert again.layout == each.layout
+    keys = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path({"s": reduced})]
+    assert keys == [
+        "['s'].columns",
+        "['s'].flags",
+        "['s'].origin",
+        "['s'].local.columns",
+        "['s'].local.flags",
+    ]
+
+
+def assert_plain(value: object) -> None:
+    assert value is None or type(value) in {tuple, str, float, bool, int}, value
+    for part in value if isinstance(value, tuple) else ():
+        assert_plain(part)
+
+
+def test_what_is_not_there_is_no_attribute_of_the_instance() -> None:
+    """Dynamo of torch 2.12 to 2.14 takes an attribute that is None for another object's new value."""
+    stats = stats_of_all()
+    reduced = dataclasses.replace(stats, origin=torch.zeros(len(stats.names)), local=stats)
+    assert (reduced.origin is None, reduced.local) == (False, stats)
+    again = dataclasses.replace(reduced, origin=None, local=None)
+    made = [stats, again, reduced, stats.group({"all": "."}), stats.merge(stats), stats.by_module()]
+    made += [copy.copy(stats), copy.deepcopy(stats), pickled(stats), saved(stats)]
+    made += [pytree.tree_map(torch.clone, stats), gm.collect([]), gm.collect_grads([], skip_nonfinite=True)]
+    for each in made:
+        assert not [name for name, value in vars(each).items() if value is None]
+    assert (stats.layout, stats.origin, stats.local) == (None, None, None)
+    assert [field.name for field in dataclasses.fields(stats)] == list(gm.TensorStats.__annotations__)
+    assert set(dataclasses.asdict(stats)) == set(gm.TensorStats.__annotations__)
 
 
 def test_stats_without_rows_are_a_pytree_too() -> None:

@@ -316,11 +316,10 @@ def _coefficient(norm: Tensor, limit: float | Tensor) -> Tensor:
     if isinstance(limit, Tensor):
         limit = _arrived(limit, norm.device).reshape(())
     else:
-        # filled in on the device: nothing is copied there
-        limit = torch.full((), limit, dtype=torch.float64, device=norm.device)
+        limit = derived.number(limit, norm.device)
     ratio = limit / (norm + _EPS).clamp(max=_MAX)
     # what a tensor holds was not looked at: a NaN clips nothing
-    return torch.where(ratio < 1.0, ratio, 1.0).clamp(min=0.0)
+    return derived.realized(torch.where(ratio < 1.0, ratio, 1.0)).clamp(min=0.0)
 
 
 def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float, ranks: Ranks | None) -> None:

@@ -474,8 +474,7 @@ def _on(scale: Tensor | float | None, device: torch.device) -> Tensor | None:
     if isinstance(scale, Tensor):
         # on the CPU it is used at once, and must have arrived
         return scale.detach().to(device, non_blocking=device.type != "cpu")
-    # filled in on the device: nothing is copied there
-    return torch.full((), scale, dtype=torch.float64, device=device)
+    return derived.number(scale, device)
 
 
 def _values(tensor: Tensor) -> Tensor:

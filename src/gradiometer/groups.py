@@ -65,10 +65,7 @@ def by_module(names: tuple[str, ...], depth: int | None) -> dict[str, list[int]]
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
         msg = f"by_module: depth must be a number of steps from the root, 0 or more, or None; got {depth!r}"
         raise ValueError(msg)
-    found: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        found.setdefault(module_of(name, depth), []).append(i)
-    return found
+    return {module: list(rows) for module, rows in _rows_by_module(names, depth)}
 
 
 def module_of(name: str, depth: int | None) -> str:
@@ -119,6 +116,14 @@ def _found(names: tuple[str, ...], pattern: str, flags: int) -> tuple[int, ...]:
     return tuple(i for i, name in enumerate(names) if search(name))
 
 
+def _rows_by_module(names: tuple[str, ...], depth: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    found: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        found.setdefault(module_of(name, depth), []).append(i)
+    return tuple([(module, tuple(rows)) for module, rows in found.items()])
+
+
 # what torch.compiler.assume_constant_result does, which would import Dynamo with this package: names and
 # patterns are constants of a graph, and not every Dynamo can trace the module re
 _found._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001
+_rows_by_module._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001

@@ -99,13 +99,17 @@ class Layout:
         meshes = [(mesh.names, mesh.shape, mesh.coordinate is None) for mesh in self.meshes]
         return hashlib.sha256(repr((self.names, self.holdings, meshes)).encode()).digest()
 
-    def to_json(self) -> list[Any]:
-        """Return plain values, which `from_json` reads."""
-        return [self.names, self.holdings, self.meshes]
+    def to_plain(self) -> tuple[Any, ...]:
+        """Return tuples of plain values, equal for equal layouts, which `from_plain` reads."""
+        return (
+            self.names,
+            tuple([tuple(holding) for holding in self.holdings]),
+            tuple([tuple(mesh) for mesh in self.meshes]),
+        )
 
     @classmethod
-    def from_json(cls, plain: Sequence[Any]) -> Layout:
-        """Return the layout of what `to_json` returned, after it was JSON."""
+    def from_plain(cls, plain: Sequence[Any]) -> Layout:
+        """Return the layout of what `to_plain` returned, also after it was JSON."""
         names, holdings, meshes = plain
         return cls(
             tuple(names),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
-from gradiometer import ops
+from gradiometer import derived, ops
 from gradiometer.inputs import Named, is_plain_subclass, present
 from gradiometer.layout import is_dtensor, local_shard
 from gradiometer.views import as_flat
@@ -117,6 +117,14 @@ def scale_(part: Part, coefficient: Tensor) -> None:
                 if alike:
                     torch._foreach_mul_(alike, factor if is_wide else high)
             tensors = others
+    if torch.compiler.is_compiling():
+        factor, high, low = derived.realized(factor), derived.realized(high), derived.realized(low)
+        # a list of tensors has fewer nodes in the graph
+        singles = [x for x in tensors if x.dtype == torch.float32]
+        if singles:
+            torch._foreach_mul_(singles, high)
+            torch._foreach_mul_(singles, low)
+        tensors = [x for x in tensors if x.dtype != torch.float32]
     for x in tensors:
         if x.dtype == torch.float64:
             x.mul_(factor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["TensorStats", "outside_of_a_graph"]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class TensorStats:
     """Statistics of T named tensors, on their device. Nothing here waits for the device.
 
@@ -79,6 +79,28 @@ class TensorStats:
     layout: Layout | None = None
     origin: Tensor | None = None
     local: TensorStats | None = None
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        columns: Tensor,
+        flags: Tensor,
+        thresholds: Thresholds,
+        skip_nonfinite: bool = False,  # noqa: FBT001, FBT002 a field like the others
+        layout: Layout | None = None,
+        origin: Tensor | None = None,
+        local: TensorStats | None = None,
+    ) -> None:
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "columns", columns)
+        object.__setattr__(self, "flags", flags)
+        object.__setattr__(self, "thresholds", thresholds)
+        object.__setattr__(self, "skip_nonfinite", skip_nonfinite)
+        # The class has the defaults. In a graph of torch 2.12 to 2.14, an attribute that is None may come out
+        # as a gradient: Dynamo shares one None, which it believes to be the new value of some ``p.grad``.
+        for name, value in (("layout", layout), ("origin", origin), ("local", local)):
+            if value is not None:
+                object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         """Return one line. Never waits for the device."""
@@ -510,13 +532,12 @@ class TensorStats:
         return Report(names, packed, self.thresholds, ranks=ranks, **kind)
 
     def _grouped(self, indices: Mapping[str, Sequence[int]]) -> TensorStats:
-        merged = [derived.merge_rows(derived.take(self.columns, rows)) for rows in indices.values()]
-        columns = torch.stack(merged) if merged else self.columns.narrow(0, 0, 0)
+        groups = list(indices.values())
+        columns = derived.merge_groups(self.columns, groups)
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
         origin = self.origin
         if origin is not None:
-            firsts = [derived.first_rank(derived.take(origin, rows)) for rows in indices.values()]
-            origin = torch.stack(firsts) if firsts else origin.narrow(0, 0, 0)
+            origin = derived.merge_groups(origin, groups, derived.first_rank)
         # the layout is that of the tensors still: groups of shards are of shards
         grouped = replace(self, columns=columns, flags=flags, origin=origin)
         return replace(grouped, names=tuple(indices), local=None)
@@ -536,38 +557,53 @@ def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
     return f"there are {len(a)} here and {len(b)} there"
 
 
-# names, thresholds, skip_nonfinite, layout, whether there is an origin
-_Context = tuple[tuple[str, ...], Thresholds, bool, "Layout | None", bool]
+# The structure of stats as plain values; strict torch.export cannot rebuild other constants. It holds names,
+# thresholds, skip_nonfinite, the layout, and whether there is an origin.
+_Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...] | None, bool]
 
 
 def _to_json(context: _Context) -> list[Any]:
-    names, thresholds, skip_nonfinite, layout, is_reduced = context
-    plain = None if layout is None else layout.to_json()
-    return [list(names), asdict(thresholds), skip_nonfinite, plain, is_reduced]
+    return list(context)
 
 
 def _from_json(dumped: list[Any]) -> _Context:
-    names, thresholds, skip_nonfinite, plain, is_reduced = dumped
-    layout = None if plain is None else Layout.from_json(plain)
-    return tuple(names), Thresholds(**thresholds), skip_nonfinite, layout, is_reduced
+    names, thresholds, skip_nonfinite, layout, is_reduced = dumped
+    plain = None if layout is None else Layout.from_plain(layout).to_plain()
+    return tuple(names), tuple(thresholds), skip_nonfinite, plain, is_reduced
+
+
+def _children(stats: TensorStats) -> dict[str, Any]:
+    children: dict[str, Any] = {"columns": stats.columns, "flags": stats.flags}
+    # None would be a leaf
+    if stats.origin is not None:
+        children["origin"] = stats.origin
+    if stats.local is not None:
+        children["local"] = stats.local
+    return children
+
+
+def _context(stats: TensorStats) -> _Context:
+    limits = stats.thresholds
+    thresholds = (limits.vanishing, limits.exploding, limits.dead)
+    layout = None if stats.layout is None else stats.layout.to_plain()
+    return stats.names, thresholds, stats.skip_nonfinite, layout, stats.origin is not None
 
 
 def _flatten(stats: TensorStats) -> tuple[list[Any], _Context]:
-    # None would be a leaf
-    children = [x for x in (stats.columns, stats.flags, stats.origin, stats.local) if x is not None]
-    return children, (
-        stats.names,
-        stats.thresholds,
-        stats.skip_nonfinite,
-        stats.layout,
-        stats.origin is not None,
-    )
+    return list(_children(stats).values()), _context(stats)
+
+
+def _flatten_with_keys(stats: TensorStats) -> tuple[list[tuple[Any, Any]], _Context]:
+    pairs = [(pytree.GetAttrKey(name), value) for name, value in _children(stats).items()]
+    return pairs, _context(stats)
 
 
 def _unflatten(children: Iterable[Any], context: _Context) -> TensorStats:
+    names, thresholds, skip_nonfinite, plain, is_reduced = context
     columns, flags, *more = children
-    origin = more.pop(0) if context[4] else None
-    return TensorStats(context[0], columns, flags, *context[1:4], origin, *more)
+    origin = more.pop(0) if is_reduced else None
+    layout = None if plain is None else Layout.from_plain(plain)
+    return TensorStats(names, columns, flags, Thresholds(*thresholds), skip_nonfinite, layout, origin, *more)
 
 
 pytree.register_pytree_node(
@@ -577,4 +613,5 @@ pytree.register_pytree_node(
     serialized_type_name="gradiometer.TensorStats",
     to_dumpable_context=_to_json,
     from_dumpable_context=_from_json,
+    flatten_with_keys_fn=_flatten_with_keys,
 )
