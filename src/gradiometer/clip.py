@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from gradiometer import derived
 from gradiometer.collect import grads_of, measure, over_ranks, settled
 from gradiometer.inputs import check, named_parameters
 from gradiometer.layout import is_dtensor

@@ -48,9 +48,9 @@ class EMA(Float64Module):
 
         m₀ = 0,  mₜ = d mₜ₋₁ + (1 - d) xₜ
 
-    Without history its value is 0, and in the first ``1 / (1 - decay)`` steps it is too small by the factor wₜ.
-    Drift is measured against the same mₜ₋₁, so it is large there: ``|x₁| / eps`` at the first value. The state
-    has the same form, so a ``state_dict`` of one kind loads into the other.
+    Without history its value is 0, and in the first ``1 / (1 - decay)`` steps it is too small, by the factor
+    wₜ. Drift is measured against the same mₜ₋₁, so it is large there: ``|x₁| / eps`` at the first value. The
+    state has the same form, so a ``state_dict`` of one kind loads into the other.
 
     A module with one buffer: in a ``state_dict`` with its owner, moved by ``.to(device)``, of fixed
     address under CUDA graphs. ``.half()`` and other casts of its owner leave it in float64. In a
