@@ -347,11 +347,11 @@ def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(cap
     # as if it had been met there
     one = replace(known()[0], device=device, source=None)
     layout = one.layout
-    pack._copies(one, addresses)
+    pack._copies(one, layout, addresses)
     assert pack._captured == []
     capturing(True)
-    pointers, table = pack._copies(one, addresses)
-    pack._copies(one, [8 * address for address in addresses])
+    pointers, table = pack._copies(one, layout, addresses)
+    pack._copies(one, layout, [8 * address for address in addresses])
     capturing(False)
     pack.clear()
     assert (pointers.device, table.device) == (device, device)

@@ -207,9 +207,11 @@ def grad_norm(
     0.0
     """
     if inv_scale is None and not reduce and not torch.compiler.is_compiling():
-        grads = [p.grad for p in named_parameters(model, "grad_norm").tensors if p.grad is not None]
-        norm = ops.norm_on_host(grads) if grads else None
+        names, parameters = named_parameters(model, "grad_norm")
+        grads = present(names, [p.grad for p in parameters])
+        norm = ops.norm_on_host(grads.tensors)
         if norm is not None:
+            check_names(grads.names, "grad_norm")
             return norm
     _, stats = measure_grads(model, "grad_norm", inv_scale=inv_scale, reduce=reduce)
     if stats.origin is not None:
@@ -258,6 +260,10 @@ def total_norm(
     order = order_of(norm_type, "total_norm")
     named = named_tensors(tensors, "total_norm")
     if order == 2.0:
+        norm = None if reduce or torch.compiler.is_compiling() else ops.norm_on_host(named.tensors)
+        if norm is not None:
+            check_names(named.names, "total_norm")
+            return torch.tensor(norm, dtype=torch.float64)
         return over_ranks(reduce, named, "total_norm", lambda _: measure(named, "total_norm")).total_norm
     finite: Tensor | None = None
     over: Ranks | None = None
@@ -371,7 +377,8 @@ def measure(
     home: torch.device | None = None,
 ) -> TensorStats:
     """Do what `collect` does for tensors that have names; ``what``: who asks, for messages of errors."""
-    stats = _measure_named(named, thresholds, inv_scale, what, home)
+    with torch.no_grad():
+        stats = _measure_named(named, thresholds, inv_scale, what, home)
     if not skip_nonfinite:
         return stats
     flags = derived.compute_flags(stats.columns, thresholds, skip_nonfinite=True)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
 
 from gradiometer import diagnosis
 from gradiometer.collect import measure, over_ranks, settled
-from gradiometer.inputs import Named, named_parameters, named_tensors, present
+from gradiometer.inputs import Named, check, check_names, named_parameters, named_tensors, present
 from gradiometer.materialize import materialize
+from gradiometer.ranks import is_active
+from gradiometer.report import Report
 from gradiometer.stats import outside_of_a_graph
+from gradiometer.transfer import fetch
 
 if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
     from gradiometer.ranks import Ranks
-    from gradiometer.report import Report
     from gradiometer.rows import TensorReport
     from gradiometer.stats import TensorStats
 
@@ -70,27 +72,18 @@ def check_finite(
     outside_of_a_graph("check_finite")
     parameters = named_parameters(model, "check_finite")
     names, tensors = parameters
-    found: dict[str, TensorStats] = {}
+    parts: dict[str, Named] = {}
     if isinstance(loss, Tensor):
-        found["loss"] = measure(Named(("loss",), [_real(loss)]), "check_finite")
+        parts["loss"] = Named(("loss",), [_real(loss)])
     elif loss is not None and not isinstance(loss, Real):
         msg = f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}"
         raise TypeError(msg)
     # integers, as of quantized weights, are always finite
-    weights = present(names, [None if _is_integer(p) else p for p in tensors])
-    grads = present(names, [p.grad for p in tensors])
+    parts["weights"] = present(names, [None if _is_integer(p) else p for p in tensors])
+    parts["grads"] = present(names, [p.grad for p in tensors])
     if buffers:
-        found["buffers"] = measure(_buffers(model), "check_finite, buffers")
-
-    def of_weights(_: Ranks | None) -> TensorStats:
-        return measure(weights, "check_finite, weights")
-
-    def of_grads(ranks: Ranks | None) -> TensorStats:
-        return measure(settled(grads, parameters, ranks, "check_finite"), "check_finite, gradients")
-
-    found["weights"] = over_ranks(reduce, parameters, "check_finite", of_weights)
-    found["grads"] = over_ranks(reduce, parameters, "check_finite", of_grads)
-    reports: dict[str, Report] = materialize(found)
+        parts["buffers"] = _buffers(model)
+    reports = _over_ranks(parts, parameters, reduce) if reduce or is_active() else _together(parts)
     row = reports["loss"]["loss"] if "loss" in reports else None
     value = _mean(row) if row else None if loss is None else float(loss)
     return FiniteReport(
@@ -199,6 +192,66 @@ class FiniteReport:
 
 
 # what is measured
+
+# for messages of errors
+_WORDS: Final = {
+    "loss": "check_finite",
+    "weights": "check_finite, weights",
+    "grads": "check_finite, gradients",
+    "buffers": "check_finite, buffers",
+}
+
+
+def _together(parts: dict[str, Named]) -> dict[str, Report]:
+    """Measure all parts in one read, with one rank; a loss on the CPU, beside a model elsewhere, apart."""
+    groups = [parts]
+    if "loss" in parts and parts["loss"].tensors[0].device.type == "cpu":
+        model = {kind: part for kind, part in parts.items() if kind != "loss"}
+        if any([part.tensors and part.tensors[0].device.type != "cpu" for part in model.values()]):
+            groups = [model, {"loss": parts["loss"]}]
+    stats = [_measure(group) for group in groups]
+    reports = {}
+    for group, one, rows in zip(groups, stats, fetch([one.packed() for one in stats]), strict=True):
+        done = 0
+        for kind, (names, _) in group.items():
+            reports[kind] = Report(names, rows[done : done + len(names)], one.thresholds)
+            done += len(names)
+    return reports
+
+
+def _measure(parts: dict[str, Named]) -> TensorStats:
+    tensors: list[Tensor] = []
+    for kind, part in parts.items():
+        check_names(part.names, _WORDS[kind])
+        tensors += part.tensors
+    try:
+        # by position: a weight and its gradient have one name
+        return measure(named_tensors(tensors, "check_finite"), "check_finite")
+    except TypeError:
+        # by name
+        for kind, part in parts.items():
+            check(part, _WORDS[kind])
+        raise
+
+
+def _over_ranks(
+    parts: dict[str, Named],
+    parameters: Named,
+    reduce: bool | Ranks | None,  # noqa: FBT001
+) -> dict[str, Report]:
+    """Measure each part, weights and gradients as `over_ranks` says."""
+    found = {kind: measure(part, _WORDS[kind]) for kind, part in parts.items() if kind in {"loss", "buffers"}}
+
+    def of_weights(_: Ranks | None) -> TensorStats:
+        return measure(parts["weights"], _WORDS["weights"])
+
+    def of_grads(ranks: Ranks | None) -> TensorStats:
+        return measure(settled(parts["grads"], parameters, ranks, "check_finite"), _WORDS["grads"])
+
+    found["weights"] = over_ranks(reduce, parameters, "check_finite", of_weights)
+    found["grads"] = over_ranks(reduce, parameters, "check_finite", of_grads)
+    reports: dict[str, Report] = materialize(found)
+    return reports
 
 
 def _is_integer(tensor: Tensor) -> bool:

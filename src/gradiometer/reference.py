@@ -147,7 +147,8 @@ def tensor_stats(
 
 
 def _tensor(values: array[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.frombuffer(values, dtype=dtype).to(device)
+    x = torch.frombuffer(values, dtype=dtype)
+    return x if device.type == "cpu" else x.to(device)
 
 
 def sumsq(tensors: Sequence[Tensor]) -> float:

@@ -94,9 +94,17 @@ class Report:
         self.is_reduced = ranks is not None
         self.is_local = is_local
         self.ranks = dict(ranks or {})
-        self._columns, self._flags = packed[:, :NUM_COLUMNS], packed[:, NUM_COLUMNS].to(torch.int32)
+        self._packed = packed
 
-    # Python values are made when they are asked for: a thousand rows take milliseconds
+    # What is made of it is made when it is asked for: the Python values of a thousand rows take milliseconds
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        return self._packed[:, :NUM_COLUMNS]
+
+    @cached_property
+    def _flags(self) -> Tensor:
+        return self._packed[:, NUM_COLUMNS].to(torch.int32)
 
     @cached_property
     def total(self) -> TensorReport:
