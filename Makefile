@@ -81,6 +81,7 @@ bench: $(TOOLS) ## ours against its peers on this machine: a table, JSON and a p
 
 bench-cpu: $(TOOLS) ## the CPU path against its bounds
 	PYTHONPATH=src $(PY) kernels_bench/bench.py --device cpu --check $(BENCH_FLAGS)
+	PYTHONPATH=src $(PY) kernels_bench/cpu_bounds.py --check
 
 bench-host: $(TOOLS) ## the host's time of a call, without the kernels
 	PYTHONPATH=src $(PY) kernels_bench/host_path.py $(BENCH_HOST_FLAGS)

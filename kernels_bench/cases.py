@@ -104,8 +104,8 @@ BOUNDS = (
     ("64m-bf16", "foreach64", 2.0),
     ("64m-bf16", "flatten", 1 / 8),
     ("64m-zeros", "foreach64", 2.0),
-    ("1000x1000-fp32", "foreach64", 3.0),
-    ("1000x1000-bf16", "foreach64", 3.0),
+    ("1000x1000-fp32", "foreach64", 2.0),
+    ("1000x1000-bf16", "foreach64", 2.0),
 )
 # peak resident growth of one collection, MiB, and where it is looked at
 BOUND_MEMORY = 4.0

@@ -709,7 +709,7 @@ def test_the_benchmark_writes_what_it_measures(bench, tmp_path, monkeypatch, cap
 )
 def test_the_benchmark_notices_a_missed_bound(bench, monkeypatch, beyond, launches, copies, met):
     monkeypatch.setattr(bench, "COUNTS", (1000,))
-    medians = {1000: {bench.BARE: 70.0, bench.OURS: 70.0 + beyond}}
+    medians = {1000: {bench.BARE: 70.0, bench.OURS: 70.0 + beyond, bench.PEER: 900.0}}
     counted = {1000: {bench.OURS: {"launches": launches, "copies": copies}}}
     assert bench.verdicts_of(medians, counted)[1000]["met"] is met
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from itertools import chain, groupby, islice
-from operator import itemgetter
+from itertools import chain, groupby, islice, repeat
+from operator import itemgetter, sub
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -64,14 +64,14 @@ _NAN, _INF, _VANISHING, _EXPLODING, _DEAD = map(int, Flag)
 class _Group(NamedTuple):
     """Small tensors of one dtype and width.
 
-    Their places in the call, their sizes, whether each has one dimension, and the zeros that pad each size.
+    Their places in the call, their sizes, whether each has one dimension, and the zeros that pad each.
     """
 
     width: int
     indices: list[int]
     sizes: list[int]
     flat: list[bool]
-    padding: dict[int, Tensor]
+    padding: list[Tensor]
 
 
 class Plan(NamedTuple):
@@ -86,6 +86,7 @@ def plan_of(tensors: Sequence[Tensor]) -> Plan:
     """Return the plan of tensors as `prepared` returns them; it also holds where only addresses differ."""
     plan = Plan([], [], [])
     groups: dict[tuple[torch.dtype, int], _Group] = {}
+    zeros: dict[tuple[torch.dtype, int], Tensor] = {}
     for index, x in enumerate(tensors):
         numel = x.numel()
         if numel > SMALL:
@@ -96,13 +97,15 @@ def plan_of(tensors: Sequence[Tensor]) -> Plan:
             width = _WIDTH_OF[numel]
             group = groups.get((x.dtype, width))
             if group is None:
-                group = groups[x.dtype, width] = _Group(width, [], [], [], {})
+                group = groups[x.dtype, width] = _Group(width, [], [], [], [])
                 plan.groups.append(group)
             group.indices.append(index)
             group.sizes.append(numel)
             group.flat.append(x.dim() == 1)
-            if numel < width and numel not in group.padding:
-                group.padding[numel] = x.new_zeros(width - numel)
+            key = (x.dtype, width - numel)
+            if key not in zeros:
+                zeros[key] = x.new_zeros(width - numel)
+            group.padding.append(zeros[key])
     return plan
 
 
@@ -181,9 +184,8 @@ def _flags(row: _Row, thresholds: Thresholds) -> int:
         flags = _EXPLODING | (_NAN if n_nan else 0) | (_INF if n_posinf or n_neginf else 0)
     else:
         norm = math.sqrt(sumsq)
-        flags = (_VANISHING if norm < thresholds.vanishing else 0) | (
-            0 if norm <= thresholds.exploding else _EXPLODING
-        )
+        flags = _VANISHING if norm < thresholds.vanishing else 0
+        flags = flags if norm <= thresholds.exploding else flags | _EXPLODING
     return flags | _DEAD if n_zero / numel >= thresholds.dead else flags
 
 
@@ -199,7 +201,7 @@ def _row_of_number(x: float) -> _Row:
 
 def _measure_group(tensors: Sequence[Tensor], group: _Group, rows: list[_Row]) -> None:
     """Measure small tensors; write their rows."""
-    count, width, padding = len(group.sizes), group.width, group.padding
+    count, width = len(group.sizes), group.width
     step = BATCH // width
     stack = wide = None
     if count > step:
@@ -213,24 +215,22 @@ def _measure_group(tensors: Sequence[Tensor], group: _Group, rows: list[_Row]) -
             tensors[i] if is_flat else tensors[i].reshape(-1)
             for i, is_flat in zip(indices, group.flat[batch], strict=True)
         ]
-        parts = flats
-        if padding:
-            parts = []
-            for x, size in zip(flats, sizes, strict=True):
-                parts += (x, padding[size]) if size < width else (x,)
+        parts = list(chain.from_iterable(zip(flats, group.padding[batch], strict=True)))
         if stack is None or wide is None:
             columns = _measure_rows(torch.cat(parts).view(-1, width))
         else:
             length = len(sizes) * width
             x = torch.cat(parts, out=stack[:length])
             columns = _measure_rows(x.view(-1, width), wide[:length].view(-1, width))
-        for index, flat, numel, sumsq, total, n_nonzero, top in zip(
-            indices, flats, sizes, *columns, strict=True
-        ):
-            if top < math.inf:
-                rows[index] = (numel, sumsq, total, numel - n_nonzero, 0.0, 0.0, 0.0, top)
-            else:
-                rows[index] = _measure_nonfinite(flat, _Scratch(numel, 1, flat.device))
+        sumsq, total, n_nonzero, top = columns
+        none = repeat(0.0)
+        measured = zip(sizes, sumsq, total, map(sub, sizes, n_nonzero), none, none, none, top, strict=False)
+        for index, row in zip(indices, measured, strict=True):
+            rows[index] = row
+        if not all(map(math.inf.__gt__, top)):
+            for index, x in zip(indices, flats, strict=True):
+                if not rows[index][-1] < math.inf:
+                    rows[index] = _measure_nonfinite(x, _Scratch(x.numel(), 1, x.device))
 
 
 def _measure_rows(x: Tensor, wide: Tensor | None = None) -> list[list[float]]:

@@ -1,0 +1,163 @@
+"""Hold the eager CPU path to its bounds on small lists, in a compiled step, and on a busy machine.
+
+    python kernels_bench/cpu_bounds.py                    # the table
+    python kernels_bench/cpu_bounds.py --check            # exit code 1 where a bound is missed
+    python kernels_bench/cpu_bounds.py --only busy,step
+
+Every bound is a ratio of medians of one run: ours over a peer's time, every contender once a round. The peers
+square in fp64 too: `get_total_norm` is `torch.nn.utils.get_total_norm` of fp64 copies, `foreach64` is
+`torch._foreach_norm(dtype=float64)`. In the busy case as many other processes as there are cores run a loop.
+The compiled step is a small model's forward, backward and update in one graph, with and without collection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+import gradiometer as gm
+
+BUSY_ELEMENTS, BUSY_TENSORS = 2**25, 16
+SPIN = "while True: pass"
+WARM_UP = 3
+
+
+class Bound(NamedTuple):
+    """``ours`` takes at most ``most`` times what ``peer`` takes."""
+
+    case: str
+    ours: str
+    peer: str
+    most: float
+
+
+BOUNDS = (
+    *(Bound(f"{count} of 32", "grad_norm", "get_total_norm", 1.5) for count in (2, 100, 1000)),
+    Bound("1000 of 1000", "grad_norm", "get_total_norm", 1.5),
+    # a hand-written loop of norms takes half of get_total_norm here
+    Bound("2 of 32", "collect_grads", "get_total_norm", 5.0),
+    Bound("2 of 32", "check_finite", "get_total_norm", 8.0),
+    Bound("100 of 1000", "collect_grads", "foreach64", 2.0),
+    Bound("1000 of 1000", "collect_grads", "foreach64", 2.0),
+    Bound("step", "with collect_grads", "without", 1.1),
+    Bound("busy", "collect_grads", "foreach64", 3.0),
+)
+
+
+def model_of(count, numel):
+    model = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for _ in range(count)])
+    for parameter in model:
+        parameter.grad = torch.randn(numel)
+    return model
+
+
+def contenders_of(model):
+    grads = [parameter.grad for parameter in model]
+    return {
+        "get_total_norm": lambda: torch.nn.utils.get_total_norm([grad.double() for grad in grads]),
+        "foreach64": lambda: torch._foreach_norm(grads, dtype=torch.float64),
+        "grad_norm": lambda: gm.grad_norm(model),
+        "collect_grads": lambda: gm.collect_grads(model),
+        "check_finite": lambda: gm.check_finite(model),
+    }
+
+
+def steps():
+    """Return the same compiled step twice: with collection, and without."""
+    x, y = torch.randn(2, 64, 256)
+
+    def build(collect):
+        model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())])
+        parameters = list(model.parameters())
+
+        def step():
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            stats = gm.collect_grads(model) if collect else None
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.sub_(1e-3 * parameter.grad)
+            for parameter in parameters:
+                parameter.grad = None
+            return loss.detach(), stats
+
+        return torch.compile(step, fullgraph=True)
+
+    return {"with collect_grads": build(True), "without": build(False)}
+
+
+@contextmanager
+def spinning(count):
+    others = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def medians_of(contenders, rounds):
+    """Return each contender's median, in us."""
+    times = {name: [] for name in contenders}
+    for _ in range(WARM_UP + rounds):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            times[name].append((time.perf_counter() - start) * 1e6)
+    return {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
+
+
+def measure(case, wanted, rounds):
+    if case == "step":
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
+            return medians_of(steps(), rounds)
+    if case == "busy":
+        contenders = contenders_of(model_of(BUSY_TENSORS, BUSY_ELEMENTS // BUSY_TENSORS))
+        with spinning(os.cpu_count()):
+            return medians_of({name: contenders[name] for name in wanted}, 5)
+    contenders = contenders_of(model_of(*map(int, case.split(" of "))))
+    return medians_of({name: contenders[name] for name in wanted}, rounds)
+
+
+def main(argv=None):
+    cases = list(dict.fromkeys(bound.case for bound in BOUNDS))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit code 1 where a bound is missed")
+    parser.add_argument("--only", help=f"cases with commas between: {', '.join(cases)}")
+    parser.add_argument("--rounds", type=int, default=100, help="timed rounds a case")
+    args = parser.parse_args(argv)
+    chosen = [name.strip() for name in args.only.split(",")] if args.only else cases
+    if unknown := [name for name in chosen if name not in cases]:
+        parser.error(f"--only {unknown[0]}: there are {', '.join(cases)}")
+
+    met = True
+    for case in chosen:
+        bounds = [bound for bound in BOUNDS if bound.case == case]
+        wanted = dict.fromkeys(name for bound in bounds for name in (bound.peer, bound.ours))
+        medians = measure(case, wanted, args.rounds)
+        for bound in bounds:
+            ours, peer = medians[bound.ours], medians[bound.peer]
+            ratio = ours / peer if peer else math.inf
+            met &= ratio <= bound.most
+            print(
+                f"{'met   ' if ratio <= bound.most else 'MISSED'}  {case}: {bound.ours} {ours:.0f} us / "
+                f"{bound.peer} {peer:.0f} us = {ratio:.2f} (at most {bound.most:g})",
+                flush=True,
+            )
+    print("every bound met" if met else "a bound was missed")
+    return int(args.check and not met)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
