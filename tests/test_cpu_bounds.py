@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 import cpu_bounds
+import pytest
 
 
 def test_every_contender_of_a_bound_is_measured(monkeypatch, capsys):
