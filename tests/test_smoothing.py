@@ -240,7 +240,7 @@ def test_a_state_of_one_kind_loads_into_the_other():
 @every_backend
 def test_without_correction_it_is_updated_inside_a_compiled_step(backend):
     ema, twin = EMA(2, decay=0.9, bias_correction=False), EMA(2, decay=0.9, bias_correction=False)
-    compiled = torch.compile(lambda x: ema(x), fullgraph=True, backend=backend)
+    compiled = torch.compile(ema, fullgraph=True, backend=backend)
     mean = torch.zeros(2, dtype=F64)
     with no_recompile():
         for i in range(8):

@@ -48,9 +48,9 @@ class EMA(Float64Module):
 
         m₀ = 0,  mₜ = d mₜ₋₁ + (1 - d) xₜ
 
-    Its value is 0 without history, and too small by the factor wₜ in the first ``1 / (1 - decay)`` steps; so
-    its drift, from the same mₜ₋₁, is large there: ``|x₁| / eps`` at the first value. The state is the same, so
-    a ``state_dict`` of one kind loads into the other.
+    Its value is 0 without history, and too small by the factor wₜ in the first ``1 / (1 - decay)`` steps;
+    so its drift, from the same mₜ₋₁, is large there: ``|x₁| / eps`` at the first value. The state is the
+    same, so a ``state_dict`` of one kind loads into the other.
 
     A module with one buffer: in a ``state_dict`` with its owner, moved by ``.to(device)``, of fixed
     address under CUDA graphs. ``.half()`` and other casts of its owner leave it in float64. In a
