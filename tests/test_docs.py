@@ -71,6 +71,17 @@ def close(one, other):
     return all(a == b or float(a) == pytest.approx(float(b), rel=5e-3) for a, b in pairs)
 
 
+def test_of_two_norms_the_page_says_which_is_right(capsys):
+    (code,) = blocks("docs/numerics.md")
+    scope: dict[str, object] = {}
+    exec(code, scope)  # noqa: S102 the page's own code
+    assert "a model" in capsys.readouterr().out
+    for name, (ours, theirs) in scope["errors"].items():
+        assert ours <= 1e-13, name
+        # at the least the rounding of the result to fp32, unless that is exact by chance
+        assert theirs >= ours, name
+
+
 def test_every_way_to_compile_a_step_runs():
     # of several ranks the last two, in test_ranks_compile.py
     *blocks_of_page, _, _ = blocks("docs/compile.md")

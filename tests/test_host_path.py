@@ -324,7 +324,7 @@ def test_unchanged_addresses_make_nothing_new(launches, direct, monkeypatch):
     measure(tensors)
     (known,) = pack._known
     kept, source = known.kept, known.source
-    for name in ("_meet", "layout_of", "_int64", "_upload", "_pinned", "_flat"):
+    for name in ("meet", "layout_of", "_int64", "_upload", "_pinned", "_flat"):
         monkeypatch.setattr(pack, name, lambda *_: pytest.fail("made anew"))
     launches.clear()
     for _ in range(3):

@@ -271,6 +271,35 @@ def test_clipping_what_is_not_finite(value):
         assert grads.nan_to_num(0.0, 0.0).norm() > 0
 
 
+@pytest.mark.parametrize("factor", [1e-3, 100.0])
+def test_a_norm_and_then_a_clip(factor):
+    before, after = both("A norm and then a clip", grads_times(factor))
+    assert after.norm.item() == near(before.norm.item())
+    for theirs, ours in zip(before.grads, after.grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_tells_nothing_and_then_a_clip(value):
+    before, after = both("A norm and then a clip", put(value))
+    assert after.norm.item() == pytest.approx(before.norm.item(), nan_ok=True)
+    theirs, ours = (torch.cat([g.flatten() for g in found.grads]) for found in (before, after))
+    assert (theirs.nan_to_num() == 0).all()
+    assert ours.isfinite().sum() == len(ours) - 1
+
+
+@pytest.mark.parametrize("value", [0.5, math.nan, math.inf])
+def test_clipping_by_value(value):
+    before, after = both("Clipping by value", put(value))
+    kept = run("Clipping by value", 1, put(value))
+    assert list(kept.large) == ["host.weight", "host.bias", "seed.weight", "seed.bias"]
+    at_bound = [int((p.grad.abs() == torch.tensor(0.01)).sum()) for p in after.model.parameters()]
+    assert list(after.large.values()) == at_bound
+    assert sum(at_bound) == after.clipped.total.item() > 0
+    for theirs, ours in zip(before.model.parameters(), after.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def summary_of(run):
     # a second model watched in a process has a prefix of its own
     return {
@@ -404,6 +433,17 @@ def test_smoothing_begins_otherwise_and_ends_alike():
     before, after = both(SMOOTHING, values=list(torch.rand(101) + 1))
     assert before.mean == pytest.approx(after.mean.item(), rel=1e-4)
     assert before.drift == pytest.approx(after.drift.item(), rel=1e-2)
+
+
+def test_smoothing_from_zero_is_the_loop_from_zero():
+    values = torch.rand(20, dtype=torch.float64) + 1
+    ema, mean = gm.EMA(decay=0.9, bias_correction=False), 0.0
+    for value in values:
+        found = ema(value)
+        drift = abs(value.item() - mean) / (abs(mean) + 1e-12)
+        mean = 0.9 * mean + 0.1 * value.item()
+        assert found.value.item() == pytest.approx(mean, rel=1e-13)
+        assert found.drift.item() == pytest.approx(drift, rel=1e-12)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
