@@ -34,7 +34,7 @@ TESTS = (
     "test_roots.py::test_norms_of_a_report_are_roots_of_their_squares",
     "test_roots.py::test_norms_of_tensors_are_roots_of_their_squares[None]",
     "test_roots.py::test_a_norm_at_its_threshold_has_no_flag_and_its_neighbours_have",
-    "test_numerics.py::test_norm_and_sum_are_within_their_bounds",
+    "test_numerics.py::test_1e_minus_10_beside_1e15_is_measured_as_both",
     "test_numerics.py::test_thresholds_are_compared_in_double_precision",
     "test_reference.py::test_long_and_strided_tensors_agree_with_plain_pytorch",
     "test_laws.py::test_the_number_of_threads_changes_no_bit[dtype0-nonfinite]",
