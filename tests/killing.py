@@ -1,5 +1,7 @@
 """Trains in a process that is killed: each line of its input, JSON, is a run to begin and when to kill it.
 
+It is killed ``delay`` seconds after its record has taken ``steps`` steps, however long they take.
+
 torch is imported once, and each training is a fork of this process, which starts no thread itself.
 """
 
@@ -56,6 +58,11 @@ def train(run, first, pipe):
             time.sleep(0.0003)
 
 
+def last_of(told):
+    """Return the last step that was told; a write of 8 bytes to a pipe is whole."""
+    return max((step for (step,) in struct.iter_unpack("q", told)), default=-1)
+
+
 def main():
     torch.set_num_threads(1)
     # pyarrow imports pandas, where there is one, with its first array
@@ -71,16 +78,18 @@ def main():
             finally:
                 os._exit(1)
         os.close(writer)
+        told = b""
+        last = order["first"] + order["steps"] - 1
+        while order["steps"] and last_of(told) < last and (part := os.read(reader, 1 << 16)):
+            told += part
         time.sleep(order["delay"])
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        told = b""
         while part := os.read(reader, 1 << 16):
             told += part
         os.close(reader)
-        steps = [step for (step,) in struct.iter_unpack("q", told)]
         killed = os.WIFSIGNALED(status)
-        sys.stdout.write(json.dumps({"killed": killed, "last": max(steps, default=None)}) + "\n")
+        sys.stdout.write(json.dumps({"killed": killed, "last": last_of(told) if told else None}) + "\n")
         sys.stdout.flush()
 
 

@@ -46,7 +46,7 @@ class RankPool:
             self._pipes.append(here)
             self.processes.append(process)
 
-    def run(self, function: Any, *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Any, *args: Any, timeout: float = 300.0) -> list[Any]:
         """Return what the function returns on each rank; raise what it raised on the first that failed."""
         outcomes = self.outcomes(function, *args, timeout=timeout)
         for rank, (failed, value) in enumerate(outcomes):
@@ -55,7 +55,7 @@ class RankPool:
                 raise RankFailedError(msg)
         return [value for _, value in outcomes]
 
-    def outcomes(self, function: Any, *args: Any, timeout: float = 120.0) -> list[tuple[bool, Any]]:
+    def outcomes(self, function: Any, *args: Any, timeout: float = 300.0) -> list[tuple[bool, Any]]:
         """Return for each rank whether it failed, and its result, or the text of its traceback."""
         for pipe in self._pipes:
             # one that has gone is found below

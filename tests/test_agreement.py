@@ -344,10 +344,11 @@ def test_sixteen_thousand_ranks_and_ten_thousand_tensors(grid, count, shared):
     """One rank's work, which every rank does by itself."""
     assert math.prod(grid.values()) == 16_384
     _, members, layouts = large_job(grid, count, shared)
-    start = time.perf_counter()
+    # of this process alone, however many others share the machine
+    start = time.process_time()
     found = agree(members, layouts)
     counted = found.counts(len(members) - 1)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert len(found.names) == count + shared
     assert len(counted) == len(layouts[members[-1].digest].names)
     assert seconds < 10

@@ -438,7 +438,7 @@ def test_the_end_of_a_process_closes_what_was_left_open(end, code, fault):
         text=True,
         env=os.environ | {"PYTHONPATH": path},
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == code, done.stderr
     assert "Exception ignored" not in done.stderr

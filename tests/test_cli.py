@@ -70,7 +70,7 @@ def process(*arguments, code=None, **options):
     command = [sys.executable, *(["-c", code] if code else ["-m", "gradiometer"]), *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": SOURCE}
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=False, **options
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False, **options
     )
 
 
@@ -421,7 +421,7 @@ def test_a_reader_that_leaves_is_no_error(run, tmp_path, command, reader):
         env=os.environ | {"PYTHONPATH": SOURCE},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -467,7 +467,7 @@ def in_terminal(*arguments, end_with):
         env={**os.environ, **size},
     )
     os.close(slave)
-    shown, sent, deadline = b"", False, time.monotonic() + 60
+    shown, sent, deadline = b"", False, time.monotonic() + 200
     while time.monotonic() < deadline:
         if select.select([master], [], [], 0.2)[0]:
             try:
@@ -480,9 +480,9 @@ def in_terminal(*arguments, end_with):
         if not sent and b"worst first" in shown:
             child.send_signal(end_with)
             # a machine that is busy took its time until here, and may for the rest
-            sent, deadline = True, time.monotonic() + 60
+            sent, deadline = True, time.monotonic() + 200
     try:
-        code = child.wait(10)
+        code = child.wait(60)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()

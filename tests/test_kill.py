@@ -30,8 +30,9 @@ def victim():
     path = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(script, text=True, env=os.environ | {"PYTHONPATH": path}, **pipes) as process:
 
-        def kill(run, first, delay):
-            process.stdin.write(json.dumps({"run": str(run), "first": first, "delay": delay}) + "\n")
+        def kill(run, first, steps, delay):
+            order = {"run": str(run), "first": first, "steps": steps, "delay": delay}
+            process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
             return json.loads(process.stdout.readline())
 
@@ -69,7 +70,9 @@ def test_what_a_killed_process_leaves(victim, tmp_path):
         path = tmp_path / f"run {i}"
         first = 0
         for _ in range(KILLS):
-            told = victim(path, first, choose.uniform(0.0, 0.25))
+            # some before or while it begins, most after some steps
+            steps = choose.choice([0, choose.randrange(130), choose.randrange(130)])
+            told = victim(path, first, steps, choose.uniform(0.0, 0.02 if steps else 0.25))
             assert told["killed"]
             last = read(path)
             if told["last"] is not None:

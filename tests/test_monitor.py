@@ -254,41 +254,45 @@ def test_on_a_device_a_step_asks_for_nothing():
 
 
 def test_a_sink_that_sleeps_holds_up_nobody():
-    release, entered = threading.Event(), threading.Event()
+    release, entered, woken = threading.Event(), threading.Event(), []
 
     def sleeps(_):
         entered.set()
-        assert release.wait(30)
+        woken.append(release.wait(120))
 
     model = small()
     monitor, seen = monitor_of(model, sinks=[sleeps], queue=16)
     monitor.advance()
-    assert entered.wait(20)
-    began = time.perf_counter()
+    assert entered.wait(60)
     monitor._delivery._next = 0.0
     train(monitor, model, 300)
-    assert time.perf_counter() - began < 10
     assert monitor.dropped > 0
     assert monitor.last.step > 200
     assert not monitor.flush(0.01)
     release.set()
     monitor.close()
+    # by the event, not by its time-out
+    assert all(woken)
     # its first batch, the newest sixteen, and none silently
     assert monitor.dropped == sum(n for what, n in monitor.failures.items() if what.startswith("queue of "))
     assert seen == []
 
 
 def test_advance_takes_little_time_of_the_host():
-    model = small()
+    model, x = small(), torch.ones(2)
     monitor, _ = monitor_of(model, sinks=())
-    times = []
+    times, others = [], []
     for _ in range(1000):
         began = time.perf_counter()
         monitor.advance(loss=1.0, lr=0.1)
-        times.append(time.perf_counter() - began)
+        between = time.perf_counter()
+        for _ in range(10):
+            x + x
+        times.append(between - began)
+        others.append(time.perf_counter() - between)
     monitor.close()
-    # 8 us on a quiet machine; one that shares its cores takes longer
-    assert statistics.median(times) < 100e-6
+    # about as long as ten of torch's smallest operations
+    assert statistics.median(times) < 10 * statistics.median(others)
 
 
 # nothing raises

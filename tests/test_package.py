@@ -44,7 +44,7 @@ def in_fresh_process(code: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -52,13 +52,13 @@ def in_fresh_process(code: str) -> str:
 
 
 COLLECT = """
-import torch, gradiometer as gm
+import math, torch, gradiometer as gm
 model = torch.nn.Linear(3, 2)
 model(torch.ones(1, 3)).sum().backward()
 report = gm.collect_grads(model).materialize()
 assert report.names == ("weight", "bias")
-assert report["weight"].norm == 6 ** 0.5, report["weight"]
-assert report.total_norm == 8 ** 0.5
+assert report["weight"].norm == math.sqrt(6), report["weight"]
+assert report.total_norm == math.sqrt(8)
 assert "2 tensors" in str(report)
 tensors = {"x": torch.full((5003,), 2.0), "y": torch.tensor([float("nan")]), "z": torch.ones(4).half()}
 large = gm.collect(tensors)

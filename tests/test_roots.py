@@ -15,6 +15,7 @@ import gradiometer as gm
 from conftest import INTERPRETED
 from gradiometer import Flag, Thresholds, derived, roots
 from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS
+from test_compile import inductor, needs_compiler
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
 
@@ -78,12 +79,17 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
+every_path = pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=needs_compiler) if path == "inductor" else path for path in PATHS]
+)
+
+
+@every_path
 def test_a_million_roots_are_correctly_rounded(path):
     assert_same(PATHS[path](values()), expected())
 
 
-@pytest.mark.parametrize("path", PATHS)
+@every_path
 def test_strided_and_empty_tensors_have_roots_too(path):
     x = torch.tensor([[4.0, -1.0], [2.0, -1.0], [3.0, -1.0]], dtype=torch.float64)[:, 0]
     root = PATHS[path](x)
@@ -99,6 +105,7 @@ def test_a_number_has_a_root():
         assert (root.item(), root.shape) == (math.sqrt(2.0), ())
 
 
+@needs_compiler
 def test_inductor_takes_the_root_for_one_of_its_own():
     with torch._inductor.utils.fresh_inductor_cache():
         root, (code,) = run_and_get_code(PATHS["inductor"], values()[:2000])
@@ -108,6 +115,7 @@ def test_inductor_takes_the_root_for_one_of_its_own():
     assert "complex" not in code
 
 
+@needs_compiler
 def test_where_inductor_learns_nothing_it_calls_the_op(monkeypatch):
     from torch._inductor.lowering import lowerings
 
@@ -182,7 +190,7 @@ def test_norms_of_a_report_are_roots_of_their_squares():
     assert_same(found, expected()[::100])
 
 
-@pytest.mark.parametrize("compiler", [None, "inductor", "aot_eager"])
+@pytest.mark.parametrize("compiler", [None, inductor, "aot_eager"])
 def test_total_norms_are_roots_of_all_squares(compiler):
     function = norms if compiler is None else torch.compile(norms, fullgraph=True, backend=compiler)
     for i in range(FEW):
@@ -194,7 +202,7 @@ def test_total_norms_are_roots_of_all_squares(compiler):
     assert stats.materialize().total_norm == expected()[i]
 
 
-@pytest.mark.parametrize("compiler", [None, "inductor", "aot_eager"])
+@pytest.mark.parametrize("compiler", [None, inductor, "aot_eager"])
 def test_norms_of_tensors_are_roots_of_their_squares(compiler):
     def measure(tensors):
         stats = gm.collect(tensors)
@@ -232,7 +240,7 @@ def test_a_norm_at_its_threshold_has_no_flag_and_its_neighbours_have(grouped):
             assert flags.item() == (0, Flag.VANISHING, Flag.EXPLODING)[flag]
 
 
-@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("compiler", [inductor, "aot_eager"])
 def test_a_graph_compares_the_same_root_with_a_threshold(compiler):
     for square in (2.0, 3.0):
         limit = Thresholds(math.sqrt(square), math.sqrt(square))

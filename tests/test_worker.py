@@ -49,7 +49,7 @@ class Log:
 
     def write(self, records, findings):
         self.entered.set()
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         self._called("write")
         self.steps += [r.step for r in records]
         self.findings += findings
@@ -109,9 +109,9 @@ def test_steps_pass_rules_and_sinks_in_order_on_a_thread_of_its_own():
     worker = make(log, rules=[rule])
     for step in range(0, 30, 3):
         worker.put([record(step), record(step + 1), record(step + 2)])
-    assert worker.wait(20)
+    assert worker.wait(60)
     assert log.steps == rule.seen == list(range(30))
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert log.calls[0] == "start"
     assert log.calls[-1] == "close"
     assert log.calls.count("close") == 1
@@ -126,7 +126,7 @@ class Record(Log):
     """A second sink, of another name."""
 
 
-def until(condition, seconds=20):
+def until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -145,7 +145,7 @@ def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog):
     slow.go.clear()
     worker = make(slow, good, limit=10)
     put_each(worker, good, [0])
-    assert slow.entered.wait(20)
+    assert slow.entered.wait(60)
     put_each(worker, good, range(1, 40))
     assert good.steps == list(range(40))
     assert worker.dropped == 29
@@ -153,9 +153,9 @@ def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog):
     assert caplog.text.count("sink Log can't keep up, the oldest of 10 steps go") == 1
     assert not worker.wait(0.01)
     slow.go.set()
-    assert worker.wait(20)
+    assert worker.wait(60)
     assert slow.steps == [0, *range(30, 40)]
-    assert worker.stop(20)
+    assert worker.stop(60)
 
 
 def test_of_a_slow_sink_all_that_waits_is_written_at_the_end():
@@ -164,7 +164,7 @@ def test_of_a_slow_sink_all_that_waits_is_written_at_the_end():
     worker = make(slow, good, limit=4)
     put_each(worker, good, range(40))
     threading.Timer(0.1, slow.go.set).start()
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert good.steps == list(range(40))
     assert slow.steps[-4:] == [36, 37, 38, 39]
     assert len(slow.steps) + worker.dropped == 40
@@ -177,19 +177,19 @@ def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog):
     class Slow(Odd):
         def check(self, record):
             entered.set()
-            assert go.wait(20)
+            assert go.wait(60)
             return super().check(record)
 
     rule = Slow()
     worker = make(rules=[rule], limit=10)
     worker.put([record(0)])
-    assert entered.wait(20)
+    assert entered.wait(60)
     for step in range(1, 40):
         worker.put([record(step)])
     assert worker.dropped == 29
     assert not worker.wait(0.01)
     go.set()
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert rule.seen == [0, *range(30, 40)]
     assert "the rules can't keep up, the oldest of 10 steps go" in caplog.text
     assert worker._failures.counts == {"queue of the rules": 29}
@@ -200,15 +200,15 @@ def test_what_waits_for_a_sink_is_not_taken_for_written_when_later_steps_push_ot
     slow.go.clear()
     worker = make(slow, good, limit=2)
     put_each(worker, good, [0])
-    assert slow.entered.wait(20)
+    assert slow.entered.wait(60)
     answers = []
     waiting = threading.Thread(target=lambda: answers.append(worker.wait(0.3)))
     waiting.start()
     put_each(worker, good, range(1, 10))
-    waiting.join(20)
+    waiting.join(60)
     assert answers == [False]
     slow.go.set()
-    assert worker.stop(20)
+    assert worker.stop(60)
 
 
 @pytest.mark.parametrize("where", ["start", "write", "fault", "close"])
@@ -220,7 +220,7 @@ def test_a_sink_that_hangs_for_ever_costs_the_others_nothing(where):
             super()._called(name)
             if name == where:
                 entered.set()
-                forever.wait(60)
+                forever.wait(600)
 
     hangs, good = Hangs(), Record()
     worker = make(hangs, good, limit=4)
@@ -228,14 +228,15 @@ def test_a_sink_that_hangs_for_ever_costs_the_others_nothing(where):
     worker.put_fault(lambda: worker._box.fault("exception", "", 40, ()))
     began = time.perf_counter()
     assert not worker.stop(0.5)
-    assert time.perf_counter() - began < 5
+    # far from the time that it hangs
+    assert time.perf_counter() - began < 60
     assert entered.is_set()
     until(lambda: good.calls[-1] == "close")
     assert good.steps == list(range(40))
     assert [fault.message for fault in good.faults] == [""]
     assert worker.is_running
     forever.set()
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert not worker.is_running
     assert hangs.calls[-1] == "close"
 
@@ -245,7 +246,7 @@ def test_an_interrupted_stop_can_be_called_again(monkeypatch):
     slow.go.clear()
     worker = make(slow, good)
     worker.put([record(0)])
-    assert slow.entered.wait(20)
+    assert slow.entered.wait(60)
     ended = worker._lanes[0]._ended
 
     def interrupted(_=None):
@@ -254,10 +255,10 @@ def test_an_interrupted_stop_can_be_called_again(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ended, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            worker.stop(20)
+            worker.stop(60)
     assert not worker.stop(0.01)
     slow.go.set()
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert slow.calls == good.calls == ["start", "write", "close"]
 
 
@@ -266,13 +267,13 @@ def test_findings_and_faults_outlive_the_steps_that_are_dropped():
     slow.go.clear()
     worker = make(slow, good, rules=[Odd(), Others()], limit=2)
     put_each(worker, good, [0])
-    assert slow.entered.wait(20)
+    assert slow.entered.wait(60)
     put_each(worker, good, range(1, 10))
     worker.put_fault(lambda: worker._box.fault("exception", "first", 10, ()))
     until(lambda: good.faults)
     put_each(worker, good, range(10, 20))
     slow.go.set()
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert slow.steps == [0, 18, 19]
     # as they were last, each once
     assert sorted(slow.findings, key=str) == sorted(worker.ledger.findings, key=str)
@@ -285,7 +286,7 @@ def test_more_at_once_than_may_wait():
     log = Log()
     worker = make(log, limit=4)
     worker.put([record(step) for step in range(100)])
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert worker.dropped + len(log.steps) == 100
     assert log.steps[-4:] == [96, 97, 98, 99]
 
@@ -298,9 +299,9 @@ def test_a_failing_sink_is_said_once_and_counted_and_the_others_go_on(caplog, er
     worker = make(bad, good)
     for step in range(5):
         worker.put([record(step)])
-        assert worker.wait(20)
+        assert worker.wait(60)
     worker.put_fault(lambda: worker._box.fault("exception", "", 5, ()))
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert good.steps == [0, 1, 2, 3, 4]
     assert len(good.faults) == 1
     assert bad.calls == ["start", *["write"] * 5, "fault", "close"]
@@ -312,7 +313,7 @@ def test_a_sink_that_cannot_start_is_left_out():
     bad, good = Log(fails={"start"}), Log()
     worker = make(good, bad)
     worker.put([record(0)])
-    assert worker.stop(20)
+    assert worker.stop(60)
     # of two of one name the second has a number
     assert worker._failures.counts == {"sink Log 2": 1}
     assert bad.calls == ["start"]
@@ -323,7 +324,7 @@ def test_a_failing_rule_is_counted_and_the_others_go_on():
     rule, log = Odd(), Log()
     worker = make(log, rules=[Broken(), rule])
     worker.put([record(step) for step in range(6)])
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert worker._failures.counts == {"rule broken": 6}
     assert rule.seen == log.steps == list(range(6))
 
@@ -332,9 +333,9 @@ def test_the_first_loss_that_is_not_finite_is_told_once_after_its_step_was_writt
     log = Log()
     worker = make(log)
     worker.put([record(0), record(1), record(2, math.nan, n_nan=1), record(3)])
-    assert worker.wait(20)
+    assert worker.wait(60)
     worker.put([record(4, math.inf)])
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert log.calls == ["start", "write", "fault", "write", "close"]
     (fault,) = log.faults
     assert (fault.reason, fault.message, fault.step) == ("non-finite loss", "loss nan", 2)
@@ -348,10 +349,10 @@ def test_a_fault_comes_after_all_steps_before_it():
     log.go.clear()
     worker = make(log, limit=1000)
     worker.put([record(step) for step in range(300)])
-    assert log.entered.wait(20)
+    assert log.entered.wait(60)
     worker.put_fault(lambda: worker._box.fault("exception", "x", 300, ()))
     log.go.set()
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert log.calls[-2:] == ["fault", "close"]
     assert log.faults[0].last[-1].step == 299
 
@@ -364,7 +365,7 @@ def test_a_sink_that_never_returns_is_left_behind():
     assert not worker.stop(0.05)
     assert worker.is_running
     log.go.set()
-    assert worker.stop(20)
+    assert worker.stop(60)
 
 
 def test_a_sink_may_ask_to_wait_without_waiting_for_itself():
@@ -377,16 +378,16 @@ def test_a_sink_may_ask_to_wait_without_waiting_for_itself():
 
     worker = make(Asking())
     worker.put([record(0)])
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert answers == [False]
 
 
 def test_what_rules_remember_and_found_goes_on_in_another():
     worker = make(rules=[Odd(), Odd()])
     worker.put([record(step) for step in range(4)])
-    assert worker.wait(20)
+    assert worker.wait(60)
     state = worker.state_dict()
-    worker.stop(20)
+    worker.stop(60)
     rules = [Odd(), Broken(), Odd()]
     again = Worker(rules, (), 10, BlackBox(), Failures())
     again.load_state_dict(state)
@@ -395,7 +396,7 @@ def test_what_rules_remember_and_found_goes_on_in_another():
     # and a new sighting prolongs what was found
     again.start(INFO)
     again.put([record(5)])
-    assert again.stop(20)
+    assert again.stop(60)
     (finding,) = again.ledger.findings
     assert (finding.first_step, finding.last_step) == (1, 5)
 
@@ -422,10 +423,10 @@ def test_a_step_that_hangs_does_not_hold_up_what_a_sink_writes_by_the_clock(monk
 
     worker = Worker([], [Log(), Clock()], 10, BlackBox(), Failures())
     worker.start(INFO)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(ticks) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert worker.stop(10)
+    assert worker.stop(60)
     assert ticks[:3] == [0, 0, 0]
 
 
@@ -440,10 +441,10 @@ def test_a_sink_that_hangs_does_not_hold_up_the_clock_of_another(monkeypatch):
     slow.go.clear()
     worker = make(slow, Clock())
     worker.put([record(0)])
-    assert slow.entered.wait(20)
+    assert slow.entered.wait(60)
     until(lambda: 1 in ticks)
     slow.go.set()
-    assert worker.stop(20)
+    assert worker.stop(60)
 
 
 def test_a_rule_without_a_name_and_an_error_without_a_text_end_nothing(caplog):
@@ -461,9 +462,9 @@ def test_a_rule_without_a_name_and_an_error_without_a_text_end_nothing(caplog):
     log = Log()
     worker = make(log, rules=[Nameless()])
     worker.put([record(0), record(1)])
-    assert worker.wait(20)
+    assert worker.wait(60)
     assert worker.state_dict()["rules"] == [("Nameless", {})]
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert log.steps == [0, 1]
     assert worker._failures.counts == {"rule Nameless": 2}
     assert "rule Nameless: NoTextError" in caplog.text
@@ -475,10 +476,10 @@ def test_whatever_else_fails_is_counted_and_the_thread_goes_on(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_check", lambda _: 1 / 0)
         worker.put([record(0)])
-        assert worker.wait(20)
+        assert worker.wait(60)
     assert worker._failures.counts == {"the rules": 1}
     worker.put([record(1)])
-    assert worker.stop(20)
+    assert worker.stop(60)
     assert log.steps == [1]
 
 
@@ -489,6 +490,6 @@ def test_whatever_else_fails_is_counted_and_the_thread_goes_on(monkeypatch):
 def test_an_abnormal_end_is_one_warning_even_where_all_is_finite(caplog, reason, said):
     worker = make(Log(), Record())
     worker.put_fault(lambda: worker._box.fault(reason, "why", 7, ()))
-    assert worker.stop(20)
+    assert worker.stop(60)
     lines = [(entry.levelno, entry.message) for entry in caplog.records]
     assert lines == [(logging.WARNING, f"{reason} in step 7: why")] * said

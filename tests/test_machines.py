@@ -1,0 +1,66 @@
+"""The same on other machines: what another processor would run is chosen here, in processes of their own.
+
+PyTorch picks its loops, and Intel's library its own, by the instructions that the processor has. Variables of
+the environment make both act as on an older one, or as on one of another make.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import INTERPRETED
+
+HERE = Path(__file__).parent
+
+SETTINGS = (
+    "ATEN_CPU_CAPABILITY=default",
+    "ATEN_CPU_CAPABILITY=avx2",
+    "MKL_ENABLE_INSTRUCTIONS=AVX2",
+    "MKL_ENABLE_INSTRUCTIONS=SSE4_2",
+    "MKL_CBWR=COMPATIBLE",
+)
+
+# roots, flags at their thresholds, bounds of sums, and laws of the same bits
+TESTS = (
+    *[
+        f"test_roots.py::test_a_million_roots_are_correctly_rounded[{path}]"
+        for path in ("eager", "aot_eager", "exported")
+    ],
+    "test_roots.py::test_norms_of_a_report_are_roots_of_their_squares",
+    "test_roots.py::test_norms_of_tensors_are_roots_of_their_squares[None]",
+    "test_roots.py::test_a_norm_at_its_threshold_has_no_flag_and_its_neighbours_have",
+    "test_numerics.py::test_1e_minus_10_beside_1e15_is_measured_as_both",
+    "test_numerics.py::test_thresholds_are_compared_in_double_precision",
+    "test_reference.py::test_long_and_strided_tensors_agree_with_plain_pytorch",
+    "test_laws.py::test_the_number_of_threads_changes_no_bit[dtype0-nonfinite]",
+    "test_laws.py::test_a_compiled_call_gives_the_bits_of_an_eager_one[mixed-True]",
+)
+# its code has nothing of Intel's library, and is compiled for the instructions that PyTorch takes
+INDUCTOR = "test_roots.py::test_a_million_roots_are_correctly_rounded[inductor]"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the settings change nothing in the interpreter")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_numbers_are_right_on_a_processor_with_other_instructions(setting, tmp_path):
+    name, value = setting.split("=")
+    tests = (*TESTS, INDUCTOR) if name.startswith("ATEN") else TESTS
+    # Inductor's cache does not tell these settings apart, and would give code for other instructions
+    changes = {name: value, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    # another one may be in force here, and the workers of this run are not those of that one
+    left_out = {part.split("=")[0] for part in SETTINGS} | {"PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"}
+    environment = {key: text for key, text in os.environ.items() if key not in left_out}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
+        cwd=HERE,
+        env=environment | changes,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
