@@ -422,7 +422,7 @@ def gradients(model: nn.Module, *, copied: bool = False) -> dict[str, Tensor]:
 
 
 def trained(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that get a gradient: clearing another one first is no step that torch compiles."""
+    """Return the parameters that get a gradient: torch compiles no step that clears another one first."""
     return [p for name, p in model.named_parameters() if p.requires_grad and "unused" not in name]
 
 
@@ -937,7 +937,7 @@ def prepared(case: Case, tell: Callable[[nn.Module], Tell]) -> tuple[nn.Module, 
 
 
 def forget_none() -> None:
-    """Undo what a step that clears gradients first does to torch 2.12 to 2.14, for the whole process.
+    """Undo what a step that clears gradients first does to torch 2.12 to 2.15, for the whole process.
 
     A second compiled function that ends with ``p.grad = None`` is broken by it, with or without telemetry.
     """
@@ -1013,7 +1013,7 @@ def assert_same(told: Any, expected: Any) -> None:
         elif isinstance(y, Tensor):
             assert_bits(x, y)
         else:
-            # a None of the step's own, which torch 2.12 to 2.14 may lose, is not ours
+            # a None of the step's own, which torch 2.12 to 2.15 may lose, is not ours
             assert y is None
 
 
@@ -1099,7 +1099,9 @@ def test_dynamo_refuses_recurrent_modules_itself(kind, record_property):
     for tell in (nothing, grads_of(model)):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="RNN, GRU, or LSTM"):
             compiled(cleared_first(model, tell))(*batch(0))
-    apart = compiled(grads_of(model))
+    # the pairs: Dynamo does not walk through such a module
+    named = list(model.named_parameters())
+    apart = compiled(lambda: gm.collect_grads(named))
     for i in range(STEPS):
         clear(model)
         backward(model, *batch(i))
@@ -1248,10 +1250,11 @@ def graph_nodes(function: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_graph_has_few_nodes_a_tensor(bias):
     """The time to compile grows with the nodes; ``kernels_bench/compile_time.py`` measures it."""
-    model = nn.Sequential(*[nn.Linear(3, 3, bias=bias or i % 2 > 0) for i in range(100)])
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=bias or i % 2 > 0) for i in range(20)])
     tensors = list(model.parameters())
     for p in tensors:
         p.grad = torch.ones_like(p)
+    # on torch 2.13: torch 2 a tensor and 8; ours 2 a tensor and 49
     torchs = graph_nodes(lambda: nn.utils.clip_grad_norm_(tensors, 1.0))
     # 50 besides: the coefficient, and what is once in a graph
     assert graph_nodes(lambda: gm.clip_grad_norm_(tensors, 1.0)) <= torchs + 50
@@ -1265,5 +1268,5 @@ def test_a_graph_has_few_nodes_a_tensor(bias):
 def test_inductor_computes_a_coefficient_once():
     model = with_zero_grads()
     _, codes = run_and_get_code(torch.compile(lambda: gm.clip_grad_norm_(model, 1.0), fullgraph=True))
-    # the least number of fp32, by which it is taken apart, is in the coefficient and not in each multiplication
+    # the least number of fp32, by which it is taken apart, is not in each multiplication
     assert 1 <= sum(code.count("1.1754943508222875e-38") for code in codes) <= 4
