@@ -3,7 +3,7 @@
     python kernels_bench/compile_time.py                          Inductor, 100 modules, three rounds
     python kernels_bench/compile_time.py --backend aot_eager --modules 30
 
-Rounds are interleaved, caches are off, and the least time of each counts. Only ratios of one run say something.
+Rounds are interleaved, caches are off, and the least time of each counts. Trust ratios of one run only.
 """
 
 from __future__ import annotations

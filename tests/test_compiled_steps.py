@@ -937,7 +937,7 @@ def prepared(case: Case, tell: Callable[[nn.Module], Tell]) -> tuple[nn.Module, 
 
 
 def forget_none() -> None:
-    """Undo what a step that clears gradients first does to torch 2.12 to 2.15, for the whole process.
+    """Undo what a step that clears gradients first does to torch 2.12 to 2.14, for the whole process.
 
     A second compiled function that ends with ``p.grad = None`` is broken by it, with or without telemetry.
     """
@@ -1013,7 +1013,7 @@ def assert_same(told: Any, expected: Any) -> None:
         elif isinstance(y, Tensor):
             assert_bits(x, y)
         else:
-            # a None of the step's own, which torch 2.12 to 2.15 may lose, is not ours
+            # a None of the step's own, which torch 2.12 to 2.14 may lose, is not ours
             assert y is None
 
 

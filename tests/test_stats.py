@@ -477,7 +477,7 @@ def assert_plain(value: object) -> None:
 
 
 def test_what_is_not_there_is_no_attribute_of_the_instance() -> None:
-    """Dynamo of torch 2.12 to 2.15 takes an attribute that is None for another object's new value."""
+    """Dynamo of torch 2.12 to 2.14 takes an attribute that is None for another object's new value."""
     stats = stats_of_all()
     reduced = dataclasses.replace(stats, origin=torch.zeros(len(stats.names)), local=stats)
     assert (reduced.origin is None, reduced.local) == (False, stats)

@@ -88,7 +88,7 @@ class TensorStats:
         object.__setattr__(self, "flags", flags)
         object.__setattr__(self, "thresholds", thresholds)
         object.__setattr__(self, "skip_nonfinite", skip_nonfinite)
-        # The class has the defaults. In a graph of torch 2.12 to 2.15, an attribute that is None may come out
+        # The class has the defaults. In a graph of torch 2.12 to 2.14, an attribute that is None may come out
         # as a gradient: Dynamo shares one None, which it believes to be the new value of some ``p.grad``.
         for name, value in (("layout", layout), ("origin", origin), ("local", local)):
             if value is not None:
