@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -94,3 +94,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table of compiled steps, where its test has run."""
+    reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind]
+    properties = [pair for report in reports for pair in getattr(report, "user_properties", ())]
+    rows = [(*row[:2], str(row[2])) for name, row in properties if name == "compiled step"]
+    if rows:
+        terminalreporter.section("compiled steps: one graph, eager's bits, weights unchanged")
+        for name, backend, note in rows:
+            terminalreporter.write_line(f"{name:<45} {backend:<16} {note:>10}")

@@ -21,6 +21,7 @@ __all__ = [
     "check_names",
     "has_float64",
     "is_plain_subclass",
+    "layout",
     "local_shards",
     "named_parameters",
     "named_tensors",
@@ -206,7 +207,10 @@ def check(named: Named, what: str) -> Traits:
     fine = all([_is_measurable_type(kind) for kind in types])
     if fine:
         # kinds first: in the steady state no tensor is looked at one by one
-        kinds = dict.fromkeys([(tensor.dtype, tensor.layout, tensor.device) for tensor in tensors])
+        if torch.compiler.is_compiling():
+            kinds = dict.fromkeys([(tensor.dtype, layout(tensor), tensor.device) for tensor in tensors])
+        else:
+            kinds = dict.fromkeys([(tensor.dtype, tensor.layout, tensor.device) for tensor in tensors])
         fine = all([_is_measurable(*kind) for kind in kinds])
         fine = fine and not any([tensor.is_nested for tensor in tensors])
     if not fine:
@@ -217,6 +221,16 @@ def check(named: Named, what: str) -> Traits:
                 raise TypeError(msg)
     devices = list(dict.fromkeys([device for _, _, device in kinds]))
     return Traits(types, {layout for _, layout, _ in kinds}, devices)
+
+
+def layout(tensor: Tensor) -> torch.layout:
+    """Return a tensor's layout; in a graph, where tensors are strided or sparse COO, without asking for it.
+
+    Dynamo does not let ``autograd.Function.backward`` read the attribute.
+    """
+    if torch.compiler.is_compiling():
+        return torch.sparse_coo if tensor.is_sparse else torch.strided
+    return tensor.layout
 
 
 def check_names(names: tuple[str, ...], what: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradiometer import derived, ops
 from gradiometer.buffers import Float64Module
 from gradiometer.collect import collect, measure, settled
-from gradiometer.inputs import Named, check, local_shards, named_parameters, present
+from gradiometer.inputs import Named, check, layout, local_shards, named_parameters, present
 from gradiometer.layout import is_dtensor
 from gradiometer.ring import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, Cursor
 from gradiometer.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds
@@ -340,7 +340,7 @@ def _is_ordinary(tensor: Tensor, ring: Tensor) -> bool:
     kind = type(tensor)
     return (
         (kind is Tensor or kind is nn.Parameter)
-        and tensor.layout == torch.strided
+        and layout(tensor) == torch.strided
         and tensor.device == ring.device
     )
 

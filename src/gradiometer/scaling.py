@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from gradiometer import derived, ops
-from gradiometer.inputs import Named, is_plain_subclass, present
+from gradiometer.inputs import Named, is_plain_subclass, layout, present
 from gradiometer.layout import is_dtensor, local_shard
 from gradiometer.views import as_flat
 
@@ -148,7 +148,7 @@ def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
     x = grad
     if type(x) is not Tensor and is_plain_subclass(type(x)):
         x = x.as_subclass(Tensor)
-    if x.layout == torch.sparse_coo:
+    if layout(x) == torch.sparse_coo:
         # duplicate coordinates are scaled like others
         x = x._values()  # noqa: SLF001
     if x.is_complex():
