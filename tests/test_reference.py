@@ -90,3 +90,27 @@ def test_collection_grows_resident_memory_by_at_most_four_mebibytes():
     grown = {case: by["ours-eager"] for case, by in json.loads(output).items()}
     assert len(grown) == 4
     assert all(mib <= LIMIT_MIB for mib in grown.values()), grown
+
+
+def test_tensors_may_span_several_waves_of_blocks(monkeypatch):
+    sizes = (10, 5000, 2 * reference.piece_length(), 9 * reference.piece_length() + 1, 7000)
+    tensors = [torch.randn(size) for size in sizes]
+    whole = reference.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0], reference.sumsq(tensors)
+    monkeypatch.setattr(reference, "WAVE", 2)
+    cut = reference.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0], reference.sumsq(tensors)
+    assert torch.equal(whole[0], cut[0])
+    assert whole[1] == cut[1]
+    assert whole[1] == pytest.approx(whole[0][:, COLUMN_NAMES.index("sumsq")].sum().item(), rel=1e-14)
+
+
+def test_a_list_that_is_known_is_measured_by_its_plan_with_the_same_bits():
+    tensors = [torch.randn(3, 5), torch.randn(7), torch.randn(16), torch.tensor(2.0), torch.zeros(0)]
+    tensors += [torch.randn(2, 3, dtype=torch.float64).t(), torch.randn(9).bfloat16(), torch.randn(5000)]
+    plan = reference.plan_of(tensors)
+    planned = reference.tensor_stats(tensors, DEFAULT_THRESHOLDS, None, plan)
+    others = [torch.randn_like(x) for x in tensors]
+    assert torch.equal(planned[0], reference.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0])
+    assert torch.equal(
+        reference.tensor_stats(others, DEFAULT_THRESHOLDS, None, plan)[0],
+        reference.tensor_stats(others, DEFAULT_THRESHOLDS)[0],
+    )

@@ -41,7 +41,7 @@ MOST_THREADS: Final = 3
 # elements that are worth another thread, which takes 0.1 ms to start
 WORTH_A_THREAD: Final = 2**19
 # pieces of a tensor that one thread takes together, and the most such blocks of one tensor
-BLOCK: Final = 8
+BLOCK: Final = 4
 MOST_BLOCKS: Final = 1024
 # blocks whose results are kept until they are merged
 WAVE: Final = 2048
@@ -290,9 +290,11 @@ def _by_tensor(
         return lambda block: (block[0], measure(block[1], scratch))
 
     def measured() -> Iterator[tuple[int, T]]:
-        todo = blocks()
-        while wave := openmp.map_on_threads(start, islice(todo, WAVE), threads):
+        todo, count = blocks(), WAVE
+        while count == WAVE:
+            wave = openmp.map_on_threads(start, islice(todo, WAVE), threads)
             yield from wave
+            count = len(wave)
 
     for index, parts in groupby(measured(), key=itemgetter(0)):
         yield index, merge([part for _, part in parts])
