@@ -796,8 +796,9 @@ def tokens_of(model: nn.Module, tell: Tell) -> Step:
 class Case:
     """A step: what it does, of which model, and what it asks.
 
-    ``acts``: what is asked changes the gradients, so that weights are not those without it. ``whole``: the
-    step compiles functions of its own.
+    ``acts``: what is asked changes the gradients, so that weights are not those without it.
+    ``replayed``: the eager call takes the backward pass too. ``whole``: the step is compiled as a whole, and
+    not functions inside of it.
     """
 
     name: str
@@ -808,6 +809,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     acts: bool = False
+    replayed: bool = False
     whole: bool = True
 
 
@@ -853,7 +855,7 @@ CASES = (
     Case("accumulated in the graph", accumulated),
     Case("grad_and_value", part(functional, how="grad_and_value")),
     Case("autograd.grad", part(functional, how="autograd.grad")),
-    Case("collected in autograd.Function.backward", tell=asked(watched), model=Watched),
+    Case("collected in autograd.Function.backward", tell=asked(watched), model=Watched, replayed=True),
     # parameters
     Case("frozen parameters", model=frozen),
     Case("tied parameters", model=Tied),
@@ -973,6 +975,8 @@ def test_a_compiled_step(case, monkeypatch, record_property):
                 plain(x, y)
             assert not counters["graph_break"]
             twin.load_state_dict(before)
+            if case.replayed:
+                backward(twin, x, y)
             put(twin, gradients(model) if isinstance(grads, tuple) else grads)
             expected = tell()
             if isinstance(told, Around):
@@ -988,7 +992,8 @@ def test_a_compiled_step(case, monkeypatch, record_property):
 
 def put(model: nn.Module, grads: Mapping[str, Tensor]) -> None:
     for name, p in model.named_parameters():
-        p.grad = grads[name].detach().clone() if name in grads else None
+        grad = grads.get(name, grads.get(name.replace("_orig_mod.", "")))
+        p.grad = None if grad is None else grad.detach().clone()
 
 
 def assert_equal_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
@@ -1186,6 +1191,7 @@ def test_a_program_is_exported(strict, record_property):
 
 
 @needs_compiler
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
 def test_a_program_is_compiled_ahead_of_time(tmp_path, record_property):
     start = time.monotonic()
     model, x = Exported(), torch.randn(5, 4)
@@ -1261,7 +1267,7 @@ def test_a_graph_has_few_nodes_a_tensor(bias):
     assert graph_nodes(lambda: gm.collect_and_clip_(tensors, 1.0).norm) <= torchs + 60
     assert graph_nodes(lambda: gm.collect_grads(model)) <= 10
     # modules of one size are merged together; of several, each is put in its place
-    assert graph_nodes(lambda: gm.collect_grads(model).by_module()) <= (60 if bias else torchs)
+    assert graph_nodes(lambda: gm.collect_grads(model).by_module()) <= (60 if bias else 60 + 2 * 20)
 
 
 @needs_compiler

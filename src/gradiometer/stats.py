@@ -558,8 +558,8 @@ def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
 
 
 # The structure of stats as plain values; strict torch.export cannot rebuild other constants. It holds names,
-# thresholds, skip_nonfinite, the layout, and whether there is an origin.
-_Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...] | None, bool]
+# thresholds, skip_nonfinite, the layout, () for None, and whether there is an origin.
+_Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...], bool]
 
 
 def _to_json(context: _Context) -> list[Any]:
@@ -568,7 +568,7 @@ def _to_json(context: _Context) -> list[Any]:
 
 def _from_json(dumped: list[Any]) -> _Context:
     names, thresholds, skip_nonfinite, layout, is_reduced = dumped
-    plain = None if layout is None else Layout.from_plain(layout).to_plain()
+    plain = Layout.from_plain(layout).to_plain() if layout else ()
     return tuple(names), tuple(thresholds), skip_nonfinite, plain, is_reduced
 
 
@@ -585,7 +585,7 @@ def _children(stats: TensorStats) -> dict[str, Any]:
 def _context(stats: TensorStats) -> _Context:
     limits = stats.thresholds
     thresholds = (limits.vanishing, limits.exploding, limits.dead)
-    layout = None if stats.layout is None else stats.layout.to_plain()
+    layout = () if stats.layout is None else stats.layout.to_plain()
     return stats.names, thresholds, stats.skip_nonfinite, layout, stats.origin is not None
 
 
@@ -602,7 +602,7 @@ def _unflatten(children: Iterable[Any], context: _Context) -> TensorStats:
     names, thresholds, skip_nonfinite, plain, is_reduced = context
     columns, flags, *more = children
     origin = more.pop(0) if is_reduced else None
-    layout = None if plain is None else Layout.from_plain(plain)
+    layout = Layout.from_plain(plain) if plain else None
     return TensorStats(names, columns, flags, Thresholds(*thresholds), skip_nonfinite, layout, origin, *more)
 
 
