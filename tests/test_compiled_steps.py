@@ -1039,6 +1039,7 @@ CALLS: dict[str, Callable[[gm.TensorStats], Any]] = {
     "by_module": lambda stats: stats.by_module(1).materialize(),
     "group": lambda stats: stats.group({"all": ".", "none": []}).materialize(),
     "health_score": lambda stats: stats.health_score(vanishing=0.1).item(),
+    "is_healthy_within": lambda stats: stats.is_healthy_within(norm_ratio=10.0).item(),
     "materialize": lambda stats: str(stats.materialize()),
     "materialize_async": lambda stats: stats.materialize_async().result().to_dict(),
     "merge": lambda stats: stats.merge(stats).materialize(),
