@@ -1176,6 +1176,8 @@ class Regrouped(nn.Module):
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 def test_a_program_is_exported(strict, record_property):
+    # strict export of any nested result is broken by it too, on its own
+    forget_none()
     model, x = Exported(), torch.randn(5, 4)
     with torch.no_grad():
         program = torch.export.export(model, (x,), strict=strict).module()
