@@ -99,7 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the table of compiled steps, where its test has run."""
     reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind]
-    properties = [pair for report in reports for pair in getattr(report, "user_properties", ())]
+    calls = [report for report in reports if getattr(report, "when", None) == "call"]
+    properties = [pair for report in calls for pair in report.user_properties]
     rows = [(*row[:2], str(row[2])) for name, row in properties if name == "compiled step"]
     if rows:
         terminalreporter.section("compiled steps: one graph, eager's bits, weights unchanged")
