@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import pickle
@@ -338,11 +339,14 @@ def test_a_report_as_a_dict_calls_no_function_for_each_tensor() -> None:
             calls += event == "call"
 
         before = sys.getprofile()
+        # others have callbacks that the collector calls
+        gc.disable()
         sys.setprofile(profile)
         try:
             report.to_dict()
         finally:
             sys.setprofile(before)
+            gc.enable()
         return calls
 
     # what flags mean is looked up once
