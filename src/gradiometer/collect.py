@@ -193,7 +193,8 @@ def grad_norm(
 ) -> float | None:
     """Return the L2 norm of all gradients of a model, computed in fp64, after one transfer.
 
-    NaN with any NaN, inf with any Inf, as torch would say it.
+    NaN with any NaN, inf with any Inf, as torch would say it. The total norm of `collect_grads`, up to the
+    rounding of fp64: on the CPU nothing but squares is summed, over all gradients at once.
 
     Args:
         model: as for `collect_grads`.
