@@ -290,7 +290,11 @@ def beside(_):
     distributed.close(side)
     del side, thread
     gc.collect()
-    return found == [2.0 * i for i in range(200)], norms == {gm.grad_norm(own)}, reference() is None
+    return (
+        found == [2.0 * i for i in range(200)],
+        list(norms) == [pytest.approx(gm.grad_norm(own), rel=1e-13)],
+        reference() is None,
+    )
 
 
 def test_a_side_group_works_beside_the_group_of_all(two_ranks):
@@ -306,7 +310,7 @@ def compiled_on_one(rank):
 
     compiled = torch.compile(collect, backend="eager", fullgraph=True)
     step = compiled if rank == 0 else collect
-    found = [step().total_norm.item() for _ in range(3)] == [gm.grad_norm(own)] * 3
+    found = [step().total_norm.item() for _ in range(3)] == [pytest.approx(gm.grad_norm(own), rel=1e-13)] * 3
     # where one fails nothing is raised in the other's graph, but its numbers are refused
     if rank == 1:
         with pytest.raises(ValueError, match="inv_scale must be one positive"):
