@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 _relaxed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("ci", derandomize=True, max_examples=15 if INTERPRETED else 60, **_relaxed)
+settings.register_profile("ci", derandomize=True, max_examples=10 if INTERPRETED else 60, **_relaxed)
 settings.register_profile("deep", max_examples=2000, **_relaxed)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
