@@ -137,7 +137,11 @@ def tensor_stats(
     for index in plan.single:
         rows[index] = _row_of_number(tensors[index].item())
     for group in plan.groups:
-        _measure_group(tensors, group, rows)
+        if len(group.sizes) * group.width <= BATCH or not openmp.can_run_alone():
+            _measure_group(tensors, group, rows, BATCH)
+        else:
+            with openmp.one_thread():
+                _measure_group(tensors, group, rows, 2 * BATCH)
     for index, row in _by_tensor([(index, tensors[index]) for index in plan.large], _measure_block, _merge):
         rows[index] = row
     device = tensors[0].device
@@ -146,7 +150,7 @@ def tensor_stats(
     if inv_scale is not None:
         columns = rescale(columns, inv_scale.reshape(()).to(columns))
         return columns, compute_flags(columns, thresholds)
-    return columns, _tensor(array("i", [_flags(row, thresholds) for row in rows]), torch.int32, device)
+    return columns, _tensor(array("i", _flags(rows, thresholds)), torch.int32, device)
 
 
 def _tensor(values: array[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -175,8 +179,21 @@ def sumsq(tensors: Sequence[Tensor]) -> float:
     return _fsum(sums)
 
 
-def _flags(row: _Row, thresholds: Thresholds) -> int:
-    """Do what `compute_flags` does, for one row on the host."""
+def _flags(rows: list[_Row], thresholds: Thresholds) -> list[int]:
+    """Do what `compute_flags` does, for rows on the host."""
+    # most rows have no flag, which their squares tell up to the rounding of a root
+    least = thresholds.vanishing * thresholds.vanishing * (1 + 2**-50)
+    most = thresholds.exploding * thresholds.exploding * (1 - 2**-50)
+    dead = thresholds.dead
+    return [
+        0
+        if least <= sumsq <= most and n_zero < dead * numel and not (n_nan or n_posinf or n_neginf)
+        else _flags_of((numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, top), thresholds)
+        for numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, top in rows
+    ]
+
+
+def _flags_of(row: _Row, thresholds: Thresholds) -> int:
     numel, sumsq, _, n_zero, n_nan, n_posinf, n_neginf, _ = row
     if numel == 0:
         return 0
@@ -199,10 +216,10 @@ def _row_of_number(x: float) -> _Row:
     return (1.0, x * x, x + 0.0, float(x == 0), 0.0, 0.0, 0.0, abs(x))
 
 
-def _measure_group(tensors: Sequence[Tensor], group: _Group, rows: list[_Row]) -> None:
-    """Measure small tensors; write their rows."""
+def _measure_group(tensors: Sequence[Tensor], group: _Group, rows: list[_Row], length: int) -> None:
+    """Measure small tensors, as many at once as fill ``length`` elements; write their rows."""
     count, width = len(group.sizes), group.width
-    step = BATCH // width
+    step = length // width
     stack = wide = None
     if count > step:
         # one buffer for all batches: memory that is given back and taken again has to be mapped again
@@ -219,9 +236,9 @@ def _measure_group(tensors: Sequence[Tensor], group: _Group, rows: list[_Row]) -
         if stack is None or wide is None:
             columns = _measure_rows(torch.cat(parts).view(-1, width))
         else:
-            length = len(sizes) * width
-            x = torch.cat(parts, out=stack[:length])
-            columns = _measure_rows(x.view(-1, width), wide[:length].view(-1, width))
+            filled = len(sizes) * width
+            x = torch.cat(parts, out=stack[:filled])
+            columns = _measure_rows(x.view(-1, width), wide[:filled].view(-1, width))
         sumsq, total, n_nonzero, top = columns
         none = repeat(0.0)
         measured = zip(sizes, sumsq, total, map(sub, sizes, n_nonzero), none, none, none, top, strict=False)
