@@ -74,10 +74,10 @@ def contenders_of(model):
 
 def steps():
     """Return the same compiled step twice: with collection, and without."""
-    x, y = torch.randn(2, 64, 256)
+    x, y = torch.randn(2, 1024, 32)
 
     def build(collect):
-        model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())])
+        model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU())])
         parameters = list(model.parameters())
 
         def step():

@@ -114,3 +114,19 @@ def test_a_list_that_is_known_is_measured_by_its_plan_with_the_same_bits():
         reference.tensor_stats(others, DEFAULT_THRESHOLDS, None, plan)[0],
         reference.tensor_stats(others, DEFAULT_THRESHOLDS)[0],
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_zeros_after_a_row_change_no_bit_of_its_sums(dtype):
+    # by which short tensors of several sizes share a batch
+    tensors = [(torch.randn(size) * 10.0 ** (size % 30 - 15)).to(dtype) for size in range(2, 1025, 11)]
+    for first in range(0, len(tensors), 7):
+        few = tensors[first : first + 7]
+        assert len(reference.plan_of(few).groups) == 1
+        together = reference.tensor_stats(few, DEFAULT_THRESHOLDS)[0].tolist()
+        alone = [reference.tensor_stats([x], DEFAULT_THRESHOLDS)[0].tolist()[0] for x in few]
+        assert together == alone
+    crowd = reference.tensor_stats(tensors * 40, DEFAULT_THRESHOLDS)[0].tolist()
+    assert crowd[: len(tensors)] == [
+        reference.tensor_stats([x], DEFAULT_THRESHOLDS)[0].tolist()[0] for x in tensors
+    ]

@@ -122,11 +122,12 @@ def writable(tensors: Sequence[Tensor]) -> pack.Known | None:
 
 def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
     """Return the L2 norm of all tensors together; None where a device is to measure them, or others watch."""
-    known = recognize(tensors)
-    if known is None or known.device.type != "cpu" or uses_kernels(known.device):
-        return None
-    with _without_grad(), _without_autocast(known.device):
-        return math.sqrt(reference.sumsq(tensors))
+    with _without_grad():
+        known = recognize(tensors)
+        if known is None or known.device.type != "cpu" or uses_kernels(known.device):
+            return None
+        with _without_autocast(known.device):
+            return math.sqrt(reference.sumsq(tensors))
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -53,6 +53,8 @@ WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, SMALL)
 _WIDTH_OF: Final = tuple([WIDTHS[bisect_left(WIDTHS, size)] for size in range(SMALL + 1)])
 # elements of a batch of such rows: below what torch spreads over threads
 BATCH: Final = 2**15 - 1
+# elements for which the number of operators counts more than their work
+FEW: Final = BATCH // 3
 
 # raw columns of one tensor, in the order of `gradiometer.schema.COLUMNS`
 _Row = tuple[float, ...]
@@ -62,9 +64,10 @@ _NAN, _INF, _VANISHING, _EXPLODING, _DEAD = map(int, Flag)
 
 
 class _Group(NamedTuple):
-    """Small tensors of one dtype and width.
+    """Small tensors of one dtype that are padded to one width.
 
-    Their places in the call, their sizes, whether each has one dimension, and the zeros that pad each.
+    ``indices``: their places in the call. ``flat``: whether each has one dimension. ``padding``: the zeros
+    after each.
     """
 
     width: int
@@ -85,8 +88,7 @@ class Plan(NamedTuple):
 def plan_of(tensors: Sequence[Tensor]) -> Plan:
     """Return the plan of tensors as `prepared` returns them; it also holds where only addresses differ."""
     plan = Plan([], [], [])
-    groups: dict[tuple[torch.dtype, int], _Group] = {}
-    zeros: dict[tuple[torch.dtype, int], Tensor] = {}
+    small: dict[torch.dtype, dict[int, list[int]]] = {}
     for index, x in enumerate(tensors):
         numel = x.numel()
         if numel > SMALL:
@@ -94,19 +96,21 @@ def plan_of(tensors: Sequence[Tensor]) -> Plan:
         elif numel == 1:
             plan.single.append(index)
         elif numel:
-            width = _WIDTH_OF[numel]
-            group = groups.get((x.dtype, width))
-            if group is None:
-                group = groups[x.dtype, width] = _Group(width, [], [], [], [])
-                plan.groups.append(group)
-            group.indices.append(index)
-            group.sizes.append(numel)
-            group.flat.append(x.dim() == 1)
-            key = (x.dtype, width - numel)
-            if key not in zeros:
-                zeros[key] = x.new_zeros(width - numel)
-            group.padding.append(zeros[key])
+            small.setdefault(x.dtype, {}).setdefault(_WIDTH_OF[numel], []).append(index)
+    for by_width in small.values():
+        widest, together = max(by_width), [index for indices in by_width.values() for index in indices]
+        # a few short tensors are one group: zeros after a row change no bit of its sums
+        groups = {widest: together} if len(together) * widest <= FEW else by_width
+        plan.groups.extend([_group_of(tensors, *group) for group in groups.items()])
     return plan
+
+
+def _group_of(tensors: Sequence[Tensor], width: int, indices: list[int]) -> _Group:
+    members = [tensors[index] for index in indices]
+    sizes = [x.numel() for x in members]
+    zeros = members[0].new_zeros(width)
+    padding = {size: zeros[size:] for size in set(sizes)}
+    return _Group(width, indices, sizes, [x.dim() == 1 for x in members], [padding[size] for size in sizes])
 
 
 def prepared(tensor: Tensor) -> Tensor:
@@ -159,23 +163,19 @@ def _tensor(values: array[Any], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def sumsq(tensors: Sequence[Tensor]) -> float:
-    """Return the sum of squares of tensors of one device; NaN and Inf are carried."""
+    """Return the sum of squares of real tensors of one device; NaN and Inf are carried."""
     large: list[tuple[int, Tensor]] = []
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for index, tensor in enumerate(tensors):
-        x = as_real(tensor) if tensor.is_complex() or tensor.is_neg() else tensor
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for index, x in enumerate(tensors):
         if x.numel() > SMALL:
             large.append((index, x))
         else:
-            group = groups.get(x.dtype) or groups.setdefault(x.dtype, [])
-            group.append(x if x.dim() == 1 else x.reshape(-1))
+            small.setdefault(x.dtype, []).append(x if x.dim() == 1 else x.reshape(-1))
     sums = [total for _, total in _by_tensor(large, _sumsq_of_block, _fsum)]
-    for group in groups.values():
-        step = BATCH // max(1, *[x.numel() for x in group])
-        sums += [
-            _sum_of_squares(torch.cat(group[start : start + step]).to(torch.float64))
-            for start in range(0, len(group), step)
-        ]
+    for flats in small.values():
+        step = BATCH // max(1, *[len(x) for x in flats])
+        starts = range(0, len(flats), step)
+        sums += [_sum_of_squares(torch.cat(flats[start : start + step]).double()) for start in starts]
     return _fsum(sums)
 
 
@@ -254,8 +254,8 @@ def _measure_rows(x: Tensor, wide: Tensor | None = None) -> list[list[float]]:
     """Return sumsq, sum, non-zeros and max |x| of each row. Both are overwritten."""
     # a count in a half format would be rounded
     x = x.float() if x.itemsize < 4 else x
-    if x.dtype != torch.float64 and 3 * x.numel() <= BATCH:
-        # for a few rows the number of operators counts; no square of a narrower format underflows
+    if x.dtype != torch.float64 and x.numel() <= FEW:
+        # no square of a narrower format underflows
         wide = x.double()
         squares = wide * wide
         sums = torch.stack([squares, wide, squares.sgn()]).sum(dim=2).tolist()
