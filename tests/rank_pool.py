@@ -20,7 +20,16 @@ from typing import Any
 __all__ = ["RankFailedError", "RankPool", "torchrun"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "gradiometer",
+        "conftest",
+    ]
+)
 
 
 class RankFailedError(AssertionError):

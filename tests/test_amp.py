@@ -370,7 +370,7 @@ def test_it_agrees_with_what_a_scaler_finds():
 
 def test_a_skipped_step_is_skipped_and_does_not_explode():
     skipped, reported = [], []
-    for i, step in enumerate(overflowing_run(60)):
+    for i, step in enumerate(overflowing_run(48)):
         report = step["stats"].materialize()
         if step["unchanged"]:
             skipped.append(i)

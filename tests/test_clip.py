@@ -37,6 +37,7 @@ from gradiometer import (
     pack,
 )
 from strategies import ALL_DTYPES, COMPLEX, FLOATS, FP8, LAYOUTS, VALUES, recipes
+from test_compile import every_backend, needs_compiler
 from test_syncs import DEVICES, HostWaitError, Model, device_of, watch
 
 # the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
@@ -177,6 +178,8 @@ def test_an_exhausted_generator_is_warned_of_and_an_empty_list_is_not():
 
 POSITIVE, NEGATIVE = (0.1, 1, 2, 3.5, INF), (-0.1, -1, -2, -3.5)
 BUT_0, ALL = (*POSITIVE, *NEGATIVE), (*POSITIVE, *NEGATIVE, 0)
+# the kernels have no part in the other orders
+ORDERS = (0, 2, INF) if INTERPRETED else ALL
 # (only one of ten elements is that number, a gradient of 1 comes first, numbers, orders that are not finite)
 NONFINITE = [
     (False, False, (INF, -INF), BUT_0),
@@ -192,7 +195,7 @@ NONFINITE = [
 
 @pytest.mark.parametrize(("one", "first", "numbers", "nonfinite"), NONFINITE)
 def test_a_norm_that_is_not_finite_raises_where_that_is_asked_for(one, first, numbers, nonfinite):
-    for order, number, asked in product(ALL, numbers, (False, True)):
+    for order, number, asked in product(ORDERS, numbers, (False, True)):
         grad = torch.zeros(10, dtype=torch.float64)
         grad[slice(1, 2) if one else slice(None)] = number
         grads = ([torch.ones(1, dtype=torch.float64)] if first else []) + [grad]
@@ -281,7 +284,7 @@ def test_a_model_is_clipped_as_by_torch_in_fp32(max_norm):
 
 HUGE = {
     "the norm leaves fp16": ([torch.full((40_000,), 300.0).half()] * 1, 4, 1.0, 1.2e5),
-    "the norm leaves fp32": ([torch.full((1000,), 1e38)], 200, 1.0, 1e38 * math.sqrt(2e5)),
+    "the norm leaves fp32": ([torch.full((1000,), 1e38)], 20, 1.0, 1e38 * math.sqrt(2e4)),
     "squares leave fp32": ([torch.full((100,), 1e20)], 1, 1.0, 1e21),
     "the coefficient is below fp16": (
         [torch.full((1000,), 65504.0).half()],
@@ -774,7 +777,7 @@ def test_clipping_by_a_norm_never_waits(device):
         assert (seen.to_host, seen.to_device) == ([], [])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@every_backend
 def test_clipping_by_a_norm_is_in_the_graph_of_a_step(backend):
     torch._dynamo.reset()
     counters.clear()
@@ -789,7 +792,7 @@ def test_clipping_by_a_norm_is_in_the_graph_of_a_step(backend):
 
     for norm in (None, torch.tensor(7.0)):
         compiled = torch.compile(clip, fullgraph=True, backend=backend)
-        for max_norm in [0.5, 1e9, *(0.1 * i for i in range(1, 20))]:
+        for max_norm in [0.5, 1e9, *(0.1 * i for i in range(1, 10))]:
             grads = [torch.randn_like(p) for p in model.parameters()]
             ours = compiled([g.clone() for g in grads], torch.tensor(max_norm), norm)
             for a, b in zip(ours, clip([g.clone() for g in grads], max_norm, norm), strict=True):
@@ -1136,8 +1139,8 @@ CLIPS = {
     [
         *product(["aot_eager"], CLIPS, [False, True]),
         # Inductor takes long, and makes code of its own for the scaling alone
-        ("inductor", "clip_grad_norm_", True),
-        ("inductor", "collect_and_clip_", True),
+        pytest.param("inductor", "clip_grad_norm_", True, marks=needs_compiler),
+        pytest.param("inductor", "collect_and_clip_", True, marks=needs_compiler),
     ],
 )
 def test_a_compiled_step_clips_as_an_eager_one(backend, clip, as_tensor):

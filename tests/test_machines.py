@@ -51,6 +51,8 @@ def test_numbers_are_right_on_a_processor_with_other_instructions(setting, tmp_p
     tests = (*TESTS, INDUCTOR) if name.startswith("ATEN") else TESTS
     # Inductor's cache does not tell these settings apart, and would give code for other instructions
     changes = {name: value, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    # to try out which instructions the processor really has takes longer than the one kernel
+    changes["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     # another one may be in force here, and the workers of this run are not those of that one
     left_out = {part.split("=")[0] for part in SETTINGS} | {"PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"}
     environment = {key: text for key, text in os.environ.items() if key not in left_out}

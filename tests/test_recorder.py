@@ -59,10 +59,10 @@ def small_model() -> nn.Module:
 
 
 @given(
-    capacity=st.integers(1, 7),
+    capacity=st.integers(1, 5),
     every=st.integers(1, 4),
-    steps=st.integers(0, 20),
-    bad=st.sets(st.integers(0, 20), max_size=3),
+    steps=st.integers(0, 12),
+    bad=st.sets(st.integers(0, 12), max_size=3),
 )
 def test_the_last_steps_are_there_and_exact(capacity, every, steps, bad):
     torch.manual_seed(0)
