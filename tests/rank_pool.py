@@ -21,14 +21,7 @@ __all__ = ["RankFailedError", "RankPool", "torchrun"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-        "gradiometer",
-        "conftest",
-    ]
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "gradiometer"]
 )
 
 
