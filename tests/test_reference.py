@@ -126,6 +126,12 @@ def test_zeros_after_a_row_change_no_bit_of_its_sums(dtype):
         together = reference.tensor_stats(few, DEFAULT_THRESHOLDS)[0].tolist()
         alone = [reference.tensor_stats([x], DEFAULT_THRESHOLDS)[0].tolist()[0] for x in few]
         assert together == alone
+    # the widest rows that are shared
+    for x in tensors[::5]:
+        pair = [x, torch.randn(4000).to(dtype)]
+        assert len(reference.plan_of(pair).groups) == 1
+        together = reference.tensor_stats(pair, DEFAULT_THRESHOLDS)[0].tolist()
+        assert together == [reference.tensor_stats([y], DEFAULT_THRESHOLDS)[0].tolist()[0] for y in pair]
     crowd = reference.tensor_stats(tensors * 40, DEFAULT_THRESHOLDS)[0].tolist()
     assert crowd[: len(tensors)] == [
         reference.tensor_stats([x], DEFAULT_THRESHOLDS)[0].tolist()[0] for x in tensors
