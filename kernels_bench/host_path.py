@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer import ops, pack
-from gradiometer.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer import ops
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.ops import packing
 
 COUNTS = (1, 148, 1000, 2000)
 # share of foreach_norm's time, for lists of so many tensors and more; launches of a list of one dtype
@@ -92,7 +93,7 @@ def contenders_of(tensors):
         BARE: (None, lambda: [tensor.data_ptr() for tensor in tensors]),
         OURS: (ours, ours),
         "  other addresses": (moved, ours),
-        "  a first call": (pack.clear, ours),
+        "  a first call": (packing.clear, ours),
         "  through the dispatcher": (ours, lambda: torch.ops.gradiometer.tensor_stats(tensors, *limits)),
         "gm.collect of a list": (ours, lambda: gm.collect(tensors)),
         "gm.collect of a dict": (ours, lambda: gm.collect(named)),
@@ -122,7 +123,7 @@ def measure(count, device, rounds):
             before, run = contenders[name]
             before()
             stub.launches = 0
-            with patch.object(pack, "_upload", wraps=pack._upload) as upload:
+            with patch.object(packing, "_upload", wraps=packing._upload) as upload:
                 run()
             copied = sum(call.args[0].nbytes for call in upload.call_args_list)
             counted[name.strip()] = {"launches": stub.launches, "copies": upload.call_count, "bytes": copied}

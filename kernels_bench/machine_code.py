@@ -24,7 +24,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gradiometer import ops
-from gradiometer.schema import DEFAULT_THRESHOLDS, Thresholds
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

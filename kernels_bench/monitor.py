@@ -31,7 +31,7 @@ from torch import nn
 
 from gradiometer.demo.training import BATCH, CONTEXT, LR, VOCABULARY
 from gradiometer.demo.training import _Model as Transformer
-from gradiometer.monitor import Monitor
+from gradiometer.monitor.monitor import Monitor
 
 DEPTH, WIDTH = 200, 32
 WARM_UP = 2

@@ -17,7 +17,7 @@ import torch
 
 import gradiometer as gm
 from gradiometer import ops
-from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS
+from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

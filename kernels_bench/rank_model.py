@@ -13,9 +13,9 @@ from collections import Counter
 from math import ceil, log2
 from typing import NamedTuple
 
-from gradiometer.agreement import Member, agree
-from gradiometer.layout import Holding, Layout, Mesh
-from gradiometer.meeting import meet
+from gradiometer.distributed.global_plan import Member, agree
+from gradiometer.distributed.rendezvous import meet
+from gradiometer.distributed.sharding import Holding, Layout, Mesh
 
 DOUBLE = 8
 SUMS, TOPS = 7, 2

@@ -29,12 +29,12 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from gradiometer.recorder import Recorder
-from gradiometer.run import read_run
-from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
-from gradiometer.sinks.run_record import RunRecord
-from gradiometer.sinks.segment import tensors_table, to_parquet
-from gradiometer.steps import Roster, RunInfo, StepRecord
+from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.recorder.recorder import Recorder
+from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
+from gradiometer.runs.parquet import tensors_table, to_parquet
+from gradiometer.runs.reader import read_run
+from gradiometer.runs.writer import RunRecord
 
 RATE = 50  # steps/s, of 1000 tensors
 # share of a core that writing at that rate may take; seconds to read a matrix of 1000 x 5000

@@ -24,9 +24,10 @@ import machine
 import torch
 from cases import CASES, shapes
 
-from gradiometer import ops, pack
+from gradiometer import ops
+from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS
 from gradiometer.kernels import tuning
-from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS
+from gradiometer.ops import packing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # name -> elements of each tensor, by the size of one in bytes
@@ -61,7 +62,7 @@ def _set(dtype: torch.dtype, chunk: int, moments: tuning.Moments, finalize: tuni
     tuning.CHUNK = chunk
     tuning.MOMENTS[dtype] = moments
     tuning.FINALIZE = finalize
-    pack.clear()
+    packing.clear()
 
 
 def steps(dtype: torch.dtype):

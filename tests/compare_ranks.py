@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import gradiometer as gm
-from gradiometer.schema import COLUMN_INDEX
+from gradiometer.columns.schema import COLUMN_INDEX
 from oracle import COUNTS, exact
 from rank_models import CASES, KINDS, Collectives, alone, names_and_parameters
 from rank_pool import RankPool

@@ -17,9 +17,9 @@ import time
 import pyarrow.parquet
 import torch
 
-from gradiometer import delivery
-from gradiometer.monitor import Monitor
-from gradiometer.sinks.run_record import RunRecord
+from gradiometer.monitor import pipeline
+from gradiometer.monitor.monitor import Monitor
+from gradiometer.runs.writer import RunRecord
 
 # steps of a full segment
 SEGMENT = 25
@@ -43,7 +43,7 @@ class Telling(RunRecord):
 
 def train(run, first, pipe):
     # a copy to the host at nearly every step, so that little is under way when it ends
-    delivery.INTERVAL = 0.002
+    pipeline.INTERVAL = 0.002
     model = torch.nn.Linear(1, 2, bias=False)
     record = Telling(pipe, run, segment_steps=SEGMENT, segment_seconds=0.02, fsync=False)
     monitor = Monitor(model, rules=(), sinks=[record])

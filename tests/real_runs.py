@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 its usual name
 
-from gradiometer.findings import Ledger
-from gradiometer.recorder import Recorder
+from gradiometer.recorder.recorder import Recorder
 from gradiometer.rules import default_rules
+from gradiometer.rules.ledger import Ledger
 
 # the digits of a 5 x 7 font, a hexadecimal number a row
 FONT = (

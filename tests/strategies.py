@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from conftest import INTERPRETED
-from gradiometer import reference
+from gradiometer.ops import reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128, torch.complex32)

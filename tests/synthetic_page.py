@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from gradiometer.run import Run
-from gradiometer.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.runs.reader import Run
 from gradiometer.web import write_page
 from synthetic_run import make_info, make_roster
 

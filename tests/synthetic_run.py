@@ -8,10 +8,10 @@ from types import MappingProxyType
 
 import torch
 
-from gradiometer import derived
-from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
-from gradiometer.sinks.run_record import RunRecord
-from gradiometer.steps import Roster, RunInfo, StepRecord
+from gradiometer.columns import derived
+from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
+from gradiometer.runs.writer import RunRecord
 
 STARTED = 1_700_000_000.0
 VERSIONS = MappingProxyType({"python": "3.11.7", "torch": "2.13.0", "triton": "3.7.1", "gradiometer": "0.0"})
@@ -88,7 +88,7 @@ def write_run(
         path: the folder; one that holds a run is gone on with.
         tensors, names: how many, or which.
         steps, first, every: ``steps`` steps from ``first``; those that ``every`` divides have tensors.
-        findings: of `gradiometer.findings.Finding`.
+        findings: of `gradiometer.Finding`.
         close: False leaves it as a process does that lives on; what was written is on disk all the same.
         options: of `RunRecord`.
     """

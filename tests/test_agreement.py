@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradiometer import agreement
-from gradiometer.agreement import DisagreementError, Member, agree
-from gradiometer.layout import Holding, Layout, Mesh
+from gradiometer.distributed import global_plan
+from gradiometer.distributed.global_plan import DisagreementError, Member, agree
+from gradiometer.distributed.sharding import Holding, Layout, Mesh
 
 AXES = ("pp", "ep", "dp_replicate", "dp_shard", "tp")
 
@@ -204,7 +204,7 @@ def stages(draw):
 
 @given(stages())
 def test_the_order_is_the_models_where_the_stages_tell_it(parts):
-    found = agreement._in_order(parts)
+    found = global_plan._in_order(parts)
     assert sorted(found) == sorted(MODEL)
     # on each rank as it has them, and layers by their numbers
     for part in parts:
@@ -229,11 +229,11 @@ def test_the_order_is_the_models_where_the_stages_tell_it(parts):
     ],
 )
 def test_the_order_of_a_pipeline_is_the_models(parts):
-    assert agreement._in_order(parts) == MODEL
+    assert global_plan._in_order(parts) == MODEL
 
 
 def test_orders_that_contradict_one_another_are_ordered_all_the_same():
-    assert agreement._in_order([("a", "b", "c"), ("b", "a", "d")]) == ("a", "b", "c", "d")
+    assert global_plan._in_order([("a", "b", "c"), ("b", "a", "d")]) == ("a", "b", "c", "d")
 
 
 # disagreements

@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 
 import gradiometer as gm
 from gradiometer import collect_and_clip_
-from gradiometer.schema import COLUMN_NAMES
+from gradiometer.columns.schema import COLUMN_NAMES
 from test_syncs import HostWaitError, device_of, watch
 
 if TYPE_CHECKING:

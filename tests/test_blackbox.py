@@ -16,14 +16,15 @@ import pytest
 import torch
 from torch import nn
 
-from gradiometer import blackbox
-from gradiometer.blackbox import BlackBox, reason_of
-from gradiometer.culprit import Culprit, amount, culprit_text, first_nonfinite, nonfinite
-from gradiometer.fault import Fault
-from gradiometer.findings import Finding, Severity
-from gradiometer.monitor import Monitor
-from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS
-from gradiometer.steps import Roster, StepRecord
+from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.monitor import blackbox
+from gradiometer.monitor.blackbox import BlackBox
+from gradiometer.monitor.failures import reason_of
+from gradiometer.monitor.monitor import Monitor
+from gradiometer.recorder.step_record import Roster, StepRecord
+from gradiometer.rules.fault import Fault
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.first_nonfinite import Culprit, amount, culprit_text, first_nonfinite, nonfinite
 
 ROSTER = Roster(
     ("emb.w", "blocks.3.mlp.w1", "head.w"),
@@ -379,7 +380,7 @@ def test_on_another_thread_no_handler_is_touched(handler):
 
 SCRIPT = """
 import os, signal, sys, torch
-from gradiometer.monitor import Monitor
+from gradiometer.monitor.monitor import Monitor
 
 class Prints:
     def start(self, info): print("start", flush=True)

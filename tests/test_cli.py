@@ -22,10 +22,10 @@ pytest.importorskip("typer")
 from rich.console import Console
 
 import gradiometer as gm
-from gradiometer import cli, demo, doctor, web
-from gradiometer.cli import Exit, show, tables
-from gradiometer.findings import Finding, Severity
-from gradiometer.run import read_run
+from gradiometer import cli, demo, web
+from gradiometer.cli import Exit, doctor, show, tables
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs.reader import read_run
 from synthetic_run import write_run
 
 SOURCE = str(Path(gm.__file__).parents[1])

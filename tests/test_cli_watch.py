@@ -17,8 +17,8 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from gradiometer.cli import watch
-from gradiometer.findings import Finding, Severity
-from gradiometer.run import read_run
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs.reader import read_run
 from synthetic_run import STARTED, write_run
 
 CULPRIT = Finding(

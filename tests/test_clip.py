@@ -28,14 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 import gradiometer as gm
 from conftest import INTERPRETED
-from gradiometer import (
-    clip_coefficient,
-    clip_grad_norm_,
-    clip_grads_with_norm_,
-    collect_and_clip_,
-    ops,
-    pack,
-)
+from gradiometer import clip_coefficient, clip_grad_norm_, clip_grads_with_norm_, collect_and_clip_
+from gradiometer.ops import library, packing
 from strategies import ALL_DTYPES, COMPLEX, FLOATS, FP8, LAYOUTS, VALUES, recipes
 from test_compile import every_backend, needs_compiler
 from test_syncs import DEVICES, HostWaitError, Model, device_of, watch
@@ -344,7 +338,7 @@ def test_powers_of_other_orders_leave_no_range(order, value, dtype):
 
 @pytest.mark.parametrize("order", [0, 0.5, 1, 3, -1])
 def test_a_tensor_of_several_pieces_has_one_norm(order, monkeypatch):
-    monkeypatch.setattr(sys.modules["gradiometer.norms"], "_PIECE", 7)
+    monkeypatch.setattr(sys.modules["gradiometer.stats.norms"], "_PIECE", 7)
     grads = [torch.randn(5, 8).t(), torch.tensor([2.0, 0.0, INF, -3.0]), torch.zeros(3), torch.randn(20)]
     expected = [torch.linalg.vector_norm(g.double(), order) for g in grads]
     norm = clip_grad_norm_(with_grads(*grads), 1e9, norm_type=order)
@@ -820,13 +814,13 @@ def test_stats_are_those_before_clipping():
 
 def test_clipping_reads_the_gradients_once(monkeypatch):
     calls = []
-    inner = ops.measure
+    inner = library.measure
 
     def counted(tensors, *args):
         calls.append(len(tensors))
         return inner(tensors, *args)
 
-    monkeypatch.setattr(ops, "measure", counted)
+    monkeypatch.setattr(library, "measure", counted)
     model = linear()
     fill(model, *LARGE)
     collect_and_clip_(model, 2.0)
@@ -1045,9 +1039,9 @@ def scalings(monkeypatch):
         inner(pointers, table, factor, dtype, *args)
 
     monkeypatch.setattr(kernels, "scale", noted)
-    pack.clear()
+    packing.clear()
     yield seen
-    pack.clear()
+    packing.clear()
 
 
 needs_kernels = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreted kernels")

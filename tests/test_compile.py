@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
-from gradiometer.schema import NUM_COLUMNS
+from gradiometer.columns.schema import NUM_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
-from gradiometer.layout import Layout
+from gradiometer.distributed.sharding import Layout
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -12,7 +12,7 @@ import torch
 import gradiometer as gm
 from gradiometer import demo
 from gradiometer.demo import training
-from gradiometer.run import read_run
+from gradiometer.runs.reader import read_run
 
 CULPRIT = "blocks.1.up.weight"
 

@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
-from gradiometer import ops
-from gradiometer.materialize import materialize
-from gradiometer.transfer import fetch
-from gradiometer.updates import Updates
+from gradiometer.ops import library
+from gradiometer.recorder.updates import Updates
+from gradiometer.stats.host_copy import fetch
+from gradiometer.stats.materialize import materialize
 from test_syncs import HostWaitError, device_of, watch
 
 if TYPE_CHECKING:
@@ -159,15 +159,15 @@ class Away(Tensor):
 @pytest.fixture
 def several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Tensor]]:
     """Give what measures tensors at these places, places that are the CPU all."""
-    read = ops.tensor_stats
+    read = library.tensor_stats
 
     def read_there(tensors: Sequence[Tensor], *args: Any) -> tuple[Tensor, Tensor]:
         assert len({tensor.device for tensor in tensors}) == 1
         return read([tensor.as_subclass(Tensor) for tensor in tensors], *args)
 
-    monkeypatch.setattr(ops, "tensor_stats", read_there)
+    monkeypatch.setattr(library, "tensor_stats", read_there)
     # the package's attribute of this name is the function
-    measure = importlib.import_module("gradiometer.collect")._measure_tensors
+    measure = importlib.import_module("gradiometer.stats.measure")._measure_tensors
 
     def measured(tensors: Sequence[Tensor], places: Sequence[int], scale: Any) -> tuple[Tensor, Tensor]:
         placed = [tensor.as_subclass(Placed) for tensor in tensors]
@@ -305,7 +305,7 @@ def test_one_transfer_brings_all_to_the_host(monkeypatch):
     class ArrivedError(Exception):
         pass
 
-    monkeypatch.setattr(importlib.import_module("gradiometer.materialize"), "fetch", arrive)
+    monkeypatch.setattr(importlib.import_module("gradiometer.stats.materialize"), "fetch", arrive)
     tree = {
         "several": gm.collect_grads(parameters_on((A, B, HOST))),
         "second": gm.collect_grads(parameters_on((B,))),

@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("pyarrow")
 
-from gradiometer import diff
-from gradiometer.diff import compare
-from gradiometer.run import read_run
-from gradiometer.schema import COLUMN_INDEX
-from gradiometer.sinks.run_record import RunRecord
+from gradiometer.columns.schema import COLUMN_INDEX
+from gradiometer.runs import diff
+from gradiometer.runs.diff import compare
+from gradiometer.runs.reader import read_run
+from gradiometer.runs.writer import RunRecord
 from synthetic_run import make_info, make_records, make_roster, write_run
 
 KINDS = ("grads", "weights", "updates")

@@ -14,7 +14,7 @@ import torch
 
 import gradiometer as gm
 from conftest import INTERPRETED
-from gradiometer import devices, doctor
+from gradiometer.cli import devices, doctor
 
 ROOT = Path(__file__).parent.parent
 EXAMINE = devices.examine

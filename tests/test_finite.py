@@ -285,7 +285,7 @@ class ArrivedError(Exception):
 @pytest.fixture
 def ends_on_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     """End after the transfer: a report of fake values cannot be made, and is made on the host alone."""
-    module = importlib.import_module("gradiometer.finite")
+    module = importlib.import_module("gradiometer.control.check_finite")
     fetch = module.fetch
 
     def arrive(tensors):

@@ -21,8 +21,9 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import mse_loss
 
 import gradiometer as gm
-from gradiometer import clip_grad_norm_, collect_and_clip_, ops, pack
-from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer import clip_grad_norm_, collect_and_clip_
+from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.ops import library, packing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -279,14 +280,14 @@ def test_a_wait_in_a_collection_would_be_seen(monkeypatch):
     with pytest.raises(RuntimeError, match="synchroniz"), no_waits():
         x.sum().item()
     assert torch.cuda.get_sync_debug_mode() == 0
-    measure = ops.measure
+    measure = library.measure
 
     def waits(*args: Any) -> tuple[Tensor, Tensor]:
         columns, flags = measure(*args)
         columns.sum().item()
         return columns, flags
 
-    monkeypatch.setattr(ops, "measure", waits)
+    monkeypatch.setattr(library, "measure", waits)
     with pytest.raises(RuntimeError, match="synchroniz"):
         gm.collect([x])
 
@@ -349,10 +350,10 @@ def test_pending_reports_are_those_of_their_step():
 
 
 def test_tables_are_uploaded_when_an_address_changed_and_only_then(monkeypatch):
-    pack.clear()
-    uploads, upload = [], pack._upload
+    packing.clear()
+    uploads, upload = [], packing._upload
     monkeypatch.setattr(
-        pack, "_upload", lambda host, device: (uploads.append(host.is_pinned()), upload(host, device))[1]
+        packing, "_upload", lambda host, device: (uploads.append(host.is_pinned()), upload(host, device))[1]
     )
     tensors = {str(size): values(size) for size in SIZES}
     # met, then kept
@@ -396,15 +397,15 @@ def test_a_steady_call_copies_nothing_and_launches_twice(monkeypatch):
 
     tensors = [values(1000 + i) for i in range(50)]
     for _ in range(3):
-        measured = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)
+        measured = library.tensor_stats(tensors, DEFAULT_THRESHOLDS)
     launches = []
     for name in ("moments", "finalize"):
         launch = getattr(kernels, name)
         monkeypatch.setattr(
             kernels, name, lambda *args, launch=launch: (launches.append(launch), launch(*args))[1]
         )
-    monkeypatch.setattr(pack, "_upload", lambda *_: pytest.fail("copied"))
-    again = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)
+    monkeypatch.setattr(packing, "_upload", lambda *_: pytest.fail("copied"))
+    again = library.tensor_stats(tensors, DEFAULT_THRESHOLDS)
     assert len(launches) == 2
     assert torch.equal(again[0], measured[0])
 
@@ -417,7 +418,7 @@ def test_tables_that_are_replaced_are_not_written_while_they_are_read():
     results, expected = [], []
     for i in range(40):
         tensors = [torch.full((n,), float(i), device=DEVICE) for n in (5, 70_000, 333)]
-        results.append(ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0])
+        results.append(library.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0])
         expected.append([float(i)] * 3)
         # given back, so that later lists and tables may take its place
         del tensors
@@ -503,7 +504,7 @@ def small_model() -> nn.Module:
 def test_tables_of_one_stream_are_not_read_on_another():
     tensors = [values(n) for n in (5, 70_000, 333)]
     for _ in range(3):
-        expected = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0]
+        expected = library.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0]
     streams = [torch.cuda.Stream() for _ in range(3)]
     results = []
     for i in range(12):
@@ -512,7 +513,7 @@ def test_tables_of_one_stream_are_not_read_on_another():
         with torch.cuda.stream(stream):
             # whatever is copied on this stream comes after this
             torch.cuda._sleep(20_000_000)
-            results.append(ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0])
+            results.append(library.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0])
     torch.cuda.synchronize()
     assert all(torch.equal(result, expected) for result in results)
 
@@ -525,7 +526,9 @@ def test_weights_and_gradients_on_two_threads_keep_to_themselves():
         with torch.cuda.stream(stream):
             for _ in range(50):
                 tensors = [torch.full((n,), scale, device=DEVICE) for n in (5, 70_000)]
-                found = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0][:, COLUMN_INDEX["abs_max"]].tolist()
+                found = library.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0][
+                    :, COLUMN_INDEX["abs_max"]
+                ].tolist()
                 if found != [scale, scale]:
                     failures.append(found)
 
@@ -593,7 +596,7 @@ def test_replays_are_not_changed_by_calls_in_between(tensors):
         assert_measured(gm.collect(others), others)
         del others
         rubbish = [torch.full((n,), -1, dtype=torch.int64, device=DEVICE) for n in (8, 16, 32, 64, 128)]
-        pack.clear()
+        packing.clear()
         gc.collect()
         stats.columns.zero_()
         graph.replay()
@@ -608,7 +611,7 @@ def test_a_graph_recorded_after_steady_calls_has_tables_of_its_own():
         gm.collect(fixed)
     graph, stats = record(lambda: gm.collect(fixed))
     # all that steady calls have left is dropped and written over
-    pack.clear()
+    packing.clear()
     gc.collect()
     rubbish = [
         torch.full((n,), -1, dtype=torch.int64, device=DEVICE) for n in (5, 8, 16, 30, 32, 64, 128) * 4

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gradiometer as gm
-from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
 from test_gpu import DEVICE, SIZES, assert_same_bits, no_waits, record, small_model, values
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import gradiometer as gm
-from gradiometer import ops, reference
-from gradiometer.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.ops import library, reference
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -353,7 +353,7 @@ def sweep(monkeypatch):
     pytest.importorskip("triton")
     import sweep
 
-    monkeypatch.setattr(ops, "uses_kernels", lambda _: True)
+    monkeypatch.setattr(library, "uses_kernels", lambda _: True)
     # the numbers of the CPU path, whatever the table says
     monkeypatch.setattr(
         sweep, "measure", lambda tensors: reference.tensor_stats(tensors, DEFAULT_THRESHOLDS, None)

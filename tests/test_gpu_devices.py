@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import gradiometer as gm
-from gradiometer import ops, reference
-from gradiometer.recorder import Recorder
+from gradiometer.ops import library, reference
+from gradiometer.recorder.recorder import Recorder
 from test_gpu import DTYPES, SIZES, no_waits, values
 from test_gpu_async import keep_busy, queued
 
@@ -139,10 +139,10 @@ def test_the_gpu_is_at_work_while_the_host_measures_its_own():
     # the CPU's come first in the list, and are measured last
     tensors = {"host": values(1_000_003, device=HOST), "device": values(1_000_003, device=FIRST)}
     order = []
-    on_host, on_device = reference.tensor_stats, ops._run_kernels
+    on_host, on_device = reference.tensor_stats, library._run_kernels
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "tensor_stats", lambda *a: (order.append("host"), on_host(*a))[1])
-        patch.setattr(ops, "_run_kernels", lambda *a: (order.append("device"), on_device(*a))[1])
+        patch.setattr(library, "_run_kernels", lambda *a: (order.append("device"), on_device(*a))[1])
         gm.collect(tensors)
     assert order == ["device", "host"]
 

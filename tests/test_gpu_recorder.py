@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gradiometer as gm
-from gradiometer.recorder import Recorder
-from gradiometer.ring import Cursor
+from gradiometer.columns.ring_layout import Cursor
+from gradiometer.recorder.recorder import Recorder
 from test_gpu import DEVICE, no_waits, small_model
 from test_recorder import new_gradients, packed, step_of
 

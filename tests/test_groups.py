@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.groups import module_of
+from gradiometer.stats.grouping import module_of
 
 
 class Grafted(nn.Module):

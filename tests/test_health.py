@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradiometer as gm
-from gradiometer.health import HEALTH
+from gradiometer.columns.health import HEALTH
 
 VALUES = st.sampled_from([0.0, 1e-12, 1e-9, 0.5, 3.0, 99.0, 1e4, 1e20, math.nan, math.inf, -math.inf])
 TENSORS = st.lists(st.lists(VALUES, max_size=4).map(torch.tensor), max_size=6)

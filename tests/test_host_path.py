@@ -28,8 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
 from conftest import INTERPRETED
-from gradiometer import ops, pack, views
-from gradiometer.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.inputs import views
+from gradiometer.ops import library, packing
 from strategies import lists
 
 pytest.importorskip("triton", reason="the kernels' path")
@@ -46,9 +47,9 @@ BENCH = Path(__file__).parents[1] / "kernels_bench" / "host_path.py"
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    pack.clear()
+    packing.clear()
     yield
-    pack.clear()
+    packing.clear()
 
 
 STRANGERS = {
@@ -65,7 +66,7 @@ STRANGERS = {
 
 
 def measure(tensors, inv_scale=None):
-    return ops.tensor_stats(tensors, DEFAULT_THRESHOLDS, inv_scale)
+    return library.tensor_stats(tensors, DEFAULT_THRESHOLDS, inv_scale)
 
 
 def bits(results):
@@ -91,7 +92,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(kernels, "moments", moments)
     monkeypatch.setattr(kernels, "finalize", finalize)
-    monkeypatch.setattr(ops, "uses_kernels", lambda _: True)
+    monkeypatch.setattr(library, "uses_kernels", lambda _: True)
     return seen
 
 
@@ -99,14 +100,14 @@ def launches(monkeypatch):
 def direct(monkeypatch):
     """Count the calls that do not pass through the dispatcher."""
     calls = []
-    inner = ops._eager
+    inner = library._eager
 
     def noted(tensors, thresholds, inv_scale, known=None):
         if known is not None:
             calls.append(len(tensors))
         return inner(tensors, thresholds, inv_scale, known)
 
-    monkeypatch.setattr(ops, "_eager", noted)
+    monkeypatch.setattr(library, "_eager", noted)
     return calls
 
 
@@ -225,15 +226,15 @@ def test_other_views_of_the_same_memory_are_measured_as_what_they_are(sequence, 
     expected = []
     for tensors in calls:
         # never met before
-        pack.clear()
+        packing.clear()
         expected.append(collect(tensors))
-    pack.clear()
+    packing.clear()
     for _ in range(2):
         assert [result(tensors) for tensors in calls] == expected
     # in place, behind the same objects
     memory.mul_(-2.0)
     again = [result(tensors) for tensors in calls]
-    pack.clear()
+    packing.clear()
     assert again == [collect(tensors) for tensors in calls]
 
 
@@ -263,7 +264,7 @@ def test_zeros_without_memory_are_measured():
 def test_calls_past_the_dispatcher_give_the_same_bits(some, scale):
     tensors = [recipe.tensor() for recipe in some]
     inv_scale = SCALES[scale]()
-    pack.clear()
+    packing.clear()
     expected = bits(torch.ops.gradiometer.tensor_stats(tensors, *LIMITS, inv_scale))
     for _ in range(3):
         assert bits(measure(tensors, inv_scale)) == expected
@@ -274,16 +275,16 @@ def test_calls_past_the_dispatcher_give_the_same_bits(some, scale):
 def test_a_tensor_that_changes_in_place_is_seen(launches):
     x, y = torch.ones(6, 4), torch.ones(5)
     measure([x, y])
-    (before,) = pack._known
+    (before,) = packing._known
     x.t_()
     measure([x, y])
     y.resize_(3)
     measure([x, y])
     x.data = x.t().data.view(torch.float64)
     measure([x, y])
-    assert len(pack._known) == 4
-    assert next(iter(pack._known)) is before
-    numels = [one.layout.table[:2].tolist() for one in pack._known]
+    assert len(packing._known) == 4
+    assert next(iter(packing._known)) is before
+    numels = [one.layout.table[:2].tolist() for one in packing._known]
     assert numels == [[24, 5], [24, 5], [24, 3], [12, 3]]
     assert [dtype for _, dtype in launches[-2:]] == [torch.float64, torch.float32]
 
@@ -323,17 +324,17 @@ def test_unchanged_addresses_make_nothing_new(launches, direct, monkeypatch):
     tensors = kinds(9)
     measure(tensors)
     measure(tensors)
-    (known,) = pack._known
+    (known,) = packing._known
     kept, source = known.kept, known.source
     for name in ("meet", "layout_of", "_int64", "_upload", "_pinned", "_flat"):
-        monkeypatch.setattr(pack, name, lambda *_: pytest.fail("made anew"))
+        monkeypatch.setattr(packing, name, lambda *_: pytest.fail("made anew"))
     launches.clear()
     for _ in range(3):
         measure(tensors)
         gm.collect(tensors)
         gm.collect({f"layer.{i}": tensor for i, tensor in enumerate(tensors)})
     assert len(direct) == 10
-    assert list(pack._known) == [known]
+    assert list(packing._known) == [known]
     assert (known.kept, known.source) == (kept, source)
     # one launch a dtype, all of the very same table
     assert len(launches) == 9 * 3
@@ -344,11 +345,11 @@ def test_a_changed_address_copies_pointers_and_nothing_else(launches, monkeypatc
     tensors = kinds(9)
     measure(tensors)
     measure(tensors)
-    (known,) = pack._known
+    (known,) = packing._known
     first = known.kept
     copied = []
-    upload = pack._upload
-    monkeypatch.setattr(pack, "_upload", lambda host, device: copied.append(host) or upload(host, device))
+    upload = packing._upload
+    monkeypatch.setattr(packing, "_upload", lambda host, device: copied.append(host) or upload(host, device))
     moved = [*tensors[:4], tensors[4].clone(), *tensors[5:]]
     measure(moved)
     assert [host.numel() for host in copied] == [9]
@@ -365,11 +366,11 @@ def test_gradients_and_weights_of_the_same_shapes_keep_a_table_each(launches, di
     grads = [torch.ones(4) for _ in range(3)]
     for tensors in (weights, grads) * 2:
         measure(tensors)
-    kept = {id(one.kept) for one in pack._known}
+    kept = {id(one.kept) for one in packing._known}
     for tensors in (weights, grads) * 3:
         measure(tensors)
         assert launches[-1][0].tolist() == [tensor.data_ptr() for tensor in tensors]
-    assert {id(one.kept) for one in pack._known} == kept
+    assert {id(one.kept) for one in packing._known} == kept
     assert len(kept) == 2
     assert len(direct) == 8
 
@@ -520,7 +521,7 @@ def test_a_graph_holds_the_op_of_a_known_list(direct):
         return graph.forward
 
     torch._dynamo.reset()
-    torch.compile(lambda ts: ops.tensor_stats(ts, DEFAULT_THRESHOLDS), backend=backend, fullgraph=True)(
+    torch.compile(lambda ts: library.tensor_stats(ts, DEFAULT_THRESHOLDS), backend=backend, fullgraph=True)(
         tensors
     )
     (graph,) = graphs
@@ -538,7 +539,7 @@ def test_calls_through_the_dispatcher_keep_nothing_on_the_device():
     tensors = kinds(3)
     for _ in range(3):
         torch.ops.gradiometer.tensor_stats(tensors, *LIMITS)
-    (known,) = pack._known
+    (known,) = packing._known
     assert known.kept is None
     assert known.source is not None
 
@@ -570,21 +571,21 @@ def test_no_call_is_direct_while_inductor_allocates_from_a_graphs_pool(direct, m
 def elsewhere(monkeypatch):
     """A device that is copied to, with streams: the numbers of which are returned, last one current."""
     streams = [0]
-    monkeypatch.setattr(pack, "_pinned", lambda host, _: host.clone())
-    monkeypatch.setattr(pack, "_upload", lambda host, _: host.clone())
-    monkeypatch.setattr(pack, "is_capturing", lambda _: streams[-1] is None)
+    monkeypatch.setattr(packing, "_pinned", lambda host, _: host.clone())
+    monkeypatch.setattr(packing, "_upload", lambda host, _: host.clone())
+    monkeypatch.setattr(packing, "is_capturing", lambda _: streams[-1] is None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=streams[-1]))
     return streams
 
 
 def known_elsewhere(tensors, device):
     with torch.no_grad():
-        pack.pack(tensors, 1024, 64)
-    return replace(next(iter(pack._known)), device=torch.device(device), source=None)
+        packing.pack(tensors, 1024, 64)
+    return replace(next(iter(packing._known)), device=torch.device(device), source=None)
 
 
 def keep(tensors, known):
-    return pack.pack(tensors, 1024, 64, known, keep=True)
+    return packing.pack(tensors, 1024, 64, known, keep=True)
 
 
 def test_tables_on_the_device_belong_to_a_stream(elsewhere):
@@ -603,7 +604,7 @@ def test_tables_on_the_device_belong_to_a_stream(elsewhere):
 
 
 def test_a_captured_call_neither_reads_nor_leaves_what_is_kept(elsewhere, monkeypatch):
-    monkeypatch.setattr(pack, "_captured", [])
+    monkeypatch.setattr(packing, "_captured", [])
     tensors = [torch.ones(5), torch.ones(7)]
     known = known_elsewhere(tensors, "cuda:0")
     kept = keep(tensors, known)
@@ -614,7 +615,7 @@ def test_a_captured_call_neither_reads_nor_leaves_what_is_kept(elsewhere, monkey
     assert captured.pointers is not kept.pointers
     assert captured.table is not kept.table
     # the warm-up has made what the graph is filled from: nothing is pinned while it is captured
-    assert [id(host) for host in pack._captured] == [id(source.host)]
+    assert [id(host) for host in packing._captured] == [id(source.host)]
     assert keep(tensors, known).pointers is kept.pointers
 
 
@@ -633,7 +634,7 @@ def test_threads_do_not_mix_their_addresses():
         for _ in range(200):
             tensors = [torch.ones(5), torch.ones(7), torch.ones(5)]
             with torch.no_grad():
-                packed = pack.pack(tensors, 1024, 64, keep=True)
+                packed = packing.pack(tensors, 1024, 64, keep=True)
             if packed.pointers.tolist() != [tensor.data_ptr() for tensor in tensors]:
                 failures.append(packed)
 
@@ -674,9 +675,9 @@ def test_without_torchs_guards_all_is_compared_in_python(direct):
         for _ in range(2):
             measure([VIEWS[name](memory), memory])
     # the dispatcher has applied the lazy sign: what is met is a copy, whole
-    assert len(pack._known) == 7
+    assert len(packing._known) == 7
     assert direct == []
-    for one in pack._known:
+    for one in packing._known:
         assert one.layout.table[1].item() == 24
 
 
@@ -720,8 +721,10 @@ def test_the_benchmark_notices_a_missed_bound(bench, monkeypatch, beyond, launch
 
 def test_a_list_is_looked_up_once_a_call_whether_it_is_known_or_not(monkeypatch):
     asked = []
-    recognize = ops.recognize
-    monkeypatch.setattr(ops, "recognize", lambda tensors: (asked.append(len(tensors)), recognize(tensors))[1])
+    recognize = library.recognize
+    monkeypatch.setattr(
+        library, "recognize", lambda tensors: (asked.append(len(tensors)), recognize(tensors))[1]
+    )
     tensors = [torch.ones(5), torch.ones(3)]
     for _ in range(3):
         gm.collect(tensors)

@@ -204,7 +204,7 @@ def test_a_second_training_has_a_monitor_of_its_own(tmp_path):
 
 
 def test_no_failure_of_ours_ends_the_training(tmp_path, monkeypatch, caplog):
-    from gradiometer.monitor import Monitor
+    from gradiometer.monitor.monitor import Monitor
 
     def broken(*_, **__):
         msg = "out of telemetry"

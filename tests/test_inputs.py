@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradiometer as gm
 from conftest import INTERPRETED
-from gradiometer import inputs, ops
+from gradiometer.inputs import named
+from gradiometer.ops import library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -479,7 +480,7 @@ def _record_calls(
 ) -> list[tuple[torch.device, list[int], torch.device | None]]:
     """Note each call to the op: its device, its tensors' sizes and the device of its inv_scale."""
     calls = []
-    measure = ops.measure
+    measure = library.measure
 
     def noted(tensors, thresholds, inv_scale, known):
         (device,) = {tensor.device for tensor in tensors}
@@ -487,7 +488,7 @@ def _record_calls(
         calls.append((device, [tensor.numel() for tensor in tensors], scale_device))
         return measure(tensors, thresholds, inv_scale, known)
 
-    monkeypatch.setattr(ops, "measure", noted)
+    monkeypatch.setattr(library, "measure", noted)
     return calls
 
 
@@ -529,11 +530,11 @@ def test_rows_of_several_devices_come_in_the_order_of_the_tensors(monkeypatch: p
         rows = torch.tensor([float(stub.row) for stub in tensors], dtype=torch.float64)
         return rows.unsqueeze(1).expand(-1, len(gm.COLUMNS)), rows.to(torch.int32)
 
-    monkeypatch.setattr(ops, "tensor_stats", measure)
+    monkeypatch.setattr(library, "tensor_stats", measure)
     order = [1, 0, 0, 2, 1, 0, 2]
     stubs = [Stub(device=torch.device("cpu", index), row=row) for row, index in enumerate(order)]
     # the package's attribute of this name is the function
-    module = importlib.import_module("gradiometer.collect")
+    module = importlib.import_module("gradiometer.stats.measure")
     devices = list(dict.fromkeys(stub.device for stub in stubs))
     columns, flags = module._measure_tensors(stubs, devices, gm.Thresholds(), None, None)
     assert columns.tolist() == [[float(row)] * len(gm.COLUMNS) for row in range(len(order))]
@@ -737,7 +738,7 @@ def test_a_refused_call_changes_nothing(case: str, monkeypatch: pytest.MonkeyPat
     expected = gm.collect({"good": good})
 
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "measure", lambda *_: pytest.fail("measured before refusing"))
+        patch.setattr(library, "measure", lambda *_: pytest.fail("measured before refusing"))
         with pytest.raises(TypeError):
             gm.collect(tensors)
     assert list(tensors) == ["good", "bad", "empty"]
@@ -835,11 +836,11 @@ def test_an_xpu_is_measured_only_if_it_has_float64(has_fp64: bool, monkeypatch: 
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    assert inputs.has_float64(torch.device("xpu", 0)) is has_fp64
+    assert named.has_float64(torch.device("xpu", 0)) is has_fp64
 
 
 def test_any_device_said_to_have_no_float64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "has_float64", lambda device: device.type != "cpu")
+    monkeypatch.setattr(named, "has_float64", lambda device: device.type != "cpu")
     with pytest.raises(TypeError, match=r"^collect: 'w' is on cpu, which has no float64"):
         # of a shape of its own: a list like one that was measured before is not looked at again
         gm.collect({"w": torch.ones(19, 3)})

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from gradiometer.run import RunError, read_run
+from gradiometer.runs.reader import RunError, read_run
 from killing import SEGMENT, loss_of
 
 HERE = Path(__file__).parent

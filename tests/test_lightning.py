@@ -245,7 +245,7 @@ def test_a_second_fit_has_a_monitor_of_its_own_and_a_step_without_a_loss_does_no
 
 @pytest.mark.parametrize("method", ["record", "advance", "close", "state_dict"])
 def test_no_failure_of_ours_ends_the_training(tmp_path, monkeypatch, caplog, method):
-    from gradiometer.monitor import Monitor
+    from gradiometer.monitor.monitor import Monitor
 
     def broken(*_, **__):
         msg = "out of telemetry"

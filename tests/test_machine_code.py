@@ -20,15 +20,15 @@ from unittest import mock
 import pytest
 import torch
 
-from gradiometer import ops, pack
-from gradiometer.ring import CURSOR_SIZE
-from gradiometer.schema import NUM_COLUMNS, Thresholds
+from gradiometer.columns.ring_layout import CURSOR_SIZE
+from gradiometer.columns.schema import NUM_COLUMNS, Thresholds
+from gradiometer.ops import library, packing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytest.importorskip("triton")
-if ops._INTERPRETED:
+if library.INTERPRETED:
     pytest.skip("interpreted kernels have no machine code", allow_module_level=True)
 if os.name != "posix" or os.uname().machine != "x86_64":
     pytest.skip("triton brings its disassembler for x86-64 Linux", allow_module_level=True)
@@ -249,10 +249,10 @@ def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype
 def scale_code(target: str, dtype: torch.dtype) -> Code:
     x = torch.zeros(9, dtype=dtype)
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
-    pack.clear()
-    with recorded_launches() as launches, hip, mock.patch.object(ops, "uses_kernels", return_value=True):
-        ops.tensor_stats([x], Thresholds())
-        ops.scale_([x], torch.ones((), dtype=torch.float64), ops.writable([x]))
+    packing.clear()
+    with recorded_launches() as launches, hip, mock.patch.object(library, "uses_kernels", return_value=True):
+        library.tensor_stats([x], Thresholds())
+        library.scale_([x], torch.ones((), dtype=torch.float64), library.writable([x]))
     return launches[-1].compile(target)
 
 
@@ -293,7 +293,7 @@ def record_launches(dtype: torch.dtype, target: str, *, gated: bool = True) -> l
     ring = torch.zeros(4, 2, NUM_COLUMNS + 1, dtype=torch.float64)
     cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
-    with recorded_launches() as launches, hip, mock.patch.object(ops, "uses_kernels", return_value=True):
+    with recorded_launches() as launches, hip, mock.patch.object(library, "uses_kernels", return_value=True):
         torch.ops.gradiometer.record_(
             [torch.zeros(9, dtype=dtype)], 1e-7, 100.0, 1.0, None, 1, gated, ring, cursor
         )
@@ -355,8 +355,8 @@ def test_a_graph_captures_the_kernels_that_the_warm_up_compiled(monkeypatch, ten
     # a compilation while a stream is capturing takes seconds, and loads a module where that may be refused
     inputs = [torch.zeros(9)] * tensors
     eager = [launch.variant_of("sm_90") for launch in launches_of(inputs)]
-    monkeypatch.setattr(pack, "is_capturing", lambda _: True)
-    monkeypatch.setattr(pack, "_captured", [])
+    monkeypatch.setattr(packing, "is_capturing", lambda _: True)
+    monkeypatch.setattr(packing, "_captured", [])
     assert [launch.variant_of("sm_90") for launch in launches_of(inputs)] == eager
 
 

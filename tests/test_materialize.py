@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradiometer as gm
-from gradiometer import transfer
+from gradiometer.stats import host_copy
 
 Slots = namedtuple("Slots", ["host", "seeds"])  # noqa: PYI024 as users have them
 
@@ -121,14 +121,14 @@ def test_inside_a_compiled_function_it_is_refused(fetch):
 )
 def test_what_comes_from_a_device_is_cut_where_it_was_joined(monkeypatch, dtypes):
     # the CPU stands for a device: what is joined there is one tensor, and arrives bit for bit
-    monkeypatch.setattr(transfer, "_is_on_host", lambda x: x.dtype == torch.int32)
+    monkeypatch.setattr(host_copy, "_is_on_host", lambda x: x.dtype == torch.int32)
     tensors = [
         (100 * torch.randn(shape)).to(dtype)
         for dtype in dtypes
         for shape in ((), (3,), (0,), (2, 3), (1, 1, 5))
     ]
     tensors.insert(2, torch.ones(3, dtype=torch.int32))
-    parcel = transfer._Parcel(tensors)
+    parcel = host_copy._Parcel(tensors)
     assert parcel.flat.dim() == 1
     host = parcel.flat.clone()
     for found, tensor in zip(parcel.unpack(host), tensors, strict=True):

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer import delivery, drain
-from gradiometer.monitor import Monitor
-from gradiometer.ring import Cursor
-from gradiometer.run import read_run
+from gradiometer.columns.ring_layout import Cursor
+from gradiometer.monitor import pipeline, ring_reader
+from gradiometer.monitor.monitor import Monitor
+from gradiometer.runs.reader import read_run
 from transfers import count_transfers
 
 
@@ -51,13 +51,13 @@ class SlowCopies:
 @pytest.fixture
 def copies(monkeypatch):
     SlowCopies.made, SlowCopies.arrive = [], False
-    monkeypatch.setattr(drain, "Pending", SlowCopies)
+    monkeypatch.setattr(ring_reader, "Pending", SlowCopies)
     return SlowCopies
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch):
-    monkeypatch.setattr(delivery, "PATIENCE", 5.0)
+    monkeypatch.setattr(pipeline, "PATIENCE", 5.0)
 
 
 def small(*sizes):
@@ -225,7 +225,7 @@ def test_time_alone_starts_no_copies_without_end(copies):
     for _ in range(50):
         monitor._delivery._next = 0.0
         monitor.advance()
-    assert len(copies.made) == delivery.UNDER_WAY
+    assert len(copies.made) == pipeline.UNDER_WAY
     copies.arrive = True
     for made in copies.made:
         made.arrived = True
@@ -353,7 +353,7 @@ def test_a_dead_device_leaves_the_original_error_and_what_the_host_knows(copies,
 
 @pytest.mark.usefixtures("copies")
 def test_a_device_that_never_answers_is_left_at_the_end(monkeypatch):
-    monkeypatch.setattr(delivery, "PATIENCE", 0.3)
+    monkeypatch.setattr(pipeline, "PATIENCE", 0.3)
     model = small()
     monitor, seen = monitor_of(model)
     train(monitor, model, 3, loss=1.0)
@@ -600,7 +600,7 @@ def test_a_forgotten_monitor_is_closed_and_lets_go_of_the_model():
     gc.collect()
     assert recorded(seen) == [0, 1, 2]
     assert gone() is None
-    assert not delivery._open
+    assert not pipeline._open
 
 
 def test_a_forked_process_leaves_it_alone():

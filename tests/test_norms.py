@@ -102,7 +102,7 @@ def test_no_power_leaves_the_range_of_float64(order, value, dtype):
 
 @pytest.mark.parametrize("order", [0, 0.5, 1, 3, -1, -INF])
 def test_a_tensor_of_several_pieces_has_one_norm(order, monkeypatch):
-    from gradiometer import norms
+    from gradiometer.stats import norms
 
     tensors = [torch.randn(5, 8).t(), torch.tensor([2.0, 0.5, INF, -3.0]), torch.randn(20)]
     expected = gm.total_norm(tensors, order)

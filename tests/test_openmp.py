@@ -10,8 +10,8 @@ from itertools import count
 import pytest
 import torch
 
-from gradiometer import openmp, reference
-from gradiometer.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.ops import openmp, reference
 
 
 @pytest.fixture
@@ -107,8 +107,8 @@ def test_the_number_of_threads_changes_no_bit(dtype):
 WITHOUT_OPENMP = """
 import ctypes
 import torch
-from gradiometer import openmp, reference
-from gradiometer.schema import DEFAULT_THRESHOLDS
+from gradiometer.ops import openmp, reference
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS
 
 class Nothing:
     def __init__(self, name):

@@ -15,8 +15,9 @@ import gradiometer as gm
 import oracle
 import strategies
 from conftest import INTERPRETED
-from gradiometer import ops, reference
-from gradiometer.schema import DEFAULT_THRESHOLDS
+from gradiometer import ops
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.ops import reference
 from strategies import Recipe, lists
 
 # the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
@@ -226,12 +227,13 @@ def test_kernels_and_reference_agree(some, scale):
 @pytest.mark.parametrize("nonfinite", [False, True])
 @pytest.mark.parametrize("chunks", [1, 1023, 1024, 1025, 3000])
 def test_finalize_adds_up_all_chunks_of_a_tensor(chunks, nonfinite):
-    from gradiometer import kernels, pack
+    from gradiometer import kernels
     from gradiometer.kernels import tuning
+    from gradiometer.ops import packing
 
     # three tensors, the middle one of this many chunks, as partials that no tensor has to be made for
     sizes = (5, chunks * tuning.CHUNK, 7)
-    layout = pack.layout_of(sizes, (torch.float32,) * 3, tuning.CHUNK, tuning.MAX_CHUNKS)
+    layout = packing.layout_of(sizes, (torch.float32,) * 3, tuning.CHUNK, tuning.MAX_CHUNKS)
     assert layout.num_chunks == chunks + 2
     g = torch.Generator().manual_seed(chunks)
     partials = torch.randint(1, 2**20, (len(kernels.PARTIALS), chunks + 2), generator=g).double()

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradiometer as gm
-from gradiometer import pack
-from gradiometer.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.ops import packing
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,11 +22,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    pack.clear()
-    captured = list(pack._captured)
+    packing.clear()
+    captured = list(packing._captured)
     yield
-    pack._captured[:] = captured
-    pack.clear()
+    packing._captured[:] = captured
+    packing.clear()
 
 
 # the chunk map
@@ -40,7 +40,7 @@ most_chunks = st.sampled_from([1, 2, 3, 8, 10**6])
 
 
 def layout_of(items, chunk, most=10**6):
-    return pack.layout_of(tuple(n for n, _ in items), tuple(dtype for _, dtype in items), chunk, most)
+    return packing.layout_of(tuple(n for n, _ in items), tuple(dtype for _, dtype in items), chunk, most)
 
 
 def parts(layout):
@@ -105,7 +105,7 @@ def test_each_dtype_with_elements_is_one_contiguous_group(items, chunk):
 
 
 def test_offsets_are_those_of_tensors_beyond_2_to_the_31_elements():
-    layout = pack.layout_of((3, 2**33 + 1), (torch.bfloat16,) * 2, 2**30, 2**13)
+    layout = packing.layout_of((3, 2**33 + 1), (torch.bfloat16,) * 2, 2**30, 2**13)
     numel, lengths, first, counts, rows, starts = parts(layout)
     assert (numel, lengths) == ([3, 2**33 + 1], [2**30, 2**30])
     assert (first, counts) == ([0, 1], [1, 9])
@@ -115,7 +115,7 @@ def test_offsets_are_those_of_tensors_beyond_2_to_the_31_elements():
 
 def test_the_largest_tensors_have_no_more_chunks_than_allowed():
     sizes = (2**28, 2**28 + 1, 2**34, 2**40 + 1)
-    _, lengths, _, counts, _, _ = parts(pack.layout_of(sizes, (torch.float32,) * 4, 2**15, 2**13))
+    _, lengths, _, counts, _, _ = parts(packing.layout_of(sizes, (torch.float32,) * 4, 2**15, 2**13))
     assert lengths == [2**15, 2**16, 2**21, 2**28]
     assert counts == [2**13, 2**12 + 1, 2**13, 2**12 + 1]
 
@@ -136,7 +136,7 @@ CHUNK, MAX_CHUNKS = 1024, 64
 
 def pack_of(*tensors, keep=False):
     with torch.no_grad():
-        return pack.pack(tensors, CHUNK, MAX_CHUNKS, keep=keep)
+        return packing.pack(tensors, CHUNK, MAX_CHUNKS, keep=keep)
 
 
 def test_pointers_are_the_addresses_of_the_flat_tensors():
@@ -167,7 +167,7 @@ def test_a_copy_is_pointed_to_and_kept_where_the_memory_is_not_what_is_measured(
 
 def known():
     """Return the known lists, the most recently used last."""
-    return list(pack._known)
+    return list(packing._known)
 
 
 def sources():
@@ -270,13 +270,13 @@ def test_known_lists_and_layouts_are_bounded_and_the_oldest_goes_first():
     pack_of(first)
     pack_of(used)
     (_, known_used) = known()
-    for n in range(3, pack.LISTS_KEPT + 30):
+    for n in range(3, packing.LISTS_KEPT + 30):
         pack_of(torch.ones(n))
         # used at each step, so it stays
         pack_of(used)
         assert known()[-1] is known_used
-        assert len(known()) <= pack.LISTS_KEPT
-    assert pack.layout_of.cache_info().currsize <= pack.LISTS_KEPT
+        assert len(known()) <= packing.LISTS_KEPT
+    assert packing.layout_of.cache_info().currsize <= packing.LISTS_KEPT
     sizes = {one.layout.table[0].item() for one in known()}
     assert 1 not in sizes
     assert 2 in sizes
@@ -296,11 +296,11 @@ def test_no_tensor_is_kept_alive():
 
 
 def test_clear_forgets_tables_and_layouts_but_not_those_of_captured_graphs():
-    pack._captured.append(torch.ones(1))
+    packing._captured.append(torch.ones(1))
     layout = pack_of(torch.ones(3)).layout
-    pack.clear()
-    assert not pack._known
-    assert pack._captured
+    packing.clear()
+    assert not packing._known
+    assert packing._captured
     assert pack_of(torch.ones(3)).layout is not layout
 
 
@@ -310,7 +310,7 @@ def test_clear_forgets_tables_and_layouts_but_not_those_of_captured_graphs():
 @pytest.fixture
 def capturing(monkeypatch):
     def switch(on):
-        monkeypatch.setattr(pack, "is_capturing", lambda _: on)
+        monkeypatch.setattr(packing, "is_capturing", lambda _: on)
 
     return switch
 
@@ -339,7 +339,7 @@ def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(cap
         return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(pack, "_captured", [])
+    monkeypatch.setattr(packing, "_captured", [])
     device = torch.device("meta")
     tensors = [torch.ones(5) for _ in range(count)]
     addresses = [x.data_ptr() for x in tensors]
@@ -347,17 +347,17 @@ def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(cap
     # as if it had been met there
     one = replace(known()[0], device=device, source=None)
     layout = one.layout
-    pack._copies(one, layout, addresses)
-    assert pack._captured == []
+    packing._copies(one, layout, addresses)
+    assert packing._captured == []
     capturing(True)
-    pointers, table = pack._copies(one, layout, addresses)
-    pack._copies(one, layout, [8 * address for address in addresses])
+    pointers, table = packing._copies(one, layout, addresses)
+    packing._copies(one, layout, [8 * address for address in addresses])
     capturing(False)
-    pack.clear()
+    packing.clear()
     assert (pointers.device, table.device) == (device, device)
     assert (pointers.shape, table.shape) == ((count,), layout.table.shape)
     # one source for the same addresses, eager or captured, another for others
-    assert [id(source) for source in pack._captured] == [id(source) for source in pinned]
+    assert [id(source) for source in packing._captured] == [id(source) for source in pinned]
     assert len(pinned) == 2
     padding = [0] * (count % 2)
     assert pinned[0].tolist() == [*addresses, *padding, *layout.table.tolist()]

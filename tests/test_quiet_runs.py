@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.findings import Severity
+from gradiometer.rules.finding import Severity
 from real_runs import Recurrent, Run, Transformer, characters, convolutional, digits
 
 pytestmark = pytest.mark.usefixtures("_one_thread")

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import gradiometer as gm
 from gradiometer import distributed
-from gradiometer.health import HEALTH
+from gradiometer.columns.health import HEALTH
 from rank_pool import RankPool
 
 LAYERS = 4

@@ -561,7 +561,7 @@ def check(rank, kind, reduce):
         held(last.grad).view(-1)[0] = INF
         held(last.data).view(-1)[0] = NAN
     fetched = []
-    module = importlib.import_module("gradiometer.materialize")
+    module = importlib.import_module("gradiometer.stats.materialize")
     fetch = module.fetch
     module.fetch = lambda tensors: fetched.append(len(tensors)) or fetch(tensors)
     try:

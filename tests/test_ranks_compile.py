@@ -15,7 +15,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
 
 import gradiometer as gm
-from gradiometer.recorder import Recorder
+from gradiometer.recorder.recorder import Recorder
 from rank_models import KINDS, alone, backward, batch, loss_of, mesh_of, over_tensors, whole
 from test_compile import Kept, needs_compiler
 from test_docs import blocks

@@ -16,12 +16,12 @@ from ranks import CALLS
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import gradiometer as gm
-from gradiometer.agreement import agree
+from gradiometer.distributed.global_plan import agree
 from rank_pool import torchrun
 from test_docs import ROOT, blocks
 
 pytest.importorskip("pyarrow")
-read_run = pytest.importorskip("gradiometer.run").read_run
+read_run = pytest.importorskip("gradiometer.runs").read_run
 
 PAGE = "docs/distributed.md"
 

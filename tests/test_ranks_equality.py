@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import gradiometer as gm
-from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS, NUM_SUM_COLUMNS
+from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS, NUM_SUM_COLUMNS
 from oracle import assert_same_counts, assert_within_bounds, exact
 from rank_models import (
     CASES,

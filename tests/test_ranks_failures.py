@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import gradiometer as gm
-from gradiometer import distributed
-from gradiometer import ranks as ranks_module
+from gradiometer.distributed import collectives
+from gradiometer.distributed import ranks as ranks_module
 from rank_pool import RankPool
 
 # seconds that ranks wait in these tests, and within which they have to be done
@@ -196,9 +196,9 @@ def without_a_backend(_):
     group = dist.new_group(backend="cuda:gloo")
     # a rank that ends it would break the connections of one that still makes it
     dist.barrier()
-    found = attempt(lambda: distributed.all_reduce(torch.ones(2), "sum", group, 10))
+    found = attempt(lambda: collectives.all_reduce(torch.ones(2), "sum", group, 10))
     dist.destroy_process_group(group)
-    gone = attempt(lambda: distributed.all_reduce(torch.ones(2), "sum", group, 10))
+    gone = attempt(lambda: collectives.all_reduce(torch.ones(2), "sum", group, 10))
     return found, gone
 
 
@@ -259,7 +259,7 @@ def late_to_reduce(rank):
     if rank == 1:
         time.sleep(1.5 * TIMEOUT)
     found = timed(lambda: gm.collect_grads(tensors(), reduce=ranks))
-    distributed.rendezvous(dist.group.WORLD, 30, "go on")
+    collectives.rendezvous(dist.group.WORLD, 30, "go on")
     return found, [norm(gm.collect_grads(tensors(), reduce=ranks)) for _ in range(3)]
 
 
@@ -360,15 +360,15 @@ def test_a_rank_that_hangs_is_named_within_the_time_out(pool, over_tcp):
 def give_up_in_two_ways(rank):
     """Rank 0 sees Gloo give up, and rank 2, at the same time, has waited for too long; rank 1 is late."""
     group = dist.new_group(timeout=timedelta(seconds=2.5))
-    called, distributed._is_called = distributed._is_called, lambda *_: False
+    called, collectives._is_called = collectives._is_called, lambda *_: False
     try:
         if rank == 1:
             time.sleep(4.0)
             return None
         timeout = 30.0 if rank == 0 else 2.0
-        return attempt(lambda: distributed.all_reduce(torch.ones(1), "sum", group, timeout))
+        return attempt(lambda: collectives.all_reduce(torch.ones(1), "sum", group, timeout))
     finally:
-        distributed._is_called = called
+        collectives._is_called = called
 
 
 def one_is_further(rank):
@@ -377,8 +377,8 @@ def one_is_further(rank):
     if rank == 1:
         time.sleep(5.0)
     if rank == 2:
-        distributed._count(group, "collectives")
-    return attempt(lambda: distributed.all_reduce(torch.ones(1), "sum", group, 1.5 if rank == 0 else 30.0))[1]
+        collectives._count(group, "collectives")
+    return attempt(lambda: collectives.all_reduce(torch.ones(1), "sum", group, 1.5 if rank == 0 else 30.0))[1]
 
 
 def one_is_busy(rank):
@@ -387,7 +387,7 @@ def one_is_busy(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
         time.sleep(5.0)
-    return attempt(lambda: distributed.all_reduce(torch.ones(1), "sum", group, 20.0))
+    return attempt(lambda: collectives.all_reduce(torch.ones(1), "sum", group, 20.0))
 
 
 def test_a_rank_that_lives_is_not_accused(pool):
@@ -427,19 +427,19 @@ def test_tensors_that_are_new_on_one_rank_alone(pool):
 
 LEAVE = """
 import sys, threading, time, torch, gradiometer as gm, torch.distributed as dist
-from gradiometer import distributed
-from gradiometer import ranks as ranks_module
+from gradiometer.distributed import collectives
+from gradiometer.distributed import ranks as ranks_module
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 model = torch.nn.Linear(2, 1)
 ranks = gm.Ranks(model, timeout=2)
-side = distributed.side_group([0, 1], 600)
+side = collectives.side_group([0, 1], 600)
 if rank == 1:
     sys.stdin.read()
-waiting = threading.Thread(target=distributed.all_reduce, args=(torch.ones(1), "sum", side, 600), daemon=True)
+waiting = threading.Thread(target=collectives.all_reduce, args=(torch.ones(1), "sum", side, 600), daemon=True)
 waiting.start()
 time.sleep(0.2)
-distributed.close(side)
+collectives.close(side)
 del side
 try:
     gm.collect_weights(model, reduce=ranks)

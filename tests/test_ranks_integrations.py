@@ -24,8 +24,8 @@ for _package in ("pyarrow", "transformers", "accelerate", "pytorch_lightning"):
     if find_spec(_package) is None:
         pytest.skip(f"no {_package}", allow_module_level=True)
 
-from gradiometer.integrations.watch import Watch, has_whole_gradients  # noqa: E402
-from gradiometer.run import read_run  # noqa: E402
+from gradiometer.integrations.session import Watch, has_whole_gradients  # noqa: E402
+from gradiometer.runs.reader import read_run  # noqa: E402
 
 STEPS = 3
 # float32 gradients, summed in another order by another number of processes
@@ -349,17 +349,17 @@ def test_lightning_leaves_one_record_of_the_whole_job(ranks, alone, tmp_path, ki
 
 def hurry(patch):
     """Wait for other ranks for a second where it would be a minute."""
-    from gradiometer import preparation
-    from gradiometer.integrations import watch
+    from gradiometer.integrations import session
+    from gradiometer.monitor import setup
 
-    patch.setattr(preparation, "TIMEOUT", 1.0)
-    patch.setattr(watch, "_MOMENT", 1.0)
-    patch.setattr(watch, "_TIMEOUT", 3.0)
+    patch.setattr(setup, "TIMEOUT", 1.0)
+    patch.setattr(session, "_MOMENT", 1.0)
+    patch.setattr(session, "_TIMEOUT", 3.0)
 
 
 def break_one(rank, trainer, patch):
     """Let the monitor of the second rank fail where it is made."""
-    from gradiometer import monitor
+    from gradiometer.monitor import monitor
 
     def broken(*args, **kwargs):
         msg = "out of telemetry"
@@ -493,14 +493,14 @@ def watch_dtensors(rank, folder):
     torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     logged = []
     with quiet(logged):
-        watch = Watch("it", {"run_dir": folder / "run", "rules": ()})
-        watch.begin(model, scaler=None, step=5, state=None)
+        session = Watch("it", {"run_dir": folder / "run", "rules": ()})
+        session.begin(model, scaler=None, step=5, state=None)
         model(torch.ones(2, 4)).sum().backward()
-        watch.record(only=[model[0].weight])
-        watch.add_loss(DTensor.from_local(torch.tensor(1.0 + rank), mesh, [Partial()]))
-        watch.advance()
-        watch.end()
-    return logged, watch.monitor.failures, model[0].weight.grad.full_tensor().norm().item()
+        session.record(only=[model[0].weight])
+        session.add_loss(DTensor.from_local(torch.tensor(1.0 + rank), mesh, [Partial()]))
+        session.advance()
+        session.end()
+    return logged, session.monitor.failures, model[0].weight.grad.full_tensor().norm().item()
 
 
 def test_of_some_dtensors_the_whole_ones_are_recorded_and_a_loss_is_added_up(ranks, tmp_path):

@@ -26,16 +26,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradiometer as gm
-from gradiometer import distributed, merging, preparation
-from gradiometer.agreement import Member, agree
-from gradiometer.layout import Holding, Layout, Mesh
-from gradiometer.merging import Merging
-from gradiometer.monitor import Monitor
-from gradiometer.run import read_run
-from gradiometer.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
-from gradiometer.steps import Roster, StepRecord
-from gradiometer.windows import Windows
-from gradiometer.worker import Failures
+from gradiometer import distributed
+from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.distributed.global_plan import Member, agree
+from gradiometer.distributed.sharding import Holding, Layout, Mesh
+from gradiometer.monitor import rank_merger, setup
+from gradiometer.monitor.failures import Failures
+from gradiometer.monitor.merge_window import Windows
+from gradiometer.monitor.monitor import Monitor
+from gradiometer.monitor.rank_merger import Merging
+from gradiometer.recorder.step_record import Roster, StepRecord
+from gradiometer.runs.reader import read_run
 from rank_pool import RankPool, torchrun
 
 SIZES = (8, 6, 4)
@@ -201,12 +202,12 @@ def met(rank, run_dir, steps, pause, slow):
         return real(parts, *args)
 
     distributed.all_reduce_pair = counted
-    merging._BEAT = 0.4
+    rank_merger._BEAT = 0.4
     try:
         return *many(rank, run_dir, steps, pause, slow), counts
     finally:
         distributed.all_reduce_pair = real
-        merging._BEAT = 1.0
+        rank_merger._BEAT = 1.0
 
 
 def test_slow_loops_meet_once_a_step_and_a_slow_rank_is_waited_for(two_ranks, tmp_path):
@@ -433,12 +434,12 @@ class Agreed:
 def test_every_step_is_merged_once_and_in_order_whenever_it_comes(monkeypatch, seed):
     choose = random.Random(seed)  # noqa: S311 the same every time
     size, steps = choose.choice([2, 3, 4]), choose.choice([1, 40, 300])
-    monkeypatch.setattr(merging, "_BEAT", 0.05)
-    monkeypatch.setattr(merging, "_INTERVAL", choose.choice([0.0, 0.02]))
+    monkeypatch.setattr(rank_merger, "_BEAT", 0.05)
+    monkeypatch.setattr(rank_merger, "_INTERVAL", choose.choice([0.0, 0.02]))
     side, here = Side(size), threading.local()
     for name in ("all_reduce_pair", "all_reduce", "share", "close", "is_active"):
         call = partial(lambda name, *args: getattr(side.of(here.rank), name)(*args), name)
-        monkeypatch.setattr(merging.distributed, name, call)
+        monkeypatch.setattr(rank_merger.distributed, name, call)
     every = choose.choice([1, 7])
     bad = {choose.randrange(steps): choose.randrange(size) for _ in range(3)}
     roster = Roster(("w", "b"), ((size, 2), (3,)), ("float32",) * 2)
@@ -628,7 +629,7 @@ def test_a_rank_whose_merging_fails_holds_nobody_up(two_ranks, tmp_path):
 
 def unlike(rank, what):
     model = nn.Linear(2, 2)
-    preparation.TIMEOUT = 2.0
+    setup.TIMEOUT = 2.0
     dist.barrier()
     began = time.monotonic()
     try:
@@ -644,7 +645,7 @@ def unlike(rank, what):
     except (RuntimeError, ValueError) as error:
         return type(error).__name__, str(error), time.monotonic() - began
     finally:
-        preparation.TIMEOUT = 60.0
+        setup.TIMEOUT = 60.0
     return None
 
 

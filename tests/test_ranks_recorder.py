@@ -10,11 +10,11 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer import ops
-from gradiometer.recorder import Recorder
-from gradiometer.ring import Cursor
-from gradiometer.roll_call import RollCall
-from gradiometer.updates import Updates
-from gradiometer.worker import Failures
+from gradiometer.columns.ring_layout import Cursor
+from gradiometer.monitor.failures import Failures
+from gradiometer.monitor.parameter_check import RollCall
+from gradiometer.recorder.recorder import Recorder
+from gradiometer.recorder.updates import Updates
 from rank_models import KINDS, Collectives, backward, mesh_of, sharded, whole
 
 DOUBLE = torch.float64

@@ -12,7 +12,7 @@ import gradiometer as gm
 from test_docs import ROOT, blocks
 
 pytest.importorskip("pyarrow")
-read_run = pytest.importorskip("gradiometer.run").read_run
+read_run = pytest.importorskip("gradiometer.runs").read_run
 
 PAGE = "docs/recipes.md"
 pytestmark = [

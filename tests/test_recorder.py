@@ -19,10 +19,10 @@ from torch._inductor.utils import run_and_get_code
 
 import gradiometer as gm
 from conftest import INTERPRETED
-from gradiometer import reference
-from gradiometer.recorder import Recorder
-from gradiometer.ring import Cursor
-from gradiometer.schema import NUM_COLUMNS
+from gradiometer.columns.ring_layout import Cursor
+from gradiometer.columns.schema import NUM_COLUMNS
+from gradiometer.ops import reference
+from gradiometer.recorder.recorder import Recorder
 from test_compile import Kept, every_backend, graphs, needs_compiler, no_recompile
 from test_syncs import DEVICES, Model, device_of, watch
 

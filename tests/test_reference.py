@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradiometer import reference
-from gradiometer.schema import COLUMN_NAMES, DEFAULT_THRESHOLDS
+from gradiometer.columns.schema import COLUMN_NAMES, DEFAULT_THRESHOLDS
+from gradiometer.ops import reference
 
 SCRIPT = Path(__file__).parent.parent / "kernels_bench" / "bench.py"
 LIMIT_MIB = 4.0

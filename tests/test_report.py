@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import gradiometer as gm
-from gradiometer.rows import row_to_dict
+from gradiometer.stats.tensor_report import row_to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -723,9 +723,9 @@ def test_long_names_stay_distinguishable(pattern: str) -> None:
     ],
 )
 def test_counts_take_the_unit_in_which_they_are_short(numel: int, shown: str) -> None:
-    from gradiometer import table
+    from gradiometer.stats import text_table
 
-    assert table._count(numel) == shown
+    assert text_table._count(numel) == shown
 
 
 def test_health_is_shown_as_1_only_when_nothing_is_flagged() -> None:

@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradiometer as gm
 from conftest import INTERPRETED
-from gradiometer import Flag, Thresholds, derived, roots
-from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer import Flag, Thresholds
+from gradiometer.columns import derived, roots
+from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
 from test_compile import inductor, needs_compiler
 
 pytestmark = pytest.mark.usefixtures("_dynamo")

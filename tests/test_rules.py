@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradiometer import derived
 from gradiometer import rules as all_rules
-from gradiometer.findings import Severity
-from gradiometer.protocols import Rule
+from gradiometer.columns import derived
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.recorder.step_record import Roster, StepRecord
 from gradiometer.rules import (
     Dead,
     Exploding,
@@ -29,9 +29,9 @@ from gradiometer.rules import (
     Vanishing,
     default_rules,
 )
+from gradiometer.rules.finding import Severity
 from gradiometer.rules.history import History
-from gradiometer.schema import DEFAULT_THRESHOLDS
-from gradiometer.steps import Roster, StepRecord
+from gradiometer.rules.protocol import Rule
 from real_runs import Run, batches, perceptron
 
 pytestmark = pytest.mark.usefixtures("_one_thread")

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradiometer import derived, run_format
-from gradiometer import run as run_module
-from gradiometer.findings import Finding, Severity
-from gradiometer.run import RunError, read_run
-from gradiometer.run_format import arrow_schema
-from gradiometer.schema import COLUMN_NAMES, Thresholds
-from gradiometer.sinks.run_record import RunRecord
-from gradiometer.sinks.segment import tensors_table, to_parquet
-from gradiometer.steps import StepRecord
+from gradiometer.columns import derived
+from gradiometer.columns.schema import COLUMN_NAMES, Thresholds
+from gradiometer.recorder.step_record import StepRecord
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs import format as run_format
+from gradiometer.runs import reader as run_module
+from gradiometer.runs.format import arrow_schema
+from gradiometer.runs.parquet import tensors_table, to_parquet
+from gradiometer.runs.reader import RunError, read_run
+from gradiometer.runs.writer import RunRecord
 from synthetic_run import make_info, make_records, make_roster, write_run
 
 pa = pytest.importorskip("pyarrow")

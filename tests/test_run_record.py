@@ -19,13 +19,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradiometer.findings import Finding, Severity
-from gradiometer.run import STEPS, TENSORS, RunError, read_run
-from gradiometer.run_format import arrow_schema
-from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS
-from gradiometer.sinks import run_record
-from gradiometer.sinks.run_record import RunRecord
-from gradiometer.steps import Roster, StepRecord
+from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.recorder.step_record import Roster, StepRecord
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs import writer
+from gradiometer.runs.format import arrow_schema
+from gradiometer.runs.reader import STEPS, TENSORS, RunError, read_run
+from gradiometer.runs.writer import RunRecord
 from synthetic_run import STARTED, make_info, make_records, make_roster, write_run
 
 pq = pytest.importorskip("pyarrow.parquet")
@@ -316,7 +316,7 @@ def test_the_pauses_between_tries_grow(tmp_path, monkeypatch):
     roster = make_roster(3)
     sink = opened(tmp_path, roster, segment_seconds=0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr("gradiometer.sinks.run_record.prepare", fail)
+    monkeypatch.setattr("gradiometer.runs.writer.prepare", fail)
     for record in make_records(roster, 200):
         try:
             sink.write([record], [])
@@ -384,7 +384,7 @@ def test_going_back_in_one_process_is_another_attempt(tmp_path):
 
 def failing(monkeypatch, *names, calls=math.inf):
     """Let the writing of these files fail, of all files without a name, so many times."""
-    real, left = run_record.prepare, [calls]
+    real, left = writer.prepare, [calls]
 
     def prepare(run, path, data, *, sync):
         if left[0] > 0 and (not names or path.name in names):
@@ -392,7 +392,7 @@ def failing(monkeypatch, *names, calls=math.inf):
             raise OSError(28, "No space left on device")
         return real(run, path, data, sync=sync)
 
-    monkeypatch.setattr(run_record, "prepare", prepare)
+    monkeypatch.setattr(writer, "prepare", prepare)
 
 
 def test_going_back_while_the_disk_fails_is_another_attempt_all_the_same(tmp_path, monkeypatch):
@@ -521,7 +521,7 @@ import sys, warnings
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch says so of itself
 sys.modules["numpy"] = None
 from synthetic_run import *
-from gradiometer.run import read_run
+from gradiometer.runs.reader import read_run
 run = read_run(write_run(sys.argv[1], 5, 20, kinds=("grads", "weights"), segment_steps=8))
 print(len(run.steps), run.matrix("rms")[1].shape, run.tensors().num_rows, len(list(run.records())))
 """
@@ -597,7 +597,7 @@ def test_what_it_costs_is_printed(tmp_path, monkeypatch, capsys):
 
 
 def test_writing_keeps_up_with_a_thousand_tensors(tmp_path):
-    # 50 steps/s take 4 % of a core (kernels_bench/run_record.py); this fails if they take more than all of it
+    # 50 steps/s take 4 % of a core (kernels_bench/writer.py); this fails if they take more than all of it
     roster = make_roster(1000)
     records = list(make_records(roster, 300))
     sink = opened(tmp_path, roster, segment_steps=150)

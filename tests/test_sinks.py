@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from gradiometer import sinks
-from gradiometer.fault import Fault
-from gradiometer.findings import Finding, Severity
-from gradiometer.protocols import Sink
+from gradiometer.rules.fault import Fault
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.sinks.protocol import Sink
 from gradiometer.sinks.selection import STATISTICS, News, check_key, lookup
 from synthetic_run import make_info, make_records, make_roster
 

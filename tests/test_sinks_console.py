@@ -12,15 +12,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradiometer.fault import Fault
-from gradiometer.findings import Finding, Severity
-from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS, Flag
+from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS, Flag
+from gradiometer.rules.fault import Fault
+from gradiometer.rules.finding import Finding, Severity
 from synthetic_run import make_info, make_records, make_roster
 
 pytest.importorskip("rich")
 
-from gradiometer.protocols import Sink
 from gradiometer.sinks import Console
+from gradiometer.sinks.protocol import Sink
 
 ROSTER = make_roster(6)
 

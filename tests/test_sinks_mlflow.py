@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from gradiometer.fault import Fault
-from gradiometer.findings import Finding, Severity
-from gradiometer.protocols import Sink
-from gradiometer.run_format import encodable
+from gradiometer.rules.fault import Fault
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs.format import encodable
 from gradiometer.sinks import MLflow, Selection
 from gradiometer.sinks.mlflow import legal
+from gradiometer.sinks.protocol import Sink
 from synthetic_run import make_info, make_records, make_roster
 
 ROSTER = make_roster(4)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gradiometer.fault import Fault
-from gradiometer.findings import Finding, Severity
-from gradiometer.protocols import Sink
+from gradiometer.rules.fault import Fault
+from gradiometer.rules.finding import Finding, Severity
 from gradiometer.sinks import Selection, TensorBoard
+from gradiometer.sinks.protocol import Sink
 from synthetic_run import make_info, make_records, make_roster
 
 pytest.importorskip("tensorboard")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gradiometer.fault import Fault
-from gradiometer.findings import Finding, Severity
-from gradiometer.protocols import Sink
+from gradiometer.rules.fault import Fault
+from gradiometer.rules.finding import Finding, Severity
 from gradiometer.sinks import Selection, WeightsAndBiases
+from gradiometer.sinks.protocol import Sink
 from synthetic_run import make_info, make_records, make_roster
 
 ROSTER = make_roster(4)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gradiometer as gm
-from gradiometer.layout import Holding, Layout, Mesh
+from gradiometer.distributed.sharding import Holding, Layout, Mesh
 
 RAW = ("numel", "sumsq", "sum", "n_zero", "n_nan", "n_posinf", "n_neginf", "abs_max")
 DERIVED = ("n_inf", "n_nonfinite", "finite_norm", "norm", "rms", "mean", "std", "zero_fraction")

@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
-from gradiometer import derived, stats
-from gradiometer.health import HEALTH
-from gradiometer.schema import COLUMN_NAMES, NUM_COLUMNS
+from gradiometer.columns import derived
+from gradiometer.columns.health import HEALTH
+from gradiometer.columns.schema import COLUMN_NAMES, NUM_COLUMNS
+from gradiometer.stats import tensor_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -392,7 +393,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append(matrix)
         return "report"
 
-    monkeypatch.setattr(stats, "Report", fake_report)
+    monkeypatch.setattr(tensor_stats, "Report", fake_report)
     monkeypatch.setattr(torch, "Event", FakeEvent)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
     monkeypatch.setattr(FakeEvent, "waits", 0)

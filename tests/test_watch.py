@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradiometer.integrations.watch import Watch, scaler_of, while_running
+from gradiometer.integrations.session import Watch, scaler_of, while_running
 from watching import Sink
 
 
@@ -62,7 +62,7 @@ def test_a_step_without_gradients_measured_is_none():
 
 
 def test_of_some_parameters_the_others_keep_what_was_measured_and_thresholds_hold():
-    from gradiometer.schema import Flag, Thresholds
+    from gradiometer.columns.schema import Flag, Thresholds
 
     model = nn.Linear(2, 1)
     watch, sink = watching(model, thresholds=Thresholds(exploding=0.5))

@@ -17,11 +17,11 @@ import torch
 pytest.importorskip("pyarrow")
 pytest.importorskip("plotly")
 
-from gradiometer.fault import Fault
-from gradiometer.findings import Finding, Severity
-from gradiometer.run import Run, RunError, read_run
-from gradiometer.schema import COLUMN_INDEX
-from gradiometer.sinks.run_record import RunRecord
+from gradiometer.columns.schema import COLUMN_INDEX
+from gradiometer.rules.fault import Fault
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs.reader import Run, RunError, read_run
+from gradiometer.runs.writer import RunRecord
 from gradiometer.web import data, write_page
 from synthetic_page import Dense, dense_page, read_cells
 from synthetic_run import make_info, make_records, make_roster, write_run

@@ -15,10 +15,10 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("plotly")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 
-from gradiometer.findings import Finding, Severity  # noqa: E402
-from gradiometer.run import read_run  # noqa: E402
-from gradiometer.schema import COLUMN_INDEX, Thresholds  # noqa: E402
-from gradiometer.sinks.run_record import RunRecord  # noqa: E402
+from gradiometer.columns.schema import COLUMN_INDEX, Thresholds  # noqa: E402
+from gradiometer.rules.finding import Finding, Severity  # noqa: E402
+from gradiometer.runs.reader import read_run  # noqa: E402
+from gradiometer.runs.writer import RunRecord  # noqa: E402
 from gradiometer.web import write_page  # noqa: E402
 from synthetic_page import dense_page  # noqa: E402
 from synthetic_run import make_info, make_records, make_roster, write_run  # noqa: E402

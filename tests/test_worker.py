@@ -10,11 +10,12 @@ import time
 import pytest
 import torch
 
-from gradiometer.blackbox import BlackBox
-from gradiometer.findings import Finding, Severity
-from gradiometer.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
-from gradiometer.steps import Roster, RunInfo, StepRecord
-from gradiometer.worker import Failures, Worker
+from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.monitor.blackbox import BlackBox
+from gradiometer.monitor.dispatcher import Worker
+from gradiometer.monitor.failures import Failures
+from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
+from gradiometer.rules.finding import Finding, Severity
 
 ROSTER = Roster(("w",), ((2,),), ("float32",))
 INFO = RunInfo(ROSTER, DEFAULT_THRESHOLDS, 1, 8, "Made", 0.0, 0, {}, "cpu")
@@ -414,7 +415,7 @@ def test_failures_are_logged_once_of_a_kind(caplog):
 
 
 def test_a_step_that_hangs_does_not_hold_up_what_a_sink_writes_by_the_clock(monkeypatch):
-    monkeypatch.setattr("gradiometer.lane._TICK", 0.01)
+    monkeypatch.setattr("gradiometer.monitor.sink_thread._TICK", 0.01)
     ticks = []
 
     class Clock(Log):
@@ -431,7 +432,7 @@ def test_a_step_that_hangs_does_not_hold_up_what_a_sink_writes_by_the_clock(monk
 
 
 def test_a_sink_that_hangs_does_not_hold_up_the_clock_of_another(monkeypatch):
-    monkeypatch.setattr("gradiometer.lane._TICK", 0.01)
+    monkeypatch.setattr("gradiometer.monitor.sink_thread._TICK", 0.01)
     slow, ticks = Log(), []
 
     class Clock(Log):

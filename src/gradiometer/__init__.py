@@ -6,28 +6,7 @@ without waiting for the device.
 """
 
 from gradiometer import rules, sinks
-from gradiometer.amp import inverse_scale, share_found_inf_
-from gradiometer.clamp import ElementCounts, clip_grad_value_
-from gradiometer.clip import (
-    clip_coefficient,
-    clip_grad_norm_,
-    clip_grads_with_norm_,
-    collect_and_clip_,
-)
-from gradiometer.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
-from gradiometer.distributed import RankError
-from gradiometer.findings import Finding, Severity
-from gradiometer.finite import FiniteReport, check_finite
-from gradiometer.materialize import materialize, materialize_async
-from gradiometer.modules import ModuleReports
-from gradiometer.monitor import Monitor
-from gradiometer.ranks import Ranks
-from gradiometer.ratio import group_ratio
-from gradiometer.recorder import Recorder
-from gradiometer.report import Report
-from gradiometer.rows import TensorReport
-from gradiometer.run import Run, RunError, read_run
-from gradiometer.schema import (
+from gradiometer.columns import (
     COLUMNS,
     DEFAULT_DEAD_THRESHOLD,
     DEFAULT_EXPLODING_THRESHOLD,
@@ -35,10 +14,40 @@ from gradiometer.schema import (
     Flag,
     Thresholds,
 )
-from gradiometer.smoothing import EMA, Smoothed
-from gradiometer.stats import TensorStats
-from gradiometer.steps import StepRecord
-from gradiometer.transfer import Pending
+from gradiometer.control import (
+    ElementCounts,
+    FiniteReport,
+    check_finite,
+    clip_coefficient,
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    collect_and_clip_,
+    inverse_scale,
+    share_found_inf_,
+)
+from gradiometer.distributed import RankError, Ranks
+from gradiometer.monitor import Monitor
+from gradiometer.recorder import Recorder, StepRecord
+from gradiometer.rules import Finding, Severity
+from gradiometer.runs import Run, RunError, read_run
+from gradiometer.stats import (
+    EMA,
+    ModuleReports,
+    Pending,
+    Report,
+    Smoothed,
+    TensorReport,
+    TensorStats,
+    collect,
+    collect_grads,
+    collect_weights,
+    grad_norm,
+    group_ratio,
+    materialize,
+    materialize_async,
+    total_norm,
+)
 from gradiometer.version import __version__
 from gradiometer.web import write_page
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradiometer.rows import row_to_dict
-from gradiometer.run import RunError
+from gradiometer.runs import RunError
+from gradiometer.stats import row_to_dict
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Sequence
 
-    from gradiometer.findings import Finding
-    from gradiometer.report import Report
-    from gradiometer.run import Run
-    from gradiometer.steps import Kind, StepRecord
+    from gradiometer.recorder import Kind, StepRecord
+    from gradiometer.rules import Finding
+    from gradiometer.runs import Run
+    from gradiometer.stats import Report
 
 __all__ = ["Shown", "look"]
 

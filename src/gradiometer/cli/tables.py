@@ -7,10 +7,9 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.culprit import amount
+from gradiometer.columns import Flag
 from gradiometer.extras import require
-from gradiometer.findings import Severity
-from gradiometer.schema import Flag
+from gradiometer.rules import Severity, amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from gradiometer.cli.doctor import Doctor
     from gradiometer.cli.show import Shown
-    from gradiometer.diff import Comparison, Difference, Side
-    from gradiometer.doctor import Doctor
-    from gradiometer.findings import Finding
-    from gradiometer.rows import TensorReport
+    from gradiometer.rules import Finding
+    from gradiometer.runs import Comparison, Difference, Side
+    from gradiometer.stats import TensorReport
 
 __all__ = [
     "comparison",

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.cli import tables
 from gradiometer.extras import require
-from gradiometer.fault import summarize
-from gradiometer.rows import row_to_dict
-from gradiometer.run import scalars_of, to_json
+from gradiometer.rules import summarize
+from gradiometer.runs import scalars_of, to_json
+from gradiometer.stats import row_to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import Console, RenderableType
 
-    from gradiometer.findings import Finding
-    from gradiometer.rows import TensorReport
-    from gradiometer.run import Run
+    from gradiometer.rules import Finding
+    from gradiometer.runs import Run
+    from gradiometer.stats import TensorReport
 
 __all__ = ["Frame", "look", "render", "sparkline", "watch"]
 

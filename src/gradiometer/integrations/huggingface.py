@@ -11,7 +11,7 @@ import torch
 
 from gradiometer import distributed
 from gradiometer.extras import require
-from gradiometer.integrations.watch import Watch, has_whole_gradients, scaler_of, while_running
+from gradiometer.integrations.session import Watch, has_whole_gradients, scaler_of, while_running
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import distributed
 from gradiometer.extras import require
-from gradiometer.integrations.watch import Watch, has_whole_gradients, scaler_of, while_running
+from gradiometer.integrations.session import Watch, has_whole_gradients, scaler_of, while_running
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

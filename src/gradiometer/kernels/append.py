@@ -1,17 +1,16 @@
 """Columns and flags -> the current step's slot of a ring, in two small launches.
 
 The first, of one program, decides whether the step is to be skipped and which slot it has; the second
-writes the rows. See `gradiometer.ring` for the ring, the cursor, and the same in eager PyTorch.
+writes the rows. See `gradiometer.ops.ring` for the ring, the cursor, and the same in eager PyTorch.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from gradiometer.columns import COLUMN_INDEX, HEADER_SKIPPED, HEADER_STEP, NUM_COLUMNS, Cursor
 from gradiometer.kernels import tuning
 from gradiometer.kernels.primitives import is_due
-from gradiometer.ring import HEADER_SKIPPED, HEADER_STEP, Cursor
-from gradiometer.schema import COLUMN_INDEX, NUM_COLUMNS
 
 __all__ = ["append"]
 

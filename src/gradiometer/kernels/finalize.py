@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gradiometer.columns import NUM_COLUMNS, Flag, Thresholds
 from gradiometer.kernels import tuning
-from gradiometer.schema import NUM_COLUMNS, Flag, Thresholds
 
 __all__ = ["finalize"]
 
@@ -120,7 +120,7 @@ def finalize(
     """Merge all chunks' partials into a row for each tensor.
 
     Args:
-        table: int64, a `gradiometer.pack.Layout`'s table.
+        table: int64, a `gradiometer.ops.packing.Layout`'s table.
         partials: ``(7, N) float64``.
         num_tensors: T.
         thresholds: where flags begin.

@@ -168,7 +168,7 @@ def moments(
 
     Args:
         pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.pack.Layout`'s table.
+        table: int64, a `gradiometer.ops.packing.Layout`'s table.
         partials: ``(7, N) float64``, written at columns ``first_chunk ... first_chunk + num_chunks - 1``.
         dtype: of the tensors that these chunks belong to.
         first_chunk: the group's first chunk.

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from gradiometer.ring import Cursor
+from gradiometer.columns import Cursor
 
 __all__ = ["accumulate", "halves", "is_due", "is_finite", "locate"]
 
@@ -23,7 +23,7 @@ def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
 
 @triton.jit
 def is_due(cursor_ptr):
-    """Tell whether the cadence asks for the current step; ``cursor_ptr``: see gradiometer.ring."""
+    """Tell whether the cadence asks for the current step; ``cursor_ptr``: see gradiometer.ops.ring."""
     every = tl.load(cursor_ptr + _EVERY).to(tl.int64)
     return tl.load(cursor_ptr + _STEP).to(tl.int64) % every == 0
 

@@ -56,7 +56,7 @@ def _scale_kernel(
     factor = tl.load(factor_ptr)
     # most steps of a training run are not clipped
     if factor != 1.0:
-        # gradiometer.scaling takes it apart in the same way
+        # gradiometer.control.scale takes it apart in the same way
         below = factor < _TINY
         high = tl.where(below, factor * _LIFT, factor).to(tl.float32)
         low = tl.where(below, _TINY, 1.0).to(tl.float32)
@@ -97,7 +97,7 @@ def scale(
 
     Args:
         pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.pack.Layout`'s table.
+        table: int64, a `gradiometer.ops.packing.Layout`'s table.
         factor: 0-d float64 on their device, at most 1.
         dtype: of the tensors that these chunks belong to.
         first_chunk: the group's first chunk.

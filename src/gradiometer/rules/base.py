@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.findings import Finding, Severity
+from gradiometer.recorder import label
+from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import History, NormHistory
-from gradiometer.steps import label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from gradiometer.steps import Kind, Roster, StepRecord
+    from gradiometer.recorder import Kind, Roster, StepRecord
 
 __all__ = ["MOST", "BaseRule", "LastingRule", "Sight", "TensorRule"]
 

@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from gradiometer import derived
-from gradiometer.schema import COLUMN_INDEX
+from gradiometer.columns import COLUMN_INDEX, derived
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from gradiometer.steps import Roster, StepRecord
+    from gradiometer.recorder import Roster, StepRecord
 
 __all__ = ["FLOOR", "WARMUP", "WINDOW", "History", "NormHistory", "Norms", "Score"]
 

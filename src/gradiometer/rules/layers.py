@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.findings import Severity
+from gradiometer.columns import Flag
+from gradiometer.recorder import label
 from gradiometer.rules.base import MOST, LastingRule, Sight, TensorRule
+from gradiometer.rules.finding import Severity
 from gradiometer.rules.history import NormHistory
-from gradiometer.schema import Flag
-from gradiometer.steps import label
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
 
-    from gradiometer.findings import Finding
-    from gradiometer.steps import Roster, StepRecord
+    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.rules.finding import Finding
 
 __all__ = ["Dead", "LayerImbalance"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from gradiometer.findings import Finding, Severity
 from gradiometer.rules.base import BaseRule
+from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import WARMUP, WINDOW, History
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradiometer.steps import StepRecord
+    from gradiometer.recorder import StepRecord
 
 __all__ = ["LossSpike"]
 

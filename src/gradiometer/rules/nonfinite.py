@@ -6,15 +6,15 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from gradiometer.culprit import culprit_text, first_nonfinite
-from gradiometer.findings import Finding, Severity
+from gradiometer.columns import COLUMN_INDEX
 from gradiometer.rules.base import BaseRule
-from gradiometer.schema import COLUMN_INDEX
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.first_nonfinite import culprit_text, first_nonfinite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradiometer.steps import StepRecord
+    from gradiometer.recorder import StepRecord
 
 __all__ = ["NonFinite"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from gradiometer.findings import Finding, Severity
+from gradiometer.columns import Flag
+from gradiometer.recorder import label
 from gradiometer.rules.base import MOST, BaseRule, LastingRule, Sight, TensorRule
+from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import NormHistory
-from gradiometer.schema import Flag
-from gradiometer.steps import label
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradiometer.steps import StepRecord
+    from gradiometer.recorder import StepRecord
 
 __all__ = ["Exploding", "NormSpike", "Vanishing"]
 

@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer import derived, groups
-from gradiometer.findings import Finding, Severity
+from gradiometer.columns import derived
 from gradiometer.inputs import Named, named_parameters
-from gradiometer.ratio import group_ratio
 from gradiometer.rules.base import MOST, Sight, TensorRule
+from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import History
-from gradiometer.stats import TensorStats
+from gradiometer.stats import TensorStats, group_ratio, grouping
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
-    from gradiometer.groups import GroupRule
     from gradiometer.inputs import Parameters
-    from gradiometer.steps import Roster, StepRecord
+    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.stats import GroupRule
 
 __all__ = ["GroupRatio", "UpdateRatio"]
 
@@ -184,7 +183,7 @@ class GroupRatio(TensorRule):
     def prepare(self, roster: Roster) -> None:
         """Find the groups' tensors."""
         for name, rule in self.groups.items():
-            self._rows[name] = groups.members(roster.names, name, rule, self._model)
+            self._rows[name] = grouping.members(roster.names, name, rule, self._model)
             if not self._rows[name]:
                 msg = f"GroupRatio: no tensor belongs to the group {name!r}: {rule!r}"
                 raise ValueError(msg)

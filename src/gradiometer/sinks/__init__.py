@@ -1,16 +1,34 @@
 """Sinks: where the steps of a run go. Each is one file, and imports its package when it is made.
 
-A sink is any object with the methods of `gradiometer.protocols.Sink`; a plain callable will do too.
+A sink is any object with the methods of `gradiometer.sinks.Sink`; a plain callable will do too. Steps,
+findings and faults come in, in order, on a thread of the sink's own. Nothing here waits for training.
 """
 
-from gradiometer.sinks.console import Console
-from gradiometer.sinks.function import Function
-from gradiometer.sinks.jsonl import JSONLines
-from gradiometer.sinks.mlflow import MLflow
-from gradiometer.sinks.run_record import RunRecord
-from gradiometer.sinks.selection import Selection
-from gradiometer.sinks.tensorboard import TensorBoard
-from gradiometer.sinks.wandb import WeightsAndBiases
+from gradiometer.runs import RunRecord
+from gradiometer.sinks.console import (
+    Console,
+)
+from gradiometer.sinks.function import (
+    Function,
+)
+from gradiometer.sinks.jsonl import (
+    JSONLines,
+)
+from gradiometer.sinks.mlflow import (
+    MLflow,
+)
+from gradiometer.sinks.protocol import (
+    Sink,
+)
+from gradiometer.sinks.selection import (
+    Selection,
+)
+from gradiometer.sinks.tensorboard import (
+    TensorBoard,
+)
+from gradiometer.sinks.wandb import (
+    WeightsAndBiases,
+)
 
 __all__ = [
     "Console",
@@ -19,6 +37,7 @@ __all__ = [
     "MLflow",
     "RunRecord",
     "Selection",
+    "Sink",
     "TensorBoard",
     "WeightsAndBiases",
 ]

@@ -8,18 +8,17 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from gradiometer.columns import Flag
 from gradiometer.extras import require
-from gradiometer.findings import Severity
-from gradiometer.schema import Flag
+from gradiometer.rules import Severity
 from gradiometer.sinks.selection import News, check_key, lookup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TextIO
 
-    from gradiometer.fault import Fault
-    from gradiometer.findings import Finding
-    from gradiometer.steps import RunInfo, StepRecord
+    from gradiometer.recorder import RunInfo, StepRecord
+    from gradiometer.rules import Fault, Finding
 
 __all__ = ["Console"]
 

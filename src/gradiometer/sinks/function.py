@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gradiometer.fault import Fault
-    from gradiometer.findings import Finding
-    from gradiometer.steps import RunInfo, StepRecord
+    from gradiometer.recorder import RunInfo, StepRecord
+    from gradiometer.rules import Fault, Finding
 
 __all__ = ["Function"]
 

@@ -6,16 +6,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.run_format import to_json
+from gradiometer.runs import to_json
 from gradiometer.sinks.selection import News, Options, Selection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Unpack
 
-    from gradiometer.fault import Fault
-    from gradiometer.findings import Finding
-    from gradiometer.steps import RunInfo, StepRecord
+    from gradiometer.recorder import RunInfo, StepRecord
+    from gradiometer.rules import Fault, Finding
 
 __all__ = ["JSONLines"]
 

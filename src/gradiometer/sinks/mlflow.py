@@ -9,16 +9,15 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.extras import require
-from gradiometer.run_format import encodable
+from gradiometer.runs import encodable
 from gradiometer.sinks.selection import News, Options, Selection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Unpack
 
-    from gradiometer.fault import Fault
-    from gradiometer.findings import Finding
-    from gradiometer.steps import RunInfo, StepRecord
+    from gradiometer.recorder import RunInfo, StepRecord
+    from gradiometer.rules import Fault, Finding
 
 __all__ = ["MLflow", "legal"]
 

@@ -15,16 +15,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
-from gradiometer.derived import DERIVED
-from gradiometer.run_format import encodable
-from gradiometer.schema import COLUMN_NAMES
-from gradiometer.steps import KINDS
+from gradiometer.columns import COLUMN_NAMES, DERIVED
+from gradiometer.recorder import KINDS
+from gradiometer.runs import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gradiometer.findings import Finding, Severity
-    from gradiometer.steps import Kind, Roster, StepRecord
+    from gradiometer.recorder import Kind, Roster, StepRecord
+    from gradiometer.rules import Finding, Severity
 
 __all__ = ["STATISTICS", "News", "Options", "Selection", "check_key", "lookup"]
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.extras import require
-from gradiometer.findings import Severity
-from gradiometer.run_format import encodable
+from gradiometer.recorder import KINDS
+from gradiometer.rules import Severity
+from gradiometer.runs import encodable
 from gradiometer.sinks.selection import News, Options, Selection
-from gradiometer.steps import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Unpack
 
-    from gradiometer.fault import Fault
-    from gradiometer.findings import Finding
-    from gradiometer.steps import RunInfo, StepRecord
+    from gradiometer.recorder import RunInfo, StepRecord
+    from gradiometer.rules import Fault, Finding
 
 __all__ = ["WeightsAndBiases"]
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from gradiometer import derived
-from gradiometer.schema import Flag
+from gradiometer.columns import Flag, derived
 from gradiometer.web.head import head_of
 
 if TYPE_CHECKING:
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradiometer.run import Run
-    from gradiometer.steps import Kind
+    from gradiometer.recorder import Kind
+    from gradiometer.runs import Run
 
 __all__ = ["Page", "page_of"]
 

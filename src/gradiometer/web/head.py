@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradiometer.run import Run
+    from gradiometer.runs import Run
 
 __all__ = ["head_of"]
 

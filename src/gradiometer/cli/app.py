@@ -1,0 +1,322 @@
+"""The command line, ``gradiometer`` or ``python -m gradiometer``; ``docs/cli.md`` is its manual.
+
+A command says what it has to say on stdout, as tables or, with ``--json``, as JSON and nothing else.
+What goes wrong is one line on stderr and an exit code of `Exit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import math
+import os
+import re
+import sys
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from gradiometer.extras import require
+from gradiometer.runs import RunError, read_run, to_json
+from gradiometer.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import typer  # noqa: TC004 see _app
+    from rich.console import Console
+
+__all__ = ["Exit", "main"]
+
+_WIDE = 200
+
+
+class Exit(enum.IntEnum):
+    """Exit codes."""
+
+    OK = 0
+    FOUND = 1  # the runs differ, a check failed, something is wrong
+    USAGE = 2
+    UNREADABLE = 3  # a run, or a file, that cannot be read or written, or a run that has no such step
+    MISSING = 4  # a package
+    FAILED = 5  # something unforeseen
+    INTERRUPTED = 130
+    PIPE = 141  # whoever read the output has gone
+
+
+class _Kind(enum.StrEnum):
+    """What typer of every version takes for a choice; the values are `gradiometer.recorder.KINDS`."""
+
+    GRADS = "grads"
+    WEIGHTS = "weights"
+    UPDATES = "updates"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        argv: its arguments; None for those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--debug" in arguments:
+        arguments.remove("--debug")
+        os.environ["GRADIOMETER_DEBUG"] = "1"
+    if sys.stdout is None:
+        return _fail(Exit.UNREADABLE, "stdout is closed: there is nowhere to print to")
+    try:
+        result = _app().main(args=arguments or ["--help"], prog_name="gradiometer", standalone_mode=False)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+    except BrokenPipeError:
+        return _left()
+    except SystemExit as end:
+        # so rich and typer end where whoever read has gone; for a command that is the code of something found
+        if end.code != 1:
+            raise
+        return _left()
+    except Exception as error:
+        if _debugs():
+            raise
+        # what typer makes of a Ctrl-C
+        if type(error).__name__ == "Abort":
+            return Exit.INTERRUPTED
+        if isinstance(error, ImportError):
+            return _fail(Exit.MISSING, error)
+        # typer's own complaint about what was typed; its class has another home in every version
+        if not hasattr(error, "format_message"):
+            raise
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "gradiometer"
+        return _fail(Exit.USAGE, f"{error.format_message().rstrip('.')}; see {where} --help")
+    return int(result or 0)
+
+
+def _debugs() -> bool:
+    return os.environ.get("GRADIOMETER_DEBUG", "") not in {"", "0"}
+
+
+def _fail(code: Exit, error: object) -> int:
+    line = " ".join(str(error).split()) or type(error).__name__
+    # print() would take no file for stdout
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"gradiometer: {line}", file=sys.stderr)
+    return code
+
+
+def _safely(function: Callable[..., int]) -> Callable[..., int]:
+    """Make one line and an exit code of what goes wrong in a command."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> int:
+        try:
+            code = function(*args, **kwargs)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            return Exit.INTERRUPTED
+        except BrokenPipeError:
+            return _left()
+        except Exception as error:
+            if _debugs() or hasattr(error, "format_message"):
+                raise
+            # of a package, not of a name in one's own
+            if isinstance(error, ModuleNotFoundError) or "gradiometer[" in str(error):
+                return _fail(Exit.MISSING, error)
+            if isinstance(error, RunError | OSError):
+                return _fail(Exit.UNREADABLE, error)
+            name = type(error).__name__
+            return _fail(Exit.FAILED, f"{name}: {error} (gradiometer --debug ... shows where)")
+        return code
+
+    return run
+
+
+def _left() -> int:
+    """Return the code of a command whose reader has gone."""
+    # the interpreter flushes stdout once more when it ends, and would complain
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return Exit.PIPE
+
+
+def _app() -> Any:
+    """Return the commands, as typer has them."""
+    # the annotations below are text until typer reads them: there is no typer before
+    global typer  # noqa: PLW0603
+    typer = require("typer", "monitor", "The command line")
+    app = typer.Typer(
+        name="gradiometer",
+        help="The instrument panel of a PyTorch training step: look at what a run has recorded.",
+        epilog="Exit codes: 0 good, 1 something was found, 2 usage, 3 unreadable, 4 a package is missing.",
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    passed_on = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command("demo", context_settings=passed_on)(_safely(_demo))
+    for name, function in _COMMANDS.items():
+        app.command(name)(_safely(function))
+    return typer.main.get_command(app)
+
+
+def _console() -> Console:
+    rich = require("rich.console", "monitor", "The command line")
+    console: Console = rich.Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        # a file or a pipe has no width, and whoever reads it wants whole lines
+        console.width = _WIDE
+    return console
+
+
+def _print(value: dict[str, Any], table: Callable[[Console], Any], *, as_json: bool) -> None:
+    if as_json:
+        print(to_json(value))
+        return
+    console = _console()
+    console.print(table(console))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"gradiometer {__version__}")
+        raise typer.Exit
+
+
+def _pattern(text: str | None, option: str) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise typer.BadParameter(f"{option} {text!r} is no regular expression: {error}") from None
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; or GRADIOMETER_DEBUG=1.")
+    ] = False,
+) -> None:
+    """Take what stands before a command; each option has its own way."""
+
+
+def _demo(
+    context: typer.Context,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; the demo's text goes to stderr.")
+    ] = False,
+) -> int:
+    """Record a small training run with two faults, and name them; its options: gradiometer demo --help."""
+    from gradiometer import demo  # noqa: PLC0415 it imports the compiler
+
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        code = demo.main(context.args, prog=context.command_path)
+    if as_json:
+        print(to_json({"passed": code == 0}))
+    return Exit.FOUND if code else Exit.OK
+
+
+def _report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: RUN/report.html.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Write the page of a run: one HTML file that opens offline."""
+    from gradiometer import web  # noqa: PLC0415 only this command draws
+
+    if output is not None and not output.absolute().parent.is_dir():
+        raise RunError(f"{output}: there is no folder {output.absolute().parent}; make it first")
+    page = Path(web.write_page(read_run(run), output)).absolute()
+    opened = webbrowser.open(page.as_uri()) if show else False
+    size = page.stat().st_size
+    if as_json:
+        print(to_json({"page": str(page), "bytes": size, "opened": opened}))
+    else:
+        print(page)
+    return Exit.OK
+
+
+def _watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that is being written.")],
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show what there is and end.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on when the run is closed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line for each change.")] = False,
+) -> int:
+    """Show a run as it is being written, until it is closed or Ctrl-C."""
+    from gradiometer.cli import watch  # noqa: PLC0415 with rich
+
+    watch.watch(read_run(run), _console(), interval=interval, once=once, follow=follow, as_json=as_json)
+    return Exit.OK
+
+
+def _show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    step: Annotated[
+        int | None, typer.Option(help="Which; -1 is the last. Default: the last that has tensors.")
+    ] = None,
+    kind: Annotated[_Kind, typer.Option(help="What is shown of it.")] = _Kind.GRADS,
+    top: Annotated[int, typer.Option(min=0, help="How many tensors, worst first; 0 for all.")] = 20,
+    name: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Only tensors in whose name it is found.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Show one step of a run: its scalars, its tensors, worst first, and what was found in it."""
+    from gradiometer.cli import show, tables  # noqa: PLC0415 with rich
+
+    shown = show.look(read_run(run), step, kind=kind.value, name=_pattern(name, "--name"))
+    most = top or None
+    _print(shown.to_dict(most), lambda console: tables.shown(shown, most, console), as_json=as_json)
+    return Exit.OK
+
+
+def _diff(
+    a: Annotated[Path, typer.Argument(metavar="RUN_A", help="The folder of a run.")],
+    b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The folder of another.")],
+    rtol: Annotated[float, typer.Option(min=0.0, help="How much may differ, relative; 0: nothing.")] = 0.0,
+    ignore: Annotated[
+        str | None,
+        typer.Option(metavar="REGEX", help="Leave out tensors and scalars in whose name it is found."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=0, help="How many tensors are shown; 0 for all.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Find the first step where two runs part, and in which tensor; exit code 1 if they do."""
+    from gradiometer.cli import tables  # noqa: PLC0415 with rich
+    from gradiometer.runs import compare  # noqa: PLC0415 only this command compares
+
+    if not math.isfinite(rtol):
+        raise typer.BadParameter(f"--rtol {rtol:g} is no number to compare by: give a finite one")
+    found = compare(read_run(a), read_run(b), rtol=rtol, ignore=_pattern(ignore, "--ignore"))
+    _print(found.to_dict(), lambda _: tables.comparison(found, top or None), as_json=as_json)
+    return Exit.OK if found.same else Exit.FOUND
+
+
+def _doctor(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN]", help="A folder for runs: is there room, may it be written?"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Look at this machine: versions, devices, what is missing; exit code 1 if something is wrong."""
+    from gradiometer.cli import doctor, tables  # noqa: PLC0415 with rich
+
+    found = doctor.examine(run)
+    _print(found.to_dict(), lambda _: tables.doctor(found), as_json=as_json)
+    return Exit.FOUND if found.problems else Exit.OK
+
+
+_COMMANDS: dict[str, Callable[..., int]] = {
+    "report": _report,
+    "watch": _watch,
+    "show": _show,
+    "diff": _diff,
+    "doctor": _doctor,
+}

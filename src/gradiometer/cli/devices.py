@@ -1,0 +1,147 @@
+"""The devices of this machine: what reads tensors there, and how fast."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from gradiometer import ops
+from gradiometer.stats import collect
+
+__all__ = ["Device", "Problem", "examine", "first_line", "fp64_rate"]
+
+# of float32 that are read to see how fast it goes: on a GPU far more than its caches hold, and on the CPU
+_ELEMENTS: Final = (2**26, 2**22)
+
+# fp64 additions, multiplications and fused ones a clock and multiprocessor, and those in fp32
+_FP64_RATES: Final = {
+    (7, 0): (32, 64, "NVIDIA Tesla V100 white paper"),
+    (7, 5): (2, 64, "NVIDIA Turing architecture white paper"),
+    (8, 0): (32, 64, "NVIDIA A100 architecture white paper"),
+    (8, 6): (2, 128, "NVIDIA Ampere GA102 architecture white paper"),
+    (8, 9): (2, 128, "NVIDIA Ada architecture white paper"),
+    (9, 0): (64, 128, "NVIDIA H100 architecture white paper"),
+    (10, 0): (64, 128, "inferred from the B200 data sheet"),
+    (10, 3): (2, 128, "inferred from the B300 data sheet"),
+    (12, 0): (2, 128, "NVIDIA RTX Blackwell architecture white paper"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, and what to do about it; one line each."""
+
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that tensors can be on.
+
+    Attributes:
+        device: ``"cuda:0"``.
+        name: of the hardware.
+        path: what reads tensors there: ``"Triton kernels"`` or ``"eager PyTorch"``.
+        fp64: its rate in double precision, in words, and where that is from.
+        fp64_share: of the fp32 rate; None if it is not known, or the device has no GPU's units.
+        memory: bytes, all of it; None on the CPU.
+        works: whether a small collection there gave the right norm.
+        gigabytes_per_second: at which a collection read a large float32 tensor just now; None where it
+            does not work, or is interpreted.
+    """
+
+    device: str
+    name: str
+    path: str
+    fp64: str
+    fp64_share: float | None
+    memory: int | None
+    works: bool
+    gigabytes_per_second: float | None
+
+
+def fp64_rate(capability: tuple[int, int]) -> tuple[str, float | None]:
+    """Return the rate of double precision of an NVIDIA GPU in words, and as a share of the fp32 rate.
+
+    >>> fp64_rate((8, 9))[1]
+    0.015625
+    """
+    if capability not in _FP64_RATES:
+        return f"not known here for compute capability {capability[0]}.{capability[1]}", None
+    fp64, fp32, source = _FP64_RATES[capability]
+    poor = "; few fp64 units: they, not the memory, bound a collection in 16 bits" if 16 * fp64 < fp32 else ""
+    return f"1/{fp32 // fp64} of fp32, {fp64} a clock and multiprocessor ({source}){poor}", fp64 / fp32
+
+
+def examine() -> tuple[list[Device], list[Problem]]:
+    """Return the devices, the CPU last, and what is wrong with them. Measures a moment on each."""
+    devices = [torch.device("cpu")]
+    for kind in ("xpu", "cuda"):
+        module = torch.get_device_module(kind)
+        count = module.device_count() if module.is_available() else 0
+        devices = [torch.device(kind, i) for i in range(count)] + devices
+    problems = [(device, _problem(device)) for device in devices]
+    fix = "report it, with what `gradiometer doctor --json` prints; on the CPU it may work"
+    found = [Problem(f"a collection on {device} {what}", fix) for device, what in problems if what]
+    return [_device(device, works=what is None) for device, what in problems], found
+
+
+def _device(device: torch.device, *, works: bool) -> Device:
+    uses_kernels = ops.uses_kernels(device)
+    path = "Triton kernels" if uses_kernels else "eager PyTorch"
+    if device.type == "cpu":
+        path += ", interpreted" if uses_kernels else ""
+        rate = None if uses_kernels or not works else _read_rate(device)
+        fp64 = "in hardware: a vector holds half as many as of fp32"
+        return Device(str(device), _cpu_name(), path, fp64, None, None, works, rate)
+    properties = torch.get_device_module(device.type).get_device_properties(device)
+    fp64, share = "its rate is not known here", None
+    if device.type == "cuda" and torch.version.hip is None:
+        fp64, share = fp64_rate((properties.major, properties.minor))
+    rate = _read_rate(device) if works else None
+    return Device(str(device), properties.name, path, fp64, share, properties.total_memory, works, rate)
+
+
+def _problem(device: torch.device) -> str | None:
+    """Collect something small; return what goes wrong."""
+    try:
+        norm = collect([torch.tensor([3.0, 4.0], device=device)]).materialize().total_norm
+    except Exception as error:  # noqa: BLE001 whatever it is, it is what the user would see
+        return f"fails: {first_line(error)}"
+    return None if norm == 5.0 else f"says that the norm of (3, 4) is {norm}"
+
+
+def _read_rate(device: torch.device) -> float:
+    """Return the GB/s at which a collection reads float32, at its best of some calls."""
+    x = torch.ones(_ELEMENTS[device.type == "cpu"], device=device)
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        collect([x])
+        if device.type != "cpu":
+            torch.get_device_module(device.type).synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return x.nbytes / min(seconds) / 1e9
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next((n for n in names if n and n != "unknown"), platform.processor() or platform.machine())
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says in one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

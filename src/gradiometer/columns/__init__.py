@@ -1,0 +1,68 @@
+"""The raw columns of a tensor, ``(T, C) float64``, and what follows from them.
+
+The schema says what each column is and how columns of two parts merge; derived values, flags, thresholds and
+scores are functions of columns. The form of the recorder's ring is here too. Nothing here reads a tensor of
+the user's, or knows names and devices.
+"""
+
+from gradiometer.columns.derived import (
+    DERIVED,
+    compute_flags,
+    rescale,
+)
+from gradiometer.columns.health import (
+    EXPLODING_WEIGHT,
+    HEALTH,
+    MAX_NORM_RATIO,
+    MAX_ZERO_FRACTION,
+    VANISHING_WEIGHT,
+    is_healthy,
+    score,
+)
+from gradiometer.columns.ring_layout import (
+    CURSOR_SIZE,
+    HEADER_SKIPPED,
+    HEADER_STEP,
+    Cursor,
+)
+from gradiometer.columns.schema import (
+    COLUMN_INDEX,
+    COLUMN_NAMES,
+    COLUMNS,
+    DEFAULT_DEAD_THRESHOLD,
+    DEFAULT_EXPLODING_THRESHOLD,
+    DEFAULT_THRESHOLDS,
+    DEFAULT_VANISHING_THRESHOLD,
+    NUM_COLUMNS,
+    NUM_SUM_COLUMNS,
+    Flag,
+    Thresholds,
+)
+
+__all__ = [
+    "COLUMNS",
+    "COLUMN_INDEX",
+    "COLUMN_NAMES",
+    "CURSOR_SIZE",
+    "DEFAULT_DEAD_THRESHOLD",
+    "DEFAULT_EXPLODING_THRESHOLD",
+    "DEFAULT_THRESHOLDS",
+    "DEFAULT_VANISHING_THRESHOLD",
+    "DERIVED",
+    "EXPLODING_WEIGHT",
+    "HEADER_SKIPPED",
+    "HEADER_STEP",
+    "HEALTH",
+    "MAX_NORM_RATIO",
+    "MAX_ZERO_FRACTION",
+    "NUM_COLUMNS",
+    "NUM_SUM_COLUMNS",
+    "VANISHING_WEIGHT",
+    "Cursor",
+    "Flag",
+    "Thresholds",
+    "compute_flags",
+    "is_healthy",
+    "rescale",
+    "score",
+]

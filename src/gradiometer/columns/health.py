@@ -1,0 +1,117 @@
+"""The health of a step: what T tensors say together, from their raw columns and flags.
+
+Each function takes ``columns (T, C) float64`` and ``flags (T,) int32`` on any device, gives one value
+there, a 0-d tensor, and is defined for T = 0. Tensors without elements have no norm to compare.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from gradiometer.columns import derived
+from gradiometer.columns.schema import Flag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "EXPLODING_WEIGHT",
+    "HEALTH",
+    "MAX_NORM_RATIO",
+    "MAX_ZERO_FRACTION",
+    "VANISHING_WEIGHT",
+    "is_healthy",
+    "score",
+]
+
+# what a share of vanishing, and of exploding tensors takes from the health
+VANISHING_WEIGHT: Final = 0.5
+EXPLODING_WEIGHT: Final = 0.8
+
+# of a healthy step: the largest norm by the smallest, which counts as no less than that, and zeros
+MAX_NORM_RATIO: Final = 1000.0
+LEAST_NORM: Final = 1e-10
+MAX_ZERO_FRACTION: Final = 0.5
+
+
+def score(
+    columns: Tensor,
+    flags: Tensor,
+    vanishing: float = VANISHING_WEIGHT,
+    exploding: float = EXPLODING_WEIGHT,
+    measured: Tensor | None = None,
+) -> Tensor:
+    """Return ``clamp(1 - vanishing * n_vanishing / T - exploding * n_exploding / T, 0, 1)``.
+
+    0 where the total norm is not finite; 1 for T = 0. ``measured``: how many of the rows are tensors that
+    some rank has measured, 0-d float64; None: all T.
+    """
+    for name, weight in (("vanishing", vanishing), ("exploding", exploding)):
+        if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+            msg = f"health_score({name}={weight!r}): a weight must be a finite number that is not negative"
+            raise ValueError(msg)
+    count = max(columns.shape[0], 1) if measured is None else measured.clamp(min=1.0)
+    loss = (vanishing * _count(flags, Flag.VANISHING) + exploding * _count(flags, Flag.EXPLODING)) / count
+    return torch.where(_total(columns, "norm").isfinite(), (1.0 - loss).clamp(0.0, 1.0), 0.0)
+
+
+def _count(flags: Tensor, flag: Flag) -> Tensor:
+    return (flags.bitwise_and(int(flag)) != 0).sum(dtype=torch.float64)
+
+
+def _total(columns: Tensor, name: str) -> Tensor:
+    return derived.value(derived.merge_rows(columns), name)
+
+
+def _min_norm(columns: Tensor) -> Tensor:
+    if columns.shape[0] == 0:
+        return columns.new_zeros(())
+    filled = derived.value(columns, "numel") > 0
+    least = torch.where(filled, derived.value(columns, "norm"), torch.inf).amin()
+    return torch.where(filled.any(), least, 0.0)
+
+
+def _max_norm(columns: Tensor) -> Tensor:
+    return derived.value(columns, "norm").amax() if columns.shape[0] else columns.new_zeros(())
+
+
+def _norm_ratio(columns: Tensor) -> Tensor:
+    return _max_norm(columns) / _min_norm(columns).clamp(min=LEAST_NORM)
+
+
+def is_healthy(
+    columns: Tensor,
+    flags: Tensor,
+    norm_ratio: float = MAX_NORM_RATIO,
+    zero_fraction: float = MAX_ZERO_FRACTION,
+) -> Tensor:
+    """Tell whether all is finite, nothing explodes, and both values are below their limits; 0-d bool."""
+    for name, limit in (("norm_ratio", norm_ratio), ("zero_fraction", zero_fraction)):
+        # true for NaN too, without math.isnan, which no Dynamo asks of a number that changes
+        if not isinstance(limit, (int, float)) or not limit >= 0:
+            msg = f"is_healthy_within: {name} must be a number that is not negative, or inf; got {limit}"
+            raise ValueError(msg)
+    return (
+        (_total(columns, "n_nonfinite") == 0)
+        & (_norm_ratio(columns) < norm_ratio)
+        & (_total(columns, "zero_fraction") < zero_fraction)
+        & (_count(flags, Flag.EXPLODING) == 0)
+    )
+
+
+HEALTH: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "health": score,
+    "has_vanishing": lambda _, flags: _count(flags, Flag.VANISHING) > 0,
+    "has_exploding": lambda _, flags: _count(flags, Flag.EXPLODING) > 0,
+    "min_norm": lambda columns, _: _min_norm(columns),
+    "max_norm": lambda columns, _: _max_norm(columns),
+    "norm_ratio": lambda columns, _: _norm_ratio(columns),
+    "is_healthy": is_healthy,
+    "total_zero_fraction": lambda columns, _: _total(columns, "zero_fraction"),
+    "total_n_nan": lambda columns, _: _total(columns, "n_nan"),
+    "total_n_inf": lambda columns, _: _total(columns, "n_inf"),
+}

@@ -1,0 +1,114 @@
+"""The one table: raw columns, flags and thresholds.
+
+A column's name, the way it merges and its place in the matrix stand here and nowhere else. Raw
+columns merge over chunks, steps, groups and ranks; whatever does not is derived from them in
+`gradiometer.columns.derived`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = [
+    "COLUMNS",
+    "COLUMN_INDEX",
+    "COLUMN_NAMES",
+    "DEFAULT_DEAD_THRESHOLD",
+    "DEFAULT_EXPLODING_THRESHOLD",
+    "DEFAULT_THRESHOLDS",
+    "DEFAULT_VANISHING_THRESHOLD",
+    "NUM_COLUMNS",
+    "NUM_SUM_COLUMNS",
+    "Column",
+    "Flag",
+    "Thresholds",
+]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One raw value per tensor: its name, how two of them merge, and what it is.
+
+    The identity of both merges is 0: nothing is added by it, and a largest magnitude is never
+    below it. ``scaling`` is the factor on the value when the tensor is multiplied by s.
+    """
+
+    name: str
+    merge: Literal["sum", "max"]
+    scaling: Literal["1", "s", "|s|", "s*s"]
+    meaning: str
+
+
+# The columns that merge by sum come first, so that a merge is two slices.
+COLUMNS: Final = (
+    Column("numel", "sum", "1", "elements"),
+    Column("sumsq", "sum", "s*s", "sum of x**2 over finite elements, squared and accumulated in fp64"),
+    Column("sum", "sum", "s", "sum of x over finite elements"),
+    Column("n_zero", "sum", "1", "elements equal to 0, -0 too"),
+    Column("n_nan", "sum", "1", "NaN elements"),
+    Column("n_posinf", "sum", "1", "+Inf elements"),
+    Column("n_neginf", "sum", "1", "-Inf elements"),
+    Column("abs_max", "max", "|s|", "largest finite magnitude, 0 if there is none"),
+)
+COLUMN_NAMES: Final = tuple(column.name for column in COLUMNS)
+COLUMN_INDEX: Final = {name: index for index, name in enumerate(COLUMN_NAMES)}
+NUM_COLUMNS: Final = len(COLUMNS)
+NUM_SUM_COLUMNS: Final = sum(column.merge == "sum" for column in COLUMNS)
+
+
+class Flag(enum.IntFlag):
+    """Anomalies of one tensor, as bits of ``TensorStats.flags``.
+
+    ``NAN`` and ``INF``: it holds at least one. ``VANISHING``: its L2 norm is finite and below the
+    threshold. ``EXPLODING``: its L2 norm is above the threshold or not finite. ``DEAD``: at least
+    the threshold's share of its elements is zero. A tensor with no elements has no flag.
+    """
+
+    NAN = 1
+    INF = 2
+    VANISHING = 4
+    EXPLODING = 8
+    DEAD = 16
+
+
+DEFAULT_VANISHING_THRESHOLD: Final = 1e-7
+DEFAULT_EXPLODING_THRESHOLD: Final = 100.0
+DEFAULT_DEAD_THRESHOLD: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Where a tensor's flags begin.
+
+    Args:
+        vanishing: an L2 norm strictly below it is ``VANISHING``; 0 switches the flag off.
+        exploding: an L2 norm strictly above it is ``EXPLODING``; ``math.inf`` leaves only
+            norms that are not finite.
+        dead: a share of zeros at or above it is ``DEAD``; above 1 switches the flag off.
+
+    Raises:
+        ValueError: for what is no number, NaN or negative, and for ``dead`` equal to 0.
+
+    >>> Thresholds(exploding=10.0)
+    Thresholds(vanishing=1e-07, exploding=10.0, dead=1.0)
+    """
+
+    vanishing: float = DEFAULT_VANISHING_THRESHOLD
+    exploding: float = DEFAULT_EXPLODING_THRESHOLD
+    dead: float = DEFAULT_DEAD_THRESHOLD
+
+    def __post_init__(self) -> None:
+        for name in ("vanishing", "exploding", "dead"):
+            value = getattr(self, name)
+            # true for NaN too, without math.isnan, which no Dynamo asks of a number that changes
+            if not isinstance(value, (int, float)) or not value >= 0:
+                msg = f"Thresholds({name}={value!r}): a threshold must be a number that is not negative"
+                raise ValueError(msg)
+        if self.dead == 0:
+            msg = "Thresholds(dead=0): every tensor would be dead; give a share of zeros above 0 (1.0: all)"
+            raise ValueError(msg)
+
+
+DEFAULT_THRESHOLDS: Final = Thresholds()

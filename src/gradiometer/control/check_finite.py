@@ -1,0 +1,187 @@
+"""check_finite: NaN and Inf in weights, gradients, buffers and the loss, by name, in one transfer."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Final
+
+from torch import Tensor, nn
+
+from gradiometer.control.finite_report import FiniteReport
+from gradiometer.distributed import is_active
+from gradiometer.inputs import Named, check, check_names, named_parameters, named_tensors, present
+from gradiometer.stats import Report, fetch, materialize, measure, outside_of_a_graph, over_ranks, settled
+
+if TYPE_CHECKING:
+    from gradiometer.distributed import Ranks
+    from gradiometer.inputs import Parameters
+    from gradiometer.stats import TensorReport, TensorStats
+
+__all__ = ["check_finite"]
+
+
+def check_finite(
+    model: Parameters,
+    loss: Tensor | float | None = None,
+    *,
+    buffers: bool = False,
+    reduce: bool | Ranks | None = None,
+) -> FiniteReport:
+    """Look for NaN and Inf in a model's weights and gradients, and in the loss. Waits for the device, once.
+
+    Best between ``backward()`` and ``step()``. One transfer to the host, however many parameters,
+    dtypes and devices; nothing is changed. In a compiled step `collect_grads` has ``found_inf``.
+
+    Args:
+        model: a module, or parameters as a mapping, an iterable, or (name, parameter) pairs. Frozen
+            parameters count as weights, integer ones are left out; those without a gradient are
+            left out of the gradients.
+        loss: a number, or a real tensor of any shape, dtype and device with at least one element.
+        buffers: whether to look at a module's floating-point and complex buffers too, those that are
+            not persistent included. Off by default: masks, such as those of attention, hold -inf on purpose.
+        reduce: whether weights and gradients are those of all ranks: True, False, or what they have agreed
+            on, `gradiometer.Ranks`; None: where a parameter is a DTensor. All ranks have to come here then.
+            The loss and buffers are this rank's in any case, so that ranks which decide together ask
+            ``report.grads.found_inf`` and ``report.weights.found_inf``, not ``has_issues``.
+
+    Returns:
+        A `FiniteReport`: what is not finite, by name. ``print`` says what that suggests.
+
+    Raises:
+        RuntimeError: inside a compiled function; call it outside.
+        TypeError: for a weight, gradient or buffer that cannot be measured, by name; for a loss that is
+            no real number or tensor; for ``buffers=True`` without a module.
+        ValueError: for a loss with no elements.
+        RankError: where ranks differ or one does not answer.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> loss = model(torch.tensor([[3.0, float("inf")]])).mean()
+    >>> loss.backward()
+    >>> report = gm.check_finite(model, loss)
+    >>> report.has_issues, report.inf_grads, report.loss_is_finite
+    (True, ['weight'], False)
+    """
+    outside_of_a_graph("check_finite")
+    parameters = named_parameters(model, "check_finite")
+    names, tensors = parameters
+    parts: dict[str, Named] = {}
+    if isinstance(loss, Tensor):
+        parts["loss"] = Named(("loss",), [_real(loss)])
+    elif loss is not None and not isinstance(loss, Real):
+        msg = f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}"
+        raise TypeError(msg)
+    # integers, as of quantized weights, are always finite
+    parts["weights"] = present(names, [None if _is_integer(p) else p for p in tensors])
+    parts["grads"] = present(names, [p.grad for p in tensors])
+    if buffers:
+        parts["buffers"] = _buffers(model)
+    reports = _over_ranks(parts, parameters, reduce) if reduce or is_active() else _together(parts)
+    row = reports["loss"]["loss"] if "loss" in reports else None
+    value = _mean(row) if row else None if loss is None else float(loss)
+    return FiniteReport(
+        loss=value,
+        loss_is_finite=row.n_nonfinite == 0 if row else value is None or math.isfinite(value),
+        weights=reports["weights"],
+        grads=reports["grads"],
+        buffers=reports.get("buffers"),
+        loss_report=row,
+    )
+
+
+# what is measured
+
+# for messages of errors
+_WORDS: Final = {
+    "loss": "check_finite",
+    "weights": "check_finite, weights",
+    "grads": "check_finite, gradients",
+    "buffers": "check_finite, buffers",
+}
+
+
+def _together(parts: dict[str, Named]) -> dict[str, Report]:
+    """Measure all parts in one read, with one rank; a loss on the CPU, beside a model elsewhere, apart."""
+    groups = [parts]
+    if "loss" in parts and parts["loss"].tensors[0].device.type == "cpu":
+        model = {kind: part for kind, part in parts.items() if kind != "loss"}
+        if any([part.tensors and part.tensors[0].device.type != "cpu" for part in model.values()]):
+            groups = [model, {"loss": parts["loss"]}]
+    stats = [_measure(group) for group in groups]
+    reports = {}
+    for group, one, rows in zip(groups, stats, fetch([one.packed() for one in stats]), strict=True):
+        done = 0
+        for kind, (names, _) in group.items():
+            reports[kind] = Report(names, rows[done : done + len(names)], one.thresholds)
+            done += len(names)
+    return reports
+
+
+def _measure(parts: dict[str, Named]) -> TensorStats:
+    tensors: list[Tensor] = []
+    for kind, part in parts.items():
+        check_names(part.names, _WORDS[kind])
+        tensors += part.tensors
+    try:
+        # by position: a weight and its gradient have one name
+        return measure(named_tensors(tensors, "check_finite"), "check_finite")
+    except TypeError:
+        # by name
+        for kind, part in parts.items():
+            check(part, _WORDS[kind])
+        raise
+
+
+def _over_ranks(
+    parts: dict[str, Named],
+    parameters: Named,
+    reduce: bool | Ranks | None,  # noqa: FBT001
+) -> dict[str, Report]:
+    """Measure each part, weights and gradients as `over_ranks` says."""
+    found = {kind: measure(part, _WORDS[kind]) for kind, part in parts.items() if kind in {"loss", "buffers"}}
+
+    def of_weights(_: Ranks | None) -> TensorStats:
+        return measure(parts["weights"], _WORDS["weights"])
+
+    def of_grads(ranks: Ranks | None) -> TensorStats:
+        return measure(settled(parts["grads"], parameters, ranks, "check_finite"), _WORDS["grads"])
+
+    found["weights"] = over_ranks(reduce, parameters, "check_finite", of_weights)
+    found["grads"] = over_ranks(reduce, parameters, "check_finite", of_grads)
+    reports: dict[str, Report] = materialize(found)
+    return reports
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _real(loss: Tensor) -> Tensor:
+    if loss.is_complex():
+        msg = f"check_finite: the loss must be real, got {loss.dtype}; pass its real part or its abs()"
+        raise TypeError(msg)
+    if loss.numel() == 0:
+        msg = (
+            f"check_finite: the loss of shape {tuple(loss.shape)} has no elements; pass loss=None without one"
+        )
+        raise ValueError(msg)
+    return loss if loss.is_floating_point() else loss.double()
+
+
+def _buffers(model: Parameters) -> Named:
+    if not isinstance(model, nn.Module):
+        msg = f"check_finite: buffers=True needs a module that has them, got {type(model).__name__}"
+        raise TypeError(msg)
+    # a counter or an index is always finite
+    pairs = [(name, buffer) for name, buffer in model.named_buffers() if not _is_integer(buffer)]
+    return named_tensors(pairs, "check_finite")
+
+
+def _mean(row: TensorReport) -> float:
+    # row.mean is of the finite elements
+    if row.n_nan or (row.n_posinf and row.n_neginf):
+        return math.nan
+    if row.n_inf:
+        return math.inf if row.n_posinf else -math.inf
+    return row.mean

@@ -1,0 +1,346 @@
+"""Clipping by the collected norm: the read that serves telemetry serves clipping too.
+
+The coefficient is torch's, ``min(1, max_norm / (norm + 1e-6))``, of a norm that does not overflow and
+leaves NaN and Inf out: no finite gradient becomes 0 or NaN by it, whatever its neighbours are.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, derived
+from gradiometer.control.scale import Part, limit_of, parts_of, scale_
+from gradiometer.inputs import check, is_dtensor, named_parameters
+from gradiometer.stats import (
+    TensorStats,
+    finite_norm,
+    grads_of,
+    materialize,
+    measure,
+    norms_of,
+    order_of,
+    over_ranks,
+    settled,
+)
+
+if TYPE_CHECKING:
+    from gradiometer.distributed import Ranks
+    from gradiometer.inputs import Parameters
+
+__all__ = ["clip_coefficient", "clip_grad_norm_", "clip_grads_with_norm_", "collect_and_clip_"]
+
+# torch's own: what is added to a norm before it divides
+_EPS: Final = 1e-6
+_MAX: Final = torch.finfo(torch.float64).max
+# names in an error message
+_NAMES: Final = 10
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Parameters,
+    max_norm: float | Tensor,
+    norm_type: float | str = 2.0,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 torch's signature
+    foreach: bool | None = None,  # noqa: FBT001
+    *,
+    reduce: bool | Ranks | None = None,
+) -> Tensor:
+    """Clip the norm of all gradients together, in place; `torch.nn.utils.clip_grad_norm_` without its faults.
+
+    Works the same inside and outside ``torch.compile``, and does not wait for a device. Where torch
+    is right the results are torch's, up to the rounding of its norm. Three things differ:
+
+    - The norm is computed in fp64, and the coefficient is never rounded to half precision. So finite
+      gradients are not clipped to 0 where the norm overflows fp16 or fp32.
+    - NaN and infinite elements do not count when the coefficient is computed, and stay what and where
+      they are (with ``max_norm=0`` an Inf becomes NaN, as ``inf * 0`` is). The returned norm tells of
+      them, and finite elements are clipped as if they were not there. In torch all gradients
+      turn NaN, or 0.
+    - Outside a compiled step nothing is written where nothing is clipped; torch multiplies by 1.
+
+    Otherwise it is torch's formula, ``c = min(1, max_norm / (norm + 1e-6))``: gradients are unchanged
+    while ``norm + 1e-6 <= max_norm``. A gradient shared by several parameters counts for each of
+    them and is scaled once; in a compiled function where it is the same tensor, not another view of
+    it. Gradients on the CPU beside others on a device have to wait for it.
+
+    With several ranks the norm is that of the whole model, and every rank multiplies what it holds by the
+    same number. DTensors may be of several meshes, as with expert parallelism, and ranks may hold
+    different layers, as the stages of a pipeline do: ``reduce=gm.Ranks(model)`` is all that they need.
+
+    Args:
+        parameters: a module, a tensor, or parameters as a mapping, an iterable, or (name, parameter)
+            pairs; names make better errors. Those without a gradient are left out.
+        max_norm: not negative; ``math.inf`` clips nothing. A tensor of one element is not looked
+            at, so that in a compiled step it changes without the recompilation that each new
+            number costs: NaN clips nothing there, and what is negative is 0.
+        norm_type: any order that `torch.linalg.vector_norm` takes, ``"inf"`` too. Orders other
+            than 0, 2 and infinity read the gradients once more, in fp64 copies of a million elements.
+        error_if_nonfinite: whether to wait for the norm, in one transfer, and raise if it is NaN or inf.
+        foreach: ignored; there is one implementation, and it takes all tensors at once.
+        reduce: whether the norm is that of all ranks: True, False, or what they have agreed on,
+            `gradiometer.Ranks`; None: where a parameter is a DTensor. All ranks have to come here then.
+            Orders other than 0, 2 and infinity take two more collectives, of one number.
+
+    Returns:
+        The norm before clipping, 0-d float64 on the gradients' device; 0 with no gradient.
+
+    Raises:
+        ValueError: for a ``max_norm`` that is negative, NaN or no number, and an order that is none.
+        TypeError: for a gradient that cannot be measured, or not be scaled in place.
+        RuntimeError: with ``error_if_nonfinite``, for a norm that is NaN or inf; the message names
+            the gradients, and of several ranks the first that has such an element. Inside a compiled
+            function, where nothing can be raised from a value.
+        RankError: where ranks differ or one does not answer.
+
+        Gradients are then unchanged, on every rank.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> gm.clip_grad_norm_(model.parameters(), 1.0)
+    tensor(5.0990, dtype=torch.float64)
+    >>> model.weight.grad
+    tensor([[0.5883, 0.7845]])
+    """
+    del foreach
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    elif not torch.compiler.is_compiling() and isinstance(parameters, types.GeneratorType):
+        parameters = list(parameters)
+        if not parameters:
+            said = "`parameters` is an empty generator, no gradient clipping will occur."
+            warnings.warn(said, stacklevel=2)
+    what = "clip_grad_norm_"
+    return _clip(parameters, max_norm, norm_type, error_if_nonfinite, what, reduce=reduce)[1]
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Tensor | Parameters,
+    max_norm: float | Tensor,
+    total_norm: float | Tensor,
+    foreach: bool | None = None,  # noqa: FBT001 torch's signature
+) -> None:
+    """Scale gradients in place by a norm that was computed before; `torch.nn.utils.clip_grads_with_norm_`.
+
+    ``c = min(1, max_norm / (total_norm + 1e-6))``, as `clip_grad_norm_` does it: c is never rounded to half
+    precision, NaN and infinite elements stay what and where they are, and outside a compiled step nothing is
+    written where nothing is clipped. Works the same inside and outside ``torch.compile``, and does not wait
+    for a device.
+
+    A norm that is NaN or inf tells nothing about the finite elements, so nothing is clipped by it; in torch
+    all gradients turn NaN, or 0. `clip_grad_norm_` clips the finite elements of such gradients.
+
+    Args:
+        parameters: as for `clip_grad_norm_`; their norm need not be this one. Of a DTensor what this rank
+            holds is scaled: ``total_norm`` has to be the same on all ranks.
+        max_norm: as for `clip_grad_norm_`.
+        total_norm: as `gradiometer.total_norm` or `torch.nn.utils.get_total_norm` returns it, a number or a
+            tensor of one; not negative. A tensor is not looked at: by what is negative nothing is clipped.
+        foreach: ignored; there is one implementation, and it takes all tensors at once.
+
+    Raises:
+        ValueError: for a ``max_norm`` or ``total_norm`` that cannot be; a number that is negative, say.
+        TypeError: for a gradient that cannot be scaled in place. Gradients are then unchanged.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> norm = gm.total_norm([p.grad for p in model.parameters()])
+    >>> gm.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    >>> model.weight.grad
+    tensor([[0.5883, 0.7845]])
+    """
+    del foreach
+    what = "clip_grads_with_norm_"
+    limit = limit_of(max_norm, "max_norm", what)
+    if isinstance(total_norm, Tensor) and is_dtensor(type(total_norm)):
+        total_norm = total_norm.full_tensor()  # type: ignore[attr-defined]
+    if not isinstance(total_norm, float) or total_norm == total_norm:  # noqa: PLR0124 NaN is a norm
+        total_norm = limit_of(total_norm, "total_norm", what)
+    grads, _ = grads_of(
+        named_parameters([parameters] if isinstance(parameters, Tensor) else parameters, what), what
+    )
+    check(grads, what)
+    parts = parts_of(grads, what)
+    if not parts:
+        return
+    if isinstance(total_norm, Tensor):
+        norm = total_norm.to(torch.float64).reshape(())
+    else:
+        devices = [part.tensors[0].device for part in parts]
+        device = next((device for device in devices if device.type != "cpu"), devices[0])
+        # by a product, so that in a compiled step another number is no other graph
+        norm = torch.ones((), dtype=torch.float64, device=device) * total_norm
+    is_norm = norm.isfinite() & (norm >= 0.0)
+    coefficient = torch.where(is_norm, _coefficient(norm, limit), 1.0)
+    for part in parts:
+        scale_(part, coefficient)
+
+
+def collect_and_clip_(
+    model: Parameters,
+    max_norm: float | Tensor,
+    *,
+    norm_type: float | str = 2.0,
+    error_if_nonfinite: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: Tensor | float | None = None,
+    skip_nonfinite: bool = False,
+    reduce: bool | Ranks | None = None,
+) -> TensorStats:
+    """Measure every gradient and clip their norm, in place, after one read for both.
+
+    Args:
+        model: as for `gradiometer.collect_grads`.
+        max_norm: as for `clip_grad_norm_`.
+        norm_type: as for `clip_grad_norm_`.
+        error_if_nonfinite: as for `clip_grad_norm_`.
+        thresholds: where flags begin.
+        inv_scale: as for `gradiometer.collect_grads`. The norm and ``max_norm`` are those of the
+            unscaled gradients; the gradients stay scaled.
+        skip_nonfinite: as for `gradiometer.collect_grads`.
+        reduce: as for `clip_grad_norm_`.
+
+    Returns:
+        TensorStats of the gradients before clipping; with several ranks those of the whole model, and
+        ``.local`` of them this rank's.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, RankError: as for `clip_grad_norm_`.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> gm.collect_and_clip_(model, 1.0).total_norm, gm.grad_norm(model) < 1.0
+    (tensor(5.0990, dtype=torch.float64), True)
+    """
+    options: dict[str, Any] = {"thresholds": thresholds, "skip_nonfinite": skip_nonfinite}
+    options |= {"inv_scale": inv_scale, "reduce": reduce}
+    return _clip(model, max_norm, norm_type, error_if_nonfinite, "collect_and_clip_", **options)[0]
+
+
+def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: float | str = 2.0) -> Tensor:
+    """Return what gradients have to be multiplied by so that their norm is at most ``max_norm``.
+
+    ``min(1, max_norm / (norm + 1e-6))``, of the finite elements' norm: never NaN. In a step that
+    updates by hand it serves as a factor of the learning rate, and no gradient is written.
+
+    Args:
+        stats: of all tensors that are to be clipped together.
+        max_norm: as for `clip_grad_norm_`.
+        norm_type: 2 or infinity, which ``stats`` hold.
+
+    Returns:
+        0-d float64 from 0 to 1, on the device of ``stats``.
+
+    Raises:
+        ValueError: for a ``max_norm`` that is negative, NaN or no number, and for other orders.
+        TypeError: for what are no stats.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.clip_coefficient(gm.collect([torch.tensor([3.0, -4.0])]), 10.0)
+    tensor(1., dtype=torch.float64)
+    """
+    what = "clip_coefficient"
+    if not isinstance(stats, TensorStats):
+        msg = f"{what}: expected the TensorStats of the gradients, as collect_grads returns them; got "
+        raise TypeError(msg + type(stats).__name__)
+    order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
+    if order not in {2.0, math.inf}:
+        msg = f"{what}: norm_type must be 2 or inf, which the stats hold, got {norm_type!r}; "
+        raise ValueError(msg + "clip_grad_norm_ takes any order")
+    with torch.no_grad():
+        return _coefficient(norms_of(stats.columns, order).finite, limit)
+
+
+@torch.no_grad()
+def _clip(
+    model: Parameters,
+    max_norm: float | Tensor,
+    norm_type: float | str,
+    error_if_nonfinite: bool,  # noqa: FBT001
+    what: str,
+    *,
+    reduce: bool | Ranks | None,
+    inv_scale: Tensor | float | None = None,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    skip_nonfinite: bool = False,
+) -> tuple[TensorStats, Tensor]:
+    """Return the stats and the norm before clipping. All checks come before the first write."""
+    order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
+    if error_if_nonfinite and torch.compiler.is_compiling():
+        msg = f"{what}: error_if_nonfinite=True has to wait for the norm, and a compiled function cannot; "
+        raise RuntimeError(msg + "leave it out, return stats.found_inf and look at it outside")
+    parameters = named_parameters(model, what)
+    grads, home = grads_of(parameters, what)
+    parts: list[Part] = []
+    finite: Tensor | None = None
+    over: Ranks | None = None
+
+    def measured(ranks: Ranks | None) -> TensorStats:
+        # whatever is refused is refused before other ranks hear of this one
+        nonlocal parts, finite, over
+        if ranks is not None and ranks.size > 1:
+            over = ranks
+        local = settled(grads, parameters, ranks, what)
+        stats = measure(local, what, thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
+        parts = parts_of(grads, what)
+        finite = finite_norm(local, order, over, stats.columns.device)
+        if finite is not None and inv_scale is not None:
+            finite = _unscaled(finite, inv_scale)
+        return stats
+
+    stats = over_ranks(reduce, parameters, what, measured)
+    norms = norms_of(stats.columns, order, finite, over)
+    if error_if_nonfinite:
+        _refuse_nonfinite(stats, norms.said, order, over)
+    coefficient = _coefficient(norms.finite, limit)
+    for part in parts:
+        scale_(part, coefficient)
+    return stats, norms.said
+
+
+def _unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:
+    if isinstance(inv_scale, Tensor):
+        inv_scale = _arrived(inv_scale.detach(), norm.device).reshape(()).abs()
+    return norm * inv_scale
+
+
+def _arrived(number: Tensor, device: torch.device) -> Tensor:
+    # on the CPU it is used at once
+    return number.to(device, torch.float64, non_blocking=device.type != "cpu")
+
+
+def _coefficient(norm: Tensor, limit: float | Tensor) -> Tensor:
+    if isinstance(limit, Tensor):
+        limit = _arrived(limit, norm.device).reshape(())
+    else:
+        limit = derived.number(limit, norm.device)
+    ratio = limit / (norm + _EPS).clamp(max=_MAX)
+    # what a tensor holds was not looked at: a NaN clips nothing
+    return derived.realized(torch.where(ratio < 1.0, ratio, 1.0)).clamp(min=0.0)
+
+
+def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float, ranks: Ranks | None) -> None:
+    report, said = materialize((stats, norm))
+    if said.isfinite():
+        return
+    rows = [row for row in report if row.n_nonfinite]
+    found = [f"{row.name!r} has {row.n_nan} NaN and {row.n_inf} Inf of {row.numel}" for row in rows[:_NAMES]]
+    if ranks is not None:
+        where = [ranks.where(row.name, report.ranks[row.name]) for row in rows[:_NAMES]]
+        found = [f"{text} (first on {place})" for text, place in zip(found, where, strict=True)]
+    if len(rows) > _NAMES:
+        found.append(f"{len(rows) - _NAMES} more")
+    reason = ", ".join(found) or "All elements are finite, but their powers are beyond float64"
+    # it begins as torch's does
+    msg = f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be"
+    msg += f" clipped. {reason}. To clip finite elements and leave the others, set `error_if_nonfinite=False`"
+    raise RuntimeError(msg)

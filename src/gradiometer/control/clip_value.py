@@ -1,0 +1,131 @@
+"""Clipping by value: gradients clamped in place, element by element, and counts of what that changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradiometer.control.scale import limit_of, memory_of
+from gradiometer.inputs import check, is_dtensor, is_partial, local_shard, named_parameters
+from gradiometer.stats import grads_of
+
+if TYPE_CHECKING:
+    from gradiometer.inputs import Parameters
+
+__all__ = ["ElementCounts", "clip_grad_value_"]
+
+
+class ElementCounts(NamedTuple):
+    """How many elements `clip_grad_value_` clipped, by gradient.
+
+    ``names``: of the T gradients, as their parameters'. ``counts``: ``(T,) int64``, on the gradients' device.
+    """
+
+    names: tuple[str, ...]
+    counts: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """Of all gradients together, 0-d int64."""
+        return self.counts.sum()
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the count of each name, after one transfer."""
+        return dict(zip(self.names, self.counts.tolist(), strict=True))
+
+
+@torch.no_grad()
+def clip_grad_value_(
+    parameters: Tensor | Parameters,
+    clip_value: float | Tensor,
+    foreach: bool | None = None,  # noqa: FBT001 torch's signature
+) -> ElementCounts:
+    """Clamp every gradient to [-clip_value, clip_value], in place, and count what is clipped, by tensor.
+
+    `torch.nn.utils.clip_grad_value_`, with its results: an infinite element becomes the bound of its sign,
+    and is counted; NaN stays NaN, and is not. The bound is rounded to the gradient's format, so that what
+    is counted is what changes. Works the same inside and outside ``torch.compile``, and does not wait for
+    a device.
+
+    Args:
+        parameters: as for `gradiometer.clip_grad_norm_`. Of a DTensor the shard that this rank holds is
+            clamped and counted. A gradient of two parameters counts for each.
+        clip_value: not negative; ``math.inf`` clips nothing. A tensor of one element is not looked at, so
+            that in a compiled step it changes without a recompilation: NaN clips nothing there, and what
+            is negative is 0.
+        foreach: ignored; there is one implementation.
+
+    Returns:
+        The names of the gradients, and the number of clipped elements of each, on their device.
+
+    Raises:
+        ValueError: for a ``clip_value`` that is negative, NaN or no number.
+        TypeError: for a gradient that cannot be clamped in place: complex, of 8 bits, sparse and not
+            coalesced, a DTensor of summands, or with elements that share memory. Gradients are then
+            unchanged.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.tensor([[3.0, -0.1]])).sum().backward()
+    >>> clipped = gm.clip_grad_value_(model, 0.5)
+    >>> clipped.to_dict(), clipped.total
+    ({'weight': 1, 'bias': 1}, tensor(2))
+    >>> model.weight.grad
+    tensor([[ 0.5000, -0.1000]])
+    """
+    del foreach
+    what = "clip_grad_value_"
+    limit = limit_of(clip_value, "clip_value", what)
+    source = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads, home = grads_of(named_parameters(source, what), what)
+    check(grads, what)
+    memories = [_clampable(grad, name, what) for name, grad in zip(*grads, strict=True)]
+    devices = list(dict.fromkeys([x.device for x in memories]))
+    # as of collected statistics: the first that is not the CPU
+    home = next((device for device in devices if device.type != "cpu"), devices[0]) if devices else home
+    if not memories:
+        return ElementCounts((), torch.empty(0, dtype=torch.int64, device=home))
+    bounds = {kind: _bound(limit, *kind) for kind in dict.fromkeys([(x.device, x.dtype) for x in memories])}
+    # all are counted before the first is written: two may be the same
+    counts = [(x.abs() > bounds[x.device, x.dtype]).count_nonzero() for x in memories]
+    for x in memories:
+        bound = bounds[x.device, x.dtype]
+        x.clamp_(-bound, bound)
+    counts = [count.to(home, non_blocking=True) for count in counts]
+    return ElementCounts(grads.names, torch.stack(counts))
+
+
+def _bound(limit: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the bound as a number of this format, inf where it has none so large; 0-d, on the device."""
+    if isinstance(limit, Tensor):
+        # on the CPU it is used at once, and must have arrived
+        bound = limit.to(device, torch.float64, non_blocking=device.type != "cpu").reshape(())
+        bound = torch.where(bound.isnan(), torch.inf, bound.clamp(min=0.0))
+    else:
+        # by a product, so that in a compiled step another number is no other graph
+        bound = torch.ones((), dtype=torch.float64, device=device) * limit
+    return bound.to(dtype)
+
+
+def _clampable(grad: Any, name: str, what: str) -> Tensor:
+    """Return the memory of a gradient's elements on this rank; refuse what cannot be clamped there."""
+    reason = None
+    if is_dtensor(type(grad)):
+        if is_partial(grad):
+            reason = f"is a DTensor with placements {grad.placements}: a sum is not clamped by its summands; "
+            reason += "redistribute it first"
+        else:
+            grad = local_shard(grad)
+    if grad.is_complex():
+        reason = "is complex, and has no order; clip it by its norm, clip_grad_norm_"
+    elif grad.itemsize == 1:
+        reason = f"has dtype {grad.dtype}, which torch cannot clamp; convert it to float16 first"
+    elif grad.layout == torch.sparse_coo and not grad.is_coalesced():
+        reason = "is sparse, and its elements may be sums; coalesce it first, parameter.grad = "
+        reason += "parameter.grad.coalesce()"
+    if reason is not None:
+        msg = f"{what}: the gradient of {name!r} {reason}"
+        raise TypeError(msg)
+    return memory_of(grad, name, what)

@@ -1,0 +1,229 @@
+"""What `check_finite` found: by name, causes before effects, and what that suggests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gradiometer.stats import Report, TensorReport
+
+__all__ = ["FiniteReport"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class FiniteReport:
+    """What is not finite, on the host. ``print(report)`` says where, and what that suggests.
+
+    Attributes:
+        loss: the loss, the mean of several, NaN and inf carried; None where none was given.
+        loss_is_finite: whether every element of it is; True where none was given.
+        weights: the `Report` of all weights: ``report.weights["0.bias"].n_nan`` and the like.
+        grads: of all gradients.
+        buffers: of all buffers; None unless asked for.
+        loss_report: the `TensorReport` of the loss; None unless it was a tensor.
+    """
+
+    loss: float | None
+    loss_is_finite: bool
+    weights: Report
+    grads: Report
+    buffers: Report | None = None
+    loss_report: TensorReport | None = None
+
+    @property
+    def nan_weights(self) -> list[str]:
+        """Names of weights that hold a NaN, in the order of the model."""
+        return self.weights.nan
+
+    @property
+    def inf_weights(self) -> list[str]:
+        """Names of weights that hold +Inf or -Inf."""
+        return self.weights.inf
+
+    @property
+    def nan_grads(self) -> list[str]:
+        """Names of parameters whose gradient holds a NaN."""
+        return self.grads.nan
+
+    @property
+    def inf_grads(self) -> list[str]:
+        """Names of parameters whose gradient holds +Inf or -Inf."""
+        return self.grads.inf
+
+    @property
+    def nan_buffers(self) -> list[str]:
+        """Names of buffers that hold a NaN; empty unless buffers were asked for."""
+        return self.buffers.nan if self.buffers else []
+
+    @property
+    def inf_buffers(self) -> list[str]:
+        """Names of buffers that hold +Inf or -Inf; empty unless buffers were asked for."""
+        return self.buffers.inf if self.buffers else []
+
+    @property
+    def max_weight(self) -> float:
+        """Largest finite magnitude of a weight; 0.0 with none."""
+        return self.weights.total.abs_max
+
+    @property
+    def max_grad(self) -> float:
+        """Largest finite magnitude in a gradient; 0.0 with none."""
+        return self.grads.total.abs_max
+
+    @property
+    def has_issues(self) -> bool:
+        """Whether anything that was looked at is not finite."""
+        return not self.loss_is_finite or any(
+            report is not None and report.found_inf for report in (self.weights, self.grads, self.buffers)
+        )
+
+    def __bool__(self) -> bool:
+        """Refuse: it could mean either."""
+        msg = "a FiniteReport is neither true nor false; ask report.has_issues"
+        raise TypeError(msg)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain Python values: the loss, the maxima, and the lists of names."""
+        fields = ("has_issues", "loss", "loss_is_finite", "max_weight", "max_grad")
+        lists = [f"{what}_{kind}" for kind in ("weights", "grads", "buffers") for what in ("nan", "inf")]
+        return {name: getattr(self, name) for name in (*fields, *lists)}
+
+    def to_string(self, max_rows: int | None = 8) -> str:
+        """Return what ``print`` shows.
+
+        Args:
+            max_rows: how many weights, gradients and buffers at most, of each; None for all.
+        """
+        return _render(self, max_rows)
+
+    def __str__(self) -> str:
+        """Return a diagnosis: one line if all is well; else what is not finite, likely causes first."""
+        return self.to_string()
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        return f"<FiniteReport: {_headline(self)}>"
+
+
+def _headline(report: FiniteReport) -> str:
+    """Return what matters most in one line."""
+    if not report.has_issues:
+        return "; ".join(_summary(report, with_largest=False))
+    loss = [] if report.loss_is_finite else ["loss"]
+    found = [(name, len(_bad(kind)), len(kind)) for name, kind in _kinds(report)]
+    return "not finite: " + ", ".join(loss + [_share(*counts) for counts in found if counts[1]])
+
+
+def _render(report: FiniteReport, max_rows: int | None) -> str:
+    """Return one line if all is well; else a row per tensor, ``max_rows`` of each kind, and advice."""
+    if not report.has_issues:
+        return "; ".join(_summary(report, with_largest=True))
+    lines: list[tuple[str, str, str]] = []
+    if not report.loss_is_finite:
+        row = report.loss_report
+        lines.append(("loss", f"{report.loss}", _counts(row) if row and row.numel > 1 else ""))
+    for name, kind in _kinds(report):
+        rows = _met(name, kind)
+        if lines and max_rows is not None and len(rows) == len(kind) > 1:
+            # what follows from a cause above: which is first tells nothing
+            lines.append((name, f"all {len(kind)}", _counts(kind.total)))
+            continue
+        shown = rows if max_rows is None else rows[: max(0, max_rows)]
+        lines += [(name, _printable(row.name), _counts(row) + _where(kind, row)) for row in shown]
+        if len(shown) < len(rows):
+            lines.append(("", f"… {len(rows) - len(shown)} more", ""))
+    widths = [max(len(line[i]) for line in lines) for i in (0, 1)]
+    table = [f"  {what:{widths[0]}}  {name:{widths[1]}}  {counts}".rstrip() for what, name, counts in lines]
+    return "\n".join([_headline(report), *table, _advice(report)])
+
+
+def _kinds(report: FiniteReport) -> Iterable[tuple[str, Report]]:
+    """Return what was looked at, causes before effects."""
+    buffers = [] if report.buffers is None else [("buffer", report.buffers)]
+    return [("weight", report.weights), *buffers, ("gradient", report.grads)]
+
+
+def _bad(report: Report) -> list[TensorReport]:
+    return [row for row in report if row.n_nonfinite or row.name in report.ranks]
+
+
+def _met(name: str, kind: Report) -> list[TensorReport]:
+    # in the order in which a step meets them: the backward pass begins with the last layers
+    return _bad(kind)[::-1] if name == "gradient" else _bad(kind)
+
+
+def _summary(report: FiniteReport, *, with_largest: bool) -> list[str]:
+    """Return a phrase for the loss and for each kind of tensor."""
+    phrases = [] if report.loss is None else [f"loss {report.loss:.4g}"]
+    for name, kind in _kinds(report):
+        phrases.append(
+            f"{len(kind)} {name}s" if len(kind) > 1 else f"1 {name}" if len(kind) else f"no {name}s"
+        )
+        if with_largest and kind.total.numel:
+            largest = max(kind, key=lambda row: row.abs_max)
+            phrases[-1] += f", largest {largest.abs_max:.3g} in {_printable(largest.name)}"
+    return ["all finite: " + phrases[0], *phrases[1:]]
+
+
+def _share(name: str, bad: int, count: int) -> str:
+    if count == 1:
+        return f"the only {name}"
+    return f"all {count} {name}s" if bad == count else f"{bad} of {count} {name}s"
+
+
+def _counts(row: TensorReport) -> str:
+    kinds = ((row.n_nan, "NaN"), (row.n_posinf, "+Inf"), (row.n_neginf, "-Inf"))
+    counts = [f"{count:,} {what}" for count, what in kinds if count]
+    # copies of ranks that differ: the one that counts is finite
+    return (", ".join(counts) or "NaN or Inf in a copy") + f" of {row.numel:,}"
+
+
+def _where(report: Report, row: TensorReport) -> str:
+    """Say of statistics of several ranks whose part it is."""
+    return f", first on rank {report.ranks[row.name]}" if row.name in report.ranks else ""
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else repr(name)[1:-1]
+
+
+def _advice(report: FiniteReport) -> str:
+    """Say in one line what this pattern suggests: what was not finite first, and what to do."""
+    grads = _met("gradient", report.grads)
+    grads_are_fine = report.grads.measured and not grads
+    if _bad(report.weights) and report.loss_is_finite and grads_are_fine:
+        if not all(row.name in report.grads for row in _bad(report.weights)):
+            return (
+                "The gradients are finite, but not all of these weights have one: frozen or not used in this "
+                "step, they were so before it. Load an earlier checkpoint."
+            )
+        return (
+            "The gradients are finite, so probably an optimizer step made it: load a checkpoint from before, "
+            "and look at its learning rate and state."
+        )
+    if _bad(report.weights):
+        return (
+            "The weights are non-finite already, and with them all they compute: load an earlier checkpoint."
+        )
+    if report.nan_buffers:
+        return "The weights are finite, but a buffer keeps its NaN: reset or load it, and skip the update."
+    if not report.loss_is_finite and grads_are_fine:
+        return (
+            "The gradients are finite: they are of another loss, or the loss overflowed after its backward."
+        )
+    if not report.loss_is_finite:
+        return (
+            "The weights are finite, so the forward pass of this step made it (its batch, an overflow, "
+            "log(0), 0/0): skip the update."
+        )
+    if not grads:
+        return "Only buffers hold Inf, as masks do on purpose: if these are masks, all is well."
+    finite, made = ("The weights are", "this step")
+    if report.loss is not None:
+        finite, made = ("Weights and loss are", "the backward pass of this step")
+    where = "" if len(grads) == len(report.grads) else f", at about {_printable(grads[0].name)}"
+    overflow = "" if report.nan_grads else " Inf alone is an overflow: with a loss scale, lower it."
+    return f"{finite} finite, so {made} made it{where}: skip the update.{overflow}"

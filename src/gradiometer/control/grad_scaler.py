@@ -1,0 +1,149 @@
+"""Mixed precision: the scale of a GradScaler, without waiting for the device, and its skips, on all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from gradiometer.distributed import is_active
+from gradiometer.stats import TensorStats
+
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+
+__all__ = ["inverse_scale", "share_found_inf_"]
+
+_ELSEWHERE: Final = object()
+
+
+def inverse_scale(scaler: GradScaler) -> Tensor:
+    """Return ``1 / scale`` of a GradScaler on its device, without waiting for it.
+
+    For ``inv_scale=``, while gradients are still scaled: after ``backward()``, before
+    ``scaler.unscale_``, ``scaler.step`` and ``scaler.update``. It is the number by which
+    ``unscale_`` would multiply them, and a snapshot: a later ``update()`` does not change it.
+    ``1 / scaler.get_scale()`` says the same and waits.
+
+    Args:
+        scaler: a `torch.amp.GradScaler`, such as `ShardedGradScaler` too.
+
+    Returns:
+        0-d float32 on the scaler's device; of its initial scale before the first
+        ``scaler.scale(loss)``, and 1.0 if it is disabled.
+
+    Raises:
+        TypeError: for what is no GradScaler.
+
+    >>> import torch, gradiometer as gm
+    >>> scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> scaler.scale(model(torch.tensor([[3.0, 4.0]])).sum()).backward()
+    >>> gm.inverse_scale(scaler)
+    tensor(0.1250)
+    >>> gm.collect_grads(model, inv_scale=gm.inverse_scale(scaler)).norm
+    tensor([5., 1.], dtype=torch.float64)
+    """
+    _check_scaler(scaler, "inverse_scale", "pass inv_scale=1 / scale itself")
+    # in the order of GradScaler.unscale_, so to the bit what it multiplies by
+    return _scale(scaler).double().reciprocal().float()
+
+
+def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats: TensorStats) -> None:
+    """Let a GradScaler skip the optimizer's step wherever ``stats`` found a NaN or Inf, on any rank.
+
+    A GradScaler looks at the gradients of its own rank, and of DTensors at those of one mesh. Where an Inf
+    is in one stage of a pipeline, say, that rank skips the step and halves its scale, and the others do
+    not. With this, between the collection and ``scaler.step``, all skip together and all scales stay
+    equal. Nothing waits for the device, and no rank for another: ``stats`` know of all of them.
+
+    Unscales the optimizer's gradients, by ``scaler.unscale_``, if that has not been done yet. A rank whose
+    optimizer has no gradient, or which has no loss, takes part like the others; a GradScaler alone raises
+    an error there.
+
+    Args:
+        scaler: a `torch.amp.GradScaler`; a disabled one is left alone.
+        optimizer: whose step is to be skipped. With several, call it for each.
+        stats: of the gradients, merged over the ranks: ``gm.collect_grads(model, reduce=ranks)``.
+
+    Raises:
+        TypeError: for what is no GradScaler, and what are no stats.
+        ValueError: for stats of this rank alone, where there are others.
+        RuntimeError: after ``scaler.step(optimizer)``.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    >>> scaler.scale(model(torch.tensor([[3.0, float("inf")]])).sum()).backward()
+    >>> stats = gm.collect_grads(model, inv_scale=gm.inverse_scale(scaler), reduce=True)
+    >>> gm.share_found_inf_(scaler, optimizer, stats)
+    >>> scaler.step(optimizer)  # skipped, on all ranks
+    >>> scaler.update()
+    >>> scaler.get_scale()
+    32768.0
+    """
+    what = "share_found_inf_"
+    _check_scaler(scaler, what, "skip its step where stats.skipped, with reduce=")
+    if not isinstance(stats, TensorStats):
+        msg = f"{what}: expected the TensorStats of the gradients, as collect_grads returns them; got "
+        raise TypeError(msg + type(stats).__name__)
+    if stats.origin is None and is_active():
+        msg = f"{what}: these stats are of this rank alone; collect them with reduce=gm.Ranks(model)"
+        raise ValueError(msg)
+    if not getattr(scaler, "_enabled", True):
+        return
+    # Private, as no method of a GradScaler takes what others have found, and one that has been told in a
+    # gradient would have to be told before unscale_, and by a rank without gradients cannot.
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is None:
+        msg = f"{what}: this {type(scaler).__name__} of torch {torch.__version__} does not keep what it found"
+        raise RuntimeError(msg + "; skip the step where stats.skipped")
+    if getattr(scaler, "_scale", None) is None:
+        # made by the first loss, which only the last stage of a pipeline has
+        scaler.scale(torch.ones((), device=stats.columns.device))
+    state = states[id(optimizer)]
+    if state["stage"] is OptState.STEPPED:
+        msg = f"{what}: scaler.step(optimizer) has been called; call it before that"
+        raise RuntimeError(msg)
+    if state["stage"] is OptState.READY:
+        scaler.unscale_(optimizer)
+        state = states[id(optimizer)]
+    found = state["found_inf_per_device"]
+    theirs = stats.found_inf
+    if not found:
+        # no gradient here: the scaler has not looked at any
+        scale = _scale(scaler)
+        found[scale.device] = torch.zeros_like(scale)
+    for device, ours in found.items():
+        # on the CPU it is used at once, and must have arrived
+        ours.copy_(torch.maximum(ours, theirs.to(device, non_blocking=device.type != "cpu")))
+
+
+def _check_scaler(scaler: object, what: str, otherwise: str) -> None:
+    if not callable(getattr(scaler, "get_scale", None)):
+        msg = f"{what}: expected a torch.amp.GradScaler, got {type(scaler).__name__}; of another loss scaler "
+        raise TypeError(msg + otherwise)
+
+
+def _scale(scaler: GradScaler) -> Tensor:
+    """Return the scale as a 0-d tensor.
+
+    From private attributes, as get_scale() is ``_scale.item()``, and no method of a GradScaler can be traced
+    into a graph. Should they ever go, get_scale() is still right, though it waits.
+    """
+    scale = getattr(scaler, "_scale", _ELSEWHERE)
+    if not getattr(scaler, "_enabled", True):
+        number = 1.0
+    elif isinstance(scale, Tensor):
+        return scale.detach().reshape(())
+    elif scale is None and hasattr(scaler, "_init_scale"):
+        # made by the first scaler.scale(loss)
+        number = scaler._init_scale  # noqa: SLF001
+    else:
+        number = scaler.get_scale()
+    device = torch.device(getattr(scaler, "_device", "cpu"))
+    # a disabled scaler may name a device that is not there
+    there = device.type == "cpu" or torch.get_device_module(device).is_available()
+    return torch.full((), number, dtype=torch.float32, device=device if there else "cpu")

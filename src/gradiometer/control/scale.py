@@ -1,0 +1,213 @@
+"""Gradients multiplied in place by one coefficient c, which is known on the device alone.
+
+fp64 in fp64; anything else in fp32, rounded to its format once, so that c itself is never a number of
+fp16 or bf16. An fp32 gradient of 1e38 may need a c below the normal numbers of fp32: then it is taken
+apart as ``high * low`` with ``low = 2**-126``, and otherwise low is 1. The kernel, Inductor's code and
+the CPU's operators all do this, and leave the same bits.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+
+from gradiometer import ops
+from gradiometer.columns import derived
+from gradiometer.inputs import Named, as_flat, is_dtensor, is_plain_subclass, layout, local_shard, present
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gradiometer.ops import Known
+
+__all__ = ["Part", "limit_of", "memory_of", "parts_of", "scale_"]
+
+# the least normal number of fp32
+TINY: Final = 2.0**-126
+# parts of a DTensor that are added up
+_LINEAR: Final = ("P(sum)", "P(avg)")
+# what has its values in memory
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+
+
+def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
+    """Return a bound, a number that is not negative, or a tensor of one, which is not looked at.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(number, Tensor):
+        if number.numel() == 1 and not number.is_complex() and number.dtype != torch.bool:
+            return number.detach()
+        got = f"a tensor of shape {tuple(number.shape)} and dtype {number.dtype}"
+    else:
+        # NumPy's scalars too
+        if isinstance(number, Real) and number >= 0:
+            return float(number)
+        # of a number that Dynamo has made an input of the graph there is no repr
+        got = f"{number}" if isinstance(number, Real) else repr(number)
+    msg = f"{what}: {name} must be a number that is not negative, or a tensor of one; got {got}"
+    raise ValueError(msg)
+
+
+class Part(NamedTuple):
+    """Tensors of one device that are to be scaled; ``known``: what the kernels' path says of them."""
+
+    tensors: list[Tensor]
+    known: Known | None
+
+
+def parts_of(grads: Named, what: str) -> list[Part]:
+    """Group gradients by device, each memory once; refuse what cannot be scaled in place.
+
+    Of a DTensor what this rank holds, be it a shard, a copy, or a summand.
+    """
+    if any([is_dtensor(kind) for kind in {type(x) for x in grads.tensors}]):
+        held = [_held(x, name, what) for x, name in zip(grads.tensors, grads.names, strict=True)]
+        grads = Named(grads.names, held)
+    parts = []
+    devices = dict.fromkeys([x.device for x in grads.tensors])
+    for device in devices:
+        named = grads
+        if len(devices) > 1:
+            named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
+        known = ops.writable(named.tensors) if ops.uses_kernels(device) else None
+        if known is not None and len(_once(named.names, named.tensors, what)) == known.count:
+            parts.append(Part(named.tensors, known))
+            continue
+        pairs: Iterable[tuple[Tensor, str]] = zip(named.tensors, named.names, strict=True)
+        if _is_watched():
+            # without addresses, one gradient of several parameters is one key
+            pairs = dict(pairs).items()
+        memories = [memory_of(grad, name, what) for grad, name in pairs]
+        parts.append(Part(_once(named.names, memories, what), None))
+    return parts
+
+
+def scale_(part: Part, coefficient: Tensor) -> None:
+    """Multiply a part's tensors in place. ``coefficient``: 0-d float64 from 0 to 1, on any device."""
+    tensors, known = part
+    if not tensors:
+        return
+    device = tensors[0].device
+    # on the CPU it is used at once, and must have arrived
+    factor = coefficient.to(device, non_blocking=device.type != "cpu")
+    if known is not None:
+        ops.scale_(tensors, factor, known)
+        return
+    high, low = _factors(factor)
+    if device.type == "cpu" and type(factor) is Tensor and not _is_watched():
+        value = factor.item()
+        if value == 1.0:
+            return
+        if value >= TINY:
+            # low is 1. The CPU's operators leave a factor in fp32, also of half types, if it is a tensor
+            others: list[Tensor] = []
+            lists: dict[bool, list[Tensor]] = {True: [], False: []}
+            for x in tensors:
+                # fp8 has no such operator, and lists no lazy signs
+                (others if x.itemsize == 1 or x.is_neg() else lists[x.dtype == torch.float64]).append(x)
+            for is_wide, alike in lists.items():
+                if alike:
+                    torch._foreach_mul_(alike, factor if is_wide else high)
+            tensors = others
+    if torch.compiler.is_compiling():
+        factor, high, low = derived.realized(factor), derived.realized(high), derived.realized(low)
+        # a list of tensors has fewer nodes in the graph
+        singles = [x for x in tensors if x.dtype == torch.float32]
+        if singles:
+            torch._foreach_mul_(singles, high)
+            torch._foreach_mul_(singles, low)
+        tensors = [x for x in tensors if x.dtype != torch.float32]
+    for x in tensors:
+        if x.dtype == torch.float64:
+            x.mul_(factor)
+        else:
+            x.copy_(x.to(torch.float32) * high * low)
+
+
+def _held(grad: Any, name: str, what: str) -> Tensor:
+    """Return what this rank holds of a gradient; refuse what does not scale with its parts."""
+    if not is_dtensor(type(grad)):
+        return grad  # type: ignore[no-any-return]
+    for placement in grad.placements:
+        if placement.is_partial() and str(placement) not in _LINEAR:
+            msg = f"{what}: the gradient of {name!r} is a DTensor with placements {grad.placements}, "
+            raise TypeError(msg + "whose parts cannot be scaled one by one; redistribute it first")
+    return local_shard(grad)
+
+
+def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
+    """Return a real tensor that holds the gradient's elements; refuse what cannot be scaled in place."""
+    x = grad
+    if type(x) is not Tensor and is_plain_subclass(type(x)):
+        x = x.as_subclass(Tensor)
+    if layout(x) == torch.sparse_coo:
+        # duplicate coordinates are scaled like others
+        x = x._values()  # noqa: SLF001
+    if x.is_complex():
+        # of the memory: a lazy sign, which Dynamo cannot ask for, is none of its business
+        x = torch.view_as_real(x.conj() if not torch.compiler.is_compiling() and x.is_conj() else x)
+    if torch.compiler.is_compiling():
+        # not every Dynamo traces the questions
+        return x
+    if not x.is_contiguous() and _overlaps(x):
+        reason = "has elements that share memory, or may"
+    elif x.is_inference() and not torch.is_inference_mode_enabled():
+        reason = "was made in inference mode"
+    else:
+        return x
+    msg = f"{what}: the gradient of {name!r} {reason}, so it cannot be scaled in place; "
+    raise TypeError(msg + "replace it first, parameter.grad = parameter.grad.clone()")
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Tell whether elements share memory, or are so interleaved that it is hard to tell."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return x.numel() > 0
+        reach += (size - 1) * stride
+    return False
+
+
+def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tensor]:
+    """Leave out what is the same memory as another, where tensors have addresses; refuse what is in part."""
+    if _is_watched() or any([type(x) not in _PLAIN for x in tensors]):
+        return tensors
+    spans = sorted([(x.data_ptr(), x.numel() * x.itemsize, i) for i, x in enumerate(tensors)])
+    if all([start + size <= after for (start, size, _), (after, _, _) in pairwise(spans)]):
+        return tensors
+    kept: dict[object, int] = {}
+    end, last = 0, 0
+    for start, size, i in spans:
+        x = tensors[i]
+        if size > 0 and as_flat(x) is None:
+            # views with gaps may lie in one another's: columns of a matrix, say
+            kept.setdefault((start, x.shape, x.stride()), i)
+        elif size > 0 and (start, size) not in kept:
+            if start < end:
+                msg = (
+                    f"{what}: the gradients of {names[last]!r} and {names[i]!r} share a part of their memory"
+                )
+                raise TypeError(msg + ", which would be scaled twice; replace one by its clone()")
+            kept[start, size] = i
+            end, last = start + size, i
+    return [tensors[i] for i in sorted(kept.values())]
+
+
+def _is_watched() -> bool:
+    """Tell whether somebody looks at each call: a compiler, or a mode such as that of fake tensors."""
+    return bool(torch.compiler.is_compiling() or _len_torch_dispatch_stack())
+
+
+def _factors(c: Tensor) -> tuple[Tensor, Tensor]:
+    """Take c apart into two fp32 numbers, ``high * low``, as the kernel does."""
+    below = c < TINY
+    high = torch.where(below, c / TINY, c).to(torch.float32)
+    return high, torch.where(below, TINY, torch.ones_like(c)).to(torch.float32)

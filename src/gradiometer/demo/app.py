@@ -1,0 +1,320 @@
+"""The demo: a small training run that is recorded, two faults that are named, and a page to look at.
+
+``python -m gradiometer.demo`` trains a character-level transformer on the sources of Python's own
+standard library. Forward, backward, recording and AdamW are one compiled graph. Then an Inf is put
+into one gradient, later the learning rate is raised a thousandfold; the rules name the tensors where it
+shows, with their step, and all of it is on disk, with a page. Every figure is measured in the run; a
+failed check exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch._dynamo.config
+
+import gradiometer as gm
+from gradiometer.demo.training import CULPRIT, LR, Backend, Probe, Training
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradiometer.demo.training import Step
+
+__all__ = ["main"]
+
+LR_JUMP = 1000
+MAX_THREADS: Final = 4
+MIN_STEPS, MAX_STEPS_AFTER_JUMP = 10, 60
+MIN_ROUNDS, MAX_ROUNDS, TIMING_SECONDS = 5, 60, 10.0
+SHOWN: Final = 3
+# of a line of text
+WIDTH: Final = 96
+# for the run record and the page
+PACKAGES: Final = ("pyarrow", "plotly")
+
+
+class _Run:
+    """Takes watched steps, shows them, and returns what was recorded of them."""
+
+    def __init__(self, step: Step, monitor: gm.Monitor, records: list[gm.StepRecord], every: int) -> None:
+        self._step, self._monitor, self._records = step, monitor, records
+        self._tty = sys.stdout.isatty()
+        self._every = 5 if self._tty else every
+
+    @property
+    def next(self) -> int:
+        """The number of the next step."""
+        return self._monitor.step
+
+    def advance(self, steps: int, *, until_nonfinite: bool = False) -> list[gm.StepRecord]:
+        """Take some steps. Only a step that is shown is waited for."""
+        first, start = self.next, time.perf_counter()
+        shown = first
+        for remaining in reversed(range(steps)):
+            number = self.next
+            self._step()
+            seen = [record for record in self._records if record.step >= first]
+            last = remaining == 0 or (until_nonfinite and any(r.total("n_nonfinite") for r in seen))
+            if last or number % self._every == 0:
+                self._monitor.flush()
+                milliseconds = 1e3 * (time.perf_counter() - start) / (self.next - shown)
+                self._show(self._records[-1], milliseconds, last=last)
+                shown, start = self.next, time.perf_counter()
+            if last:
+                break
+        return [record for record in self._records if record.step >= first]
+
+    def _show(self, record: gm.StepRecord, milliseconds: float, *, last: bool) -> None:
+        line = (
+            f"  step {record.step:4}   loss {record.scalars['loss']:8.3f}   grad norm {record.total():9.3g}"
+            f"   {milliseconds:7.1f} ms/step"
+        )
+        # a terminal sees one line, rewritten
+        print(f"\r{line:76}" if self._tty else line, end="" if self._tty and not last else "\n", flush=True)
+
+
+class _Checks:
+    def __init__(self) -> None:
+        self.passed = True
+        self._lines: list[str] = []
+
+    def add(self, what: str, found: str, *, ok: bool) -> None:
+        self.passed &= ok
+        self._lines.append(f"  {'ok' if ok else 'FAILED':6}  {what:24}  {found}")
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines)
+
+
+def _alarms(monitor: gm.Monitor, first: int) -> list[gm.Finding]:
+    return [f for f in monitor.findings if f.severity > gm.Severity.INFO and f.first_step >= first]
+
+
+def _tell(findings: list[gm.Finding]) -> None:
+    print()
+    for finding in findings[:SHOWN]:
+        print(textwrap.fill(str(finding), WIDTH, initial_indent="  ", subsequent_indent=" " * 11))
+        print(textwrap.fill(finding.advice, WIDTH, initial_indent=" " * 11, subsequent_indent=" " * 11))
+    if len(findings) > SHOWN:
+        print(f"  and {len(findings) - SHOWN} more")
+
+
+def _train(run: _Run, monitor: gm.Monitor, steps: int, checks: _Checks) -> None:
+    records = run.advance(steps)
+    false = _alarms(monitor, 0)
+    print(f"\nEvery gradient of step {records[-1].step}, worst first:\n\n{records[-1].report()}")
+    checks.add("every step is recorded", f"{len(records)} of {steps}", ok=len(records) == steps)
+    found = f"{len(false)} findings in {len(records)} healthy steps"
+    checks.add("no false alarm", found + "".join(f"; {x.message}" for x in false[:1]), ok=not false)
+
+
+def _put_in_an_inf(training: Training, run: _Run, monitor: gm.Monitor, checks: _Checks) -> None:
+    number = run.next
+    print(f"\nFault 1: at step {number} one element of one gradient is made Inf.\n")
+    before = [x.clone() for x in training.state()]
+    training.fault.view(-1)[-1] = float("inf")
+    run.advance(1)
+    training.fault.zero_()
+    same = all(map(torch.equal, training.state(), before))
+    alarms = _alarms(monitor, number)
+    after = run.advance(max(MIN_STEPS, number // 3))
+
+    _tell(alarms)
+    print("  The compiled step saw it on the device and skipped this update; the host was not asked.")
+    nonfinite = [f for f in alarms if f.rule == "nonfinite"]
+    named = [(f.first_step, f.tensor) for f in nonfinite] == [(number, CULPRIT)]
+    found = ", ".join(f"step {f.first_step}: {f.tensor}" for f in nonfinite)
+    checks.add("the Inf is named", found or "nothing", ok=named)
+    found = f"weights and moments are {'the same bits' if same else 'NOT what they were'}"
+    checks.add("its update is skipped", found, ok=same)
+    finite = sum(not r.total("n_nonfinite") for r in after)
+    checks.add(
+        "training goes on", f"{finite} of the next {len(after)} steps are finite", ok=finite == len(after)
+    )
+
+
+def _raise_the_learning_rate(training: Training, run: _Run, monitor: gm.Monitor, checks: _Checks) -> None:
+    jump = run.next
+    print(f"\nFault 2: at step {jump} the learning rate jumps from {LR:g} to {LR * LR_JUMP:g}.\n")
+    before = [x.clone() for x in training.state()]
+    training.lr.mul_(LR_JUMP)
+    records = run.advance(MAX_STEPS_AFTER_JUMP, until_nonfinite=True)
+    training.lr.fill_(LR)
+    torch._foreach_copy_(training.state(), before)
+
+    alarms = _alarms(monitor, jump)
+    _tell(alarms)
+    print(f"  The weights of step {jump} are put back.")
+    found = f"nothing in {len(records)} steps"
+    exploded = [f for f in alarms if f.rule in {"exploding", "norm_spike", "loss_spike"}]
+    if exploded:
+        first = exploded[0]
+        found = f"step {first.first_step}, {first.first_step - jump} after the jump: {first.rule}"
+    checks.add("the explosion is named", found, ok=bool(exploded))
+
+
+def _check_syncs(training: Training, backend: Backend, step: Step, checks: _Checks) -> None:
+    backend.probe = probe = Probe()
+    step()
+    backend.probe = None
+    syncs = probe.syncs
+    if training.device.type == "cuda":
+        # what CUDA itself calls one, below the operators
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            step()
+            torch.cuda.set_sync_debug_mode("default")
+        syncs += sum("called a synchronizing" in str(warning.message) for warning in caught)
+    # a counter that never counts would find nothing too
+    with Probe() as control:
+        training.lr.item()
+    found = f"{syncs} among {probe.operators} operators, the recording one of them"
+    ok = syncs == 0 and probe.recordings == 1 and control.syncs == 1
+    checks.add("host syncs in the step", found if ok or syncs else "the counter does not work", ok=ok)
+
+
+def _show_times(training: Training, watched: Step, plain: Step) -> int:
+    """Time the two steps in turn, each to its end on the device; show medians, return how many turns."""
+    times: dict[Step, list[float]] = {watched: [], plain: []}
+    deadline = time.perf_counter() + TIMING_SECONDS
+    rounds = 0
+    while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() < deadline):
+        # the order alternates, so that neither always follows the other
+        for step in (watched, plain) if rounds % 2 else (plain, watched):
+            start = time.perf_counter()
+            step()
+            training.wait()
+            times[step].append(1e3 * (time.perf_counter() - start))
+        rounds += 1
+    before, after = median(times[plain]), median(times[watched])
+    low, _, high = quantiles([a - b for a, b in zip(times[watched], times[plain], strict=True)])
+    print(
+        f"\nTime per step, medians of {rounds} in turn\n\n"
+        f"  {before:8.2f} ms  without the monitor\n"
+        f"  {after:8.2f} ms  with it, its rules, and the run record: {after - before:+.1f} ms,"
+        f" {100 * (after / before - 1):+.1f} % (middle half {low:+.1f} to {high:+.1f})"
+    )
+    return rounds
+
+
+def _write_page(folder: Path, steps: int, checks: _Checks) -> None:
+    """Write the page of the run, and read back what is on disk."""
+    from gradiometer.runs import read_run  # noqa: PLC0415 needs what may not be installed
+    from gradiometer.web import write_page  # noqa: PLC0415 likewise
+
+    run = read_run(folder)
+    found = run.steps.num_rows
+    checks.add(
+        "the run is on disk", f"{found} of {steps} steps, {len(run.findings)} findings", ok=found == steps
+    )
+    page = write_page(run)
+    print(f"\nThe run record is in {folder}; `gradiometer show {folder}` looks into it.")
+    print(f"The page of the run, to open in a browser:\n\n  {page.resolve()}")
+
+
+def _demo(training: Training, name: str, steps: int, folder: Path | None) -> bool:
+    checks = _Checks()
+    backends = Backend(name), Backend(name)
+    records: list[gm.StepRecord] = []
+    with gm.Monitor(training.model, run_dir=folder, sinks=[records.append]) as monitor:
+        watched = training.compile(backends[0], monitor)
+        plain = training.compile(backends[1], None)
+        graphs = [backend.graphs for backend in backends]
+        print()
+        run = _Run(watched, monitor, records, every=max(1, steps // 5))
+        _train(run, monitor, steps, checks)
+        _put_in_an_inf(training, run, monitor, checks)
+        _raise_the_learning_rate(training, run, monitor, checks)
+        _check_syncs(training, backends[0], watched, checks)
+        calls = run.next + 2 * _show_times(training, watched, plain)
+    breaks, again = sum(graphs) - 2, sum(backend.graphs for backend in backends) - sum(graphs)
+    checks.add("graph breaks", f"{breaks} in the 2 compiled steps", ok=graphs == [1, 1])
+    checks.add("recompiles", f"{again} in {calls} calls after the first", ok=again == 0)
+    lost = f"{monitor.dropped} steps, {sum(monitor.failures.values())} failures"
+    checks.add("lost by the monitor", lost, ok=not monitor.dropped and not monitor.failures)
+    if folder is not None:
+        _write_page(folder, monitor.step, checks)
+    print(f"\nWhat was checked\n\n{checks}")
+    return checks.passed
+
+
+def _inductor_problem(device: torch.device) -> str | None:
+    """Compile something small: only so does it show whether there is a compiler that works."""
+    try:
+        torch.compile(torch.sin, backend="inductor")(torch.ones(8, device=device))
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return None
+
+
+def _parse(
+    argv: Sequence[str] | None, prog: str = "python -m gradiometer.demo"
+) -> tuple[torch.device, str, argparse.Namespace]:
+    parser = argparse.ArgumentParser(prog=prog, description="Record a small training run with two faults.")
+    parser.add_argument("--steps", type=int, default=100, help="steps before the first fault (default: 100)")
+    parser.add_argument("--device", help="cpu, cuda or xpu (default: a GPU if there is one, else cpu)")
+    parser.add_argument(
+        "--backend", choices=["inductor", "aot_eager"], help="default: inductor if it works here"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path("gradiometer-demo"),
+        help="where the run record and its page go (default: gradiometer-demo)",
+    )
+    options = parser.parse_args(argv)
+    if options.steps < MIN_STEPS:
+        parser.error(f"--steps must be at least {MIN_STEPS}, got {options.steps}")
+    gpus = [name for name in ("cuda", "xpu") if torch.get_device_module(name).is_available()]
+    wanted = options.device or (gpus[0] if gpus else "cpu")
+    if wanted.split(":")[0] not in {*gpus, "cpu"}:
+        parser.error(f"--device {wanted}: not available here; there is {', '.join([*gpus, 'cpu'])}")
+    device, backend = torch.device(wanted), options.backend
+    problem = None if backend == "aot_eager" else _inductor_problem(device)
+    if problem and backend:
+        parser.error(f"--backend {backend} does not work here: {problem}; aot_eager needs no compiler")
+    if problem:
+        backend = "aot_eager"
+        print(f"Inductor does not work here, so the backend is aot_eager:\n  {problem}\n")
+    return device, backend or "inductor", options
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m gradiometer.demo") -> int:
+    """Run the demo, called ``prog``; return 0, or 1 if a check failed."""
+    # One core stays free: a step of short parallel loops takes ten times as long where a thread must
+    # wait for a core that something else is using. More threads than a few gain nothing at this size.
+    torch.set_num_threads(max(1, min(MAX_THREADS, torch.get_num_threads() - 1)))
+    device, backend, options = _parse(argv, prog)
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"No run record and no page: {' and '.join(missing)} not installed;"
+            " pip install 'gradiometer[monitor]'\n"
+        )
+    if device.type == "cuda":
+        # what Inductor otherwise advises in a warning
+        torch.set_float32_matmul_precision("high")
+    training = Training(device, options.seed)
+    threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
+    print(
+        f"gradiometer {gm.__version__}, torch {torch.__version__}, {device}{threads}, {backend}\n\n"
+        f"A transformer of {sum(p.numel() for p in training.parameters):,} parameters in"
+        f" {len(training.parameters)} tensors learns {len(training.text):,} characters of Python's own\n"
+        "library. Forward, backward, recording of every gradient and AdamW are one compiled graph.\n"
+    )
+    # off by default up to torch 2.15
+    with torch._dynamo.config.patch(trace_autograd_ops=True):  # noqa: SLF001
+        passed = _demo(training, backend, options.steps, None if missing else options.run_dir)
+    return 0 if passed else 1

@@ -1,0 +1,289 @@
+"""All that is asked of `torch.distributed`: groups, sums and maxima over ranks, and who is there.
+
+Ranks talk through the group's store where they agree on something, or look for who is missing: it needs no
+device, each question to it has an end, and a rank that comes late spoils nothing. Columns go by collectives
+of the group, each with an end of its own on the CPU.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import weakref
+from collections import Counter
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradiometer.distributed.process_groups import ROLL_CALL, Group, listed, one_line, ranks_of
+from gradiometer.distributed.rendezvous import SLACK, RankError, in_time, meet, roll_call
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["all_reduce", "all_reduce_pair", "rendezvous", "share", "tell", "whole"]
+
+
+# seconds between two looks at a collective in the background, at first and at most
+_PAUSE: Final = 0.0005
+_LONGEST_PAUSE: Final = 0.02
+# seconds of a wait for a collective after which a rank looks whether another one has given it up
+_LOOK: Final = 1.0
+# called after a collective that failed: Gloo takes no further ones then in its group
+_BROKEN: Final = "broken"
+_NO_STORE: Final = "neither does the store of the process group answer, which rank 0 may hold"
+
+# how often ranks have met, by what for, in each world: the same on all of them
+_met: weakref.WeakKeyDictionary[Group, Counter[str]] = weakref.WeakKeyDictionary()
+# why groups are of no more use
+_broken: weakref.WeakKeyDictionary[Group, str] = weakref.WeakKeyDictionary()
+
+
+# groups
+
+
+def whole() -> Any:
+    """Return the placement of a DTensor that every rank has a copy of."""
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 its import is slow
+
+    return Replicate()
+
+
+# sums and maxima
+
+
+def all_reduce(tensor: Tensor, operation: str, group: Group, timeout: float) -> Tensor:
+    """Return the sum or the maximum over a group, ``"sum"`` or ``"max"``. Traced by torch.compile.
+
+    On the CPU it waits no longer than so many seconds. The collective itself stays under way, until the
+    group's own time-out: if the last rank comes meanwhile, all is well from then on, and the collectives of
+    this group go on in the same order. The process may end before that. After an error of Gloo's own, as
+    where a rank is gone, the group is of no more use, and says so each time. In a compiled function, and on
+    other devices, where nothing waits here, the group's own time-out counts.
+
+    Raises:
+        RankError: on the CPU, where a rank is gone or has not answered in time; naming it.
+    """
+    return all_reduce_pair([(tensor, operation)], group, timeout)[0]
+
+
+def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: float) -> list[Tensor]:
+    """Do what `all_reduce` does for several tensors, all under way at the same time."""
+    if torch.compiler.is_compiling():
+        from torch.distributed import _functional_collectives as functional  # noqa: PLC0415 its import is slow
+
+        return [functional.all_reduce(tensor, operation, group) for tensor, operation in parts]
+    ranks_of(group)
+    if group in _broken:
+        raise RankError(_broken[group])
+    number = _count(group, "collectives")
+    results = [tensor.clone(memory_format=torch.contiguous_format) for tensor, _ in parts]
+    device = results[0].device
+    end = time.monotonic() + timeout
+    kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+    try:
+        works = [
+            dist.all_reduce(result, kinds[operation], group=group, async_op=True)
+            for result, (_, operation) in zip(results, parts, strict=True)
+        ]
+        for work in works:
+            if device.type != "cpu":
+                work.wait()
+            elif call := _given_up(work, end, group, number):
+                _keep(group, works)
+                raise _gone(group, number) if call == _BROKEN else _late(group, number, timeout)
+    except RuntimeError as error:
+        if isinstance(error, RankError):
+            raise
+        if not _has_backend(group, device):
+            msg = f"the process group has no backend for {device.type}, where the statistics are; "
+            raise RankError(msg + "init_process_group('cpu:gloo,cuda:nccl') has one for both") from error
+        raise _gone(group, number, f": {one_line(error)}") from error
+    return results
+
+
+def _given_up(work: Any, end: float, group: Group, number: int) -> str:
+    """Wait for a collective on the CPU; return "", or, where it is given up, the roll call to go to."""
+    late, previous = _late_call(number), _late_call(number - 1)
+    while True:
+        left = end - time.monotonic()
+        if _ends(work, max(min(left, _LOOK), 0.001)):
+            # with an error of its own, perhaps
+            work.wait()
+            return ""
+        if left <= _LOOK:
+            return late
+        for call in (_BROKEN, late):
+            if _is_called(group, call):
+                return call
+        if previous and _is_called(group, previous):
+            # some still wait for what has ended here: this rank is not the one that is missing
+            _say_here(group, previous)
+            previous = ""
+
+
+def _ends(work: Any, seconds: float) -> bool:
+    """Wait for so many seconds; tell whether a collective has ended."""
+    if threading.current_thread() is threading.main_thread():
+        with suppress(RuntimeError):
+            work.wait(timedelta(seconds=seconds))
+    else:
+        # a thread that comes out of C++ while the interpreter ends takes the process down
+        end, pause = time.monotonic() + seconds, _PAUSE
+        while not work.is_completed() and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+    return bool(work.is_completed())
+
+
+def _keep(group: Group, works: Sequence[Any]) -> None:
+    """Keep a group until its collectives have ended: its own end would wait for them, and the process's."""
+    threading.Thread(target=_wait_for, args=(works, group), daemon=True).start()
+
+
+def _wait_for(works: Sequence[Any], _: Group) -> None:
+    while not all([work.is_completed() for work in works]):
+        time.sleep(_LOOK)
+
+
+def _has_backend(group: Group, device: torch.device) -> bool:
+    return f"{device.type}:" in str(dist.get_backend_config(group))
+
+
+# who is there
+
+
+def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") -> list[Any]:
+    """Return what every rank of a group gives, by rank; anything that can be pickled.
+
+    All of them come here, or none has come: where one is late it is an error on each, on that one too.
+
+    Args:
+        value: small; the store holds those of all ranks.
+        group: the ranks.
+        timeout: seconds to wait for the others.
+        what: in which call, for messages; the ranks of a group meet once for each call of this name.
+
+    Raises:
+        RankError: names the ranks that have not come in time.
+    """
+    here, ranks = ranks_of(group)
+    number = _count(group, what)
+    key = f"gradiometer/{group.group_name}/{what}/{number}"
+    told = pickle.dumps(value)
+    try:
+        missing, values = in_time(
+            timeout + 2 * SLACK, lambda: meet(_store(), key, ranks[here], ranks, told, timeout)
+        )
+    except RankError:
+        raise
+    except RuntimeError as error:
+        msg = f"{what}: the store of the process group is gone, and with it the rank that held it, often 0: "
+        raise RankError(msg + one_line(error)) from error
+    if missing:
+        msg = f"{what}: {_named(missing)} of {len(ranks)} did not come within {timeout:g} s; "
+        raise RankError(msg + "every rank has to make this call, in the same order")
+    return [pickle.loads(value) for value in values]  # noqa: S301 the ranks of one job
+
+
+def tell(value: Any, place: int, group: Group, timeout: float = 60.0, what: str = "tell") -> Any:
+    """Return on every rank what the one at this place in a group gives; as `share` does."""
+    here, _ = ranks_of(group)
+    return share(value if here == place else None, group, timeout, what)[place]
+
+
+def rendezvous(group: Group, timeout: float, what: str) -> None:
+    """Wait until all ranks of a group are here; as `share` does."""
+    share(None, group, timeout, what)
+
+
+def _count(group: Group, what: str) -> int:
+    counts = _met.setdefault(dist.group.WORLD, Counter())
+    name = f"{group.group_name} {what}"
+    counts[name] += 1
+    return counts[name]
+
+
+def _store() -> Any:
+    # the public way to a store is to have made it oneself
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+def _late(group: Group, number: int, timeout: float) -> RankError:
+    """Return who did not come to a collective, after a roll call."""
+    missing = _missing(group, number, _late_call(number))
+    late = f"did not come to this reduction within {timeout:g} s"
+    if missing is None:
+        return RankError(f"a rank {late}; {_NO_STORE}")
+    if missing:
+        return RankError(f"{_named(missing)} {late}")
+    return RankError(f"a rank {late}, although all are there: every rank has to reduce the same")
+
+
+def _gone(group: Group, number: int, reason: str = "") -> RankError:
+    """Return who may be gone after a collective that failed, on this rank or another, after a roll call."""
+    missing = _missing(group, number, _BROKEN)
+    if missing is None:
+        text = f"a rank does not answer{reason}; {_NO_STORE}"
+    elif not missing:
+        text = f"a rank does not answer{reason}, although all are there: every rank has to reduce the same"
+    elif len(missing) == 1:
+        text = f"{_named(missing)} does not answer{reason}"
+    else:
+        # others may be busy elsewhere, and hear of it when they come to a collective
+        text = f"at least one of {_named(missing)} is gone or hangs{reason}"
+    _broken[group] = text
+    return RankError(text)
+
+
+def _missing(group: Group, number: int, call: str) -> list[int] | None:
+    """Hold a roll call; return who does not answer, or None where the store does not.
+
+    Of ranks in the same trouble one may have waited for too long, and another one have seen Gloo fail: who
+    answers either call is there.
+    """
+    here, ranks = ranks_of(group)
+    calls = [_BROKEN, _late_call(number), _late_call(number + 1)]
+    keys = [_call_key(group, what) for what in sorted(calls, key=lambda what: what != call)]
+    try:
+        return in_time(  # type: ignore[no-any-return]
+            ROLL_CALL + SLACK, lambda: roll_call(_store(), keys, ranks[here], ranks, ROLL_CALL)
+        )
+    except RuntimeError:
+        return None
+
+
+def _say_here(group: Group, call: str) -> None:
+    here, ranks = ranks_of(group)
+    key, store = _call_key(group, call), _store()
+    with suppress(RuntimeError):
+        in_time(_LOOK, lambda: store.set(f"{key}/{ranks[here]}", "here"))
+
+
+def _is_called(group: Group, call: str) -> bool:
+    """Tell whether others have given up a collective, and look for who is missing."""
+    store, key = _store(), _call_key(group, call)
+    try:
+        return bool(in_time(_LOOK, lambda: store.check([key])))
+    except RankError:
+        # it hangs, and may be no more than slow: the time-out counts
+        return False
+    except RuntimeError:
+        return 0 in dist.get_process_group_ranks(group)
+
+
+def _call_key(group: Group, call: str) -> str:
+    return f"gradiometer/{group.group_name}/{call}"
+
+
+def _late_call(number: int) -> str:
+    return f"late/{number}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"

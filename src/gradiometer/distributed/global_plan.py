@@ -1,0 +1,256 @@
+"""What the ranks agree on at set-up: one order of all names, and who counts what.
+
+Ranks that hold the same part of a tensor hold copies of it, and the first of them counts it; ranks that
+hold different parts each count their own. This covers replicated and sharded dimensions of a mesh,
+meshes of which there are several, tensors that only the ranks of one pipeline stage have, and plain
+tensors of which every rank has a copy.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gradiometer.distributed.sharding import Holding, Layout
+
+__all__ = ["Agreement", "DisagreementError", "Member", "agree"]
+
+
+class DisagreementError(ValueError):
+    """The first thing in which ranks differ."""
+
+
+class Member(NamedTuple):
+    """What a rank tells of itself: which layout it has, and where it stands in the layout's meshes."""
+
+    digest: bytes
+    coordinates: tuple[tuple[int, ...] | None, ...]
+
+
+class _Way(NamedTuple):
+    """How ranks of one layout hold a tensor: the mesh, and its dimensions over which the tensor is cut."""
+
+    digest: bytes
+    mesh: int
+    sharded: tuple[int, ...]
+
+
+# of one tensor: thousands of tensors have a handful of patterns, and each is looked at once
+_Pattern = tuple[_Way, ...]
+
+# for each dimension over which a tensor is cut: the placement, and into how many parts
+_Cut = list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The rows of all ranks together.
+
+    Attributes:
+        names: of T rows, the same on every rank.
+        holdings: of each row.
+        patterns: of each row, how the ranks that have it hold it.
+        members: what each rank told.
+        layouts: by digest.
+    """
+
+    names: tuple[str, ...]
+    holdings: tuple[Holding, ...]
+    patterns: tuple[_Pattern, ...]
+    members: tuple[Member, ...]
+    layouts: Mapping[bytes, Layout]
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """The row of each name."""
+        return {name: row for row, name in enumerate(self.names)}
+
+    def counts(self, rank: int) -> list[bool]:
+        """Return which rows of its own layout a rank counts: those of which no earlier rank has a copy."""
+        firsts: dict[_Pattern, bool] = {}
+        found = []
+        for name in self.layouts[self.members[rank].digest].names:
+            pattern = self.patterns[self.rows[name]]
+            if pattern not in firsts:
+                firsts[pattern] = self._is_first(rank, pattern)
+            found.append(firsts[pattern])
+        return found
+
+    @cached_property
+    def _ranks(self) -> dict[bytes, list[int]]:
+        return _by_digest(self.members)
+
+    def _is_first(self, rank: int, pattern: _Pattern) -> bool:
+        mine = next(
+            _part(self.members[rank], way) for way in pattern if way.digest == self.members[rank].digest
+        )
+        if mine is None:
+            return False
+        for way in pattern:
+            for other in self._ranks[way.digest]:
+                if other >= rank:
+                    break
+                if _part(self.members[other], way) == mine:
+                    return False
+        return True
+
+    def where(self, row: int, rank: int) -> str:
+        """Return where a rank stands in the mesh of a row: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
+        member = self.members[rank]
+        layout = self.layouts[member.digest]
+        way = next((way for way in self.patterns[row] if way.digest == member.digest), None)
+        coordinate = None if way is None or way.mesh < 0 else member.coordinates[way.mesh]
+        if way is None or coordinate is None:
+            return f"rank {rank}"
+        mesh = layout.meshes[way.mesh]
+        parts = [f"{mesh.names[i]} {coordinate[i]} of {mesh.shape[i]}" for i in way.sharded]
+        return ", ".join([f"rank {rank}", *parts])
+
+
+def agree(members: Sequence[Member], layouts: Mapping[bytes, Layout]) -> Agreement:
+    """Return what follows from what all ranks have told.
+
+    Args:
+        members: one a rank.
+        layouts: each that a member has, by its digest.
+
+    Raises:
+        DisagreementError: where ranks have tensors of one name that are not parts of one tensor.
+    """
+    ranks = _by_digest(members)
+    ordered = {digest: layouts[digest] for digest in ranks}
+    names = _in_order([layout.names for layout in ordered.values()])
+    held: dict[str, list[tuple[Holding, _Way, _Cut]]] = {name: [] for name in names}
+    for digest, layout in ordered.items():
+        known: dict[tuple[int, tuple[str, ...]], tuple[_Way, _Cut]] = {}
+        for name, holding in zip(layout.names, layout.holdings, strict=True):
+            kind = (holding.mesh, holding.placements)
+            if kind not in known:
+                known[kind] = _Way(digest, holding.mesh, holding.sharded), _cut(layout, holding)
+            held[name].append((holding, *known[kind]))
+    kept: dict[_Pattern, _Pattern] = {}
+    patterns = []
+    for name, each in held.items():
+        holding, way, cut = each[0]
+        for theirs, other, others_cut in each[1:]:
+            if (theirs.shape, theirs.dtype, others_cut) != (holding.shape, holding.dtype, cut):
+                told = [
+                    f"{_told(ordered[digest], what)} on rank {ranks[digest][0]}"
+                    for what, (digest, _, _) in ((holding, way), (theirs, other))
+                ]
+                raise DisagreementError(f"{name!r} is {told[0]}, and {told[1]}")
+        pattern = tuple([way for _, way, _ in each])
+        if pattern not in kept:
+            kept[pattern] = pattern
+            _check_cover(name, members, ranks, pattern, [size for _, size in cut])
+        patterns.append(kept[pattern])
+    holdings = tuple([each[0][0] for each in held.values()])
+    return Agreement(names, holdings, tuple(patterns), tuple(members), ordered)
+
+
+def _by_digest(members: Sequence[Member]) -> dict[bytes, list[int]]:
+    """Return the ranks that have each layout."""
+    ranks: dict[bytes, list[int]] = {}
+    for rank, member in enumerate(members):
+        ranks.setdefault(member.digest, []).append(rank)
+    return ranks
+
+
+def _cut(layout: Layout, holding: Holding) -> _Cut:
+    return [(holding.placements[i], layout.meshes[holding.mesh].shape[i]) for i in holding.sharded]
+
+
+def _told(layout: Layout, holding: Holding) -> str:
+    """Return such as ``(64, 128) float32, S(0) over dp_shard of 8``."""
+    mesh = layout.meshes[holding.mesh] if holding.mesh >= 0 else None
+    cuts = [
+        f"{holding.placements[i]} over {mesh.names[i]} of {mesh.shape[i]}" for i in holding.sharded if mesh
+    ]
+    return ", ".join([str(holding._replace(mesh=-1)), *(cuts or ["whole"])])
+
+
+def _part(member: Member, way: _Way) -> tuple[int, ...] | None:
+    """Return which part a rank holds; None: none, as it is outside of the mesh."""
+    if way.mesh < 0:
+        return ()
+    coordinate = member.coordinates[way.mesh]
+    return None if coordinate is None else tuple([coordinate[i] for i in way.sharded])
+
+
+def _check_cover(
+    name: str,
+    members: Sequence[Member],
+    ranks: Mapping[bytes, Sequence[int]],
+    pattern: _Pattern,
+    sizes: Sequence[int],
+) -> None:
+    """Refuse a tensor of which some part is on no rank."""
+    parts = math.prod(sizes)
+    held = {_part(members[rank], way) for way in pattern for rank in ranks[way.digest]} - {None}
+    if len(held) == parts:
+        return
+    having = {way.digest for way in pattern}
+    without = [rank for rank, member in enumerate(members) if member.digest not in having]
+    msg = f"{name!r} is cut into {parts} parts, and ranks hold {len(held)} of them"
+    if without:
+        some = ", ".join(map(str, without[:8])) + (" ..." if len(without) > 8 else "")
+        msg += f"; without any: rank{'s' * (len(without) > 1)} {some}"
+    raise DisagreementError(msg)
+
+
+def _in_order(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return all names once, as near to a model's order as several parts of it tell.
+
+    Each part's own order is kept. Pipeline stages may be dealt out in turns: what differs in its first
+    number alone goes by that number.
+
+    >>> _in_order([("emb", "layers.0.w", "layers.2.w"), ("layers.1.w", "layers.3.w", "head")])
+    ('emb', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.3.w', 'head')
+    """
+    names = dict.fromkeys([name for part in lists for name in part])
+    for part in lists:
+        if len(part) == len(names):
+            return part
+    stems: dict[str, int] = {}
+    keys: dict[str, tuple[int, int, int]] = {}
+    for place, name in enumerate(names):
+        match = re.search(r"(?:^|\.)(\d+)(?=\.|$)", name)
+        stem = name if match is None else name[: match.start(1)]
+        keys[name] = stems.setdefault(stem, len(stems)), int(match[1]) if match else 0, place
+    by_number = sorted(names, key=keys.__getitem__)
+    edges = {edge for part in lists for edge in pairwise(part)}
+    numbered = {(a, b) for a, b in pairwise(by_number) if keys[a][0] == keys[b][0]}
+    # parts may contradict one another, and the numbers them
+    for known in (edges | numbered, edges):
+        ordered = _sorted_by(known, keys)
+        if len(ordered) == len(names):
+            return tuple(ordered)
+    return tuple(by_number)
+
+
+def _sorted_by(edges: set[tuple[str, str]], keys: Mapping[str, tuple[int, int, int]]) -> list[str]:
+    """Return the names so that each edge leads on, else by their keys; fewer where edges go round."""
+    after: dict[str, list[str]] = {name: [] for name in keys}
+    waiting = dict.fromkeys(keys, 0)
+    for a, b in edges:
+        after[a].append(b)
+        waiting[b] += 1
+    ready = [(keys[name], name) for name, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        _, name = heapq.heappop(ready)
+        ordered.append(name)
+        for other in after[name]:
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                heapq.heappush(ready, (keys[other], other))
+    return ordered

@@ -1,0 +1,137 @@
+"""Process groups: which one is meant, which ranks it has, and groups of our own beside it."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch.distributed as dist
+
+from gradiometer.distributed.rendezvous import SLACK, RankError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "ROLL_CALL",
+    "Group",
+    "close",
+    "group_of",
+    "is_active",
+    "listed",
+    "one_line",
+    "ranks_of",
+    "side_group",
+]
+
+# a ProcessGroup; a build of torch without torch.distributed has none
+Group: TypeAlias = Any
+
+
+# seconds in which those who live answer: longer than a rank takes to look for a collective that was given up
+ROLL_CALL: Final = 3.0
+# seconds after the end of a wait in which Gloo itself does not give up: a wait ends with a roll call
+_LATER: Final = ROLL_CALL + SLACK
+# ranks that are named in a message
+_NAMED: Final = 8
+# groups of meshes of several dimensions, by their ranks
+_of_meshes: weakref.WeakKeyDictionary[Group, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
+
+
+def is_active() -> bool:
+    """Tell whether there are several ranks in this process's world."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def group_of(group: Any) -> Group:
+    """Return a process group: of a group itself, a mesh, which may have several dimensions, or None: all.
+
+    A mesh of several dimensions becomes one group, the first time on all of its ranks at once.
+
+    Raises:
+        TypeError: for what is none of these.
+        RankError: without a process group; for a group that this process is not in.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        msg = "there is no process group: call torch.distributed.init_process_group() first"
+        raise RankError(msg)
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        msg = f"rank {dist.get_rank()} is not in this group: only its ranks can use it"
+        raise RankError(msg)
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if hasattr(group, "get_group") and hasattr(group, "mesh"):
+        return group.get_group() if group.ndim == 1 else _group_of_mesh(group)
+    msg = f"expected a process group, a device mesh or None for all ranks, got {type(group).__name__}"
+    raise TypeError(msg)
+
+
+def _group_of_mesh(mesh: Any) -> Group:
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    _place_of(dist.get_rank(), ranks)
+    kept = _of_meshes.setdefault(dist.group.WORLD, {})
+    if ranks not in kept:
+        # those of other ranks need not come
+        kept[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return kept[ranks]
+
+
+def ranks_of(group: Group) -> tuple[int, list[int]]:
+    """Return this process's place in a group, and the global ranks of the group.
+
+    Raises:
+        RankError: where this process is none of them; for a group that was destroyed.
+    """
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        msg = "this process group was destroyed: make what was made with it anew, gm.Ranks say"
+        raise RankError(msg) from None
+    return _place_of(dist.get_rank(), ranks), ranks
+
+
+def _place_of(rank: int, ranks: Sequence[int]) -> int:
+    if rank not in ranks:
+        msg = f"rank {rank} is not in the group of ranks {listed(ranks)}"
+        raise RankError(msg)
+    return ranks.index(rank)
+
+
+def side_group(ranks: Sequence[int], timeout: float) -> Group:
+    """Return a new Gloo group, for collectives beside those of training; all its ranks have to come here.
+
+    ``timeout``: seconds of waits in it; of its own accord it gives up later.
+    """
+    # made by some alone it has the name of one that was closed, whose addresses are still in the store
+    some = len(ranks) < dist.get_world_size()
+    try:
+        end = timedelta(seconds=timeout + _LATER)
+        return dist.new_group(list(ranks), timeout=end, backend="gloo", use_local_synchronization=some)
+    except (RuntimeError, ValueError) as error:
+        msg = f"cannot make a Gloo group of {len(ranks)} ranks: {one_line(error)}"
+        raise RankError(msg) from error
+
+
+def close(group: Group) -> None:
+    """Give up a group. Does not wait for what is still under way in it."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return ``0, 1, 2``; of many the first ones and how many more there are."""
+    some = ", ".join(map(str, ranks[:_NAMED]))
+    return f"{some} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else some
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error in one line."""
+    # Gloo puts sources' lines before its reason and advice after it
+    text = " ".join(str(error).split()).partition(". This may indicate")[0]
+    return re.sub(r"\[(enforce fail at )?[^\[\]\s]+:\d+\] ", "", text)[:300]

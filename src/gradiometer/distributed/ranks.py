@@ -1,0 +1,446 @@
+"""Many ranks: statistics of what each holds -> those of the whole model, by one sum and one maximum."""
+
+from __future__ import annotations
+
+import math
+import weakref
+import zlib
+from contextlib import suppress
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradiometer.columns import NUM_COLUMNS, NUM_SUM_COLUMNS, derived
+from gradiometer.distributed import collectives, process_groups
+from gradiometer.distributed.global_plan import Agreement, DisagreementError, Member, agree
+from gradiometer.distributed.rendezvous import RankError
+from gradiometer.distributed.shard_patterns import check_matches, check_patterns, with_shards
+from gradiometer.distributed.sharding import Holding, Layout, layout_of
+from gradiometer.inputs import check_names, has_float64, is_dtensor, local_shard, named_parameters, places
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gradiometer.distributed.process_groups import Group
+    from gradiometer.inputs import Named, Parameters, Place
+
+__all__ = ["Ranks"]
+
+# of a row that some rank has measured, and that is finite there; less than any rank's code
+_MEASURED = 0.5
+
+# seconds
+_TIMEOUT = 60.0
+
+# kinds of calls that are told apart: beside a hash of 32 bits they fit into an exact float64
+_KINDS = 1 << 20
+# seconds that ranks have to say what they do, once they do not do the same
+_MOMENT = 10.0
+# seconds
+_LONGEST = 1e6
+
+
+class Ranks:
+    """What the ranks of a job have agreed on: the rows of all tensors, and which rank counts what.
+
+    All ranks make it at the same place, once, outside of a compiled step: they compare what they have, and
+    find one order of all names. Then ``collect_grads(model, reduce=ranks)``, or ``stats.reduce(ranks)``,
+    merges what every rank has measured with one sum and one maximum over the group, ``(T, 7)`` and
+    ``(T + 1, 2)`` float64, whatever the model. A rank that has no gradient of a tensor, or no such tensor,
+    adds nothing, and waits for nobody.
+
+    Raw columns merge over the dimensions of a mesh in which a tensor is sharded. Of copies, as in
+    replicated dimensions and of plain tensors, the first rank's counts.
+
+    Args:
+        model: this rank's part: what `gradiometer.collect_grads` takes.
+        group: the ranks, a process group or a device mesh; None: all.
+        shards: of tensors of which ranks hold different parts that no placement tells of: a regular
+            expression that is searched in the name -> the process group of these ranks (None: all). Plain
+            shards are such, and experts, plain ones and DTensors, that have the same names on each rank.
+        timeout: seconds to wait for other ranks: here, and in each reduction on the CPU; a rank that comes
+            later does no harm to later calls. Elsewhere the group's own time-out counts.
+
+    Attributes:
+        names: T rows, on each rank the same.
+        local_names: L tensors of this rank, in its model's order.
+        counted: those of them that this rank counts, and not an earlier one that has a copy.
+        rank, size: this rank's place in the group, and how many there are.
+
+    Raises:
+        RankError: on every rank, where they disagree, naming the first difference; where one does not come.
+        ValueError, TypeError: for arguments that cannot be; for ``shards`` that match no tensor of any rank.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.Ranks(torch.nn.Linear(2, 1))  # in a process of its own
+    <Ranks: rank 0 of 1, 2 tensors, 2 of them here>
+    """
+
+    def __init__(
+        self,
+        model: Parameters,
+        *,
+        group: Any = None,
+        shards: Mapping[str, Any] | None = None,
+        timeout: float = _TIMEOUT,
+    ) -> None:
+        if torch.compiler.is_compiling():
+            msg = "gm.Ranks: ranks cannot agree in a compiled function; make it outside, once, on all ranks"
+            raise RuntimeError(msg)
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < _LONGEST:
+            msg = f"Ranks(timeout={timeout!r}): a number of seconds, above 0 and below {_LONGEST:g}"
+            raise ValueError(msg)
+        shards = {} if shards is None else shards
+        check_patterns(shards)
+        names, tensors = named_parameters(model, "Ranks")
+        check_names(names, "Ranks")
+        home = next((t.device for t in tensors if has_float64(t.device) and t.device.type != "cpu"), None)
+        self._agree(with_shards(layout_of(names, tensors), shards), group, timeout, home)
+        for pattern in shards:
+            check_matches(pattern, self.names)
+
+    @classmethod
+    def of_layout(cls, layout: Layout, home: torch.device | None, *, group: Any = None) -> Ranks:
+        """Agree on tensors of which there is a layout, and whose columns are on a device."""
+        self = cls.__new__(cls)
+        self._agree(layout, group, _TIMEOUT, None if home is None or home.type == "cpu" else home)
+        return self
+
+    def _agree(self, layout: Layout, group: Any, timeout: float, home: torch.device | None) -> None:
+        self.layout = layout
+        self.local_names = layout.names
+        self.timeout = float(timeout)
+        # not kept alive: a group ends when torch.distributed gives it up
+        self._group: Any = _no_group
+        self.rank, self.global_ranks = 0, [0]
+        if group is not None or process_groups.is_active():
+            live = process_groups.group_of(group)
+            self._group = weakref.ref(live)
+            self.rank, self.global_ranks = process_groups.ranks_of(live)
+        self.size = len(self.global_ranks)
+        self.agreement, kinds = _exchange(layout, home, self.group, self.size, self.timeout)
+        if home is None and kinds:
+            # the others meet on such devices, and one without tensors has to come there
+            home = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+        self.names = self.agreement.names
+        rows = {name: row for row, name in enumerate(self.names)}
+        # where this rank's tensors are among all rows
+        self._rows = [rows[name] for name in self.local_names]
+        self._is_whole = self.local_names == self.names
+        self._places = {name: place for place, name in enumerate(self.local_names)}
+        counted = self.agreement.counts(self.rank)
+        self._counts_all = all(counted)
+        self.counted = frozenset(compress(self.local_names, counted))
+        own = set(compress(self._rows, counted))
+        mask = [row in own for row in range(len(self.names))]
+        self._counted = torch.tensor(mask, dtype=torch.bool, device=home).unsqueeze(1)
+        self._calls = 0
+        self._checked: Layout | None = layout
+        # the same on all ranks
+        self._hash = zlib.crc32(b"".join(self.agreement.layouts))
+
+    @property
+    def group(self) -> Group:
+        """The process group; None: there is one rank and no group.
+
+        Raises:
+            RankError: once it has been destroyed.
+        """
+        group = self._group()
+        if group is None and self._group is not _no_group:
+            msg = "the process group of these Ranks was destroyed: make gm.Ranks anew"
+            raise RankError(msg)
+        return group
+
+    def __copy__(self) -> Ranks:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        # of a process group there is no copy, and nothing else here changes
+        return self
+
+    def __reduce__(self) -> Any:
+        msg = "Ranks belong to a process group and cannot be pickled: "
+        raise TypeError(msg + "make gm.Ranks(model) where they are loaded")
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        here = len(self.local_names)
+        return f"<Ranks: rank {self.rank} of {self.size}, {len(self.names)} tensors, {here} of them here>"
+
+    def where(self, name: str, rank: int) -> str:
+        """Return where a rank stands in the mesh of a tensor: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
+        return self.agreement.where(self.names.index(name), rank)
+
+    def to_rows(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
+        """Return this rank's contribution to all rows: ``(len(names), ...) -> (T, ...)``; 0 is nothing.
+
+        Raises:
+            ValueError: for a name that is none of this rank's.
+        """
+        columns = self._spread(names, columns)
+        if not self._counts_all:
+            # on the CPU it is used at once, and must have arrived
+            counted = self._counted.to(columns.device, non_blocking=columns.device.type != "cpu")
+            # not by a product: a sum of squares may be inf
+            columns = torch.where(counted, columns, 0.0)
+        return columns
+
+    def _spread(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
+        same = names == self.local_names
+        if not (same and self._is_whole):
+            rows = self._rows if same else self._rows_of(names)
+            if columns.device.type == "cpu" and not torch.compiler.is_compiling():
+                # elsewhere the index would have to travel
+                spread = columns.new_zeros((len(self.names), *columns.shape[1:]))
+                columns = spread.index_copy_(0, torch.tensor(rows, dtype=torch.int64), columns)
+            else:
+                columns = derived.spread(columns, rows, len(self.names))
+        return columns
+
+    def _rows_of(self, names: tuple[str, ...]) -> list[int]:
+        unknown = [name for name in names if name not in self._places]
+        if unknown:
+            msg = f"reduce: {unknown[0]!r} was not there when the ranks agreed; "
+            raise ValueError(msg + "pass the same names, or make gm.Ranks anew, on all")
+        return [self._rows[self._places[name]] for name in names]
+
+    def fail(self, error: Exception) -> None:
+        """Tell the other ranks, which wait for this one in `reduce`, that it has failed."""
+        if self.size > 1 and not torch.compiler.is_compiling():
+            nothing = torch.zeros((0, NUM_COLUMNS), dtype=torch.float64, device=self._counted.device)
+            with suppress(Exception):
+                self.reduce((), nothing, failure=error)
+
+    def reduce(
+        self,
+        names: tuple[str, ...],
+        columns: Tensor,
+        *,
+        failure: Exception | None = None,
+        kind: str = "reduce",
+    ) -> tuple[Tensor, Tensor]:
+        """Return the columns of all rows, merged over the ranks, and where what is not finite was found.
+
+        At most two collectives. Every rank has to call it, in the same order; where one calls something
+        else, it is an error on every rank: at once on the CPU; on other devices, where nothing waits, the
+        columns are NaN, which ``materialize`` refuses.
+
+        Args:
+            names: rows of this rank's tensors; those without a row add nothing.
+            columns: their ``(len(names), C) float64``.
+            failure: why this rank has nothing to tell, and never will.
+            kind: of what and how it is done, the same on all ranks; looked at outside of compiled functions.
+
+        Returns:
+            ``(T, C) float64``, and ``(T,) float64``: the first rank, by its place in the group, that has a
+            NaN or Inf in its part or copy, be it counted or not; -1: none; -2: no rank has told of this row.
+
+        Raises:
+            RankError: where a rank does something else, or does not answer.
+            ValueError: for a name that is none of this rank's.
+        """
+        home = self._counted.device
+        if home.type != "cpu":
+            # one with gradients on its second device alone, say, would be somewhere else than the others
+            columns = columns.to(home, non_blocking=True)
+        bad = derived.value(columns, "n_nonfinite") > 0
+        # the largest is the first rank's; a row that is there is above 0
+        code = torch.where(bad, float(self.size - self.rank), 0.0).unsqueeze(1)
+        try:
+            mine = self.to_rows(names, torch.cat([columns, torch.full_like(code, _MEASURED)], dim=1))
+            # of copies that are not counted, too: one alone may have a NaN
+            code = self._spread(names, code)
+        except ValueError as error:
+            if torch.compiler.is_compiling() or self.size == 1:
+                raise
+            # the others wait for this rank
+            failure = error
+            mine = columns.new_zeros((len(self.names), NUM_COLUMNS + 1))
+            code = mine[:, NUM_COLUMNS:]
+        mine = torch.cat([mine[:, :NUM_COLUMNS], torch.maximum(mine[:, NUM_COLUMNS:], code)], dim=1)
+        if self.size == 1:
+            return mine[:, :NUM_COLUMNS], self._origin(mine[:, NUM_COLUMNS])
+        sums, tops = mine[:, :NUM_SUM_COLUMNS], mine[:, NUM_SUM_COLUMNS:]
+        low, high = self._marks(kind, failure)
+        # filled in on the device: nothing is copied there
+        check = [tops.new_full((1, 1), low), tops.new_full((1, 1), -high)]
+        tops = torch.cat([tops, torch.cat(check, dim=1)])
+        sums, tops = collectives.all_reduce_pair([(sums, "sum"), (tops, "max")], self.group, self.timeout)
+        return self._merged(sums, tops, kind, failure)
+
+    def _merged(
+        self, sums: Tensor, tops: Tensor, kind: str, failure: Exception | None
+    ) -> tuple[Tensor, Tensor]:
+        rows = len(self.names)
+        agree_here = tops[rows, 0] <= -tops[rows, 1]
+        merged = torch.cat([sums, tops[:rows, :1]], dim=1)
+        if not torch.compiler.is_compiling() and tops.device.type == "cpu":
+            if not bool(agree_here):
+                raise self._difference(kind, failure) from failure
+        else:
+            merged = torch.where(agree_here, merged, torch.nan)
+        if failure is not None:
+            raise failure
+        return merged, self._origin(tops[:rows, 1])
+
+    def _origin(self, code: Tensor) -> Tensor:
+        return torch.where(code >= 1, self.size - code, torch.where(code > 0, -1.0, -2.0))
+
+    def _marks(self, kind: str, failure: Exception | None) -> tuple[float, float]:
+        """Return a range of whole numbers, exact in float64; the ranges of ranks that do the same meet.
+
+        In a compiled function calls are not told apart, and its ranks meet those that run without.
+        """
+        first = self._hash * _KINDS
+        if failure is not None:
+            # empty: it meets none
+            return float(first + _KINDS), -1.0
+        if torch.compiler.is_compiling():
+            return float(first), float(first + _KINDS - 1)
+        self._calls += 1
+        mark = float(first + zlib.crc32(f"{self._calls} {kind}".encode()) % _KINDS)
+        return mark, mark
+
+    def _difference(self, kind: str, failure: Exception | None) -> Exception:
+        """Find out which rank does what. All ranks come here, as all see the same marks."""
+        calls, self._calls = self._calls, 0
+        mine = (calls, kind, self._hash, None if failure is None else str(failure))
+        try:
+            told = collectives.share(mine, self.group, min(self.timeout, _MOMENT), "reduce")
+        except RankError as error:
+            # such as ranks in compiled functions, in which nothing is raised
+            return failure or RankError(
+                f"reduce: the ranks do not reduce the same, and not all say what; {error}"
+            )
+        for rank, (*_, text) in enumerate(told):
+            if text is not None:
+                return failure or RankError(f"reduce: rank {self.global_ranks[rank]} failed: {text}")
+        other = next((rank for rank, what in enumerate(told) if what != told[0]), 0)
+        first, theirs = told[0], told[other]
+        if first[1] != theirs[1]:
+            here, there = first[1], theirs[1]
+        elif first[2] != theirs[2]:
+            here, there = ("with Ranks that were made for another model" if i else first[1] for i in (0, 1))
+        else:
+            here, there = f"at call {first[0]} of these Ranks", f"at call {theirs[0]}"
+        return RankError(
+            f"reduce: rank {self.global_ranks[other]} is in {there}, and rank {self.global_ranks[0]} in "
+            f"{here}: every rank has to reduce the same, in the same order"
+        )
+
+    def check(self, layout: Layout | None, what: str) -> None:
+        """Refuse tensors that are not what the ranks have agreed on, such as what was whole and is cut now.
+
+        Raises:
+            ValueError: for the first of them.
+        """
+        if layout is None or layout is self._checked:
+            return
+        for name, holding in zip(layout.names, layout.holdings, strict=True):
+            place = self._places.get(name)
+            if place is None:
+                continue
+            then = self.layout.holdings[place]
+            if then.shape is not None and _kind(layout, holding) != _kind(self.layout, then):
+                msg = f"{what}: {name!r} is {holding}, and was {then} when the ranks agreed"
+                raise ValueError(msg + "; make gm.Ranks anew, on all ranks")
+        self._checked = layout
+
+    def norm_of(self, norm: Tensor, order: float) -> Tensor:
+        """Return the norm of all ranks' norms, 0-d float64, of any order but 0.
+
+        ``norm``: this rank's, not NaN; what adds nothing, 0 or for a negative order inf, where it has none.
+        At most two collectives of one number.
+        """
+        if self.size == 1:
+            return norm
+        if order > 0:
+            norm = norm.clamp(max=torch.finfo(torch.float64).max)
+        # what weighs most
+        sign = 1.0 if order > 0 else -1.0
+        most = sign * collectives.all_reduce(sign * norm, "max", self.group, self.timeout)
+        if math.inf in {order, -order}:
+            return most
+        # in units of that no power overflows
+        unit = torch.where((most > 0.0) & (most < math.inf), most, 1.0)
+        powers = collectives.all_reduce((norm / unit) ** order, "sum", self.group, self.timeout)
+        return powers ** (1.0 / order) * unit
+
+    def settle(self, grads: Named, parameters: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Return what this rank holds of each gradient, placed as its parameter is.
+
+        Summands that the ranks have not added up, such as of a normalization under sequence parallelism, are
+        added up first: all of one mesh and dtype in one collective; those of a parameter that is itself
+        summands, too. The gradient itself stays as it is. All ranks of its mesh have to come here.
+
+        Raises:
+            TypeError: where a gradient and its parameter are on different meshes.
+        """
+        if not any([is_dtensor(kind) for kind in {type(x) for x in (*grads.tensors, *parameters)}]):
+            return list(grads.tensors)
+        shards: list[Tensor] = []
+        summands: dict[Any, list[int]] = {}
+        for name, grad, parameter in zip(*grads, parameters, strict=True):
+            like, dimensions = _summed(*places(name, grad, parameter, what))
+            if dimensions:
+                key = (like.device_mesh, dimensions, like.dtype)  # type: ignore[attr-defined]
+                summands.setdefault(key, []).append(len(shards))
+            shards.append(local_shard(like) if is_dtensor(type(like)) else like)
+        for (mesh, dimensions, _), indices in summands.items():
+            flat = torch.cat([shards[i].reshape(-1) for i in indices])
+            for dimension in dimensions:
+                flat = collectives.all_reduce(flat, "sum", mesh.get_group(dimension), self.timeout)
+            sizes = [shards[i].numel() for i in indices]
+            for i, part in zip(indices, flat.split(sizes), strict=True):
+                shards[i] = part.view(shards[i].shape)
+        return shards
+
+
+def _exchange(
+    layout: Layout, home: torch.device | None, group: Group, size: int, timeout: float
+) -> tuple[Agreement, list[str]]:
+    """Tell the others what is here, hear what they have, and agree; on each rank the same.
+
+    Returns the agreement, and the kinds of devices that ranks have their columns on, but for the CPU.
+    """
+    members, layouts = [Member(layout.digest, layout.coordinates)], {layout.digest: layout}
+    kinds: list[str] = []
+    if size > 1:
+        mine = (*members[0], None if home is None else home.type)
+        told = collectives.share(mine, group, timeout, "gm.Ranks")
+        members = [Member(*each) for *each, _ in told]
+        kinds = [kind for *_, kind in told if kind is not None]
+        # most ranks have the same layout: only the first of each kind tells it
+        firsts: dict[bytes, int] = {}
+        for place, member in enumerate(members):
+            firsts.setdefault(member.digest, place)
+        is_first = process_groups.ranks_of(group)[0] in firsts.values()
+        told = collectives.share(layout if is_first else None, group, timeout, "gm.Ranks")
+        layouts = {digest: told[place] for digest, place in firsts.items()}
+    try:
+        return agree(members, layouts), kinds
+    except DisagreementError as error:
+        msg = f"gm.Ranks: the ranks differ: {error}"
+        raise RankError(msg) from None
+
+
+def _no_group() -> None:
+    return None
+
+
+def _kind(layout: Layout, holding: Holding) -> tuple[object, ...]:
+    """Return what decides how a tensor is merged; not its dtype, which may change."""
+    mesh = None if holding.mesh < 0 else layout.meshes[holding.mesh].shape
+    return holding.shape, mesh, holding.placements
+
+
+def _summed(grad: Any, found: list[Place]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the gradient as it has to be measured, and the dimensions of the mesh to add it up over."""
+    moved = tuple([i for i, place in enumerate(found) if not place.is_settled])
+    if all([str(found[i].now) == "P(sum)" and found[i].then is None for i in moved]):
+        return grad, moved
+    with torch.no_grad():
+        return grad.redistribute(placements=[place.then or collectives.whole() for place in found]), ()

@@ -1,0 +1,61 @@
+"""The `shards` argument of `Ranks`: patterns of names -> the ranks that hold parts of these tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gradiometer.distributed import process_groups
+from gradiometer.distributed.sharding import Holding, Layout, Mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+__all__ = ["check_matches", "check_patterns", "with_shards"]
+
+
+def check_patterns(shards: Any) -> None:
+    """Refuse what does not map regular expressions to groups."""
+    if not isinstance(shards, Mapping):
+        msg = f"Ranks: shards must map regular expressions to groups, got {type(shards).__name__}"
+        raise TypeError(msg)
+    for pattern in shards:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            msg = f"Ranks(shards=...): {pattern!r} is no regular expression: {error}"
+            raise ValueError(msg) from None
+
+
+def check_matches(pattern: str, names: Sequence[str]) -> None:
+    """Refuse a pattern that says nothing of any tensor of any rank."""
+    if not any([re.search(pattern, name) for name in names]):
+        some = ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")
+        msg = f"Ranks(shards=...): {pattern!r} matches no tensor of any rank; there are {some or 'none'}"
+        raise ValueError(msg)
+
+
+def with_shards(layout: Layout, shards: Mapping[str, Any]) -> Layout:
+    """Return the layout in which tensors that differ between ranks have a mesh that tells so."""
+    holdings, meshes = list(layout.holdings), list(layout.meshes)
+    for pattern, group in shards.items():
+        size, rank = 1, 0
+        if group is not None or process_groups.is_active():
+            rank, ranks = process_groups.ranks_of(process_groups.group_of(group))
+            size = len(ranks)
+        made: dict[int, int] = {}
+        for place, name in enumerate(layout.names):
+            if not re.search(pattern, name):
+                continue
+            _, dtype, mesh, placements = holdings[place]
+            if mesh not in made:
+                # a dimension more than the mesh of a DTensor has
+                base = meshes[mesh] if mesh >= 0 else Mesh((), (), ())
+                at = None if base.coordinate is None else (rank, *base.coordinate)
+                made[mesh] = len(meshes)
+                meshes.append(Mesh((pattern, *base.names), (size, *base.shape), at))
+            holdings[place] = Holding(None, dtype, made[mesh], ("S", *placements))
+    return replace(layout, holdings=tuple(holdings), meshes=tuple(meshes))

@@ -1,0 +1,64 @@
+"""What a user passes -> named tensors.
+
+A module, a mapping, a list or pairs come in; `Named` goes out: names without the parts that wrappers add, and
+tensors that can be measured. Everything else is refused with an error that names the tensor and says what to
+do. Nothing here computes.
+"""
+
+from gradiometer.inputs.checks import (
+    Traits,
+    check,
+    has_float64,
+    is_plain_subclass,
+    layout,
+)
+from gradiometer.inputs.dtensor import (
+    Place,
+    is_dtensor,
+    is_partial,
+    is_whole,
+    local_shard,
+    local_shards,
+    placed_like,
+    places,
+)
+from gradiometer.inputs.named import (
+    Named,
+    Tensors,
+    check_names,
+    named_tensors,
+    present,
+)
+from gradiometer.inputs.parameters import (
+    Parameters,
+    named_parameters,
+)
+from gradiometer.inputs.views import (
+    as_flat,
+    as_real,
+)
+
+__all__ = [
+    "Named",
+    "Parameters",
+    "Place",
+    "Tensors",
+    "Traits",
+    "as_flat",
+    "as_real",
+    "check",
+    "check_names",
+    "has_float64",
+    "is_dtensor",
+    "is_partial",
+    "is_plain_subclass",
+    "is_whole",
+    "layout",
+    "local_shard",
+    "local_shards",
+    "named_parameters",
+    "named_tensors",
+    "placed_like",
+    "places",
+    "present",
+]

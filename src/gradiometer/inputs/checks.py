@@ -1,0 +1,137 @@
+"""What can be measured; everything else is refused by name before any work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+if TYPE_CHECKING:
+    from gradiometer.inputs.named import Named
+
+__all__ = ["Traits", "check", "has_float64", "is_plain_subclass", "layout", "refusal"]
+
+_DTYPES: Final = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+        torch.complex128,
+        torch.complex64,
+        torch.complex32,
+    }
+)
+
+
+_UNINITIALIZED: Final = (UninitializedParameter, UninitializedBuffer)
+_LAYOUTS: Final = frozenset({torch.strided, torch.sparse_coo})
+
+
+def is_plain_subclass(kind: type) -> bool:
+    """Tell whether this is a subclass in Python alone, such as a labelled tensor, and not a parameter."""
+    if kind is Tensor or issubclass(kind, nn.Parameter):
+        return False
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+class Traits(NamedTuple):
+    """What kinds of tensors a list holds: a few, however many tensors there are."""
+
+    types: set[type]
+    layouts: set[torch.layout]
+    # in the order in which they appear
+    devices: list[torch.device]
+
+
+def check(named: Named, what: str) -> Traits:
+    """Refuse what cannot be measured.
+
+    Raises:
+        TypeError: for what is no tensor, or a tensor of a kind that has no such statistics.
+    """
+    tensors = named.tensors
+    types = {type(tensor) for tensor in tensors}
+    kinds: dict[tuple[torch.dtype, torch.layout, torch.device], None] = {}
+    fine = all([_is_measurable_type(kind) for kind in types])
+    if fine:
+        # kinds first: in the steady state no tensor is looked at one by one
+        if torch.compiler.is_compiling():
+            kinds = dict.fromkeys([(tensor.dtype, layout(tensor), tensor.device) for tensor in tensors])
+        else:
+            kinds = dict.fromkeys([(tensor.dtype, tensor.layout, tensor.device) for tensor in tensors])
+        fine = all([_is_measurable(*kind) for kind in kinds])
+        fine = fine and not any([tensor.is_nested for tensor in tensors])
+    if not fine:
+        for name, tensor in zip(named.names, tensors, strict=True):
+            reason = refusal(tensor)
+            if reason is not None:
+                msg = f"{what}: {name!r} {reason}"
+                raise TypeError(msg)
+    devices = list(dict.fromkeys([device for _, _, device in kinds]))
+    return Traits(types, {layout for _, layout, _ in kinds}, devices)
+
+
+def layout(tensor: Tensor) -> torch.layout:
+    """Return a tensor's layout; in a graph, where tensors are strided or sparse COO, without asking for it.
+
+    Dynamo does not let ``autograd.Function.backward`` read the attribute.
+    """
+    if torch.compiler.is_compiling():
+        return torch.sparse_coo if tensor.is_sparse else torch.strided
+    return tensor.layout
+
+
+def _is_measurable_type(kind: type) -> bool:
+    return issubclass(kind, Tensor) and not issubclass(kind, _UNINITIALIZED)
+
+
+def _is_measurable(dtype: torch.dtype, layout: torch.layout, device: torch.device) -> bool:
+    return (
+        dtype in _DTYPES and layout in _LAYOUTS and has_float64(device) and not _is_sparse_fp8(dtype, layout)
+    )
+
+
+def _is_sparse_fp8(dtype: torch.dtype, layout: torch.layout) -> bool:
+    return layout == torch.sparse_coo and dtype.itemsize == 1
+
+
+def has_float64(device: torch.device) -> bool:
+    """Tell whether statistics can be computed on this device."""
+    if device.type == "xpu" and torch.xpu.is_available():
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type not in {"mps", "meta"}
+
+
+def refusal(tensor: object) -> str | None:
+    """Say why this cannot be measured and what to do, or None."""
+    if isinstance(tensor, nn.Module):
+        return "is a module; pass one module alone, or its named_parameters()"
+    if isinstance(tensor, dict) and "params" in tensor:
+        return "is a group of parameters; pass group['params']"
+    if not isinstance(tensor, Tensor):
+        return f"is no tensor but {type(tensor).__name__}; leave it out or convert it with torch.as_tensor"
+    if isinstance(tensor, _UNINITIALIZED):
+        return "is not initialized and has no values; run the model once first"
+    if tensor.is_nested:
+        return "is a nested tensor; pass its values, tensor.values()"
+    if tensor.layout not in _LAYOUTS:
+        return f"has layout {tensor.layout}; pass tensor.to_dense(), or its tensor.values()"
+    if tensor.is_quantized:
+        return f"is quantized ({tensor.dtype}); pass tensor.dequantize()"
+    if tensor.dtype not in _DTYPES:
+        return f"has dtype {tensor.dtype}; convert it to one that holds real or complex numbers, float32 say"
+    if _is_sparse_fp8(tensor.dtype, tensor.layout):
+        return f"is sparse and of {tensor.dtype}, which torch cannot coalesce; convert it to float16 first"
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no values; materialize the model first"
+    if not has_float64(tensor.device):
+        return f"is on {tensor.device}, which has no float64; move it to the CPU first, tensor.cpu()"
+    return None

@@ -1,0 +1,114 @@
+"""The tensors that a user passes, with their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Named", "Tensors", "check_names", "named_tensors", "present", "with_names"]
+
+Tensors = Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+
+# distinct lists of names kept; a training step has one or two
+NAMES_KEPT: Final = 16
+
+# put into names by torch.compile, FSDP and activation checkpointing; they are no part of the model
+_WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class Named(NamedTuple):
+    """Tensors, and a name of each."""
+
+    names: tuple[str, ...]
+    tensors: list[Tensor]
+
+
+def present(names: tuple[str, ...], tensors: Sequence[Tensor | None]) -> Named:
+    """Leave out what is None."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    if len(found) < len(names):
+        names = tuple([name for name, tensor in zip(names, tensors, strict=True) if tensor is not None])
+    return Named(names, found)
+
+
+def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named:
+    """Return the tensors, with names, of a mapping, of tensors, or of (name, tensor) pairs.
+
+    Tensors without names are named by their position. Wrappers' parts of names are left out.
+    """
+    if isinstance(source, nn.Module):
+        msg = f"{what}: got a module; collect_grads and collect_weights say what to measure"
+        raise TypeError(msg)
+    if isinstance(source, Mapping):
+        return with_names(list(source.keys()), list(source.values()), what)
+    if isinstance(source, Tensor):
+        msg = f"{what}: expected several tensors, got one; pass {{'name': tensor}} or [tensor]"
+        raise TypeError(msg)
+    if isinstance(source, str) or not isinstance(source, Iterable):
+        if callable(source):
+            msg = f"{what}: got a function; call it and pass what it returns"
+            raise TypeError(msg)
+        msg = f"{what}: expected a module, a mapping or an iterable of tensors, got {type(source).__name__}"
+        raise TypeError(msg)
+    items = list(source)
+    if not any([issubclass(kind, tuple) for kind in {type(item) for item in items}]):
+        return Named(_kept(_positions)(len(items)), items)
+    pairs = [
+        item if isinstance(item, tuple) and len(item) == 2 else (str(i), item) for i, item in enumerate(items)
+    ]
+    return with_names([name for name, _ in pairs], [tensor for _, tensor in pairs], what)
+
+
+def with_names(names: list[Any], tensors: list[Any], what: str) -> Named:
+    """Return tensors with names that are strings, without the parts that wrappers add."""
+    if {type(name) for name in names} != {str}:
+        for name in names:
+            if not isinstance(name, str):
+                msg = f"{what}: a name must be a string, got {name!r}"
+                raise TypeError(msg)
+    return Named(_kept(_clean)(tuple(names)), tensors)
+
+
+def _positions(count: int) -> tuple[str, ...]:
+    return tuple([str(i) for i in range(count)])
+
+
+def _clean(names: tuple[str, ...]) -> tuple[str, ...]:
+    # one look at all names: most models have no wrapper
+    together = " ".join(names)
+    if not any([wrapper in together for wrapper in _WRAPPERS]):
+        return names
+    return tuple([_without_wrappers(name) for name in names])
+
+
+def _without_wrappers(name: str) -> str:
+    *path, own = name.split(".")
+    return ".".join([*[part for part in path if part not in _WRAPPERS], own])
+
+
+def check_names(names: tuple[str, ...], what: str) -> None:
+    """Refuse a name that stands twice, with a ValueError."""
+    twice = _kept(_twice)(names)
+    if twice is not None:
+        msg = f"{what}: the name {twice!r} stands for two tensors; give each its own"
+        raise ValueError(msg)
+
+
+def _twice(names: tuple[str, ...]) -> str | None:
+    if len(set(names)) == len(names):
+        return None
+    return next(name for i, name in enumerate(names) if name in names[:i])
+
+
+_KEPT: Final = {
+    function: lru_cache(maxsize=NAMES_KEPT)(function) for function in (_positions, _clean, _twice)
+}
+
+
+def _kept(function: Any) -> Any:
+    """Return the function with its last results kept; as it is for Dynamo, which warns of caches."""
+    return function if torch.compiler.is_compiling() else _KEPT[function]

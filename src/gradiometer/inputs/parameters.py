@@ -1,0 +1,46 @@
+"""The parameters of a module, or of a list of parameters, with their names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from gradiometer.inputs.checks import refusal
+from gradiometer.inputs.named import Named, Tensors, named_tensors, present, with_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["Parameters", "named_parameters"]
+
+Parameters = nn.Module | Tensors
+
+
+def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what: str) -> Named:
+    """Return the parameters, with names, of a module or of what `named_tensors` takes; tied ones once."""
+    if isinstance(source, nn.Module):
+        pairs = list(_unwrapped(source).named_parameters())
+        return with_names([name for name, _ in pairs], [parameter for _, parameter in pairs], what)
+    named = named_tensors(source, what)
+    for name, parameter in zip(named.names, named.tensors, strict=True):
+        if not isinstance(parameter, Tensor):
+            msg = f"{what}: {name!r} {refusal(parameter)}"
+            raise TypeError(msg)
+    seen: set[Tensor] = set()
+    once: list[Tensor | None] = []
+    for parameter in named.tensors:
+        once.append(None if parameter in seen else parameter)
+        seen.add(parameter)
+    return present(named.names, once)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the model inside of what torch.compile and data parallelism put around it."""
+    while True:
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            module = module.module
+        elif type(module).__name__ == "OptimizedModule":
+            module = module._orig_mod  # type: ignore[assignment] # noqa: SLF001
+        else:
+            return module

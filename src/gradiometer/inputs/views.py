@@ -1,0 +1,33 @@
+"""Views of a tensor as the plain numbers that are measured."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_flat", "as_real"]
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as its real view ``(..., 2)``, any other as it is; lazy signs are applied."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj().resolve_neg())
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def as_flat(tensor: Tensor) -> Tensor | None:
+    """Return the tensor's memory as one dimension, or None where it has gaps or overlaps.
+
+    A transposed or channels_last tensor comes in the order of its memory: no statistic depends on
+    the order of elements.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return None
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,))

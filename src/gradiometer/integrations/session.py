@@ -1,0 +1,274 @@
+"""What the callbacks share: a `Monitor` for each training run, which cannot stop that run."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gradiometer import distributed
+from gradiometer.columns import DEFAULT_THRESHOLDS
+from gradiometer.control import inverse_scale
+from gradiometer.distributed import RankError
+from gradiometer.inputs import is_dtensor
+from gradiometer.monitor import Monitor
+from gradiometer.stats import collect_grads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch.amp import GradScaler
+
+__all__ = ["Watch", "has_whole_gradients", "is_first", "scaler_of", "while_running"]
+
+_LOG = logging.getLogger("gradiometer")
+
+# seconds for other ranks to have made their Monitor, in which they may wait for one another for a minute
+_TIMEOUT = 75.0
+_MOMENT = 10.0
+
+# what wraps a model so that its parameters are not those that are trained, nor DTensors
+_ENGINES: Final = frozenset(
+    {"FullyShardedDataParallel", "XlaFullyShardedDataParallel", "DeepSpeedEngine", "MegatronEngine"}
+)
+
+_Hook = TypeVar("_Hook", bound="Callable[..., None]")
+
+
+def while_running(hook: _Hook) -> _Hook:
+    """Let a callback's hook do nothing while there is nothing to watch; an error in it ends the watching."""
+
+    @wraps(hook)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+        watch: Watch = self._watch
+        if not watch.running:
+            return
+        try:
+            hook(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 whatever it is, training goes on
+            watch.give_up(f"{type(error).__name__}: {error}")
+
+    return guarded  # type: ignore[return-value]
+
+
+class Watch:
+    """One training run after the other under a `Monitor` each.
+
+    Args:
+        what: the name of the callback, for messages.
+        options: of `Monitor`, but for its model.
+
+    Attributes:
+        monitor: of the current run or the last one; None before the first.
+        running: whether there is a run that is being watched.
+
+    Raises:
+        TypeError: for an option that Monitor does not have.
+    """
+
+    def __init__(self, what: str, options: Mapping[str, Any]) -> None:
+        # a misspelt option is said here, not when training begins
+        inspect.signature(Monitor).bind(None, **options)
+        self.monitor: Monitor | None = None
+        self.running = False
+        self._what = what
+        self._options = dict(options)
+        self._names: dict[Tensor, str] = {}
+        self._scalars: dict[str, Tensor | float] = {}
+        self._measured = False
+
+    def begin(
+        self, model: nn.Module, *, scaler: GradScaler | None, step: int, state: Mapping[str, Any] | None
+    ) -> None:
+        """Start to watch a model, from this step on, or from where the state of an earlier monitor ends.
+
+        A step is marked as skipped where the scaler skips it: nothing else there heeds ``skip_step``.
+
+        Raises:
+            ValueError: for a value that Monitor refuses.
+            ImportError: for a run record or a sink whose package is not there.
+        """
+        self.end()
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._scalars, self._measured = {}, False
+        failure = None
+        try:
+            self.monitor = Monitor(_measurable(model), **self._options)
+            self.monitor.skips = scaler is not None
+            self.running = True
+        except (ValueError, ImportError):
+            raise  # an option that cannot be had: to be put right before training begins
+        except Exception as error:  # noqa: BLE001 such as a parameter that cannot be measured
+            failure = error
+        ranks = self._options.get("ranks", True)
+        # a checkpoint has what the first rank remembers, which is none of a rank's by itself
+        state = state if is_first() else None
+        if ranks is False or not distributed.is_active():
+            if failure is None:
+                self._resume(state, step)
+        else:
+            failure = self._begin_together(failure, state, step)
+        if failure is not None:
+            text, of_all = _description(failure)
+            self.give_up(text, for_all=of_all)
+
+    def _begin_together(
+        self, failure: Exception | None, state: Mapping[str, Any] | None, step: int
+    ) -> Exception | None:
+        """Go on where the first rank does; return why this run is not watched, on all ranks the same."""
+        group = distributed.group_of(None)
+        # who has waited for others in vain already does not do so again for long
+        timeout = _MOMENT if isinstance(failure, RankError) else _TIMEOUT
+        try:
+            distributed.rendezvous(group, timeout, self._what)
+            told = distributed.share(_description(failure), group)
+            failed = [(of_all, rank, text) for rank, (text, of_all) in enumerate(told) if text]
+            if failed:
+                # most ranks know no more than that another one has failed
+                of_all, rank, text = min(failed)
+                return RankError(text if of_all else f"rank {rank}: {text}")
+            assert self.monitor is not None  # noqa: S101 for the type checker
+            if is_first():
+                state = self._resume(state, step)
+            state, step = distributed.tell((state, self.monitor.step), 0, group)
+            if not is_first():
+                self._resume(state, step)
+        except Exception as error:  # noqa: BLE001 a store that is gone, say: training goes on
+            return failure or error
+        return None
+
+    def _resume(self, state: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
+        """Take up a state, if there is one and it can be; return it then."""
+        assert self.monitor is not None  # noqa: S101 for the type checker
+        if state is not None and self._take_up(state):
+            return state
+        if step:
+            self.monitor.step = step
+        return None
+
+    def _take_up(self, state: Mapping[str, Any]) -> bool:
+        assert self.monitor is not None  # noqa: S101 for the type checker
+        try:
+            self.monitor.load_state_dict(state)
+        except Exception as error:  # noqa: BLE001 a state from elsewhere may hold anything
+            what = f"{type(error).__name__}: {error}"
+            self.say(f"cannot take up the state in the checkpoint ({what}); the history begins anew")
+            return False
+        return True
+
+    def record(self, scaler: GradScaler | None = None, only: Iterable[Tensor] | None = None) -> None:
+        """Measure the gradients, of these parameters only, before a clip; multiplied by the scaler or not."""
+        assert self.monitor is not None  # noqa: S101 for the type checker
+        inv_scale = None if scaler is None else inverse_scale(scaler)
+        if only is None:
+            self.monitor.record(inv_scale=inv_scale)
+        else:
+            pairs = [(self._names[p], p) for p in only if p in self._names]
+            thresholds = self._options.get("thresholds", DEFAULT_THRESHOLDS)
+            self.monitor.record(collect_grads(pairs, thresholds=thresholds, inv_scale=inv_scale))
+        self._measured = True
+
+    def note(self, **scalars: Any) -> None:
+        """Keep scalars for the step, as they are: tensors stay on their device."""
+        for name, value in scalars.items():
+            if isinstance(value, Tensor):
+                # a snapshot: a scheduler changes a learning rate in place
+                self._scalars[name] = _whole(value).clone()
+            elif value is not None:
+                self._scalars[name] = float(value)
+
+    def add_loss(self, loss: Any) -> None:
+        """Add the loss of a micro-batch to that of the step."""
+        if isinstance(loss, Tensor):
+            before, now = self._scalars.get("loss"), _whole(loss)
+            self._scalars["loss"] = now if before is None else before + now
+
+    def advance(self) -> None:
+        """Go on to the next step, if in this one gradients were measured."""
+        assert self.monitor is not None  # noqa: S101 for the type checker
+        if self._measured:
+            self._measured = False
+            scalars, self._scalars = self._scalars, {}
+            self.monitor.advance(**scalars)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the monitor's state; empty if nothing is watched. Fails as little as the rest."""
+        try:
+            return dict(self.monitor.state_dict()) if self.running and self.monitor is not None else {}
+        except Exception as error:  # noqa: BLE001 a checkpoint must be written
+            self.say(f"{type(error).__name__}: {error}; the checkpoint is without the monitor's state")
+            return {}
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Close the monitor; after an error with a black box."""
+        running, self.running = self.running, False
+        if not running or self.monitor is None:
+            return
+        try:
+            if error is None:
+                self.monitor.close()
+            else:
+                self.monitor.__exit__(type(error), error, None)
+        except Exception as failure:  # noqa: BLE001 the training has its result, or its own error
+            self.say(f"{type(failure).__name__}: {failure}; the last steps may not be written")
+
+    def give_up(self, reason: str, *, for_all: bool = False) -> None:
+        """Say why, and watch no more of this run. What all ranks give up ``for_all``, the first one says."""
+        if not for_all or is_first():
+            self.say(f"{reason}; training goes on unwatched")
+        self.end()
+
+    def say(self, message: str) -> None:
+        """Log a warning: one by `warnings` would end the training where they are made errors."""
+        _LOG.warning("%s: %s", self._what, message)
+
+
+def _description(failure: Exception | None) -> tuple[str, bool]:
+    """Return what has failed, and whether that is of other ranks."""
+    if failure is None:
+        return "", False
+    if isinstance(failure, RankError):
+        return str(failure), True
+    return f"{type(failure).__name__}: {failure}", False
+
+
+def _measurable(model: nn.Module) -> nn.Module | list[tuple[str, nn.Parameter]]:
+    """Return the model; of one with quantized weights, the parameters that can have gradients."""
+    pairs = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()]
+    return model if len(pairs) == sum(1 for _ in model.parameters()) else pairs
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return a scalar without its graph; of a DTensor its value, for which summands are added up."""
+    value = value.detach()
+    return value.full_tensor() if is_dtensor(type(value)) else value  # type: ignore[attr-defined]
+
+
+def is_first() -> bool:
+    """Tell whether this process is the first of its job, which speaks for all."""
+    return not distributed.is_active() or distributed.ranks_of(distributed.group_of(None))[0] == 0
+
+
+def has_whole_gradients(model: Any, *, sharded: bool) -> bool:
+    """Tell whether a rank has gradients, or DTensors of them, once backward is through.
+
+    Args:
+        model: what is trained, with all that is wrapped around it.
+        sharded: whether the framework says that ranks hold parts.
+    """
+    if not isinstance(model, nn.Module):
+        return not sharded
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if kinds & _ENGINES:
+        return False
+    return not sharded or any(is_dtensor(type(p)) for p in model.parameters())
+
+
+def scaler_of(owner: Any) -> Any:
+    """Return the GradScaler of an accelerator or precision plugin, if it has one in use."""
+    scaler = getattr(owner, "scaler", None)
+    return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None

@@ -1,0 +1,212 @@
+"""The background threads: recorded steps go through the rules on one, and on to each sink on its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from gradiometer.monitor.failures import LOG, Failures
+from gradiometer.monitor.sink_thread import Lane
+from gradiometer.rules import Finding, Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from gradiometer.monitor.blackbox import BlackBox
+    from gradiometer.recorder import RunInfo, StepRecord
+    from gradiometer.rules import Fault, Rule
+    from gradiometer.sinks import Sink
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """Runs rules and the black box on a thread of its own, in the order of the steps, and sinks on others.
+
+    A sink that is slow, or hangs, costs the rules and the other sinks nothing.
+
+    Args:
+        rules, sinks: what is run; errors in them are counted in ``failures`` and stop nothing.
+        limit: steps that may wait for the rules, and as many for each sink. Of more the oldest are dropped.
+        box: sees every record.
+        failures: counts errors, and the steps dropped by each queue.
+
+    Attributes:
+        ledger: what the rules found.
+
+    >>> from gradiometer.monitor.blackbox import BlackBox
+    >>> from gradiometer.columns import DEFAULT_THRESHOLDS
+    >>> from gradiometer.sinks import Function
+    >>> from gradiometer.recorder import Roster, RunInfo, StepRecord
+    >>> roster, losses = Roster(("w",), ((2,),), ("float32",)), []
+    >>> sink = Function(lambda record: losses.append(record.loss))
+    >>> worker = Worker((), [sink], 16, BlackBox(), Failures())
+    >>> worker.start(RunInfo(roster, DEFAULT_THRESHOLDS, 1, 8, "Linear", 0.0, 0, {}, "cpu"))
+    >>> worker.put([StepRecord(step, 0.0, {"loss": 3.0 - step}, roster, None) for step in range(2)])
+    >>> worker.wait(10), losses
+    (True, [3.0, 2.0])
+    >>> worker.stop(10), worker.dropped
+    (True, 0)
+    """
+
+    def __init__(
+        self, rules: Iterable[Rule], sinks: Iterable[Sink], limit: int, box: BlackBox, failures: Failures
+    ) -> None:
+        self._rules = [(getattr(rule, "name", type(rule).__name__), rule) for rule in rules]
+        self.ledger = Ledger()
+        # held while rules run: who has it sees their history at rest
+        self._state = threading.Lock()
+        self._box = box
+        self._failures = failures
+        self._lanes = [Lane(name, sink, limit, failures) for name, sink in _named(list(sinks)).items()]
+        stage = SimpleNamespace(
+            start=self._open_lanes, write=self._look, fault=self._tell_made, close=self._close_lanes
+        )
+        # where all steps pass first; what fails there beside a rule is counted, and it goes on
+        self._first = Lane("the rules", stage, limit, failures)
+
+    def start(self, info: RunInfo) -> None:
+        """Start the threads; a sink's opens it first."""
+        self.ledger.span(info.every)
+        self._first.start(info)
+
+    def put(self, records: Sequence[StepRecord]) -> None:
+        """Hand over steps, in order. Never waits for rules or sinks."""
+        self._first.put((record, ()) for record in records)
+
+    def put_fault(self, make: Callable[[], Fault]) -> None:
+        """Hand over a fault, made when all steps so far have passed the rules; sinks get it after them."""
+        self._first.put_fault(make)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all that was handed over has been written or dropped; tell whether it has.
+
+        On one of its own threads it does not wait.
+        """
+        if self._is_own_thread():
+            timeout = 0.0
+        end = _deadline(timeout)
+        # first what brings steps to the others
+        return all([lane.wait(_left(end)) for lane in [self._first, *self._lanes]])
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Let the threads write all that waits, close the sinks and end; tell whether all have.
+
+        Those that have not in so many seconds are left behind. After an interrupt it may be called again.
+        """
+        self._first.finish()
+        if self._is_own_thread():
+            return True
+        end = _deadline(timeout)
+        return all([lane.join(_left(end)) for lane in [self._first, *self._lanes]])
+
+    @property
+    def dropped(self) -> int:
+        """Steps dropped by all queues together: one that two sinks miss counts twice."""
+        return sum(lane.dropped for lane in [self._first, *self._lanes])
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread was started and has not ended."""
+        return not all([lane.join(0.0) for lane in [self._first, *self._lanes]])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the rules remember, and the findings."""
+        with self._state:
+            return {
+                "rules": [(name, rule.state_dict()) for name, rule in self._rules],
+                "findings": [finding.to_dict() for finding in self.ledger.findings],
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. A rule takes up the history of one with its name; the others begin anew."""
+        histories: dict[str, list[Any]] = {}
+        for name, history in state["rules"]:
+            histories.setdefault(name, []).append(history)
+        with self._state:
+            for name, rule in self._rules:
+                if histories.get(name):
+                    rule.load_state_dict(histories[name].pop(0))
+            self.ledger.load([Finding.from_dict(values) for values in state["findings"]])
+
+    def _look(self, batch: Sequence[StepRecord], _: Sequence[Finding]) -> None:
+        steps: list[tuple[StepRecord, Sequence[Finding]]] = []
+        faults: list[Fault] = []
+        with self._state:
+            for record in batch:
+                steps.append((record, self._check(record)))
+                try:
+                    self._box.see(record)
+                    if self._box.lost_the_loss:
+                        # of what was known then: the batch goes on
+                        faults.append(
+                            self._box.fault(
+                                "non-finite loss",
+                                f"loss {record.loss_text}",
+                                record.step,
+                                self.ledger.findings,
+                            )
+                        )
+                except BaseException as error:  # noqa: BLE001 the sinks get the step all the same
+                    self._failures.add("black box", error)
+        for lane in self._lanes:
+            lane.put(steps)
+        for fault in faults:
+            self._tell(fault)
+
+    def _check(self, record: StepRecord) -> list[Finding]:
+        changed: list[Finding] = []
+        for name, rule in self._rules:
+            try:
+                changed += self.ledger.add(rule.check(record))
+            except BaseException as error:  # noqa: BLE001 the other rules go on
+                self._failures.add(f"rule {name}", error)
+        return changed
+
+    def _tell_made(self, make: Callable[[], Fault]) -> None:
+        try:
+            fault = make()
+        except BaseException as error:  # noqa: BLE001 the thread goes on
+            self._failures.add("black box", error)
+        else:
+            self._tell(fault)
+
+    def _tell(self, fault: Fault) -> None:
+        for lane in self._lanes:
+            lane.put_fault(fault)
+        # a process that ended in order, and found nothing, has nothing to say
+        if fault.reason != "exit" or fault.first_nonfinite is not None:
+            LOG.warning("%s", fault)
+
+    def _open_lanes(self, info: RunInfo) -> None:
+        for lane in self._lanes:
+            lane.start(info)
+
+    def _close_lanes(self) -> None:
+        for lane in self._lanes:
+            lane.finish()
+
+    def _is_own_thread(self) -> bool:
+        return any(lane.is_own_thread for lane in [self._first, *self._lanes])
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _named(sinks: Sequence[Sink]) -> dict[str, Sink]:
+    named: dict[str, Sink] = {}
+    for sink in sinks:
+        name = base = f"sink {getattr(sink, 'name', type(sink).__name__)}"
+        count = 1
+        while name in named:
+            count += 1
+            name = f"{base} {count}"
+        named[name] = sink
+    return named

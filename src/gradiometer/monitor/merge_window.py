@@ -1,0 +1,215 @@
+"""Windows: some steps of all ranks at once, in two vectors, one to be summed and one to be maximized.
+
+Of each step its scalars and marks, and, where it was recorded, a row for each tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from gradiometer.columns import NUM_COLUMNS, NUM_SUM_COLUMNS, derived
+from gradiometer.recorder import Roster, StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from gradiometer.columns import Thresholds
+    from gradiometer.distributed import Ranks
+
+__all__ = ["Windows"]
+
+# scalars that are merged by name; of more the first rank's count
+_SCALARS: Final = 256
+# bytes of tensors' rows in one window
+_BYTES: Final = 1 << 24
+
+# marks of a step, beside its scalars: what is summed, and what is maximized
+_SUMMED: Final = 1  # ranks that recorded it
+_MAXIMIZED: Final = 4  # whether it was skipped, who has a loss that is not finite, its number, and minus that
+
+
+class Windows:
+    """Packs this rank's part of a window, and makes the job's steps of what comes back.
+
+    Merged scalars are the mean over the ranks that gave one, or what all gave, to the bit; NaN and infinities
+    stay. A step that only some ranks recorded has those tensors that are whole or not finite. It was skipped
+    if it was on any rank.
+
+    Args:
+        ranks: what they have agreed on.
+        local: what this rank records, of the same tensors.
+        thresholds: where flags begin.
+
+    Attributes:
+        roster: of merged steps: all tensors of all ranks.
+        scalars: names with a place in a window, on all ranks the same.
+        most: recorded steps that a window may hold.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> recorder, ranks = gm.Recorder(model), gm.Ranks(model)  # of a job of one
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> recorder.record()
+    >>> steps = recorder.read()
+    >>> windows = Windows(ranks, recorder.roster, recorder.thresholds)
+    >>> windows.unpack(*windows.pack(steps, [True]), [True], steps)[0].total("norm")
+    5.0990195135927845
+    """
+
+    def __init__(self, ranks: Ranks, local: Roster, thresholds: Thresholds) -> None:
+        self._ranks, self._local, self._thresholds = ranks, local, thresholds
+        holdings = ranks.agreement.holdings
+        parts = dict(zip(local.names, local.shapes, strict=True))
+        # of plain tensors that are parts of something the whole is not known
+        shapes = [
+            parts.get(n, ()) if h.shape is None else h.shape
+            for n, h in zip(ranks.names, holdings, strict=True)
+        ]
+        self.roster = Roster(ranks.names, tuple(shapes), tuple([h.dtype for h in holdings]), local.kinds)
+        whole = [math.nan if h.numel is None else float(h.numel) for h in holdings]
+        self._whole = torch.tensor(whole, dtype=torch.float64)
+        self.scalars: list[str] = []
+        self.most = max(1, _BYTES // (8 * NUM_COLUMNS * max(1, self.roster.num_rows)))
+
+    def unplaced(self, steps: Iterable[StepRecord]) -> list[str]:
+        """Return names of scalars that have no place yet, and can have one."""
+        names = dict.fromkeys([name for step in steps for name in step.scalars])
+        return [name for name in names if name not in self.scalars][: _SCALARS - len(self.scalars)]
+
+    def place(self, names: Iterable[str]) -> None:
+        """Give them a place; on all ranks the same names in the same order."""
+        new = [name for name in dict.fromkeys(names) if name not in self.scalars]
+        self.scalars += new[: _SCALARS - len(self.scalars)]
+
+    def pack(self, steps: Sequence[StepRecord], carried: Sequence[bool]) -> tuple[Tensor, Tensor]:
+        """Return what is to be summed and to be maximized, two vectors of float64.
+
+        Args:
+            steps: of this rank; fewer than ``carried``, where it has no more.
+            carried: for each step whether rows of tensors travel with it.
+        """
+        local, names = self._local, self._local.names
+        rows = torch.zeros((len(names), sum(carried), len(local.kinds), NUM_COLUMNS), dtype=torch.float64)
+        for place, step in enumerate(_carried(steps, carried)):
+            if step is not None and step.values is not None:
+                rows[:, place] = step.values[:, :, :NUM_COLUMNS].transpose(0, 1)
+        rows = self._ranks.to_rows(names, rows.flatten(1)).unflatten(1, rows.shape[1:])
+        sums, tops = derived.by_merge(rows)
+        bad = derived.value(rows, "n_nonfinite") > 0
+        code = torch.where(bad, float(self._ranks.size - self._ranks.rank), 0.0).unsqueeze(-1)
+        summed, maximized = self._marks(steps, len(carried))
+        return (
+            torch.cat([sums.flatten(), summed.flatten()]),
+            torch.cat([tops.flatten(), code.flatten(), maximized.flatten()]),
+        )
+
+    def _marks(self, steps: Sequence[StepRecord], size: int) -> tuple[Tensor, Tensor]:
+        width = len(self.scalars)
+        summed = [[0.0] * (_SUMMED + 2 * width) for _ in range(size)]
+        maximized = [[-math.inf] * (_MAXIMIZED + 2 * width) for _ in range(size)]
+        for step, adds, tops in zip(steps, summed, maximized, strict=False):
+            adds[0] = float(step.recorded)
+            finite = step.loss is None or math.isfinite(step.loss)
+            code = 0.0 if finite else float(self._ranks.size - self._ranks.rank)
+            tops[:_MAXIMIZED] = float(step.skipped), code, float(step.step), -float(step.step)
+            for i, name in enumerate(self.scalars):
+                value = step.scalars.get(name)
+                if value is not None:
+                    adds[_SUMMED + i], adds[_SUMMED + width + i] = value, 1.0
+                    if math.isfinite(value):
+                        tops[_MAXIMIZED + i], tops[_MAXIMIZED + width + i] = value, -value
+        return torch.tensor(summed, dtype=torch.float64), torch.tensor(maximized, dtype=torch.float64)
+
+    def differ(self, tops: Tensor, size: int) -> bool:
+        """Tell whether ranks have different steps at the same place of a window that came back."""
+        numbers = self._maximized(tops, size)[:, 2:_MAXIMIZED]
+        return bool((numbers[:, 0] != -numbers[:, 1]).any())
+
+    def unpack(
+        self, sums: Tensor, tops: Tensor, carried: Sequence[bool], mine: Sequence[StepRecord]
+    ) -> list[StepRecord]:
+        """Return the steps of the job.
+
+        Args:
+            sums: what `pack` made, summed over the ranks.
+            tops: likewise, maximized.
+            carried: as they were packed.
+            mine: this rank's steps, for their time, and for scalars that have no place.
+        """
+        values, origins = self._tensors(sums, tops, sum(carried))
+        width = _SUMMED + 2 * len(self.scalars)
+        summed = sums[len(sums) - len(carried) * width :].view(len(carried), width).tolist()
+        maximized = self._maximized(tops, len(carried)).tolist()
+        places = iter(range(sum(carried)))
+        merged = []
+        for i, travels in enumerate(carried):
+            own = mine[i] if i < len(mine) else None
+            adds, most = summed[i], maximized[i]
+            when = time.time() if own is None else own.time
+            scalars = self._scalars(own, adds[_SUMMED:], most[_MAXIMIZED:])
+            record = StepRecord(int(most[2]), when, scalars, self.roster, None, most[0] > 0, self._thresholds)
+            if most[1] > 0:
+                record = replace(record, loss_rank=int(self._ranks.size - most[1]))
+            place = next(places) if travels else -1
+            if travels and adds[0]:
+                found = values[place] if adds[0] == self._ranks.size else self._whole_or_bad(values[place])
+                if derived.value(found, "numel").any() or adds[0] == self._ranks.size:
+                    # of its own: who keeps one record does not keep the window
+                    origin = origins[place].clone()
+                    record = replace(record, values=found.clone(), origin=origin, ranks=self._ranks)
+            merged.append(record)
+        return merged
+
+    def _tensors(self, sums: Tensor, tops: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return rows of so many steps with flags, ``(S, K, T, C + 1)``, and where they are not finite."""
+        kinds, names = len(self.roster.kinds), len(self.roster.names)
+        cells, maxima = names * size * kinds, NUM_COLUMNS - NUM_SUM_COLUMNS
+        columns = torch.cat(
+            [
+                sums[: cells * NUM_SUM_COLUMNS].view(names, size, kinds, NUM_SUM_COLUMNS),
+                tops[: cells * maxima].view(names, size, kinds, maxima),
+            ],
+            dim=-1,
+        ).permute(1, 2, 0, 3)
+        code = tops[cells * maxima :][:cells].view(names, size, kinds).permute(1, 2, 0)
+        flags = derived.compute_flags(columns, self._thresholds).to(torch.float64)
+        origins = torch.where(code > 0, self._ranks.size - code, -1.0).to(torch.int64)
+        return torch.cat([columns, flags.unsqueeze(-1)], dim=-1), origins
+
+    def _whole_or_bad(self, values: Tensor) -> Tensor:
+        """Return the rows of a step that not all ranks recorded: a part is not taken for the whole tensor."""
+        part = derived.value(values, "numel") != self._whole
+        absent = part & (derived.value(values, "n_nonfinite") == 0)
+        return torch.where(absent.unsqueeze(-1), 0.0, values)
+
+    def alone(self, step: StepRecord) -> StepRecord:
+        """Return a step of this rank as one of the job's, without its tensors."""
+        return StepRecord(
+            step.step, step.time, step.scalars, self.roster, None, step.skipped, self._thresholds
+        )
+
+    def _scalars(self, own: StepRecord | None, adds: list[float], tops: list[float]) -> dict[str, float]:
+        given = {} if own is None else dict(own.scalars)
+        width = len(self.scalars)
+        for i, name in enumerate(self.scalars):
+            total, count = adds[i], adds[width + i]
+            if count:
+                same = math.isfinite(total) and tops[i] == -tops[width + i]
+                given[name] = tops[i] if same else total / count
+        return given
+
+    def _maximized(self, tops: Tensor, size: int) -> Tensor:
+        width = _MAXIMIZED + 2 * len(self.scalars)
+        return tops[len(tops) - size * width :].view(size, width)
+
+
+def _carried(steps: Sequence[StepRecord], carried: Sequence[bool]) -> list[StepRecord | None]:
+    """Return the steps whose rows travel; None for one that this rank does not have."""
+    return [steps[i] if i < len(steps) else None for i, travels in enumerate(carried) if travels]

@@ -1,0 +1,105 @@
+"""The roll call: whether a model's parameters are still those that were there when its recorder was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from gradiometer.inputs import is_dtensor, named_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from gradiometer.monitor.failures import Failures
+    from gradiometer.recorder import Recorder
+
+__all__ = ["RollCall"]
+
+
+class RollCall:
+    """Says once which parameters were replaced, added or moved since: the recorder does not see them.
+
+    FSDP puts a whole parameter in the place of its shard while it computes, and back: that is no other one.
+
+    Args:
+        model: what the recorder was made with. Of what is no module only moves are noticed.
+        recorder: has the parameters.
+        failures: is told.
+
+    >>> import torch, gradiometer as gm
+    >>> from gradiometer.monitor.failures import Failures
+    >>> model, failures = torch.nn.Linear(2, 1), Failures()
+    >>> call = RollCall(model, gm.Recorder(model), failures)
+    >>> call()
+    >>> failures.counts
+    {}
+    """
+
+    def __init__(self, model: object, recorder: Recorder, failures: Failures) -> None:
+        self._modules = _modules(model)
+        self._recorder = recorder
+        self._failures = failures
+        self._devices = [parameter.device for parameter in recorder.parameters_tracked]
+        self._has_told = False
+
+    def __call__(self) -> None:
+        """Look, and tell, if there is something to tell for the first time."""
+        if self._has_told:
+            return
+        tracked = self._recorder.parameters_tracked
+        names = self._recorder.roster.names
+        known = dict(zip(names, tracked, strict=True))
+        now = [(name, _sharded(p, known.get(name))) for name, p in _parameters(self._modules)]
+        if now and not (
+            len(now) == len(tracked) and all([a is b for (_, a), b in zip(now, tracked, strict=True)])
+        ):
+            ids = {id(parameter) for parameter in tracked}
+            self._tell([name for name, parameter in now if id(parameter) not in ids], "replaced or added")
+            present = {id(parameter) for _, parameter in now}
+            gone = [name for name, p in zip(names, tracked, strict=True) if id(p) not in present]
+            self._tell(gone, "removed or replaced")
+        moved = [
+            name for name, p, device in zip(names, tracked, self._devices, strict=True) if p.device != device
+        ]
+        self._tell(moved, "moved to another device")
+
+    def _tell(self, names: list[str], what: str) -> None:
+        if not names or self._has_told:
+            return
+        self._has_told = True
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        text = f"{some} {what} after the monitor was made, which does not see it: make the monitor afterwards"
+        self._failures.add("parameters", text)
+
+
+def _modules(model: object) -> dict[str, nn.Module]:
+    """Return the modules by what stands before their parameters' names."""
+    if isinstance(model, nn.Module):
+        return {"": model}
+    if isinstance(model, Mapping):
+        return {f"{name}.": part for name, part in model.items() if isinstance(part, nn.Module)}
+    return {}
+
+
+def _parameters(modules: dict[str, nn.Module]) -> Iterable[tuple[str, Tensor]]:
+    for prefix, module in modules.items():
+        for name, parameter in zip(*named_parameters(module, "Monitor"), strict=True):
+            yield prefix + name, parameter
+
+
+def _sharded(parameter: Tensor, tracked: Any) -> Any:
+    """Return the tracked parameter, where this one is its shards put together."""
+    if (
+        tracked is None
+        or parameter is tracked
+        or not is_dtensor(type(tracked))
+        or parameter.shape != tracked.shape
+    ):
+        return parameter
+    # with tensor parallelism a DTensor still, of fewer dimensions
+    mesh = getattr(parameter, "device_mesh", None)
+    return parameter if mesh == tracked.device_mesh else tracked

@@ -1,0 +1,255 @@
+"""What lies in a recorder's ring, on its way to the host: which slots are new, and whose they are."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradiometer.columns import HEADER_STEP, Cursor
+from gradiometer.stats import Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from gradiometer.monitor.failures import Failures
+    from gradiometer.recorder import Recorder, StepRecord
+
+__all__ = ["Drain"]
+
+# due steps without one that was recorded, after which something is said
+_FORGOTTEN = 50
+
+
+class _Taken(NamedTuple):
+    """What the host knows of a step: scalars, and the places of those that are on a device, by name."""
+
+    step: int
+    time: float
+    scalars: dict[str, float]
+    away: dict[str, int]
+
+
+class _Flight(NamedTuple):
+    """A copy under way: of the cursor, of slots from number ``first`` on, and of scalars."""
+
+    pending: Pending[list[Tensor]]
+    first: int
+    advances: int
+    taken: list[_Taken]
+    names: tuple[str, ...]
+
+
+class Drain:
+    """Copies new slots of a ring to the host, with the steps' scalars, and makes records of what arrived.
+
+    A step writes one slot at most. So of the slots written since the cursor was last seen there are no more
+    than steps since; a copy of that many, from there on, has them all. Which they are the cursor tells that
+    travels with them. Nothing here waits for the device, but `poll` where it is told to.
+
+    Args:
+        recorder: whose ring it is.
+        deliver: is called with the records that have arrived, in the order of their steps.
+        failures: counts what goes wrong: scalars that are no numbers, a device that is gone.
+
+    Attributes:
+        step: the number of the current step.
+        last: the newest record that has arrived.
+        skips: whether steps that are to be skipped are.
+        lost: steps whose tensors were given up, or written over before they were read: none, while a drain
+            starts whenever `is_full` says so.
+
+    >>> import torch, gradiometer as gm
+    >>> from gradiometer.monitor.failures import Failures
+    >>> model, arrived = torch.nn.Linear(2, 1), []
+    >>> recorder = gm.Recorder(model, capacity=4)
+    >>> drain = Drain(recorder, arrived.extend, Failures())
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> for lr in (0.1, 0.2):
+    ...     recorder.record()
+    ...     recorder.advance()
+    ...     drain.take({"lr": lr})
+    >>> drain.start()
+    >>> drain.poll()
+    >>> [(record.step, record.scalars, record.total("numel")) for record in arrived]
+    [(0, {'lr': 0.1}, 3.0), (1, {'lr': 0.2}, 3.0)]
+    """
+
+    def __init__(
+        self, recorder: Recorder, deliver: Callable[[list[StepRecord]], None], failures: Failures
+    ) -> None:
+        self.step = 0
+        self.last: StepRecord | None = None
+        self.lost = 0
+        self.skips = False
+        self._recorder = recorder
+        self._deliver = deliver
+        self._failures = failures
+        # half of the ring: as much again may be written before the host comes round to it
+        self._room = max(1, recorder.capacity // 2)
+        self._advances = 0
+        # steps before this were given up: they are not delivered once more, with their tensors
+        self._floor = 0
+        # slots that were read, and the steps that had ended when the cursor said so
+        self._count = self._mark = 0
+        self._taken: list[_Taken] = []
+        self._away: dict[str, Tensor] = {}
+        self._flights: deque[_Flight] = deque()
+
+    def take(self, scalars: Mapping[str, Any]) -> None:
+        """Note that the step has ended. Scalars: numbers, or tensors of one element on any device."""
+        taken = _Taken(self.step, time.time(), {}, {})
+        for name, value in scalars.items():
+            try:
+                if isinstance(value, Tensor) and value.device.type not in {"cpu", "meta"}:
+                    taken.away[name] = self._keep(name, value.detach())
+                else:
+                    taken.scalars[name] = float(value.detach() if isinstance(value, Tensor) else value)
+            except Exception as error:  # noqa: BLE001 what is no number is no reason to stop
+                self._failures.add(f"scalar {name!r}", error)
+        self._taken.append(taken)
+        self._advances += 1
+        self.step += 1
+
+    def _keep(self, name: str, value: Tensor) -> int:
+        # a copy: the next replay of a CUDA graph writes over the loss
+        if name not in self._away:
+            self._away[name] = torch.empty(self._room, dtype=torch.float64, device=value.device)
+        place = len(self._taken)
+        self._away[name][place].copy_(value.reshape(()), non_blocking=True)
+        return place
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a drain must start before the next step, lest a slot be written over unread."""
+        return len(self._taken) >= self._room
+
+    @property
+    def under_way(self) -> int:
+        """Copies that were started and have not arrived."""
+        return len(self._flights)
+
+    def start(self, *, in_step: bool = False) -> None:
+        """Start to copy what is new. ``in_step``: the current step may have been recorded already."""
+        try:
+            self._start(in_step=in_step)
+        except Exception as error:  # noqa: BLE001 a device that is gone is no reason to stop
+            self._surrender(error)
+
+    def poll(self, *, cut: bool = False) -> None:
+        """Deliver what has arrived; never waits. ``cut``: a step that was recorded and has not ended, too."""
+        try:
+            while self._flights and self._flights[0].pending.ready():
+                records = self._decode(self._flights[0], cut=cut)
+                self._flights.popleft()
+                self._hand_over(records)
+        except Exception as error:  # noqa: BLE001 as above
+            self._surrender(error)
+
+    def bring(self, deadline: float = math.inf, *, cut: bool = False) -> bool:
+        """Copy all that is new and wait until it is here, or ``time.monotonic()`` is past the deadline."""
+        self.start(in_step=True)
+        self.poll(cut=cut)
+        while self._flights and time.monotonic() < deadline:
+            time.sleep(0.0005)
+            self.poll(cut=cut)
+        return not self._flights
+
+    def give_up(self) -> None:
+        """Wait for a device no more that has not answered."""
+        self._surrender("the device has not answered: the tensors of its last steps are not there")
+
+    def rewind(self, step: int) -> None:
+        """Go on with another step; all that was recorded has been brought."""
+        self.step, self._floor = step, 0
+        # a step of the same number is not the one that the ring has
+        self._recorder.ring[:, 0, HEADER_STEP].fill_(-1)
+        self._recorder.configure_(step=step)
+
+    def _start(self, *, in_step: bool) -> None:
+        recorder = self._recorder
+        slots = _slots(recorder.ring, self._count, self._advances - self._mark + in_step)
+        tensors = [recorder.cursor, *slots, *self._away.values()]
+        # what is copied is kept alive until it has arrived
+        pending = Pending(tensors, partial(_keep_alive, tensors))
+        flight = _Flight(pending, self._count, self._advances, self._taken, tuple(self._away))
+        self._flights.append(flight)
+        self._taken, self._away = [], {}
+
+    def _hand_over(self, records: list[StepRecord]) -> None:
+        if records:
+            self.last = records[-1]
+            self._deliver(records)
+
+    def _surrender(self, error: Exception | str) -> None:
+        """Give up what has not arrived: deliver its steps with the scalars that the host knows."""
+        self._failures.add("drain", error)
+        given_up = [taken for flight in self._flights for taken in flight.taken] + self._taken
+        self._flights.clear()
+        self._taken, self._away = [], {}
+        self._floor = self.step
+        self.lost += len(given_up)
+        self._hand_over([self._recorder.as_record(x.step, x.time, x.scalars, None) for x in given_up])
+
+    def _decode(self, flight: _Flight, *, cut: bool) -> list[StepRecord]:
+        host = flight.pending.result()
+        capacity = self._recorder.capacity
+        split = len(host) - len(flight.names)
+        cursor, *blocks = host[:split]
+        columns = {name: x.tolist() for name, x in zip(flight.names, host[split:], strict=True)}
+        block = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        # a ring that was copied as a whole begins with its own first slot
+        origin = 0 if len(block) == capacity else flight.first
+        count, current = int(cursor[Cursor.COUNT]), int(cursor[Cursor.STEP])
+        first = max(flight.first, self._count)
+        if (
+            not count
+            and self.step >= _FORGOTTEN * cursor[Cursor.EVERY]
+            and "record" not in self._failures.counts
+        ):
+            text = (
+                f"none of the first {self.step} steps was recorded: call record() after backward(), in each"
+            )
+            self._failures.add("record", text)
+        self.lost += max(0, count - capacity - first)
+        slots: dict[int, Tensor] = {}
+        for i in range(max(first, count - capacity), count):
+            slot = block[(i - origin) % capacity]
+            step = int(slot[0, HEADER_STEP])
+            if step == current and not cut:
+                count = i  # not ended: it comes with a later drain
+            elif step >= self._floor:
+                # of its own: who keeps one record does not keep all that came with it
+                slots[step] = slot.clone()
+        self._count, self._mark = count, flight.advances
+
+        known: dict[int, tuple[float, dict[str, float]]] = {
+            x.step: (x.time, x.scalars | {name: columns[name][at] for name, at in x.away.items()})
+            for x in flight.taken
+        }
+        # a step cut short
+        missing: tuple[float, dict[str, float]] = (time.time(), {})
+        steps = sorted({*known, *slots})
+        records = [self._recorder.as_record(x, *known.get(x, missing), slots.get(x)) for x in steps]
+        return records if self.skips else [replace(record, skipped=False) for record in records]
+
+
+def _slots(ring: Tensor, first: int, new: int) -> list[Tensor]:
+    """Return so many slots, from number ``first`` on, as views; the ring itself, where all may be new."""
+    capacity = len(ring)
+    if new >= capacity:
+        return [ring]
+    start = first % capacity
+    stop = start + new
+    return [ring[start:stop]] if stop <= capacity else [ring[start:], ring[: stop - capacity]]
+
+
+def _keep_alive(tensors: list[Tensor], host: list[Tensor]) -> list[Tensor]:
+    del tensors
+    return host

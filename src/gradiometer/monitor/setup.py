@@ -1,0 +1,195 @@
+"""What a monitor begins with: rules, sinks, and what is known of the run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Iterable
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradiometer import distributed
+from gradiometer.distributed import RankError, Ranks
+from gradiometer.monitor.failures import describe
+from gradiometer.recorder import RunInfo, tracked_parameters
+from gradiometer.rules import Rule
+from gradiometer.sinks import Sink
+from gradiometer.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from gradiometer.monitor.rank_merger import Merging
+    from gradiometer.recorder import Recorder
+
+__all__ = [
+    "class_names",
+    "prepare_ranks",
+    "prepare_rules",
+    "prepare_sinks",
+    "rank_here",
+    "run_info",
+    "together",
+]
+
+# seconds for other ranks to come
+TIMEOUT = 60.0
+# classes that are named of a mapping of models
+_NAMED = 8
+
+
+def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
+    """Return the rules; the default ones for None.
+
+    Raises:
+        TypeError: for what is no rule.
+    """
+    if rules is None:
+        from gradiometer.rules import default_rules  # noqa: PLC0415 only where it is needed
+
+        return default_rules()
+    given = list(rules) if isinstance(rules, Iterable) else [rules]
+    for rule in given:
+        if isinstance(rule, type) or not isinstance(rule, Rule):
+            what = f"the class {rule.__name__}" if isinstance(rule, type) else repr(rule)
+            msg = f"Monitor(rules=...): got {what}; a rule has a name, check, state_dict and load_state_dict"
+            raise TypeError(msg)
+    return given
+
+
+def prepare_sinks(
+    sinks: Iterable[Sink | Callable[..., object]],
+    run_dir: str | Path | None,
+    rank: int | None = None,
+    *,
+    is_merged: bool = False,
+) -> list[Sink]:
+    """Return the sinks, functions made into sinks, the run record first.
+
+    Of ranks that are merged all but the first keep their black box, and nothing else; of ranks that are not
+    each has a run record of its own.
+
+    Raises:
+        TypeError: for what is neither a sink nor a function of a step.
+    """
+    from gradiometer.sinks import Function, RunRecord  # noqa: PLC0415 likewise
+
+    if rank is not None and is_merged:
+        from gradiometer.runs import RankBox  # noqa: PLC0415 likewise
+
+        return [] if run_dir is None else [RankBox(run_dir, rank)]
+    if rank is not None and run_dir is not None:
+        run_dir = Path(run_dir) / f"rank-{rank:05d}"
+    made: list[Sink] = [] if run_dir is None else [RunRecord(run_dir)]
+    for sink in sinks:
+        if isinstance(sink, type):
+            msg = f"Monitor(sinks=...): got the class {sink.__name__}; make one of it, {sink.__name__}(...)"
+            raise TypeError(msg)
+        made.append(sink if isinstance(sink, Sink) else Function(sink))
+    return made
+
+
+def prepare_ranks(ranks: Ranks | bool, model: Any) -> Ranks | None:  # noqa: FBT001 what Monitor is given
+    """Return what the ranks of the job have agreed on; None where there is one, or each is for itself.
+
+    Raises:
+        TypeError: for what is neither.
+        RankError: where other ranks do not come, or have another model.
+    """
+    if isinstance(ranks, Ranks):
+        return ranks
+    if not isinstance(ranks, bool):
+        msg = f"Monitor(ranks=...): True, False or gm.Ranks(model), got {type(ranks).__name__}"
+        raise TypeError(msg)
+    if not ranks or not distributed.is_active():
+        return None
+    names, parameters = tracked_parameters(model)
+    try:
+        return Ranks(list(zip(names, parameters, strict=True)), timeout=TIMEOUT)
+    except RankError as error:
+        msg = f"Monitor: {error}. Make the Monitor on every rank, or pass ranks=False"
+        raise RankError(msg) from None
+
+
+def rank_here(ranks: Ranks | None) -> int | None:
+    """Return the global rank of this process, where there are several; None where there are not."""
+    if ranks is not None:
+        return ranks.global_ranks[ranks.rank] if ranks.size > 1 else None
+    if not distributed.is_active():
+        return None
+    place, all_ranks = distributed.ranks_of(distributed.group_of(None))
+    return all_ranks[place]
+
+
+@contextmanager
+def together(ranks: Ranks | None, settings: Mapping[str, Any]) -> Iterator[Any]:
+    """Give a group for the background, None where there is one rank; then compare what ranks were given.
+
+    Where one raises in between, all do.
+
+    Raises:
+        RankError: on ranks that could go on, while another could not, or has other settings.
+    """
+    if ranks is None or ranks.size == 1:
+        yield None
+        return
+    group = distributed.side_group(ranks.global_ranks, ranks.timeout)
+    try:
+        try:
+            yield group
+        except Exception as error:
+            # the others wait for this one
+            with suppress(RankError):
+                distributed.share((describe(error), {}), group)
+            raise
+        _compare(distributed.share((None, dict(settings)), group), ranks.global_ranks)
+    except BaseException:
+        distributed.close(group)
+        raise
+
+
+def _compare(told: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequence[int]) -> None:
+    for rank, (problem, _) in zip(ranks, told, strict=True):
+        if problem is not None:
+            msg = f"Monitor: rank {rank} could not make it: {problem}"
+            raise RankError(msg)
+    first = told[0][1]
+    for rank, (_, settings) in zip(ranks, told, strict=True):
+        for name, value in settings.items():
+            if value != first[name]:
+                msg = f"Monitor({name}={value!r}) on rank {rank}, and {first[name]!r} on rank {ranks[0]}: "
+                raise RankError(msg + "give all ranks the same")
+
+
+def run_info(recorder: Recorder, model: str, every: int, merging: Merging | None, first_step: int) -> RunInfo:
+    """Return what sinks are told at the start."""
+    versions = {"python": platform.python_version()}
+    versions["gradiometer"] = __version__
+    for package in ("torch", "triton"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return RunInfo(
+        recorder.roster if merging is None else merging.roster,
+        recorder.thresholds,
+        every,
+        recorder.capacity,
+        model,
+        time.time(),
+        first_step,
+        versions,
+        str(recorder.ring.device),
+        1 if merging is None else merging.num_ranks,
+    )
+
+
+def class_names(model: Any) -> str:
+    """Return the class of a model, or of several models; of a compiled one that of what was compiled.
+
+    >>> import torch
+    >>> class_names({"a": torch.nn.Linear(2, 1), "b": torch.nn.GELU()})
+    'Linear, GELU'
+    """
+    parts = list(model.values())[:_NAMED] if isinstance(model, dict) else [model]
+    return ", ".join(dict.fromkeys(type(getattr(part, "_orig_mod", part)).__name__ for part in parts))

@@ -1,0 +1,38 @@
+"""The custom ops: schemas, fakes and dispatch to the Triton kernels or to eager PyTorch.
+
+Lists of tensors come in, raw columns and flags ``(T, C) float64`` and ``(T,) int32`` go out. Packing for the
+kernels and the eager reference are here too. Nothing here knows names, ranks or reports, and Triton is
+imported on the first call on a device that needs it.
+"""
+
+from gradiometer.ops.library import (
+    INTERPRETED,
+    append_,
+    measure,
+    norm_on_host,
+    recognize,
+    record_,
+    scale_,
+    tensor_stats,
+    uses_kernels,
+    writable,
+)
+from gradiometer.ops.packing import (
+    Known,
+    is_capturing,
+)
+
+__all__ = [
+    "INTERPRETED",
+    "Known",
+    "append_",
+    "is_capturing",
+    "measure",
+    "norm_on_host",
+    "recognize",
+    "record_",
+    "scale_",
+    "tensor_stats",
+    "uses_kernels",
+    "writable",
+]

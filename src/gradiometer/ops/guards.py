@@ -1,0 +1,67 @@
+"""Compiled checks that a list of tensors is one that was seen before, by the guards of Dynamo."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DispatchKey, _dispatch_tls_is_dispatch_key_excluded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["alike", "guards_tell"]
+
+
+def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return what tells whether as many tensors are viewed as these: they differ in their addresses alone.
+
+    It keeps no tensor alive. Called without grad mode, like what it returns.
+    """
+    if guards_tell():
+        return _guards(tensors)
+    met = [_traits(tensor) for tensor in tensors]
+    # the first difference ends it
+    return lambda *others: all(_traits(other) == traits for other, traits in zip(others, met, strict=True))
+
+
+def guards_tell() -> bool:
+    """Tell whether torch has guards of tensors, here and now, that see each difference which matters.
+
+    Inside the handler of a dispatch mode they see no lazy signs.
+    """
+    hidden = [
+        _dispatch_tls_is_dispatch_key_excluded(key) for key in (DispatchKey.Negative, DispatchKey.Conjugate)
+    ]
+    return not any(hidden) and _guards_tell()
+
+
+@cache
+def _guards_tell() -> bool:
+    x, z = (torch.zeros(2, 2, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.complex64))
+    others = [x[:1], x[:, :1], x.t(), x.view(2, 2, 1), x.double(), x.view(torch.int32), nn.Parameter(x)]
+    others += [torch.complex(x, x).conj().imag, z]
+    try:
+        like_x, like_z = _guards([x]), _guards([z])
+        tell = not any([like_x(other) for other in others]) and not like_z(z.conj())
+        # another state of the thread's dispatch keys is a difference too
+        with torch.inference_mode(not torch.is_inference_mode_enabled()):
+            tell = tell and not like_x(x)
+        return tell and like_x(x.clone()) and like_z(z.clone())
+    except (ImportError, SystemError, TypeError):
+        return False
+
+
+def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    # Dynamo's own: one call compares types, dispatch keys, dtypes, devices, sizes and strides of all, and
+    # makes no object of Python. The keys also tell what watches the calls of this thread
+    from torch._C._dynamo.guards import TensorGuards  # noqa: PLC0415 private: it may go
+
+    # no dimension is dynamic
+    return TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
+
+
+def _traits(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg(), x.is_conj()

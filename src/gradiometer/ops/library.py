@@ -1,0 +1,346 @@
+"""The compile-safe ops: schemas, fakes, and the choice between kernels and eager PyTorch.
+
+``gradiometer::tensor_stats`` is opaque to the compiler: it reads ``data_ptr()``. It is functional,
+so an unused result is removed from the graph, and not differentiable. ``gradiometer::record_`` does
+the same and writes into a ring of steps, ``gradiometer::append_`` writes there what was measured
+before; they change their arguments and stay in the graph. Defined through `torch.library.Library`,
+which costs two to three times less per call with many tensors than the ``custom_op`` decorator.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch._C._autograd import _profiler_enabled
+
+from gradiometer.columns import NUM_COLUMNS, Thresholds
+from gradiometer.ops import packing, reference, ring
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "append_",
+    "measure",
+    "norm_on_host",
+    "recognize",
+    "record_",
+    "scale_",
+    "tensor_stats",
+    "uses_kernels",
+    "writable",
+]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # an import hook or a half-loaded package says no in its own way
+        return False
+
+
+_LIBRARY: Final = torch.library.Library("gradiometer", "DEF")
+_LIBRARY.define(
+    "tensor_stats(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale=None)"
+    " -> (Tensor columns, Tensor flags)"
+)
+_LIBRARY.define(
+    "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
+    " bool gated, Tensor(a!) steps, Tensor(b!) cursor) -> ()"
+)
+_LIBRARY.define("append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor) -> ()")
+
+# triton's own reading of its variable; with it kernels run on CPU tensors, slowly, for tests
+INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
+_HAS_TRITON: Final = _is_installed("triton")
+_KERNEL_DEVICES: Final = {"cuda", "xpu"}
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Tell whether tensors on this device are read by the Triton kernels."""
+    return _HAS_TRITON and (device.type in _KERNEL_DEVICES or (INTERPRETED and device.type == "cpu"))
+
+
+def tensor_stats(
+    tensors: Sequence[Tensor], thresholds: Thresholds, inv_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Measure tensors of one device in one read.
+
+    Args:
+        tensors: at least one floating-point or complex strided tensor; any shapes, strides, dtypes.
+        thresholds: where flags begin.
+        inv_scale: one element on the same device; the statistics are those of ``inv_scale * x``.
+
+    Returns:
+        columns ``(T, C) float64`` in the order of `gradiometer.columns.schema.COLUMNS`, and flags
+        ``(T,) int32``, on the tensors' device.
+    """
+    return measure(tensors, thresholds, inv_scale, recognize(tensors))
+
+
+def measure(
+    tensors: Sequence[Tensor], thresholds: Thresholds, inv_scale: Tensor | None, known: packing.Known | None
+) -> tuple[Tensor, Tensor]:
+    """Do what `tensor_stats` does, for a caller who has asked `recognize`: ``known`` is its answer."""
+    if known is not None and (inv_scale is None or _is_plain(inv_scale)):
+        return _eager(tensors, thresholds, inv_scale, known)
+    with torch.no_grad():
+        columns, flags = torch.ops.gradiometer.tensor_stats(
+            tensors, thresholds.vanishing, thresholds.exploding, thresholds.dead, inv_scale
+        )
+    return columns, flags
+
+
+def recognize(tensors: Sequence[Tensor]) -> packing.Known | None:
+    """Return the known list that these are like, if they can be measured without the dispatcher.
+
+    It takes 0.1 us a tensor, but others watch what passes through it: compilers, modes, profilers.
+    Dispatch modes, tracing and functorch change the dispatch keys, which torch's guards compare.
+    While Inductor warms up or records a CUDA graph, it has a function mode on: that of a default device.
+    """
+    # Dynamo folds it: its graph holds the op
+    if torch.compiler.is_compiling():
+        return None
+    return None if _profiler_enabled() or _len_torch_function_stack() else writable(tensors)
+
+
+def writable(tensors: Sequence[Tensor]) -> packing.Known | None:
+    """Do what `recognize` does for `scale_`, which has no op: nobody watches for its call."""
+    if torch.compiler.is_compiling():
+        return None
+    with _without_grad():
+        known = packing.recognize(tensors)
+    return known if known is not None and known.direct else None
+
+
+def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
+    """Return the L2 norm of all tensors together; None where a device is to measure them, or others watch."""
+    with _without_grad():
+        known = recognize(tensors)
+        if known is None or known.device.type != "cpu" or uses_kernels(known.device):
+            return None
+        with _without_autocast(known.device):
+            return math.sqrt(reference.sumsq(tensors))
+
+
+def _is_plain(x: Tensor) -> bool:
+    # the dispatcher gives memory to zeros without any, and applies lazy signs
+    return type(x) is Tensor and not (x.is_neg() or x._is_zerotensor())  # noqa: SLF001 it has no public name
+
+
+def _tensor_stats(
+    tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return _eager(tensors, Thresholds(vanishing, exploding, dead), inv_scale)
+
+
+def _eager(
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    known: packing.Known | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Measure at once; ``known``: what `packing.recognize` says of the tensors, in a call from eager."""
+    device = tensors[0].device
+    with _without_grad(), _without_autocast(device):
+        if not uses_kernels(device):
+            known = known or packing.recognize(tensors) or packing.meet(tensors)
+            if known.direct and known.plan is None:
+                known.plan = reference.plan_of(tensors)
+            return reference.tensor_stats(tensors, thresholds, inv_scale, known.plan)
+        with _launching_on(device):
+            return _run_kernels(tensors, thresholds, inv_scale, known)
+
+
+def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches go to the tensors' device, whatever the current one is."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device.type).device(device)
+
+
+def _without_grad() -> AbstractContextManager[None]:
+    # no_grad takes 2.5 us, and several in a row do no more than one
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    # it would choose the dtypes of the reference's own operators
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+
+
+def _run_kernels(
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    known: packing.Known | None,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    from gradiometer import kernels  # noqa: PLC0415 triton is imported when a kernel is first needed
+
+    # through the dispatcher the call may come from a graph that is warmed up
+    tuning = kernels.tuning
+    packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, known, keep=known is not None)
+    layout = packed.layout
+    partials = torch.empty(
+        (len(kernels.PARTIALS), layout.num_chunks), dtype=torch.float64, device=packed.table.device
+    )
+    for group in layout.groups:
+        kernels.moments(
+            packed.pointers,
+            packed.table,
+            partials,
+            group.dtype,
+            group.first_chunk,
+            group.num_chunks,
+            layout.num_tensors,
+            gate,
+        )
+    return kernels.finalize(packed.table, partials, layout.num_tensors, thresholds, inv_scale)
+
+
+def record_(
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    grads: int,
+    steps: Tensor,
+    cursor: Tensor,
+    known: packing.Known | None,
+    *,
+    gated: bool = False,
+) -> None:
+    """Measure tensors of one device and write them into the current step of a ring.
+
+    Args:
+        tensors: R; where nothing is to be measured, one without elements.
+        thresholds: where flags begin.
+        inv_scale: as for `tensor_stats`.
+        grads: the first so many are gradients: they decide whether the step is to be skipped.
+        steps: the ring, ``(capacity, R + 1, C + 1) float64``, see `gradiometer.ops.ring`.
+        cursor: its state, ``(6,) float64``.
+        known: what `recognize` says of the tensors.
+        gated: do not read the tensors in a step that is not recorded. Nothing is decided there.
+    """
+    with torch.no_grad():
+        if known is not None and (inv_scale is None or _is_plain(inv_scale)):
+            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, known)
+            return
+        torch.ops.gradiometer.record_(
+            tensors,
+            thresholds.vanishing,
+            thresholds.exploding,
+            thresholds.dead,
+            inv_scale,
+            grads,
+            gated,
+            steps,
+            cursor,
+        )
+
+
+def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
+    """Write what `tensor_stats` returned into the current step of a ring, as `record_` does."""
+    with torch.no_grad():
+        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor)
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor, known: packing.Known) -> None:
+    """Multiply tensors of one device in place, by a kernel that touches nothing where the factor is 1.
+
+    Args:
+        tensors: what `writable` calls ``known``; no two share memory.
+        factor: 0-d float64 on their device, at most 1.
+        known: its answer.
+    """
+    # the dispatcher, which autograd hears of a write by, is not asked
+    torch.autograd.graph.increment_version(tensors)
+    device = tensors[0].device
+    with _launching_on(device):
+        from gradiometer import kernels  # noqa: PLC0415 as above
+
+        tuning = kernels.tuning
+        keep = not _len_torch_function_stack()
+        packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, known, keep=keep)
+        for group in packed.layout.groups:
+            kernels.scale(
+                packed.pointers,
+                packed.table,
+                factor,
+                group.dtype,
+                group.first_chunk,
+                group.num_chunks,
+                packed.layout.num_tensors,
+            )
+
+
+def _record(
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    grads: int,
+    gated: bool,  # noqa: FBT001 in the order of the schema
+    steps: Tensor,
+    cursor: Tensor,
+    known: packing.Known | None = None,
+) -> None:
+    if uses_kernels(steps.device):
+        with torch.no_grad(), _launching_on(steps.device):
+            columns, flags = _run_kernels(tensors, thresholds, inv_scale, known, cursor if gated else None)
+    elif gated and not ring.is_due(cursor):
+        return
+    else:
+        columns, flags = _eager(tensors, thresholds, inv_scale)
+    # where the gate is shut the rows are whatever was in memory: nothing follows from them
+    _append(columns, flags, -1 if gated else grads, steps, cursor)
+
+
+def _append(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
+    with torch.no_grad():
+        if not uses_kernels(steps.device):
+            ring.append_(columns, flags, grads, steps, cursor)
+            return
+        with _launching_on(steps.device):
+            from gradiometer import kernels  # noqa: PLC0415 as above
+
+            kernels.append(columns, flags, grads, steps, cursor)
+
+
+def _record_op(
+    tensors: list[Tensor],
+    vanishing: float,
+    exploding: float,
+    dead: float,
+    inv_scale: Tensor | None,
+    grads: int,
+    gated: bool,  # noqa: FBT001 in the order of the schema
+    steps: Tensor,
+    cursor: Tensor,
+) -> None:
+    _record(tensors, Thresholds(vanishing, exploding, dead), inv_scale, grads, gated, steps, cursor)
+
+
+def _tensor_stats_fake(
+    tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    del vanishing, exploding, dead, inv_scale
+    first = tensors[0]
+    columns = first.new_empty((len(tensors), NUM_COLUMNS), dtype=torch.float64)
+    return columns, first.new_empty((len(tensors),), dtype=torch.int32)
+
+
+_LIBRARY.impl("tensor_stats", _tensor_stats, "CompositeExplicitAutograd")
+_LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("append_", _append, "CompositeExplicitAutograd")
+# nothing is differentiable: the call passes through autograd and leaves no trace
+for _name in ("tensor_stats", "record_", "append_"):
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("gradiometer::tensor_stats", _tensor_stats_fake, lib=_LIBRARY)
+torch.library.register_fake("gradiometer::record_", lambda *_: None, lib=_LIBRARY)
+torch.library.register_fake("gradiometer::append_", lambda *_: None, lib=_LIBRARY)

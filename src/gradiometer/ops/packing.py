@@ -1,0 +1,305 @@
+"""Tensors -> what the kernels read: chunks grouped by dtype, and the table of pointers.
+
+A list of tensors is met once. Everything about it but the addresses (sizes, strides, dtypes, lazy
+signs) decides its `Layout` and is kept as a `Known` list, which later calls recognize in one call of
+C++; addresses are compared at every call. Nothing is keyed by ``id()`` or by a single pointer, since
+allocators reuse both, and no tensor is kept alive.
+
+Where tables live. By default each call copies one from pinned host memory, that is written once, to
+the device: in the stream's order, for as long as the call lives. A table kept on the device would be
+wrong in a CUDA graph: made while one is warmed up or captured it lies in the graph's pool, and freed
+or rewritten later it changes what a replay reads. The pinned source of a captured copy is kept as
+long as the process lives.
+
+A caller who knows that no graph is being made can say ``keep``: then the tables stay on the device,
+the static one until the list is forgotten, the pointers until an address changes. They are never
+rewritten: a change makes new ones. They belong to the stream that they were copied on, so that what
+reads them, and what their memory is used for next, comes after.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradiometer.inputs import as_flat, as_real
+from gradiometer.ops.guards import alike, guards_tell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = [
+    "Group",
+    "Known",
+    "Layout",
+    "Pack",
+    "clear",
+    "is_capturing",
+    "layout_of",
+    "meet",
+    "pack",
+    "recognize",
+]
+
+# distinct lists kept; a training step has one or two (gradients, weights)
+LISTS_KEPT: Final = 64
+
+# what the kernels read
+_READ: Final = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+# exact in the wider format
+_WIDENED: Final = {
+    torch.float8_e4m3fn: torch.float16,
+    torch.float8_e4m3fnuz: torch.float16,
+    torch.float8_e5m2: torch.float16,
+    torch.float8_e5m2fnuz: torch.float16,
+    torch.float8_e8m0fnu: torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The chunks of one dtype: one launch."""
+
+    dtype: torch.dtype
+    first_chunk: int
+    num_chunks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a list of tensors is cut into chunks.
+
+    ``table``: int64 on the host, the concatenation of ``numel (T,)``, ``chunk (T,)``: elements of one
+    chunk of that tensor, ``first_chunk (T,)``, ``num_chunks (T,)`` and ``chunk_row (N,)``. A tensor's
+    chunks stand together, in its order.
+    """
+
+    num_tensors: int
+    num_chunks: int
+    groups: tuple[Group, ...]
+    table: Tensor
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What one call's kernels read, on the device.
+
+    ``pointers``: ``(T,) int64``. ``table``: the layout's table. ``tensors``: the flat tensors that
+    are pointed to, kept alive until the kernels are launched.
+    """
+
+    layout: Layout
+    pointers: Tensor
+    table: Tensor
+    tensors: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is copied at every call: pinned, written once."""
+
+    addresses: list[int]
+    host: Tensor
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What stays on the device, for calls on one stream."""
+
+    stream: int
+    addresses: list[int]
+    pointers: Tensor
+    table: Tensor
+
+
+@dataclass(eq=False)
+class Known:
+    """A list of tensors as it was met, but for its addresses.
+
+    ``check(*tensors)`` tells whether so many tensors are like those; ``guarded``: by torch's guards,
+    which also tell what watches a call. ``direct``: in that case, whether they are ordinary tensors
+    whose own memory is what is measured, as it stands. ``layout``: of kernels that cut them so. ``plan``: the
+    `reference.Plan` of a direct list.
+    """
+
+    count: int
+    check: Callable[..., bool]
+    guarded: bool
+    device: torch.device
+    direct: bool
+    cut: tuple[int, int] | None = None
+    layout: Layout | None = None
+    plan: Any = None
+    source: _Source | None = None
+    kept: _Kept | None = None
+
+
+@lru_cache(maxsize=LISTS_KEPT)
+def layout_of(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], chunk: int, max_chunks: int) -> Layout:
+    """Cut tensors of these sizes into chunks, grouped by dtype.
+
+    A chunk has ``chunk`` elements; of a tensor that would have more than ``max_chunks`` of them, the
+    smallest power of two that makes no more. It depends on the tensor's own size alone, so that a
+    row has the same bits in any company.
+    """
+    lengths = [max(chunk, _power_of_two(-(-size // max_chunks))) for size in sizes]
+    counts = [-(-size // length) for size, length in zip(sizes, lengths, strict=True)]
+    first = [0] * len(sizes)
+    rows: list[int] = []
+    groups = []
+    for dtype in dict.fromkeys(dtypes):
+        done = len(rows)
+        for i, count in enumerate(counts):
+            if dtypes[i] == dtype:
+                first[i] = len(rows)
+                rows += [i] * count
+        if len(rows) > done:
+            groups.append(Group(dtype, done, len(rows) - done))
+    table = _int64([*sizes, *lengths, *first, *counts, *rows])
+    return Layout(len(sizes), len(rows), tuple(groups), table)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length() if least > 1 else 1
+
+
+def _int64(values: Sequence[int]) -> Tensor:
+    # half the time of torch.tensor
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
+
+
+# the most recently used is the last
+_known: dict[Known, None] = {}
+# what captured graphs read at every replay: never freed
+_captured: list[Tensor] = []
+
+
+def clear() -> None:
+    """Forget the kept lists and layouts; what captured graphs read stays."""
+    _known.clear()
+    layout_of.cache_clear()
+
+
+def recognize(tensors: Sequence[Tensor]) -> Known | None:
+    """Return the known list that differs from this one in its addresses at most. Called without grad mode."""
+    count, guarded = len(tensors), guards_tell()
+    # a copy: another thread may add to it meanwhile
+    candidates = [one for one in reversed(list(_known)) if one.count == count and one.guarded == guarded]
+    if not candidates or not _have_strides(tensors):
+        return None
+    for known in candidates:
+        if known.check(*tensors):
+            # now the most recently used; in two steps, which other threads may come between
+            _known.pop(known, None)
+            _known[known] = None
+            return known
+    return None
+
+
+def _have_strides(tensors: Sequence[Tensor]) -> bool:
+    # torch's guards end the process at a nested tensor. What is no tensor, or none yet, is for the caller
+    try:
+        return not any(map(attrgetter("is_nested"), tensors))
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+
+
+def pack(
+    tensors: Sequence[Tensor], chunk: int, max_chunks: int, known: Known | None = None, *, keep: bool = False
+) -> Pack:
+    """Pack tensors of one device for the kernels. Runs under that device, on its current stream.
+
+    Args:
+        tensors: at least one.
+        chunk: elements of a chunk, see `layout_of`.
+        max_chunks: of one tensor.
+        known: what `recognize` says of them, where that was asked.
+        keep: whether tables may stay on the device: no graph is being warmed up or captured.
+    """
+    known = known or recognize(tensors) or meet(tensors)
+    flats = tensors if known.direct else [_flat(tensor) for tensor in tensors]
+    layout = known.layout
+    if layout is None or known.cut != (chunk, max_chunks):
+        sizes, dtypes = tuple([x.numel() for x in flats]), tuple([x.dtype for x in flats])
+        layout = layout_of(sizes, dtypes, chunk, max_chunks)
+        known.source = known.kept = None
+        known.layout, known.cut = layout, (chunk, max_chunks)
+    addresses = list(map(Tensor.data_ptr, flats))
+    # on other devices a capture would go unnoticed
+    if keep and known.device.type in {"cpu", "cuda"} and not is_capturing(known.device):
+        kept = _keep(known, layout, addresses)
+        return Pack(layout, kept.pointers, kept.table, flats)
+    return Pack(layout, *_copies(known, layout, addresses), flats)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    x = as_real(tensor)
+    if x.dtype in _WIDENED:
+        x = x.to(_WIDENED[x.dtype])
+    flat = as_flat(x)
+    # memory with gaps or overlaps is copied; the copy lives until the kernels are queued
+    return x.contiguous().view(-1) if flat is None else flat
+
+
+def meet(tensors: Sequence[Tensor]) -> Known:
+    """Keep a list of tensors of one device, so that `recognize` returns it. Called without grad mode."""
+    guarded = guards_tell()
+    direct = guarded and {type(tensor) for tensor in tensors} <= {Tensor, nn.Parameter}
+    direct = direct and _READ.issuperset([tensor.dtype for tensor in tensors])
+    direct = direct and all([_is_own_memory(tensor) for tensor in tensors])
+    known = Known(len(tensors), alike(tensors), guarded, tensors[0].device, direct)
+    _known[known] = None
+    for old in list(_known)[:-LISTS_KEPT]:
+        _known.pop(old, None)
+    return known
+
+
+def _is_own_memory(tensor: Tensor) -> bool:
+    flat = None if tensor.is_neg() else as_flat(tensor)
+    return flat is not None and flat.data_ptr() == tensor.data_ptr()
+
+
+def _keep(known: Known, layout: Layout, addresses: list[int]) -> _Kept:
+    device, kept = known.device, known.kept
+    stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+    if kept is None or kept.stream != stream:
+        pointers, table = _copies(known, layout, addresses)
+    elif kept.addresses == addresses:
+        return kept
+    else:
+        pointers, table = _upload(_pinned(_int64(addresses), device), device), kept.table
+    known.kept = kept = _Kept(stream, addresses, pointers, table)
+    return kept
+
+
+def _copies(known: Known, layout: Layout, addresses: list[int]) -> tuple[Tensor, Tensor]:
+    device, source = known.device, known.source
+    # both parts begin at a multiple of 16 bytes: Triton compiles another kernel for pointers that do not
+    padding = len(addresses) % 2
+    if source is None or source.addresses != addresses:
+        both = torch.cat([_int64([*addresses, *[0] * padding]), layout.table])
+        known.source = source = _Source(addresses, _pinned(both, device))
+    if is_capturing(device):
+        _captured.append(source.host)
+    both = _upload(source.host, device)
+    return both[: len(addresses)], both[len(addresses) + padding :]
+
+
+def _pinned(host: Tensor, device: torch.device) -> Tensor:
+    return host if device.type == "cpu" else host.pin_memory()
+
+
+def _upload(host: Tensor, device: torch.device) -> Tensor:
+    return host.to(device, non_blocking=True)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Tell whether what is queued on this device now becomes part of a CUDA graph."""
+    # a fake tensor is of a device that may not be there
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,428 @@
+"""Statistics in eager PyTorch: the CPU implementation, one streaming pass in small extra memory.
+
+Large tensors go through small buffers piece by piece, on threads that do not wait for one another. Small ones
+are stacked, many to a batch, so that they do not each pay for a dozen operator calls. Both are optimistic:
+NaN and Inf are counted only where the extremes of a piece or row say that there are some.
+
+How a tensor is cut depends on its own size, shape and strides alone, and one thread sums up each piece.
+So its statistics have the same bits whichever tensors share the call, and whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from itertools import chain, groupby, islice, repeat
+from operator import itemgetter, sub
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradiometer.columns import NUM_COLUMNS, Flag, compute_flags, rescale
+from gradiometer.inputs import as_flat, as_real
+from gradiometer.ops import openmp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from gradiometer.columns import Thresholds
+
+__all__ = ["Plan", "plan_of", "prepared", "sumsq", "tensor_stats"]
+
+T = TypeVar("T")
+
+# elements that a thread reads at a time, into a buffer of 8 bytes an element that stays in its cache
+PIECE: Final = 2**17
+# at most so many threads, whose buffers take 3 MiB together; Python's lock would hold up more of them
+MOST_THREADS: Final = 3
+# elements that are worth another thread, which takes 0.1 ms to start
+WORTH_A_THREAD: Final = 2**19
+# pieces of a tensor that one thread takes together, and the most such blocks of one tensor
+BLOCK: Final = 4
+MOST_BLOCKS: Final = 1024
+# blocks whose results are kept until they are merged
+WAVE: Final = 2048
+
+# a small tensor fills one zero-padded row of the next width
+SMALL: Final = 2**12
+WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, SMALL)
+# the width for each number of elements
+_WIDTH_OF: Final = tuple([WIDTHS[bisect_left(WIDTHS, size)] for size in range(SMALL + 1)])
+# elements of a batch of such rows: below what torch spreads over threads
+BATCH: Final = 2**15 - 1
+# elements for which the number of operators counts more than their work
+FEW: Final = BATCH // 3
+
+# raw columns of one tensor, in the order of `gradiometer.columns.schema.COLUMNS`
+_Row = tuple[float, ...]
+
+# an IntFlag makes an object of each result
+_NAN, _INF, _VANISHING, _EXPLODING, _DEAD = map(int, Flag)
+
+
+class _Group(NamedTuple):
+    """Small tensors of one dtype that are padded to one width.
+
+    ``indices``: their places in the call. ``flat``: whether each has one dimension. ``padding``: the zeros
+    after each.
+    """
+
+    width: int
+    indices: list[int]
+    sizes: list[int]
+    flat: list[bool]
+    padding: list[Tensor]
+
+
+class Plan(NamedTuple):
+    """How a list of tensors is measured: places of large ones and of single numbers; groups of others."""
+
+    large: list[int]
+    single: list[int]
+    groups: list[_Group]
+
+
+def plan_of(tensors: Sequence[Tensor]) -> Plan:
+    """Return the plan of tensors as `prepared` returns them; it also holds where only addresses differ."""
+    plan = Plan([], [], [])
+    small: dict[torch.dtype, dict[int, list[int]]] = {}
+    for index, x in enumerate(tensors):
+        numel = x.numel()
+        if numel > SMALL:
+            plan.large.append(index)
+        elif numel == 1:
+            plan.single.append(index)
+        elif numel:
+            small.setdefault(x.dtype, {}).setdefault(_WIDTH_OF[numel], []).append(index)
+    for by_width in small.values():
+        widest, together = max(by_width), [index for indices in by_width.values() for index in indices]
+        # a few short tensors are one group: zeros after a row change no bit of its sums
+        groups = {widest: together} if len(together) * widest <= FEW else by_width
+        plan.groups.extend([_group_of(tensors, *group) for group in groups.items()])
+    return plan
+
+
+def _group_of(tensors: Sequence[Tensor], width: int, indices: list[int]) -> _Group:
+    members = [tensors[index] for index in indices]
+    sizes = [x.numel() for x in members]
+    zeros = members[0].new_zeros(width)
+    padding = {size: zeros[size:] for size in set(sizes)}
+    return _Group(width, indices, sizes, [x.dim() == 1 for x in members], [padding[size] for size in sizes])
+
+
+def prepared(tensor: Tensor) -> Tensor:
+    """Return a tensor of real numbers; a small one in a dtype that has the operators that are needed."""
+    x = as_real(tensor)
+    # fp8 formats lack operators, and one of them lacks a zero to pad with
+    return x.to(torch.float32) if x.itemsize == 1 and x.numel() <= SMALL else x
+
+
+def tensor_stats(
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None = None,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Measure tensors of one device. Returns columns ``(T, C) float64`` and flags ``(T,) int32``.
+
+    Args:
+        tensors: at least one.
+        thresholds: where flags begin.
+        inv_scale: one element; the statistics are those of ``inv_scale * x``.
+        plan: `plan_of` these tensors, where `prepared` changes none of them.
+    """
+    if plan is None:
+        tensors = [prepared(tensor) for tensor in tensors]
+        plan = plan_of(tensors)
+    rows: list[_Row] = [(0.0,) * NUM_COLUMNS] * len(tensors)
+    for index in plan.single:
+        rows[index] = _row_of_number(tensors[index].item())
+    for group in plan.groups:
+        if len(group.sizes) * group.width <= BATCH or not openmp.can_run_alone():
+            _measure_group(tensors, group, rows, BATCH)
+        else:
+            with openmp.one_thread():
+                _measure_group(tensors, group, rows, 2 * BATCH)
+    for index, row in _by_tensor([(index, tensors[index]) for index in plan.large], _measure_block, _merge):
+        rows[index] = row
+    device = tensors[0].device
+    columns = _tensor(array("d", chain.from_iterable(rows)), torch.float64, device)
+    columns = columns.view(len(rows), NUM_COLUMNS)
+    if inv_scale is not None:
+        columns = rescale(columns, inv_scale.reshape(()).to(columns))
+        return columns, compute_flags(columns, thresholds)
+    return columns, _tensor(array("i", _flags(rows, thresholds)), torch.int32, device)
+
+
+def _tensor(values: array[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    x = torch.frombuffer(values, dtype=dtype)
+    return x if device.type == "cpu" else x.to(device)
+
+
+def sumsq(tensors: Sequence[Tensor]) -> float:
+    """Return the sum of squares of real tensors of one device; NaN and Inf are carried."""
+    large: list[tuple[int, Tensor]] = []
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for index, x in enumerate(tensors):
+        if x.numel() > SMALL:
+            large.append((index, x))
+        else:
+            small.setdefault(x.dtype, []).append(x if x.dim() == 1 else x.reshape(-1))
+    sums = [total for _, total in _by_tensor(large, _sumsq_of_block, _fsum)]
+    for flats in small.values():
+        step = BATCH // max(1, *[len(x) for x in flats])
+        starts = range(0, len(flats), step)
+        sums += [_sum_of_squares(torch.cat(flats[start : start + step]).double()) for start in starts]
+    return _fsum(sums)
+
+
+def _flags(rows: list[_Row], thresholds: Thresholds) -> list[int]:
+    """Do what `compute_flags` does, for rows on the host."""
+    # most rows have no flag, which their squares tell up to the rounding of a root
+    least = thresholds.vanishing * thresholds.vanishing * (1 + 2**-50)
+    most = thresholds.exploding * thresholds.exploding * (1 - 2**-50)
+    dead = thresholds.dead
+    return [
+        0
+        if least <= sumsq <= most and n_zero < dead * numel and not (n_nan or n_posinf or n_neginf)
+        else _flags_of((numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, top), thresholds)
+        for numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, top in rows
+    ]
+
+
+def _flags_of(row: _Row, thresholds: Thresholds) -> int:
+    numel, sumsq, _, n_zero, n_nan, n_posinf, n_neginf, _ = row
+    if numel == 0:
+        return 0
+    if n_nan or n_posinf or n_neginf:
+        flags = _EXPLODING | (_NAN if n_nan else 0) | (_INF if n_posinf or n_neginf else 0)
+    else:
+        norm = math.sqrt(sumsq)
+        flags = _VANISHING if norm < thresholds.vanishing else 0
+        flags = flags if norm <= thresholds.exploding else flags | _EXPLODING
+    return flags | _DEAD if n_zero / numel >= thresholds.dead else flags
+
+
+# small tensors
+
+
+def _row_of_number(x: float) -> _Row:
+    if not math.isfinite(x):
+        return (1.0, 0.0, 0.0, 0.0, float(x != x), float(x == math.inf), float(x == -math.inf), 0.0)  # noqa: PLR0124
+    # no sum is -0
+    return (1.0, x * x, x + 0.0, float(x == 0), 0.0, 0.0, 0.0, abs(x))
+
+
+def _measure_group(tensors: Sequence[Tensor], group: _Group, rows: list[_Row], length: int) -> None:
+    """Measure small tensors, as many at once as fill ``length`` elements; write their rows."""
+    count, width = len(group.sizes), group.width
+    step = length // width
+    stack = wide = None
+    if count > step:
+        # one buffer for all batches: memory that is given back and taken again has to be mapped again
+        stack = tensors[group.indices[0]].new_empty(step * width)
+        wide = stack.new_empty(step * width, dtype=torch.float64)
+    for start in range(0, count, step):
+        batch = slice(start, start + step)
+        indices, sizes = group.indices[batch], group.sizes[batch]
+        flats = [
+            tensors[i] if is_flat else tensors[i].reshape(-1)
+            for i, is_flat in zip(indices, group.flat[batch], strict=True)
+        ]
+        parts = list(chain.from_iterable(zip(flats, group.padding[batch], strict=True)))
+        if stack is None or wide is None:
+            columns = _measure_rows(torch.cat(parts).view(-1, width))
+        else:
+            filled = len(sizes) * width
+            x = torch.cat(parts, out=stack[:filled])
+            columns = _measure_rows(x.view(-1, width), wide[:filled].view(-1, width))
+        sumsq, total, n_nonzero, top = columns
+        none = repeat(0.0)
+        measured = zip(sizes, sumsq, total, map(sub, sizes, n_nonzero), none, none, none, top, strict=False)
+        for index, row in zip(indices, measured, strict=True):
+            rows[index] = row
+        if not all(map(math.inf.__gt__, top)):
+            for index, x in zip(indices, flats, strict=True):
+                if not rows[index][-1] < math.inf:
+                    rows[index] = _measure_nonfinite(x, _Scratch(x.numel(), 1, x.device))
+
+
+def _measure_rows(x: Tensor, wide: Tensor | None = None) -> list[list[float]]:
+    """Return sumsq, sum, non-zeros and max |x| of each row. Both are overwritten."""
+    # a count in a half format would be rounded
+    x = x.float() if x.itemsize < 4 else x
+    if x.dtype != torch.float64 and x.numel() <= FEW:
+        # no square of a narrower format underflows
+        wide = x.double()
+        squares = wide * wide
+        sums = torch.stack([squares, wide, squares.sgn()]).sum(dim=2).tolist()
+        return [*sums, [math.sqrt(square) for square in squares.amax(dim=1).tolist()]]
+    wide = x.to(torch.float64, copy=True) if wide is None else wide.copy_(x)
+    total = wide.sum(dim=1)
+    sumsq = torch.mul(wide, wide, out=wide).sum(dim=1)
+    top = x.abs_().amax(dim=1)
+    n_nonzero = x.sgn_().sum(dim=1)
+    return [sumsq.tolist(), total.tolist(), n_nonzero.tolist(), top.tolist()]
+
+
+# large tensors
+
+
+class _Scratch:
+    """What one thread computes in: a piece in fp64, and slots for the results of several pieces."""
+
+    def __init__(self, numel: int, count: int, device: torch.device) -> None:
+        self.wide = torch.empty(numel, dtype=torch.float64, device=device)
+        # 0-d: sum, sumsq, least, greatest
+        results = torch.empty((4, count), dtype=torch.float64, device=device)
+        self.slots = list(zip(*[result.unbind() for result in results], strict=True))
+
+
+def piece_length() -> int:
+    """Return how many elements a thread reads at a time; fewer where torch would spread them over threads."""
+    return PIECE if openmp.can_run_alone() else BATCH
+
+
+def _by_tensor(
+    large: list[tuple[int, Tensor]], measure: Callable[[Tensor, _Scratch], T], merge: Callable[[list[T]], T]
+) -> Iterator[tuple[int, T]]:
+    """Return what is measured of each tensor, block by block, with its place in the call."""
+    if not large:
+        return
+    device, sizes, length = large[0][1].device, [x.numel() for _, x in large], piece_length()
+    threads = 1
+    if device.type == "cpu":
+        threads = min(MOST_THREADS, torch.get_num_threads(), 1 + sum(sizes) // WORTH_A_THREAD)
+
+    def blocks() -> Iterator[tuple[int, Tensor]]:
+        for index, x in large:
+            pieces = max(BLOCK, -(-x.numel() // (length * MOST_BLOCKS)))
+            yield from ((index, block) for block in _pieces(x, length * pieces))
+
+    def start() -> Callable[[tuple[int, Tensor]], tuple[int, T]]:
+        scratch = _Scratch(min(length, max(sizes)), min(BLOCK, -(-max(sizes) // length)), device)
+        return lambda block: (block[0], measure(block[1], scratch))
+
+    def measured() -> Iterator[tuple[int, T]]:
+        todo, count = blocks(), WAVE
+        while count == WAVE:
+            wave = openmp.map_on_threads(start, islice(todo, WAVE), threads)
+            yield from wave
+            count = len(wave)
+
+    for index, parts in groupby(measured(), key=itemgetter(0)):
+        yield index, merge([part for _, part in parts])
+
+
+def _pieces(x: Tensor, length: int) -> Iterator[Tensor]:
+    """Cut a tensor into views of at most so many elements, whatever its strides."""
+    if x.numel() <= length:
+        yield x
+        return
+    flat = as_flat(x)
+    if flat is not None:
+        yield from flat.split(length)
+        return
+    dim = next(dim for dim, size in enumerate(x.shape) if size > 1)
+    for part in x.split(max(1, length // (x.numel() // x.shape[dim])), dim):
+        yield from _pieces(part, length)
+
+
+# After each operator a thread may have to wait for Python's lock. So none is called but what counts, and most
+# results are written into slots, which are read together.
+
+
+def _measure_block(block: Tensor, scratch: _Scratch) -> _Row:
+    measure = _measure_double if block.dtype == torch.float64 else _measure_float
+    rows: list[_Row] = []
+    pieces = _pieces(block, scratch.wide.numel())
+    while batch := list(islice(pieces, len(scratch.slots))):
+        slots = list(zip(batch, scratch.slots, strict=False))
+        zeros = [measure(piece, scratch, *results) for piece, results in slots]
+        for n_zero, (piece, (total, sumsq, _, greatest)) in zip(zeros, slots, strict=True):
+            top = greatest.item()
+            if not top < math.inf:
+                rows.append(_measure_nonfinite(piece, scratch))
+                continue
+            # the square is exact, so its root is
+            top = top if piece.dtype == torch.float64 else math.sqrt(top)
+            rows.append((piece.numel(), sumsq.item(), total.item(), n_zero, 0.0, 0.0, 0.0, top))
+    return _merge(rows)
+
+
+def _measure_float(
+    piece: Tensor, scratch: _Scratch, total: Tensor, sumsq: Tensor, least: Tensor, greatest: Tensor
+) -> float:
+    """Write sum and sum of squares, min x**2 and max x**2 of a piece; return how many elements are 0."""
+    wide = _widened(piece, scratch)
+    torch.sum(wide, (), out=total)
+    torch.mul(wide, wide, out=wide)
+    torch.sum(wide, (), out=sumsq)
+    # no square of a narrower format underflows
+    torch.amin(wide, (), out=least)
+    torch.amax(wide, (), out=greatest)
+    return 0.0 if least.item() > 0 else _count_zeros(wide)
+
+
+def _measure_double(
+    piece: Tensor, scratch: _Scratch, total: Tensor, sumsq: Tensor, least: Tensor, greatest: Tensor
+) -> float:
+    """Write sum and sum of squares, min |x| and max |x| of a piece; return how many elements are 0."""
+    wide = _widened(piece, scratch)
+    torch.sum(wide, (), out=total)
+    torch.amin(wide.abs_(), (), out=least)
+    torch.amax(wide, (), out=greatest)
+    n_zero = 0.0 if least.item() > 0 else _count_zeros(wide.clone())
+    torch.sum(torch.mul(wide, wide, out=wide), (), out=sumsq)
+    return n_zero
+
+
+def _count_zeros(sizes: Tensor) -> float:
+    # a third of the time of count_nonzero
+    return sizes.numel() - sizes.sgn_().sum().item()
+
+
+def _widened(piece: Tensor, scratch: _Scratch) -> Tensor:
+    """Return a piece in fp64, in the buffer."""
+    # float16 to float64 at once takes four times as long
+    piece = piece.to(torch.float32) if piece.itemsize < 4 and piece.dtype != torch.bfloat16 else piece
+    if piece.dim() == 1 and piece.numel() == scratch.wide.numel():
+        return scratch.wide.copy_(piece)
+    return scratch.wide[: piece.numel()].view(piece.shape).copy_(piece)
+
+
+def _measure_nonfinite(piece: Tensor, scratch: _Scratch) -> _Row:
+    wide = _widened(piece, scratch)
+    counts = [which.sum().item() for which in (wide.isnan(), wide == math.inf, wide == -math.inf)]
+    wide.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    # what was replaced by 0 is no zero
+    n_zero = wide.numel() - wide.count_nonzero().item() - sum(counts)
+    total, (least, greatest) = wide.sum().item(), [x.item() for x in torch.aminmax(wide)]
+    return (wide.numel(), _sum_of_squares(wide), total, n_zero, *counts, max(0.0, -least, greatest))
+
+
+def _sumsq_of_block(block: Tensor, scratch: _Scratch) -> float:
+    pieces = _pieces(block, scratch.wide.numel())
+    return _fsum([_sum_of_squares(_widened(piece, scratch)) for piece in pieces])
+
+
+def _sum_of_squares(wide: Tensor) -> float:
+    return torch.mul(wide, wide, out=wide).sum().item()
+
+
+def _merge(rows: list[_Row]) -> _Row:
+    if len(rows) == 1:
+        return rows[0]
+    numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, top = zip(*rows, strict=True)
+    counts = map(sum, (n_zero, n_nan, n_posinf, n_neginf))
+    return (sum(numel), _fsum(sumsq), _fsum(total), *counts, max(top))
+
+
+def _fsum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        # float64 inputs beyond 1e154: what a plain sum says, inf or NaN
+        return sum(values)

@@ -1,0 +1,79 @@
+"""The ring of recorded steps: its form, and eager PyTorch that writes one step.
+
+A ring is ``(capacity, R + 1, C + 1) float64``. A slot holds one step: first a header, then R rows of
+raw columns and flags; a row whose ``numel`` is 0 was not measured. Its state, the cursor, lies beside it
+on the device, so that a compiled or captured step finds both at the same addresses and reads what they
+hold now.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from gradiometer.columns import COLUMN_INDEX, HEADER_SKIPPED, HEADER_STEP, NUM_COLUMNS, Cursor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["append_", "is_due"]
+
+
+_NONFINITE: Final = [COLUMN_INDEX[name] for name in ("n_nan", "n_posinf", "n_neginf")]
+_SUMSQ: Final = COLUMN_INDEX["sumsq"]
+_NUMEL: Final = COLUMN_INDEX["numel"]
+
+
+def is_due(cursor: Tensor) -> bool:
+    """Tell whether the cadence asks for the current step. Reads the cursor, which is on the CPU."""
+    step, _, every, *_ = cursor.tolist()
+    return bool(step % every == 0)
+
+
+def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
+    """Write one step's rows into the ring, on the CPU; what `kernels.append` does on other devices.
+
+    A first call in a step opens a slot, if the step is due, not finite or above the limit. A later one
+    in the same step writes over it what it measured.
+
+    Args:
+        columns: ``(R, C) float64``.
+        flags: ``(R,) int32``.
+        grads: the first so many rows are gradients, and decide whether the step is to be skipped; with
+            0 that stays as it was.
+        steps: the ring, changed in place.
+        cursor: its state, changed in place.
+    """
+    state = _numbers(cursor)
+    step, count, every, skip_nonfinite, skip_above, _ = state
+    found = False
+    if grads > 0:
+        sums = columns[:grads].sum(dim=0).tolist()
+        nonfinite = any([sums[place] for place in _NONFINITE])
+        above = math.sqrt(sums[_SUMSQ]) > skip_above
+        found = nonfinite or above
+        state[Cursor.SKIP] = (nonfinite and skip_nonfinite > 0) or above
+
+    # of an empty ring the last slot, which holds no step
+    slot = steps[int(count - 1) % len(steps)]
+    header = _numbers(slot[0])
+    if header[HEADER_STEP] == step:
+        measured = columns[:, _NUMEL] > 0
+        torch.where(measured.unsqueeze(1), columns, slot[1:, :NUM_COLUMNS], out=slot[1:, :NUM_COLUMNS])
+        torch.where(measured, flags.to(torch.float64), slot[1:, NUM_COLUMNS], out=slot[1:, NUM_COLUMNS])
+        header[HEADER_SKIPPED] = max(header[HEADER_SKIPPED], state[Cursor.SKIP])
+    elif found or step % every == 0:
+        slot = steps[int(count) % len(steps)]
+        slot[1:, :NUM_COLUMNS] = columns
+        slot[1:, NUM_COLUMNS] = flags
+        header = _numbers(slot[0])
+        header[HEADER_STEP], header[HEADER_SKIPPED] = step, state[Cursor.SKIP]
+        state[Cursor.COUNT] += 1
+
+
+def _numbers(tensor: Tensor) -> ctypes.Array[ctypes.c_double]:
+    """Return the memory of a contiguous float64 tensor on the CPU; an operator takes ten times as long."""
+    return (ctypes.c_double * tensor.numel()).from_address(tensor.data_ptr())

@@ -1,0 +1,32 @@
+"""The rules that a monitor has without being told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradiometer.rules.history import NormHistory
+from gradiometer.rules.layers import Dead, LayerImbalance
+from gradiometer.rules.loss import LossSpike
+from gradiometer.rules.nonfinite import NonFinite
+from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
+from gradiometer.rules.ratios import UpdateRatio
+
+if TYPE_CHECKING:
+    from gradiometer.rules.protocol import Rule
+
+__all__ = ["default_rules"]
+
+
+def default_rules() -> list[Rule]:
+    """Return one of each rule, new; all but `GroupRatio`, which needs to know the groups."""
+    norms = NormHistory()
+    return [
+        NonFinite(),
+        NormSpike(norms=norms),
+        LossSpike(),
+        Exploding(norms=norms),
+        Vanishing(norms=norms),
+        Dead(),
+        LayerImbalance(norms=norms),
+        UpdateRatio(),
+    ]

@@ -1,0 +1,80 @@
+"""A fault: why a run ended, and the last steps before it, as the black box has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gradiometer.recorder import StepRecord
+    from gradiometer.rules.finding import Finding
+
+__all__ = ["Fault", "summarize"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a run ended or was found broken, and what was seen before.
+
+    Attributes:
+        reason: ``"exception"``, ``"interrupt"``, ``"SIGTERM"``, ``"non-finite loss"`` or ``"exit"``; or
+            ``"other rank"``: one has ended so, or does not answer.
+        message: of the exception; empty without one.
+        step: the current step.
+        first_nonfinite: such as ``"step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M"``; None if all
+            that was recorded is finite.
+        findings: all of the run so far.
+        last: the last records, oldest first.
+        rank: whose last steps they are; None: those of all ranks.
+    """
+
+    reason: str
+    message: str
+    step: int
+    first_nonfinite: str | None
+    findings: Sequence[Finding]
+    last: Sequence[StepRecord]
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        """Return one line: ``exception in step 1208: ...; first non-finite: step 1207, ...``."""
+        return summarize(vars(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values: of the last steps the scalars, total norm and count of non-finite elements."""
+        report: dict[str, Any] = {} if self.rank is None else {"rank": self.rank}
+        return report | {
+            "reason": self.reason,
+            "message": self.message,
+            "step": self.step,
+            "first_nonfinite": self.first_nonfinite,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "last": [_row(record) for record in self.last],
+        }
+
+
+def summarize(fault: Mapping[str, Any]) -> str:
+    """Return one line of a fault, or of what is left of its `Fault.to_dict` in a file."""
+    rank = fault.get("rank")
+    text = "" if rank is None else f"rank {rank}: "
+    text += f"{fault.get('reason', 'fault')} in step {fault.get('step', '?')}"
+    if message := fault.get("message"):
+        text += f": {message}"
+    if where := fault.get("first_nonfinite"):
+        text += f"; first non-finite: {where}"
+    return text
+
+
+def _row(record: StepRecord) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "step": record.step,
+        "time": record.time,
+        "scalars": dict(record.scalars),
+        "recorded": record.recorded,
+        "skipped": record.skipped,
+    }
+    if record.recorded:
+        row |= {"total_norm": record.total("norm"), "n_nonfinite": int(record.total("n_nonfinite"))}
+    return row

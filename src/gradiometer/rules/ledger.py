@@ -1,0 +1,69 @@
+"""The ledger: joins sightings of the same thing into findings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gradiometer.rules.finding import Finding
+
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """Keeps findings: a sighting within ``gap`` steps of the last one of its kind prolongs that finding.
+
+    Attributes:
+        findings: all of them, in the order in which they began.
+    """
+
+    def __init__(self, gap: int = 100) -> None:
+        self.gap = gap
+        self._least = gap
+        self.findings: list[Finding] = []
+        self._open: dict[tuple[str, str | None, str | None], int] = {}
+
+    def add(self, sightings: Iterable[Finding]) -> list[Finding]:
+        """Take what rules saw in one step; return the findings that are new or have changed."""
+        changed: dict[int, Finding] = {}
+        for seen in sightings:
+            place = self._open.get(seen.key)
+            if place is None or seen.first_step - self.findings[place].last_step > self.gap:
+                place = self._open[seen.key] = len(self.findings)
+                self.findings.append(seen)
+            else:
+                self.findings[place] = _prolonged(self.findings[place], seen)
+            changed[place] = self.findings[place]
+        return list(changed.values())
+
+    def span(self, every: int) -> None:
+        """Let the gap hold two recorded steps at least, where one in ``every`` is recorded."""
+        self.gap = max(self._least, 2 * every)
+
+    def load(self, findings: Iterable[Finding]) -> None:
+        """Go on from findings of before; the last of a kind may be prolonged."""
+        self.findings[:] = findings
+        self._open = {found.key: place for place, found in enumerate(self.findings)}
+
+
+def _prolonged(old: Finding, seen: Finding) -> Finding:
+    worse = seen if seen.severity > old.severity or _is_beyond(seen, old) else old
+    return replace(
+        worse,
+        severity=max(old.severity, seen.severity),
+        first_step=min(old.first_step, seen.first_step),
+        last_step=max(old.last_step, seen.last_step),
+        worst_step=old.worst_step if worse is old else seen.first_step,
+        count=old.count + seen.count,
+    )
+
+
+def _is_beyond(seen: Finding, old: Finding) -> bool:
+    if math.isnan(old.value) or math.isnan(seen.value):
+        return False
+    return seen.value > old.value if old.value >= old.threshold else seen.value < old.value

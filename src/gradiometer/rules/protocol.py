@@ -1,0 +1,35 @@
+"""The protocol of a rule: any object with these methods."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from gradiometer.recorder import StepRecord
+    from gradiometer.rules.finding import Finding
+
+__all__ = ["Rule"]
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """Looks at one step after the other, in order, and says what it sees. Runs on a background thread.
+
+    A sighting is a `Finding` of one step; a `Ledger` joins those that belong together.
+    """
+
+    name: str
+
+    def check(self, record: StepRecord) -> Iterable[Finding]:
+        """Return what is to be said of this step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its history, as plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a history."""
+        ...

@@ -1,0 +1,43 @@
+"""The run record on disk: its format, its writer, its reader, and the comparison of two.
+
+Steps and findings come in and become Parquet and JSON files of a folder; `Run` reads them back, from a run
+that is still going, too. Nothing here knows of devices or threads.
+"""
+
+from gradiometer.runs.diff import (
+    Comparison,
+    Difference,
+    Side,
+    compare,
+)
+from gradiometer.runs.format import (
+    encodable,
+    to_json,
+)
+from gradiometer.runs.rank_blackbox import (
+    RankBox,
+)
+from gradiometer.runs.reader import (
+    Run,
+    RunError,
+    read_run,
+    scalars_of,
+)
+from gradiometer.runs.writer import (
+    RunRecord,
+)
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "RankBox",
+    "Run",
+    "RunError",
+    "RunRecord",
+    "Side",
+    "compare",
+    "encodable",
+    "read_run",
+    "scalars_of",
+    "to_json",
+]

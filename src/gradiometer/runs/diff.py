@@ -1,0 +1,309 @@
+"""Where two runs part: the first step, and the tensors of it in the order in which a step makes them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from gradiometer.columns import COLUMN_INDEX, COLUMN_NAMES, derived
+from gradiometer.extras import require
+from gradiometer.recorder import Kind, Roster, label
+from gradiometer.runs.format import pyarrow
+from gradiometer.runs.reader import scalars_of
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Collection, Mapping
+
+    import pyarrow as pa
+    from torch import Tensor
+
+    from gradiometer.recorder import StepRecord
+    from gradiometer.runs.reader import Run
+
+__all__ = ["Comparison", "Difference", "Side", "compare"]
+
+# as a step makes them: the loss from the weights, gradients from the loss, updates from those
+_ORDER: Final[tuple[Kind | None, ...]] = ("weights", None, "grads", "updates")
+
+# so many rows of the two runs are compared at once
+_BLOCK: Final = 1000
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor, or one scalar, that is not the same in both runs.
+
+    Attributes:
+        step: the first step where it differs.
+        name: ``blocks.3.w.grad``, or ``loss``; ``skipped`` is 1 where the update was skipped.
+        kind: of the tensor; None for a scalar.
+        values: the raw columns that differ, in A and in B; of a scalar ``"value"``. None: not there.
+    """
+
+    step: int
+    name: str
+    kind: Kind | None
+    values: Mapping[str, tuple[float | None, float | None]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one run has: its folder, its first and last step, and how many steps and how many with tensors."""
+
+    path: str
+    first: int | None
+    last: int | None
+    steps: int
+    recorded: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, A and B, step by step.
+
+    Attributes:
+        a, b: the runs.
+        rtol: what was allowed, see `compare`.
+        common: steps that both have.
+        compared: those of them that have tensors in both, up to the first that differs.
+        tensors: tensors that both have.
+        kinds: what only A, and only B, has recorded.
+        only_a, only_b: names of tensors that one run lacks, of kinds that both have recorded.
+        shapes: tensors of another shape or dtype, in A and in B; they are compared all the same.
+        missing: steps between the first and last common one that A, or B, has and the other has not.
+        first: what differs in the first step that differs, in the order in which a step makes it: weights,
+            then scalars, gradients from the last of the model to the first, and updates.
+        scalars: where each scalar first differs.
+        total_norm: of the gradients in the last step that has tensors in both: the step, and A's and B's.
+    """
+
+    a: Side
+    b: Side
+    rtol: float
+    common: int
+    compared: int
+    tensors: int
+    kinds: tuple[tuple[Kind, ...], tuple[Kind, ...]]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    shapes: Mapping[str, tuple[str, str]]
+    missing: tuple[tuple[int, ...], tuple[int, ...]]
+    first: tuple[Difference, ...]
+    scalars: tuple[Difference, ...]
+    total_norm: tuple[int, float, float] | None
+
+    @property
+    def same(self) -> bool:
+        """Whether both have the same tensors, and all that both have, at least one step, is the same."""
+        return not (self.first or self.only_a or self.only_b or self.shapes) and self.compared > 0
+
+    @property
+    def step(self) -> int | None:
+        """The first step where they part."""
+        return self.first[0].step if self.first else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"same": self.same, "step": self.step, **asdict(self)}
+
+
+def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None = None) -> Comparison:
+    """Compare two runs in the steps that both have.
+
+    Args:
+        a: one run.
+        b: the other.
+        rtol: how much may differ. 0: nothing, to the bit. Otherwise it is relative to the larger of two
+            norms, magnitudes and scalars; of ``sum`` to ``sqrt(numel * sumsq)``, which it cannot exceed, and
+            of ``n_zero`` to ``numel``. Elements, NaN and Inf are counted exactly all the same.
+        ignore: leaves out tensors and scalars in whose name it is found.
+    """
+    kinds = set(a.roster.kinds) & set(b.roster.kinds)
+    rows = [_labels(run.roster, kinds, ignore) for run in (a, b)]
+    shared = [name for name in rows[0] if name in rows[1]]
+    shapes = {}
+    for name in shared:
+        here, there = (_form(run.roster, own[name][1]) for run, own in zip((a, b), rows, strict=True))
+        if here != there:
+            shapes[name] = (here, there)
+    steps = [_steps(run) for run in (a, b)]
+    common = sorted(steps[0].keys() & steps[1].keys())
+    recorded = [s for s in common if steps[0][s] and steps[1][s]]
+    scalars = _scalars(a, b, common, rtol, ignore)
+    # scalars are cheap to read: no tensor is looked at beyond the step where one of them parts
+    stop = min((d.step for d in scalars), default=None)
+    upto = [s for s in recorded if stop is None or s <= stop]
+    found, compared = _tensors(a, b, upto, (rows[0], rows[1]), shared, rtol)
+    step = min((d.step for d in (*found, *scalars)), default=None)
+    first = [d for d in found if d.step == step] + [d for d in scalars if d.step == step]
+    # whether the step is skipped is decided when the gradients are known
+    first.sort(key=lambda d: _ORDER.index(d.kind) + 1.5 * (d.kind is None and d.name == "skipped"))
+    return Comparison(
+        a=_side(a, steps[0]),
+        b=_side(b, steps[1]),
+        rtol=rtol,
+        common=len(common),
+        compared=compared,
+        tensors=len(shared),
+        kinds=(_beyond(a.roster, kinds), _beyond(b.roster, kinds)),
+        only_a=tuple(name for name in rows[0] if name not in rows[1]),
+        only_b=tuple(name for name in rows[1] if name not in rows[0]),
+        shapes=shapes,
+        missing=(_missing(steps[0], steps[1], common), _missing(steps[1], steps[0], common)),
+        first=tuple(first),
+        scalars=tuple(scalars),
+        total_norm=_totals(a, b, recorded),
+    )
+
+
+# whether a step has tensors
+_Steps = dict[int, bool]
+_Rows = dict[str, tuple[Kind, int]]
+
+
+def _beyond(roster: Roster, kinds: Collection[Kind]) -> tuple[Kind, ...]:
+    return tuple(kind for kind in roster.kinds if kind not in kinds)
+
+
+def _labels(roster: Roster, kinds: Collection[Kind], ignore: re.Pattern[str] | None) -> _Rows:
+    """Return where each tensor stands, by label, in the order in which a step makes them."""
+    rows: _Rows = {}
+    for kind in _ORDER:
+        if kind is None or kind not in kinds:
+            continue
+        places = range(len(roster.names))
+        for i in reversed(places) if kind == "grads" else places:
+            name = label(kind, roster.names[i])
+            if ignore is None or not ignore.search(name):
+                rows[name] = (kind, i)
+    return rows
+
+
+def _form(roster: Roster, place: int) -> str:
+    return f"{roster.dtypes[place]} {list(roster.shapes[place])}"
+
+
+def _steps(run: Run) -> _Steps:
+    return dict(zip(run.steps["step"].to_pylist(), run.steps["recorded"].to_pylist(), strict=True))
+
+
+def _side(run: Run, steps: _Steps) -> Side:
+    first, last = min(steps, default=None), max(steps, default=None)
+    return Side(str(run.path), first, last, len(steps), sum(steps.values()))
+
+
+def _missing(here: _Steps, there: _Steps, common: list[int]) -> tuple[int, ...]:
+    """Return the steps that ``here`` has and ``there`` has not, between the first and last common one."""
+    if not common:
+        return ()
+    return tuple(s for s in sorted(here.keys() - there.keys()) if common[0] < s < common[-1])
+
+
+def _scalars(
+    a: Run, b: Run, common: list[int], rtol: float, ignore: re.Pattern[str] | None
+) -> list[Difference]:
+    """Return where each scalar first differs."""
+    found: dict[str, Difference] = {}
+    tables = [_rows_of(run, common) for run in (a, b)]
+    for start in range(0, len(common), _BLOCK):
+        here, there = (table.slice(start, _BLOCK) for table in tables)
+        # most are the same, and Arrow sees it a hundred times sooner
+        if here.equals(there):
+            continue
+        for step, one, other in zip(common[start:], _given(here), _given(there), strict=False):
+            for name in {**one, **other}:
+                pair = one.get(name), other.get(name)
+                if name in found or _is_close(*pair, rtol) or (ignore is not None and ignore.search(name)):
+                    continue
+                found[name] = Difference(step, name, None, {"value": pair})
+    return list(found.values())
+
+
+def _rows_of(run: Run, steps: list[int]) -> pa.Table:
+    """Return the scalars of some steps, which the run has."""
+    compute = require("pyarrow.compute", "monitor", "A run record")
+    rows = run.steps.select(["step", "lr", "loss", "scalars", "skipped"])
+    if len(rows) != len(steps):
+        kept = compute.index_in(pyarrow().array(steps, pyarrow().int64()), rows["step"])
+        rows = rows.take(kept)
+    return rows.drop_columns(["step"]).combine_chunks()
+
+
+def _given(rows: pa.Table) -> list[dict[str, float]]:
+    skipped = rows["skipped"].to_pylist()
+    return [x | {"skipped": float(y)} for x, y in zip(scalars_of(rows), skipped, strict=True)]
+
+
+def _is_close(x: float | None, y: float | None, rtol: float) -> bool:
+    if x is None or y is None:
+        return x is y
+    if math.isnan(x) or math.isnan(y):
+        return math.isnan(x) and math.isnan(y)
+    return x == y or (math.isfinite(x - y) and abs(x - y) <= rtol * max(abs(x), abs(y)))
+
+
+def _tensors(
+    a: Run, b: Run, steps: list[int], rows: tuple[_Rows, _Rows], shared: list[str], rtol: float
+) -> tuple[list[Difference], int]:
+    """Return what differs in the first step in which a tensor does, and how many steps were compared."""
+    if not steps or not shared:
+        return [], 0
+    wanted, compared = set(steps), 0
+    streams = [run.records(steps[0], steps[-1]) for run in (a, b)]
+    pairs = zip(*((r for r in stream if r.step in wanted) for stream in streams), strict=True)
+    places = [torch.tensor(_flat(run.roster, own, shared)) for run, own in zip((a, b), rows, strict=True)]
+    for pair in pairs:
+        compared += 1
+        here, there = (_columns(record)[place] for record, place in zip(pair, places, strict=True))
+        differ = _differ(here, there, rtol)
+        if differ.any():
+            return [
+                Difference(
+                    pair[0].step, shared[i], rows[0][shared[i]][0], _values(here[i], there[i], differ[i])
+                )
+                for i in differ.any(dim=1).nonzero().flatten().tolist()
+            ], compared
+    return [], compared
+
+
+def _flat(roster: Roster, rows: _Rows, shared: list[str]) -> list[int]:
+    return [roster.place(kind) * len(roster.names) + i for kind, i in (rows[name] for name in shared)]
+
+
+def _columns(record: StepRecord) -> Tensor:
+    """Return the raw columns of all kinds, ``(K * N, C)``."""
+    return torch.cat([record.columns(kind) for kind in record.roster.kinds])
+
+
+def _values(here: Tensor, there: Tensor, differ: Tensor) -> dict[str, tuple[float | None, float | None]]:
+    pairs = zip(COLUMN_NAMES, here.tolist(), there.tolist(), differ.tolist(), strict=True)
+    return {name: (x, y) for name, x, y, differs in pairs if differs}
+
+
+def _differ(a: Tensor, b: Tensor, rtol: float) -> Tensor:
+    """Tell which values differ by more than is allowed. ``(M, C), (M, C) -> (M, C) bool``."""
+    unequal = (a != b) & ~(a.isnan() & b.isnan())
+    if rtol == 0:
+        return unequal
+    larger = torch.maximum(a.abs(), b.abs())
+    numel, sumsq = larger[:, COLUMN_INDEX["numel"]], larger[:, COLUMN_INDEX["sumsq"]]
+    allowed = torch.zeros_like(larger)
+    # of the norm rtol, of its square twice that
+    allowed[:, COLUMN_INDEX["sumsq"]] = 2 * rtol * sumsq
+    allowed[:, COLUMN_INDEX["abs_max"]] = rtol * larger[:, COLUMN_INDEX["abs_max"]]
+    # terms cancel in a sum: it may be small where they are not
+    allowed[:, COLUMN_INDEX["sum"]] = rtol * derived.sqrt(numel * sumsq)
+    allowed[:, COLUMN_INDEX["n_zero"]] = rtol * numel
+    return unequal & ~((a - b).abs() <= allowed.nan_to_num(posinf=0.0))
+
+
+def _totals(a: Run, b: Run, recorded: list[int]) -> tuple[int, float, float] | None:
+    if not recorded:
+        return None
+    step = recorded[-1]
+    one, other = (run.record(step).total("norm") for run in (a, b))
+    return step, one, other

@@ -1,0 +1,95 @@
+"""A folder that one process writes: its lock, and files that are whole at every moment."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from gradiometer.runs.format import RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["prepare", "release", "remove_leftovers", "take"]
+
+# what this process writes: its locks keep others out, not itself
+_ours: set[Path] = set()
+
+
+def take(run: Path) -> Any:
+    """Lock a folder and return the lock, which ends with the process, however that ends.
+
+    Raises:
+        RunError: if somebody has it.
+    """
+    home = run.resolve()
+    if home in _ours:
+        msg = f"{run} is being written by this process already: close that Monitor, or give another run_dir"
+        raise RunError(msg)
+    file = (run / ".lock").open("a+", encoding="utf-8")
+    try:
+        import fcntl  # noqa: PLC0415 none on Windows, where two processes are not kept apart
+    except ImportError:
+        fcntl = None  # type: ignore[assignment]
+    if fcntl is not None:
+        try:
+            # unlike flock not shared with forked workers, which may outlive a process that was killed
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            msg = f"{run} is being written by {holder}: end that, or give another run_dir"
+            raise RunError(msg) from None
+        except OSError:
+            pass  # a file system without locks
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _ours.add(home)
+    return file
+
+
+def release(run: Path, lock: Any) -> None:
+    """Let go of a folder."""
+    _ours.discard(run.resolve())
+    lock.close()
+
+
+def prepare(run: Path, path: Path, data: Any, *, sync: bool) -> Callable[[], None]:
+    """Write bytes to a hidden file of the folder; return what puts it in its place, at once.
+
+    With ``sync`` the file outlives a power failure.
+    """
+    temporary = run / f".{path.name}.{os.getpid()}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+    def put() -> None:
+        temporary.replace(path)
+        if sync and os.name == "posix":
+            # so that its new name does too
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    return put
+
+
+def remove_leftovers(run: Path) -> None:
+    """Remove the hidden files of a process that was killed while it wrote."""
+    for path in run.glob(".*.tmp"):
+        path.unlink(missing_ok=True)

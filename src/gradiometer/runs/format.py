@@ -1,0 +1,239 @@
+"""A run on disk: its folder, its files, their columns. ``docs/run-record.md`` is the manual."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from gradiometer.columns import COLUMNS
+from gradiometer.extras import require
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import pyarrow as pa
+
+__all__ = [
+    "FORMAT",
+    "NAMES",
+    "STEPS",
+    "TENSORS",
+    "VERSION",
+    "Field",
+    "RunError",
+    "arrow_schema",
+    "encodable",
+    "from_json",
+    "list_segments",
+    "plain",
+    "pyarrow",
+    "read_findings",
+    "read_info",
+    "read_json",
+    "segment_path",
+    "stamp",
+    "summary",
+    "to_json",
+    "unfit",
+]
+
+FORMAT: Final = "gradiometer-run"
+VERSION: Final = 1
+
+
+class RunError(ValueError):
+    """A run that cannot be read or written: one line, which says what to do."""
+
+
+class Field(NamedTuple):
+    """A column of a Parquet file: its Arrow type, its unit, whether it may be null, what it is."""
+
+    name: str
+    type: str
+    unit: str
+    nullable: bool
+    meaning: str
+
+
+# one row a step
+STEPS: Final = (
+    Field("step", "int64", "", False, "the step's number"),
+    Field("attempt", "int32", "", False, "which start of the run wrote the row, from 1"),
+    Field("time", "double", "s", False, "when the step ended, since 1970, UTC"),
+    Field("recorded", "bool", "", False, "whether its tensors were recorded"),
+    Field("skipped", "bool", "", False, "whether `skip_step` said to skip the update"),
+    Field("loss", "double", "", True, "as given to `advance`; null: none was given; NaN stays NaN"),
+    Field("lr", "double", "", True, "likewise"),
+    Field("scalars", "map<string, double>", "", False, "the other scalars given to `advance`, by name"),
+    # of all gradients together; null where the step was not recorded
+    Field("total_norm", "double", "", True, "L2 norm; NaN with any NaN, else inf with any Inf"),
+    Field("finite_norm", "double", "", True, "L2 norm of the finite elements"),
+    Field("abs_max", "double", "", True, "largest finite magnitude"),
+    Field("numel", "int64", "elements", True, "all"),
+    Field("n_zero", "int64", "elements", True, "equal to 0"),
+    Field("n_nan", "int64", "elements", True, "NaN"),
+    Field("n_inf", "int64", "elements", True, "+Inf or -Inf"),
+    Field("n_measured", "int32", "tensors", True, "with a gradient"),
+    Field("n_flagged", "int32", "tensors", True, "with any flag"),
+    # null where that kind was not recorded
+    Field("weights_norm", "double", "", True, "L2 norm of all weights"),
+    Field("updates_norm", "double", "", True, "L2 norm of all updates"),
+)
+
+# the type of a column of words
+NAMES: Final = "dictionary<values=string, indices=int32, ordered=0>"
+
+# one row for each step, kind and parameter that was measured
+TENSORS: Final = (
+    Field("step", "int64", "", False, "the step's number"),
+    Field("attempt", "int32", "", False, "which start of the run wrote the row, from 1"),
+    Field("kind", NAMES, "", False, "`grads`, `weights` or `updates`"),
+    Field("name", NAMES, "", False, "of the parameter"),
+    *(
+        Field(c.name, "int64", "elements", False, c.meaning)
+        if c.scaling == "1"
+        else Field(c.name, "double", "", False, c.meaning)
+        for c in COLUMNS
+    ),
+    Field("flags", "int32", "", False, "bits of `gradiometer.Flag`"),
+    Field("norm", "double", "", False, "L2 norm; NaN with any NaN, else inf with any Inf"),
+)
+
+
+def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
+    """Return the schema of a Parquet file."""
+    pa = pyarrow()
+    types = {
+        "int64": pa.int64(),
+        "int32": pa.int32(),
+        "double": pa.float64(),
+        "bool": pa.bool_(),
+        "map<string, double>": pa.map_(pa.string(), pa.float64()),
+        NAMES: pa.dictionary(pa.int32(), pa.string()),
+    }
+    return pa.schema([pa.field(f.name, types[f.type], nullable=f.nullable) for f in fields])
+
+
+def segment_path(run: Path, table: str, attempt: int, first_step: int) -> Path:
+    """Return where a segment of ``"steps"`` or ``"tensors"`` is."""
+    return run / table / f"{table}-{attempt:04d}-{first_step:010d}.parquet"
+
+
+def list_segments(run: Path) -> dict[tuple[int, int], Any]:
+    """Return the segments by attempt and first step, ascending, and of each its `stamp`."""
+    found = {}
+    for path in (run / "steps").glob("steps-*.parquet"):
+        if match := re.fullmatch(r"steps-(\d+)-(\d+)\.parquet", path.name):
+            found[int(match[1]), int(match[2])] = stamp(path)
+    return dict(sorted(found.items()))
+
+
+def encodable(text: str) -> str:
+    """Return text that UTF-8 can hold: half of a surrogate pair, which is no character, by its number."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+_NONFINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def plain(value: Any) -> Any:
+    """Return what JSON can hold: for what is not finite ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {encodable(str(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def to_json(value: Any, *, indent: int | None = 1) -> str:
+    """Return JSON that every reader takes: NaN and infinities as the strings that JavaScript has for them."""
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
+
+
+def from_json(value: Any) -> Any:
+    """Return what `to_json` was given: its strings for numbers that are not finite as floats."""
+    if isinstance(value, dict):
+        return {key: from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    return _NONFINITE.get(value, value) if isinstance(value, str) else value
+
+
+def read_json(path: Path) -> Any:
+    """Return what is in a JSON file of a run; None if there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        msg = f"{path} cannot be read ({summary(error)}): mend or remove it"
+        raise RunError(msg) from None
+
+
+def pyarrow() -> Any:
+    """Return the package; an ImportError says how to get it."""
+    return require("pyarrow", "monitor", "A run record")
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """Return run.json, after a check of its version and of what every reader goes by."""
+    info: dict[str, Any] | None = read_json(path / "run.json")
+    if info is None:
+        there = "it is a file, not a folder" if path.exists() else "there is no such folder"
+        what = "there is no run.json in it" if path.is_dir() else there
+        msg = f"{path} is no run: {what}; a Monitor writes one with run_dir="
+        raise RunError(msg)
+    if not isinstance(info, dict) or info.get("format") != FORMAT:
+        msg = f"{path / 'run.json'} is no {FORMAT}: give the folder that a Monitor was given as run_dir="
+        raise RunError(msg)
+    version, attempts = info.get("version"), info.get("attempts", [])
+    if isinstance(version, int) and version > VERSION:
+        msg = f"{path} is a run of version {version}, this reads up to {VERSION}: pip install -U gradiometer"
+        raise RunError(msg)
+    fits = {
+        "version": isinstance(version, int),
+        "created": isinstance(info.get("created", 0.0), (int, float)),
+        "attempts": isinstance(attempts, list)
+        and all([isinstance(x, dict) and isinstance(x.get("attempt"), int) for x in attempts]),
+    }
+    if wrong := [key for key, fit in fits.items() if not fit]:
+        said = ", ".join([f"{key}: {info.get(key)!r:.40}" for key in wrong])
+        msg = f"{path / 'run.json'} is not as a run's should be ({said}): mend it"
+        raise RunError(msg)
+    return info
+
+
+def read_findings(path: Path) -> list[dict[str, Any]]:
+    """Return findings.json, each finding with the attempt that saw it last."""
+    found = read_json(path / "findings.json")
+    found = [] if found is None else found
+    keys = {"attempt", "rule", "kind", "tensor", "first_step", "last_step", "value", "threshold"}
+    if not isinstance(found, list) or not all([isinstance(x, dict) and keys <= x.keys() for x in found]):
+        raise unfit(path / "findings.json", f"{found!r:.40}")
+    return found
+
+
+def unfit(path: Path, said: object) -> RunError:
+    """Return the error of a JSON file that holds something else than it should."""
+    return RunError(f"{path} is not as a run's should be ({said}): mend or remove it")
+
+
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is replaced; None if there is none."""
+    try:
+        stat = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def summary(error: Exception) -> str:
+    """Return the first line of what an error says."""
+    return str(error).split("\n", 1)[0].strip() or type(error).__name__

@@ -1,0 +1,143 @@
+"""Steps as Parquet: records, their columns, and a file of each of the two tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradiometer.columns import COLUMN_INDEX, COLUMNS, NUM_COLUMNS, derived
+from gradiometer.extras import require
+from gradiometer.recorder import KINDS
+from gradiometer.runs.format import STEPS, TENSORS, arrow_schema, encodable, pyarrow
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pyarrow as pa
+    from torch import Tensor
+
+    from gradiometer.recorder import Kind, Roster, StepRecord
+
+__all__ = ["steps_table", "tensors_table", "to_parquet"]
+
+
+def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -> pa.Table:
+    """Return a row for each step, kind and name that was measured, in that order."""
+    pa = pyarrow()
+    schema = arrow_schema(TENSORS)
+    recorded = [record for record in records if record.values is not None]
+    if not recorded:
+        return schema.empty_table()
+    rows = torch.stack([record.values for record in recorded])  # type: ignore[misc]
+    rows = rows.flatten(0, 2)  # (S * K * N, C + 1)
+    places = torch.arange(len(rows))
+    measured = rows[:, COLUMN_INDEX["numel"]] > 0
+    if not measured.all():
+        rows, places = rows[measured], places[measured]
+    if not len(rows):
+        return schema.empty_table()
+    columns = rows.t().contiguous()
+    norm = derived.value(columns[:NUM_COLUMNS].t(), "norm")
+    steps = torch.tensor([record.step for record in recorded])
+    names = places % len(roster.names)
+    kinds = places // len(roster.names) % len(roster.kinds)
+    raw = [x.to(torch.int64) if c.scaling == "1" else x for c, x in zip(COLUMNS, columns, strict=False)]
+    arrays = [
+        _array(steps[places // roster.num_rows]),
+        _array(torch.full_like(names, attempt, dtype=torch.int32)),
+        _words(kinds, roster.kinds),
+        _words(names, roster.names),
+        *map(_array, raw),
+        _array(columns[NUM_COLUMNS].to(torch.int32)),
+        _array(norm),
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def steps_table(records: Sequence[StepRecord], attempt: int) -> pa.Table:
+    """Return a row for each step."""
+    columns: dict[str, list[Any]] = {
+        "step": [record.step for record in records],
+        "attempt": [attempt] * len(records),
+        "time": [record.time for record in records],
+        "recorded": [record.recorded for record in records],
+        "skipped": [record.skipped for record in records],
+        "loss": [record.scalars.get("loss") for record in records],
+        "lr": [record.scalars.get("lr") for record in records],
+        "scalars": [
+            [(encodable(name), x) for name, x in record.scalars.items() if name not in {"loss", "lr"}]
+            for record in records
+        ],
+    }
+    recorded = [record for record in records if record.recorded]
+    for kind in KINDS:
+        of_kind = [record for record in recorded if kind in record.roster.kinds]
+        totals = _totals(of_kind, kind)
+        if kind != "grads":
+            totals = {f"{kind}_norm": totals["total_norm"]}
+        for name, numbers in totals.items():
+            left = iter(numbers)
+            columns[name] = [
+                next(left) if record.recorded and kind in record.roster.kinds else None for record in records
+            ]
+    schema = arrow_schema(STEPS)
+    return pyarrow().Table.from_pydict({name: columns[name] for name in schema.names}, schema=schema)
+
+
+def to_parquet(table: pa.Table) -> pa.Buffer:
+    """Return a Parquet file of one of the two tables."""
+    pq = require("pyarrow.parquet", "monitor", "A run record")
+    floats = [field.name for field in table.schema if field.type == "double"]
+    others = [field.name for field in table.schema if field.name not in floats]
+    out = pyarrow().BufferOutputStream()
+    pq.write_table(
+        table,
+        out,
+        # higher levels save 1 %; see docs/run-record.md
+        compression="zstd",
+        compression_level=1,
+        use_byte_stream_split=floats,
+        use_dictionary=others,
+        # those of floats leave NaN out, and DuckDB takes from them that there is none
+        write_statistics=others,
+        # a dictionary of ten thousand names is still one
+        dictionary_pagesize_limit=1 << 26,
+        # one step is read without the rest of its segment
+        row_group_size=1 << 17,
+    )
+    return out.getvalue()
+
+
+def _totals(records: Sequence[StepRecord], kind: Kind) -> dict[str, list[Any]]:
+    """Return what all tensors of a kind together have, a value for each record."""
+    merged = torch.zeros((len(records), NUM_COLUMNS), dtype=torch.float64)
+    counts = torch.zeros((len(records), 2), dtype=torch.int32)
+    for i, record in enumerate(records):
+        merged[i] = derived.merge_rows(record.columns(kind))
+        counts[i, 0] = record.measured(kind).sum()
+        counts[i, 1] = (record.flags(kind) != 0).sum()
+    totals = {
+        "total_norm": derived.value(merged, "norm"),
+        "n_measured": counts[:, 0],
+        "n_flagged": counts[:, 1],
+    }
+    totals |= {name: derived.value(merged, name) for name in ("finite_norm", "abs_max")}
+    for name in ("numel", "n_zero", "n_nan", "n_inf"):
+        totals[name] = derived.value(merged, name).to(torch.int64)
+    return {name: x.tolist() for name, x in totals.items()}
+
+
+def _words(codes: Tensor, words: Sequence[str]) -> pa.Array:
+    pa = pyarrow()
+    dictionary = pa.array([encodable(word) for word in words], pa.string())
+    return pa.DictionaryArray.from_arrays(_array(codes.to(torch.int32)), dictionary)
+
+
+def _array(numbers: Tensor) -> pa.Array:
+    """Return a vector as an Arrow array, in the same memory."""
+    pa = pyarrow()
+    numbers = numbers.contiguous()
+    types = {torch.int64: pa.int64(), torch.int32: pa.int32(), torch.float64: pa.float64()}
+    data = pa.foreign_buffer(numbers.data_ptr(), numbers.numel() * numbers.itemsize, base=numbers)
+    return pa.Array.from_buffers(types[numbers.dtype], len(numbers), [None, data])

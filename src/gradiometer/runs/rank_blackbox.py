@@ -1,0 +1,47 @@
+"""The black box of one rank of many, as a file beside the job's run record."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradiometer.runs.directory import prepare
+from gradiometer.runs.format import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradiometer.recorder import RunInfo, StepRecord
+    from gradiometer.rules import Fault, Finding
+
+__all__ = ["RankBox"]
+
+
+class RankBox:
+    """A sink that writes a fault, and nothing else, to ``blackbox.rank-00005.json``.
+
+    Args:
+        run_dir: of the job; made if there is none.
+        rank: whose faults they are.
+    """
+
+    name = "rank_box"
+
+    def __init__(self, run_dir: Path | str, rank: int) -> None:
+        self.path = Path(run_dir) / f"blackbox.rank-{rank:05d}.json"
+
+    def start(self, info: RunInfo) -> None:
+        """Do nothing."""
+
+    def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
+        """Do nothing."""
+
+    def fault(self, fault: Fault) -> None:
+        """Write the report; over that of an earlier one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = to_json(fault.to_dict() | {"time": time.time()})
+        prepare(self.path.parent, self.path, text.encode(), sync=True)()
+
+    def close(self) -> None:
+        """Do nothing."""

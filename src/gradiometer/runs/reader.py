@@ -1,0 +1,436 @@
+"""A run on disk, read: tables, matrices, records. ``docs/run-record.md`` is the manual."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, Thresholds, derived
+from gradiometer.extras import require
+from gradiometer.recorder import KINDS, Roster, StepRecord
+from gradiometer.rules import Finding
+from gradiometer.runs.format import (
+    FORMAT,
+    STEPS,
+    TENSORS,
+    VERSION,
+    RunError,
+    arrow_schema,
+    from_json,
+    list_segments,
+    pyarrow,
+    read_findings,
+    read_info,
+    read_json,
+    segment_path,
+    stamp,
+    summary,
+    unfit,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    import pyarrow as pa
+    from torch import Tensor
+
+    from gradiometer.recorder import Kind
+
+__all__ = ["FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run", "scalars_of"]
+
+_FOREVER: Final = 2**63 - 1
+# the columns of `TENSORS` that say whose the rest is
+_PLACE: Final = ("step", "kind", "name")
+_STORED: Final = (*COLUMN_NAMES, "flags", "norm")
+
+
+def read_run(path: Path | str) -> Run:
+    """Open a run. Cheap: its tables are read when they are asked for.
+
+    Raises:
+        RunError: if there is no run, or one of a newer version. Whatever reads a file later raises it too,
+            where the file is missing or torn.
+        ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` brings it.
+
+    >>> import tempfile, torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with gm.Monitor(model, run_dir=folder) as monitor:
+    ...         model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    ...         monitor.record()
+    ...         monitor.advance(loss=0.5)
+    ...     record = gm.read_run(folder).record(0)
+    >>> record.loss, record.report()["weight"].norm
+    (0.5, 5.0)
+    """
+    return Run(path)
+
+
+class Run:
+    """A run on disk, as it was when it was opened or last refreshed.
+
+    Rows that a later attempt has superseded are left out: it began at step s, and what earlier ones
+    wrote of s and later is no part of the run any more.
+
+    Attributes:
+        path: the folder.
+        info: what run.json holds.
+        roster: the tensors.
+        thresholds: where flags begin.
+    """
+
+    info: dict[str, Any]
+    roster: Roster
+    thresholds: Thresholds
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._seen: Any = None
+        # a segment is known by its attempt and its first step
+        self._segments: list[tuple[int, int]] = []
+        self._stamps: Mapping[tuple[int, int], Any] = {}
+        self._ends: dict[int, int] = {}  # of an attempt: the first step that counts no more
+        self._kept: dict[tuple[int, int], tuple[Any, pa.Table]] = {}
+        self._steps: pa.Table | None = None
+        pyarrow()
+        self.refresh()
+
+    def __repr__(self) -> str:
+        """Return one line. Reads nothing."""
+        return f"<Run: {self.path}, {len(self._segments)} segments, {len(self.roster.names)} tensors>"
+
+    def refresh(self) -> bool:
+        """Look for what has been written since; tell whether there is anything. Reads only what is new."""
+        segments = list_segments(self.path)
+        files = [stamp(self.path / name) for name in ("run.json", "findings.json", "blackbox.json")]
+        if (segments, files) == self._seen:
+            return False
+        info = read_info(self.path)
+        try:
+            roster = _roster(info["roster"])
+            thresholds = Thresholds(**{name: float(value) for name, value in info["thresholds"].items()})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            msg = f"{self.path / 'run.json'} is not as a run's should be ({error!r}): mend it"
+            raise RunError(msg) from None
+        self.info, self.roster, self.thresholds = info, roster, thresholds
+        # by what it wrote, so that one which wrote nothing supersedes nothing
+        begins: dict[int, int] = {}
+        for attempt, first in segments:
+            begins.setdefault(attempt, first)
+        self._ends = {a: min([s for b, s in begins.items() if b > a], default=_FOREVER) for a in begins}
+        self._segments = [key for key in segments if key[1] < self._ends[key[0]]]
+        self._stamps = segments
+        self._kept = {key: kept for key, kept in self._kept.items() if key in segments}
+        self._steps = None
+        self._seen = segments, files
+        return True
+
+    @property
+    def steps(self) -> pa.Table:
+        """One row a step, ascending; the columns are `STEPS`."""
+        if self._steps is None:
+            tables = [arrow_schema(STEPS).empty_table(), *map(self._steps_of, self._segments)]
+            self._steps = pyarrow().concat_tables(tables)
+        return self._steps
+
+    def tensors(
+        self,
+        *,
+        columns: Collection[str] | None = None,
+        kind: Kind | None = None,
+        names: Collection[str] | str | None = None,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> pa.Table:
+        """Return a row for each step, kind and name that was measured, in that order.
+
+        Args:
+            columns: of `TENSORS`; None for all.
+            kind: only this one.
+            names: only these; one may be given alone.
+            first: only from this step on.
+            last: only up to this step, which is included.
+        """
+        schema = arrow_schema(TENSORS)
+        columns = schema.names if columns is None else list(columns)
+        for name in columns:
+            if name not in schema.names:
+                msg = f"a run's tensors have no column {name!r}, only {', '.join(schema.names)}"
+                raise RunError(msg)
+        if kind is not None:
+            self._check_kind(kind)
+        ds = require("pyarrow.dataset", "monitor", "A run record")
+        tables = [pyarrow().schema([schema.field(name) for name in columns]).empty_table()]
+        for key in self._between(first, last):
+            low, high = self._bounds(key, first, last)
+            where = (ds.field("step") >= low) & (ds.field("step") <= high)
+            if kind is not None:
+                where &= ds.field("kind") == kind
+            if names is not None:
+                where &= ds.field("name").isin([names] if isinstance(names, str) else list(names))
+            tables.append(_read(segment_path(self.path, "tensors", *key), columns, where))
+        return pyarrow().concat_tables(tables).unify_dictionaries()
+
+    def matrix(
+        self, statistic: str, kind: Kind = "grads", *, first: int | None = None, last: int | None = None
+    ) -> tuple[list[int], Tensor]:
+        """Return one statistic of every tensor in every recorded step.
+
+        Args:
+            statistic: a raw column, a derived value such as ``"rms"``, or ``"flags"``.
+            kind: of `KINDS`.
+            first: only from this step on.
+            last: only up to this step, which is included.
+
+        Returns:
+            S steps, ascending, and ``(S, N) float64``. NaN: the parameter was not measured in that
+            step. A norm is NaN, or inf, too where the tensor has a NaN, or an Inf: ``matrix("n_nan")``
+            tells, and ``matrix("finite_norm")`` is that of its finite elements.
+        """
+        steps, found = self.matrices([statistic], kind, first=first, last=last)
+        return steps, found[statistic]
+
+    def matrices(
+        self,
+        statistics: Sequence[str],
+        kind: Kind = "grads",
+        *,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        """Return several statistics, each as `matrix` does, by name; the files are read once for all."""
+        for statistic in statistics:
+            if statistic not in _STORED and statistic not in derived.DERIVED:
+                names = ", ".join(dict.fromkeys([*_STORED, *derived.DERIVED]))
+                msg = f"there is no statistic {statistic!r}, only {names}"
+                raise RunError(msg)
+        self._check_kind(kind)
+        steps = self._recorded(first, last)
+        size = len(steps), 1, len(self.roster.names)
+        out = {name: torch.full(size, torch.nan, dtype=torch.float64) for name in statistics}
+        stored = [name for name in out if name in _STORED]
+        raw = [] if len(stored) == len(out) else list(COLUMN_NAMES)
+        columns = list(dict.fromkeys([*raw, *stored]))
+        for key in self._between(first, last) if out else ():
+            table = self._tensors_of(key, columns, first, last)
+            values = {name: _numbers(table[name]).to(torch.float64) for name in columns}
+            matrix = torch.stack([values[name] for name in raw], dim=1) if raw else None
+            # of the kinds this one alone has a place
+            places = self._places(table, steps, (kind,))
+            for name, to in out.items():
+                found = values[name] if matrix is None or name in stored else derived.value(matrix, name)
+                _put(to, found, places)
+        return steps.tolist(), {name: values.squeeze(1) for name, values in out.items()}
+
+    def record(self, step: int) -> StepRecord:
+        """Return one step.
+
+        Raises:
+            RunError: if the run has no such step.
+        """
+        for record in self.records(step, step):
+            return record
+        known = self.steps["step"]
+        there = f"it has {known[0]} to {known[-1]}" if len(known) else "it has none yet"
+        msg = f"{self.path} has no step {step}: {there}"
+        raise RunError(msg)
+
+    def records(self, first: int | None = None, last: int | None = None) -> Iterator[StepRecord]:
+        """Go over the steps, ascending, from ``first`` to ``last``, both included. Reads as it goes."""
+        for key in self._between(first, last):
+            rows = _cut(self._steps_of(key), first, last)
+            values = self._dense(key, _numbers(rows["step"]))
+            columns = [rows[name].to_pylist() for name in ("step", "time", "recorded", "skipped")]
+            for scalars, dense, (step, time, recorded, skipped) in zip(
+                scalars_of(rows), values, zip(*columns, strict=True), strict=True
+            ):
+                kept = dense if recorded else None
+                yield StepRecord(step, time, scalars, self.roster, kept, skipped, self.thresholds)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the rules found; without what later attempts have superseded."""
+        known = []
+        try:
+            for values in read_findings(self.path):
+                end = self._ends.get(values.pop("attempt"), _FOREVER)
+                if values["first_step"] < end:
+                    numbers = {name: float(values[name]) for name in ("value", "threshold")}
+                    found = Finding.from_dict(values | numbers)
+                    if found.last_step >= end:
+                        count = min(found.count, end - found.first_step)
+                        worst = found.worst_step if (found.worst_step or 0) < end else None
+                        found = replace(found, last_step=end - 1, count=count, worst_step=worst)
+                    known.append(found)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, RunError):
+                raise
+            raise unfit(self.path / "findings.json", repr(error)) from None
+        return known
+
+    @property
+    def blackbox(self) -> dict[str, Any] | None:
+        """The report of the last fault, in whichever attempt it was; None without one."""
+        found: dict[str, Any] | None = from_json(read_json(self.path / "blackbox.json"))
+        if not isinstance(found, dict | None):
+            raise unfit(self.path / "blackbox.json", f"{found!r:.40}")
+        return found
+
+    def _steps_of(self, key: tuple[int, int]) -> pa.Table:
+        """Return the rows of a segment that count."""
+        seen = self._stamps[key], self._ends[key[0]]
+        if key not in self._kept or self._kept[key][0] != seen:
+            table = _read(segment_path(self.path, "steps", *key))
+            # a column may be younger than the segment, or than this reader
+            none = arrow_schema(STEPS).empty_table()
+            try:
+                table = pyarrow().concat_tables([none, table], promote_options="default")
+            except pyarrow().ArrowException as error:
+                raise _unreadable(segment_path(self.path, "steps", *key), error) from None
+            table = table.select(none.column_names)
+            self._kept[key] = seen, _cut(table, None, self._ends[key[0]] - 1).combine_chunks()
+        return self._kept[key][1]
+
+    def _between(self, first: int | None, last: int | None) -> list[tuple[int, int]]:
+        """Return the segments that may have steps from ``first`` to ``last``."""
+        # those that count follow one another, whatever their attempt
+        starts = [start for _, start in self._segments]
+        low = 0 if first is None else max(bisect.bisect_right(starts, first) - 1, 0)
+        high = len(starts) if last is None else bisect.bisect_right(starts, last)
+        return self._segments[low:high]
+
+    def _bounds(self, key: tuple[int, int], first: int | None, last: int | None) -> tuple[int, int]:
+        """Return the steps of a segment to read, both included."""
+        # as its steps say: its tensors may go further, if their writer was killed between the two
+        known = self._steps_of(key)["step"]
+        low, high = (known[0].as_py(), known[-1].as_py()) if len(known) else (0, -1)
+        return low if first is None else max(low, first), high if last is None else min(high, last)
+
+    def _recorded(self, first: int | None, last: int | None) -> Tensor:
+        steps = _cut(self.steps, first, last)
+        return _numbers(steps.filter(steps["recorded"])["step"])
+
+    def _tensors_of(
+        self, key: tuple[int, int], columns: Sequence[str], first: int | None, last: int | None
+    ) -> pa.Table:
+        """Return rows of a segment, and where they belong; rows of other steps may be among them."""
+        path, where = segment_path(self.path, "tensors", *key), None
+        low, high = self._bounds(key, first, last)
+        if (low, high) != self._bounds(key, None, None):
+            ds = require("pyarrow.dataset", "monitor", "A run record")
+            where = (ds.field("step") >= low) & (ds.field("step") <= high)
+        return _read(path, [*_PLACE, *columns], where)
+
+    def _places(self, table: pa.Table, steps: Tensor, kinds: Sequence[str]) -> tuple[Tensor, ...]:
+        """Return the place of each row's step, kind and name; -1 for what is not among them."""
+        found = _numbers(table["step"])
+        if len(steps):
+            rows = torch.searchsorted(steps, found).clamp_(max=len(steps) - 1)
+            rows.masked_fill_(steps[rows] != found, -1)
+        else:
+            rows = torch.full_like(found, -1)
+        kind_index = {name: i for i, name in enumerate(kinds)}
+        return rows, _codes(table["kind"], kind_index), _codes(table["name"], self.roster.index)
+
+    def _dense(self, key: tuple[int, int], steps: Tensor) -> Tensor:
+        """Return ``(S, K, N, C + 1) float64`` of steps of a segment; zeros where nothing was measured."""
+        size = len(steps), len(self.roster.kinds), len(self.roster.names), NUM_COLUMNS + 1
+        out = torch.zeros(size, dtype=torch.float64)
+        if len(steps):
+            columns = [*COLUMN_NAMES, "flags"]
+            table = self._tensors_of(key, columns, int(steps[0]), int(steps[-1]))
+            values = torch.stack([_numbers(table[name]).to(torch.float64) for name in columns], dim=1)
+            _put(out, values, self._places(table, steps, self.roster.kinds))
+        return out
+
+    def _check_kind(self, kind: str) -> None:
+        if kind not in self.roster.kinds:
+            kinds = ", ".join(self.roster.kinds)
+            more = " and ".join(KINDS[1:])
+            msg = f"{self.path} has no {kind!r}, only {kinds}: a Monitor records {more} if it is asked to"
+            raise RunError(msg)
+
+
+def _roster(values: Mapping[str, Any]) -> Roster:
+    shapes = tuple([tuple(shape) for shape in values["shapes"]])
+    return Roster(tuple(values["names"]), shapes, tuple(values["dtypes"]), tuple(values["kinds"]))
+
+
+def _read(path: Path, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
+    """Read one file."""
+    try:
+        if where is None:
+            pq = require("pyarrow.parquet", "monitor", "A run record")
+            with pq.ParquetFile(path) as file:
+                return file.read(columns=columns)
+        ds = require("pyarrow.dataset", "monitor", "A run record")
+        return ds.dataset(path, format="parquet").to_table(columns=columns, filter=where)
+    except (OSError, ValueError, pyarrow().ArrowException) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> RunError:
+    what = f"{path} cannot be read ({summary(error)})"
+    return RunError(f"{what}: the rest can, without it and the file of the same number in the other folder")
+
+
+def scalars_of(rows: pa.Table) -> list[dict[str, float]]:
+    """Return the scalars of each row of `STEPS`: the loss, the learning rate and the others, by name."""
+    found = []
+    others: list[dict[str, float]] = []
+    for chunk in rows["scalars"].chunks:
+        # one list of all: a map made of each row alone takes thirty times as long
+        ends = chunk.offsets.to_pylist()
+        low, high = ends[0], ends[-1]
+        names, numbers = (x.slice(low, high - low).to_pylist() for x in (chunk.keys, chunk.items))
+        for a, b in itertools.pairwise(ends):
+            others.append(dict(zip(names[a - low : b - low], numbers[a - low : b - low], strict=True)))
+    for loss, lr, more in zip(rows["loss"].to_pylist(), rows["lr"].to_pylist(), others, strict=True):
+        scalars = {} if loss is None else {"loss": loss}
+        if lr is not None:
+            scalars["lr"] = lr
+        found.append(scalars | more)
+    return found
+
+
+def _cut(table: pa.Table, first: int | None, last: int | None) -> pa.Table:
+    """Return the rows of steps from ``first`` to ``last``; the steps are ascending."""
+    steps = _numbers(table["step"])
+    low = 0 if first is None else int(torch.searchsorted(steps, first))
+    high = len(steps) if last is None else int(torch.searchsorted(steps, last, right=True))
+    return table.slice(low, max(high - low, 0))
+
+
+def _numbers(column: pa.ChunkedArray) -> Tensor:
+    """Return a column of numbers without nulls as a tensor."""
+    chunks = [from_dlpack(chunk) for chunk in column.chunks if len(chunk)]
+    if not chunks:
+        return from_dlpack(column.combine_chunks())
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+
+def _codes(column: pa.ChunkedArray, index: Mapping[str, int]) -> Tensor:
+    """Return the place of each word of a dictionary column, ``(n,) int64``; -1 for one without a place."""
+    parts = [torch.empty(0, dtype=torch.int64)]
+    for chunk in column.chunks:
+        if len(chunk):
+            places = torch.tensor([index.get(word, -1) for word in chunk.dictionary.to_pylist()])
+            parts.append(places.index_select(0, from_dlpack(chunk.indices)))
+    return torch.cat(parts)
+
+
+def _put(out: Tensor, values: Tensor, places: tuple[Tensor, ...]) -> None:
+    """Write ``(n, ...)`` values to their places ``(S, K, N)`` in out; those without a place are left."""
+    rows, kinds, names = places
+    bad = (rows | kinds | names) < 0
+    if bad.any():
+        keep = ~bad
+        rows, kinds, names, values = rows[keep], kinds[keep], names[keep], values[keep]
+    _, k, n = out.shape[:3]
+    out.flatten(0, 2).index_copy_(0, (rows * k + kinds).mul_(n).add_(names), values)

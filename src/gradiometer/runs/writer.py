@@ -1,0 +1,325 @@
+"""The run record: every step in Parquet files, which `gradiometer.read_run` reads."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import weakref
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from gradiometer.recorder import KINDS, Roster
+from gradiometer.runs.directory import prepare, release, remove_leftovers, take
+from gradiometer.runs.format import (
+    FORMAT,
+    VERSION,
+    RunError,
+    encodable,
+    list_segments,
+    pyarrow,
+    read_findings,
+    read_info,
+    segment_path,
+    to_json,
+)
+from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gradiometer.recorder import RunInfo, StepRecord
+    from gradiometer.rules import Fault, Finding
+
+__all__ = ["RunRecord"]
+
+_LOG = logging.getLogger("gradiometer")
+# a disk that fails is tried again at once, then after 1 s, 2 s, 4 s, and so many at most
+_LONGEST_PAUSE: Final = 60.0
+# segments' worth of steps that wait for it
+_WAITING: Final = 4
+
+
+class RunRecord:
+    """A sink that writes a run: see ``docs/run-record.md``.
+
+    Steps gather in a segment. Every ``segment_seconds`` its two files are replaced by longer ones, each
+    complete at every moment; once it is full they are not touched any more, and the next one begins. So a
+    killed process loses the last ``segment_seconds``, or ``segment_steps``, at most.
+
+    Args:
+        run_dir: the folder; made if there is none. One that holds a run is gone on with: what it has of
+            the first step that is written, and of later ones, is superseded.
+        segment_steps: a segment is full with so many steps,
+        segment_rows: or with so many rows of tensors.
+        segment_seconds: how long a step may wait to be written; 0: until the end of `write`.
+        fsync: whether what was written outlives a power failure too, not only the process.
+
+    Attributes:
+        lost: steps that were dropped because the disk failed for too long.
+
+    Raises:
+        ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` brings it.
+        ValueError: for a number out of range.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        segment_steps: int = 1000,
+        segment_rows: int = 1 << 19,
+        segment_seconds: float = 10.0,
+        fsync: bool = True,
+    ) -> None:
+        for name, value in (("segment_steps", segment_steps), ("segment_rows", segment_rows)):
+            if not isinstance(value, int) or value < 1:
+                msg = f"RunRecord({name}={value!r}): a whole number, at least 1"
+                raise ValueError(msg)
+        if not isinstance(segment_seconds, (int, float)) or not segment_seconds >= 0:
+            msg = f"RunRecord(segment_seconds={segment_seconds!r}): seconds, not negative"
+            raise ValueError(msg)
+        pyarrow()
+        self.path = Path(run_dir)
+        self.lost = 0
+        self._limits = segment_steps, segment_rows
+        self._seconds = segment_seconds
+        self._fsync = fsync
+        self._info: dict[str, Any] = {}
+        self._free: Any = None
+        self._attempt = 0
+        self._has_written = False  # in this attempt
+        self._info_changed = False
+        # the segment that is being filled, and how much of it is on disk, since when
+        self._pending: list[StepRecord] = []
+        self._saved = 0
+        self._saved_at = 0.0
+        self._last_step = -1
+        self._findings: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._findings_changed = False
+        self._failures = 0
+        self._pause_until = -math.inf
+
+    def start(self, info: RunInfo) -> None:
+        """Take the folder, and begin an attempt.
+
+        Raises:
+            RunError: if somebody else is writing there, or what is there is no run that can be gone on with.
+            OSError: the disk failed; there is no run record then.
+        """
+        try:
+            for table in ("steps", "tensors"):
+                (self.path / table).mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            msg = f"{error.filename} is in the way of a run's folder: give another run_dir"
+            raise RunError(msg) from None
+        # with this object, if nobody closes it; not at exit, where it may still be closed
+        self._free = weakref.finalize(self, release, self.path, take(self.path))
+        self._free.atexit = False
+        try:
+            self._start(info)
+        except BaseException:
+            self._free()
+            raise
+
+    def _start(self, info: RunInfo) -> None:
+        remove_leftovers(self.path)
+        old = read_info(self.path) if (self.path / "run.json").exists() else {}
+        attempts = old.get("attempts", [])
+        known = [attempt for attempt, _ in list_segments(self.path)]
+        self._attempt = max([*known, *(entry["attempt"] for entry in attempts)], default=0)
+        if known and not info.first_step:
+            text = "%s holds an earlier run, which this one supersedes from step 0 on; nothing is deleted. "
+            text += "To go on with it use load_state_dict, to keep both another run_dir"
+            _LOG.warning(text, self.path)
+        self._roster = info.roster
+        self._info = {
+            "format": FORMAT,
+            "version": VERSION,
+            "created": old.get("created", info.started),
+            "model": info.model,
+            "roster": _roster(info.roster, old.get("roster")),
+            "thresholds": asdict(info.thresholds),
+            "every": info.every,
+            "capacity": info.capacity,
+            "versions": dict(info.versions),
+            "device": info.device,
+            "ranks": info.ranks,
+            "attempts": attempts,
+            "closed": False,
+        }
+        for entry in read_findings(self.path):
+            self._findings[_key(entry)] = entry
+        self._begin(info.first_step, info.started)
+        self._write_info()
+
+    def _begin(self, first_step: int, started: float) -> None:
+        """Begin another attempt, whatever the disk says: run.json is written with its first steps."""
+        self._attempt += 1
+        self._has_written = False
+        entry = {"attempt": self._attempt, "started": started, "first_step": first_step, "ended": None}
+        self._info["attempts"].append(entry)
+        self._info_changed = True
+        self._saved_at = time.monotonic()
+
+    def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
+        """Take steps and findings; write what is due.
+
+        Raises:
+            OSError: the disk failed. What was to be written is kept and tried again by a later call, up to
+                four segments of steps; beyond that the oldest are dropped, and counted in ``lost``.
+        """
+        for finding in findings:
+            entry = finding.to_dict() | {"attempt": self._attempt}
+            self._findings[_key(entry)] = entry
+            self._findings_changed = True
+        errors: list[Exception] = []
+        for record in records:
+            try:
+                self._add(record, full=not errors)
+            except Exception as error:  # noqa: BLE001 the other steps are taken all the same
+                errors.append(error)
+        waits = len(self._pending) > self._saved or self._findings_changed or self._info_changed
+        if waits and not errors and time.monotonic() - self._saved_at >= self._seconds:
+            self._flush()
+        self._drop()
+        if errors:
+            raise errors[0]
+
+    def _add(self, record: StepRecord, *, full: bool) -> None:
+        """Take one step; with ``full`` write a segment that is full with it."""
+        if record.roster is not self._roster and record.roster != self._roster:
+            self.lost += 1
+            msg = f"RunRecord: step {record.step} is of other tensors than the run was started with"
+            raise ValueError(msg)
+        failed: Exception | None = None
+        if record.step <= self._last_step:
+            # back at a checkpoint, in the same process: what is not on disk now is superseded as well
+            try:
+                self._flush(now=True)
+            except Exception as error:  # noqa: BLE001 raised once the step is taken
+                failed = error
+            self.lost += len(self._pending) - self._saved
+            self._pending, self._saved = [], 0
+            self._begin(record.step, record.time)
+        self._last_step = record.step
+        self._pending.append(record)
+        if failed is not None:
+            raise failed
+        if full and self._holds(1):
+            self._flush()
+
+    def tick(self) -> None:
+        """Write what is due by the clock, where no step comes."""
+        self.write([], [])
+
+    def fault(self, fault: Fault) -> None:
+        """Write all, and the report of the fault."""
+        try:
+            self._flush(now=True)
+        finally:
+            report = fault.to_dict() | {"attempt": self._attempt}
+            self._replace(self.path / "blackbox.json", to_json(report))
+
+    def close(self) -> None:
+        """Write all, and that the run is closed; let go of the folder."""
+        if self._free is None or not self._free.alive:
+            return
+        try:
+            self._flush(now=True)
+        finally:
+            try:
+                self.lost += len(self._pending) - self._saved
+                self._pending, self._saved = [], 0
+                self._info["attempts"][-1] |= {"ended": time.time(), "lost": self.lost}
+                self._info["closed"] = True
+                self._write_info()
+            finally:
+                self._free()
+
+    def _holds(self, segments: int) -> bool:
+        """Tell whether as many steps, or rows, are there as so many segments have."""
+        steps, rows = self._limits
+        recorded = sum([record.values is not None for record in self._pending])
+        return len(self._pending) >= segments * steps or recorded * self._roster.num_rows >= segments * rows
+
+    def _flush(self, *, now: bool = False) -> None:
+        """Write the segment that is being filled, and the findings."""
+        if not now and time.monotonic() < self._pause_until:
+            return
+        try:
+            if len(self._pending) > self._saved:
+                self._save()
+            if self._info_changed:
+                self._write_info()
+            if self._findings_changed:
+                self._replace(self.path / "findings.json", to_json(list(self._findings.values())))
+                self._findings_changed = False
+        except Exception:
+            pause = min(2.0 ** (self._failures - 1), _LONGEST_PAUSE) if self._failures else 0.0
+            self._pause_until = time.monotonic() + pause
+            self._failures = min(self._failures + 1, 10)
+            raise
+        self._failures = 0
+        self._saved_at = time.monotonic()
+        if self._holds(1):
+            self._pending, self._saved = [], 0
+
+    def _save(self) -> None:
+        """Replace the files of the segment by longer ones."""
+        first = self._pending[0].step
+        files = {
+            "tensors": to_parquet(tensors_table(self._pending, self._attempt, self._roster)),
+            "steps": to_parquet(steps_table(self._pending, self._attempt)),
+        }
+        # the tensors first, so that no step is without them; both are written before either is replaced
+        ready = [
+            prepare(self.path, segment_path(self.path, name, self._attempt, first), data, sync=self._fsync)
+            for name, data in files.items()
+        ]
+        for put in ready:
+            put()
+        self._saved = len(self._pending)
+        if not self._has_written:
+            self._has_written = self._info_changed = True
+            self._info["attempts"][-1]["first_step"] = first
+            if all(start >= first for _, start in list_segments(self.path)):
+                # what others wrote is superseded, all of it
+                self._info["roster"] = _roster(self._roster, None)
+
+    def _write_info(self) -> None:
+        self._replace(self.path / "run.json", to_json(self._info))
+        self._info_changed = False
+
+    def _drop(self) -> None:
+        """Let go of the oldest steps, if too many wait for the disk."""
+        while self._holds(_WAITING) and len(self._pending) > 1:
+            # what is on disk is not lost: the next segment begins after it
+            gone = max(self._saved, 1)
+            self.lost += gone - self._saved
+            del self._pending[:gone]
+            self._saved = 0
+
+    def _replace(self, path: Path, text: str) -> None:
+        prepare(self.path, path, text.encode(), sync=self._fsync)()
+
+
+def _roster(roster: Roster, old: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a roster for run.json: these tensors, then those that only earlier attempts had."""
+    names, shapes, dtypes = [encodable(x) for x in roster.names], list(roster.shapes), list(roster.dtypes)
+    kinds = set(roster.kinds)
+    if old is not None:
+        known = set(names)
+        kinds |= set(old["kinds"])
+        for name, shape, dtype in zip(old["names"], old["shapes"], old["dtypes"], strict=True):
+            if name not in known:
+                names.append(name)
+                shapes.append(shape)
+                dtypes.append(dtype)
+    in_order = [kind for kind in KINDS if kind in kinds]
+    return {"names": names, "shapes": shapes, "dtypes": dtypes, "kinds": in_order}
+
+
+def _key(finding: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple([finding[name] for name in ("rule", "kind", "tensor", "first_step")])

@@ -1,0 +1,89 @@
+"""`TensorStats` on the device, `Report` on the host, and the functions that collect them.
+
+Named tensors come in; columns and flags go out, one row a tensor, without a wait. One copy to the host turns
+them into reports, tables and mappings by module or group. Nothing here changes a tensor or knows of time.
+"""
+
+from gradiometer.stats.collect import (
+    collect,
+    collect_grads,
+    collect_weights,
+    grad_norm,
+    total_norm,
+)
+from gradiometer.stats.ema import (
+    EMA,
+    Smoothed,
+)
+from gradiometer.stats.float64_module import (
+    Float64Module,
+)
+from gradiometer.stats.group_ratio import (
+    group_ratio,
+)
+from gradiometer.stats.grouping import (
+    GroupRule,
+)
+from gradiometer.stats.host_copy import (
+    Pending,
+    fetch,
+)
+from gradiometer.stats.materialize import (
+    materialize,
+    materialize_async,
+)
+from gradiometer.stats.measure import (
+    grads_of,
+    measure,
+    over_ranks,
+    settled,
+)
+from gradiometer.stats.module_reports import (
+    ModuleReports,
+)
+from gradiometer.stats.norms import (
+    finite_norm,
+    norms_of,
+    order_of,
+)
+from gradiometer.stats.report import (
+    Report,
+)
+from gradiometer.stats.tensor_report import (
+    TensorReport,
+    row_to_dict,
+)
+from gradiometer.stats.tensor_stats import (
+    TensorStats,
+    outside_of_a_graph,
+)
+
+__all__ = [
+    "EMA",
+    "Float64Module",
+    "GroupRule",
+    "ModuleReports",
+    "Pending",
+    "Report",
+    "Smoothed",
+    "TensorReport",
+    "TensorStats",
+    "collect",
+    "collect_grads",
+    "collect_weights",
+    "fetch",
+    "finite_norm",
+    "grad_norm",
+    "grads_of",
+    "group_ratio",
+    "materialize",
+    "materialize_async",
+    "measure",
+    "norms_of",
+    "order_of",
+    "outside_of_a_graph",
+    "over_ranks",
+    "row_to_dict",
+    "settled",
+    "total_norm",
+]

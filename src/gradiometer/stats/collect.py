@@ -1,0 +1,255 @@
+"""Collection: gradients, weights or any named tensors -> TensorStats, in one read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from gradiometer import ops
+from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds
+from gradiometer.inputs import check_names, named_parameters, named_tensors, present
+from gradiometer.stats.measure import measure, measure_grads, over_ranks
+from gradiometer.stats.norms import finite_norm, norms_of, order_of
+
+if TYPE_CHECKING:
+    from gradiometer.distributed import Ranks
+    from gradiometer.inputs import Parameters, Tensors
+    from gradiometer.stats.tensor_stats import TensorStats
+
+__all__ = ["collect", "collect_grads", "collect_weights", "grad_norm", "total_norm"]
+
+
+def collect_grads(
+    model: Parameters,
+    *,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: Tensor | float | None = None,
+    skip_nonfinite: bool = False,
+    reduce: bool | Ranks = False,
+) -> TensorStats:
+    """Measure every gradient of a model in one read, on its device, without waiting for it.
+
+    Works the same inside and outside ``torch.compile``: no graph break, no host sync.
+
+    Args:
+        model: a module, or parameters as a mapping, an iterable, or (name, parameter) pairs.
+            Parameters without a gradient are left out; tied ones count once.
+        thresholds: where flags begin.
+        inv_scale: ``1 / scale`` of a GradScaler, one element: the statistics are those of the
+            unscaled gradients, which stay as they are. Positive and finite.
+            `gradiometer.inverse_scale` has it without a wait.
+        skip_nonfinite: whether a step with a non-finite gradient is skipped, as by a GradScaler.
+            Then such a gradient is flagged ``NAN`` or ``INF`` but not ``EXPLODING``, and
+            ``skipped`` of the stats and the report tells that the step is.
+        reduce: whether to merge with what the other ranks hold, as `TensorStats.reduce` does; or what the
+            ranks have agreed on, `gradiometer.Ranks`. All ranks have to come here then. Of a DTensor only
+            the local shard is read in either case.
+
+    Returns:
+        TensorStats with a row per gradient, named like its parameter; T = 0 rows with no gradient.
+
+    Raises:
+        TypeError: for a gradient that cannot be measured; the message names it.
+        RankError: with ``reduce``, where ranks differ or one does not answer.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> stats = gm.collect_grads(model)
+    >>> stats.names, stats.norm
+    (('weight', 'bias'), tensor([5., 1.], dtype=torch.float64))
+    """
+    options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "reduce": reduce}
+    return measure_grads(model, "collect_grads", thresholds, inv_scale, **options)[1]
+
+
+def collect_weights(
+    model: Parameters,
+    *,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    reduce: bool | Ranks = False,
+) -> TensorStats:
+    """Measure every parameter of a model in one read, on its device, without waiting for it.
+
+    Args:
+        model: as for `collect_grads`.
+        thresholds: where flags begin.
+        reduce: as for `collect_grads`.
+
+    Returns:
+        TensorStats with a row per parameter; tied parameters count once.
+
+    Raises:
+        TypeError: for a parameter that cannot be measured; the message names it.
+        RankError: as for `collect_grads`.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.collect_weights(torch.nn.Linear(2, 1)).names
+    ('weight', 'bias')
+    """
+    named = named_parameters(model, "collect_weights")
+    return over_ranks(
+        reduce, named, "collect_weights", lambda _: measure(named, "collect_weights", thresholds)
+    )
+
+
+def collect(
+    tensors: Tensors,
+    *,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: Tensor | float | None = None,
+    skip_nonfinite: bool = False,
+    reduce: bool | Ranks = False,
+) -> TensorStats:
+    """Measure any tensors in one read, on their device, without waiting for it.
+
+    Tensors may differ in dtype, strides and device. Complex ones are measured as their real view
+    (two elements each), sparse COO ones with all their zeros. With several devices the result is
+    on the first that is not the CPU.
+
+    Args:
+        tensors: a mapping name -> tensor, (name, tensor) pairs, or tensors, named by position.
+        thresholds: where flags begin.
+        inv_scale: one element; the statistics are those of ``inv_scale * x``. Positive and finite.
+        skip_nonfinite: whether a step with a non-finite element is skipped; as for `collect_grads`.
+        reduce: as for `collect_grads`. A plain tensor counts as a copy that all ranks have; where each has
+            another one, make ``gm.Ranks(tensors, shards={".*": None})`` once and pass that.
+
+    Returns:
+        TensorStats with a row per tensor.
+
+    Raises:
+        TypeError: for a tensor that cannot be measured; the message names it.
+        ValueError: for a name that stands twice.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.collect({"a": torch.tensor([1e20]), "b": torch.zeros(3)}).norm
+    tensor([1.0000e+20, 0.0000e+00], dtype=torch.float64)
+    """
+    named = named_tensors(tensors, "collect")
+
+    def measured(_: Ranks | None) -> TensorStats:
+        return measure(named, "collect", thresholds, inv_scale, skip_nonfinite=skip_nonfinite)
+
+    return over_ranks(reduce, named, "collect", measured)
+
+
+@overload
+def grad_norm(
+    model: Parameters,
+    *,
+    empty: float | Literal["raise"] = ...,
+    inv_scale: Tensor | float | None = ...,
+    reduce: bool | Ranks | None = ...,
+) -> float: ...
+
+
+@overload
+def grad_norm(
+    model: Parameters,
+    *,
+    empty: None,
+    inv_scale: Tensor | float | None = ...,
+    reduce: bool | Ranks | None = ...,
+) -> float | None: ...
+
+
+def grad_norm(
+    model: Parameters,
+    *,
+    empty: float | Literal["raise"] | None = 0.0,
+    inv_scale: Tensor | float | None = None,
+    reduce: bool | Ranks | None = None,
+) -> float | None:
+    """Return the L2 norm of all gradients of a model, computed in fp64, after one transfer.
+
+    NaN with any NaN, inf with any Inf, as torch would say it. The total norm of `collect_grads`, up to the
+    rounding of fp64: on the CPU nothing but squares is summed, over all gradients at once.
+
+    Args:
+        model: as for `collect_grads`.
+        empty: what to return when there is no gradient; ``"raise"`` for a ValueError.
+        inv_scale: as for `collect_grads`.
+        reduce: as for `collect_grads`; None: where a parameter is a DTensor, so that the norm is that of
+            the model and not of a shard.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.grad_norm(torch.nn.Linear(2, 1))
+    0.0
+    """
+    if inv_scale is None and not reduce and not torch.compiler.is_compiling():
+        names, parameters = named_parameters(model, "grad_norm")
+        grads = present(names, [p.grad for p in parameters])
+        norm = ops.norm_on_host(grads.tensors)
+        if norm is not None:
+            check_names(grads.names, "grad_norm")
+            return norm
+    _, stats = measure_grads(model, "grad_norm", inv_scale=inv_scale, reduce=reduce)
+    if stats.origin is not None:
+        # rows that no rank has measured are in no report
+        report = stats.materialize()
+        if report.measured:
+            return report.total_norm
+    elif stats.measured:
+        return float(stats.total_norm)
+    if empty == "raise":
+        msg = "grad_norm: no parameter has a gradient; call it after backward() and before zero_grad()"
+        raise ValueError(msg)
+    if isinstance(empty, str):
+        msg = f"grad_norm: empty must be a number, None or 'raise', got {empty!r}"
+        raise ValueError(msg)  # noqa: TRY004 what a misspelt word is
+    return empty
+
+
+def total_norm(
+    tensors: Tensors, norm_type: float | str = 2.0, *, reduce: bool | Ranks | None = None
+) -> Tensor:
+    """Return the norm of all tensors together as a 0-d float64 tensor on their device; 0 with none.
+
+    `torch.nn.utils.get_total_norm` in fp64: no square or power of an fp32 or half number overflows. NaN
+    and Inf count as torch says: NaN makes the norm NaN, and Inf makes it inf, but to a negative order Inf
+    is nothing, and of order 0 both are elements other than 0.
+
+    Args:
+        tensors: as for `collect`.
+        norm_type: any order that `torch.linalg.vector_norm` takes: 2, 1, 0.5, ``"inf"``, -inf, a negative
+            number. Of order 0 it is the number of tensors that are not all zero, as torch's norm of norms
+            is. Orders other than 0, 2 and infinity read the tensors twice.
+        reduce: as for `grad_norm`. Orders other than 0, 2 and infinity take two more collectives, of one
+            number.
+
+    Raises:
+        ValueError: for a ``norm_type`` that is no order.
+        TypeError, RankError: as for `collect`.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    tensor(5., dtype=torch.float64)
+    >>> gm.total_norm([torch.tensor([3.0]), torch.tensor([-4.0])], "inf")
+    tensor(4., dtype=torch.float64)
+    """
+    order = order_of(norm_type, "total_norm")
+    named = named_tensors(tensors, "total_norm")
+    if order == 2.0:
+        norm = None if reduce or torch.compiler.is_compiling() else ops.norm_on_host(named.tensors)
+        if norm is not None:
+            check_names(named.names, "total_norm")
+            return torch.tensor(norm, dtype=torch.float64)
+        return over_ranks(reduce, named, "total_norm", lambda _: measure(named, "total_norm")).total_norm
+    finite: Tensor | None = None
+    over: Ranks | None = None
+
+    def measured(ranks: Ranks | None) -> TensorStats:
+        nonlocal finite, over
+        over = ranks
+        stats = measure(named, "total_norm")
+        finite = finite_norm(named, order, ranks, stats.columns.device)
+        return stats
+
+    stats = over_ranks(reduce, named, "total_norm", measured)
+    return norms_of(stats.columns, order, finite, over).said
+
+
+# for what is built on a collection

@@ -1,0 +1,185 @@
+"""Smoothing: an exponential moving average of norms and ratios that stays on the device."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradiometer.stats.float64_module import Float64Module
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Self
+
+__all__ = ["EMA", "Smoothed"]
+
+
+class Smoothed(NamedTuple):
+    """What one update of an `EMA` gives; both ``shape`` float64, on its device, and snapshots.
+
+    ``value``: the mean after the update. ``drift``: how far x was from the mean before it, relative to it.
+    """
+
+    value: Tensor
+    drift: Tensor
+
+
+class EMA(Float64Module):
+    """Exponential moving average of a device tensor, element by element, without waiting for the device.
+
+    With d = ``decay``, w₀ = 0, and x the values that are finite:
+
+        wₜ = d wₜ₋₁ + (1 - d)                         the weight of all values so far, 1 - dᵗ
+        mₜ = mₜ₋₁ + (1 - d) / wₜ · (xₜ - mₜ₋₁)        their mean, ∑ (1 - d) dᵗ⁻ⁱ xᵢ / wₜ
+        driftₜ = |xₜ - mₜ₋₁| / (|mₜ₋₁| + eps)         against the mean before xₜ
+
+    which is Adam's average with its bias correction (Kingma & Ba 2015, section 3), updated in the
+    corrected mean itself: a constant gives that constant from the first step on, exactly.
+
+    An element that is NaN or infinite leaves its mean and weight as they are, and that step's drift
+    is NaN or inf; the next finite value goes on from before it. The first finite value has drift 0.
+    So ``drift <= 5`` says "as usual", also on the first step, and never for what is not finite.
+
+    With ``bias_correction=False`` it is the classical average that starts at 0, as Adam's moments are before
+    their correction:
+
+        m₀ = 0,  mₜ = d mₜ₋₁ + (1 - d) xₜ
+
+    Without history its value is 0, and in the first ``1 / (1 - decay)`` steps it is too small, by the factor
+    wₜ. Drift is measured against the same mₜ₋₁, so it is large there: ``|x₁| / eps`` at the first value. The
+    state has the same form, so a ``state_dict`` of one kind loads into the other.
+
+    A module with one buffer: in a ``state_dict`` with its owner, moved by ``.to(device)``, of fixed
+    address under CUDA graphs. ``.half()`` and other casts of its owner leave it in float64. In a
+    compiled step it is updated inside the graph; in eager mode an update is some twenty small operations.
+    Nothing is differentiable.
+
+    Args:
+        shape: of the values that it takes; ``()`` for a total norm, ``(T,)`` for one each.
+        decay: from 0, the last value alone, to below 1; values older than ``1 / (1 - decay)`` steps fade.
+        eps: on the scale of x, positive: the drift of means far below it is measured against it.
+        bias_correction: whether the values are those with Adam's correction.
+        device: where it is; that of the values that it takes.
+
+    Attributes:
+        state: ``(3, *shape)`` float64, the buffer: mₜ with correction, 0 without history; wₜ; and t, the
+            count of `steps`.
+
+    Raises:
+        ValueError: for a decay or eps out of range.
+        TypeError: for a ``bias_correction`` that is no bool.
+
+    >>> import torch, gradiometer as gm
+    >>> ema = gm.EMA(decay=0.9)
+    >>> for norm in (2.0, 2.0, float("nan"), 12.0):
+    ...     value, drift = ema(torch.tensor(norm))
+    ...     print(f"{value:.3f} {drift:.1f}")
+    2.000 0.0
+    2.000 0.0
+    2.000 nan
+    5.690 5.0
+    """
+
+    state: Tensor
+
+    def __init__(
+        self,
+        shape: int | Sequence[int] = (),
+        *,
+        decay: float = 0.99,
+        eps: float = 1e-12,
+        bias_correction: bool = True,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+            msg = f"EMA(decay={decay!r}): decay must be a number from 0 to below 1"
+            raise ValueError(msg)
+        if not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
+            msg = f"EMA(eps={eps!r}): eps must be a positive finite number"
+            raise ValueError(msg)
+        if not isinstance(bias_correction, bool):
+            msg = f"EMA(bias_correction={bias_correction!r}): bias_correction must be True or False"
+            raise TypeError(msg)
+        self.bias_correction = bias_correction
+        self.decay = float(decay)
+        self.eps = float(eps)
+        size = (shape,) if isinstance(shape, int) else shape
+        if not isinstance(size, (tuple, list)) or not all(isinstance(n, int) and n >= 0 for n in size):
+            msg = f"EMA({shape!r}): the shape must be whole numbers, () for one value; decay goes by name"
+            raise ValueError(msg)
+        # never 0-d: what a compiled graph of torch 2.11 or 2.13 puts into a 0-d float64 on the CPU is lost
+        self.register_buffer("state", torch.zeros((3, *size), dtype=torch.float64, device=device))
+
+    def forward(self, x: Tensor) -> Smoothed:
+        """Take the next value and return the mean after it, and its drift from the mean before.
+
+        Args:
+            x: ``shape``, of a floating-point dtype, on the device of the EMA: ``stats.total_norm``,
+                ``stats.norm``, a ratio of groups.
+
+        Raises:
+            TypeError: for what is no floating-point tensor.
+            ValueError: for another shape or device.
+        """
+        self._check(x)
+        x = x.detach().to(torch.float64)
+        mean, weight, steps = self.state.unbind()
+        # without history as if x had been there before: no change
+        before = torch.where(weight > 0, mean, x)
+        change = x - before
+        reference = before if self.bias_correction else mean * weight
+        drift = (x - reference).abs() / (reference.abs() + self.eps)
+
+        faded = self.decay * weight
+        weight = faded + (1 - self.decay)
+        rest = faded / weight
+        # from x backwards: exact where nothing changes, and where x is all that counts
+        mean = x - rest * change
+        # of the change, not of x, so that no difference of two finite numbers makes the mean infinite
+        after = torch.stack([mean, weight, steps + 1])
+        self.state.copy_(torch.where(change.isfinite(), after, self.state))
+        return Smoothed(self.value, drift)
+
+    @property
+    def value(self) -> Tensor:
+        """The mean of the finite values so far, ``shape`` float64; NaN where there was none.
+
+        Without bias correction 0 where there was none.
+        """
+        mean, weight, _ = self.state.unbind()
+        return torch.where(weight > 0, mean, torch.nan) if self.bias_correction else mean * weight
+
+    @property
+    def steps(self) -> Tensor:
+        """How many values were finite, ``shape`` float64."""
+        return self.state[2].clone()
+
+    def reset_(self) -> Self:
+        """Forget all values, in place: the buffer keeps its address."""
+        self.state.zero_()
+        return self
+
+    def extra_repr(self) -> str:
+        """Return the arguments."""
+        own = f"shape={tuple(self.state.shape[1:])}, decay={self.decay}, eps={self.eps}"
+        return own if self.bias_correction else f"{own}, bias_correction=False"
+
+    def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+            msg = f"EMA: x must be a floating-point tensor, got {kind}"
+            raise TypeError(msg)
+        if x.shape != self.state.shape[1:]:
+            got, own = tuple(x.shape), tuple(self.state.shape[1:])
+            msg = f"EMA: x has shape {got}, but this is an average of shape {own}; make it with EMA({got})"
+            raise ValueError(msg)
+        if x.device != self.state.device:
+            msg = (
+                f"EMA: x is on {x.device}, but this average is on {self.state.device}; "
+                f"make it with EMA(device={str(x.device)!r}), or move it there"
+            )
+            raise ValueError(msg)

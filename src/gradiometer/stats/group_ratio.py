@@ -1,0 +1,145 @@
+"""The ratio of two groups' gradients, normalized by their numbers of parameters."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Final, overload
+
+import torch
+from torch import Tensor
+
+from gradiometer.columns import derived
+from gradiometer.stats.tensor_stats import TensorStats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["group_ratio"]
+
+# names in an error message
+_NAMES: Final = 10
+
+
+Number = float | Tensor
+
+
+@overload
+def group_ratio(
+    grouped: TensorStats, numerator: str | Sequence[str], denominator: str, *, floor: float = ...
+) -> Tensor: ...
+
+
+@overload
+def group_ratio(
+    norm_a: Number, norm_b: Number, /, *, n_a: Number, n_b: Number, floor: float = ...
+) -> Tensor: ...
+
+
+def group_ratio(
+    grouped: TensorStats | Number,
+    numerator: str | Sequence[str] | Number,
+    denominator: str | None = None,
+    *,
+    n_a: Number | None = None,
+    n_b: Number | None = None,
+    floor: float = 1e-8,
+) -> Tensor:
+    """Return ``(norm_a / sqrt(n_a)) / (norm_b / sqrt(n_b))`` of two groups, on their device.
+
+    Of finite norms it is always finite: 0 where a group has no elements or a norm below ``floor``.
+    NaN and Inf are carried, by the rules of division.
+
+    ``group_ratio(grouped, "a", "b")`` takes groups by name, ``group_ratio(norm_a, norm_b, n_a=..., n_b=...)``
+    norms and numbers of elements from anywhere: numbers, or tensors of shapes that broadcast.
+
+    Args:
+        grouped: stats with a row per group, as `TensorStats.group` returns them; or the norm of a.
+        numerator: the name of a group, or several: a host and its many slots in one call; or the norm of b.
+        denominator: the name of a group; not for norms.
+        n_a: the number of elements of a, for norms alone.
+        n_b: the number of elements of b, for norms alone.
+        floor: a norm below it counts as nothing.
+
+    Returns:
+        0-d float64, ``(K,)`` for K names, or what the tensors' shapes broadcast to. Of numbers alone it is
+        on the CPU, else on the first tensor's device that is not.
+
+    Raises:
+        KeyError: for a name that is no group's.
+        ValueError: for a floor, a norm or a number of elements that is negative; for NaN but as a norm.
+        TypeError: for what are no stats, or no numbers; for norms without ``n_a`` and ``n_b``.
+
+    >>> import torch, gradiometer as gm
+    >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.full((4,), 0.5)})
+    >>> gm.group_ratio(stats.group({"host": r"^host", "seed": r"^seed"}), "seed", "host")
+    tensor(0.5000, dtype=torch.float64)
+    >>> gm.group_ratio(1.0, 3.0, n_a=4, n_b=9)
+    tensor(0.5000, dtype=torch.float64)
+    """
+    # true for NaN too, without math.isnan, which no Dynamo asks of a number that changes
+    if not isinstance(floor, (int, float)) or not floor >= 0:
+        msg = f"group_ratio: floor must be a number that is not negative, got {floor}"
+        raise ValueError(msg)
+    if isinstance(grouped, TensorStats):
+        if n_a is not None or n_b is not None:
+            msg = "group_ratio: of stats the numbers of elements are known; leave n_a and n_b out"
+            raise TypeError(msg)
+        return _of_groups(grouped, numerator, denominator, floor)
+    if not isinstance(grouped, (Real, Tensor)):
+        msg = f"group_ratio: expected the TensorStats that group returns, got {type(grouped).__name__}"
+        raise TypeError(msg + "; or two norms, as numbers or tensors")
+    if denominator is not None or n_a is None or n_b is None:
+        msg = "group_ratio: two norms need their numbers of elements: "
+        raise TypeError(msg + "group_ratio(norm_a, norm_b, n_a=..., n_b=...)")
+    given = {"norm_a": grouped, "n_a": n_a, "norm_b": numerator, "n_b": n_b}
+    devices = [x.device for x in given.values() if isinstance(x, Tensor)]
+    home = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    return _ratio(*[_as_tensor(name, x, home) for name, x in given.items()], floor=floor)
+
+
+def _of_groups(grouped: TensorStats, numerator: Any, denominator: Any, floor: float) -> Tensor:
+    one = isinstance(numerator, str)
+    above = [_row(grouped, name) for name in ([numerator] if one else numerator)]
+    below = _row(grouped, denominator)
+    norms, sizes = grouped.norm, grouped.numel
+    ratios = _ratio(
+        derived.take(norms, above), derived.take(sizes, above), norms[below], sizes[below], floor=floor
+    )
+    return ratios[0] if one else ratios
+
+
+def _ratio(norm_a: Tensor, n_a: Tensor, norm_b: Tensor, n_b: Tensor, *, floor: float) -> Tensor:
+    nothing = [(n == 0) | (norm < floor) | (norm == 0) for norm, n in ((norm_a, n_a), (norm_b, n_b))]
+    ratio = _rms(norm_a, n_a) / _rms(norm_b, n_b)
+    return torch.where((nothing[0] | nothing[1]) & norm_a.isfinite() & norm_b.isfinite(), 0.0, ratio)
+
+
+def _rms(norm: Tensor, n: Tensor) -> Tensor:
+    return norm / derived.sqrt(n.clamp(min=1.0))
+
+
+def _as_tensor(name: str, x: Any, home: torch.device) -> Tensor:
+    if isinstance(x, Tensor):
+        if x.is_complex() or x.dtype == torch.bool:
+            msg = f"group_ratio: {name} must be of real numbers, got a tensor of {x.dtype}"
+            raise TypeError(msg)
+        # on the CPU it is used at once, and must have arrived
+        return x.detach().to(home, torch.float64, non_blocking=home.type != "cpu")
+    if not isinstance(x, Real):
+        msg = f"group_ratio: {name} must be a number or a tensor, got {type(x).__name__}"
+        raise TypeError(msg)
+    # a norm may be NaN
+    if x < 0 or (x != x and name in {"n_a", "n_b"}):  # noqa: PLR0124
+        msg = f"group_ratio: {name} must be a number that is not negative, got {x}"
+        raise ValueError(msg)
+    # by a product, so that in a compiled step another number is no other graph
+    return torch.ones((), dtype=torch.float64, device=home) * float(x)
+
+
+def _row(grouped: TensorStats, name: str) -> int:
+    if name not in grouped.names:
+        shown = ", ".join(map(repr, grouped.names[:_NAMES])) or "none"
+        more = f" and {len(grouped.names) - _NAMES} more; are these groups?" if grouped.names[_NAMES:] else ""
+        msg = f"group_ratio: no group {name!r}; there are {shown}{more}"
+        raise KeyError(msg)
+    return grouped.names.index(name)

@@ -1,0 +1,89 @@
+"""Several collections, ratios and losses at once -> the host, in one transfer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gradiometer.stats.host_copy import Pending, fetch
+from gradiometer.stats.tensor_stats import TensorStats, outside_of_a_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["materialize", "materialize_async"]
+
+
+def materialize(tree: Any) -> Any:
+    """Copy everything in a tree to the host in one transfer. Waits for the device.
+
+    Args:
+        tree: any nesting of dicts, lists and tuples of `TensorStats` and strided tensors, on
+            however many devices. Anything else stays as it is.
+
+    Returns:
+        The same nesting, with a `Report` for each TensorStats and, for each tensor, a copy on the
+        CPU of the same dtype and shape.
+
+    Raises:
+        RuntimeError: inside a compiled function; return the tree and materialize it outside.
+        TypeError: for a sparse, nested or meta tensor.
+
+    >>> import torch, gradiometer as gm
+    >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.ones(4)})
+    >>> found = gm.materialize({"grads": stats, "loss": torch.tensor(0.5)})
+    >>> found["grads"].total_norm, found["loss"]
+    (3.605551275463989, tensor(0.5000))
+    """
+    tensors, build = _plan(tree, "materialize")
+    return build(fetch(tensors))
+
+
+def materialize_async(tree: Any) -> Pending[Any]:
+    """Start that copy and return at once: for all collections, groups and slots of a step together.
+
+    What is copied is a snapshot: a later clip, optimizer step or ``zero_grad`` does not change it.
+
+    Args:
+        tree: as for `materialize`.
+
+    Returns:
+        ``pending.ready()`` never waits; ``pending.result()`` is what `materialize` returns, and
+        waits if it must.
+
+    Raises:
+        RuntimeError: inside a compiled function, as for `materialize`.
+        TypeError: for a sparse, nested or meta tensor.
+
+    >>> import torch, gradiometer as gm
+    >>> pending = gm.materialize_async([gm.collect([torch.ones(9)]), gm.collect([torch.ones(4)])])
+    >>> [report.total_norm for report in pending.result()]
+    [3.0, 2.0]
+    """
+    return Pending(*_plan(tree, "materialize_async"))
+
+
+def _plan(tree: Any, what: str) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+    """Return the tensors to copy, and what makes the result of their copies."""
+    outside_of_a_graph(what)
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, TensorStats))
+    moved = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (TensorStats, Tensor))]
+    tensors = [leaves[i].packed() if isinstance(leaves[i], TensorStats) else leaves[i] for i in moved]
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_nested:
+            msg = f"{what}: a tensor of shape {tuple(tensor.shape)} is sparse or nested; pass its values"
+            raise TypeError(msg)
+        if tensor.device.type == "meta":
+            msg = f"{what}: a tensor of shape {tuple(tensor.shape)} is on the meta device and has no values"
+            raise TypeError(msg)
+
+    def build(copies: list[Tensor]) -> Any:
+        done = list(leaves)
+        for i, copy in zip(moved, copies, strict=True):
+            done[i] = leaves[i].report(copy) if isinstance(leaves[i], TensorStats) else copy
+        return pytree.tree_unflatten(done, structure)
+
+    return tensors, build

@@ -1,0 +1,255 @@
+"""The measurement behind the collect functions: checks, ops of each device, ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gradiometer import ops
+from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds, derived
+from gradiometer.distributed import UNKNOWN, agreed, is_active, layout_here, ranks_for
+from gradiometer.inputs import (
+    Named,
+    Traits,
+    check,
+    check_names,
+    has_float64,
+    is_dtensor,
+    is_plain_subclass,
+    local_shards,
+    named_parameters,
+    placed_like,
+    present,
+)
+from gradiometer.stats.tensor_stats import TensorStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gradiometer.distributed import Ranks
+    from gradiometer.inputs import Parameters
+    from gradiometer.ops import Known
+
+__all__ = ["grads_of", "measure", "measure_grads", "over_ranks", "settled"]
+
+
+def grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
+    """Return the gradients, and, where there is none, the device on which their statistics would be."""
+    names, parameters = named
+    grads = present(names, [p.grad for p in parameters])
+    if grads.tensors:
+        return grads, None
+    if parameters and not any([isinstance(p, nn.Parameter) or p.requires_grad for p in parameters]):
+        msg = f"{what}: none of these {len(parameters)} tensors is a parameter or has a .grad; of gradients "
+        raise TypeError(msg + "themselves collect and total_norm take a list, and clipping their parameters")
+    devices = [device for device in dict.fromkeys([p.device for p in parameters]) if has_float64(device)]
+    # as with gradients: on the first that is not the CPU
+    devices.sort(key=lambda device: device.type == "cpu")
+    return grads, devices[0] if devices else None
+
+
+def measure_grads(
+    model: Parameters,
+    what: str,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: Tensor | float | None = None,
+    *,
+    skip_nonfinite: bool = False,
+    reduce: bool | Ranks | None = False,
+) -> tuple[Named, TensorStats]:
+    """Return a model's gradients, and their statistics: of this rank, or of all, as `over_ranks` says."""
+    parameters = named_parameters(model, what)
+    grads, home = grads_of(parameters, what)
+
+    def measured(ranks: Ranks | None) -> TensorStats:
+        local = settled(grads, parameters, ranks, what)
+        return measure(local, what, thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
+
+    return grads, over_ranks(reduce, parameters, what, measured)
+
+
+def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> Named:
+    """Return the gradients, placed as their parameters are; with ranks those that `Ranks.settle` returns.
+
+    ``parameters``: all, in order.
+    """
+    if ranks is None and not _any_dtensor(grads) and not (is_active() and _any_dtensor(parameters)):
+        return grads
+    kept = [p for p in parameters.tensors if p.grad is not None]
+    if ranks is not None:
+        return Named(grads.names, ranks.settle(grads, kept, what))
+    placed = [placed_like(*each, what) for each in zip(*grads, kept, strict=True)]
+    return Named(grads.names, placed)
+
+
+def over_ranks(
+    reduce: bool | Ranks | None,  # noqa: FBT001
+    parameters: Named,
+    what: str,
+    measured: Callable[[Ranks | None], TensorStats],
+) -> TensorStats:
+    """Return what is measured, merged over the ranks if that is asked for.
+
+    A rank on which it fails tells the others, which would wait for it, and then raises. ``reduce`` None:
+    where there is a DTensor.
+    """
+    if reduce is None:
+        reduce = _any_dtensor(parameters)
+    ranks = ranks_for(reduce, what)
+    layout = layout_here(*parameters)
+    if ranks is None and reduce and layout is not None:
+        devices = [p.device for p in parameters.tensors]
+        ranks = agreed(layout, next((device for device in devices if device.type != "cpu"), None))
+    if ranks is None:
+        if torch.compiler.is_compiling() and is_active() and _any_dtensor(parameters):
+            layout = UNKNOWN
+        stats = measured(None)
+        return stats if layout is None else replace(stats, layout=layout)
+    try:
+        ranks.check(layout, what)
+        stats = replace(measured(ranks), layout=ranks.layout)
+    except Exception as error:
+        ranks.fail(error)
+        raise
+    return stats.reduced_by(ranks, what)
+
+
+def _any_dtensor(named: Named) -> bool:
+    return any([is_dtensor(kind) for kind in {type(tensor) for tensor in named.tensors}])
+
+
+def measure(
+    named: Named,
+    what: str,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    inv_scale: Tensor | float | None = None,
+    *,
+    skip_nonfinite: bool = False,
+    home: torch.device | None = None,
+) -> TensorStats:
+    """Do what `collect` does for tensors that have names; ``what``: who asks, for messages of errors."""
+    with torch.no_grad():
+        stats = _measure_named(named, thresholds, inv_scale, what, home)
+    if not skip_nonfinite:
+        return stats
+    flags = derived.compute_flags(stats.columns, thresholds, skip_nonfinite=True)
+    return replace(stats, flags=flags, skip_nonfinite=True)
+
+
+def _measure_named(
+    named: Named,
+    thresholds: Thresholds,
+    inv_scale: Tensor | float | None,
+    what: str,
+    home: torch.device | None,
+) -> TensorStats:
+    if not isinstance(thresholds, Thresholds):
+        msg = f"{what}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
+        raise TypeError(msg)
+    named = local_shards(named, what)
+    names, tensors = named
+    known = ops.recognize(tensors)
+    # like a list that was measured before: it is not looked at again
+    traits = check(named, what) if known is None else Traits({Tensor}, {torch.strided}, [known.device])
+    check_names(names, what)
+    _check_scale(inv_scale, what)
+    if not tensors:
+        columns = torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device=home)
+        return TensorStats(names, columns, columns.new_empty((0,), dtype=torch.int32), thresholds)
+    if any([is_plain_subclass(kind) for kind in traits.types]):
+        # a subclass's own operators have no say, and its type none in the result
+        tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
+    sparse = torch.sparse_coo in traits.layouts
+    dense = [_values(tensor) for tensor in tensors] if sparse else tensors
+    columns, flags = _measure_tensors(dense, traits.devices, thresholds, inv_scale, known)
+    if sparse:
+        columns = _add_implicit_zeros(columns, tensors, dense)
+        flags = derived.compute_flags(columns, thresholds)
+    return TensorStats(names, columns, flags, thresholds)
+
+
+def _measure_tensors(
+    tensors: list[Tensor],
+    devices: list[torch.device],
+    thresholds: Thresholds,
+    scale: Tensor | float | None,
+    known: Known | None,
+) -> tuple[Tensor, Tensor]:
+    """Measure tensors of one or several devices, one call a device."""
+    if len(devices) == 1:
+        return ops.measure(tensors, thresholds, _on(scale, devices[0]), known)
+
+    # A copy to the CPU would have to wait for the device, so the CPU's rows travel. It is the last, since the
+    # host itself measures it: the other devices are at work meanwhile.
+    order = sorted(devices, key=lambda device: device.type == "cpu")
+    home = order[0]
+    # neighbours of one device
+    runs: list[tuple[torch.device, list[Tensor]]] = []
+    for tensor in tensors:
+        if not runs or runs[-1][0] != tensor.device:
+            runs.append((tensor.device, []))
+        runs[-1][1].append(tensor)
+    columns: dict[torch.device, Iterator[Tensor]] = {}
+    flags: dict[torch.device, Iterator[Tensor]] = {}
+    for device in order:
+        own = [run for where, run in runs if where == device]
+        # a scale would have to be waited for, too: the CPU's rows meet it where they travel to
+        late = isinstance(scale, Tensor) and scale.device.type != "cpu" and device.type == "cpu"
+        factor = _on(scale, home if late else device)
+        part = ops.tensor_stats([x for run in own for x in run], thresholds, None if late else factor)
+        rows, bits = [x.to(home, non_blocking=True) for x in part]
+        if late and factor is not None:
+            rows = derived.rescale(rows, factor.reshape(()).to(rows))
+            bits = derived.compute_flags(rows, thresholds)
+        # slices, so that no index tensor has to travel
+        sizes = [len(run) for run in own]
+        columns[device], flags[device] = iter(rows.split(sizes)), iter(bits.split(sizes))
+    in_order = [(next(columns[where]), next(flags[where])) for where, _ in runs]
+    return torch.cat([rows for rows, _ in in_order]), torch.cat([bits for _, bits in in_order])
+
+
+def _check_scale(inv_scale: Tensor | float | None, what: str) -> None:
+    if inv_scale is None:
+        return
+    if isinstance(inv_scale, Tensor):
+        if inv_scale.numel() == 1 and inv_scale.is_floating_point():
+            return
+        got = f"shape {tuple(inv_scale.shape)} and dtype {inv_scale.dtype}"
+    else:
+        if isinstance(inv_scale, (int, float)) and 0 < inv_scale < math.inf:
+            return
+        got = repr(inv_scale)
+    msg = (
+        f"{what}: inv_scale must be one positive finite floating-point number, "
+        f"such as 1 / scaler.get_scale(), or a tensor of one; got {got}"
+    )
+    raise ValueError(msg)
+
+
+def _on(scale: Tensor | float | None, device: torch.device) -> Tensor | None:
+    if scale is None:
+        return None
+    if isinstance(scale, Tensor):
+        # on the CPU it is used at once, and must have arrived
+        return scale.detach().to(device, non_blocking=device.type != "cpu")
+    return derived.number(scale, device)
+
+
+def _values(tensor: Tensor) -> Tensor:
+    # duplicate coordinates of a sparse tensor are added up first: its norm is that of the sums
+    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor
+
+
+def _add_implicit_zeros(columns: Tensor, tensors: list[Tensor], dense: list[Tensor]) -> Tensor:
+    """Count what a sparse tensor does not store as the zeros they are."""
+    columns = columns.clone()
+    for i, (tensor, values) in enumerate(zip(tensors, dense, strict=True)):
+        missing = (tensor.numel() - values.numel()) * (2 if tensor.is_complex() else 1)
+        if missing:
+            columns[i, COLUMN_INDEX["numel"]] += missing
+            columns[i, COLUMN_INDEX["n_zero"]] += missing
+    return columns

@@ -1,0 +1,147 @@
+"""Norms of every order: from the columns where they hold them, else from the tensors in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from gradiometer.columns import derived
+from gradiometer.inputs import Named, is_plain_subclass, local_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gradiometer.distributed import Ranks
+
+__all__ = ["Norms", "finite_norm", "norms_of", "order_of"]
+
+# elements that are widened to fp64 at a time, for orders that the columns do not hold
+_PIECE: Final = 2**20
+
+
+class Norms(NamedTuple):
+    """The norm as torch would say it, and that of the finite elements; 0-d float64, one device."""
+
+    said: Tensor
+    finite: Tensor
+
+
+def order_of(norm_type: float | str, what: str) -> float:
+    """Return the order of a norm.
+
+    Raises:
+        ValueError: for what is no number, and for NaN.
+    """
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if order != order:  # noqa: PLR0124 NaN, which math.isnan tells no Dynamo
+        msg = f"{what}: norm_type must be the order of a norm, 2 or 'inf' say, got {norm_type!r}"
+        raise ValueError(msg)
+    return order
+
+
+@torch.no_grad()
+def finite_norm(named: Named, order: float, ranks: Ranks | None, home: torch.device) -> Tensor | None:
+    """Return the norm of the finite elements that this rank counts; None where the columns hold it.
+
+    0-d float64, on ``home``; what adds nothing, 0 or for negative orders inf, where there are none. No power
+    leaves the range of fp64. The tensors are read once more, a piece of them in fp64 at a time.
+    """
+    if order in {0.0, 2.0}:
+        return None
+    # a complex element is measured as two real ones, but its largest magnitude is its own
+    if order == math.inf and not _any_complex(named, ranks):
+        return None
+    nothing = 0.0 if order > 0 else math.inf
+    norms = []
+    for tensor in _counted(named, ranks):
+        if tensor.numel() > 0:
+            pieces = [_norm_in_range(torch.where(x.isfinite(), x, nothing), order) for x in _wide(tensor)]
+            norms.append(_norm_in_range(torch.stack(pieces), order).to(home, non_blocking=True))
+    if not norms:
+        # filled in on the device: nothing is copied there
+        return torch.full((), nothing, dtype=torch.float64, device=home)
+    return _norm_in_range(torch.stack(norms), order)
+
+
+def norms_of(
+    columns: Tensor, order: float, finite: Tensor | None = None, ranks: Ranks | None = None
+) -> Norms:
+    """Return both norms of all tensors together: torch's norm of the tensors' norms.
+
+    Args:
+        columns: ``(T, C) float64``, merged over the ranks.
+        order: of the norm; of order 0 it is the number of tensors that are not all zero.
+        finite: what `finite_norm` returned, of this rank.
+        ranks: over which ``columns`` were merged; None: one.
+    """
+    if order == 0.0:
+        filled = derived.value(columns, "numel") - derived.value(columns, "n_zero")
+        finite = filled - derived.value(columns, "n_nonfinite")
+        return Norms(*((x > 0).sum(dtype=torch.float64) for x in (filled, finite)))
+    total = derived.merge_rows(columns)
+    if finite is not None:
+        norm = finite if ranks is None else ranks.norm_of(finite, order)
+        if order < 0:
+            norm = torch.where(derived.value(total, "numel") > 0, norm, 0.0)
+        return Norms(_as_torch_says(total, norm, order), norm)
+    top = derived.value(total, "abs_max")
+    if order == math.inf:
+        return Norms(_as_torch_says(total, top, order), top)
+    norm = derived.value(total, "finite_norm")
+    # beyond 1e154 the squares of fp64 overflow: this is no less than the norm
+    bound = top * derived.sqrt(derived.value(total, "numel"))
+    return Norms(_as_torch_says(total, norm, order), torch.where(norm < math.inf, norm, bound))
+
+
+def _as_torch_says(total: Tensor, norm: Tensor, order: float) -> Tensor:
+    """Return what the norm of the finite elements becomes with the others."""
+    if order > 0:
+        # to a negative power Inf is nothing
+        norm = norm + torch.where(derived.value(total, "n_inf") > 0, math.inf, 0.0)
+    return norm + torch.where(derived.value(total, "n_nan") > 0, math.nan, 0.0)
+
+
+def _any_complex(named: Named, ranks: Ranks | None) -> bool:
+    """Tell whether any tensor is complex; with ranks, on any of them."""
+    if ranks is None:
+        return any([x.is_complex() for x in named.tensors])
+    return any([holding.dtype.startswith("complex") for holding in ranks.agreement.holdings])
+
+
+def _counted(named: Named, ranks: Ranks | None) -> list[Tensor]:
+    """Return the tensors that this rank counts, and no other one with a copy; of DTensors the shards."""
+    names, tensors = local_shards(named, "norm")
+    if ranks is None:
+        return tensors
+    return [x for name, x in zip(names, tensors, strict=True) if name in ranks.counted]
+
+
+def _norm_in_range(x: Tensor, order: float) -> Tensor:
+    """Return what torch's own norm would be if no power left the range of fp64, as 1e35 to the tenth does."""
+    if math.inf in {order, -order}:
+        exact: Tensor = vector_norm(x, order)
+        return exact
+    # in units of what weighs most
+    size = x.abs()
+    unit = size.amax() if order > 0.0 else size.amin()
+    unit = torch.where((unit > 0.0) & (unit < math.inf), unit, 1.0)
+    norm: Tensor = vector_norm(size / unit, order) * unit
+    return norm
+
+
+def _wide(tensor: Tensor) -> Iterator[Tensor]:
+    x = tensor.as_subclass(Tensor) if is_plain_subclass(type(tensor)) else tensor
+    if x.layout == torch.sparse_coo:
+        values = x.coalesce().values()
+        # for all zeros that are not stored
+        zeros = values.new_zeros(1 if values.numel() < x.numel() else 0)
+        x = torch.cat([values.reshape(-1), zeros])
+    for piece in x.reshape(-1).split(_PIECE):
+        yield piece.to(torch.complex128 if piece.is_complex() else torch.float64)

@@ -1,0 +1,103 @@
+"""One tensor's statistics on the host, as a row of plain Python values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from gradiometer.columns import Flag, derived
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import pandas as pd
+    from torch import Tensor
+
+__all__ = ["TensorReport", "dicts", "frame", "row_to_dict", "rows"]
+
+_COUNTS: Final = frozenset({"numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "n_inf", "n_nonfinite"})
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor's statistics. Means, norms and extremes are those of its finite elements.
+
+    ``norm`` alone is as torch would say it: NaN with any NaN, inf with any Inf. ``std`` is of the
+    population.
+    """
+
+    name: str
+    numel: int
+    norm: float
+    finite_norm: float
+    rms: float
+    mean: float
+    std: float
+    abs_max: float
+    zero_fraction: float
+    n_zero: int
+    n_nan: int
+    n_posinf: int
+    n_neginf: int
+    n_inf: int
+    n_nonfinite: int
+    sum: float
+    sumsq: float
+    flags: Flag
+
+
+# what a row has of its columns, in its own order
+_VALUES: Final = tuple([field.name for field in fields(TensorReport) if field.name not in {"name", "flags"}])
+
+# a report has a handful of different flags, and an IntFlag takes microseconds to make and to take apart
+_flag = lru_cache(maxsize=64)(Flag)
+
+
+@lru_cache(maxsize=64)
+def _flag_names(bits: int) -> tuple[str | None, ...]:
+    return tuple([flag.name for flag in Flag(bits)])
+
+
+def rows(names: tuple[str, ...], columns: Tensor, flags: list[int]) -> Iterator[TensorReport]:
+    """Return a row for each name. ``columns (T, C) float64`` on the host, and the flags of each row."""
+    return map(TensorReport, names, *_values(columns), map(_flag, flags))
+
+
+def dicts(names: tuple[str, ...], columns: Tensor, flags: list[int]) -> dict[str, dict[str, Any]]:
+    """Return what `row_to_dict` returns of each row, by name."""
+    # lists of their own, which may be changed
+    flag_names = [[*_flag_names(bits)] for bits in flags]
+    found = zip(*_values(columns), flag_names, strict=True)
+    keys = (*_VALUES, "flags")
+    return {name: dict(zip(keys, values, strict=True)) for name, values in zip(names, found, strict=True)}
+
+
+def row_to_dict(row: TensorReport) -> dict[str, Any]:
+    """Return plain Python values, the flags by their names."""
+    values = dict(vars(row))
+    del values["name"]
+    values["flags"] = list(_flag_names(int(row.flags)))
+    return values
+
+
+def _values(columns: Tensor) -> list[list[Any]]:
+    """Return the values of all rows, field by field: a call for each element would take most of the time."""
+    values = [derived.value(columns, name) for name in _VALUES]
+    return [
+        (x.to(torch.int64) if name in _COUNTS else x).tolist()
+        for name, x in zip(_VALUES, values, strict=True)
+    ]
+
+
+def frame(rows: Mapping[str, Mapping[str, Any]], index: str, names: list[str]) -> pd.DataFrame:
+    """Return a pandas DataFrame of rows by their labels; an ImportError says how to get pandas."""
+    try:
+        import pandas as pd  # optional, and slow to import
+    except ImportError as error:
+        msg = "to_frame needs pandas: pip install 'gradiometer[frame]'"
+        raise ImportError(msg) from error
+    labels = pd.Index(list(rows), name=index, dtype="object")
+    return pd.DataFrame(list(rows.values()), index=labels, columns=names)

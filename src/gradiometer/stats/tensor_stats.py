@@ -1,0 +1,620 @@
+"""TensorStats: the raw columns of named tensors on the device, and what is derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gradiometer.columns import (
+    EXPLODING_WEIGHT,
+    HEALTH,
+    MAX_NORM_RATIO,
+    MAX_ZERO_FRACTION,
+    VANISHING_WEIGHT,
+    Flag,
+    Thresholds,
+    derived,
+    is_healthy,
+    score,
+)
+from gradiometer.distributed import UNKNOWN, Layout, RankError, agreed, is_active, plain_layout, ranks_for
+from gradiometer.inputs import named_parameters
+from gradiometer.stats import grouping
+from gradiometer.stats.host_copy import Pending, fetch
+from gradiometer.stats.report import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from gradiometer.distributed import Ranks
+    from gradiometer.inputs import Parameters
+    from gradiometer.stats.grouping import GroupRule
+
+__all__ = ["TensorStats", "outside_of_a_graph"]
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class TensorStats:
+    """Statistics of T named tensors, on their device. Nothing here waits for the device.
+
+    A pytree: a compiled function can take it and return it. A snapshot: later changes of the
+    tensors do not change it.
+
+    Attributes:
+        names: T names, one a row.
+        columns: ``(T, C) float64``, the raw columns in the order of ``gm.COLUMNS``.
+        flags: ``(T,) int32``, bits of `gradiometer.Flag`.
+        thresholds: where the flags begin.
+        skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
+        layout: what this process holds of all the model's tensors, measured or not, where there are several
+            ranks: how `reduce` knows copies from shards. None with one rank, and after `reduce`.
+        origin: ``(T,) float64``, after `reduce`: the first rank that has a NaN or Inf in its part of the
+            tensor, by its place in the group; -1 where none has; -2 where no rank has measured it. None
+            before: these are statistics of what this process holds.
+        local: after `reduce`: the statistics of what this process holds, as they were; None before, and of
+            groups that were made after it.
+
+    Every raw column and derived value is a property too, ``(T,) float64``:
+
+    >>> import torch, gradiometer as gm
+    >>> stats = gm.collect({"w": torch.tensor([3.0, -4.0]), "b": torch.tensor([float("nan")])})
+    >>> stats.norm
+    tensor([5., nan], dtype=torch.float64)
+    >>> stats.n_nan
+    tensor([0., 1.], dtype=torch.float64)
+    >>> stats.found_inf
+    tensor(1.)
+    """
+
+    names: tuple[str, ...]
+    columns: Tensor
+    flags: Tensor
+    thresholds: Thresholds
+    skip_nonfinite: bool = False
+    layout: Layout | None = None
+    origin: Tensor | None = None
+    local: TensorStats | None = None
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        columns: Tensor,
+        flags: Tensor,
+        thresholds: Thresholds,
+        skip_nonfinite: bool = False,  # noqa: FBT001, FBT002 a field like the others
+        layout: Layout | None = None,
+        origin: Tensor | None = None,
+        local: TensorStats | None = None,
+    ) -> None:
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "columns", columns)
+        object.__setattr__(self, "flags", flags)
+        object.__setattr__(self, "thresholds", thresholds)
+        object.__setattr__(self, "skip_nonfinite", skip_nonfinite)
+        # The class has the defaults. In a graph of torch 2.12 to 2.14, an attribute that is None may come out
+        # as a gradient: Dynamo shares one None, which it believes to be the new value of some ``p.grad``.
+        for name, value in (("layout", layout), ("origin", origin), ("local", local)):
+            if value is not None:
+                object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        """Return one line. Never waits for the device."""
+        tensors = "1 tensor" if len(self.names) == 1 else f"{len(self.names)} tensors"
+        if self.is_reduced:
+            tensors += " of all ranks"
+        elif self.is_local:
+            tensors += ", this rank's shards only (reduce() merges them)"
+        return f"<TensorStats: {tensors}, on {self.columns.device}; materialize() reads them>"
+
+    # raw columns
+
+    @property
+    def numel(self) -> Tensor:
+        """Elements, ``(T,)``."""
+        return derived.value(self.columns, "numel")
+
+    @property
+    def sumsq(self) -> Tensor:
+        """Sum of squares of the finite elements, ``(T,)``."""
+        return derived.value(self.columns, "sumsq")
+
+    @property
+    def sum(self) -> Tensor:
+        """Sum of the finite elements, ``(T,)``."""
+        return derived.value(self.columns, "sum")
+
+    @property
+    def n_zero(self) -> Tensor:
+        """Elements equal to 0 (-0 too), ``(T,)``."""
+        return derived.value(self.columns, "n_zero")
+
+    @property
+    def n_nan(self) -> Tensor:
+        """NaN elements, ``(T,)``."""
+        return derived.value(self.columns, "n_nan")
+
+    @property
+    def n_posinf(self) -> Tensor:
+        """+Inf elements, ``(T,)``."""
+        return derived.value(self.columns, "n_posinf")
+
+    @property
+    def n_neginf(self) -> Tensor:
+        """-Inf elements, ``(T,)``."""
+        return derived.value(self.columns, "n_neginf")
+
+    @property
+    def abs_max(self) -> Tensor:
+        """Largest finite magnitude, 0 if there is none, ``(T,)``."""
+        return derived.value(self.columns, "abs_max")
+
+    # derived values, row by row
+
+    @property
+    def n_inf(self) -> Tensor:
+        """Infinite elements of either sign, ``(T,)``."""
+        return derived.value(self.columns, "n_inf")
+
+    @property
+    def n_nonfinite(self) -> Tensor:
+        """NaN and infinite elements, ``(T,)``."""
+        return derived.value(self.columns, "n_nonfinite")
+
+    @property
+    def finite_norm(self) -> Tensor:
+        """L2 norm of the finite elements, ``sqrt(sumsq)``, ``(T,)``."""
+        return derived.value(self.columns, "finite_norm")
+
+    @property
+    def norm(self) -> Tensor:
+        """L2 norm as torch would say it: NaN with any NaN, inf with any Inf, ``(T,)``."""
+        return derived.value(self.columns, "norm")
+
+    @property
+    def rms(self) -> Tensor:
+        """Root mean square of the finite elements, ``(T,)``."""
+        return derived.value(self.columns, "rms")
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the finite elements, ``(T,)``."""
+        return derived.value(self.columns, "mean")
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation of the finite elements (of the population, no correction), ``(T,)``.
+
+        ``sqrt(sumsq/n - mean**2)``: it loses digits where the mean is much larger than the spread.
+        """
+        return derived.value(self.columns, "std")
+
+    @property
+    def zero_fraction(self) -> Tensor:
+        """Share of elements equal to 0, ``(T,)``."""
+        return derived.value(self.columns, "zero_fraction")
+
+    # of all rows together
+
+    @property
+    def total(self) -> Tensor:
+        """All rows merged into one, ``(C,) float64``."""
+        return derived.merge_rows(self.columns)
+
+    @property
+    def total_norm(self) -> Tensor:
+        """L2 norm of all tensors together, 0-d float64; 0 with none."""
+        return derived.value(self.total, "norm")
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1.0 if any element is NaN or infinite, else 0.0; 0-d float32.
+
+        What GradScaler and fused optimizers take as ``found_inf``.
+        """
+        # NaN too: what ranks that did not reduce the same are left with
+        found = derived.value(self.total, "n_nonfinite") != 0
+        if self.origin is not None:
+            # in a copy that is not counted, too
+            found = found | (self.origin >= 0).any()
+        return found.to(torch.float32)
+
+    @property
+    def total_zero_fraction(self) -> Tensor:
+        """Share of all elements equal to 0; 0-d float64."""
+        return self._health("total_zero_fraction")
+
+    @property
+    def total_n_nan(self) -> Tensor:
+        """NaN elements of all tensors; 0-d float64."""
+        return self._health("total_n_nan")
+
+    @property
+    def total_n_inf(self) -> Tensor:
+        """Infinite elements of all tensors; 0-d float64."""
+        return self._health("total_n_inf")
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is any row."""
+        return len(self.names) > 0
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether these are statistics of all ranks."""
+        return self.origin is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether tensors are cut over ranks, and these are statistics of this rank's parts alone."""
+        return self.origin is None and self.layout is not None and self.layout.is_sharded
+
+    @property
+    def skipped(self) -> Tensor:
+        """Whether this step is skipped: ``skip_nonfinite``, and an element is not finite; 0-d bool."""
+        found = self.found_inf > 0
+        return found if self.skip_nonfinite else torch.zeros_like(found)
+
+    # the health of the step: values of `Report`, for decisions on the device
+
+    @property
+    def health(self) -> Tensor:
+        """From 1.0, nothing flagged, to 0.0; see `health_score`; 0-d float64."""
+        return self.health_score()
+
+    def health_score(
+        self,
+        *,
+        vanishing: float = VANISHING_WEIGHT,
+        exploding: float = EXPLODING_WEIGHT,
+    ) -> Tensor:
+        """Return ``clamp(1 - vanishing * n_vanishing / T - exploding * n_exploding / T, 0, 1)``, 0-d float64.
+
+        0.0 where the total norm is not finite; 1.0 with no tensors.
+
+        Args:
+            vanishing: weight of the share of tensors flagged ``VANISHING``.
+            exploding: weight of the share of tensors flagged ``EXPLODING``.
+
+        Raises:
+            ValueError: for a weight that is negative or not finite.
+        """
+        measured = None if self.origin is None else (self.origin > -2).sum(dtype=torch.float64)
+        return score(self.columns, self.flags, vanishing, exploding, measured)
+
+    @property
+    def has_vanishing(self) -> Tensor:
+        """Whether any tensor is flagged ``VANISHING``; 0-d bool."""
+        return self._health("has_vanishing")
+
+    @property
+    def has_exploding(self) -> Tensor:
+        """Whether any tensor is flagged ``EXPLODING``; 0-d bool."""
+        return self._health("has_exploding")
+
+    @property
+    def min_norm(self) -> Tensor:
+        """Smallest norm of a tensor with elements, NaN with any NaN; 0-d float64; 0 with none."""
+        return self._health("min_norm")
+
+    @property
+    def max_norm(self) -> Tensor:
+        """Largest norm of a tensor, NaN with any NaN; 0-d float64; 0 with none."""
+        return self._health("max_norm")
+
+    @property
+    def norm_ratio(self) -> Tensor:
+        """``max_norm / max(min_norm, 1e-10)``; 0-d float64; 0 with none."""
+        return self._health("norm_ratio")
+
+    @property
+    def is_healthy(self) -> Tensor:
+        """No NaN or Inf, nothing exploding, norm ratio below 1000, less than half zeros; 0-d bool."""
+        return self._health("is_healthy")
+
+    def is_healthy_within(
+        self, *, norm_ratio: float = MAX_NORM_RATIO, zero_fraction: float = MAX_ZERO_FRACTION
+    ) -> Tensor:
+        """Tell what `is_healthy` tells, with limits of your own; 0-d bool.
+
+        Args:
+            norm_ratio: the largest norm is below so many times the smallest; ``math.inf`` for no limit.
+            zero_fraction: less than this share of all elements is 0; ``math.inf`` for no limit.
+
+        Raises:
+            ValueError: for a limit that is negative, NaN or no number.
+
+        >>> import torch, gradiometer as gm
+        >>> stats = gm.collect([torch.ones(1), torch.tensor([0.0, 0.0, 20.0])])
+        >>> bool(stats.is_healthy_within(norm_ratio=10.0)), bool(stats.is_healthy_within(zero_fraction=0.6))
+        (False, True)
+        """
+        return is_healthy(self.columns, self.flags, norm_ratio, zero_fraction)
+
+    def _health(self, name: str) -> Tensor:
+        return HEALTH[name](self.columns, self.flags)
+
+    # towards other stats
+
+    def group(
+        self,
+        rules: Mapping[str, GroupRule] | Iterable[tuple[str, GroupRule]],
+        *,
+        model: Parameters | None = None,
+    ) -> TensorStats:
+        r"""Merge rows into groups, without a second read of the tensors.
+
+        Args:
+            rules: group name -> which rows belong to it: a regular expression that is searched
+                in the row's name, a predicate of the name, a collection of names, or a module of
+                the model or several. A row may belong to several groups or to none. A group
+                without rows has numel 0 and norm 0.
+            model: the model whose parameters or gradients these are; where a rule is a module.
+
+        Returns:
+            TensorStats with a row per group; flags are those of the merged rows.
+
+        Raises:
+            ValueError: for a group name that stands twice or is no string; for a module that has
+                parameters, but none of the model's; for a model none of whose names is a row's.
+            TypeError: for a rule that is none of these; for a module without ``model``.
+
+        >>> import torch, gradiometer as gm
+        >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.ones(4), "seed.b": torch.ones(5)})
+        >>> stats.group({"host": r"^host\.", "seed": ["seed.w", "seed.b"]}).norm
+        tensor([3., 3.], dtype=torch.float64)
+        """
+        named = None if model is None else named_parameters(model, "group")
+        grouped = self._grouped(
+            {
+                group: grouping.members(self.names, group, rule, named)
+                for group, rule in grouping.pairs_of(rules)
+            }
+        )
+        # a group is there without rows too
+        return grouped if grouped.origin is None else replace(grouped, origin=grouped.origin.clamp(min=-1.0))
+
+    def by_module(self, depth: int | None = None) -> TensorStats:
+        """Merge rows up the tree of modules, a row per module in the order of the model.
+
+        Args:
+            depth: how many steps down from the root; None for the modules that own the tensors.
+                What the root itself owns is in ``""``.
+
+        >>> import torch, gradiometer as gm
+        >>> gm.collect({"mlp.0.w": torch.ones(9), "mlp.1.w": torch.ones(16)}).by_module(1).norm
+        tensor([5.], dtype=torch.float64)
+        """
+        return self._grouped(grouping.by_module(self.names, depth))
+
+    def reduce(self, ranks: Ranks | None = None) -> TensorStats:
+        """Merge with what the other ranks have measured: the statistics of the whole model, on every rank.
+
+        Two collectives, ``(T, 7)`` and ``(T + 1, 2)`` float64, whatever the model; nothing is gathered.
+        All ranks have to call it, those without any gradient too. Rows are those of all ranks' models, in
+        the same order everywhere; one that no rank has measured has numel 0, and is in no report.
+
+        Args:
+            ranks: what the ranks have agreed on, `gradiometer.Ranks`. Without it they agree when they come
+                here for the first time with this model. Needed in a compiled step.
+
+        Returns:
+            TensorStats with ``origin`` and ``local``; these ones, if they are reduced, or there is one rank
+            and no ``ranks``. They are where these ones are, or on the device of the ``ranks``, the first of
+            their model that is not the CPU.
+
+        Raises:
+            RankError: where the ranks differ, or one does not answer.
+            RuntimeError: in a compiled function without ``ranks``.
+            ValueError: of groups of this rank's shards: reduce before you group; of shards from a compiled
+                function without ``ranks``; for a name that the ranks have not agreed on.
+
+        >>> import torch, gradiometer as gm
+        >>> gm.collect([torch.tensor([3.0, 4.0])]).reduce().total_norm  # with one rank
+        tensor(5., dtype=torch.float64)
+        """
+        if self.origin is not None:
+            return self
+        ranks = ranks_for(True if ranks is None else ranks, "reduce")
+        if ranks is None:
+            if not is_active():
+                return self
+            ranks = agreed(self._agreeable(), self.columns.device)
+        return self.reduced_by(ranks, "reduce")
+
+    def reduced_by(self, ranks: Ranks, what: str) -> TensorStats:
+        """Do what `reduce` does in a function of this name, the same on all ranks."""
+        if not torch.compiler.is_compiling():
+            what = f"{what}({self.thresholds}, skip_nonfinite={self.skip_nonfinite})"
+        columns, origin = ranks.reduce(self.names, self.columns, kind=what)
+        flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        # copies that differ: of what is not counted no more is known than that
+        odd = (origin >= 0) & (derived.value(columns, "n_nonfinite") == 0)
+        flags = torch.where(odd, flags | Flag.NAN, flags)
+        merged = replace(self, columns=columns, flags=flags, origin=origin)
+        return replace(merged, names=ranks.names, layout=None, local=self)
+
+    def _agreeable(self) -> Layout:
+        """Return the layout of these rows, for ranks to agree on."""
+        layout = self.layout
+        if layout == UNKNOWN:
+            msg = "reduce: these shards were measured in a compiled function; pass ranks = gm.Ranks(model)"
+            raise ValueError(msg)
+        if layout is not None and set(self.names) <= set(layout.names):
+            return layout
+        if self.is_local:
+            msg = "reduce: these are groups of this rank's shards; reduce before you group, "
+            raise ValueError(msg + "stats.reduce().group(...)")
+        return plain_layout(self.names)
+
+    def merge(self, other: TensorStats) -> TensorStats:
+        """Merge with stats of the same names, as if the tensors had been concatenated, name by name.
+
+        Thresholds and ``skip_nonfinite`` are those of this one. Of two devices the result is on the first
+        that is not the CPU.
+
+        Raises:
+            ValueError: where the names differ.
+            TypeError: for what are no stats.
+        """
+        if not isinstance(other, TensorStats):
+            msg = f"merge: expected TensorStats, got {type(other).__name__}"
+            raise TypeError(msg)
+        if self.names != other.names:
+            difference = _difference(self.names, other.names)
+            msg = f"merge: the two stats must have the same names in the same order; {difference}"
+            raise ValueError(msg)
+        if (self.origin is None) != (other.origin is None):
+            msg = "merge: one of the two is of this rank alone, the other of all ranks; reduce both"
+            raise ValueError(msg)
+        # a copy to the CPU would have to wait for the device
+        home = (other if self.columns.device.type == "cpu" else self).columns.device
+        columns = derived.merge(*[stats.columns.to(home, non_blocking=True) for stats in (self, other)])
+        flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        origin = self.origin
+        if origin is not None and other.origin is not None:
+            origin = derived.first_rank(
+                torch.stack([x.to(home, non_blocking=True) for x in (origin, other.origin)])
+            )
+        local = None
+        if self.local is not None and other.local is not None:
+            local = self.local.merge(other.local)
+        return replace(self, columns=columns, flags=flags, origin=origin, local=local)
+
+    # towards the host
+
+    def materialize(self) -> Report:
+        """Copy everything to the host in one transfer and return it as a `Report`. Waits for the device.
+
+        Raises:
+            RuntimeError: inside a compiled function, or while a CUDA graph is captured; return the
+                stats and materialize them outside.
+        """
+        outside_of_a_graph("materialize")
+        return self.report(*fetch([self.packed()]))
+
+    def materialize_async(self) -> Pending[Report]:
+        """Start that copy and return at once.
+
+        ``pending.ready()`` never waits; ``pending.result()`` returns the `Report` and waits if it must.
+
+        Raises:
+            RuntimeError: inside a compiled function, as for `materialize`.
+        """
+        outside_of_a_graph("materialize_async")
+        return Pending([self.packed()], lambda copies: self.report(*copies))
+
+    def packed(self) -> Tensor:
+        """Return columns, flags and, after `reduce`, origins as one matrix, which one transfer carries.
+
+        ``(T, C + 1) float64``, or ``(T, C + 2)``.
+        """
+        parts = [self.columns, self.flags.to(torch.float64).unsqueeze(1)]
+        if self.origin is not None:
+            parts.append(self.origin.unsqueeze(1))
+        return torch.cat(parts, dim=1)
+
+    def report(self, packed: Tensor) -> Report:
+        """Return the `Report` of what `packed` returned, copied to the host."""
+        names, ranks = self.names, None
+        if self.origin is not None:
+            if bool(packed[:, 0].isnan().any()):
+                msg = "reduce: the ranks did not reduce the same: every rank has to, in the same order"
+                raise RankError(msg)
+            # what no rank has measured has no row, as with one rank
+            keep = packed[:, -1] > -2
+            names, packed = tuple(compress(names, keep.tolist())), packed[keep]
+            ranks = {
+                name: int(rank) for name, rank in zip(names, packed[:, -1].tolist(), strict=True) if rank >= 0
+            }
+        kind = {"skip_nonfinite": self.skip_nonfinite, "is_local": self.is_local}
+        return Report(names, packed, self.thresholds, ranks=ranks, **kind)
+
+    def _grouped(self, indices: Mapping[str, Sequence[int]]) -> TensorStats:
+        groups = list(indices.values())
+        columns = derived.merge_groups(self.columns, groups)
+        flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        origin = self.origin
+        if origin is not None:
+            origin = derived.merge_groups(origin, groups, derived.first_rank)
+        # the layout is that of the tensors still: groups of shards are of shards
+        grouped = replace(self, columns=columns, flags=flags, origin=origin)
+        return replace(grouped, names=tuple(indices), local=None)
+
+
+def outside_of_a_graph(what: str) -> None:
+    """Refuse to go on inside a compiled function."""
+    if torch.compiler.is_compiling():
+        msg = f"{what} copies to the host: return the stats from the compiled function and call it outside"
+        raise RuntimeError(msg)
+
+
+def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
+    for i, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return f"row {i} is {left!r} here and {right!r} there"
+    return f"there are {len(a)} here and {len(b)} there"
+
+
+# The structure of stats as plain values; strict torch.export cannot rebuild other constants. It holds names,
+# thresholds, skip_nonfinite, the layout, () for None, and whether there is an origin.
+_Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...], bool]
+
+
+def _to_json(context: _Context) -> list[Any]:
+    return list(context)
+
+
+def _from_json(dumped: list[Any]) -> _Context:
+    names, thresholds, skip_nonfinite, layout, is_reduced = dumped
+    plain = Layout.from_plain(layout).to_plain() if layout else ()
+    return tuple(names), tuple(thresholds), skip_nonfinite, plain, is_reduced
+
+
+def _children(stats: TensorStats) -> dict[str, Any]:
+    children: dict[str, Any] = {"columns": stats.columns, "flags": stats.flags}
+    # None would be a leaf
+    if stats.origin is not None:
+        children["origin"] = stats.origin
+    if stats.local is not None:
+        children["local"] = stats.local
+    return children
+
+
+def _context(stats: TensorStats) -> _Context:
+    limits = stats.thresholds
+    thresholds = (limits.vanishing, limits.exploding, limits.dead)
+    layout = () if stats.layout is None else stats.layout.to_plain()
+    return stats.names, thresholds, stats.skip_nonfinite, layout, stats.origin is not None
+
+
+def _flatten(stats: TensorStats) -> tuple[list[Any], _Context]:
+    return list(_children(stats).values()), _context(stats)
+
+
+def _flatten_with_keys(stats: TensorStats) -> tuple[list[tuple[Any, Any]], _Context]:
+    pairs = [(pytree.GetAttrKey(name), value) for name, value in _children(stats).items()]
+    return pairs, _context(stats)
+
+
+def _unflatten(children: Iterable[Any], context: _Context) -> TensorStats:
+    names, thresholds, skip_nonfinite, plain, is_reduced = context
+    columns, flags, *more = children
+    origin = more.pop(0) if is_reduced else None
+    layout = Layout.from_plain(plain) if plain else None
+    return TensorStats(names, columns, flags, Thresholds(*thresholds), skip_nonfinite, layout, origin, *more)
+
+
+pytree.register_pytree_node(
+    TensorStats,
+    _flatten,
+    _unflatten,
+    serialized_type_name="gradiometer.TensorStats",
+    to_dumpable_context=_to_json,
+    from_dumpable_context=_from_json,
+    flatten_with_keys_fn=_flatten_with_keys,
+)
