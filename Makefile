@@ -8,15 +8,15 @@ TRITON ?= 3.7.1
 JOBS ?= auto
 
 # test files whose bodies run a second time on interpreted kernels
-INTERPRETED = tests/test_ops.py tests/test_laws.py tests/test_inputs.py tests/test_numerics.py tests/test_pack.py \
-              tests/test_host_path.py tests/test_clip.py tests/test_finite.py tests/test_amp.py tests/test_recorder.py \
-              tests/test_roots.py
+INTERPRETED = tests/ops/test_library.py tests/test_laws.py tests/inputs/test_inputs.py tests/test_numerics.py tests/ops/test_packing.py \
+              tests/ops/test_host_path.py tests/control/test_clip.py tests/control/test_check_finite.py tests/control/test_grad_scaler.py tests/recorder/test_recorder.py \
+              tests/columns/test_roots.py
 
 # what `make test` is made of
 PARTS = plain interpreted ranks
 
-# test files that start processes, each a rank
-RANKS = tests/test_ranks*.py
+# tests that start processes, each a rank
+RANKS = tests/distributed
 
 export HYPOTHESIS_PROFILE ?= ci
 CORE = $(VENV)/.core-$(TORCH)-$(TRITON)
@@ -48,11 +48,11 @@ test-matrix: ## the same on every supported pair of torch and triton, each in an
 	@$(PYTHON) tests/matrix.py $(MATRIX_FLAGS)
 
 run-plain:
-	$(PYTEST) $(addprefix --ignore=,$(wildcard $(RANKS)))
+	$(PYTEST) --ignore=$(RANKS)
 
 # each file's processes once
 run-ranks:
-	$(PYTEST) --dist loadfile $(wildcard $(RANKS))
+	$(PYTEST) --dist loadfile $(RANKS)
 
 run-interpreted:
 	$(if $(wildcard $(INTERPRETED)),TRITON_INTERPRET=1 $(PYTEST) $(wildcard $(INTERPRETED)))

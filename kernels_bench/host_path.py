@@ -29,7 +29,7 @@ from torch import nn
 import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
-from gradiometer.ops import packing
+from gradiometer.ops import library, packing
 
 COUNTS = (1, 148, 1000, 2000)
 # share of foreach_norm's time, for lists of so many tensors and more; launches of a list of one dtype
@@ -58,7 +58,7 @@ def stubbed(count, device):
     with (
         patch.object(kernels, "moments", stub),
         patch.object(kernels, "finalize", stub),
-        patch.object(ops, "uses_kernels", lambda _: True),
+        patch.object(library, "uses_kernels", lambda _: True),
     ):
         yield stub
 

@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
+from gradiometer.ops import library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -114,7 +114,7 @@ def launches_of(
     limits = (thresholds.vanishing, thresholds.exploding, thresholds.dead)
     # the launchers ask torch how wide a warp is
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
-    with recorded_launches() as launches, hip, mock.patch.object(ops, "uses_kernels", return_value=True):
+    with recorded_launches() as launches, hip, mock.patch.object(library, "uses_kernels", return_value=True):
         torch.ops.gradiometer.tensor_stats(list(tensors), *limits, inv_scale)
     return launches
 

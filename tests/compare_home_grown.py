@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python tests/compare_home_grown.py [--only WORD …] [--rounds N]
 
-Values are those on the CPU; transfers are counted on a fake device (tests/transfers.py). A call of ours
-makes the whole report, of which the value is one. Times are the least of interleaved calls.
+Values are those on the CPU; transfers are counted on a fake device (tests/support/transfers.py). A call
+of ours makes the whole report, of which the value is one. Times are the least of interleaved calls.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 import gradiometer as gm
-import home_grown
 from gradiometer import check_finite
-from home_grown import GradientCollector
-from oracle import exact
-from transfers import count_transfers
+from support import home_grown
+from support.home_grown import GradientCollector
+from support.oracle import exact
+from support.transfers import count_transfers
 
 GROUPS = {"host": r"^host\.", "seed": r"^seed\."}
 # a value is called right within the roundings of fp32

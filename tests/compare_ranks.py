@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 import gradiometer as gm
 from gradiometer.columns.schema import COLUMN_INDEX
-from oracle import COUNTS, exact
-from rank_models import CASES, KINDS, Collectives, alone, names_and_parameters
-from rank_pool import RankPool
+from support.oracle import COUNTS, exact
+from support.rank_models import CASES, KINDS, Collectives, alone, names_and_parameters
+from support.rank_pool import RankPool
 
 # of norms, relative; so are sums, by what is added up
 BOUND = 1e-13

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

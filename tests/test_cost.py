@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import gradiometer as gm
-import home_grown
 from gradiometer import check_finite, clip_grad_norm_, collect_and_clip_
-from home_grown import GradientCollector, with_grads
-from transfers import count_transfers
+from support import home_grown
+from support.home_grown import GradientCollector, with_grads
+from support.transfers import count_transfers
 
 ROOT = Path(__file__).parent.parent
 
@@ -126,7 +126,7 @@ MEMORY = """
 import json, resource, sys
 import torch
 import gradiometer as gm
-import home_grown
+from support import home_grown
 
 def grown(call):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

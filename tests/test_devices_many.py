@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
-from gradiometer.ops import library
+from gradiometer import ops
 from gradiometer.recorder.updates import Updates
 from gradiometer.stats.host_copy import fetch
 from gradiometer.stats.materialize import materialize
-from test_syncs import HostWaitError, device_of, watch
+from support.fake_device import HostWaitError, device_of, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -159,13 +159,13 @@ class Away(Tensor):
 @pytest.fixture
 def several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Tensor]]:
     """Give what measures tensors at these places, places that are the CPU all."""
-    read = library.tensor_stats
+    read = ops.tensor_stats
 
     def read_there(tensors: Sequence[Tensor], *args: Any) -> tuple[Tensor, Tensor]:
         assert len({tensor.device for tensor in tensors}) == 1
         return read([tensor.as_subclass(Tensor) for tensor in tensors], *args)
 
-    monkeypatch.setattr(library, "tensor_stats", read_there)
+    monkeypatch.setattr(ops, "tensor_stats", read_there)
     # the package's attribute of this name is the function
     measure = importlib.import_module("gradiometer.stats.measure")._measure_tensors
 

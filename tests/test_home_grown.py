@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradiometer as gm
-import home_grown
 from gradiometer import EMA, check_finite, clip_grad_norm_
-from home_grown import GradientCollector, MovingAverage, with_grads
-from oracle import NORM_BOUND, exact
+from support import home_grown
+from support.home_grown import GradientCollector, MovingAverage, with_grads
+from support.oracle import NORM_BOUND, exact
 
 CASES = home_grown.cases()
 # where no home-grown total norm overflows, underflows, or adds up so many that their rounding shows

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradiometer as gm
-import oracle
-import strategies
 from conftest import INTERPRETED
 from gradiometer import ops
-from strategies import Recipe, lists, recipes
+from support import oracle, strategies
+from support.strategies import Recipe, lists, recipes
 
 # the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
 pytestmark = pytest.mark.filterwarnings(

@@ -28,20 +28,20 @@ SETTINGS = (
 # roots, flags at their thresholds, bounds of sums, and laws of the same bits
 TESTS = (
     *[
-        f"test_roots.py::test_a_million_roots_are_correctly_rounded[{path}]"
+        f"columns/test_roots.py::test_a_million_roots_are_correctly_rounded[{path}]"
         for path in ("eager", "aot_eager", "exported")
     ],
-    "test_roots.py::test_norms_of_a_report_are_roots_of_their_squares",
-    "test_roots.py::test_norms_of_tensors_are_roots_of_their_squares[None]",
-    "test_roots.py::test_a_norm_at_its_threshold_has_no_flag_and_its_neighbours_have",
+    "columns/test_roots.py::test_norms_of_a_report_are_roots_of_their_squares",
+    "columns/test_roots.py::test_norms_of_tensors_are_roots_of_their_squares[None]",
+    "columns/test_roots.py::test_a_norm_at_its_threshold_has_no_flag_and_its_neighbours_have",
     "test_numerics.py::test_1e_minus_10_beside_1e15_is_measured_as_both",
     "test_numerics.py::test_thresholds_are_compared_in_double_precision",
-    "test_reference.py::test_long_and_strided_tensors_agree_with_plain_pytorch",
+    "ops/test_reference.py::test_long_and_strided_tensors_agree_with_plain_pytorch",
     "test_laws.py::test_the_number_of_threads_changes_no_bit[dtype0-nonfinite]",
     "test_laws.py::test_a_compiled_call_gives_the_bits_of_an_eager_one[mixed-True]",
 )
 # its code has nothing of Intel's library, and is compiled for the instructions that PyTorch takes
-INDUCTOR = "test_roots.py::test_a_million_roots_are_correctly_rounded[inductor]"
+INDUCTOR = "columns/test_roots.py::test_a_million_roots_are_correctly_rounded[inductor]"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the settings change nothing in the interpreter")

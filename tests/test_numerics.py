@@ -11,11 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import gradiometer as gm
-import oracle
-import strategies
 from conftest import INTERPRETED
 from gradiometer import Flag, Thresholds
-from strategies import Recipe, recipes
+from support import oracle, strategies
+from support.strategies import Recipe, recipes
 
 # the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
 pytestmark = pytest.mark.filterwarnings(

@@ -1,0 +1,552 @@
+"""The command line: what each command prints, as a table and as JSON, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("typer")
+
+from rich.console import Console
+
+import gradiometer as gm
+from gradiometer import demo, web
+from gradiometer.cli import Exit, doctor, show, tables
+from gradiometer.cli import app as cli
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs.reader import read_run
+from support.synthetic_run import write_run
+
+SOURCE = str(Path(gm.__file__).parents[1])
+CULPRIT = Finding(
+    "nonfinite", Severity.ERROR, 15, 15, "grads", "blocks.0.weight", 3.0, 0.0, "3 NaN", "skip it"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "a"
+    return write_run(path, steps=20, nonfinite_at=15, findings=[CULPRIT], kinds=("grads", "weights"))
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch):
+    for name in ("GRADIOMETER_DEBUG", "COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def call(capsys):
+    def call(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def call_json(call):
+    def call_json(*arguments, code=0):
+        found, out, err = call(*arguments, "--json")
+        assert (found, err) == (code, "")
+        return json.loads(out, parse_constant=pytest.fail)
+
+    return call_json
+
+
+def process(*arguments, code=None, **options):
+    command = [sys.executable, *(["-c", code] if code else ["-m", "gradiometer"]), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": SOURCE}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False, **options
+    )
+
+
+# show
+
+
+def test_show_prints_the_report_of_the_last_step_with_its_scalars(call, run):
+    code, out, err = call("show", run)
+
+    assert (code, err) == (Exit.OK, "")
+    record = read_run(run).record(19)
+    assert out.startswith("step 19 ")
+    assert f"loss {record.loss:.5g}" in out
+    assert record.report().to_string() in out
+    assert "3 NaN" not in out
+
+
+def test_show_of_a_step_has_what_was_found_in_it(call, run):
+    _, out, _ = call("show", run, "--step", 15, "--top", 3, "--name", "0|1")
+
+    assert "error  step 15: 3 NaN" in out
+    assert "skip it" in out
+    assert "its update was skipped" in out
+    assert "4 of 20 tensors, by their names" in out
+    assert re.search(r"blocks.0.weight .* 3 .* NAN EXPLODING", out)
+
+
+def test_show_as_json(call_json, run):
+    found = call_json("show", run, "--step", 15, "--top", 3, "--kind", "grads")
+
+    assert set(found) == {
+        *("run", "step", "time", "recorded", "skipped", "scalars", "kind", "report", "findings", "nearest")
+    }
+    assert (found["step"], found["skipped"], found["scalars"]["loss"]) == (15, True, "NaN")
+    assert found["findings"] == [CULPRIT.to_dict()]
+    assert len(found["report"]["tensors"]) == 3
+    assert found["report"]["total_norm"] == "NaN"
+    assert found["report"]["tensors"]["blocks.0.weight"]["n_nan"] == 3
+
+
+def test_show_of_weights_is_another_table(call_json, run):
+    grads, weights = (call_json("show", run, "--kind", kind)["report"] for kind in ("grads", "weights"))
+
+    assert grads["measured"]
+    assert weights["total_norm"] == read_run(run).record(19).total("norm", "weights")
+    assert weights["total_norm"] != grads["total_norm"]
+
+
+def test_a_step_without_tensors_says_where_there_are_some(call, tmp_path):
+    path = write_run(tmp_path / "run", steps=20, every=7)
+
+    assert call("show", path)[1].startswith("step 14 ")
+    assert "the nearest steps that have tensors: 14" in call("show", path, "--step", 19)[1]
+    assert "7 and 14" in call("show", path, "--step", -10)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--step", "20"], "no step 20; it has 20 from 0 to 19"),
+        (["--step", "-21"], "no step -21"),
+        (["--kind", "updates"], "no updates were recorded, only grads, weights"),
+        (["--name", "nothing"], "no tensor of step 19 has 'nothing' in its name"),
+    ],
+)
+def test_what_a_run_does_not_have_is_said_in_one_line(call, run, arguments, says):
+    code, out, err = call("show", run, *arguments)
+
+    assert (code, out) == (Exit.UNREADABLE, "")
+    assert says in err
+    assert err.startswith("gradiometer: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("width", [80, 60, 132])
+def test_in_a_terminal_a_table_is_no_wider_than_it(run, width):
+    shown = show.look(read_run(run), 15)
+    console = Console(width=width, force_terminal=True, no_color=True, highlight=False)
+    with console.capture() as captured:
+        console.print(tables.shown(shown, 20, console))
+
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())
+    rows = [line for line in plain.splitlines() if line.startswith("blocks.")]
+    assert max(map(len, plain.splitlines())) <= width
+    assert len(rows) == 20
+    assert "NAN" in rows[0]
+    assert ("rms" in plain) == (width == 132)
+
+
+# diff
+
+
+def test_diff_of_equal_and_of_different_runs(call, call_json, run, tmp_path):
+    code, out, _ = call("diff", run, run)
+    assert code == Exit.OK
+    assert "They are the same to the bit" in out
+
+    other = write_run(tmp_path / "b", steps=20, seed=1, kinds=("grads", "weights"))
+    code, out, err = call("diff", run, other, "--top", 2, "--ignore", "loss|weights")
+    assert (code, err) == (Exit.FOUND, "")
+    assert "They part at step 0" in out
+    assert re.search(r"^1 +blocks\.0\.weight +norm ", out, re.MULTILINE)
+    assert "38 more differ in this step" in out
+
+    found = call_json("diff", run, other, code=1)
+    assert (found["same"], found["step"]) == (False, 0)
+    assert found["first"][0]["name"] == "blocks.0.weight"
+    assert [d["name"] for d in found["scalars"]] == ["loss", "skipped"]
+    assert {"a", "b", "rtol", "common", "compared", "tensors", "missing", "total_norm"} < set(found)
+
+
+def test_diff_tells_of_runs_with_nothing_in_common(call, run, tmp_path):
+    later = write_run(tmp_path / "later", steps=5, first=100)
+    other = write_run(tmp_path / "other", steps=20, names=["a", "b"])
+
+    assert "no step in common" in call("diff", run, later)[1]
+    code, out, _ = call("diff", run, other, "--ignore", "loss|skipped")
+    assert code == Exit.FOUND
+    assert "only A has recorded weights" in out
+    assert "only in B: b.grad, a.grad" in out
+
+
+# report, watch, doctor, demo
+
+
+def test_report_writes_the_page_and_prints_where(call, call_json, run, tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(cli.webbrowser, "open", lambda address: bool(opened.append(address) or True))
+    monkeypatch.setattr(web, "write_page", write_small_page)
+    page = tmp_path / "page.html"
+
+    assert call("report", run) == (0, f"{run / 'report.html'}\n", "")
+    assert call("report", run, "-o", page, "--open")[1] == f"{page}\n"
+    assert opened == [page.as_uri()]
+    found = call_json("report", run, "-o", page)
+    assert found == {"page": str(page), "bytes": 4, "opened": False}
+
+
+def write_small_page(run, path):
+    path = run.path / "report.html" if path is None else path
+    path.write_text("page")
+    return path
+
+
+def test_the_page_is_the_one_that_is_written_from_python(call, run, tmp_path):
+    pytest.importorskip("plotly")
+
+    assert call("report", run, "-o", tmp_path / "page.html")[0] == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!")
+
+
+def test_a_page_that_cannot_be_written_is_one_line(call, run, tmp_path):
+    code, out, err = call("report", run, "-o", tmp_path / "none" / "page.html")
+
+    assert (code, out) == (Exit.UNREADABLE, "")
+    assert f"there is no folder {tmp_path / 'none'}; make it first" in err
+
+
+def test_watch_once(call, call_json, run):
+    code, out, _ = call("watch", run, "--once")
+
+    assert code == Exit.OK
+    assert "closed" in out
+    assert call_json("watch", run, "--once")["step"] == 19
+    # a closed run ends by itself
+    assert call("watch", run)[1].startswith("step 19  ")
+
+
+def test_doctor(call, call_json, monkeypatch, tmp_path):
+    found = doctor.Doctor(
+        versions={"torch": "2.13.0", "triton": None},
+        devices=[doctor.Device("cpu", "a CPU", "eager PyTorch", "in hardware", None, None, True, 1.5)],
+        triton="triton is not installed",
+        compiler=None,
+        trace_autograd_ops=True,
+        interpreted=False,
+        packages={"wandb": {"version": None, "extra": "wandb", "use": "the sink"}},
+        run_dir=str(tmp_path),
+        free=2**31,
+        problems=[],
+    )
+    monkeypatch.setattr(doctor, "examine", lambda _: found)
+
+    code, out, _ = call("doctor", tmp_path)
+    assert code == Exit.OK
+    assert "pip install 'gradiometer[wandb]'" in out
+    assert f"2.0 GiB free at {tmp_path}" in out
+    assert "no problem found" in out
+    assert call_json("doctor")["healthy"] is True
+
+    found.problems.append(doctor.Problem("no compiler", "install one"))
+    code, out, _ = call("doctor")
+    assert code == Exit.FOUND
+    assert "no compiler\n      install one" in out
+    assert call_json("doctor", code=1)["problems"] == [{"what": "no compiler", "fix": "install one"}]
+
+
+@pytest.mark.parametrize(("code", "passed"), [(0, True), (1, False)])
+def test_demo_is_given_its_options_and_its_code_is_ours(call, monkeypatch, code, passed):
+    given = []
+
+    def main(arguments, prog):
+        assert prog == "gradiometer demo"
+        given.append(list(arguments))
+        sys.stdout.write("the demo\n")
+        return code
+
+    monkeypatch.setattr(demo, "main", main)
+
+    assert call("demo", "--steps", "12", "--device", "cpu") == (code, "the demo\n", "")
+    found, out, err = call("demo", "--json", "--steps", 20)
+    assert (found, json.loads(out), err) == (code, {"passed": passed}, "the demo\n")
+    assert given == [["--steps", "12", "--device", "cpu"], ["--steps", "20"]]
+
+
+def test_the_demo_has_its_own_help_and_its_own_complaints(capsys):
+    for arguments, code, says in ((["--help"], 0, "--backend"), (["--steps", "3"], 2, "at least 10")):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["demo", *arguments])
+        assert end.value.code == code
+        said = "".join(capsys.readouterr())
+        assert says in said
+        assert said.startswith("usage: gradiometer demo ")
+
+
+# errors and exit codes
+
+
+@pytest.mark.parametrize("command", ["show", "report", "watch"])
+def test_a_folder_that_is_no_run_is_one_line(call, tmp_path, command):
+    code, out, err = call(command, tmp_path / "none")
+
+    assert (code, out) == (Exit.UNREADABLE, "")
+    assert "there is no such folder" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["shw"], "No such command 'shw'"),
+        (["show"], "Missing argument 'RUN'; see gradiometer show --help"),
+        (["show", "x", "--nix"], "No such option: --nix"),
+        (["show", "x", "--kind", "nix"], "'grads', 'weights', 'updates'"),
+        (["diff", "x", "y", "--rtol", "-1"], "--rtol"),
+    ],
+)
+def test_what_was_typed_wrong_is_one_line(call, arguments, says):
+    code, out, err = call(*arguments)
+
+    assert (code, out) == (Exit.USAGE, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("rtol", ["inf", "nan"])
+def test_a_tolerance_that_compares_nothing_is_refused(call, run, rtol):
+    code, out, err = call("diff", run, run, "--rtol", rtol)
+
+    assert (code, out, err.count("\n")) == (Exit.USAGE, "", 1)
+    assert "--rtol" in err
+
+
+def test_a_wrong_pattern_is_one_line(call, run):
+    code, out, err = call("show", run, "--name", "(")
+
+    assert (code, out) == (Exit.USAGE, "")
+    assert "--name '(' is no regular expression" in err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "says"),
+    [
+        (KeyboardInterrupt(), Exit.INTERRUPTED, ""),
+        (PermissionError(13, "Permission denied", "x.html"), Exit.UNREADABLE, "Permission denied"),
+        (
+            ModuleNotFoundError("needs plotly: pip install 'gradiometer[monitor]'"),
+            Exit.MISSING,
+            "gradiometer[monitor]",
+        ),
+        (RuntimeError("two\nlines"), Exit.FAILED, "RuntimeError: two lines (gradiometer --debug"),
+        (ImportError("cannot import name 'x'"), Exit.FAILED, "ImportError: cannot import name"),
+    ],
+    ids=["ctrl-c", "permission", "package", "bug", "import"],
+)
+def test_what_goes_wrong_in_a_command_has_a_code(call, run, monkeypatch, raised, code, says):
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr(web, "write_page", fail)
+
+    found, out, err = call("report", run)
+
+    assert (found, out) == (code, "")
+    assert says in err
+    assert err.count("\n") == (1 if says else 0)
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_with_debug_an_error_is_raised(run, monkeypatch, how):
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(web, "write_page", fail)
+    monkeypatch.setenv("GRADIOMETER_DEBUG", "1" if how == "variable" else "0")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["report", str(run), *(["--debug"] if how == "option" else [])])
+
+
+def test_without_typer_one_line_says_what_to_install():
+    done = process(
+        code="import sys; sys.modules['typer'] = None; from gradiometer.cli import main; sys.exit(main())"
+    )
+
+    assert (done.returncode, done.stdout) == (Exit.MISSING, "")
+    says = "The command line needs typer, which is not installed: pip install 'gradiometer[monitor]'"
+    assert done.stderr == f"gradiometer: {says}\n"
+
+
+@pytest.mark.parametrize("package", ["rich.console", "pyarrow"])
+def test_without_another_package_one_line_says_so(call, run, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+
+    code, out, err = call("show", run)
+
+    assert (code, out) == (Exit.MISSING, "")
+    assert "pip install 'gradiometer[monitor]'" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "reader"),
+    [
+        ("show {big} --top 0 --json", "head -c 20"),  # more than a pipe holds
+        ("diff {run} {run}", "true"),
+        ("--help", "true"),
+        ("--version", "true"),
+    ],
+)
+def test_a_reader_that_leaves_is_no_error(run, tmp_path, command, reader):
+    big = write_run(tmp_path / "big", steps=2, tensors=400) if "big" in command else None
+    # the reader ends first, so that what is written meets a pipe without one
+    script = f"({reader}); exec 0<&-; sleep 0.1"
+    command = f"{sys.executable} -m gradiometer {command.format(run=run, big=big)}"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | ({script}); echo ${{PIPESTATUS[0]}}"],  # noqa: S607 whichever bash
+        env=os.environ | {"PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert done.stdout.endswith(f"{Exit.PIPE.value}\n")
+    assert done.stderr == ""
+
+
+def test_without_a_stdout_one_line_says_so(capsys, run, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    code = cli.main(["show", str(run)])
+    monkeypatch.undo()
+
+    assert code == Exit.UNREADABLE
+    assert capsys.readouterr().err == "gradiometer: stdout is closed: there is nowhere to print to\n"
+
+
+def test_help_version_and_no_command(call):
+    assert call("--version") == (0, f"gradiometer {gm.__version__}\n", "")
+    code, out, _ = call()
+    assert code == 0
+    for command in ("demo", "report", "watch", "show", "diff", "doctor"):
+        assert command in out
+    assert call("--help")[1] == out
+    assert all("--json" in call(name, "--help")[1] for name in ("report", "watch", "show", "diff", "doctor"))
+
+
+def test_python_m_is_the_same(run):
+    done = process("show", run, "--json")
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 19
+
+
+def in_terminal(*arguments, end_with):
+    """Run a command in a terminal, send it a signal when it shows a frame; return its code and output."""
+    master, slave = pty.openpty()
+    size = {"PYTHONPATH": SOURCE, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "gradiometer", *map(str, arguments)],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, **size},
+    )
+    os.close(slave)
+    shown, sent, deadline = b"", False, time.monotonic() + 200
+    while time.monotonic() < deadline:
+        if select.select([master], [], [], 0.2)[0]:
+            try:
+                part = os.read(master, 65536)
+            except OSError:
+                break
+            if not part:
+                break
+            shown += part
+        if not sent and b"worst first" in shown:
+            child.send_signal(end_with)
+            # a machine that is busy took its time until here, and may for the rest
+            sent, deadline = True, time.monotonic() + 200
+    try:
+        code = child.wait(60)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+        pytest.fail(f"{'no end after the signal' if sent else 'no frame'}: {shown.decode()!r}")
+    finally:
+        os.close(master)
+    return code, shown.decode()
+
+
+def test_ctrl_c_ends_a_watch_quietly(tmp_path):
+    path = write_run(tmp_path / "run", steps=20, close=False)
+
+    code, shown = in_terminal("watch", path, end_with=signal.SIGINT)
+
+    assert code == Exit.INTERRUPTED
+    assert "being written" in shown
+    assert "Traceback" not in shown
+    assert "Aborted" not in shown
+
+
+@pytest.fixture
+def _sigint():
+    # a shell that starts this in the background has SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_sigint")
+@pytest.mark.parametrize("where", ["_app", "read_run", "_console"])
+def test_ctrl_c_is_quiet_wherever_it_comes(call, run, monkeypatch, where):
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(cli, where, interrupt)
+
+    assert call("watch", run) == (Exit.INTERRUPTED, "", "")
+
+
+def test_ctrl_c_while_the_arguments_are_read_is_quiet(call, monkeypatch):
+    def interrupt(_wanted):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_version", interrupt)
+    code, out, err = call("--version")
+
+    assert (code, out, err.strip()) == (Exit.INTERRUPTED, "", "")
+
+
+def test_colours_are_for_terminals_and_can_be_switched_off(call, run, monkeypatch):
+    plain = call("show", run, "--step", 15)[1]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    coloured = call("show", run, "--step", 15)[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    switched_off = call("show", run, "--step", 15)[1]
+
+    assert "\x1b[" not in plain
+    assert "\x1b[31m" in coloured
+    assert "\x1b[31m" not in switched_off
+
+
+def test_numbers_are_short_and_tell_zero_from_small():
+    assert [tables.number(x) for x in (0.0, -0.0, 1e-9, 0.1234567, 1234567.0, math.nan, -math.inf, None)] == [
+        *("0", "0", "1.00e-09", "0.123", "1.23e+06", "nan", "-inf", "-")
+    ]

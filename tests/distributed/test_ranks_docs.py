@@ -1,0 +1,225 @@
+"""The files in docs/distributed.md run as they stand there, by torchrun, and say what the page says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+
+import pytest
+import ranks
+import torch
+from rank_model import job, members_of, nccl_us, payload, sent, simulate
+from rank_processes import measure
+from ranks import CALLS
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import gradiometer as gm
+from gradiometer.distributed.global_plan import agree
+from support.pages import ROOT, blocks
+from support.rank_pool import torchrun
+
+pytest.importorskip("pyarrow")
+read_run = pytest.importorskip("gradiometer.runs").read_run
+
+PAGE = "docs/distributed.md"
+
+
+def files():
+    """Return the page's files, by the title above each."""
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    found = {}
+    for part in text.split("\n### ")[1:]:
+        for code in re.findall(r"^```python\n(.*?)^```", part, flags=re.MULTILINE | re.DOTALL):
+            assert code.startswith("import torch\n")
+            found[part.splitlines()[0]] = code
+    return found
+
+
+def run(tmp_path, title):
+    """Run a file by torchrun; return what it printed."""
+    path = tmp_path / "file.py"
+    path.write_text(files()[title], encoding="utf-8")
+    return torchrun(path).stdout
+
+
+def test_every_file_is_run_here():
+    source = (ROOT / "tests/distributed/test_ranks_docs.py").read_text(encoding="utf-8")
+    assert len(files()) == 6
+    assert all(f'"{title}"' in source for title in files())
+
+
+def test_data_parallelism(tmp_path):
+    assert run(tmp_path, "torchrun, DDP") == "20 steps of 4 tensors by 2 ranks\n"
+    recorded = read_run(tmp_path / "runs/ddp")
+    losses = recorded.steps["loss"].to_pylist()
+    assert losses[-1] < losses[0]
+    assert recorded.findings == []
+    assert recorded.blackbox is None
+
+
+def test_fsdp(tmp_path):
+    fault, norm = run(tmp_path, "FSDP2").splitlines()
+    assert fault == "step 3: ['0.weight'] on rank 1, dp_shard 1 of 2"
+    assert re.fullmatch(r"total norm of all ranks \d\.\d{3}", norm)
+
+
+def test_tensor_parallelism(tmp_path):
+    printed = run(tmp_path, "Tensor parallelism")
+    # gradients that ranks share in every way, as one process has them
+    model = torch.nn.Sequential()
+    torch.manual_seed(0)
+    for name, layer in {
+        "norm": torch.nn.LayerNorm(16),
+        "up": torch.nn.Linear(16, 64),
+        "down": torch.nn.Linear(64, 16),
+    }.items():
+        model.add_module(name, layer)
+    model(torch.randn(4, 8, 16)).square().mean().backward()
+    alone = gm.collect_grads(model).materialize()
+    assert f"total norm {alone.total_norm:.3f}, clipped 0.100" in printed
+    for row in alone:
+        assert re.search(rf"^{row.name} +{row.numel:,} +{row.norm:.3e} ", printed, flags=re.MULTILINE), (
+            row.name
+        )
+
+
+def test_a_pipeline(tmp_path):
+    names, _, norm = run(tmp_path, "A pipeline of two stages").strip().partition(" total norm ")
+    assert names.split(", ") == [f"layers.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")]
+    assert 0 < float(norm) < 10
+
+
+def test_experts(tmp_path):
+    # the first rank's experts got no token: the others' are counted all the same, and nobody waits
+    assert run(tmp_path, "Experts and other plain shards") == "64 of the router, 256 of the experts\n"
+
+
+def test_a_loop_like_torchtitans(tmp_path):
+    first, second = run(tmp_path, "A loop like torchtitan's").splitlines()
+    assert first.startswith("10 steps, ")
+    assert first.rpartition(" ")[2] == second.rpartition(" ")[2]
+    recorded = read_run(tmp_path / "runs/titan")
+    assert recorded.roster.names == tuple(
+        f"{i}.{name}.weight" for i in range(3) for name in ("norm", "w1", "w2")
+    )
+    assert set(recorded.roster.shapes) == {(16,), (64, 16), (16, 64)}
+
+
+def test_the_lines_between_them_run_in_one_process():
+    scope = {"gm": gm, "model": torch.nn.Linear(2, 1)}
+    scope["model"](torch.ones(1, 2)).sum().backward()
+    sketches = [code for code in blocks(PAGE) if code not in files().values()]
+    assert len(sketches) == 2
+    for code in sketches:
+        exec(code, scope)  # noqa: S102 the page's own code
+    assert scope["report"].ranks == {}
+
+
+def differ(rank):
+    try:
+        gm.Ranks({"w": torch.nn.Parameter(torch.zeros(4, 4 if rank else 8))})
+    except gm.RankError as error:
+        return str(error)
+
+
+def test_what_ranks_say_that_differ(two_ranks):
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    here, there = two_ranks.run(differ)
+    assert here == there
+    assert f"`{here}`" in text
+
+
+def fsdp_1(_):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 63), torch.nn.Linear(63, 1))
+    alone = copy.deepcopy(model)
+    model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    ranks = gm.Ranks(model, shards={"": None})
+    x = torch.randn(8, 16)
+    for one in (model, alone):
+        one(x).square().mean().backward()
+    report = gm.collect_grads(model, reduce=ranks).materialize()
+    assert [row.numel for row in report] == [p.numel() for p in alone.parameters()]
+    assert report.total_norm == pytest.approx(gm.grad_norm(alone), rel=1e-6)
+
+
+def test_fsdp_version_1_is_told_by_shards(two_ranks):
+    two_ranks.run(fsdp_1)
+
+
+# what is said of scale
+
+
+@pytest.mark.parametrize(("ranks", "tensors"), [(8, 100), (64, 30), (512, 64)])
+def test_of_many_ranks_every_part_is_counted_once(ranks, tensors):
+    members, layouts = members_of(ranks, tensors)
+    agreement = agree(members, layouts)
+    assert (len(agreement.members), len(agreement.names)) == (ranks, tensors)
+    counted = dict.fromkeys(agreement.names, 0)
+    for rank, member in enumerate(members):
+        for name, counts in zip(layouts[member.digest].names, agreement.counts(rank), strict=True):
+            counted[name] += counts
+    _, _, shards, tensor = job(ranks)
+    for name, holding in zip(agreement.names, agreement.holdings, strict=True):
+        # norms are copied over tensor parallelism
+        assert counted[name] == shards * (1 if holding.placements[2] == "R" else tensor), name
+
+
+def test_what_ranks_get_at_set_up():
+    few, many = simulate(64, 50), simulate(4096, 50)
+    # some bytes a rank, and a layout for each of 8 stages
+    assert few["member_bytes"] < many["member_bytes"] < 4096 * 10
+    assert many["layouts"] == 8
+    assert many["layout_bytes"] < 8 * few["layout_bytes"]
+
+
+def test_a_collective_on_paper():
+    assert payload(17) == (17 * 56, 18 * 16)
+    assert [sent(1000, ranks) for ranks in (2, 4, 1000)] == [1000, 1500, 1998]
+    # twice as many nodes are one more hop of a tree, up and down
+    times = [nccl_us(56, ranks)[0] for ranks in (64, 128, 256)]
+    assert times[1] - times[0] == pytest.approx(10.0)
+    assert times[2] - times[1] == pytest.approx(10.0)
+    assert nccl_us(10**9, 8)[1] == "ring Simple"
+
+
+def test_what_is_sent_is_what_is_said():
+    (row,) = measure(2, (8,), 2)
+    ours = row["traffic"]["ours"]
+    assert ours["collectives"] == 2
+    assert ours["payload"] == sum(payload(8)) == 72 * 8 + 16
+    if ours["received"] is not None:
+        # besides it, Gloo's own messages
+        assert sent(ours["payload"], 2) < ours["received"] < sent(ours["payload"], 2) + 4096
+    assert row["traffic"]["norms apart"]["collectives"] == row["traffic"]["gathered"]["collectives"] == 8
+    assert row["traffic"]["pair"]["payload"] == ours["payload"]
+    assert set(row["ms"]) == set(CALLS)
+
+
+def test_the_script_prints_its_tables(capsys, monkeypatch, tmp_path):
+    arguments = [
+        "--parts",
+        "setup,model",
+        "--ranks",
+        "8,64",
+        "--tensors",
+        "20",
+        "--json",
+        str(tmp_path / "a.json"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["ranks.py", *arguments])
+    ranks.main()
+    printed = capsys.readouterr().out
+    assert sum(line.startswith("|-") for line in printed.splitlines()) == 2
+    assert set(json.loads((tmp_path / "a.json").read_text())) == {
+        "command",
+        "machine",
+        "rounds",
+        "setup",
+        "model",
+    }
+    monkeypatch.setattr(sys, "argv", ["ranks.py", "--processes", "3"])
+    with pytest.raises(SystemExit, match=r"ranks.py: 3: --processes are 2 or more and divide 64"):
+        ranks.main()

@@ -1,0 +1,468 @@
+"""No rank waits for ever: where one is gone, late or does something else, the others say so, and name it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import gradiometer as gm
+from gradiometer.distributed import collectives
+from gradiometer.distributed import ranks as ranks_module
+from support.rank_pool import RankPool
+
+# seconds that ranks wait in these tests, and within which they have to be done
+TIMEOUT = 2.0
+# for a busy machine; less than the time-outs that must not be waited for
+SLACK = 25.0
+
+
+def tensors(prefix="layer", count=3):
+    found = {f"{prefix}.{i}": torch.nn.Parameter(torch.full((2, 3), float(i + 1))) for i in range(count)}
+    for parameter in found.values():
+        parameter.grad = torch.ones(2, 3)
+    return found
+
+
+def attempt(function):
+    """Return what was raised, as (kind, message), or (None, result)."""
+    try:
+        return None, function()
+    except Exception as error:  # noqa: BLE001 what is raised is what is tested
+        return type(error).__name__, str(error)
+
+
+def norm(stats):
+    return stats.materialize().total_norm
+
+
+def one(found):
+    """Return the one thing that all ranks found."""
+    assert found == found[:1] * len(found), found
+    return found[0]
+
+
+# what ranks have
+
+
+def differing(rank, kind):
+    own = tensors()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    if kind == "shape":
+        own["layer.1"] = torch.ones(2, 3 + rank)
+    elif kind == "dtype":
+        own["layer.1"] = torch.ones(2, 3, dtype=[torch.float32, torch.bfloat16][rank])
+    elif kind == "placement":
+        placement = [Shard(0), Shard(1)][rank]
+        own["layer.1"] = DTensor.from_local(torch.ones(2, 2), mesh, [placement], run_check=False)
+    elif kind == "whole":
+        own["layer.1"] = (
+            DTensor.from_local(torch.ones(1, 3), mesh, [Shard(0)], run_check=False)
+            if rank
+            else torch.ones(2, 3)
+        )
+    elif kind == "missing":
+        cut = DTensor.from_local(torch.ones(1, 3), mesh, [Shard(0)], run_check=False)
+        own = tensors() | ({"layer.1": cut} if rank else {})
+        if not rank:
+            del own["layer.1"]
+    first = attempt(lambda: gm.Ranks(own, timeout=10))
+    return first, norm(gm.collect_grads(tensors(), reduce=gm.Ranks(tensors(), timeout=10)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("shape", r"'layer.1' is \(2, 3\).* on rank 0, and \(2, 4\).* on rank 1"),
+        ("dtype", r"'layer.1' is .*float32.* on rank 0, and .*bfloat16.* on rank 1"),
+        ("placement", r"'layer.1' is .*S\(0\).* on rank 0, and .*S\(1\).* on rank 1"),
+        ("whole", r"'layer.1' is \(2, 3\) float32.* on rank 0, and .*S\(0\).* on rank 1"),
+        ("missing", r"'layer.1' is cut into 2 parts, and ranks hold 1 of them; without any: rank 0"),
+    ],
+)
+def test_every_rank_names_the_first_difference(two_ranks, kind, said):
+    (raised, text), then = one(two_ranks.run(differing, kind))
+    assert raised == "RankError"
+    assert re.search(said, text), text
+    assert then == pytest.approx(18**0.5)
+
+
+# what ranks do
+
+
+def failing(rank):
+    own = tensors()
+    ranks = gm.Ranks(own, timeout=10)
+    scale = -1.0 if rank == 1 else 1.0
+    first = attempt(lambda: gm.collect_grads(own, inv_scale=scale, reduce=ranks))
+    # stats of another model
+    theirs = gm.collect_grads(tensors("other") if rank == 0 else own)
+    second = attempt(lambda: theirs.reduce(ranks))
+    return first, second, norm(gm.collect_grads(own, reduce=ranks))
+
+
+def test_where_one_rank_fails_the_others_say_why_and_the_next_call_is_right(two_ranks):
+    (first, second, norm0), (own, others, norm1) = two_ranks.run(failing)
+    assert own[0] == "ValueError"
+    assert first == ("RankError", f"reduce: rank 1 failed: {own[1]}")
+    assert "inv_scale must be one positive" in own[1]
+    assert second[0] == "ValueError"
+    assert second[1].startswith("reduce: 'other.0' was not there when the ranks agreed; pass the same names")
+    assert others == ("RankError", f"reduce: rank 0 failed: {second[1]}")
+    assert norm0 == norm1 == pytest.approx(18**0.5)
+
+
+def not_the_same(rank, kind):
+    own = tensors()
+    ranks = gm.Ranks(own, timeout=10)
+    other = gm.Ranks(tensors("other"), timeout=10)
+    calls = {
+        "function": [
+            partial(gm.grad_norm, own, reduce=ranks),
+            partial(gm.collect_grads, own, reduce=ranks),
+        ],
+        "what": [
+            partial(gm.collect_weights, own, reduce=ranks),
+            partial(gm.collect_grads, own, reduce=ranks),
+        ],
+        "thresholds": [
+            partial(gm.collect_grads, own, reduce=ranks, thresholds=gm.Thresholds(vanishing=0.5)),
+            partial(gm.collect_grads, own, reduce=ranks),
+        ],
+        "model": [
+            partial(gm.collect_grads, tensors("other"), reduce=other),
+            partial(gm.collect_grads, own, reduce=ranks),
+        ],
+    }
+    first = attempt(calls[kind][rank])
+    return first, norm(gm.collect_grads(own, reduce=ranks))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("function", r"rank 1 is in collect_grads\(.*\), and rank 0 in grad_norm\("),
+        ("what", r"rank 1 is in collect_grads\(.*\), and rank 0 in collect_weights\("),
+        (
+            "thresholds",
+            r"collect_grads\(Thresholds\(vanishing=1e-07,.*collect_grads\(Thresholds\(vanishing=0.5,",
+        ),
+        ("model", "rank 1 is in .*Ranks that were made for another model"),
+    ],
+)
+def test_ranks_that_do_not_call_the_same_are_told_at_once(two_ranks, kind, said):
+    (raised, text), then = one(two_ranks.run(not_the_same, kind))
+    assert raised == "RankError"
+    assert re.search(said, text), text
+    assert then == pytest.approx(18**0.5)
+
+
+def cut_afterwards(_):
+    whole = tensors()
+    ranks = gm.Ranks(whole, timeout=10)
+    mesh = init_device_mesh("cpu", (2,))
+    cut = dict(whole)
+    cut["layer.1"] = DTensor.from_local(torch.ones(1, 3), mesh, [Shard(0)], run_check=False)
+    found = attempt(lambda: gm.collect_weights(cut, reduce=ranks))
+    copies = dict(whole)
+    copies["layer.1"] = DTensor.from_local(torch.ones(2, 3), mesh, [Replicate()], run_check=False)
+    return found, attempt(lambda: gm.collect_weights(copies, reduce=ranks))
+
+
+def test_what_was_sharded_after_the_ranks_agreed_is_refused(two_ranks):
+    """Each rank's shard would pass for a copy of the whole."""
+    (first, second), (also, _) = two_ranks.run(cut_afterwards)
+    assert first == also
+    assert first[0] == "ValueError"
+    assert "collect_weights: 'layer.1' is (2, 3) float32" in first[1]
+    assert first[1].endswith("when the ranks agreed; make gm.Ranks anew, on all ranks")
+    assert second[0] == "ValueError"
+
+
+def without_a_backend(_):
+    group = dist.new_group(backend="cuda:gloo")
+    # a rank that ends it would break the connections of one that still makes it
+    dist.barrier()
+    found = attempt(lambda: collectives.all_reduce(torch.ones(2), "sum", group, 10))
+    dist.destroy_process_group(group)
+    gone = attempt(lambda: collectives.all_reduce(torch.ones(2), "sum", group, 10))
+    return found, gone
+
+
+def test_a_group_that_cannot_do_it_is_no_rank_that_does_not_answer(two_ranks):
+    found, gone = one(two_ranks.run(without_a_backend))
+    assert found[0] == gone[0] == "RankError"
+    assert found[1].startswith("the process group has no backend for cpu")
+    assert gone[1].startswith("this process group was destroyed")
+
+
+# ranks that are late, stuck or gone: each of these tests has processes of its own
+
+
+@pytest.fixture
+def pool():
+    pools = []
+
+    def make(size, *, over_tcp=False):
+        pools.append(RankPool(size, timeout=60))
+        if over_tcp:
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = free.getsockname()[1]
+            pools[-1].run(over, size, port)
+        return pools[-1]
+
+    yield make
+    for made in pools:
+        made.close()
+
+
+def over(rank, size, port):
+    """Begin anew with a store that rank 0 holds, as torchrun does."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://localhost:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+
+
+def timed(function):
+    begin = time.monotonic()
+    return (*attempt(function), time.monotonic() - begin)
+
+
+def late_to_agree(rank):
+    if rank == 1:
+        time.sleep(1.5 * TIMEOUT)
+    first = timed(lambda: gm.Ranks(tensors(), timeout=TIMEOUT))
+    return first, norm(gm.collect_grads(tensors(), reduce=gm.Ranks(tensors(), timeout=10)))
+
+
+def late_to_reduce(rank):
+    ranks = gm.Ranks(tensors(), timeout=TIMEOUT)
+    if rank == 1:
+        time.sleep(1.5 * TIMEOUT)
+    found = timed(lambda: gm.collect_grads(tensors(), reduce=ranks))
+    collectives.rendezvous(dist.group.WORLD, 30, "go on")
+    return found, [norm(gm.collect_grads(tensors(), reduce=ranks)) for _ in range(3)]
+
+
+def test_a_rank_that_is_late_is_named_and_spoils_nothing(pool):
+    three = pool(3)
+    found = three.run(late_to_agree)
+    for (raised, text, seconds), then in found:
+        assert (raised, then) == ("RankError", pytest.approx(18**0.5))
+        assert text.startswith("gm.Ranks: rank 1 of 3 did not come within 2 s")
+        assert seconds < TIMEOUT + SLACK
+    found = three.run(late_to_reduce)
+    for rank, ((raised, text, seconds), then) in enumerate(found):
+        assert then == [pytest.approx(18**0.5)] * 3
+        assert seconds < TIMEOUT + SLACK
+        if rank == 1:
+            assert raised is None
+        else:
+            assert (raised, text) == ("RankError", "rank 1 did not come to this reduction within 2 s")
+
+
+def die_before(rank, victim):
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return timed(lambda: gm.Ranks(tensors(), timeout=TIMEOUT))
+
+
+def die_between(rank, victim):
+    ranks = gm.Ranks(tensors(), timeout=30)
+    gm.collect_grads(tensors(), reduce=ranks)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first = timed(lambda: gm.collect_grads(tensors(), reduce=ranks))
+    return (*first, timed(dist.destroy_process_group)[2])
+
+
+def die_within(rank, victim):
+    own = tensors(count=200)
+    ranks = gm.Ranks(own, timeout=30)
+    if rank == victim and os.fork() == 0:
+        time.sleep(0.3)
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+
+    def reduce():
+        while True:
+            gm.collect_grads(own, reduce=ranks)
+
+    return (*timed(reduce), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("over_tcp", "victim", "function"),
+    [
+        (False, 3, die_before),
+        (False, 3, die_between),
+        (False, 0, die_within),
+        (True, 0, die_before),
+        (True, 0, die_between),
+        (True, 3, die_within),
+    ],
+)
+def test_survivors_of_a_killed_rank_name_it(pool, over_tcp, victim, function):
+    found = pool(4, over_tcp=over_tcp).outcomes(function, victim)
+    assert found.pop(victim) == (True, "the process has gone")
+    for failed, (raised, text, *seconds) in found:
+        assert (failed, raised) == (False, "RankError"), text
+        assert max(seconds) < SLACK
+        if over_tcp and victim == 0:
+            # nobody can tell who is gone with the store
+            assert "the store of the process group" in text
+            assert re.search("which rank 0 may hold|the rank that held it, often 0", text), text
+        else:
+            assert re.match(rf"(gm.Ranks: )?rank {victim} (of 4 did not come|does not answer)", text), text
+
+
+def stop_within(rank, victim):
+    ranks = gm.Ranks(tensors(), timeout=TIMEOUT)
+    gm.collect_grads(tensors(), reduce=ranks)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    found = timed(lambda: gm.collect_grads(tensors(), reduce=ranks))
+    return (*found, timed(dist.destroy_process_group)[2])
+
+
+@pytest.mark.parametrize("over_tcp", [False, True], ids=["a file holds the store", "rank 0 holds the store"])
+def test_a_rank_that_hangs_is_named_within_the_time_out(pool, over_tcp):
+    three = pool(3, over_tcp=over_tcp)
+    # the one that hangs gives no answer
+    found = three.outcomes(stop_within, 0, timeout=8.0)
+    for failed, (raised, text, seconds, until_destroyed) in found[1:]:
+        assert (failed, raised) == (False, "RankError"), text
+        assert seconds < TIMEOUT + SLACK
+        assert until_destroyed < TIMEOUT + SLACK
+        assert "rank 0" in text
+
+
+def give_up_in_two_ways(rank):
+    """Rank 0 sees Gloo give up, and rank 2, at the same time, has waited for too long; rank 1 is late."""
+    group = dist.new_group(timeout=timedelta(seconds=2.5))
+    called, collectives._is_called = collectives._is_called, lambda *_: False
+    try:
+        if rank == 1:
+            time.sleep(4.0)
+            return None
+        timeout = 30.0 if rank == 0 else 2.0
+        return attempt(lambda: collectives.all_reduce(torch.ones(1), "sum", group, timeout))
+    finally:
+        collectives._is_called = called
+
+
+def one_is_further(rank):
+    """Rank 2 waits in the next reduction already, and rank 1, which rank 0 waits for, is late."""
+    group = dist.new_group()
+    if rank == 1:
+        time.sleep(5.0)
+    if rank == 2:
+        collectives._count(group, "collectives")
+    return attempt(lambda: collectives.all_reduce(torch.ones(1), "sum", group, 1.5 if rank == 0 else 30.0))[1]
+
+
+def one_is_busy(rank):
+    group = dist.new_group()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        time.sleep(5.0)
+    return attempt(lambda: collectives.all_reduce(torch.ones(1), "sum", group, 20.0))
+
+
+def test_a_rank_that_lives_is_not_accused(pool):
+    three = pool(3)
+    first, _, third = three.run(give_up_in_two_ways)
+    assert first == (
+        "RankError",
+        "rank 1 does not answer: Timed out waiting 2500ms for recv operation to complete",
+    )
+    assert third == ("RankError", "rank 1 did not come to this reduction within 2 s")
+    first, second, third = three.run(one_is_further)
+    assert first == "rank 1 did not come to this reduction within 1.5 s"
+    assert second.tolist() == third.tolist() == [3.0]
+    (_, first), _, (_, third) = three.outcomes(one_is_busy)
+    assert re.match("at least one of ranks 1, 2 is gone or hangs: [^/]*$", first[1]), first
+    assert re.match("rank 1 does not answer: [^/]*$", third[1]), third
+
+
+def new_on_one(rank):
+    ranks_module._TIMEOUT = TIMEOUT
+    own = tensors()
+    first = gm.grad_norm(own, reduce=True)
+    if rank == 1:
+        own |= tensors("other")
+    return first, attempt(lambda: gm.grad_norm(own, reduce=True))
+
+
+def test_tensors_that_are_new_on_one_rank_alone(pool):
+    """What ranks agreed on by themselves holds for the others, who wait elsewhere."""
+    (first, waits), (also, (raised, text)) = pool(2).run(new_on_one)
+    assert first == also == pytest.approx(18**0.5)
+    assert waits == ("RankError", "rank 1 did not come to this reduction within 2 s")
+    assert raised == "RankError"
+    assert text.startswith("gm.Ranks: rank 0 of 2 did not come within 2 s")
+    assert text.endswith("new on some ranks alone, pass reduce=gm.Ranks(model), made anew on all")
+
+
+LEAVE = """
+import sys, threading, time, torch, gradiometer as gm, torch.distributed as dist
+from gradiometer.distributed import collectives
+from gradiometer.distributed import ranks as ranks_module
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+model = torch.nn.Linear(2, 1)
+ranks = gm.Ranks(model, timeout=2)
+side = collectives.side_group([0, 1], 600)
+if rank == 1:
+    sys.stdin.read()
+waiting = threading.Thread(target=collectives.all_reduce, args=(torch.ones(1), "sum", side, 600), daemon=True)
+waiting.start()
+time.sleep(0.2)
+collectives.close(side)
+del side
+try:
+    gm.collect_weights(model, reduce=ranks)
+except gm.RankError as error:
+    print(error, flush=True)
+"""
+
+
+def test_after_an_error_a_process_ends_by_itself(tmp_path):
+    """Of a rank that still hangs; one thread waits for it on and on, in a group beside that was closed."""
+    store = str(tmp_path / "store")
+    environment = os.environ | {"PYTHONPATH": str(Path(gm.__file__).parents[1])}
+    start = partial(
+        subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    processes = [start([sys.executable, "-c", LEAVE, str(rank), store]) for rank in range(2)]
+    try:
+        said = processes[0].stdout.readline()
+        begin = time.monotonic()
+        assert said == "rank 1 did not come to this reduction within 2 s\n"
+        assert processes[0].wait(60) == 0
+        assert time.monotonic() - begin < TIMEOUT + SLACK
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

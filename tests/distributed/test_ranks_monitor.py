@@ -1,0 +1,823 @@
+"""The monitor of several ranks: one run record of the job, nothing on the step's way, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradiometer as gm
+from gradiometer import distributed
+from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.distributed.global_plan import Member, agree
+from gradiometer.distributed.sharding import Holding, Layout, Mesh
+from gradiometer.monitor import rank_merger, setup
+from gradiometer.monitor.failures import Failures
+from gradiometer.monitor.merge_window import Windows
+from gradiometer.monitor.monitor import Monitor
+from gradiometer.monitor.rank_merger import Merging
+from gradiometer.recorder.step_record import Roster, StepRecord
+from gradiometer.runs.reader import read_run
+from support.rank_pool import RankPool, torchrun
+
+SIZES = (8, 6, 4)
+
+
+def network():
+    torch.manual_seed(1)
+    layers = [nn.Linear(a, b, dtype=torch.float64) for a, b in pairwise(SIZES)]
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1])
+
+
+def batch(step):
+    return torch.randn(8, SIZES[0], dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def train(model, monitor, rank, size, steps, before=None):
+    """Train on this rank's part of each batch; the loss of ranks differs, and its mean is the batch's."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        if before is not None:
+            before(step)
+        optimizer.zero_grad()
+        part = batch(step).chunk(size)[rank]
+        loss = model(part).square().mean()
+        loss.backward()
+        monitor.record()
+        optimizer.step()
+        monitor.advance(loss=loss, lr=0.1 / 3)
+
+
+def wrapped(kind, model):
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def job(rank, kind, steps, run_dir):
+    model = wrapped(kind, network())
+    with Monitor(model, run_dir=run_dir, weights=True, rules=(), ranks=True) as monitor:
+        train(model, monitor, rank, dist.get_world_size(), steps)
+    return monitor.failures, monitor.dropped, monitor._delivery.merging.windows, monitor.last.step
+
+
+def assert_same(run_dir, other, steps):
+    a, b = read_run(run_dir), read_run(other)
+    assert a.roster == b.roster
+    assert a.steps["step"].to_pylist() == b.steps["step"].to_pylist() == list(range(steps))
+    for step in range(steps):
+        mine, theirs = a.record(step), b.record(step)
+        assert mine.recorded == theirs.recorded
+        assert mine.scalars == pytest.approx(theirs.scalars, rel=1e-13, nan_ok=True)
+        if mine.recorded:
+            torch.testing.assert_close(mine.values, theirs.values, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_one_run_record_as_of_a_single_process(two_ranks, tmp_path, kind):
+    found = two_ranks.run(job, kind, 30, str(tmp_path / "job"))
+    for failures, dropped, _, last in found:
+        assert failures == {}
+        assert dropped == 0
+        assert last == 29
+    alone = network()
+    with Monitor(alone, run_dir=tmp_path / "alone", weights=True, rules=()) as monitor:
+        train(alone, monitor, 0, 1, 30)
+    assert_same(tmp_path / "job", tmp_path / "alone", 30)
+    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [
+        ".lock",
+        "run.json",
+        "steps",
+        "tensors",
+    ]
+
+
+# the way of many steps
+
+
+def sharded(rank, size, rows=2):
+    """Return a layer whose parameters are cut, and what gives it a gradient: as fast as a step can be."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
+    model = nn.Linear(3, rows * size, dtype=torch.float64)
+
+    def cut(tensor):
+        return DTensor.from_local(tensor.contiguous(), mesh, [Shard(0)], run_check=False)
+
+    for name, p in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(cut(p.detach().chunk(size)[rank])))
+
+    def give(name, number):
+        p = getattr(model, name)
+        p.grad = None if number is None else cut(torch.full_like(p.to_local(), number))
+
+    return model, give
+
+
+def many(rank, run_dir, steps, pause=0.0, slow=-1, every=1):
+    """Run through steps whose numbers tell rank and step; return how ranks met."""
+    size = dist.get_world_size()
+    model, give = sharded(rank, size)
+    failures = None
+    with Monitor(model, run_dir=run_dir, rules=(), every=every) as monitor:
+        for step in range(steps):
+            give("weight", step + rank / 4)
+            give("bias", None if (step + rank) % 3 else 1.0)
+            monitor.record()
+            monitor.advance(loss=float(step + rank), **{"of this rank" if rank else "of the first": 2.0})
+            if step % 256 == 255:
+                dist.barrier()
+            if pause:
+                time.sleep(pause)
+            if rank == 1 and step == slow:
+                time.sleep(1.0)
+        failures = monitor.failures
+    merged = monitor._delivery.merging
+    return failures, monitor.dropped, merged.windows, merged.beats
+
+
+def assert_many(run_dir, steps, size, every=1):
+    run = read_run(run_dir)
+    assert run.steps["step"].to_pylist() == list(range(steps))
+    assert run.steps["recorded"].to_pylist() == [step % every == 0 for step in range(steps)]
+    _, found = run.matrices(["numel", "sumsq", "abs_max"])
+    found = {name: matrix.nan_to_num() for name, matrix in found.items()}
+    for i, step in enumerate(range(0, steps, every)):
+        ranks = [rank for rank in range(size) if not (step + rank) % 3]
+        weights = 6 * sum((step + rank / 4) ** 2 for rank in range(size))
+        assert found["numel"][i].tolist() == [6 * size, 2 * len(ranks)]
+        assert found["sumsq"][i].tolist() == pytest.approx([weights, 2 * len(ranks)], rel=1e-13)
+        assert found["abs_max"][i].tolist() == [step + (size - 1) / 4, float(bool(ranks))]
+    scalars = run.steps["scalars"].to_pylist()
+    assert all(dict(given) == {"of the first": 2.0, "of this rank": 2.0} for given in scalars)
+    assert run.steps["loss"].to_pylist() == [step + (size - 1) / 2 for step in range(steps)]
+
+
+def test_fast_loops_lose_nothing_and_meet_seldom(two_ranks, tmp_path):
+    steps = 1500
+    found = two_ranks.run(many, str(tmp_path), steps)
+    for failures, dropped, windows, _ in found:
+        assert failures == {}
+        assert dropped == 0
+        # few: advance() has not waited for any
+        assert windows < steps / 10
+    assert_many(tmp_path, steps, 2)
+
+
+def test_steps_off_the_cadence_travel_without_tensors(four_ranks, tmp_path):
+    found = four_ranks.run(many, str(tmp_path), 400, 0.0, -1, 10)
+    assert [failures for failures, *_ in found] == [{}] * 4
+    assert_many(tmp_path, 400, 4, every=10)
+
+
+def met(rank, run_dir, steps, pause, slow):
+    """Count the collectives of a slow loop, from outside, by how many are under way at the same time."""
+    counts = {1: 0, 2: 0}
+    real = distributed.all_reduce_pair
+
+    def counted(parts, *args):
+        counts[len(parts)] += 1
+        return real(parts, *args)
+
+    distributed.all_reduce_pair = counted
+    rank_merger._BEAT = 0.4
+    try:
+        return *many(rank, run_dir, steps, pause, slow), counts
+    finally:
+        distributed.all_reduce_pair = real
+        rank_merger._BEAT = 1.0
+
+
+def test_slow_loops_meet_once_a_step_and_a_slow_rank_is_waited_for(two_ranks, tmp_path):
+    found = two_ranks.run(met, str(tmp_path), 8, 0.25, 4)
+    for failures, dropped, windows, beats, counts in found:
+        assert (failures, dropped) == ({}, 0)
+        # one a step; and at first, at the end, and before the late step one in vain
+        assert 8 <= windows <= 11
+        assert counts == {1: beats, 2: windows}
+        assert beats >= 1
+    assert_many(tmp_path, 8, 2)
+
+
+# what is not finite
+
+
+def spoiled(rank, run_dir, bad_rank, bad_step, every, weights):
+    """Give one rank a NaN in one step, and return what this rank knows of it."""
+    size = dist.get_world_size()
+    model, give = sharded(rank, size)
+    monitor = Monitor(model, run_dir=run_dir, every=every, weights=weights)
+    with monitor:
+        for step in range(24):
+            give("weight", 1.0)
+            give("bias", 1.0)
+            if step == bad_step and rank == bad_rank:
+                model.bias.grad.to_local()[0] = math.nan
+            monitor.record()
+            monitor.advance(loss=1.0)
+        assert monitor.flush(20)
+        state = monitor.state_dict()
+    return (
+        [finding.message for finding in monitor.findings],
+        monitor.last.step,
+        state["findings"],
+        monitor.failures,
+    )
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_rank_and_shard_of_a_nan_are_named(four_ranks, tmp_path, every):
+    found = four_ranks.run(spoiled, str(tmp_path), 2, 13, every, True)
+    numel = 8 if every == 1 else 2
+    said = f"bias.grad, rank 2 (dp_shard 2 of 4), 1 NaN of {numel}"
+    assert [messages for messages, *_ in found] == [[said], [], [], []]
+    assert found[0][2][0]["message"] == said
+    assert [(last, failures) for _, last, _, failures in found] == [(23, {})] * 4
+    run = read_run(tmp_path)
+    assert run.findings[0].message == said
+    expected = list(range(24)) if every == 1 else [0, 10, 13, 20]
+    assert [x["step"] for x in run.steps.to_pylist() if x["recorded"]] == expected
+    record = run.record(13)
+    # of a step that one rank has recorded its shards are not taken for whole tensors
+    assert record.columns()[:, 0].tolist() == ([24.0, 8.0] if every == 1 else [0.0, 2.0])
+    assert record.value("n_nan").tolist() == [0.0, 1.0]
+
+
+def bad_batch(rank, kind, run_dir):
+    model = wrapped(kind, network())
+    with Monitor(model, run_dir=run_dir, ranks=True) as monitor:
+        for step in range(6):
+            model.zero_grad()
+            loss = model(batch(step).chunk(2)[rank]).square().mean()
+            # as of one rank's batch: by what ranks add up, all have it
+            loss = loss * math.nan if (rank, step) == (1, 3) else loss
+            loss.backward()
+            monitor.record()
+            monitor.advance(loss=loss)
+    return [finding.message for finding in monitor.findings]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_of_a_loss_that_is_not_finite_its_rank_is_named_and_no_other(two_ranks, tmp_path, kind):
+    messages, others = two_ranks.run(bad_batch, kind, str(tmp_path))
+    assert others == []
+    (message,) = [message for message in messages if "NaN" in message]
+    assert message.endswith("; the loss is nan on rank 1")
+    assert "rank 0" not in message
+    blackbox = read_run(tmp_path).blackbox
+    assert blackbox["reason"] == "non-finite loss"
+    assert blackbox["message"] == "loss nan on rank 1"
+
+
+def raises(rank, run_dir, sleeps):
+    size = dist.get_world_size()
+    model, give = sharded(rank, size)
+    text = None
+    try:
+        with Monitor(model, run_dir=run_dir) as monitor:
+            for step in range(1000):
+                give("weight", 1.0)
+                give("bias", 1.0)
+                if rank == 1 and step == 20:
+                    model.bias.grad.to_local()[1] = math.inf
+                monitor.record()
+                if rank == 1 and step == 20:
+                    raise ZeroDivisionError("by nothing")  # noqa: TRY301 as a training does
+                monitor.advance(loss=1.0)
+                time.sleep(0.01)
+                if rank != 1 and step == 19:
+                    # as in a collective that the other one will never come to
+                    for _ in range(600):
+                        time.sleep(0.1)
+                        if sleeps and (Path(run_dir) / "blackbox.json").exists():
+                            return monitor.failures
+    except ZeroDivisionError as error:
+        text = str(error)
+    return text
+
+
+def test_an_exception_on_one_rank_is_in_the_first_ones_black_box_before_training_ends(two_ranks, tmp_path):
+    failures, text = two_ranks.run(raises, str(tmp_path), True)
+    assert text == "by nothing"
+    assert failures == {}
+    run = read_run(tmp_path)
+    assert run.steps["step"].to_pylist() == list(range(21))
+    assert run.blackbox["reason"] == "other rank"
+    assert run.blackbox["message"] == "rank 1: exception, ZeroDivisionError: by nothing"
+    assert run.blackbox["first_nonfinite"] == "step 20, bias.grad, rank 1 (dp_shard 1 of 2), 1 Inf of 2"
+    own = json.loads((tmp_path / "blackbox.rank-00001.json").read_text())
+    assert (own["rank"], own["reason"], own["step"]) == (1, "exception", 20)
+    assert own["first_nonfinite"] == "step 20, bias.grad, 1 Inf of 2"
+
+
+def terminated(rank, run_dir):
+    size = dist.get_world_size()
+    model, give = sharded(rank, size)
+    give("weight", math.nan if rank else 1.0)
+    began = math.nan
+    try:
+        with Monitor(model, run_dir=run_dir) as monitor:
+            for step in range(40):
+                monitor.record()
+                monitor.advance(loss=1.0)
+                if step == 30:
+                    dist.barrier()
+                    began = time.monotonic()
+                    os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as error:
+        return error.code, time.monotonic() - began, monitor.failures
+    return None
+
+
+def test_sigterm_on_all_ranks(four_ranks, tmp_path):
+    for code, seconds, failures in four_ranks.run(terminated, str(tmp_path)):
+        assert code == 143
+        # nobody is waited for, which ends after 45
+        assert seconds < 30
+        assert failures == {}
+    run = read_run(tmp_path)
+    assert run.steps["step"].to_pylist() == list(range(31))
+    assert all(run.steps["recorded"].to_pylist())
+    assert run.blackbox["reason"] == "SIGTERM"
+    assert run.blackbox["message"] == ""
+    assert run.blackbox["first_nonfinite"] == "step 0, weight.grad, rank 1 (dp_shard 1 of 4), 18 NaN of 24"
+    assert sorted(path.name for path in tmp_path.glob("blackbox*")) == [
+        "blackbox.json",
+        *[f"blackbox.rank-{rank:05d}.json" for rank in (1, 2, 3)],
+    ]
+
+
+# the protocol alone, in one process
+
+
+class Side:
+    """Stands for the module `distributed`: as many threads are the ranks, and meet here."""
+
+    def __init__(self, size):
+        self.size, self.given, self.results = size, {}, None
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.meetings = []
+
+    def meet(self, rank, what, value, join):
+        self.given[rank] = (what, value)
+        if self.barrier.wait() == 0:
+            kinds = {kind for kind, _ in self.given.values()}
+            assert len(kinds) == 1, "ranks do different things"
+            self.meetings.append(what)
+            self.results = join([self.given[place][1] for place in range(self.size)])
+        self.barrier.wait()
+        return self.results
+
+    def of(self, rank):
+        def pair(parts, *_):
+            what = str([(len(tensor), how) for tensor, how in parts])
+            return self.meet(rank, what, [tensor for tensor, _ in parts], joined)
+
+        def joined(given):
+            sums, tops = zip(*given, strict=True)
+            return [torch.stack(sums).sum(0), torch.stack(tops).amax(0)]
+
+        def one(tensor, *_):
+            return self.meet(rank, f"beat {len(tensor)}", tensor, lambda all_of: torch.stack(all_of).amax(0))
+
+        return SimpleNamespace(
+            all_reduce_pair=pair,
+            all_reduce=one,
+            share=lambda value, _: self.meet(rank, "share", value, lambda told: told),
+            close=lambda _: None,
+            is_active=lambda: True,
+        )
+
+
+class Agreed:
+    """Stands for `Ranks`: ``w`` is cut, and ``b`` is on all ranks, where the first counts it."""
+
+    def __init__(self, rank, size):
+        holdings = (Holding((size, 2), "float32", 0, ("S(0)",)), Holding((3,), "float32"))
+        layouts = [Layout(("w", "b"), holdings, (Mesh(("dp",), (size,), (r,)),)) for r in range(size)]
+        members = [Member(layout.digest, layout.coordinates) for layout in layouts]
+        self.agreement = agree(members, {layouts[0].digest: layouts[0]})
+        self.names, self.rank, self.size, self.timeout = ("w", "b"), rank, size, 5.0
+        self.global_ranks = list(range(size))
+        self.counted = torch.tensor(self.agreement.counts(rank)).unsqueeze(1)
+
+    def to_rows(self, _, columns):
+        return torch.where(self.counted, columns, 0.0)
+
+    def where(self, name, rank):
+        return self.agreement.where(self.names.index(name), rank)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_step_is_merged_once_and_in_order_whenever_it_comes(monkeypatch, seed):
+    choose = random.Random(seed)  # noqa: S311 the same every time
+    size, steps = choose.choice([2, 3, 4]), choose.choice([1, 40, 300])
+    monkeypatch.setattr(rank_merger, "_BEAT", 0.05)
+    monkeypatch.setattr(rank_merger, "_INTERVAL", choose.choice([0.0, 0.02]))
+    side, here = Side(size), threading.local()
+    for name in ("all_reduce_pair", "all_reduce", "share", "close", "is_active"):
+        call = partial(lambda name, *args: getattr(side.of(here.rank), name)(*args), name)
+        monkeypatch.setattr(rank_merger.distributed, name, call)
+    every = choose.choice([1, 7])
+    bad = {choose.randrange(steps): choose.randrange(size) for _ in range(3)}
+    roster = Roster(("w", "b"), ((size, 2), (3,)), ("float32",) * 2)
+    delivered, threads, mergings = [], [], []
+    for rank in range(size):
+        one = Merging(Agreed(rank, size), roster, DEFAULT_THRESHOLDS, 10_000, Failures(), None)
+        run = one._run
+
+        def as_rank(rank=rank, run=run):
+            here.rank = rank
+            run()
+
+        one._run = as_rank
+        mergings.append(one)
+    # that one rank has beyond the others
+    longer, more = choose.choice([0, size - 1]), choose.choice([3, 100])
+    all_there = threading.Barrier(size, timeout=60)
+
+    def feed(rank, choose):
+        one = mergings[rank]
+        one.start(delivered.extend, delivered.append, lambda: None)
+        done, end = 0, steps + more * (rank == longer)
+        while done < end:
+            part = min(choose.choice([1, 3, 90]), end - done)
+            one.put([step_of(rank, size, number, every, bad) for number in range(done, done + part)])
+            done += part
+            if choose.random() < 0.1:
+                time.sleep(choose.choice([0.001, 0.1]))
+        all_there.wait()
+        one.finish(None, 5.0)
+        assert one.join(60)
+
+    for rank in range(size):
+        threads.append(threading.Thread(target=feed, args=(rank, random.Random(choose.random()))))  # noqa: S311
+        threads[-1].start()
+    for thread in threads:
+        thread.join(90)
+    assert [one._failures.counts for one in mergings] == [{}] * size
+    # what one rank alone has comes too: all that the first one has; of another the last window
+    kept = more if longer == 0 else min(more, 64)
+    late = list(range(steps + more - kept, steps + more))
+    assert [record.step for record in delivered] == [*range(steps), *late]
+    for record in delivered[:steps]:
+        number = record.step
+        assert record.recorded == (number % every == 0 or number in bad)
+        expected = sum(number + rank for rank in range(size)) / size
+        assert record.scalars == {"loss": pytest.approx(expected), "same": 0.1 * number} | (
+            {"last": 1.0} if number % 2 else {}
+        )
+        if number in bad:
+            assert record.where("w") == f"rank {bad[number]}, dp {bad[number]} of {size}"
+            assert record.where("b") is None
+        elif record.recorded:
+            assert record.value("numel").tolist() == [2 * size, 3]
+            assert record.value("sumsq").tolist() == [sum(2 * (number + r) for r in range(size)), 3 * number]
+    for record in delivered[-min(more, 64) :]:
+        # and of that what is whole
+        there = longer == 0 and record.step % every == 0
+        assert record.value("numel").tolist() == ([0, 3] if there else [0, 0])
+    assert not any(record.recorded for record in delivered[steps:-64])
+    if longer:
+        # what the first rank had under way then does not come twice
+        mine = [step_of(0, size, steps + number, 1, {}) for number in range(more + 2)]
+        mergings[0].put(mine[:2])
+        mergings[0].put(mine[2:])
+        assert [record.step for record in delivered[steps + kept :]] == [steps + more, steps + more + 1]
+    assert mergings[0].windows == sum(what.startswith("[") for what in side.meetings)
+
+
+def step_of(rank, size, number, every, bad):
+    values = torch.zeros(1, 2, NUM_COLUMNS + 1, dtype=torch.float64)
+    values[0, 0, :2] = torch.tensor([2.0, 2.0 * (number + rank)])
+    values[0, 1, :2] = torch.tensor([3.0, 3.0 * number])
+    is_bad = bad.get(number) == rank
+    values[0, 0, COLUMN_INDEX["n_nan"]] = float(is_bad)
+    scalars = {"loss": float(number + rank), "same": 0.1 * number}
+    if rank == size - 1 and number % 2:
+        scalars["last"] = 1.0
+    roster = Roster(("w", "b"), ((size, 2), (3,)), ("float32",) * 2)
+    there = number % every == 0 or is_bad
+    return StepRecord(number, 0.0, scalars, roster, values if there else None)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([0.1, 0.1, 0.1], 0.1),
+        ([1.0, 2.0, None], 1.5),
+        ([1.0, math.nan, 2.0], math.nan),
+        ([math.inf, 1.0, 1.0], math.inf),
+        ([math.inf, -math.inf, 1.0], math.nan),
+        ([None, None, -3.0], -3.0),
+    ],
+)
+def test_scalars_of_ranks(given, expected):
+    windows, parts = [], []
+    for rank, value in enumerate(given):
+        roster = Roster(("w", "b"), ((3, 2), (3,)), ("float32",) * 2)
+        windows.append(Windows(Agreed(rank, 3), roster, DEFAULT_THRESHOLDS))
+        windows[-1].place(["loss"])
+        scalars = {} if value is None else {"loss": value}
+        parts.append(windows[-1].pack([StepRecord(4, 0.0, scalars, roster, None)], [False]))
+    sums, tops = zip(*parts, strict=True)
+    (record,) = windows[0].unpack(torch.stack(sums).sum(0), torch.stack(tops).amax(0), [False], [])
+    assert (record.step, record.recorded) == (4, False)
+    assert repr(record.loss) == repr(expected)
+
+
+# ranks that are gone, or were never there
+
+
+def loses(rank, run_dir, victim, how):
+    size = dist.get_world_size()
+    model, give = sharded(rank, size)
+    ranks = gm.Ranks(model, timeout=3.0)
+    processes = [None] * size
+    dist.all_gather_object(processes, os.getpid())
+    began = time.monotonic()
+    with Monitor(model, run_dir=run_dir, ranks=ranks) as monitor:
+        for step in range(100):
+            give("weight", 1.0)
+            monitor.record()
+            monitor.advance(loss=1.0)
+            time.sleep(0.02)
+            if step == 50:
+                monitor.flush(10)
+                dist.barrier()
+                if rank == victim:
+                    os.kill(os.getpid(), how)
+        ended = time.monotonic()
+    seconds = time.monotonic() - ended
+    if rank == 0:
+        with suppress(ProcessLookupError):
+            os.kill(processes[victim], signal.SIGKILL)
+    return monitor.failures, ended - began, seconds
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs_is_named_and_training_goes_on(tmp_path, how):
+    pool = RankPool(3)
+    try:
+        outcomes = pool.outcomes(loses, str(tmp_path), 1, how)
+    finally:
+        pool.close()
+    assert [failed for failed, _ in outcomes] == [False, True, False]
+    for _, (failures, _, closing) in (outcomes[0], outcomes[2]):
+        assert failures.keys() == {"ranks"}
+        assert closing < 30
+    run = read_run(tmp_path)
+    assert run.steps["step"].to_pylist() == list(range(100))
+    recorded = run.steps["recorded"].to_pylist()
+    assert all(recorded[:51])
+    assert not any(recorded[60:])
+    assert run.blackbox["reason"] == "other rank"
+    assert "rank 1 " in run.blackbox["message"]
+    assert run.findings == []
+
+
+def breaks(rank, run_dir):
+    model, give = sharded(rank, dist.get_world_size())
+    give("weight", 1.0)
+    if rank == 1:
+
+        def fails(*_):
+            raise MemoryError("none left")
+
+    with Monitor(model, run_dir=run_dir) as monitor:
+        for step in range(30):
+            monitor.record()
+            monitor.advance(loss=1.0)
+            time.sleep(0.02)
+            if rank == 1 and step == 10:
+                monitor._delivery.merging._windows.pack = fails
+        began = time.monotonic()
+    return monitor.failures, monitor._delivery.merging.news, time.monotonic() - began
+
+
+def test_a_rank_whose_merging_fails_holds_nobody_up(two_ranks, tmp_path):
+    (first, second) = two_ranks.run(breaks, str(tmp_path))
+    assert second[1] == "MemoryError: none left"
+    assert first[0].keys() == second[0].keys() == {"ranks"}
+    assert max(first[2], second[2]) < 30
+    run = read_run(tmp_path)
+    assert run.steps["step"].to_pylist() == list(range(30))
+    assert not run.steps["recorded"].to_pylist()[-1]
+
+
+def unlike(rank, what):
+    model = nn.Linear(2, 2)
+    setup.TIMEOUT = 2.0
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        if what == "absent" and rank:
+            # too late, which is an error here as well: ranks are together again
+            time.sleep(4.0)
+        if what == "settings":
+            Monitor(model, every=1 + rank, ranks=gm.Ranks(model, timeout=30.0))
+        elif what == "argument":
+            Monitor(model, capacity=rank, ranks=gm.Ranks(model, timeout=30.0))
+        else:
+            Monitor(model)
+    except (RuntimeError, ValueError) as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    finally:
+        setup.TIMEOUT = 60.0
+    return None
+
+
+def test_a_monitor_that_is_not_made_on_every_rank(two_ranks):
+    (name, text, seconds), (late, _, _) = two_ranks.run(unlike, "absent")
+    assert name == late == "RankError"
+    assert "rank 1 of 2 did not come within 2 s" in text
+    assert text.endswith("Make the Monitor on every rank, or pass ranks=False")
+    assert seconds < 30
+
+
+def test_monitors_that_are_made_in_other_ways_are_refused_on_every_rank(two_ranks):
+    found = two_ranks.run(unlike, "settings")
+    text = "Monitor(every=2) on rank 1, and 1 on rank 0: give all ranks the same"
+    assert [answer[:2] for answer in found] == [("RankError", text)] * 2
+    found = two_ranks.run(unlike, "argument")
+    text = "Recorder(capacity=0): a number of steps, at least 1"
+    assert found[0][:2] == ("ValueError", text)
+    assert found[1][:2] == ("RankError", f"Monitor: rank 0 could not make it: ValueError: {text}")
+
+
+def apart(rank, run_dir):
+    model = nn.Linear(2, 1)
+    with Monitor(model, run_dir=run_dir, ranks=False, rules=()) as monitor:
+        for step in range(5 + rank):
+            model.weight.grad = torch.full((1, 2), float(step + rank))
+            monitor.record()
+            monitor.advance(loss=float(rank))
+    return monitor.last.step, monitor._delivery.merging
+
+
+def test_ranks_apart_have_a_folder_each(two_ranks, tmp_path):
+    assert two_ranks.run(apart, str(tmp_path)) == [(4, None), (5, None)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00000", "rank-00001"]
+    run = read_run(tmp_path / "rank-00001")
+    assert run.steps["loss"].to_pylist() == [1.0] * 6
+    assert run.record(5).value("abs_max").tolist() == [6.0, 0.0]
+
+
+def resumes(rank, run_dir):
+    model, give = sharded(rank, dist.get_world_size())
+    give("weight", 1.0)
+    states = []
+    with Monitor(model, run_dir=run_dir) as monitor:
+        for part in range(2):
+            for _ in range(10):
+                monitor.record()
+                monitor.advance(loss=1.0)
+            began = time.monotonic()
+            if part == 0 or rank == 0:
+                states.append(monitor.state_dict())
+            seconds = time.monotonic() - began
+            dist.barrier()
+    told = [states[0]]
+    dist.broadcast_object_list(told, 0)
+    with Monitor(model, run_dir=run_dir) as monitor:
+        monitor.load_state_dict(told[0])
+        for _ in range(10):
+            monitor.record()
+            monitor.advance(loss=1.0)
+    return monitor.failures, monitor.step, seconds
+
+
+def test_a_job_is_resumed_from_the_first_ranks_state(two_ranks, tmp_path):
+    found = two_ranks.run(resumes, str(tmp_path))
+    assert [(failures, step) for failures, step, _ in found] == [({}, 20)] * 2
+    # of the first rank alone it is no reason to wait for long
+    assert found[0][2] < 30
+    run = read_run(tmp_path)
+    assert run.steps["attempt"].to_pylist() == [1] * 10 + [2] * 10
+    assert all(run.steps["recorded"].to_pylist())
+
+
+def forgets(rank, run_dir):
+    """Let a monitor's garbage be collected on the thread that merges."""
+    model, give = sharded(rank, dist.get_world_size())
+    give("weight", 1.0)
+    monitor = Monitor(model, run_dir=run_dir, rules=())
+    merged, delivery = monitor._delivery.merging, monitor._delivery
+    for _ in range(10):
+        monitor.record()
+        monitor.advance(loss=1.0)
+    circle = [monitor]
+    circle.append(circle)
+    wait, has_gone = merged._await_turn, threading.Event()
+
+    def collects():
+        if has_gone.is_set():
+            has_gone.clear()
+            gc.collect()
+        wait()
+
+    merged._await_turn = collects
+    gc.disable()
+    try:
+        del monitor, circle
+        began = time.monotonic()
+        has_gone.set()
+        while not delivery._is_ended and time.monotonic() - began < 30:
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    return delivery._is_ended, merged._failures.counts
+
+
+def test_a_forgotten_monitor_that_is_collected_on_its_own_thread_ends_in_order(two_ranks, tmp_path):
+    for is_ended, failures in two_ranks.run(forgets, str(tmp_path)):
+        assert is_ended
+        assert failures == {}
+    assert read_run(tmp_path).steps["recorded"].to_pylist() == [True] * 10
+
+
+_SCRIPT = """
+import atexit, sys, time, torch, torch.distributed as dist, gradiometer as gm
+end = [0.0]
+atexit.register(lambda: print("seconds", round(time.monotonic() - end[0], 1)))
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+model = torch.nn.Linear(2, 1)
+monitors = [gm.Monitor(model, run_dir=f"{sys.argv[2]}/{i}", rules=()) for i in range(4)]
+for step in range(20):
+    model(torch.ones(1, 2)).sum().backward()
+    for monitor in monitors:
+        monitor.record()
+        monitor.advance(loss=1.0)
+if sys.argv[1] == "destroyed":
+    for monitor in monitors:
+        monitor.flush(20)
+    dist.destroy_process_group()
+    for monitor in monitors:
+        monitor.close()
+    print("failures", [monitor.failures for monitor in monitors])
+end[0] = time.monotonic()
+"""
+
+
+@pytest.mark.parametrize("how", ["unclosed", "destroyed"])
+def test_scripts_that_end_without_closing_first(tmp_path, how):
+    script = tmp_path / "script.py"
+    # another order of addresses, and so of what a set holds, on each rank
+    script.write_text(
+        "import os\njunk = [object() for _ in range(int(os.environ['RANK']) * 997)]\n" + _SCRIPT
+    )
+    done = torchrun(script, how, str(tmp_path))
+    seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("seconds")]
+    assert len(seconds) == 2
+    assert max(seconds) < 30
+    for place in range(4):
+        run = read_run(tmp_path / str(place))
+        assert run.steps["recorded"].to_pylist() == [True] * 20
+        # to destroy the group first is no fault
+        assert (run.blackbox is None) == (how == "destroyed")
+    assert done.stderr.count("the process group was destroyed before") == (8 if how == "destroyed" else 0)
+    assert "other rank" not in done.stderr
+
+
+def out_of_step(rank, run_dir):
+    model, give = sharded(rank, dist.get_world_size())
+    give("weight", 1.0)
+    with Monitor(model, run_dir=run_dir, ranks=True) as monitor:
+        monitor.step = 7 * rank
+        for _ in range(5):
+            monitor.record()
+            monitor.advance(loss=1.0)
+        monitor.flush(10)
+    return monitor.failures, monitor._delivery.merging.news
+
+
+def test_ranks_out_of_step_are_told_apart(two_ranks, tmp_path):
+    for failures, news in two_ranks.run(out_of_step, str(tmp_path)):
+        assert failures.keys() == {"ranks"}
+        assert news.startswith(
+            "rank 1 is in step 7 where rank 0 is in step 0: every rank has to call advance()"
+        )
+    assert not any(read_run(tmp_path).steps["recorded"].to_pylist())

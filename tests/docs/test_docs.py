@@ -1,0 +1,129 @@
+"""The code in README.md and docs/ runs as it stands there."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+
+import gradiometer as gm
+from support.pages import blocks
+
+pytestmark = pytest.mark.usefixtures("_eager_backend")
+
+
+def undecorated(code):
+    return code.replace("@torch.compile(fullgraph=True)\n", "")
+
+
+def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    step, loop, recorded, ranks, more, instead = blocks("README.md")
+    scope: dict[str, object] = {}
+    exec(step, scope)  # noqa: S102 the page's own code
+    compiled = capsys.readouterr().out
+    assert "0.weight" in compiled
+    assert all(p.grad is None for p in scope["model"].parameters())
+    # and prints what the same step prints in eager mode
+    torch.manual_seed(0)
+    exec(undecorated(step), {})  # noqa: S102
+    assert close(capsys.readouterr().out, compiled)
+    assert scope["report"].names == ("0.weight", "0.bias", "2.weight", "2.bias")
+    exec(loop, scope)  # noqa: S102
+    assert scope["report"].measured
+    if importlib.util.find_spec("pyarrow"):
+        exec(recorded, scope)  # noqa: S102
+        assert gm.read_run("runs/first").steps.num_rows == 50
+        assert scope["monitor"].failures == {}
+    # the loop ends with zero_grad
+    scope["model"](torch.randn(32, 64)).square().mean().backward()
+    own = dict(scope)
+    exec(ranks, own)  # noqa: S102
+    assert own["stats"].is_reduced
+    assert own["ranks"].size == 1
+    capsys.readouterr()
+    exec(instead, scope)  # noqa: S102
+    assert "all finite: loss" in capsys.readouterr().out
+    assert scope["drift"].item() == 0.0
+    assert gm.grad_norm(scope["model"]) <= 1.0
+    pytest.importorskip("pandas")
+    for line in more.splitlines():
+        code, _, comment = line.partition("#")
+        value = eval(code, scope)  # noqa: S307
+        if comment.strip().startswith("tensor("):
+            assert str(value) == comment.strip()
+
+
+def close(one, other):
+    """Tell whether two printed tables say the same, to three digits."""
+    pairs = list(zip(one.split(), other.split(), strict=True))
+    return all(a == b or float(a) == pytest.approx(float(b), rel=5e-3) for a, b in pairs)
+
+
+def test_of_two_norms_the_page_says_which_is_right(capsys):
+    (code,) = blocks("docs/numerics.md")
+    scope: dict[str, object] = {}
+    exec(code, scope)  # noqa: S102 the page's own code
+    assert "a model" in capsys.readouterr().out
+    for name, (ours, theirs) in scope["errors"].items():
+        assert ours <= 1e-13, name
+        # at the least the rounding of the result to fp32, unless that is exact by chance
+        assert theirs >= ours, name
+
+
+def test_every_way_to_compile_a_step_runs():
+    # of several ranks the last two, in test_ranks_compile.py
+    *blocks_of_page, _, _ = blocks("docs/compile.md")
+    assert len(blocks_of_page) == 5
+    model = torch.nn.Linear(4, 2)
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = {"model": model, "loss_fn": torch.nn.functional.mse_loss, "lr": 0.1, "torch": torch, "gm": gm}
+    scope |= {"x": x, "y": y, "optimizer": optimizer}
+
+    exec(blocks_of_page[0], scope)  # noqa: S102
+    losses = [scope["step"](x, y)[0].item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert scope["step"](x, y)[1].names == ("weight", "bias")
+
+    before = model.weight.detach().clone()
+    exec(blocks_of_page[1], scope)  # noqa: S102
+    assert scope["stats"].names == ("weight", "bias")
+    assert not torch.equal(model.weight, before)
+
+    check_the_whole_step(blocks_of_page[2], scope)
+
+    exec(blocks_of_page[3], scope)  # noqa: S102
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    _, stats = scope["step"](params, x, y)
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    assert torch.equal(stats.columns, gm.collect_grads(model).columns)
+
+    exec(blocks_of_page[4], scope)  # noqa: S102
+    assert torch.equal(scope["update"]().columns, stats.columns)
+
+
+def check_the_whole_step(code, scope):
+    """Take it in eager and compiled: one trace, the same numbers, and a step with a NaN is skipped."""
+    scopes = [scope | {"model": copy.deepcopy(scope["model"])} for _ in range(2)]
+    for own, text in zip(scopes, (undecorated(code), code), strict=True):
+        own["model"].zero_grad()
+        exec(text, own)  # noqa: S102
+        assert own["found"]["updated"].item()
+    batches = [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(4)]
+    batches[2][0][0, 0] = float("nan")
+    for i, (x, y) in enumerate(batches):
+        bound = torch.tensor(0.1 * (i + 1))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            (a, eager), (b, compiled) = (own["step"](x, y, bound) for own in scopes)
+        torch.testing.assert_close(a, b, equal_nan=True)
+        torch.testing.assert_close(eager["grads"].norm, compiled["grads"].norm, equal_nan=True)
+        torch.testing.assert_close(eager["norm"], compiled["norm"])
+        assert eager["updated"].item() == compiled["updated"].item() == (i != 2)
+    for p, q in zip(*(own["model"].parameters() for own in scopes), strict=True):
+        torch.testing.assert_close(p, q)
+        assert p.isfinite().all()
+        assert p.grad is q.grad is None

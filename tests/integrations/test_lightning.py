@@ -1,0 +1,296 @@
+"""MonitorCallback for Lightning's Trainer, against the library itself."""
+
+# ruff: noqa: ARG001, ARG002 the library names the arguments
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from support.watching import Counter, Sink
+
+pl = pytest.importorskip("pytorch_lightning")
+
+from gradiometer.integrations import lightning as integration  # noqa: E402
+from gradiometer.integrations.lightning import MonitorCallback  # noqa: E402
+from gradiometer.rules import default_rules  # noqa: E402
+
+# of the libraries alone: loaders without workers, torch's pytrees, a scheduler's order
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::Warning:(pytorch_)?lightning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
+    pytest.mark.usefixtures("_dynamo"),
+]
+
+
+def make_module(package=pl, **methods):
+    """Return a module that keeps the norms of the gradients before and after Lightning clips them."""
+
+    class Module(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+            self.before, self.after, self.losses, self.lrs = [], [], [], []
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return nn.functional.mse_loss(self.net(x), y)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [
+                {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
+            ]
+
+        def configure_gradient_clipping(self, optimizer, **kwargs):
+            self.before.append(norm(self))
+            self.lrs.append(optimizer.param_groups[0]["lr"])
+            self.clip_gradients(optimizer, **kwargs)
+            self.after.append(norm(self))
+
+    for name, method in methods.items():
+        setattr(Module, name, method)
+    return Module()
+
+
+def norm(module):
+    return torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]).item()
+
+
+def loader(batches=8):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * batches, 8, generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 10 * x[:, :1]), batch_size=2)
+
+
+def fit(module, folder, callbacks, package=pl, data=None, ckpt_path=None, **options):
+    defaults = {"max_steps": 4, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
+    trainer = package.Trainer(callbacks=callbacks, **(defaults | quiet | options))
+    trainer.fit(module, data or loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def watching(**options):
+    sink = Sink()
+    return MonitorCallback(sinks=[sink], **{"rules": ()} | options), sink
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_it_records_what_the_trainer_does(tmp_path, accumulate, backend):
+    module = make_module()
+    callback, sink = watching()
+    whole = module if backend is None else torch.compile(module, backend=backend)
+    # 8 batches an epoch: with 3 to a step the last of an epoch has 2
+    fit(whole, tmp_path, [callback], accumulate_grad_batches=accumulate, gradient_clip_val=0.01)
+    assert sink.info.roster.names == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
+    assert sink.steps == [0, 1, 2, 3]
+    assert sink.totals == pytest.approx(module.before, rel=1e-5)
+    assert min(sink.totals) > 1
+    assert module.after == pytest.approx([0.01] * 4, rel=1e-3)
+    assert sink.scalars("lr") == pytest.approx(module.lrs)
+    assert module.lrs[0] > module.lrs[3]
+    assert not any(record.skipped for record in sink.records)
+    assert (callback.monitor.step, callback.monitor.failures, sink.closed) == (4, {}, 1)
+
+
+def test_the_loss_is_the_mean_of_the_micro_batches(tmp_path):
+    def training_step(self, batch, batch_idx):
+        self.losses.append(float(batch_idx))
+        return self.net(batch[0]).sum() * 0 + batch_idx
+
+    _, sink = callback = watching()
+    fit(make_module(training_step=training_step), tmp_path, [callback[0]], accumulate_grad_batches=2)
+    assert sink.scalars("loss") == [0.5, 2.5, 4.5, 6.5]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaled_step_is_measured_unscaled_and_one_that_overflows_is_skipped(tmp_path, fused):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, fused=fused)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.losses.append(norm(self))
+
+    module = make_module(
+        configure_optimizers=configure_optimizers, on_before_optimizer_step=on_before_optimizer_step
+    )
+    broken = []
+    module.net[0].weight.register_hook(lambda g: g * (1.0 if broken else broken.append(1) or math.inf))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    precision = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    callback, sink = watching()
+    fit(module, tmp_path, [callback], plugins=[precision])
+    assert [record.skipped for record in sink.records] == [True, False, False, False]
+    scale = 512.0 if fused else 1.0
+    assert [total * scale for total in sink.totals[1:]] == pytest.approx(module.losses[1:], rel=1e-5)
+
+
+def test_without_a_scaler_nothing_is_skipped_and_nothing_said_to_be(tmp_path):
+    module = make_module()
+    module.net[2].bias.register_hook(lambda g: g * math.nan)
+    callback, sink = watching()
+    fit(module, tmp_path, [callback], max_steps=1)
+    (record,) = sink.records
+    assert not record.skipped
+    assert record.total("n_nan") == 1
+    assert module.net[2].bias.isnan().all()
+
+
+def test_each_of_several_optimizers_is_measured_before_its_own_update(tmp_path):
+    class Gan(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.maker, self.judge = nn.Linear(8, 8), nn.Linear(8, 1)
+            self.norms = {"maker": [], "judge": []}
+
+        def training_step(self, batch, batch_idx):
+            first, second = self.optimizers()
+            for name, part, optimizer, fake in (
+                ("judge", self.judge, second, self.maker(batch[0]).detach()),
+                ("maker", self.maker, first, self.maker(batch[0])),
+            ):
+                optimizer.zero_grad()
+                loss = self.judge(fake).square().mean()
+                # through the judge too, when it is the maker's turn: that is not what updates it
+                self.manual_backward(loss)
+                self.norms[name].append(norm(part))
+                optimizer.step()
+            return {"loss": loss}
+
+        def configure_optimizers(self):
+            parts = zip((self.maker, self.judge), (0.1, 0.01), strict=True)
+            return [torch.optim.SGD(part.parameters(), lr=lr) for part, lr in parts]
+
+    module = Gan()
+    callback, sink = watching()
+    fit(module, tmp_path, [callback], max_steps=6)
+    assert sink.steps == [0, 1, 2]
+    names = sink.info.roster.names
+    for part, norms in module.norms.items():
+        rows = [i for i, name in enumerate(names) if name.startswith(part)]
+        measured = [record.value("sumsq")[rows].sum().sqrt().item() for record in sink.records]
+        assert measured == pytest.approx(norms, rel=1e-5)
+    assert sink.scalars("lr") == [0.1] * 3
+    assert sink.scalars("lr_1") == [0.01] * 3
+    assert all(loss > 0 for loss in sink.scalars("loss"))
+
+
+def test_it_resumes_from_the_checkpoint(tmp_path):
+    def saving():
+        return pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+
+    callback, _ = watching(rules=[Counter(), *default_rules()])
+    fit(make_module(), tmp_path, [callback, saving()], enable_checkpointing=True)
+    rule = Counter()
+    callback, rest = watching(rules=[rule, *default_rules()])
+    module = make_module()
+    fit(module, tmp_path, [callback], ckpt_path=tmp_path / "step=2.ckpt")
+    assert rest.steps == [2, 3]
+    assert rest.info.first_step == 2
+    assert rule.seen == 4
+    assert rest.totals == pytest.approx(module.before, rel=1e-5)
+    # and without the state of a monitor the steps still count on
+    fit(make_module(), tmp_path, [saving()], enable_checkpointing=True, max_steps=6)
+    callback, rest = watching()
+    fit(make_module(), tmp_path, [callback], ckpt_path=tmp_path / "step=6.ckpt", max_steps=7)
+    assert rest.steps == [6]
+    assert rest.info.first_step == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "reason"),
+    [
+        (RuntimeError("a bad disk"), RuntimeError, "exception"),
+        # Lightning makes a program's end of it
+        (KeyboardInterrupt(), SystemExit, "interrupt"),
+    ],
+)
+def test_what_ends_the_training_leaves_a_black_box(tmp_path, error, raised, reason, monkeypatch):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise error
+        return self.net(batch[0]).sum()
+
+    # which it would ignore from then on
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    callback, sink = watching()
+    with pytest.raises(raised):
+        fit(make_module(training_step=training_step), tmp_path, [callback])
+    (fault,) = sink.faults
+    assert (fault.reason, fault.step) == (reason, 2)
+    assert [record.step for record in fault.last] == [0, 1]
+    assert sink.closed == 1
+
+
+def test_a_second_fit_has_a_monitor_of_its_own_and_a_step_without_a_loss_does_no_harm(tmp_path):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else self.net(batch[0]).sum()
+
+    callback, sink = watching()
+    for _ in range(2):
+        fit(make_module(training_step=training_step), tmp_path, [callback], max_steps=3)
+    assert sink.steps == [0, 1, 2] * 2
+    assert [record.loss is None for record in sink.records] == [False, True, False] * 2
+    assert sink.records[1].measured().sum() == 0
+
+
+@pytest.mark.parametrize("method", ["record", "advance", "close", "state_dict"])
+def test_no_failure_of_ours_ends_the_training(tmp_path, monkeypatch, caplog, method):
+    from gradiometer.monitor.monitor import Monitor
+
+    def broken(*_, **__):
+        msg = "out of telemetry"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(Monitor, method, broken)
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    trainer = fit(make_module(), tmp_path, [watching()[0], saving], enable_checkpointing=True)
+    assert trainer.global_step == 4
+    assert "out of telemetry" in caplog.text
+
+
+def test_sharded_training_is_not_watched_and_says_so_and_other_ranks_are_silent(caplog):
+    class Trainer:
+        strategy = type("FSDPStrategy", (), {})()
+        is_global_zero = True
+
+    callback, sink = watching()
+    callback.on_train_start(Trainer(), make_module())
+    callback.on_before_optimizer_step(Trainer(), make_module(), None)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("MonitorCallback: with FSDPStrategy a rank has no whole gradients")
+    Trainer.is_global_zero = False
+    callback.on_train_start(Trainer(), make_module())
+    assert len(caplog.records) == 1
+    assert callback.monitor is sink.info is None
+
+
+def test_it_serves_both_names_of_the_package(tmp_path, monkeypatch):
+    other = pytest.importorskip("lightning.pytorch")
+    assert issubclass(MonitorCallback, pl.Callback) != issubclass(MonitorCallback, other.Callback)
+    for package in (pl, other):
+        module = make_module(package)
+        callback, sink = watching()
+        fit(module, tmp_path, [callback], package)
+        assert sink.totals == pytest.approx(module.before, rel=1e-5)
+    # and derives from the one that is in use
+    monkeypatch.delitem(sys.modules, "pytorch_lightning")
+    try:
+        assert issubclass(importlib.reload(integration).MonitorCallback, other.Callback)
+    finally:
+        monkeypatch.undo()
+        importlib.reload(integration)
+
+
+def test_a_misspelt_option_is_refused_at_once():
+    with pytest.raises(TypeError, match="capcity"):
+        MonitorCallback(capcity=3)

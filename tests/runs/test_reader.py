@@ -1,0 +1,411 @@
+"""A run as it is read: tables, matrices, records, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradiometer.columns import derived
+from gradiometer.columns.schema import COLUMN_NAMES, Thresholds
+from gradiometer.recorder.step_record import StepRecord
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs import format as run_format
+from gradiometer.runs import reader as run_module
+from gradiometer.runs.format import arrow_schema
+from gradiometer.runs.parquet import tensors_table, to_parquet
+from gradiometer.runs.reader import RunError, read_run
+from gradiometer.runs.writer import RunRecord
+from support.synthetic_run import make_info, make_records, make_roster, write_run
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    kinds = ("grads", "weights")
+    return write_run(path, 9, 50, kinds=kinds, every=2, nonfinite_at=20, segment_steps=16)
+
+
+@pytest.fixture
+def own(path, tmp_path):
+    """A copy to spoil."""
+    shutil.copytree(path, tmp_path / "own")
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("kind", ["grads", "weights"])
+@pytest.mark.parametrize("statistic", [*COLUMN_NAMES, *derived.DERIVED, "flags"])
+def test_a_matrix_holds_what_the_records_say(path, statistic, kind):
+    run = read_run(path)
+    steps, matrix = run.matrix(statistic, kind)
+    records = [record for record in run.records() if record.recorded]
+    assert steps == [record.step for record in records] == list(range(0, 50, 2))
+    rows = [r.flags(kind) if statistic == "flags" else r.value(statistic, kind) for r in records]
+    assert matrix.dtype == torch.float64
+    assert torch.equal(matrix.nan_to_num(-1.0), torch.stack(rows).to(torch.float64).nan_to_num(-1.0))
+
+
+def test_a_matrix_is_nan_where_nothing_was_measured_or_the_norm_is(tmp_path):
+    roster = make_roster(3)
+    values = next(make_records(roster, 1, nonfinite_at=0)).values.clone()
+    values[:, 2] = 0.0
+    sink = RunRecord(tmp_path, fsync=False)
+    sink.start(make_info(roster))
+    sink.write([StepRecord(4, 0.0, {}, roster, values), StepRecord(5, 0.0, {}, roster, None)], [])
+    sink.write([StepRecord(6, 0.0, {}, roster, torch.zeros_like(values))], [])
+    sink.close()
+    run = read_run(tmp_path)
+    assert repr(run.matrix("norm")[1].tolist()) == "[[nan, inf, nan], [nan, nan, nan]]"
+    assert repr(run.matrix("n_nan")[1].tolist()) == "[[3.0, 0.0, nan], [nan, nan, nan]]"
+    assert run.matrix("finite_norm")[1].isnan().tolist() == [[False, False, True], [True] * 3]
+    assert run.matrix("norm")[0] == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [(None, None), (15, 33), (16, 16), (17, 17), (48, 900), (60, 70), (9, 3)]
+)
+def test_a_range_of_steps_is_read_whichever_segments_it_is_in(path, first, last):
+    run = read_run(path)
+    wanted = [s for s in range(50) if (first is None or s >= first) and (last is None or s <= last)]
+    recorded = [s for s in wanted if s % 2 == 0]
+    assert [record.step for record in run.records(first, last)] == wanted
+    for statistic in ("norm", "rms"):
+        steps, matrix = run.matrix(statistic, first=first, last=last)
+        assert steps == recorded
+        assert matrix.shape == (len(recorded), 9)
+        assert matrix.isnan().sum() == (statistic == "norm" and 20 in recorded)
+    table = run.tensors(first=first, last=last, columns=["step"])
+    assert table["step"].to_pylist() == [s for s in recorded for _ in range(18)]
+
+
+def test_rows_of_tensors_are_in_order_and_picked_by_kind_name_and_column(path):
+    run = read_run(path)
+    everything = run.tensors()
+    assert everything.schema.equals(arrow_schema(run_module.TENSORS))
+    places = [(row["step"], row["kind"], row["name"]) for row in everything.to_pylist()]
+    assert places == [(s, k, n) for s in range(0, 50, 2) for k in run.roster.kinds for n in run.roster.names]
+    some = run.tensors(columns=["norm", "name"], kind="weights", names=["blocks.1.bias", "blocks.0.weight"])
+    assert some.column_names == ["norm", "name"]
+    assert some["name"].to_pylist() == ["blocks.0.weight", "blocks.1.bias"] * 25
+    assert some["norm"].to_pylist() == run.matrix("norm", "weights")[1][:, [0, 3]].flatten().tolist()
+    assert run.tensors(names=["none"]).num_rows == 0
+    assert run.tensors(columns=[]).num_columns == 0
+
+
+def test_one_name_may_be_given_alone(path):
+    run = read_run(path)
+    name = run.roster.names[0]
+    alone = run.tensors(names=name, columns=["step", "name"])
+    assert alone.equals(run.tensors(names=[name], columns=["step", "name"]))
+    assert alone.num_rows > 0
+
+
+def test_several_matrices_are_those_of_one_each(path, monkeypatch):
+    run = read_run(path)
+    wanted = ["rms", "flags", "norm", "n_zero"]
+    ones = {name: run.matrix(name, first=3, last=40) for name in wanted}
+    read = []
+    real = run_module._read
+    monkeypatch.setattr(run_module, "_read", lambda *args: (read.append(args[0]), real(*args))[1])
+    steps, found = run.matrices(wanted, first=3, last=40)
+    assert list(found) == wanted
+    for name, (own_steps, values) in ones.items():
+        assert steps == own_steps
+        assert torch.equal(found[name].nan_to_num(nan=-1.0), values.nan_to_num(nan=-1.0))
+    # each file once
+    assert len(read) == len(set(read)) > 0
+    assert run.matrices([])[1] == {}
+    with pytest.raises(RunError, match="no statistic 'x'"):
+        run.matrices(["norm", "x"])
+
+
+def test_a_finding_ends_where_its_attempt_is_superseded(tmp_path):
+    found = Finding("dead", Severity.WARNING, 10, 190, "grads", "w", 1.0, 1.0, "dead", "", count=150)
+    write_run(tmp_path, 3, 200, findings=[found])
+    write_run(tmp_path, 3, 20, first=50)
+    assert read_run(tmp_path).findings == [replace(found, last_step=49, count=40)]
+
+
+def test_one_step_is_a_record(path):
+    run = read_run(path)
+    record = run.record(20)
+    assert record.skipped
+    assert math.isnan(record.loss)
+    assert record.report().nan == ["blocks.0.weight"]
+    assert not run.record(21).recorded
+    with pytest.raises(RunError, match="has no step 50: it has 0 to 49"):
+        run.record(50)
+
+
+def test_a_run_of_no_steps_is_empty(tmp_path):
+    run = read_run(write_run(tmp_path, 3, 0))
+    assert (run.steps.num_rows, run.tensors().num_rows, list(run.records())) == (0, 0, [])
+    assert run.matrix("norm")[1].shape == (0, 3)
+    assert (run.findings, run.blackbox) == ([], None)
+    with pytest.raises(RunError, match="has no step 0: it has none yet"):
+        run.record(0)
+
+
+def test_thresholds_come_back(tmp_path):
+    roster = make_roster(1)
+    for thresholds in (Thresholds(0.5, 2.0, 0.25), Thresholds(exploding=math.inf)):
+        sink = RunRecord(tmp_path, fsync=False)
+        sink.start(make_info(roster, thresholds=thresholds))
+        sink.close()
+        assert read_run(tmp_path).thresholds == thresholds
+
+
+def test_refresh_reads_what_is_new_and_nothing_else(tmp_path, monkeypatch):
+    read = []
+    real = run_module._read
+    monkeypatch.setattr(
+        run_module, "_read", lambda path, *rest: (read.append(path.name), real(path, *rest))[1]
+    )
+    roster = make_roster(2)
+    records = list(make_records(roster, 30))
+    sink = RunRecord(tmp_path, segment_steps=10, segment_seconds=0, fsync=False)
+    sink.start(make_info(roster))
+    sink.write(records[:13], [])
+    run = read_run(tmp_path)
+    assert len(run.steps) == 13
+    assert not run.refresh()
+    assert read == ["steps-0001-0000000000.parquet", "steps-0001-0000000010.parquet"]
+    read.clear()
+    sink.write(records[13:22], [])
+    assert len(run.steps) == 13  # until it is asked to
+    assert run.refresh()
+    assert len(run.steps) == 22
+    assert not run.refresh()
+    assert read == ["steps-0001-0000000010.parquet", "steps-0001-0000000020.parquet"]
+    assert run.matrix("norm")[1].shape == (22, 2)
+    sink.close()
+    assert run.refresh()
+    assert run.info["closed"]
+    # an attempt that goes back takes rows away
+    write_run(tmp_path, 2, 1, first=15)
+    assert run.refresh()
+    assert run.steps["step"].to_pylist() == list(range(16))
+
+
+def test_tensors_of_steps_that_were_not_written_are_left_out(own):
+    # killed after the tensors were put in place, and before the steps were
+    roster = make_roster(9, ("grads", "weights"))
+    records = list(make_records(roster, 10, first=48))
+    path = own / "tensors" / "tensors-0001-0000000048.parquet"
+    path.write_bytes(to_parquet(tensors_table(records, 1, roster)))
+    run = read_run(own)
+    assert run.tensors(first=48)["step"].unique().to_pylist() == [48, 49]
+    assert run.matrix("norm", first=40)[0] == [40, 42, 44, 46, 48]
+    assert len(list(run.records(48))) == 2
+
+
+def test_columns_that_are_younger_or_older_than_the_reader(own):
+    file = own / "steps" / "steps-0001-0000000016.parquet"
+    table = pq.read_table(file).drop_columns(["updates_norm", "n_flagged"])
+    pq.write_table(table.append_column("later", pa.array(["x"] * 16)), file)
+    run = read_run(own)
+    assert run.steps.column_names == arrow_schema(run_module.STEPS).names
+    assert run.steps["n_flagged"].to_pylist()[14:18] == [0, None, None, None]
+    assert len(list(run.records())) == 50
+
+
+def spoil_info(path, **changes):
+    info = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({k: v for k, v in (info | changes).items() if v is not None}))
+
+
+def overwrite(name, content):
+    return lambda path: (path / name).write_bytes(content)
+
+
+def retype(path):
+    """Give a column a type that no reader takes for a number."""
+    file = path / f"steps/steps-{SEGMENT}"
+    table = pq.read_table(file)
+    times = pa.array([[0.0]] * len(table))
+    pq.write_table(table.set_column(table.column_names.index("time"), "time", times), file)
+
+
+SEGMENT = "0001-0000000016.parquet"
+# what happened to a run -> what is done to it, and what is said
+SPOILED = {
+    "no folder": (
+        shutil.rmtree,
+        "own is no run: there is no such folder; a Monitor writes",
+    ),
+    "no info": (lambda p: (p / "run.json").unlink(), "own is no run: there is no run.json in it"),
+    "torn info": (overwrite("run.json", b'{"format": "gra'), r"run.json cannot be read \(Unterminated"),
+    "not text": (overwrite("run.json", b"\xff"), r"run.json cannot be read \('utf-8'"),
+    "no dict": (overwrite("run.json", b"[]"), "run.json is no gradiometer-run: give the folder"),
+    "other": (lambda p: spoil_info(p, format="other"), "run.json is no gradiometer-run"),
+    "newer": (lambda p: spoil_info(p, version=2), "run of version 2, this reads up to 1: pip install -U"),
+    "no roster": (lambda p: spoil_info(p, roster=None), r"run.json is not as .* \(KeyError\('roster'\)\)"),
+    "thresholds": (lambda p: spoil_info(p, thresholds={"dead": -1}), "run.json is not as a run's should be"),
+    "finding": (overwrite("findings.json", b"[{}]"), "findings.json is not as a run's should be"),
+    "no finding": (overwrite("findings.json", b"[3]"), "findings.json is not as a run's should be"),
+    "black box": (overwrite("blackbox.json", b"{"), "blackbox.json cannot be read .*: mend or remove it"),
+    "steps": (overwrite(f"steps/steps-{SEGMENT}", b"PAR1"), "0016.parquet cannot be read .*the rest can"),
+    "a word for a version": (lambda p: spoil_info(p, version="2"), r"as a run's should be \(version: '2'\)"),
+    "no version": (lambda p: spoil_info(p, version=None), r"should be \(version: None\)"),
+    "no numbers": (lambda p: spoil_info(p, thresholds=3), "run.json is not as a run's should be"),
+    "attempts": (lambda p: spoil_info(p, attempts=[{}]), r"should be \(attempts: \[\{\}\]\)"),
+    "no attempts": (lambda p: spoil_info(p, attempts=3), r"should be \(attempts: 3\)"),
+    "created": (lambda p: spoil_info(p, created="x"), r"should be \(created: 'x'\)"),
+    "a file": (lambda p: (shutil.rmtree(p), p.write_text("")), "own is no run: it is a file, not a folder"),
+    "findings": (overwrite("findings.json", b"{}"), r"findings.json is not as a run's should be \(\{\}\)"),
+    "severity": (
+        overwrite(
+            "findings.json",
+            b'[{"attempt": 1, "rule": "x", "severity": "?", "kind": null, "tensor": null, "first_step": 0,'
+            b' "last_step": 0, "value": "x", "threshold": 0, "message": "", "advice": ""}]',
+        ),
+        "findings.json is not as a run's should be",
+    ),
+    "no black box": (overwrite("blackbox.json", b"[1]"), r"blackbox.json is not as .* \(\[1\]\)"),
+    "types": (retype, "0016.parquet cannot be read"),
+    "tensors": (lambda p: (p / f"tensors/tensors-{SEGMENT}").unlink(), "0016.parquet cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "said"), SPOILED.values(), ids=SPOILED.keys())
+def test_what_cannot_be_read_is_named_in_one_line(own, spoil, said):
+    spoil(own)
+    with pytest.raises(RunError, match=said) as caught:  # noqa: PT012 wherever it is found
+        run = read_run(own)
+        assert run.findings == []
+        assert run.blackbox is None
+        run.matrix("norm")
+        run.tensors()
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_column_that_cannot_be_compared_is_a_file_that_cannot_be_read(own):
+    file = own / f"tensors/tensors-{SEGMENT}"
+    table = pq.read_table(file)
+    pq.write_table(table.set_column(0, "step", pa.array([[0]] * len(table))), file)
+    with pytest.raises(
+        RunError, match=r"0016.parquet cannot be read \(Function 'greater_equal' has no kernel"
+    ):
+        read_run(own).tensors()
+
+
+def test_a_torn_segment_hides_no_other(own):
+    for table in ("steps", "tensors"):
+        file = own / table / f"{table}-0001-0000000016.parquet"
+        file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(RunError, match="the rest can, without it and the file of the same number"):
+        read_run(own).steps  # noqa: B018
+    for table in ("steps", "tensors"):
+        (own / table / f"{table}-0001-0000000016.parquet").unlink()
+    assert read_run(own).matrix("norm")[0] == [*range(0, 16, 2), *range(32, 50, 2)]
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda run: run.matrix("median"), "there is no statistic 'median', only numel, .*rms"),
+        (
+            lambda run: run.matrix("norm", "updates"),
+            "has no 'updates', only grads, weights: a Monitor",
+        ),
+        (lambda run: run.tensors(kind="updates"), "has no 'updates'"),
+        (
+            lambda run: run.tensors(columns=["rms"]),
+            "tensors have no column 'rms', only step, attempt",
+        ),
+    ],
+)
+def test_what_there_is_not_is_said(path, ask, said):
+    with pytest.raises(RunError, match=said):
+        ask(read_run(path))
+
+
+def test_opening_a_run_reads_no_table(path, monkeypatch):
+    monkeypatch.setattr(run_module, "_read", None)
+    run = read_run(str(path))
+    assert repr(run) == f"<Run: {path}, 4 segments, 9 tensors>"
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "run-record.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("table", "fields"), [("steps", run_module.STEPS), ("tensors", run_module.TENSORS)])
+def test_the_page_documents_every_column(table, fields):
+    body = re.search(rf"^## `{table}`\n(.*?)^## ", PAGE, flags=re.MULTILINE | re.DOTALL)[1]
+    rows = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", body, flags=re.MULTILINE)
+    types = {run_format.NAMES: "dictionary of strings"}
+    assert rows == [
+        (f.name, types.get(f.type, f.type), f.unit, "yes" if f.nullable else "", f.meaning) for f in fields
+    ]
+    assert [(f.name, f.type) for f in fields] == [(f.name, str(f.type)) for f in arrow_schema(fields)]
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """A run of two attempts with a bad step, and what counts of it."""
+    path = write_run(tmp_path_factory.mktemp("several"), 6, 40, segment_steps=16, nonfinite_at=12)
+    return write_run(path, 6, 10, first=30, seed=1)
+
+
+def test_the_page_reads_a_run_as_it_says(tmp_path, several):
+    for name in ("pandas", "polars", "duckdb"):
+        pytest.importorskip(name)
+    code = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    scope = {"run_dir": write_run(tmp_path, 6, 40, nonfinite_at=12)}
+    for block in code:
+        exec(block, scope)  # noqa: S102 the page's own code
+    run = scope["run"]
+    assert torch.equal(
+        torch.tensor(scope["norms"][list(run.roster.names)].to_numpy()).nan_to_num(-1.0),
+        run.matrix("norm")[1].nan_to_num(-1.0),
+    )
+    assert scope["counted"]["attempt"].tolist() == [1] * 40
+    assert scope["worst"]["name"].to_list() == ["blocks.0.weight"]
+    assert scope["worst"]["step"].to_list() == [12]
+    assert scope["largest"][0][:2] == ("blocks.0.bias", math.inf)
+    assert str(scope["when"].dtype).startswith("datetime64")
+    # of several attempts
+    scope = {"run_dir": several}
+    for block in [code[1].replace("norms =", "# norms ="), code[3].split("\n")[0], *code[4:]]:
+        exec(block, scope)  # noqa: S102
+    assert scope["steps"].index.tolist() == sorted([*range(40), *range(30, 40)])
+    kept = read_run(several).steps
+    assert scope["counted"]["attempt"].tolist() == kept["attempt"].to_pylist() == [1] * 30 + [2] * 10
+    assert [row[:2] for row in scope["counted_sql"]] == list(scope["counted"]["attempt"].items())
+
+
+def test_no_reader_is_surprised_by_the_types(several):
+    pd, pl, duckdb = (pytest.importorskip(name) for name in ("pandas", "polars", "duckdb"))
+    rows = 6 * 50
+    everything = [several / table for table in ("tensors", "steps")]
+    frames = [pd.read_parquet(folder) for folder in everything]
+    assert [len(frame) for frame in frames] == [rows, 50]
+    assert frames[0]["name"].dtype == "category"
+    lazy = [pl.scan_parquet(folder).collect() for folder in everything]
+    assert [len(frame) for frame in lazy] == [rows, 50]
+    wanted = {"step": pl.Int64, "attempt": pl.Int32, "norm": pl.Float64, "n_nan": pl.Int64, "flags": pl.Int32}
+    assert {name: lazy[0].schema[name] for name in wanted} == wanted
+    types = {}
+    for folder in everything:
+        described = duckdb.sql(f"DESCRIBE FROM read_parquet('{folder}/*.parquet')").fetchall()
+        types[folder.name] = {name: kind for name, kind, *_ in described}
+    assert types["tensors"]["name"] == types["tensors"]["kind"] == "VARCHAR"
+    assert types["tensors"]["numel"] == "BIGINT"
+    assert types["steps"]["scalars"] == "MAP(VARCHAR, DOUBLE)"
+    # the same sums, whoever reads
+    sums = [frames[0]["numel"].sum(), lazy[0]["numel"].sum()]
+    total = f"SELECT sum(numel)::BIGINT FROM read_parquet('{everything[0]}/*.parquet')"  # noqa: S608
+    sums += duckdb.sql(total).fetchall()[0]
+    assert len(set(sums)) == 1
+    nan = f"SELECT step FROM read_parquet('{everything[1]}/*.parquet') WHERE isnan(loss)"  # noqa: S608
+    assert duckdb.sql(nan).fetchall() == [(12,)]

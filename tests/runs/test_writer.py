@@ -1,0 +1,618 @@
+"""The run record as it is written: what is on disk after faults of every kind."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.recorder.step_record import Roster, StepRecord
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs import writer
+from gradiometer.runs.format import arrow_schema
+from gradiometer.runs.reader import STEPS, TENSORS, RunError, read_run
+from gradiometer.runs.writer import RunRecord
+from support.synthetic_run import STARTED, make_info, make_records, make_roster, write_run
+
+pq = pytest.importorskip("pyarrow.parquet")
+
+# trouble elsewhere
+NAMES = ["a.b/c", "<b>&amp;</b>", 'quo"te\n', "größe.重み.🔥", "", "NaN", "x" * 300]
+
+
+def finding(step=5, last=7, value=math.nan, severity=Severity.ERROR):
+    return Finding("nonfinite", severity, step, last, "grads", "w", value, math.inf, "a message", "advice")
+
+
+def opened(path, roster, first=0, **options):
+    sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
+    sink.start(make_info(roster, first))
+    return sink
+
+
+def same(one, other):
+    """Tell whether two records hold the same, bit by bit."""
+    if one.values is not None and other.values is not None:
+        assert torch.equal(one.values, other.values)
+    assert (one.values is None) == (other.values is None)
+    assert repr(dict(one.scalars)) == repr(dict(other.scalars))  # NaN is NaN
+    assert (one.step, one.time, one.skipped) == (other.step, other.time, other.skipped)
+    return True
+
+
+def all_same(ones, others):
+    return all([same(one, other) for one, other in zip(ones, others, strict=True)])
+
+
+def steps_of(path):
+    return read_run(path).steps["step"].to_pylist()
+
+
+@pytest.mark.parametrize("kinds", [("grads",), ("grads", "weights"), ("grads", "updates")])
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_is_read_is_what_was_written(tmp_path, kinds, every):
+    names = [*NAMES, *(f"w{i}" for i in range(10))]
+    path = write_run(tmp_path, 0, 40, names=names, kinds=kinds, every=every, nonfinite_at=9, segment_steps=17)
+    roster = make_roster(names=names, kinds=kinds)
+    run = read_run(path)
+    assert run.roster == roster
+    assert run.info["every"] == every
+    assert run.info["closed"]
+    assert all_same(run.records(), make_records(roster, 40, every=every, nonfinite_at=9))
+    assert len(list((path / "tensors").iterdir())) == len(list((path / "steps").iterdir())) == 3
+
+
+def test_every_number_survives_and_what_was_not_measured_is_zero(tmp_path):
+    roster = make_roster(6, kinds=("grads", "weights"))
+    extremes = torch.tensor([0.0, -0.0, 5e-324, 1.7e308, math.inf, math.nan], dtype=torch.float64)
+    values = torch.zeros(2, 6, NUM_COLUMNS + 1, dtype=torch.float64)
+    values[..., COLUMN_INDEX["numel"]] = torch.tensor([1.0, 2.0**53, 0.0, 3.0, 0.0, 7.0])
+    for name in ("sumsq", "sum", "abs_max"):
+        values[..., COLUMN_INDEX[name]] = extremes.roll(len(name))
+    values[..., NUM_COLUMNS] = 31
+    records = [
+        StepRecord(
+            2**40, 1.5, {"loss": math.nan, "lr": -math.inf, "tokens/s": 1e300, "": 0.0}, roster, values
+        ),
+        StepRecord(2**40 + 7, 2.5, {}, roster, torch.zeros_like(values)),
+        StepRecord(2**40 + 8, 3.5, {"é": math.inf}, roster, None, skipped=True),
+    ]
+    sink = opened(tmp_path, roster)
+    sink.write(records, [])
+    sink.close()
+    values[:, values[0, :, COLUMN_INDEX["numel"]] == 0] = 0.0
+    run = read_run(tmp_path)
+    for one, other in zip(run.records(), records, strict=True):
+        bits = [None if x is None else x.view(torch.int64).tolist() for x in (one.values, other.values)]
+        assert bits[0] == bits[1]
+        assert repr(one.scalars) == repr(other.scalars)
+        assert (one.step, one.time, one.skipped) == (other.step, other.time, other.skipped)
+    # NaN and null are two things
+    assert repr(run.steps["loss"].to_pylist()) == "[nan, None, None]"
+    assert run.steps["n_measured"].to_pylist() == [4, 0, None]
+    assert run.steps["total_norm"].to_pylist()[1:] == [0.0, None]
+    assert run.tensors().num_rows == 8
+
+
+def test_totals_of_a_step_are_those_of_its_record(tmp_path):
+    run = read_run(write_run(tmp_path, 12, 20, kinds=("grads", "weights"), nonfinite_at=7))
+    for row, record in zip(run.steps.to_pylist(), run.records(), strict=True):
+        norms = [row[name] for name in ("total_norm", "weights_norm", "updates_norm")]
+        assert repr(norms) == repr([record.total(), record.total("norm", "weights"), None])
+        for name in ("finite_norm", "abs_max", "numel", "n_zero", "n_nan", "n_inf"):
+            assert row[name] == record.total(name)
+        assert row["n_flagged"] == (record.flags() != 0).sum()
+    assert run.steps["n_nan"].to_pylist()[7] == 3
+
+
+def test_all_segments_have_the_documented_schema(tmp_path):
+    path = write_run(tmp_path, 3, 10, segment_steps=4, every=5)
+    write_run(tmp_path, 900, 4, first=10, kinds=("grads", "weights"))
+    for table, fields in (("steps", STEPS), ("tensors", TENSORS)):
+        files = sorted((path / table).iterdir())
+        assert len(files) == 4
+        for file in files:
+            assert pq.read_schema(file).equals(arrow_schema(fields))
+
+
+def test_a_segment_is_full_by_steps_or_by_rows_and_grows_until_then(tmp_path):
+    def sizes(name, **options):
+        roster = make_roster(10)
+        sink = opened(tmp_path / name, roster, **options)
+        seen = []
+        for record in make_records(roster, 25):
+            sink.write([record], [])
+            seen.append(len(steps_of(tmp_path / name)))
+        sink.close()
+        counts = [pq.read_metadata(p).num_rows for p in sorted((tmp_path / name / "steps").iterdir())]
+        return seen, counts
+
+    assert sizes("steps", segment_steps=10) == ([0] * 9 + [10] * 10 + [20] * 6, [10, 10, 5])
+    assert sizes("rows", segment_rows=80)[1] == [8, 8, 8, 1]
+    # each step at once, and still three files
+    assert sizes("seconds", segment_steps=10, segment_seconds=0) == (list(range(1, 26)), [10, 10, 5])
+
+
+def test_steps_wait_no_longer_than_the_seconds_that_were_given(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    roster = make_roster(3)
+    sink = opened(tmp_path, roster, segment_seconds=10)
+    seen = []
+    for record in make_records(roster, 8):
+        now[0] += 4
+        sink.write([record], [])
+        seen.append(len(steps_of(tmp_path)))
+    assert seen == [0, 0, 3, 3, 3, 6, 6, 6]
+    now[0] += 4
+    sink.write([], [])  # no steps, but time has passed
+    assert len(steps_of(tmp_path)) == 8
+    sink.close()
+
+
+WRITER = """
+import math, os, sys
+from support.synthetic_run import *
+roster = make_roster(30)
+sink = RunRecord(sys.argv[1], segment_steps=7, segment_seconds=math.inf, fsync=False)
+sink.start(make_info(roster, int(sys.argv[2])))
+print("started", flush=True)
+for record in make_records(roster, 10**6, first=int(sys.argv[2]), batch=7):
+    sink.write([record], [])
+    print(record.step, flush=True)
+"""
+
+
+def start_writer(path, first=0):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(["src", "tests"])}
+    command = [sys.executable, "-c", WRITER, str(path), str(first)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_writer_leaves_whole_segments_and_its_lock_is_taken_over(tmp_path):
+    first = 0
+    for _ in range(2):
+        with start_writer(tmp_path, first) as writer:
+            lines = [writer.stdout.readline() for _ in range(40)]
+            assert lines[0] == "started\n", lines
+            with pytest.raises(
+                RunError, match=f"is being written by process {writer.pid} on .*: end that, or"
+            ):
+                opened(tmp_path, make_roster(30))
+            writer.send_signal(signal.SIGKILL)
+            done = int([*lines, *writer.stdout][-1])
+        run = read_run(tmp_path)
+        steps = run.steps["step"].to_pylist()
+        assert steps == list(range(len(steps)))
+        # at most the segment that was being filled
+        assert done - 7 <= steps[-1] <= done + 1
+        assert all_same(
+            run.records(first), make_records(run.roster, len(steps) - first, first=first, batch=7)
+        )
+        first = len(steps)
+    (tmp_path / ".steps-0001-0000000000.parquet.77.tmp").write_bytes(b"PAR1")
+    sink = opened(tmp_path, run.roster, first)
+    assert not list(tmp_path.glob(".*.tmp"))
+    sink.close()
+    assert [entry["ended"] is None for entry in read_run(tmp_path).info["attempts"]] == [True, True, False]
+
+
+def test_two_writers_in_one_process_are_refused(tmp_path):
+    roster = make_roster(2)
+    sink = opened(tmp_path / "run", roster)
+    with pytest.raises(
+        RunError, match=r"run is being written by this process already: close that Monitor, or"
+    ):
+        opened(tmp_path / "run", roster)
+    with pytest.raises(RunError, match="already"):
+        opened(tmp_path / "x" / ".." / "run", roster)
+    sink.close()
+    sink.close()
+    opened(tmp_path / "run", roster).close()
+    # one that was let go of without a word
+    sink = opened(tmp_path / "run", roster)
+    del sink
+    gc.collect()
+    opened(tmp_path / "run", roster).close()
+
+
+@pytest.fixture
+def small_disk():
+    """Files of at most 6 kB, as a full disk has it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
+
+    yield limit
+    limit(None)
+    signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("saved", [0, 6])
+def test_a_disk_that_fails_costs_nothing_if_it_recovers(tmp_path, small_disk, saved):
+    roster = make_roster(50)
+    records = list(make_records(roster, 35))
+    sink = opened(tmp_path, roster, segment_steps=10)
+    sink.write(records[:saved], [])
+    sink.fault(SimpleNamespace(to_dict=dict))
+    files = sorted(tmp_path.rglob("*"))
+    small_disk(6000)
+    with pytest.raises(OSError, match="File too large"):
+        sink.write(records[saved:12], [finding()])
+    with pytest.raises(OSError, match="File too large"):
+        sink.write(records[12:13], [])
+    sink.write(records[13:30], [])  # a pause: not tried, not raised
+    assert sorted(tmp_path.rglob("*")) == files
+    assert len(steps_of(tmp_path)) == saved
+    small_disk(None)
+    sink.write(records[30:], [])
+    assert len(steps_of(tmp_path)) == saved
+    sink.close()
+    run = read_run(tmp_path)
+    assert all_same(run.records(), records)
+    assert len(run.findings) == 1
+    assert sink.lost == run.info["attempts"][0]["lost"] == 0
+
+
+@pytest.mark.parametrize("saved", [0, 6])
+@pytest.mark.parametrize("total", [42, 100])
+def test_a_disk_that_fails_for_long_loses_the_oldest_and_counts_them(tmp_path, small_disk, saved, total):
+    roster = make_roster(50)
+    records = list(make_records(roster, total))
+    sink = opened(tmp_path, roster, segment_steps=10)
+    sink.write(records[:saved], [])
+    sink.fault(SimpleNamespace(to_dict=dict))
+    small_disk(6000)
+    for record in records[saved:]:
+        try:
+            sink.write([record], [])
+        except OSError as error:
+            assert "too large" in str(error)  # noqa: PT017 most calls pause
+    small_disk(None)
+    sink.close()
+    left = steps_of(tmp_path)
+    assert left == [*range(saved), *range(max(saved, total - 39), total)]
+    assert sink.lost == total - len(left) == read_run(tmp_path).info["attempts"][0]["lost"]
+    # and no step twice
+    assert sum(pq.read_metadata(p).num_rows for p in (tmp_path / "steps").iterdir()) == len(left)
+
+
+def test_what_cannot_be_written_at_the_end_is_counted_and_the_folder_is_free(tmp_path, small_disk):
+    roster = make_roster(50)
+    sink = opened(tmp_path, roster)
+    sink.write(list(make_records(roster, 20)), [])
+    small_disk(6000)
+    with pytest.raises(OSError, match="too large"):
+        sink.close()
+    small_disk(None)
+    assert sink.lost == 20
+    assert read_run(tmp_path).info["attempts"][0]["lost"] == 20
+    opened(tmp_path, roster).close()
+
+
+def test_the_pauses_between_tries_grow(tmp_path, monkeypatch):
+    now, tries = [time.monotonic()], []
+
+    def fail(*_, **__):
+        tries.append(now[0])
+        raise OSError(28, "No space left on device")
+
+    roster = make_roster(3)
+    sink = opened(tmp_path, roster, segment_seconds=0)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("gradiometer.runs.writer.prepare", fail)
+    for record in make_records(roster, 200):
+        try:
+            sink.write([record], [])
+        except OSError:
+            assert now[0] == tries[-1]
+        now[0] += 1
+    gaps = [round(b - a) for a, b in pairwise(tries)]
+    assert gaps == [1, 1, 2, 4, 8, 16, 32, 60, 60]
+    monkeypatch.undo()
+    sink.close()
+    assert len(steps_of(tmp_path)) == 200
+
+
+def test_a_step_that_cannot_be_written_stops_no_other(tmp_path):
+    roster = make_roster(3)
+    records = list(make_records(roster, 5))
+    other = Roster(("b",), ((),), ("float32",))
+    bad = StepRecord(2, 0.0, {}, other, torch.zeros(1, 1, NUM_COLUMNS + 1, dtype=torch.float64))
+    sink = opened(tmp_path, roster)
+    with pytest.raises(ValueError, match="step 2 is of other tensors than the run was started with"):
+        sink.write([*records[:2], bad, *records[3:]], [finding()])
+    sink.close()
+    assert steps_of(tmp_path) == [0, 1, 3, 4]
+    assert (sink.lost, len(read_run(tmp_path).findings)) == (1, 1)
+
+
+def test_a_later_attempt_supersedes_from_its_first_step_on(tmp_path):
+    roster = make_roster(4)
+    write_run(tmp_path, 4, 30, segment_steps=8, findings=[finding(3), finding(20, 29)])
+    begun = opened(tmp_path, roster, 10)
+    # one that wrote nothing supersedes nothing
+    assert len(steps_of(tmp_path)) == 30
+    assert not read_run(tmp_path).info["closed"]
+    begun.close()
+    write_run(tmp_path, 4, 10, first=12, seed=1, findings=[finding(15)])
+    run = read_run(tmp_path)
+    assert run.steps["step"].to_pylist() == list(range(22))
+    assert run.steps["attempt"].to_pylist() == [1] * 12 + [3] * 10
+    assert [found.first_step for found in run.findings] == [3, 15]
+    assert all_same(run.records(12), make_records(roster, 10, first=12, seed=1))
+    assert [entry["first_step"] for entry in run.info["attempts"]] == [0, 10, 12]
+    steps, norms = run.matrix("norm", first=9, last=14)
+    assert steps == list(range(9, 15))
+    assert norms[0].tolist() == run.record(9).value("norm").tolist()
+    assert set(run.tensors(columns=["step", "attempt"]).to_pandas().itertuples(index=False, name=None)) == {
+        (step, 1 if step < 12 else 3) for step in range(22)
+    }
+    # back beyond the one before
+    write_run(tmp_path, 4, 1, first=5)
+    assert steps_of(tmp_path) == list(range(6))
+    # nothing was deleted
+    assert sum(pq.read_metadata(p).num_rows for p in (tmp_path / "steps").iterdir()) == 41
+
+
+def test_going_back_in_one_process_is_another_attempt(tmp_path):
+    roster = make_roster(4)
+    sink = opened(tmp_path, roster)
+    sink.write([*make_records(roster, 20), *make_records(roster, 5, first=8, seed=1)], [])
+    sink.close()
+    run = read_run(tmp_path)
+    assert run.steps["step"].to_pylist() == list(range(13))
+    assert all_same(run.records(8), make_records(roster, 5, first=8, seed=1))
+    assert [(e["attempt"], e["first_step"]) for e in run.info["attempts"]] == [(1, 0), (2, 8)]
+
+
+def failing(monkeypatch, *names, calls=math.inf):
+    """Let the writing of these files fail, of all files without a name, so many times."""
+    real, left = writer.prepare, [calls]
+
+    def prepare(run, path, data, *, sync):
+        if left[0] > 0 and (not names or path.name in names):
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        return real(run, path, data, sync=sync)
+
+    monkeypatch.setattr(writer, "prepare", prepare)
+
+
+def test_going_back_while_the_disk_fails_is_another_attempt_all_the_same(tmp_path, monkeypatch):
+    roster = make_roster(4)
+    sink = opened(tmp_path, roster, segment_steps=10)
+    sink.write(list(make_records(roster, 15)), [])
+    again = list(make_records(roster, 9, first=5, seed=1))
+    with monkeypatch.context() as patch:
+        failing(patch)
+        with pytest.raises(OSError, match="No space left"):
+            sink.write(again[:1], [])
+    sink.write(again[1:], [])
+    sink.close()
+    run = read_run(tmp_path)
+    # the step that came with the failure is kept; those that waited are superseded, and lost
+    assert run.steps["step"].to_pylist() == list(range(14))
+    assert all_same(run.records(5), again)
+    assert [(e["attempt"], e["first_step"]) for e in run.info["attempts"]] == [(1, 0), (2, 5)]
+    assert sink.lost == run.info["attempts"][1]["lost"] == 5
+
+
+def test_run_json_is_written_again_if_it_failed(tmp_path, monkeypatch):
+    write_run(tmp_path, 4, 20)
+    roster = make_roster(4)
+    sink = opened(tmp_path, roster, 9)
+    with monkeypatch.context() as patch:
+        sink.write(list(make_records(roster, 1, first=12)), [])
+        failing(patch, "run.json", calls=1)
+        with pytest.raises(OSError, match="No space left"):
+            sink.fault(SimpleNamespace(to_dict=dict))
+    assert [e["first_step"] for e in read_run(tmp_path).info["attempts"]] == [0, 9]
+    sink.fault(SimpleNamespace(to_dict=dict))  # no step has come since
+    assert [e["first_step"] for e in read_run(tmp_path).info["attempts"]] == [0, 12]
+    sink.close()
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_the_folder_free(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        failing(patch)
+        with pytest.raises(OSError, match="No space left"):
+            opened(tmp_path, make_roster(2))
+    opened(tmp_path, make_roster(2)).close()
+
+
+def test_a_file_where_the_folder_should_be_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunError, match="is in the way of a run's folder: give another run_dir"):
+            opened(path, make_roster(2))
+
+
+def test_half_of_a_surrogate_pair_is_written_by_its_number(tmp_path):
+    roster = make_roster(names=["w\ud800", "b"])
+    found = Finding("dead", Severity.INFO, 1, 1, "grads", "w\ud800", 1.0, 1.0, "w\ud800 is dead", "")
+    for first in (0, 3):
+        sink = opened(tmp_path, roster, first)
+        record = next(make_records(roster, 1, first=first))
+        sink.write([replace(record, scalars={"x\udfff": 1.0})], [found])
+        sink.close()
+    run = read_run(tmp_path)
+    assert run.roster.names == (r"w\ud800", "b")
+    assert run.matrix("norm")[1].isfinite().all()
+    assert [dict(record.scalars) for record in run.records()] == [{r"x\udfff": 1.0}] * 2
+    assert run.findings[0].tensor in run.roster.names
+
+
+def test_a_run_gone_on_with_other_tensors_has_both(tmp_path):
+    write_run(tmp_path, 2, 10)
+    write_run(tmp_path, 0, 5, first=10, names=["new", "blocks.0.bias"], kinds=("grads", "weights"))
+    run = read_run(tmp_path)
+    assert run.roster.names == ("new", "blocks.0.bias", "blocks.0.weight")
+    assert run.roster.kinds == ("grads", "weights")
+    steps, numel = run.matrix("numel")
+    assert steps == list(range(15))
+    assert numel.isnan().tolist() == [[True, False, False]] * 10 + [[False, False, True]] * 5
+    assert [r.measured("weights").tolist() for r in run.records(9, 10)] == [[False] * 3, [True, True, False]]
+    # one that begins anew has its own alone
+    write_run(tmp_path, 3, 5)
+    assert read_run(tmp_path).roster == make_roster(3)
+
+
+def test_a_fault_is_on_disk_with_all_before_it(tmp_path):
+    roster = make_roster(4)
+    sink = opened(tmp_path, roster)
+    sink.write(list(make_records(roster, 9)), [finding(5), finding(5, 9)])
+    report = {"reason": "non-finite loss", "last": [{"loss": math.nan, "norm": -math.inf}], "step": 8}
+    sink.fault(SimpleNamespace(to_dict=lambda: report))
+    run = read_run(tmp_path)  # nothing was closed
+    assert len(run.steps) == 9
+    assert repr(run.blackbox) == repr(report | {"attempt": 1})
+    (found,) = run.findings
+    assert repr(found) == repr(finding(5, 9))
+    for name in ("findings", "blackbox", "run"):
+
+        def refuse(constant):
+            raise AssertionError(constant)
+
+        json.loads((tmp_path / f"{name}.json").read_text(), parse_constant=refuse)
+    sink.close()
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_files_are_synced_before_they_are_put_in_place_if_asked(tmp_path, monkeypatch, fsync):
+    events = []
+    real_sync, real_replace = os.fsync, type(tmp_path).replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append("sync"), real_sync(fd)))
+    monkeypatch.setattr(
+        type(tmp_path),
+        "replace",
+        lambda path, target: (events.append(f"put {target.name[:5]}"), real_replace(path, target)),
+    )
+    roster = make_roster(4)
+    sink = opened(tmp_path, roster, fsync=fsync)
+    events.clear()
+    sink.write(list(make_records(roster, 9)), [])
+    sink.fault(SimpleNamespace(to_dict=dict))
+    puts = ["put tenso", "put steps", "put run.j", "put black"]
+    synced = "sync sync put-tenso sync put-steps sync sync put-run.j sync sync put-black sync"
+    assert events == ([word.replace("-", " ") for word in synced.split()] if fsync else puts)
+    sink.close()
+
+
+def test_nothing_of_it_needs_numpy(tmp_path):
+    code = """
+import sys, warnings
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch says so of itself
+sys.modules["numpy"] = None
+from support.synthetic_run import *
+from gradiometer.runs.reader import read_run
+run = read_run(write_run(sys.argv[1], 5, 20, kinds=("grads", "weights"), segment_steps=8))
+print(len(run.steps), run.matrix("rms")[1].shape, run.tensors().num_rows, len(list(run.records())))
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(["src", "tests"])}
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "20 torch.Size([20, 5]) 200 20\n"
+
+
+def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for use in (lambda: RunRecord(tmp_path), lambda: read_run(tmp_path)):
+        with pytest.raises(ImportError, match=r"A run record needs pyarrow, .*'gradiometer\[monitor\]'"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"segment_steps": 0}, "segment_steps=0.: a whole number, at least 1"),
+        ({"segment_rows": 1.5}, "segment_rows=1.5.: a whole number"),
+        ({"segment_seconds": math.nan}, "segment_seconds=nan.: seconds, not negative"),
+        ({"segment_seconds": -1}, "segment_seconds=-1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(tmp_path, option, said):
+    with pytest.raises(ValueError, match=said):
+        RunRecord(tmp_path, **option)
+
+
+def test_a_folder_with_something_else_in_it_is_not_touched(tmp_path):
+    (tmp_path / "run.json").write_text('{"other": 1}')
+    with pytest.raises(RunError, match="is no gradiometer-run"):
+        opened(tmp_path, make_roster(2))
+    (tmp_path / "run.json").unlink()
+    opened(tmp_path, make_roster(2)).close()
+
+
+def test_ten_thousand_names_are_stored_once(tmp_path):
+    names = [f"model.layers.{i}.self_attention.projection.weight" for i in range(10_000)]
+    path = write_run(tmp_path, 0, 6, names=names)
+    run = read_run(path)
+    assert run.roster.names == tuple(names)
+    (file,) = (path / "tensors").iterdir()
+    column = pq.ParquetFile(file).metadata.row_group(0).column(3)
+    assert column.path_in_schema == "name"
+    assert column.total_uncompressed_size < 2 * sum(map(len, names))  # of 60 thousand rows
+    assert run.tensors(names=names[7:8], columns=["name", "step"])["name"].to_pylist() == names[7:8] * 6
+
+
+def test_times_are_those_of_the_run(tmp_path):
+    info = read_run(write_run(tmp_path, 2, 3)).info
+    assert info["created"] == info["attempts"][0]["started"] == STARTED
+    assert info["attempts"][0]["ended"] > STARTED
+
+
+def test_what_it_costs_is_printed(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    bench = importlib.import_module("run_record")
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(bench.pa, "set_cpu_count", lambda _: None)
+    out = tmp_path / "out.json"
+    sizes = ["--tensors", "4", "--steps", "50", "--trained-steps", "3", "--seconds", "0.2"]
+    monkeypatch.setattr(sys, "argv", ["run_record.py", *sizes, "--json", str(out)])
+    bench.main()
+    result = json.loads(out.read_text())
+    assert result["made_up"]["rows_per_step"] == 4
+    assert result["trained"]["steps"] == 3
+    assert f"{result['made_up']['bytes_per_row']:.1f}" in capsys.readouterr().out
+    assert bench.over(result | {"share": 0.6, "read_s": {"matrix_norm": 1.9}}, 5_000_000) == ["share"]
+    assert bench.over(result | {"share": 0.1, "read_s": {"matrix_norm": 1.9}}, 4_000_000) == ["matrix_norm"]
+
+
+def test_writing_keeps_up_with_a_thousand_tensors(tmp_path):
+    # 50 steps/s take 4 % of a core (kernels_bench/writer.py); this fails if they take more than all of it
+    roster = make_roster(1000)
+    records = list(make_records(roster, 300))
+    sink = opened(tmp_path, roster, segment_steps=150)
+    began = time.thread_time()
+    for record in records:
+        sink.write([record], [])
+    assert time.thread_time() - began < len(records) / 50
+    sink.close()
+    size = sum(file.stat().st_size for file in (tmp_path / "tensors").iterdir())
+    assert size < 40 * 1000 * len(records)
+
+
+def test_a_run_that_hides_an_earlier_one_says_so(tmp_path, caplog):
+    write_run(tmp_path, tensors=2, steps=5)
+    assert caplog.text == ""
+    write_run(tmp_path, tensors=2, steps=3)
+    assert "holds an earlier run, which this one supersedes from step 0 on" in caplog.text
+    assert read_run(tmp_path).steps.num_rows == 3

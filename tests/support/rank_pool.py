@@ -1,0 +1,128 @@
+"""Processes that are the ranks of a small job, on the CPU with Gloo: a function runs on all of them at once.
+
+They are forked from a server that has imported torch once, and stay: a call takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RankFailedError", "RankPool", "torchrun"]
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "gradiometer"]
+)
+
+
+class RankFailedError(AssertionError):
+    """What a rank raised, with its traceback."""
+
+
+class RankPool:
+    """Ranks. ``run(function, *args)`` calls ``function(rank, *args)`` on each and returns the results.
+
+    The function stands at the top of a module that ranks can import.
+    """
+
+    def __init__(self, size: int, *, timeout: float = 60.0) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._pipes, self.processes = [], []
+        for rank in range(size):
+            here, there = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(rank, size, store, timeout, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Any, *args: Any, timeout: float = 300.0) -> list[Any]:
+        """Return what the function returns on each rank; raise what it raised on the first that failed."""
+        outcomes = self.outcomes(function, *args, timeout=timeout)
+        for rank, (failed, value) in enumerate(outcomes):
+            if failed:
+                msg = f"rank {rank} of {self.size}: {value}"
+                raise RankFailedError(msg)
+        return [value for _, value in outcomes]
+
+    def outcomes(self, function: Any, *args: Any, timeout: float = 300.0) -> list[tuple[bool, Any]]:
+        """Return for each rank whether it failed, and its result, or the text of its traceback."""
+        for pipe in self._pipes:
+            # one that has gone is found below
+            with suppress(OSError):
+                pipe.send((function, args))
+        found = []
+        for pipe in self._pipes:
+            try:
+                found.append(pipe.recv() if pipe.poll(timeout) else (True, f"no answer in {timeout:g} s"))
+            except (EOFError, OSError):
+                found.append((True, "the process has gone"))
+        return found
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, store: str, timeout: float, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    # said by torch of itself
+    warnings.filterwarnings("ignore", module="torch")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        except Exception:  # noqa: BLE001 what cannot be imported here
+            pipe.send((True, traceback.format_exc()))
+            continue
+        try:
+            answer = (False, function(rank, *args))
+        except BaseException:  # noqa: BLE001 the next test goes on
+            answer = (True, traceback.format_exc())
+        pipe.send(answer)
+
+
+def torchrun(script: Path, *args: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """Run a script as the two ranks of a job, in its folder; it has to end well."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    # of this process, which may be a rank itself
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TRITON_INTERPRET"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script), *args],
+        cwd=script.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done

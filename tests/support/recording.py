@@ -1,0 +1,38 @@
+"""Steps of a recorder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import gradiometer as gm
+
+if TYPE_CHECKING:
+    from gradiometer.recorder.recorder import Recorder
+
+
+def new_gradients(model: nn.Module, *, scale: float = 1.0) -> None:
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) * scale
+
+
+def packed(stats: gm.TensorStats) -> Tensor:
+    return torch.cat([stats.columns, stats.flags.double().unsqueeze(1)], dim=1)
+
+
+def step_of(recorder: Recorder, model: nn.Module) -> Any:
+    def step(x: Tensor) -> tuple[Tensor, gm.TensorStats]:
+        loss = model(x).square().mean()
+        loss.backward()
+        recorder.record()
+        stats = gm.collect_grads(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(torch.where(recorder.skip_step, 0.0, 0.1 * p.grad))
+                p.grad = None
+        recorder.advance()
+        return loss.detach(), stats
+
+    return step

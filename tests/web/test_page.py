@@ -1,0 +1,400 @@
+"""The report page without a browser: what it holds, that it is closed to the outside, and its size."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("plotly")
+
+from gradiometer.columns.schema import COLUMN_INDEX
+from gradiometer.rules.fault import Fault
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs.reader import Run, RunError, read_run
+from gradiometer.runs.writer import RunRecord
+from gradiometer.web import data, write_page
+from support.synthetic_page import Dense, dense_page, read_cells
+from support.synthetic_run import make_info, make_records, make_roster, write_run
+
+NAMES = (
+    "<b>x</b>",
+    "</script><script>alert(1)</script>",
+    "<!--<script>",
+    "a\u2028b\u2029c",
+    "\"'`&amp;",
+    "é" * 2000,
+)
+
+
+class Scripts(HTMLParser):
+    """The scripts of a page, as a browser would part them: (attributes, text)."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.found, self.tags, self.policy = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.found.append((dict(attrs), ""))
+        if tag == "meta" and dict(attrs).get("http-equiv") == "Content-Security-Policy":
+            self.policy = dict(attrs)["content"]
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][0] == "script":
+            attributes, text = self.found[-1]
+            self.found[-1] = attributes, text + data
+
+    def handle_endtag(self, tag):
+        self.tags.append((f"/{tag}", {}))
+
+
+def held(path):
+    """What the JSON of a page holds."""
+    scripts = Scripts(path.read_text(encoding="utf-8"))
+    return json.loads(next(text for attributes, text in scripts.found if attributes.get("id") == "data"))
+
+
+PAIR = make_roster(2)
+
+
+def record(path, records, first_step=0, fault=None, **info):
+    """Write these records, maybe go on with a run, and read it."""
+    sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
+    sink.start(make_info(PAIR, first_step, **info))
+    for one in records:
+        sink.write([one], [])
+    if fault is not None:
+        sink.fault(fault)
+    sink.close()
+    return read_run(path)
+
+
+def unmeasured(one, i):
+    values = one.values.clone()
+    values[:, i] = 0
+    return replace(one, values=values)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "small", tensors=6, steps=40, nonfinite_at=30)
+
+
+def expected(run, statistic):
+    """The same matrix by way of `Run.matrix`: what is not finite is so in every statistic."""
+    norm, value = run.matrix("norm")[1], run.matrix(statistic)[1]
+    return torch.where(norm.isfinite(), value, norm).T
+
+
+@pytest.mark.parametrize("statistic", ["norm", "abs_max", "zero_fraction"])
+def test_cells_are_the_runs_values_to_the_rounding_that_is_stated(small, statistic):
+    run = read_run(small)
+    page = data.page_of(run)
+    entry = page.values["matrices"]["grads"][statistic]
+    # half a code: the codes are even in the logarithm, or in the share
+    half = (entry["high"] - entry["low"]) / 65531 / 2 * (1 + 1e-9)
+    got, want = read_cells(page, statistic), expected(run, statistic)
+    if entry["linear"]:
+        torch.testing.assert_close(got, want, rtol=0, atol=half, equal_nan=True)
+    else:
+        torch.testing.assert_close(got, want, rtol=10**half - 1 + 1e-12, atol=0, equal_nan=True)
+    assert got[0, 30].isnan()
+    assert got[1, 30].isinf()
+
+
+def test_rms_is_left_to_the_page_while_a_tensor_has_one_size(small):
+    page = data.page_of(read_run(small))
+    assert set(page.matrices) == {"grads-norm", "grads-abs_max", "grads-zero_fraction"}
+    assert page.values["summary"]["grads"]["numel"] == [4096, 64] * 3
+
+
+def test_a_column_of_several_steps_keeps_the_worst(small, monkeypatch):
+    run = read_run(small)
+    monkeypatch.setattr(data, "MOST_COLUMNS", 16)
+    monkeypatch.setattr(data, "_WINDOW", 1)  # and however it is read
+    page = data.page_of(run)
+    assert page.values["binned"] == 3
+    assert page.values["columns"]["first"] == list(range(0, 40, 3))
+    assert page.values["columns"]["last"] == [*range(2, 39, 3), 39]
+    want = expected(run, "norm")
+    for c, (first, last) in enumerate(zip(*page.values["columns"].values(), strict=True)):
+        block, got = want[:, first : last + 1], read_cells(page, "norm")[:, c]
+        for values, cell in zip(block, got, strict=True):
+            worst = math.nan if values.isnan().any() else values.max()
+            torch.testing.assert_close(
+                cell, torch.as_tensor(worst, dtype=torch.float64), rtol=1e-3, atol=0, equal_nan=True
+            )
+
+
+def test_a_last_column_of_fewer_steps_invents_no_zero(tmp_path, monkeypatch):
+    run = record(tmp_path / "run", [unmeasured(r, 1) if r.step >= 39 else r for r in make_records(PAIR, 40)])
+    monkeypatch.setattr(data, "MOST_COLUMNS", 16)
+    page = data.page_of(run)
+    assert page.values["columns"]["last"][-2:] == [38, 39]  # three to a column, and one is left
+    for statistic in page.values["matrices"]["grads"]:
+        cells = read_cells(page, statistic)
+        assert cells[1, -1] == -1, statistic
+        assert (cells[1, :-1] >= 0).all(), statistic
+        assert cells[0, -1] >= 0, statistic
+
+
+def test_what_is_said_of_a_tensor_over_the_run(small):
+    run = read_run(small)
+    summary = data.page_of(run).values["summary"]["grads"]
+    norm = expected(run, "norm")
+    for i in range(6):
+        finite = torch.where(norm[i].isfinite(), norm[i], -1)
+        assert summary["norm"][i] == pytest.approx(float(finite.max()), rel=1e-5)
+        assert summary["at"][i] == int(finite.argmax())
+    assert summary["broken"] == [1, 1, 0, 0, 0, 0]
+    assert summary["flags"][:3] == [{"NaN": 1}, {"Inf": 1}, {}]
+
+
+def test_only_recorded_steps_are_columns_and_all_steps_have_a_loss(tmp_path):
+    page = data.page_of(read_run(write_run(tmp_path / "run", tensors=2, steps=50, every=10)))
+    assert page.values["columns"]["first"] == [0, 10, 20, 30, 40]
+    assert page.values["lines"]["norm"]["x"] == [0, 10, 20, 30, 40]
+    assert page.values["lines"]["loss"]["x"] == list(range(50))
+    assert page.values["range"] == [0, 49]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_of_no_step_or_one_is_a_page(tmp_path, steps):
+    values = held(write_page(write_run(tmp_path / "run", tensors=2, steps=steps)))
+    assert values["range"] == ([0, 0] if steps else None)
+    assert len(values["columns"]["first"]) == steps
+    assert ["Steps", "one, number 0" if steps else "none yet"] in values["facts"]
+
+
+def test_all_kinds_have_their_matrices(tmp_path):
+    run = write_run(tmp_path / "run", tensors=2, steps=5, kinds=("grads", "weights", "updates"))
+    values = held(write_page(run))
+    assert values["kinds"] == ["grads", "weights", "updates"]
+    assert list(values["matrices"]) == list(values["summary"]) == values["kinds"]
+
+
+def test_findings_come_worst_first_with_the_place_of_their_tensor(tmp_path):
+    def finding(severity, step, tensor):
+        return Finding(
+            "dead", severity, step, step, "grads", tensor, math.nan, math.inf, "m" * 9999, "try this"
+        )
+
+    found = [
+        finding(Severity.INFO, 1, "blocks.0.weight"),
+        finding(Severity.ERROR, 7, "blocks.0.bias"),
+        finding(Severity.ERROR, 3, None),
+        finding(Severity.WARNING, 2, "not.in.the.roster"),
+    ]
+    values = held(write_page(write_run(tmp_path / "run", tensors=2, steps=9, findings=found)))
+    assert [(f["severity"], f["first_step"], f["tensor"]) for f in values["findings"]] == [
+        ("error", 3, None),
+        ("error", 7, 1),
+        ("warning", 2, None),
+        ("info", 1, 0),
+    ]
+    assert max(len(f["message"]) for f in values["findings"]) == data.MOST_LETTERS
+
+
+def test_the_head_tells_a_closed_run_from_one_that_was_killed_and_from_a_fault(tmp_path):
+    run = write_run(tmp_path / "run", tensors=2, steps=5, close=False)
+    assert held(write_page(run))["state"]["mood"] == "open"
+    (run / "blackbox.json").write_text(
+        json.dumps(
+            {"reason": "SIGTERM", "step": 4, "message": "", "first_nonfinite": "step 4, <w>.grad, 1 NaN"}
+        )
+    )
+    values = held(write_page(run))
+    assert values["state"] == {"text": "✖ SIGTERM", "mood": "broken"}
+    assert values["fault"] == ["Black box: SIGTERM at step 4", "First non-finite: step 4, <w>.grad, 1 NaN"]
+    assert held(write_page(write_run(tmp_path / "other", steps=5)))["state"]["mood"] == "good"
+
+
+def fault(reason, step):
+    return Fault(reason, "ValueError: boom" if reason == "exception" else "", step, None, (), ())
+
+
+def test_a_run_that_was_resumed_and_closed_after_a_fault_is_closed(tmp_path):
+    path = tmp_path / "run"
+    values = data.page_of(record(path, make_records(PAIR, 5), fault=fault("exception", 5))).values
+    assert values["state"] == {"text": "✖ exception", "mood": "broken"}
+    assert values["fault"] == ["Black box: exception at step 5", "ValueError: boom"]
+    values = data.page_of(record(path, make_records(PAIR, 5, first=5), first_step=5)).values
+    assert values["state"] == {"text": "✓ closed", "mood": "good"}
+    assert values["fault"] == [
+        "Black box of attempt 1: exception at step 5",
+        "ValueError: boom",
+        "Attempt 2 went on.",
+    ]
+    values = data.page_of(record(path, [], first_step=10, fault=fault("SIGTERM", 10))).values
+    assert values["state"] == {"text": "✖ SIGTERM", "mood": "broken"}
+    assert values["fault"][0] == "Black box of attempt 3: SIGTERM at step 10"
+
+
+def test_a_run_that_goes_on_after_a_fault_is_not_closed(tmp_path):
+    path = tmp_path / "run"
+    record(path, make_records(PAIR, 5), fault=fault("exception", 5))
+    write_run(path, tensors=2, steps=5, first=5, close=False)
+    assert data.page_of(read_run(path)).values["state"]["mood"] == "open"
+
+
+@pytest.mark.parametrize(
+    ("losses", "mood"),
+    [
+        ([1.0, math.nan, 2.0], "good"),
+        ([1.0, math.nan, None], "broken"),
+        ([1.0, math.inf, math.inf], "broken"),
+    ],
+)
+def test_a_loss_that_was_finite_again_ends_no_run(tmp_path, losses, mood):
+    records = [
+        replace(one, scalars={} if loss is None else {"loss": loss})
+        for one, loss in zip(make_records(PAIR, 3), losses, strict=True)
+    ]
+    values = data.page_of(record(tmp_path / "run", records, fault=fault("non-finite loss", 1))).values
+    assert values["state"]["mood"] == mood
+    assert values["fault"][0] == "Black box: non-finite loss at step 1"
+    assert (len(values["fault"]) == 2) == (mood == "good")
+
+
+@pytest.mark.parametrize("blackbox", [[1], "x", 3, {}, {"step": [1], "reason": None, "attempt": "x"}])
+def test_an_odd_black_box_is_a_page(small, monkeypatch, blackbox):
+    monkeypatch.setattr(Run, "blackbox", blackbox)
+    state = data.page_of(read_run(small)).values["state"]
+    assert state["mood"] == "good"
+
+
+@pytest.mark.parametrize("created", ["x", None, "NaN", math.nan, 1e300, -1e300, [1]])
+def test_an_odd_date_is_a_page(small, created):
+    run = read_run(small)
+    run.info["created"] = created
+    assert dict(data.page_of(run).values["facts"])["Started"].startswith("unknown")
+
+
+@pytest.fixture
+def half_by_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default", ["float32", "float16"])
+@pytest.mark.parametrize("size", [1e60, 1e45, 1.0, 1e-50])
+def test_lines_hold_what_a_float64_holds(tmp_path, request, default, size):
+    def sized(one):
+        values = one.values.clone()
+        values[..., COLUMN_INDEX["sumsq"]] = 0
+        values[..., 0, COLUMN_INDEX["sumsq"]] = size**2
+        return replace(one, values=values, scalars={"loss": 3 * size})
+
+    first = 2**24 + 1  # no float32, let alone a float16
+    run = record(tmp_path / "run", map(sized, make_records(PAIR, 4, first=first)), first_step=first)
+    if default == "float16":
+        request.getfixturevalue("half_by_default")
+    page = data.page_of(run)
+    steps = list(range(first, first + 4))
+    assert page.values["lines"]["norm"] == {"x": steps, "y": [pytest.approx(size, rel=1e-5)] * 4}
+    assert page.values["lines"]["loss"] == {"x": steps, "y": [pytest.approx(3 * size, rel=1e-5)] * 4}
+    assert page.values["nonfinite"] == []
+    assert page.values["columns"]["first"] == steps
+    assert page.values["range"] == [first, first + 3]
+    assert page.values["summary"]["grads"]["norm"][0] == pytest.approx(size, rel=1e-5)
+    cells = read_cells(page, "norm")[0]
+    torch.testing.assert_close(cells, torch.full_like(cells, size), rtol=1e-3, atol=0)
+
+
+def test_names_are_data_whatever_is_in_them(tmp_path):
+    path = write_page(write_run(tmp_path / "<b>&<script>", names=NAMES, steps=3))
+    scripts = Scripts(path.read_text(encoding="utf-8"))
+    # the data, three matrices, ours, plotly; and no other
+    kinds = [attributes.get("type", "code") for attributes, _ in scripts.found]
+    assert kinds == ["application/json", *["application/octet-stream"] * 3, "code", "code"]
+    assert held(path)["names"] == list(NAMES)
+    assert held(path)["title"] == "<b>&<script>"
+    assert scripts.found[0][1].isascii()
+
+
+def test_nothing_is_loaded_and_no_other_script_may_run(small):
+    scripts = Scripts(write_page(small).read_text(encoding="utf-8"))
+    policy = dict(part.split(" ", 1) for part in scripts.policy.split("; "))
+    assert (
+        policy["default-src"]
+        == policy["connect-src"]
+        == policy["base-uri"]
+        == policy["form-action"]
+        == "'none'"
+    )
+    code = [text for attributes, text in scripts.found if "type" not in attributes]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in code]
+    assert sorted(policy["script-src"].split()) == sorted(f"'sha256-{text}'" for text in hashes)
+    loads = [
+        (tag, a) for tag, a in scripts.tags if "src" in a or not a.get("href", "data:").startswith("data:")
+    ]
+    assert loads == []
+    assert not re.search(r"https?:", "".join(text for text in code if "plotly.js v" not in text[:200]))
+
+
+def test_the_page_is_where_it_is_asked_for_and_whole(small, tmp_path):
+    assert write_page(str(small)) == small / "report.html"
+    assert write_page(read_run(small), tmp_path / "page.html") == tmp_path / "page.html"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_no_run_and_no_plotly_are_one_clear_line(tmp_path, small, monkeypatch):
+    with pytest.raises(RunError, match="no such folder"):
+        write_page(tmp_path / "nothing")
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ImportError, match=r"report page needs plotly.*gradiometer\[monitor\]"):
+        write_page(small)
+
+
+@pytest.mark.parametrize("kinds", [("grads",), ("grads", "weights", "updates")])
+def test_noise_of_1000_tensors_stays_below_25_mb(tmp_path_factory, tmp_path, kinds):
+    # of more steps than there are columns a page has no more cells
+    is_shared = kinds == ("grads",)
+    folder = tmp_path_factory.getbasetemp()
+    page = dense_page(folder) if is_shared else write_page(Dense(tmp_path, 1000, 1600, kinds))
+    assert held(page)["binned"] > 1
+    assert page.stat().st_size < 25e6
+
+
+def test_a_long_line_keeps_its_extremes():
+    values = torch.rand(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values[777], values[54_321], values[99_999] = 50.0, -50.0, math.nan
+    line = data._line(torch.arange(100_000), values, values.isnan())
+    assert len(line["x"]) <= data.MOST_POINTS + 1
+    assert (line["x"][-1], line["y"][-1]) == (99_999, None)
+    assert line["x"] == sorted(line["x"])
+    assert (line["y"][line["x"].index(777)], line["y"][line["x"].index(54_321)]) == (50.0, -50.0)
+
+
+def test_a_line_has_a_gap_where_a_value_is_not_finite_and_none_where_there_was_no_value():
+    values = torch.tensor([1.0, math.nan, 2.0, math.nan, math.inf, 3.0, math.nan], dtype=torch.float64)
+    bad = torch.tensor([False, False, False, True, True, False, True])
+    line = data._line(10 * torch.arange(7), values, bad)
+    assert line == {"x": [0, 20, 30, 50, 60], "y": [1.0, 2.0, None, 3.0, None]}
+    assert data._line(torch.arange(1), torch.tensor([math.nan]), torch.tensor([True])) == {"x": [], "y": []}
+
+
+def test_ranges_are_exact_while_they_are_few_and_cover_all_when_they_are_many():
+    step = torch.arange(0, 20_000, 2)
+    few = torch.zeros(10_000, dtype=torch.bool)
+    few[[0, 1, 2, 500, 9_999]] = True
+    assert data._ranges(step, few) == [[0, 4], [1000, 1000], [19_998, 19_998]]
+    assert data._ranges(step, torch.zeros(10_000, dtype=torch.bool)) == []
+    many = torch.arange(10_000) % 2 == 0
+    found = data._ranges(step, many)
+    assert len(found) <= data.MOST_RANGES
+    assert all(any(a <= s <= b for a, b in found) for s in step[many].tolist())
