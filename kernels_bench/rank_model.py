@@ -1,4 +1,4 @@
-"""Many ranks without many machines: the agreement run for real in one process, and a collective on paper.
+"""Many ranks without many machines: the plan run for real in one process, and a collective on paper.
 
 `simulate` makes what each of up to 16,384 ranks would tell, and goes through `gm.Ranks` as the last of them.
 `nccl_us` is what NCCL expects of an all-reduce; `sent` what a rank sends, whatever the library.
@@ -13,9 +13,9 @@ from collections import Counter
 from math import ceil, log2
 from typing import NamedTuple
 
-from gradiometer.distributed.global_plan import Member, agree
-from gradiometer.distributed.rendezvous import meet
-from gradiometer.distributed.sharding import Holding, Layout, Mesh
+from gradiometer.distributed.global_plan import Member, make_global_plan
+from gradiometer.distributed.rendezvous import exchange
+from gradiometer.distributed.sharding import Mesh, Sharding, ShardSpec
 
 DOUBLE = 8
 SUMS, TOPS = 7, 2
@@ -99,19 +99,19 @@ def job(ranks):
 
 
 def members_of(ranks, tensors):
-    """Return what each rank tells of itself, and the layouts by digest."""
+    """Return what each rank tells of itself, and the shardings by digest."""
     stages, replicas, shards, tensor = job(ranks)
     names = [f"model.layers.{i // 9}.feed_forward.w{i % 9}.weight" for i in range(tensors)]
     # as FSDP2 over tensor parallel: some cut by both, norms by the shards alone
     cuts = (("R", "_S(0, 2)", "S(0)"), ("R", "S(0)", "S(1)"), ("R", "S(0)", "R"))
-    digests, layouts = [], {}
+    digests, shardings = [], {}
     for stage in range(stages):
         own = tuple(names[stage * tensors // stages : (stage + 1) * tensors // stages])
-        holdings = tuple(Holding((4096, 4096), "bfloat16", 0, cuts[i % 3]) for i in range(len(own)))
+        specs = tuple(ShardSpec((4096, 4096), "bfloat16", 0, cuts[i % 3]) for i in range(len(own)))
         mesh = Mesh(("dp_replicate", "dp_shard", "tp"), (replicas, shards, tensor), (0, 0, 0))
-        layout = Layout(own, holdings, (mesh,))
-        digests.append(layout.digest)
-        layouts[layout.digest] = layout
+        sharding = Sharding(own, specs, (mesh,))
+        digests.append(sharding.digest)
+        shardings[sharding.digest] = sharding
     members = [
         Member(digests[stage], ((replica, shard, part),))
         for stage in range(stages)
@@ -119,7 +119,7 @@ def members_of(ranks, tensors):
         for shard in range(shards)
         for part in range(tensor)
     ]
-    return members, layouts
+    return members, shardings
 
 
 class Book:
@@ -155,17 +155,17 @@ def heard(told):
     """Meet as the last of all ranks, the one that puts together what all told; return it, and its bytes."""
     told = [pickle.dumps(value) for value in told]
     book, ranks = Book("meeting", told), range(len(told))
-    _, values = meet(book, "meeting", ranks[-1], ranks, told[-1], 1.0)
+    _, values = exchange(book, "meeting", ranks[-1], ranks, told[-1], 1.0)
     return [pickle.loads(value) for value in values], book.given  # noqa: S301 our own
 
 
 def simulate(ranks, tensors):
     """Agree as the last rank of so many would; return CPU seconds, bytes that each rank gets, peak memory."""
-    members, layouts = members_of(ranks, tensors)
+    members, shardings = members_of(ranks, tensors)
     firsts = {member.digest: place for place, member in reversed([*enumerate(members)])}
     told = [None] * ranks
     for digest, place in firsts.items():
-        told[place] = layouts[digest]
+        told[place] = shardings[digest]
 
     def whole():
         start = time.process_time()
@@ -173,24 +173,28 @@ def simulate(ranks, tensors):
         found = [Member(*member) for member in found]
         layout_values, layout_bytes = heard(told)
         met = time.process_time()
-        agreement = agree(found, {layout.digest: layout for layout in layout_values if layout})
+        plan = make_global_plan(found, {sharding.digest: sharding for sharding in layout_values if sharding})
         agreed = time.process_time()
         # the last rank has most before it to look at
-        agreement.counts(ranks - 1)
-        seconds = {"meet": met - start, "agree": agreed - met, "count": time.process_time() - agreed}
-        return agreement, {"seconds": seconds, "member_bytes": member_bytes, "layout_bytes": layout_bytes}
+        plan.counts(ranks - 1)
+        seconds = {
+            "meet": met - start,
+            "make_global_plan": agreed - met,
+            "count": time.process_time() - agreed,
+        }
+        return plan, {"seconds": seconds, "member_bytes": member_bytes, "layout_bytes": layout_bytes}
 
-    agreement, figures = whole()
+    plan, figures = whole()
     tracemalloc.start()
     whole()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    if len(agreement.names) != tensors:
-        raise RuntimeError(f"{len(agreement.names)} names of {tensors}")
+    if len(plan.names) != tensors:
+        raise RuntimeError(f"{len(plan.names)} names of {tensors}")
     store = ranks * (figures["member_bytes"] + figures["layout_bytes"])
     return {
         "job": job(ranks)._asdict(),
-        "layouts": len(layouts),
+        "shardings": len(shardings),
         "peak_bytes": peak,
         "store_bytes": store,
     } | figures

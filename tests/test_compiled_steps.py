@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
-from gradiometer.distributed.sharding import Layout
+from gradiometer.distributed.sharding import Sharding
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -1012,7 +1012,7 @@ def assert_same(told: Any, expected: Any) -> None:
     for x, y in zip(found, wanted, strict=True):
         if isinstance(y, gm.TensorStats):
             assert (x.names, x.thresholds, x.skip_nonfinite) == (y.names, y.thresholds, y.skip_nonfinite)
-            assert (x.layout, x.origin, x.local) == (y.layout, y.origin, y.local)
+            assert (x.sharding, x.origin, x.local) == (y.sharding, y.origin, y.local)
             for name in ("columns", "flags", "norm"):
                 assert_bits(getattr(x, name), getattr(y, name))
         elif isinstance(y, Tensor):
@@ -1054,7 +1054,7 @@ KINDS = {
     "flags": Tensor,
     "thresholds": gm.Thresholds,
     "skip_nonfinite": bool,
-    "layout": Layout | None,
+    "sharding": Sharding | None,
     "origin": Tensor | None,
     "local": gm.TensorStats | None,
 }

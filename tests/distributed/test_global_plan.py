@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradiometer.distributed import global_plan
-from gradiometer.distributed.global_plan import DisagreementError, Member, agree
-from gradiometer.distributed.sharding import Holding, Layout, Mesh
+from gradiometer.distributed.global_plan import DisagreementError, Member, make_global_plan
+from gradiometer.distributed.sharding import Mesh, Sharding, ShardSpec
 
 AXES = ("pp", "ep", "dp_replicate", "dp_shard", "tp")
 
@@ -40,9 +40,9 @@ class Tensor(NamedTuple):
 
 
 def job(grid, tensors):
-    """Return the places of all ranks in a grid, what each tells of itself, and the layouts."""
+    """Return the places of all ranks in a grid, what each tells of itself, and the shardings."""
     places = [dict(zip(grid, place, strict=True)) for place in product(*[range(n) for n in grid.values()])]
-    layouts, stages, members = {}, {}, []
+    shardings, stages, members = {}, {}, []
     own = [[] for _ in range(grid["pp"])]
     for tensor in tensors:
         for stage in tensor.stages or range(grid["pp"]):
@@ -50,26 +50,26 @@ def job(grid, tensors):
     for place in places:
         # what ranks of one stage have differs in their coordinates alone
         if place["pp"] not in stages:
-            layout = layout_at(place, grid, own[place["pp"]])
-            stages[place["pp"]] = layouts.setdefault(layout.digest, layout)
-        layout = stages[place["pp"]]
-        coordinates = tuple(tuple(place[axis] for axis in mesh.names) for mesh in layout.meshes)
-        members.append(Member(layout.digest, coordinates))
-    return places, members, layouts
+            sharding = layout_at(place, grid, own[place["pp"]])
+            stages[place["pp"]] = shardings.setdefault(sharding.digest, sharding)
+        sharding = stages[place["pp"]]
+        coordinates = tuple(tuple(place[axis] for axis in mesh.names) for mesh in sharding.meshes)
+        members.append(Member(sharding.digest, coordinates))
+    return places, members, shardings
 
 
 def layout_at(place, grid, own):
-    meshes, holdings = {}, []
+    meshes, specs = {}, []
     for tensor in own:
         if tensor.axes is None:
-            holdings.append(Holding((7, 3), "float32"))
+            specs.append(ShardSpec((7, 3), "float32"))
         else:
             cuts = tuple("S(0)" if axis in tensor.cut else "R" for axis in tensor.axes)
-            holdings.append(Holding((7, 3), "float32", meshes.setdefault(tensor.axes, len(meshes)), cuts))
+            specs.append(ShardSpec((7, 3), "float32", meshes.setdefault(tensor.axes, len(meshes)), cuts))
     found = [
         Mesh(axes, tuple(grid[axis] for axis in axes), tuple(place[axis] for axis in axes)) for axes in meshes
     ]
-    return Layout(tuple(tensor.name for tensor in own), tuple(holdings), tuple(found))
+    return Sharding(tuple(tensor.name for tensor in own), tuple(specs), tuple(found))
 
 
 def counters(found, places, tensors):
@@ -100,8 +100,8 @@ def jobs(draw):
 @given(jobs())
 def test_every_part_is_counted_once_and_by_the_first_that_has_it(case):
     grid, tensors = case
-    places, members, layouts = job(grid, tensors)
-    found = agree(members, layouts)
+    places, members, shardings = job(grid, tensors)
+    found = make_global_plan(members, shardings)
     assert found.names == tuple(tensor.name for tensor in tensors)
     who = counters(found, places, tensors)
     for tensor in tensors:
@@ -132,22 +132,22 @@ HSDP = ("dp_replicate", "dp_shard")
     ids=lambda value: value.name if isinstance(value, Tensor) else "",
 )
 def test_who_counts_what(tensor, ranks):
-    places, members, layouts = job(GRID, [tensor])
-    found = agree(members, layouts)
+    places, members, shardings = job(GRID, [tensor])
+    found = make_global_plan(members, shardings)
     assert sorted(rank for each in counters(found, places, [tensor]).values() for rank in each) == ranks
 
 
 def test_experts_of_which_each_rank_has_its_own():
     """By name, beside what all have."""
-    layouts = {}
+    shardings = {}
     members = []
     for rank in range(6):
         # two ranks of each name
         names = ("gate", f"experts.{rank // 2}.w", "head")
-        layout = Layout(names, (Holding((3,), "float32"),) * 3)
-        layouts[layout.digest] = layout
-        members.append(Member(layout.digest, ()))
-    found = agree(members, layouts)
+        sharding = Sharding(names, (ShardSpec((3,), "float32"),) * 3)
+        shardings[sharding.digest] = sharding
+        members.append(Member(sharding.digest, ()))
+    found = make_global_plan(members, shardings)
     assert found.names == ("gate", "experts.0.w", "experts.1.w", "experts.2.w", "head")
     assert [found.counts(rank) for rank in range(6)] == [
         [rank == 0, rank % 2 == 0, rank == 0] for rank in range(6)
@@ -155,14 +155,16 @@ def test_experts_of_which_each_rank_has_its_own():
 
 
 def test_a_rank_outside_of_a_mesh_counts_nothing_of_it():
-    holding = Holding((4,), "float32", 0, ("S(0)",))
-    layouts, members = {}, []
+    spec = ShardSpec((4,), "float32", 0, ("S(0)",))
+    shardings, members = {}, []
     for coordinate in (None, (0,), (1,)):
-        layout = Layout(("w", "b"), (holding, Holding((1,), "float32")), (Mesh(("dp",), (2,), coordinate),))
-        layouts.setdefault(layout.digest, layout)
-        members.append(Member(layout.digest, layout.coordinates))
-    assert len(layouts) == 2
-    found = agree(members, layouts)
+        sharding = Sharding(
+            ("w", "b"), (spec, ShardSpec((1,), "float32")), (Mesh(("dp",), (2,), coordinate),)
+        )
+        shardings.setdefault(sharding.digest, sharding)
+        members.append(Member(sharding.digest, sharding.coordinates))
+    assert len(shardings) == 2
+    found = make_global_plan(members, shardings)
     assert [found.counts(rank) for rank in range(3)] == [[False, True], [True, False], [True, False]]
     assert found.where(0, 0) == "rank 0"
     assert found.where(0, 2) == "rank 2, dp 1 of 2"
@@ -170,8 +172,8 @@ def test_a_rank_outside_of_a_mesh_counts_nothing_of_it():
 
 def test_where_a_rank_stands():
     tensors = [Tensor("w", (*HSDP, "tp"), frozenset({"dp_shard", "tp"})), Tensor("b", stages=frozenset({0}))]
-    _, members, layouts = job(GRID, tensors)
-    found = agree(members, layouts)
+    _, members, shardings = job(GRID, tensors)
+    found = make_global_plan(members, shardings)
     assert found.where(0, 13) == "rank 13, dp_shard 0 of 2, tp 1 of 2"
     assert found.where(1, 3) == "rank 3"
     # it has no such tensor
@@ -239,15 +241,15 @@ def test_orders_that_contradict_one_another_are_ordered_all_the_same():
 # disagreements
 
 MESH = Mesh(("dp_shard",), (2,), (0,))
-BASE = Layout(
-    ("w", "b"), (Holding((4, 3), "float32", 0, ("S(0)",)), Holding((4,), "float32", 0, ("R",))), (MESH,)
+BASE = Sharding(
+    ("w", "b"), (ShardSpec((4, 3), "float32", 0, ("S(0)",)), ShardSpec((4,), "float32", 0, ("R",))), (MESH,)
 )
 
 
 def changed(place=0, mesh=MESH, **change):
-    holdings = list(BASE.holdings)
-    holdings[place] = holdings[place]._replace(**change)
-    return Layout(BASE.names, tuple(holdings), (mesh,))
+    specs = list(BASE.specs)
+    specs[place] = specs[place]._replace(**change)
+    return Sharding(BASE.names, tuple(specs), (mesh,))
 
 
 @pytest.mark.parametrize(
@@ -274,44 +276,44 @@ def changed(place=0, mesh=MESH, **change):
     ],
 )
 def test_the_first_difference_is_named(other, words):
-    layouts = {layout.digest: layout for layout in (BASE, other)}
-    assert len(layouts) == 2
+    shardings = {sharding.digest: sharding for sharding in (BASE, other)}
+    assert len(shardings) == 2
     with pytest.raises(DisagreementError, match=words):
-        agree([Member(digest, ((rank,),)) for rank, digest in enumerate(layouts)], layouts)
+        make_global_plan([Member(digest, ((rank,),)) for rank, digest in enumerate(shardings)], shardings)
 
 
 def test_names_of_other_axes_are_no_difference():
     """What is cut in the same way may be so over meshes of other names and numbers of dimensions."""
-    other = Layout(
+    other = Sharding(
         BASE.names,
-        (Holding((4, 3), "float32", 0, ("R", "S(0)")), Holding((4,), "float32")),
+        (ShardSpec((4, 3), "float32", 0, ("R", "S(0)")), ShardSpec((4,), "float32")),
         (Mesh(("r", "s"), (1, 2), (0, 1)),),
     )
-    found = agree(
-        [Member(layout.digest, layout.coordinates) for layout in (BASE, other)],
-        {layout.digest: layout for layout in (BASE, other)},
+    found = make_global_plan(
+        [Member(sharding.digest, sharding.coordinates) for sharding in (BASE, other)],
+        {sharding.digest: sharding for sharding in (BASE, other)},
     )
     assert [found.counts(0), found.counts(1)] == [[True, True], [True, False]]
 
 
 def test_a_part_that_no_rank_has_is_an_error():
     mesh = Mesh(("dp_shard",), (4,), (0,))
-    layout = changed(mesh=mesh)
-    rest = Layout(("b",), (Holding((4,), "float32"),))
-    members = [Member(layout.digest, ((0,),)), Member(rest.digest, ()), Member(layout.digest, ((3,),))]
+    sharding = changed(mesh=mesh)
+    rest = Sharding(("b",), (ShardSpec((4,), "float32"),))
+    members = [Member(sharding.digest, ((0,),)), Member(rest.digest, ()), Member(sharding.digest, ((3,),))]
     with pytest.raises(DisagreementError, match=r"'w' is cut into 4 parts, and ranks hold 2 of them.*rank 1"):
-        agree(members, {layout.digest: layout, rest.digest: rest})
+        make_global_plan(members, {sharding.digest: sharding, rest.digest: rest})
 
 
 def test_layouts_are_equal_by_value():
-    again = Layout(BASE.names, BASE.holdings, (MESH,))
+    again = Sharding(BASE.names, BASE.specs, (MESH,))
     assert (again, hash(again)) == (BASE, hash(BASE))
-    elsewhere = Layout(BASE.names, BASE.holdings, (MESH._replace(coordinate=(1,)),))
-    # the same layout, at another place
+    elsewhere = Sharding(BASE.names, BASE.specs, (MESH._replace(coordinate=(1,)),))
+    # the same sharding, at another place
     assert elsewhere.digest == BASE.digest
     assert elsewhere != BASE
-    assert Layout.from_plain(json.loads(json.dumps(BASE.to_plain()))) == BASE
-    for other in (changed(shape=(5, 3)), Layout(("w", "c"), BASE.holdings, (MESH,))):
+    assert Sharding.from_plain(json.loads(json.dumps(BASE.to_plain()))) == BASE
+    for other in (changed(shape=(5, 3)), Sharding(("w", "c"), BASE.specs, (MESH,))):
         assert other.digest != BASE.digest
 
 
@@ -344,14 +346,14 @@ def large_job(grid, count, shared):
 def test_sixteen_thousand_ranks_and_ten_thousand_tensors(grid, count, shared):
     """One rank's work, which every rank does by itself."""
     assert math.prod(grid.values()) == 16_384
-    _, members, layouts = large_job(grid, count, shared)
+    _, members, shardings = large_job(grid, count, shared)
     # of this process alone, however many others share the machine
     start = time.process_time()
-    found = agree(members, layouts)
+    found = make_global_plan(members, shardings)
     counted = found.counts(len(members) - 1)
     seconds = time.process_time() - start
     assert len(found.names) == count + shared
-    assert len(counted) == len(layouts[members[-1].digest].names)
+    assert len(counted) == len(shardings[members[-1].digest].names)
     assert seconds < 10
     # a row of each tensor and a line of each rank, no table of the two
     assert (

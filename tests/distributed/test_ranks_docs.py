@@ -16,7 +16,7 @@ from ranks import CALLS
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import gradiometer as gm
-from gradiometer.distributed.global_plan import agree
+from gradiometer.distributed.global_plan import make_global_plan
 from support.pages import ROOT, blocks
 from support.rank_pool import torchrun
 
@@ -155,14 +155,14 @@ def test_fsdp_version_1_is_told_by_shards(two_ranks):
 @pytest.mark.parametrize(("ranks", "tensors"), [(8, 100), (64, 30), (512, 64)])
 def test_of_many_ranks_every_part_is_counted_once(ranks, tensors):
     members, layouts = members_of(ranks, tensors)
-    agreement = agree(members, layouts)
-    assert (len(agreement.members), len(agreement.names)) == (ranks, tensors)
-    counted = dict.fromkeys(agreement.names, 0)
+    plan = make_global_plan(members, layouts)
+    assert (len(plan.members), len(plan.names)) == (ranks, tensors)
+    counted = dict.fromkeys(plan.names, 0)
     for rank, member in enumerate(members):
-        for name, counts in zip(layouts[member.digest].names, agreement.counts(rank), strict=True):
+        for name, counts in zip(layouts[member.digest].names, plan.counts(rank), strict=True):
             counted[name] += counts
     _, _, shards, tensor = job(ranks)
-    for name, holding in zip(agreement.names, agreement.holdings, strict=True):
+    for name, holding in zip(plan.names, plan.specs, strict=True):
         # norms are copied over tensor parallelism
         assert counted[name] == shards * (1 if holding.placements[2] == "R" else tensor), name
 

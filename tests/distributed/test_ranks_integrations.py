@@ -24,7 +24,7 @@ for _package in ("pyarrow", "transformers", "accelerate", "pytorch_lightning"):
     if find_spec(_package) is None:
         pytest.skip(f"no {_package}", allow_module_level=True)
 
-from gradiometer.integrations.session import Watch, has_whole_gradients  # noqa: E402
+from gradiometer.integrations.session import Session, has_whole_gradients  # noqa: E402
 from gradiometer.runs.reader import read_run  # noqa: E402
 
 STEPS = 3
@@ -493,7 +493,7 @@ def watch_dtensors(rank, folder):
     torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     logged = []
     with quiet(logged):
-        session = Watch("it", {"run_dir": folder / "run", "rules": ()})
+        session = Session("it", {"run_dir": folder / "run", "rules": ()})
         session.begin(model, scaler=None, step=5, state=None)
         model(torch.ones(2, 4)).sum().backward()
         session.record(only=[model[0].weight])

@@ -28,13 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 import gradiometer as gm
 from gradiometer import distributed
 from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
-from gradiometer.distributed.global_plan import Member, agree
-from gradiometer.distributed.sharding import Holding, Layout, Mesh
+from gradiometer.distributed.global_plan import Member, make_global_plan
+from gradiometer.distributed.sharding import Mesh, Sharding, ShardSpec
 from gradiometer.monitor import rank_merger, setup
 from gradiometer.monitor.failures import Failures
-from gradiometer.monitor.merge_window import Windows
+from gradiometer.monitor.merge_window import MergeWindow
 from gradiometer.monitor.monitor import Monitor
-from gradiometer.monitor.rank_merger import Merging
+from gradiometer.monitor.rank_merger import RankMerger
 from gradiometer.recorder.step_record import Roster, StepRecord
 from gradiometer.runs.reader import read_run
 from support.rank_pool import RankPool, torchrun
@@ -81,7 +81,7 @@ def job(rank, kind, steps, run_dir):
     model = wrapped(kind, network())
     with Monitor(model, run_dir=run_dir, weights=True, rules=(), ranks=True) as monitor:
         train(model, monitor, rank, dist.get_world_size(), steps)
-    return monitor.failures, monitor.dropped, monitor._delivery.merging.windows, monitor.last.step
+    return monitor.failures, monitor.dropped, monitor._pipeline.merger.windows, monitor.last.step
 
 
 def assert_same(run_dir, other, steps):
@@ -154,7 +154,7 @@ def many(rank, run_dir, steps, pause=0.0, slow=-1, every=1):
             if rank == 1 and step == slow:
                 time.sleep(1.0)
         failures = monitor.failures
-    merged = monitor._delivery.merging
+    merged = monitor._pipeline.merger
     return failures, monitor.dropped, merged.windows, merged.beats
 
 
@@ -415,19 +415,19 @@ class Agreed:
     """Stands for `Ranks`: ``w`` is cut, and ``b`` is on all ranks, where the first counts it."""
 
     def __init__(self, rank, size):
-        holdings = (Holding((size, 2), "float32", 0, ("S(0)",)), Holding((3,), "float32"))
-        layouts = [Layout(("w", "b"), holdings, (Mesh(("dp",), (size,), (r,)),)) for r in range(size)]
-        members = [Member(layout.digest, layout.coordinates) for layout in layouts]
-        self.agreement = agree(members, {layouts[0].digest: layouts[0]})
+        specs = (ShardSpec((size, 2), "float32", 0, ("S(0)",)), ShardSpec((3,), "float32"))
+        shardings = [Sharding(("w", "b"), specs, (Mesh(("dp",), (size,), (r,)),)) for r in range(size)]
+        members = [Member(sharding.digest, sharding.coordinates) for sharding in shardings]
+        self.plan = make_global_plan(members, {shardings[0].digest: shardings[0]})
         self.names, self.rank, self.size, self.timeout = ("w", "b"), rank, size, 5.0
         self.global_ranks = list(range(size))
-        self.counted = torch.tensor(self.agreement.counts(rank)).unsqueeze(1)
+        self.counted = torch.tensor(self.plan.counts(rank)).unsqueeze(1)
 
     def to_rows(self, _, columns):
         return torch.where(self.counted, columns, 0.0)
 
     def where(self, name, rank):
-        return self.agreement.where(self.names.index(name), rank)
+        return self.plan.where(self.names.index(name), rank)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -445,7 +445,7 @@ def test_every_step_is_merged_once_and_in_order_whenever_it_comes(monkeypatch, s
     roster = Roster(("w", "b"), ((size, 2), (3,)), ("float32",) * 2)
     delivered, threads, mergings = [], [], []
     for rank in range(size):
-        one = Merging(Agreed(rank, size), roster, DEFAULT_THRESHOLDS, 10_000, Failures(), None)
+        one = RankMerger(Agreed(rank, size), roster, DEFAULT_THRESHOLDS, 10_000, Failures(), None)
         run = one._run
 
         def as_rank(rank=rank, run=run):
@@ -538,7 +538,7 @@ def test_scalars_of_ranks(given, expected):
     windows, parts = [], []
     for rank, value in enumerate(given):
         roster = Roster(("w", "b"), ((3, 2), (3,)), ("float32",) * 2)
-        windows.append(Windows(Agreed(rank, 3), roster, DEFAULT_THRESHOLDS))
+        windows.append(MergeWindow(Agreed(rank, 3), roster, DEFAULT_THRESHOLDS))
         windows[-1].place(["loss"])
         scalars = {} if value is None else {"loss": value}
         parts.append(windows[-1].pack([StepRecord(4, 0.0, scalars, roster, None)], [False]))
@@ -612,9 +612,9 @@ def breaks(rank, run_dir):
             monitor.advance(loss=1.0)
             time.sleep(0.02)
             if rank == 1 and step == 10:
-                monitor._delivery.merging._windows.pack = fails
+                monitor._pipeline.merger._windows.pack = fails
         began = time.monotonic()
-    return monitor.failures, monitor._delivery.merging.news, time.monotonic() - began
+    return monitor.failures, monitor._pipeline.merger.news, time.monotonic() - began
 
 
 def test_a_rank_whose_merging_fails_holds_nobody_up(two_ranks, tmp_path):
@@ -674,7 +674,7 @@ def apart(rank, run_dir):
             model.weight.grad = torch.full((1, 2), float(step + rank))
             monitor.record()
             monitor.advance(loss=float(rank))
-    return monitor.last.step, monitor._delivery.merging
+    return monitor.last.step, monitor._pipeline.merger
 
 
 def test_ranks_apart_have_a_folder_each(two_ranks, tmp_path):
@@ -724,7 +724,7 @@ def forgets(rank, run_dir):
     model, give = sharded(rank, dist.get_world_size())
     give("weight", 1.0)
     monitor = Monitor(model, run_dir=run_dir, rules=())
-    merged, delivery = monitor._delivery.merging, monitor._delivery
+    merged, pipeline = monitor._pipeline.merger, monitor._pipeline
     for _ in range(10):
         monitor.record()
         monitor.advance(loss=1.0)
@@ -744,11 +744,11 @@ def forgets(rank, run_dir):
         del monitor, circle
         began = time.monotonic()
         has_gone.set()
-        while not delivery._is_ended and time.monotonic() - began < 30:
+        while not pipeline._is_ended and time.monotonic() - began < 30:
             time.sleep(0.01)
     finally:
         gc.enable()
-    return delivery._is_ended, merged._failures.counts
+    return pipeline._is_ended, merged._failures.counts
 
 
 def test_a_forgotten_monitor_that_is_collected_on_its_own_thread_ends_in_order(two_ranks, tmp_path):
@@ -811,7 +811,7 @@ def out_of_step(rank, run_dir):
             monitor.record()
             monitor.advance(loss=1.0)
         monitor.flush(10)
-    return monitor.failures, monitor._delivery.merging.news
+    return monitor.failures, monitor._pipeline.merger.news
 
 
 def test_ranks_out_of_step_are_told_apart(two_ranks, tmp_path):

@@ -12,7 +12,7 @@ import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns.ring_layout import Cursor
 from gradiometer.monitor.failures import Failures
-from gradiometer.monitor.parameter_check import RollCall
+from gradiometer.monitor.parameter_check import ParameterCheck
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.updates import Updates
 from support.rank_models import KINDS, Collectives, backward, mesh_of, sharded, whole
@@ -298,7 +298,7 @@ def calls(_rank, size):
     model = sharded(whole(DOUBLE), mesh_of((size,), ("dp_shard",)))
     model.set_reshard_after_forward(False)
     failures = Failures()
-    call = RollCall(model, Recorder(model), failures)
+    call = ParameterCheck(model, Recorder(model), failures)
     output = model(torch.zeros(2, 3, dtype=torch.long))
     assert not any(hasattr(p, "to_local") for p in model.parameters())
     call()

@@ -801,7 +801,7 @@ def test_of_a_dtensor_the_local_shard_is_measured(fake_mesh: Any) -> None:
     weight = nn.Parameter(DTensor.from_local(torch.tensor([3.0, 4.0]), fake_mesh, [Shard(0)]))
     stats = gm.collect_weights({"w": weight})
     assert stats.norm.tolist() == [5.0]
-    assert stats.layout.holdings[0].shape == (4,)
+    assert stats.sharding.specs[0].shape == (4,)
     assert "this rank's shard" in repr(stats)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradiometer.integrations.session import Watch, scaler_of, while_running
+from gradiometer.integrations.session import Session, scaler_of, while_running
 from support.watching import Sink
 
 
@@ -26,38 +26,38 @@ class NoReads(TorchDispatchMode):
 
 def watching(model, **options):
     sink = Sink()
-    watch = Watch("it", {"rules": (), "sinks": [sink]} | options)
-    watch.begin(model, scaler=None, step=0, state=None)
-    return watch, sink
+    session = Session("it", {"rules": (), "sinks": [sink]} | options)
+    session.begin(model, scaler=None, step=0, state=None)
+    return session, sink
 
 
 def test_scalars_stay_where_they_are_and_are_those_of_their_moment():
     model = nn.Linear(2, 1)
-    watch, sink = watching(model)
+    session, sink = watching(model)
     model(torch.ones(1, 2)).sum().backward()
     lr, losses = torch.tensor(0.5), [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0)]
     with NoReads():
         for loss in losses:
-            watch.add_loss(loss)
-        watch.note(lr=lr, other=3, nothing=None)
+            session.add_loss(loss)
+        session.note(lr=lr, other=3, nothing=None)
         # by a scheduler, say
         lr.mul_(0.0)
     with pytest.raises(AssertionError), NoReads():
         lr.item()
-    watch.record()
-    watch.advance()
-    watch.end()
+    session.record()
+    session.advance()
+    session.end()
     assert dict(sink.records[0].scalars) == {"loss": 3.0, "lr": 0.5, "other": 3.0}
 
 
 def test_a_step_without_gradients_measured_is_none():
     model = nn.Linear(2, 1)
-    watch, sink = watching(model)
-    watch.advance()
-    watch.record()
-    watch.advance()
-    watch.advance()
-    watch.end()
+    session, sink = watching(model)
+    session.advance()
+    session.record()
+    session.advance()
+    session.advance()
+    session.end()
     assert sink.steps == [0]
 
 
@@ -65,31 +65,31 @@ def test_of_some_parameters_the_others_keep_what_was_measured_and_thresholds_hol
     from gradiometer.columns.schema import Flag, Thresholds
 
     model = nn.Linear(2, 1)
-    watch, sink = watching(model, thresholds=Thresholds(exploding=0.5))
+    session, sink = watching(model, thresholds=Thresholds(exploding=0.5))
     model(torch.ones(1, 2)).sum().backward()
-    watch.record(only=[model.weight])
+    session.record(only=[model.weight])
     model.weight.grad.mul_(10)
-    watch.record(only=[model.bias, nn.Parameter(torch.ones(1))])
-    watch.advance()
-    watch.end()
+    session.record(only=[model.bias, nn.Parameter(torch.ones(1))])
+    session.advance()
+    session.end()
     (record,) = sink.records
     assert record.value("norm").tolist() == [math.sqrt(2), 1.0]
     assert record.flags().tolist() == [Flag.EXPLODING] * 2
 
 
 def test_what_the_model_cannot_offer_ends_the_watching_alone(caplog):
-    watch, sink = watching(nn.Linear(2, 1, device="meta"))
+    session, sink = watching(nn.Linear(2, 1, device="meta"))
     assert "'weight' is on the meta device" in caplog.text
     assert "training goes on unwatched" in caplog.text
-    assert not watch.running
-    assert watch.state_dict() == {}
+    assert not session.running
+    assert session.state_dict() == {}
     assert sink.info is None
 
 
 def test_a_hook_that_fails_is_the_last(caplog):
     class Callback:
         def __init__(self):
-            self._watch, self.sink = watching(nn.Linear(2, 1))
+            self._session, self.sink = watching(nn.Linear(2, 1))
             self.calls = 0
 
         @while_running
@@ -110,7 +110,7 @@ def test_a_hook_that_fails_is_the_last(caplog):
 
 def test_options_are_those_of_a_monitor():
     with pytest.raises(TypeError, match="capcity"):
-        Watch("it", {"capcity": 3})
+        Session("it", {"capcity": 3})
     with pytest.raises(ValueError, match="capacity"):
         watching(nn.Linear(2, 1), capacity=0)
 

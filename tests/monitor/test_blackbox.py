@@ -24,7 +24,13 @@ from gradiometer.monitor.monitor import Monitor
 from gradiometer.recorder.step_record import Roster, StepRecord
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.rules.first_nonfinite import Culprit, amount, culprit_text, first_nonfinite, nonfinite
+from gradiometer.rules.first_nonfinite import (
+    FirstNonfinite,
+    amount,
+    first_nonfinite,
+    first_nonfinite_text,
+    nonfinite,
+)
 
 ROSTER = Roster(
     ("emb.w", "blocks.3.mlp.w1", "head.w"),
@@ -80,24 +86,26 @@ def made():
     return model, sink, Monitor(model, rules=(), sinks=[sink])
 
 
-# the first culprit
+# the first non-finite tensor
 
 
 def test_it_is_named_with_its_counts():
     found = record(1207, [("grads", 1, "n_nan", 12)])
-    assert first_nonfinite(found) == Culprit("grads", "blocks.3.mlp.w1", 12, 0, 2048 * 2048)
-    assert culprit_text(found) == "step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M"
+    assert first_nonfinite(found) == FirstNonfinite("grads", "blocks.3.mlp.w1", 12, 0, 2048 * 2048)
+    assert first_nonfinite_text(found) == "step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M"
 
 
 def test_of_gradients_the_last_and_of_weights_the_first_is_where_it_began():
     backwards = record(
         3, [("grads", 0, "n_nan", 40), ("grads", 1, "n_neginf", 1), ("grads", 1, "n_posinf", 2)]
     )
-    assert culprit_text(backwards) == "step 3, blocks.3.mlp.w1.grad, 3 Inf of 4.2 M (and 1 of 2 others)"
+    assert (
+        first_nonfinite_text(backwards) == "step 3, blocks.3.mlp.w1.grad, 3 Inf of 4.2 M (and 1 of 2 others)"
+    )
     assert nonfinite(backwards).tolist() == [40, 3, 0]
     bad = [(kind, place, "n_nan", 2) for kind in ROSTER.kinds for place in range(3)]
-    assert culprit_text(record(3, bad)) == "step 3, emb.w, 2 NaN of 40 (and all 2 others)"
-    assert culprit_text(record(3, [*bad[:3], ("grads", 2, "n_posinf", 1)])) == (
+    assert first_nonfinite_text(record(3, bad)) == "step 3, emb.w, 2 NaN of 40 (and all 2 others)"
+    assert first_nonfinite_text(record(3, [*bad[:3], ("grads", 2, "n_posinf", 1)])) == (
         "step 3, head.w.grad, 2 NaN and 1 Inf of 3 (and all 2 others)"
     )
 
@@ -112,11 +120,11 @@ def test_it_is_where_a_nan_arises_in_a_real_backward():
     with Monitor(model, rules=(), sinks=[seen.append]) as monitor:
         monitor.record()
         monitor.advance()
-    assert culprit_text(seen[0]) == "step 0, 2.bias.grad, 4 NaN of 4 (and 5 of 9 others)"
+    assert first_nonfinite_text(seen[0]) == "step 0, 2.bias.grad, 4 NaN of 4 (and 5 of 9 others)"
 
 
 def test_where_all_is_finite_or_nothing_is_known_there_is_none():
-    assert culprit_text(record(0)) is None
+    assert first_nonfinite_text(record(0)) is None
     assert first_nonfinite(record(0, values=False)) is None
 
 
@@ -287,7 +295,7 @@ def handler():
     before = signal.getsignal(signal.SIGTERM)
     yield before
     signal.signal(signal.SIGTERM, before)
-    sigterm._watched.clear()
+    sigterm._subscribers.clear()
 
 
 def terminate():

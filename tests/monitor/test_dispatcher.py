@@ -12,7 +12,7 @@ import torch
 
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.monitor.blackbox import BlackBox
-from gradiometer.monitor.dispatcher import Worker
+from gradiometer.monitor.dispatcher import Dispatcher
 from gradiometer.monitor.failures import Failures
 from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
 from gradiometer.rules.finding import Finding, Severity
@@ -100,27 +100,27 @@ class Broken(Odd):
 
 
 def make(*sinks, rules=(), limit=100):
-    worker = Worker(rules, sinks, limit, BlackBox(), Failures())
-    worker.start(INFO)
-    return worker
+    dispatcher = Dispatcher(rules, sinks, limit, BlackBox(), Failures())
+    dispatcher.start(INFO)
+    return dispatcher
 
 
 def test_steps_pass_rules_and_sinks_in_order_on_a_thread_of_its_own():
     log, rule = Log(), Odd()
-    worker = make(log, rules=[rule])
+    dispatcher = make(log, rules=[rule])
     for step in range(0, 30, 3):
-        worker.put([record(step), record(step + 1), record(step + 2)])
-    assert worker.wait(60)
+        dispatcher.put([record(step), record(step + 1), record(step + 2)])
+    assert dispatcher.wait(60)
     assert log.steps == rule.seen == list(range(30))
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
     assert log.calls[0] == "start"
     assert log.calls[-1] == "close"
     assert log.calls.count("close") == 1
     assert log.thread == "gradiometer sink Log"
-    (finding,) = worker.ledger.findings
+    (finding,) = dispatcher.ledger.findings
     assert (finding.first_step, finding.last_step, finding.count) == (1, 29, 15)
     assert log.findings[-1] == finding
-    assert worker._failures.counts == {}
+    assert dispatcher._failures.counts == {}
 
 
 class Record(Log):
@@ -134,41 +134,41 @@ def until(condition, seconds=60):
         time.sleep(0.001)
 
 
-def put_each(worker, good, steps):
+def put_each(dispatcher, good, steps):
     """Hand over one step after the other, each when a sink that is not held up has the one before."""
     for step in steps:
-        worker.put([record(step)])
+        dispatcher.put([record(step)])
         until(lambda: good.steps[-1:] == [step])  # noqa: B023 called at once
 
 
 def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog):
     slow, good = Log(), Record()
     slow.go.clear()
-    worker = make(slow, good, limit=10)
-    put_each(worker, good, [0])
+    dispatcher = make(slow, good, limit=10)
+    put_each(dispatcher, good, [0])
     assert slow.entered.wait(60)
-    put_each(worker, good, range(1, 40))
+    put_each(dispatcher, good, range(1, 40))
     assert good.steps == list(range(40))
-    assert worker.dropped == 29
-    assert worker._failures.counts == {"queue of sink Log": 29}
+    assert dispatcher.dropped == 29
+    assert dispatcher._failures.counts == {"queue of sink Log": 29}
     assert caplog.text.count("sink Log can't keep up, the oldest of 10 steps go") == 1
-    assert not worker.wait(0.01)
+    assert not dispatcher.wait(0.01)
     slow.go.set()
-    assert worker.wait(60)
+    assert dispatcher.wait(60)
     assert slow.steps == [0, *range(30, 40)]
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
 
 
 def test_of_a_slow_sink_all_that_waits_is_written_at_the_end():
     slow, good = Log(), Record()
     slow.go.clear()
-    worker = make(slow, good, limit=4)
-    put_each(worker, good, range(40))
+    dispatcher = make(slow, good, limit=4)
+    put_each(dispatcher, good, range(40))
     threading.Timer(0.1, slow.go.set).start()
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
     assert good.steps == list(range(40))
     assert slow.steps[-4:] == [36, 37, 38, 39]
-    assert len(slow.steps) + worker.dropped == 40
+    assert len(slow.steps) + dispatcher.dropped == 40
     assert slow.calls[-1] == good.calls[-1] == "close"
 
 
@@ -182,34 +182,34 @@ def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog):
             return super().check(record)
 
     rule = Slow()
-    worker = make(rules=[rule], limit=10)
-    worker.put([record(0)])
+    dispatcher = make(rules=[rule], limit=10)
+    dispatcher.put([record(0)])
     assert entered.wait(60)
     for step in range(1, 40):
-        worker.put([record(step)])
-    assert worker.dropped == 29
-    assert not worker.wait(0.01)
+        dispatcher.put([record(step)])
+    assert dispatcher.dropped == 29
+    assert not dispatcher.wait(0.01)
     go.set()
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
     assert rule.seen == [0, *range(30, 40)]
     assert "the rules can't keep up, the oldest of 10 steps go" in caplog.text
-    assert worker._failures.counts == {"queue of the rules": 29}
+    assert dispatcher._failures.counts == {"queue of the rules": 29}
 
 
 def test_what_waits_for_a_sink_is_not_taken_for_written_when_later_steps_push_others_out():
     slow, good = Log(), Record()
     slow.go.clear()
-    worker = make(slow, good, limit=2)
-    put_each(worker, good, [0])
+    dispatcher = make(slow, good, limit=2)
+    put_each(dispatcher, good, [0])
     assert slow.entered.wait(60)
     answers = []
-    waiting = threading.Thread(target=lambda: answers.append(worker.wait(0.3)))
+    waiting = threading.Thread(target=lambda: answers.append(dispatcher.wait(0.3)))
     waiting.start()
-    put_each(worker, good, range(1, 10))
+    put_each(dispatcher, good, range(1, 10))
     waiting.join(60)
     assert answers == [False]
     slow.go.set()
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
 
 
 @pytest.mark.parametrize("where", ["start", "write", "fault", "close"])
@@ -224,31 +224,31 @@ def test_a_sink_that_hangs_for_ever_costs_the_others_nothing(where):
                 forever.wait(600)
 
     hangs, good = Hangs(), Record()
-    worker = make(hangs, good, limit=4)
-    put_each(worker, good, range(40))
-    worker.put_fault(lambda: worker._box.fault("exception", "", 40, ()))
+    dispatcher = make(hangs, good, limit=4)
+    put_each(dispatcher, good, range(40))
+    dispatcher.put_fault(lambda: dispatcher._box.fault("exception", "", 40, ()))
     began = time.perf_counter()
-    assert not worker.stop(0.5)
+    assert not dispatcher.stop(0.5)
     # far from the time that it hangs
     assert time.perf_counter() - began < 60
     assert entered.is_set()
     until(lambda: good.calls[-1] == "close")
     assert good.steps == list(range(40))
     assert [fault.message for fault in good.faults] == [""]
-    assert worker.is_running
+    assert dispatcher.is_running
     forever.set()
-    assert worker.stop(60)
-    assert not worker.is_running
+    assert dispatcher.stop(60)
+    assert not dispatcher.is_running
     assert hangs.calls[-1] == "close"
 
 
 def test_an_interrupted_stop_can_be_called_again(monkeypatch):
     slow, good = Log(), Record()
     slow.go.clear()
-    worker = make(slow, good)
-    worker.put([record(0)])
+    dispatcher = make(slow, good)
+    dispatcher.put([record(0)])
     assert slow.entered.wait(60)
-    ended = worker._lanes[0]._ended
+    ended = dispatcher._sink_threads[0]._ended
 
     def interrupted(_=None):
         raise KeyboardInterrupt
@@ -256,28 +256,28 @@ def test_an_interrupted_stop_can_be_called_again(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ended, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            worker.stop(60)
-    assert not worker.stop(0.01)
+            dispatcher.stop(60)
+    assert not dispatcher.stop(0.01)
     slow.go.set()
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
     assert slow.calls == good.calls == ["start", "write", "close"]
 
 
 def test_findings_and_faults_outlive_the_steps_that_are_dropped():
     slow, good = Log(), Record()
     slow.go.clear()
-    worker = make(slow, good, rules=[Odd(), Others()], limit=2)
-    put_each(worker, good, [0])
+    dispatcher = make(slow, good, rules=[Odd(), Others()], limit=2)
+    put_each(dispatcher, good, [0])
     assert slow.entered.wait(60)
-    put_each(worker, good, range(1, 10))
-    worker.put_fault(lambda: worker._box.fault("exception", "first", 10, ()))
+    put_each(dispatcher, good, range(1, 10))
+    dispatcher.put_fault(lambda: dispatcher._box.fault("exception", "first", 10, ()))
     until(lambda: good.faults)
-    put_each(worker, good, range(10, 20))
+    put_each(dispatcher, good, range(10, 20))
     slow.go.set()
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
     assert slow.steps == [0, 18, 19]
     # as they were last, each once
-    assert sorted(slow.findings, key=str) == sorted(worker.ledger.findings, key=str)
+    assert sorted(slow.findings, key=str) == sorted(dispatcher.ledger.findings, key=str)
     assert len(slow.findings) == 1 + 20
     assert slow.calls == ["start", "write", "fault", "write", "close"]
     assert [fault.message for fault in slow.faults] == ["first"]
@@ -285,10 +285,10 @@ def test_findings_and_faults_outlive_the_steps_that_are_dropped():
 
 def test_more_at_once_than_may_wait():
     log = Log()
-    worker = make(log, limit=4)
-    worker.put([record(step) for step in range(100)])
-    assert worker.stop(60)
-    assert worker.dropped + len(log.steps) == 100
+    dispatcher = make(log, limit=4)
+    dispatcher.put([record(step) for step in range(100)])
+    assert dispatcher.stop(60)
+    assert dispatcher.dropped + len(log.steps) == 100
     assert log.steps[-4:] == [96, 97, 98, 99]
 
 
@@ -297,46 +297,46 @@ def test_more_at_once_than_may_wait():
 )
 def test_a_failing_sink_is_said_once_and_counted_and_the_others_go_on(caplog, error):
     bad, good = Log(fails={"write", "fault", "close"}, error=error), Log()
-    worker = make(bad, good)
+    dispatcher = make(bad, good)
     for step in range(5):
-        worker.put([record(step)])
-        assert worker.wait(60)
-    worker.put_fault(lambda: worker._box.fault("exception", "", 5, ()))
-    assert worker.stop(60)
+        dispatcher.put([record(step)])
+        assert dispatcher.wait(60)
+    dispatcher.put_fault(lambda: dispatcher._box.fault("exception", "", 5, ()))
+    assert dispatcher.stop(60)
     assert good.steps == [0, 1, 2, 3, 4]
     assert len(good.faults) == 1
     assert bad.calls == ["start", *["write"] * 5, "fault", "close"]
-    assert worker._failures.counts == {"sink Log": 7}
+    assert dispatcher._failures.counts == {"sink Log": 7}
     assert [r.levelno for r in caplog.records if "sink Log" in r.message] == [logging.WARNING]
 
 
 def test_a_sink_that_cannot_start_is_left_out():
     bad, good = Log(fails={"start"}), Log()
-    worker = make(good, bad)
-    worker.put([record(0)])
-    assert worker.stop(60)
+    dispatcher = make(good, bad)
+    dispatcher.put([record(0)])
+    assert dispatcher.stop(60)
     # of two of one name the second has a number
-    assert worker._failures.counts == {"sink Log 2": 1}
+    assert dispatcher._failures.counts == {"sink Log 2": 1}
     assert bad.calls == ["start"]
     assert good.steps == [0]
 
 
 def test_a_failing_rule_is_counted_and_the_others_go_on():
     rule, log = Odd(), Log()
-    worker = make(log, rules=[Broken(), rule])
-    worker.put([record(step) for step in range(6)])
-    assert worker.stop(60)
-    assert worker._failures.counts == {"rule broken": 6}
+    dispatcher = make(log, rules=[Broken(), rule])
+    dispatcher.put([record(step) for step in range(6)])
+    assert dispatcher.stop(60)
+    assert dispatcher._failures.counts == {"rule broken": 6}
     assert rule.seen == log.steps == list(range(6))
 
 
 def test_the_first_loss_that_is_not_finite_is_told_once_after_its_step_was_written():
     log = Log()
-    worker = make(log)
-    worker.put([record(0), record(1), record(2, math.nan, n_nan=1), record(3)])
-    assert worker.wait(60)
-    worker.put([record(4, math.inf)])
-    assert worker.stop(60)
+    dispatcher = make(log)
+    dispatcher.put([record(0), record(1), record(2, math.nan, n_nan=1), record(3)])
+    assert dispatcher.wait(60)
+    dispatcher.put([record(4, math.inf)])
+    assert dispatcher.stop(60)
     assert log.calls == ["start", "write", "fault", "write", "close"]
     (fault,) = log.faults
     assert (fault.reason, fault.message, fault.step) == ("non-finite loss", "loss nan", 2)
@@ -348,12 +348,12 @@ def test_the_first_loss_that_is_not_finite_is_told_once_after_its_step_was_writt
 def test_a_fault_comes_after_all_steps_before_it():
     log = Log()
     log.go.clear()
-    worker = make(log, limit=1000)
-    worker.put([record(step) for step in range(300)])
+    dispatcher = make(log, limit=1000)
+    dispatcher.put([record(step) for step in range(300)])
     assert log.entered.wait(60)
-    worker.put_fault(lambda: worker._box.fault("exception", "x", 300, ()))
+    dispatcher.put_fault(lambda: dispatcher._box.fault("exception", "x", 300, ()))
     log.go.set()
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
     assert log.calls[-2:] == ["fault", "close"]
     assert log.faults[0].last[-1].step == 299
 
@@ -361,12 +361,12 @@ def test_a_fault_comes_after_all_steps_before_it():
 def test_a_sink_that_never_returns_is_left_behind():
     log = Log()
     log.go.clear()
-    worker = make(log)
-    worker.put([record(0)])
-    assert not worker.stop(0.05)
-    assert worker.is_running
+    dispatcher = make(log)
+    dispatcher.put([record(0)])
+    assert not dispatcher.stop(0.05)
+    assert dispatcher.is_running
     log.go.set()
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
 
 
 def test_a_sink_may_ask_to_wait_without_waiting_for_itself():
@@ -375,25 +375,25 @@ def test_a_sink_may_ask_to_wait_without_waiting_for_itself():
     class Asking(Log):
         def write(self, records, findings):
             super().write(records, findings)
-            answers.append(worker.wait())
+            answers.append(dispatcher.wait())
 
-    worker = make(Asking())
-    worker.put([record(0)])
-    assert worker.stop(60)
+    dispatcher = make(Asking())
+    dispatcher.put([record(0)])
+    assert dispatcher.stop(60)
     assert answers == [False]
 
 
 def test_what_rules_remember_and_found_goes_on_in_another():
-    worker = make(rules=[Odd(), Odd()])
-    worker.put([record(step) for step in range(4)])
-    assert worker.wait(60)
-    state = worker.state_dict()
-    worker.stop(60)
+    dispatcher = make(rules=[Odd(), Odd()])
+    dispatcher.put([record(step) for step in range(4)])
+    assert dispatcher.wait(60)
+    state = dispatcher.state_dict()
+    dispatcher.stop(60)
     rules = [Odd(), Broken(), Odd()]
-    again = Worker(rules, (), 10, BlackBox(), Failures())
+    again = Dispatcher(rules, (), 10, BlackBox(), Failures())
     again.load_state_dict(state)
     assert [rule.seen for rule in rules] == [[0, 1, 2, 3], [], [0, 1, 2, 3]]
-    assert again.ledger.findings == worker.ledger.findings
+    assert again.ledger.findings == dispatcher.ledger.findings
     # and a new sighting prolongs what was found
     again.start(INFO)
     again.put([record(5)])
@@ -422,12 +422,12 @@ def test_a_step_that_hangs_does_not_hold_up_what_a_sink_writes_by_the_clock(monk
         def tick(self):
             ticks.append(len(self.steps))
 
-    worker = Worker([], [Log(), Clock()], 10, BlackBox(), Failures())
-    worker.start(INFO)
+    dispatcher = Dispatcher([], [Log(), Clock()], 10, BlackBox(), Failures())
+    dispatcher.start(INFO)
     deadline = time.monotonic() + 60
     while len(ticks) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
     assert ticks[:3] == [0, 0, 0]
 
 
@@ -440,12 +440,12 @@ def test_a_sink_that_hangs_does_not_hold_up_the_clock_of_another(monkeypatch):
             ticks.append(len(self.steps))
 
     slow.go.clear()
-    worker = make(slow, Clock())
-    worker.put([record(0)])
+    dispatcher = make(slow, Clock())
+    dispatcher.put([record(0)])
     assert slow.entered.wait(60)
     until(lambda: 1 in ticks)
     slow.go.set()
-    assert worker.stop(60)
+    assert dispatcher.stop(60)
 
 
 def test_a_rule_without_a_name_and_an_error_without_a_text_end_nothing(caplog):
@@ -461,26 +461,26 @@ def test_a_rule_without_a_name_and_an_error_without_a_text_end_nothing(caplog):
             return {}
 
     log = Log()
-    worker = make(log, rules=[Nameless()])
-    worker.put([record(0), record(1)])
-    assert worker.wait(60)
-    assert worker.state_dict()["rules"] == [("Nameless", {})]
-    assert worker.stop(60)
+    dispatcher = make(log, rules=[Nameless()])
+    dispatcher.put([record(0), record(1)])
+    assert dispatcher.wait(60)
+    assert dispatcher.state_dict()["rules"] == [("Nameless", {})]
+    assert dispatcher.stop(60)
     assert log.steps == [0, 1]
-    assert worker._failures.counts == {"rule Nameless": 2}
+    assert dispatcher._failures.counts == {"rule Nameless": 2}
     assert "rule Nameless: NoTextError" in caplog.text
 
 
 def test_whatever_else_fails_is_counted_and_the_thread_goes_on(monkeypatch):
     log = Log()
-    worker = make(log)
+    dispatcher = make(log)
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_check", lambda _: 1 / 0)
-        worker.put([record(0)])
-        assert worker.wait(60)
-    assert worker._failures.counts == {"the rules": 1}
-    worker.put([record(1)])
-    assert worker.stop(60)
+        patch.setattr(dispatcher, "_check", lambda _: 1 / 0)
+        dispatcher.put([record(0)])
+        assert dispatcher.wait(60)
+    assert dispatcher._failures.counts == {"the rules": 1}
+    dispatcher.put([record(1)])
+    assert dispatcher.stop(60)
     assert log.steps == [1]
 
 
@@ -489,8 +489,8 @@ def test_whatever_else_fails_is_counted_and_the_thread_goes_on(monkeypatch):
     [("exception", 1), ("interrupt", 1), ("SIGTERM", 1), ("non-finite loss", 1), ("exit", 0)],
 )
 def test_an_abnormal_end_is_one_warning_even_where_all_is_finite(caplog, reason, said):
-    worker = make(Log(), Record())
-    worker.put_fault(lambda: worker._box.fault(reason, "why", 7, ()))
-    assert worker.stop(60)
+    dispatcher = make(Log(), Record())
+    dispatcher.put_fault(lambda: dispatcher._box.fault(reason, "why", 7, ()))
+    assert dispatcher.stop(60)
     lines = [(entry.levelno, entry.message) for entry in caplog.records]
     assert lines == [(logging.WARNING, f"{reason} in step 7: why")] * said

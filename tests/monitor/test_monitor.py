@@ -121,7 +121,7 @@ def test_no_step_is_lost_or_twice_whatever_arrives_when(copies, seed):
     monitor.skips = True
     expected = {}
     for step in range(120):
-        monitor._delivery._next = choose.choice([0.0, math.inf])  # as if time had passed or not
+        monitor._pipeline._next = choose.choice([0.0, math.inf])  # as if time had passed or not
         if choose.random() < 0.05:
             monitor.every = choose.choice([1, 2, 4])
         if choose.random() < 0.9:
@@ -223,7 +223,7 @@ def test_time_alone_starts_no_copies_without_end(copies):
     model = small()
     monitor, _ = monitor_of(model, capacity=1000)
     for _ in range(50):
-        monitor._delivery._next = 0.0
+        monitor._pipeline._next = 0.0
         monitor.advance()
     assert len(copies.made) == pipeline.UNDER_WAY
     copies.arrive = True
@@ -237,16 +237,16 @@ def test_on_a_device_a_step_asks_for_nothing():
 
     def steps(away, loss):
         monitor = Monitor(away, rules=(), capacity=100, updates=True)
-        monitor._delivery._start = lambda: None
-        monitor._delivery._is_started = True
-        monitor._delivery._next = math.inf
+        monitor._pipeline._start = lambda: None
+        monitor._pipeline._is_started = True
+        monitor._pipeline._next = math.inf
         for _ in range(5):
             monitor.record()
             _ = torch.where(monitor.skip_step, 0.0, 1.0)
             monitor.advance(loss=loss, lr=loss, other=1.0)
         assert monitor.failures == {}
-        assert len(monitor._delivery.drain._taken) == 5
-        assert sorted(monitor._delivery.drain._away) == ["loss", "lr"]
+        assert len(monitor._pipeline.reader._taken) == 5
+        assert sorted(monitor._pipeline.reader._away) == ["loss", "lr"]
 
     model = small()
     backward(model)
@@ -265,7 +265,7 @@ def test_a_sink_that_sleeps_holds_up_nobody():
     monitor, seen = monitor_of(model, sinks=[sleeps], queue=16)
     monitor.advance()
     assert entered.wait(60)
-    monitor._delivery._next = 0.0
+    monitor._pipeline._next = 0.0
     train(monitor, model, 300)
     assert monitor.dropped > 0
     assert monitor.last.step > 200
@@ -347,7 +347,7 @@ def test_a_dead_device_leaves_the_original_error_and_what_the_host_knows(copies,
         run()
     assert [record.loss for record in seen] == [1.0] * 10 + [2.0] * 10
     assert len(recorded(seen)) >= 8
-    assert monitor.failures["drain"] >= 1
+    assert monitor.failures["ring reader"] >= 1
     assert monitor.failures["advance"] == 10
 
 
@@ -359,7 +359,7 @@ def test_a_device_that_never_answers_is_left_at_the_end(monkeypatch):
     train(monitor, model, 3, loss=1.0)
     assert not monitor.flush(0.01)
     monitor.close()
-    assert monitor.failures == {"drain": 1}
+    assert monitor.failures == {"ring reader": 1}
     assert [record.loss for record in seen] == [1.0] * 3
     assert recorded(seen) == []
 
@@ -551,7 +551,7 @@ def test_the_same_parameters_are_no_news():
         monitor.advance()
         monitor.close()
         assert monitor.failures == {}
-    assert monitor_of(torch.compile(model))[0]._delivery._describe(0).model == "Sequential"
+    assert monitor_of(torch.compile(model))[0]._pipeline._describe(0).model == "Sequential"
 
 
 # its life

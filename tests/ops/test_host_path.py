@@ -276,16 +276,16 @@ def test_calls_past_the_dispatcher_give_the_same_bits(some, scale):
 def test_a_tensor_that_changes_in_place_is_seen(launches):
     x, y = torch.ones(6, 4), torch.ones(5)
     measure([x, y])
-    (before,) = packing._known
+    (before,) = packing._plans
     x.t_()
     measure([x, y])
     y.resize_(3)
     measure([x, y])
     x.data = x.t().data.view(torch.float64)
     measure([x, y])
-    assert len(packing._known) == 4
-    assert next(iter(packing._known)) is before
-    numels = [one.layout.table[:2].tolist() for one in packing._known]
+    assert len(packing._plans) == 4
+    assert next(iter(packing._plans)) is before
+    numels = [one.chunk_map.table[:2].tolist() for one in packing._plans]
     assert numels == [[24, 5], [24, 5], [24, 3], [12, 3]]
     assert [dtype for _, dtype in launches[-2:]] == [torch.float64, torch.float32]
 
@@ -325,9 +325,9 @@ def test_unchanged_addresses_make_nothing_new(launches, direct, monkeypatch):
     tensors = kinds(9)
     measure(tensors)
     measure(tensors)
-    (known,) = packing._known
+    (known,) = packing._plans
     kept, source = known.kept, known.source
-    for name in ("meet", "layout_of", "_int64", "_upload", "_pinned", "_flat"):
+    for name in ("remember", "chunk_map_of", "_int64", "_upload", "_pinned", "_flat"):
         monkeypatch.setattr(packing, name, lambda *_: pytest.fail("made anew"))
     launches.clear()
     for _ in range(3):
@@ -335,7 +335,7 @@ def test_unchanged_addresses_make_nothing_new(launches, direct, monkeypatch):
         gm.collect(tensors)
         gm.collect({f"layer.{i}": tensor for i, tensor in enumerate(tensors)})
     assert len(direct) == 10
-    assert list(packing._known) == [known]
+    assert list(packing._plans) == [known]
     assert (known.kept, known.source) == (kept, source)
     # one launch a dtype, all of the very same table
     assert len(launches) == 9 * 3
@@ -346,7 +346,7 @@ def test_a_changed_address_copies_pointers_and_nothing_else(launches, monkeypatc
     tensors = kinds(9)
     measure(tensors)
     measure(tensors)
-    (known,) = packing._known
+    (known,) = packing._plans
     first = known.kept
     copied = []
     upload = packing._upload
@@ -367,11 +367,11 @@ def test_gradients_and_weights_of_the_same_shapes_keep_a_table_each(launches, di
     grads = [torch.ones(4) for _ in range(3)]
     for tensors in (weights, grads) * 2:
         measure(tensors)
-    kept = {id(one.kept) for one in packing._known}
+    kept = {id(one.kept) for one in packing._plans}
     for tensors in (weights, grads) * 3:
         measure(tensors)
         assert launches[-1][0].tolist() == [tensor.data_ptr() for tensor in tensors]
-    assert {id(one.kept) for one in packing._known} == kept
+    assert {id(one.kept) for one in packing._plans} == kept
     assert len(kept) == 2
     assert len(direct) == 8
 
@@ -540,7 +540,7 @@ def test_calls_through_the_dispatcher_keep_nothing_on_the_device():
     tensors = kinds(3)
     for _ in range(3):
         torch.ops.gradiometer.tensor_stats(tensors, *LIMITS)
-    (known,) = packing._known
+    (known,) = packing._plans
     assert known.kept is None
     assert known.source is not None
 
@@ -582,7 +582,7 @@ def elsewhere(monkeypatch):
 def known_elsewhere(tensors, device):
     with torch.no_grad():
         packing.pack(tensors, 1024, 64)
-    return replace(next(iter(packing._known)), device=torch.device(device), source=None)
+    return replace(next(iter(packing._plans)), device=torch.device(device), source=None)
 
 
 def keep(tensors, known):
@@ -601,7 +601,7 @@ def test_tables_on_the_device_belong_to_a_stream(elsewhere):
     assert keep(tensors, known).pointers is other.pointers
     for packed in (first, other):
         assert packed.pointers.tolist() == [tensor.data_ptr() for tensor in tensors]
-        assert packed.table.tolist() == known.layout.table.tolist()
+        assert packed.table.tolist() == known.chunk_map.table.tolist()
 
 
 def test_a_captured_call_neither_reads_nor_leaves_what_is_kept(elsewhere, monkeypatch):
@@ -676,10 +676,10 @@ def test_without_torchs_guards_all_is_compared_in_python(direct):
         for _ in range(2):
             measure([VIEWS[name](memory), memory])
     # the dispatcher has applied the lazy sign: what is met is a copy, whole
-    assert len(packing._known) == 7
+    assert len(packing._plans) == 7
     assert direct == []
-    for one in packing._known:
-        assert one.layout.table[1].item() == 24
+    for one in packing._plans:
+        assert one.chunk_map.table[1].item() == 24
 
 
 # the benchmark

@@ -232,7 +232,7 @@ def test_finalize_adds_up_all_chunks_of_a_tensor(chunks, nonfinite):
 
     # three tensors, the middle one of this many chunks, as partials that no tensor has to be made for
     sizes = (5, chunks * tuning.CHUNK, 7)
-    layout = packing.layout_of(sizes, (torch.float32,) * 3, tuning.CHUNK, tuning.MAX_CHUNKS)
+    layout = packing.chunk_map_of(sizes, (torch.float32,) * 3, tuning.CHUNK, tuning.MAX_CHUNKS)
     assert layout.num_chunks == chunks + 2
     g = torch.Generator().manual_seed(chunks)
     partials = torch.randint(1, 2**20, (len(kernels.PARTIALS), chunks + 2), generator=g).double()

@@ -40,7 +40,7 @@ most_chunks = st.sampled_from([1, 2, 3, 8, 10**6])
 
 
 def layout_of(items, chunk, most=10**6):
-    return packing.layout_of(tuple(n for n, _ in items), tuple(dtype for _, dtype in items), chunk, most)
+    return packing.chunk_map_of(tuple(n for n, _ in items), tuple(dtype for _, dtype in items), chunk, most)
 
 
 def parts(layout):
@@ -105,7 +105,7 @@ def test_each_dtype_with_elements_is_one_contiguous_group(items, chunk):
 
 
 def test_offsets_are_those_of_tensors_beyond_2_to_the_31_elements():
-    layout = packing.layout_of((3, 2**33 + 1), (torch.bfloat16,) * 2, 2**30, 2**13)
+    layout = packing.chunk_map_of((3, 2**33 + 1), (torch.bfloat16,) * 2, 2**30, 2**13)
     numel, lengths, first, counts, rows, starts = parts(layout)
     assert (numel, lengths) == ([3, 2**33 + 1], [2**30, 2**30])
     assert (first, counts) == ([0, 1], [1, 9])
@@ -115,7 +115,7 @@ def test_offsets_are_those_of_tensors_beyond_2_to_the_31_elements():
 
 def test_the_largest_tensors_have_no_more_chunks_than_allowed():
     sizes = (2**28, 2**28 + 1, 2**34, 2**40 + 1)
-    _, lengths, _, counts, _, _ = parts(packing.layout_of(sizes, (torch.float32,) * 4, 2**15, 2**13))
+    _, lengths, _, counts, _, _ = parts(packing.chunk_map_of(sizes, (torch.float32,) * 4, 2**15, 2**13))
     assert lengths == [2**15, 2**16, 2**21, 2**28]
     assert counts == [2**13, 2**12 + 1, 2**13, 2**12 + 1]
 
@@ -144,7 +144,7 @@ def test_pointers_are_the_addresses_of_the_flat_tensors():
     packed = pack_of(x.t(), y)
     assert packed.pointers.dtype == torch.int64
     assert packed.pointers.tolist() == [x.data_ptr(), y.data_ptr()]
-    assert packed.table.tolist() == packed.layout.table.tolist()
+    assert packed.table.tolist() == packed.chunk_map.table.tolist()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_copy_is_pointed_to_and_kept_where_the_memory_is_not_what_is_measured(
 
 def known():
     """Return the known lists, the most recently used last."""
-    return list(packing._known)
+    return list(packing._plans)
 
 
 def sources():
@@ -207,7 +207,7 @@ def test_one_changed_address_makes_a_new_source_and_leaves_the_old_one_alone(whi
     assert first.pointers.tolist() == [x.data_ptr() for x in tensors]
     assert source.tolist() == content
     # the static part is not built again
-    assert second.layout is first.layout
+    assert second.chunk_map is first.chunk_map
 
 
 def test_exchanged_addresses_are_a_change():
@@ -222,9 +222,9 @@ def test_tables_of_different_dtypes_or_sizes_do_not_mix():
         pack_of(view)
         for view in (x, x[:4], x.view(torch.float64), x.view(torch.int32).view(torch.float32)[:4])
     ]
-    assert packs[0].layout is not packs[1].layout
-    assert packs[1].layout is packs[3].layout
-    assert packs[2].layout.groups[0].dtype == torch.float64
+    assert packs[0].chunk_map is not packs[1].chunk_map
+    assert packs[1].chunk_map is packs[3].chunk_map
+    assert packs[2].chunk_map.groups[0].dtype == torch.float64
     assert [p.pointers.tolist() for p in packs] == [[x.data_ptr()]] * 4
 
 
@@ -276,8 +276,8 @@ def test_known_lists_and_layouts_are_bounded_and_the_oldest_goes_first():
         pack_of(used)
         assert known()[-1] is known_used
         assert len(known()) <= packing.LISTS_KEPT
-    assert packing.layout_of.cache_info().currsize <= packing.LISTS_KEPT
-    sizes = {one.layout.table[0].item() for one in known()}
+    assert packing.chunk_map_of.cache_info().currsize <= packing.LISTS_KEPT
+    sizes = {one.chunk_map.table[0].item() for one in known()}
     assert 1 not in sizes
     assert 2 in sizes
     # what was forgotten is made again
@@ -297,11 +297,11 @@ def test_no_tensor_is_kept_alive():
 
 def test_clear_forgets_tables_and_layouts_but_not_those_of_captured_graphs():
     packing._captured.append(torch.ones(1))
-    layout = pack_of(torch.ones(3)).layout
+    layout = pack_of(torch.ones(3)).chunk_map
     packing.clear()
-    assert not packing._known
+    assert not packing._plans
     assert packing._captured
-    assert pack_of(torch.ones(3)).layout is not layout
+    assert pack_of(torch.ones(3)).chunk_map is not layout
 
 
 # while a graph is captured
@@ -346,7 +346,7 @@ def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(cap
     pack_of(*tensors)
     # as if it had been met there
     one = replace(known()[0], device=device, source=None)
-    layout = one.layout
+    layout = one.chunk_map
     packing._copies(one, layout, addresses)
     assert packing._captured == []
     capturing(True)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import gradiometer as gm
-from gradiometer.distributed.sharding import Holding, Layout, Mesh
+from gradiometer.distributed.sharding import Mesh, Sharding, ShardSpec
 
 RAW = ("numel", "sumsq", "sum", "n_zero", "n_nan", "n_posinf", "n_neginf", "abs_max")
 DERIVED = ("n_inf", "n_nonfinite", "finite_norm", "norm", "rms", "mean", "std", "zero_fraction")
@@ -450,16 +450,16 @@ def test_tree_map_reaches_the_tensors_wherever_stats_stand() -> None:
 
 def test_the_structure_holds_plain_values_alone() -> None:
     # strict torch.export cannot rebuild any other
-    layout = Layout(("a",), (Holding((3,), "float32", 0, ("S(0)",)),), (Mesh(("dp",), (2,), (1,)),))
-    stats = dataclasses.replace(gm.collect({"a": torch.ones(3)}), layout=layout)
-    reduced = dataclasses.replace(stats, layout=None, origin=torch.zeros(1), local=stats)
+    sharding = Sharding(("a",), (ShardSpec((3,), "float32", 0, ("S(0)",)),), (Mesh(("dp",), (2,), (1,)),))
+    stats = dataclasses.replace(gm.collect({"a": torch.ones(3)}), sharding=sharding)
+    reduced = dataclasses.replace(stats, sharding=None, origin=torch.zeros(1), local=stats)
     for each, children in ((stats, 2), (reduced, 5)):
         leaves, spec = pytree.tree_flatten(each)
         assert len(leaves) == children
         assert_plain(spec.context)
         again = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
         assert same_stats(again, each)
-        assert again.layout == each.layout
+        assert again.sharding == each.sharding
     keys = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path({"s": reduced})]
     assert keys == [
         "['s'].columns",
@@ -487,7 +487,7 @@ def test_what_is_not_there_is_no_attribute_of_the_instance() -> None:
     made += [pytree.tree_map(torch.clone, stats), gm.collect([]), gm.collect_grads([], skip_nonfinite=True)]
     for each in made:
         assert not [name for name, value in vars(each).items() if value is None]
-    assert (stats.layout, stats.origin, stats.local) == (None, None, None)
+    assert (stats.sharding, stats.origin, stats.local) == (None, None, None)
     assert [field.name for field in dataclasses.fields(stats)] == list(gm.TensorStats.__annotations__)
     assert set(dataclasses.asdict(stats)) == set(gm.TensorStats.__annotations__)
 

@@ -23,7 +23,7 @@ from gradiometer.inputs import Named, as_flat, is_dtensor, is_plain_subclass, la
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradiometer.ops import Known
+    from gradiometer.ops import LaunchPlan
 
 __all__ = ["Part", "limit_of", "memory_of", "parts_of", "scale_"]
 
@@ -56,10 +56,10 @@ def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
 
 
 class Part(NamedTuple):
-    """Tensors of one device that are to be scaled; ``known``: what the kernels' path says of them."""
+    """Tensors of one device that are to be scaled; ``plan``: what the kernels' path says of them."""
 
     tensors: list[Tensor]
-    known: Known | None
+    plan: LaunchPlan | None
 
 
 def parts_of(grads: Named, what: str) -> list[Part]:
@@ -76,9 +76,9 @@ def parts_of(grads: Named, what: str) -> list[Part]:
         named = grads
         if len(devices) > 1:
             named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
-        known = ops.writable(named.tensors) if ops.uses_kernels(device) else None
-        if known is not None and len(_once(named.names, named.tensors, what)) == known.count:
-            parts.append(Part(named.tensors, known))
+        plan = ops.writable(named.tensors) if ops.uses_kernels(device) else None
+        if plan is not None and len(_once(named.names, named.tensors, what)) == plan.count:
+            parts.append(Part(named.tensors, plan))
             continue
         pairs: Iterable[tuple[Tensor, str]] = zip(named.tensors, named.names, strict=True)
         if _is_watched():
@@ -91,14 +91,14 @@ def parts_of(grads: Named, what: str) -> list[Part]:
 
 def scale_(part: Part, coefficient: Tensor) -> None:
     """Multiply a part's tensors in place. ``coefficient``: 0-d float64 from 0 to 1, on any device."""
-    tensors, known = part
+    tensors, plan = part
     if not tensors:
         return
     device = tensors[0].device
     # on the CPU it is used at once, and must have arrived
     factor = coefficient.to(device, non_blocking=device.type != "cpu")
-    if known is not None:
-        ops.scale_(tensors, factor, known)
+    if plan is not None:
+        ops.scale_(tensors, factor, plan)
         return
     high, low = _factors(factor)
     if device.type == "cpu" and type(factor) is Tensor and not _is_watched():

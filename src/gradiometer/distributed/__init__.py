@@ -13,9 +13,9 @@ from gradiometer.distributed.collectives import (
     whole,
 )
 from gradiometer.distributed.implicit_ranks import (
-    agreed,
-    layout_here,
-    ranks_for,
+    given_ranks,
+    implicit_ranks_for,
+    sharding_here,
 )
 from gradiometer.distributed.process_groups import (
     close,
@@ -32,26 +32,26 @@ from gradiometer.distributed.rendezvous import (
 )
 from gradiometer.distributed.sharding import (
     UNKNOWN,
-    Layout,
-    plain_layout,
+    Sharding,
+    plain_sharding,
 )
 
 __all__ = [
     "UNKNOWN",
-    "Layout",
     "RankError",
     "Ranks",
-    "agreed",
+    "Sharding",
     "all_reduce",
     "all_reduce_pair",
     "close",
+    "given_ranks",
     "group_of",
+    "implicit_ranks_for",
     "is_active",
-    "layout_here",
-    "plain_layout",
-    "ranks_for",
+    "plain_sharding",
     "ranks_of",
     "rendezvous",
+    "sharding_here",
     "share",
     "side_group",
     "tell",

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradiometer.distributed.process_groups import ROLL_CALL, Group, listed, one_line, ranks_of
-from gradiometer.distributed.rendezvous import SLACK, RankError, in_time, meet, roll_call
+from gradiometer.distributed.process_groups import PRESENCE_TIMEOUT, Group, listed, one_line, ranks_of
+from gradiometer.distributed.rendezvous import SLACK, RankError, exchange, in_time, missing_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,7 +178,7 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
     told = pickle.dumps(value)
     try:
         missing, values = in_time(
-            timeout + 2 * SLACK, lambda: meet(_store(), key, ranks[here], ranks, told, timeout)
+            timeout + 2 * SLACK, lambda: exchange(_store(), key, ranks[here], ranks, told, timeout)
         )
     except RankError:
         raise
@@ -252,7 +252,8 @@ def _missing(group: Group, number: int, call: str) -> list[int] | None:
     keys = [_call_key(group, what) for what in sorted(calls, key=lambda what: what != call)]
     try:
         return in_time(  # type: ignore[no-any-return]
-            ROLL_CALL + SLACK, lambda: roll_call(_store(), keys, ranks[here], ranks, ROLL_CALL)
+            PRESENCE_TIMEOUT + SLACK,
+            lambda: missing_ranks(_store(), keys, ranks[here], ranks, PRESENCE_TIMEOUT),
         )
     except RuntimeError:
         return None

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gradiometer.distributed.sharding import Holding, Layout
+    from gradiometer.distributed.sharding import Sharding, ShardSpec
 
-__all__ = ["Agreement", "DisagreementError", "Member", "agree"]
+__all__ = ["DisagreementError", "GlobalPlan", "Member", "make_global_plan"]
 
 
 class DisagreementError(ValueError):
@@ -29,14 +29,14 @@ class DisagreementError(ValueError):
 
 
 class Member(NamedTuple):
-    """What a rank tells of itself: which layout it has, and where it stands in the layout's meshes."""
+    """What a rank tells of itself: which sharding it has, and where it stands in the sharding's meshes."""
 
     digest: bytes
     coordinates: tuple[tuple[int, ...] | None, ...]
 
 
 class _Way(NamedTuple):
-    """How ranks of one layout hold a tensor: the mesh, and its dimensions over which the tensor is cut."""
+    """How ranks of one sharding hold a tensor: the mesh, and its dimensions over which the tensor is cut."""
 
     digest: bytes
     mesh: int
@@ -51,22 +51,22 @@ _Cut = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
-class Agreement:
+class GlobalPlan:
     """The rows of all ranks together.
 
     Attributes:
         names: of T rows, the same on every rank.
-        holdings: of each row.
+        specs: of each row.
         patterns: of each row, how the ranks that have it hold it.
         members: what each rank told.
-        layouts: by digest.
+        shardings: by digest.
     """
 
     names: tuple[str, ...]
-    holdings: tuple[Holding, ...]
+    specs: tuple[ShardSpec, ...]
     patterns: tuple[_Pattern, ...]
     members: tuple[Member, ...]
-    layouts: Mapping[bytes, Layout]
+    shardings: Mapping[bytes, Sharding]
 
     @cached_property
     def rows(self) -> dict[str, int]:
@@ -74,10 +74,10 @@ class Agreement:
         return {name: row for row, name in enumerate(self.names)}
 
     def counts(self, rank: int) -> list[bool]:
-        """Return which rows of its own layout a rank counts: those of which no earlier rank has a copy."""
+        """Return which rows of its own sharding a rank counts: those of which no earlier rank has a copy."""
         firsts: dict[_Pattern, bool] = {}
         found = []
-        for name in self.layouts[self.members[rank].digest].names:
+        for name in self.shardings[self.members[rank].digest].names:
             pattern = self.patterns[self.rows[name]]
             if pattern not in firsts:
                 firsts[pattern] = self._is_first(rank, pattern)
@@ -105,46 +105,46 @@ class Agreement:
     def where(self, row: int, rank: int) -> str:
         """Return where a rank stands in the mesh of a row: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
         member = self.members[rank]
-        layout = self.layouts[member.digest]
+        sharding = self.shardings[member.digest]
         way = next((way for way in self.patterns[row] if way.digest == member.digest), None)
         coordinate = None if way is None or way.mesh < 0 else member.coordinates[way.mesh]
         if way is None or coordinate is None:
             return f"rank {rank}"
-        mesh = layout.meshes[way.mesh]
+        mesh = sharding.meshes[way.mesh]
         parts = [f"{mesh.names[i]} {coordinate[i]} of {mesh.shape[i]}" for i in way.sharded]
         return ", ".join([f"rank {rank}", *parts])
 
 
-def agree(members: Sequence[Member], layouts: Mapping[bytes, Layout]) -> Agreement:
+def make_global_plan(members: Sequence[Member], shardings: Mapping[bytes, Sharding]) -> GlobalPlan:
     """Return what follows from what all ranks have told.
 
     Args:
         members: one a rank.
-        layouts: each that a member has, by its digest.
+        shardings: each that a member has, by its digest.
 
     Raises:
         DisagreementError: where ranks have tensors of one name that are not parts of one tensor.
     """
     ranks = _by_digest(members)
-    ordered = {digest: layouts[digest] for digest in ranks}
-    names = _in_order([layout.names for layout in ordered.values()])
-    held: dict[str, list[tuple[Holding, _Way, _Cut]]] = {name: [] for name in names}
-    for digest, layout in ordered.items():
+    ordered = {digest: shardings[digest] for digest in ranks}
+    names = _in_order([sharding.names for sharding in ordered.values()])
+    held: dict[str, list[tuple[ShardSpec, _Way, _Cut]]] = {name: [] for name in names}
+    for digest, sharding in ordered.items():
         known: dict[tuple[int, tuple[str, ...]], tuple[_Way, _Cut]] = {}
-        for name, holding in zip(layout.names, layout.holdings, strict=True):
-            kind = (holding.mesh, holding.placements)
+        for name, spec in zip(sharding.names, sharding.specs, strict=True):
+            kind = (spec.mesh, spec.placements)
             if kind not in known:
-                known[kind] = _Way(digest, holding.mesh, holding.sharded), _cut(layout, holding)
-            held[name].append((holding, *known[kind]))
+                known[kind] = _Way(digest, spec.mesh, spec.sharded), _cut(sharding, spec)
+            held[name].append((spec, *known[kind]))
     kept: dict[_Pattern, _Pattern] = {}
     patterns = []
     for name, each in held.items():
-        holding, way, cut = each[0]
+        spec, way, cut = each[0]
         for theirs, other, others_cut in each[1:]:
-            if (theirs.shape, theirs.dtype, others_cut) != (holding.shape, holding.dtype, cut):
+            if (theirs.shape, theirs.dtype, others_cut) != (spec.shape, spec.dtype, cut):
                 told = [
                     f"{_told(ordered[digest], what)} on rank {ranks[digest][0]}"
-                    for what, (digest, _, _) in ((holding, way), (theirs, other))
+                    for what, (digest, _, _) in ((spec, way), (theirs, other))
                 ]
                 raise DisagreementError(f"{name!r} is {told[0]}, and {told[1]}")
         pattern = tuple([way for _, way, _ in each])
@@ -152,29 +152,27 @@ def agree(members: Sequence[Member], layouts: Mapping[bytes, Layout]) -> Agreeme
             kept[pattern] = pattern
             _check_cover(name, members, ranks, pattern, [size for _, size in cut])
         patterns.append(kept[pattern])
-    holdings = tuple([each[0][0] for each in held.values()])
-    return Agreement(names, holdings, tuple(patterns), tuple(members), ordered)
+    specs = tuple([each[0][0] for each in held.values()])
+    return GlobalPlan(names, specs, tuple(patterns), tuple(members), ordered)
 
 
 def _by_digest(members: Sequence[Member]) -> dict[bytes, list[int]]:
-    """Return the ranks that have each layout."""
+    """Return the ranks that have each sharding."""
     ranks: dict[bytes, list[int]] = {}
     for rank, member in enumerate(members):
         ranks.setdefault(member.digest, []).append(rank)
     return ranks
 
 
-def _cut(layout: Layout, holding: Holding) -> _Cut:
-    return [(holding.placements[i], layout.meshes[holding.mesh].shape[i]) for i in holding.sharded]
+def _cut(sharding: Sharding, spec: ShardSpec) -> _Cut:
+    return [(spec.placements[i], sharding.meshes[spec.mesh].shape[i]) for i in spec.sharded]
 
 
-def _told(layout: Layout, holding: Holding) -> str:
+def _told(sharding: Sharding, spec: ShardSpec) -> str:
     """Return such as ``(64, 128) float32, S(0) over dp_shard of 8``."""
-    mesh = layout.meshes[holding.mesh] if holding.mesh >= 0 else None
-    cuts = [
-        f"{holding.placements[i]} over {mesh.names[i]} of {mesh.shape[i]}" for i in holding.sharded if mesh
-    ]
-    return ", ".join([str(holding._replace(mesh=-1)), *(cuts or ["whole"])])
+    mesh = sharding.meshes[spec.mesh] if spec.mesh >= 0 else None
+    cuts = [f"{spec.placements[i]} over {mesh.names[i]} of {mesh.shape[i]}" for i in spec.sharded if mesh]
+    return ", ".join([str(spec._replace(mesh=-1)), *(cuts or ["whole"])])
 
 
 def _part(member: Member, way: _Way) -> tuple[int, ...] | None:

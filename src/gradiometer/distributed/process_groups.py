@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "ROLL_CALL",
+    "PRESENCE_TIMEOUT",
     "Group",
     "close",
     "group_of",
@@ -31,9 +31,10 @@ Group: TypeAlias = Any
 
 
 # seconds in which those who live answer: longer than a rank takes to look for a collective that was given up
-ROLL_CALL: Final = 3.0
-# seconds after the end of a wait in which Gloo itself does not give up: a wait ends with a roll call
-_LATER: Final = ROLL_CALL + SLACK
+PRESENCE_TIMEOUT: Final = 3.0
+# seconds after the end of a wait in which Gloo does not give up itself: a wait ends with a look for
+# the ranks that are missing
+_LATER: Final = PRESENCE_TIMEOUT + SLACK
 # ranks that are named in a message
 _NAMED: Final = 8
 # groups of meshes of several dimensions, by their ranks

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gradiometer.columns import NUM_COLUMNS, NUM_SUM_COLUMNS, derived
 from gradiometer.distributed import collectives, process_groups
-from gradiometer.distributed.global_plan import Agreement, DisagreementError, Member, agree
+from gradiometer.distributed.global_plan import DisagreementError, GlobalPlan, Member, make_global_plan
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.shard_patterns import check_matches, check_patterns, with_shards
-from gradiometer.distributed.sharding import Holding, Layout, layout_of
+from gradiometer.distributed.sharding import Sharding, ShardSpec, sharding_of
 from gradiometer.inputs import check_names, has_float64, is_dtensor, local_shard, named_parameters, places
 
 if TYPE_CHECKING:
@@ -97,20 +97,20 @@ class Ranks:
         names, tensors = named_parameters(model, "Ranks")
         check_names(names, "Ranks")
         home = next((t.device for t in tensors if has_float64(t.device) and t.device.type != "cpu"), None)
-        self._agree(with_shards(layout_of(names, tensors), shards), group, timeout, home)
+        self._agree(with_shards(sharding_of(names, tensors), shards), group, timeout, home)
         for pattern in shards:
             check_matches(pattern, self.names)
 
     @classmethod
-    def of_layout(cls, layout: Layout, home: torch.device | None, *, group: Any = None) -> Ranks:
-        """Agree on tensors of which there is a layout, and whose columns are on a device."""
+    def of_sharding(cls, sharding: Sharding, home: torch.device | None, *, group: Any = None) -> Ranks:
+        """Agree on tensors of which there is a sharding, and whose columns are on a device."""
         self = cls.__new__(cls)
-        self._agree(layout, group, _TIMEOUT, None if home is None or home.type == "cpu" else home)
+        self._agree(sharding, group, _TIMEOUT, None if home is None or home.type == "cpu" else home)
         return self
 
-    def _agree(self, layout: Layout, group: Any, timeout: float, home: torch.device | None) -> None:
-        self.layout = layout
-        self.local_names = layout.names
+    def _agree(self, sharding: Sharding, group: Any, timeout: float, home: torch.device | None) -> None:
+        self.sharding = sharding
+        self.local_names = sharding.names
         self.timeout = float(timeout)
         # not kept alive: a group ends when torch.distributed gives it up
         self._group: Any = _no_group
@@ -120,26 +120,26 @@ class Ranks:
             self._group = weakref.ref(live)
             self.rank, self.global_ranks = process_groups.ranks_of(live)
         self.size = len(self.global_ranks)
-        self.agreement, kinds = _exchange(layout, home, self.group, self.size, self.timeout)
+        self.plan, kinds = _exchange(sharding, home, self.group, self.size, self.timeout)
         if home is None and kinds:
             # the others meet on such devices, and one without tensors has to come there
             home = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
-        self.names = self.agreement.names
+        self.names = self.plan.names
         rows = {name: row for row, name in enumerate(self.names)}
         # where this rank's tensors are among all rows
         self._rows = [rows[name] for name in self.local_names]
         self._is_whole = self.local_names == self.names
         self._places = {name: place for place, name in enumerate(self.local_names)}
-        counted = self.agreement.counts(self.rank)
+        counted = self.plan.counts(self.rank)
         self._counts_all = all(counted)
         self.counted = frozenset(compress(self.local_names, counted))
         own = set(compress(self._rows, counted))
         mask = [row in own for row in range(len(self.names))]
         self._counted = torch.tensor(mask, dtype=torch.bool, device=home).unsqueeze(1)
         self._calls = 0
-        self._checked: Layout | None = layout
+        self._checked: Sharding | None = sharding
         # the same on all ranks
-        self._hash = zlib.crc32(b"".join(self.agreement.layouts))
+        self._hash = zlib.crc32(b"".join(self.plan.shardings))
 
     @property
     def group(self) -> Group:
@@ -172,7 +172,7 @@ class Ranks:
 
     def where(self, name: str, rank: int) -> str:
         """Return where a rank stands in the mesh of a tensor: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
-        return self.agreement.where(self.names.index(name), rank)
+        return self.plan.where(self.names.index(name), rank)
 
     def to_rows(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
         """Return this rank's contribution to all rows: ``(len(names), ...) -> (T, ...)``; 0 is nothing.
@@ -331,23 +331,23 @@ class Ranks:
             f"{here}: every rank has to reduce the same, in the same order"
         )
 
-    def check(self, layout: Layout | None, what: str) -> None:
+    def check(self, sharding: Sharding | None, what: str) -> None:
         """Refuse tensors that are not what the ranks have agreed on, such as what was whole and is cut now.
 
         Raises:
             ValueError: for the first of them.
         """
-        if layout is None or layout is self._checked:
+        if sharding is None or sharding is self._checked:
             return
-        for name, holding in zip(layout.names, layout.holdings, strict=True):
+        for name, spec in zip(sharding.names, sharding.specs, strict=True):
             place = self._places.get(name)
             if place is None:
                 continue
-            then = self.layout.holdings[place]
-            if then.shape is not None and _kind(layout, holding) != _kind(self.layout, then):
-                msg = f"{what}: {name!r} is {holding}, and was {then} when the ranks agreed"
+            then = self.sharding.specs[place]
+            if then.shape is not None and _kind(sharding, spec) != _kind(self.sharding, then):
+                msg = f"{what}: {name!r} is {spec}, and was {then} when the ranks agreed"
                 raise ValueError(msg + "; make gm.Ranks anew, on all ranks")
-        self._checked = layout
+        self._checked = sharding
 
     def norm_of(self, norm: Tensor, order: float) -> Tensor:
         """Return the norm of all ranks' norms, 0-d float64, of any order but 0.
@@ -400,28 +400,28 @@ class Ranks:
 
 
 def _exchange(
-    layout: Layout, home: torch.device | None, group: Group, size: int, timeout: float
-) -> tuple[Agreement, list[str]]:
+    sharding: Sharding, home: torch.device | None, group: Group, size: int, timeout: float
+) -> tuple[GlobalPlan, list[str]]:
     """Tell the others what is here, hear what they have, and agree; on each rank the same.
 
-    Returns the agreement, and the kinds of devices that ranks have their columns on, but for the CPU.
+    Returns the global plan, and the kinds of devices that ranks have their columns on, but for the CPU.
     """
-    members, layouts = [Member(layout.digest, layout.coordinates)], {layout.digest: layout}
+    members, shardings = [Member(sharding.digest, sharding.coordinates)], {sharding.digest: sharding}
     kinds: list[str] = []
     if size > 1:
         mine = (*members[0], None if home is None else home.type)
         told = collectives.share(mine, group, timeout, "gm.Ranks")
         members = [Member(*each) for *each, _ in told]
         kinds = [kind for *_, kind in told if kind is not None]
-        # most ranks have the same layout: only the first of each kind tells it
+        # most ranks have the same sharding: only the first of each kind tells it
         firsts: dict[bytes, int] = {}
         for place, member in enumerate(members):
             firsts.setdefault(member.digest, place)
         is_first = process_groups.ranks_of(group)[0] in firsts.values()
-        told = collectives.share(layout if is_first else None, group, timeout, "gm.Ranks")
-        layouts = {digest: told[place] for digest, place in firsts.items()}
+        told = collectives.share(sharding if is_first else None, group, timeout, "gm.Ranks")
+        shardings = {digest: told[place] for digest, place in firsts.items()}
     try:
-        return agree(members, layouts), kinds
+        return make_global_plan(members, shardings), kinds
     except DisagreementError as error:
         msg = f"gm.Ranks: the ranks differ: {error}"
         raise RankError(msg) from None
@@ -431,10 +431,10 @@ def _no_group() -> None:
     return None
 
 
-def _kind(layout: Layout, holding: Holding) -> tuple[object, ...]:
+def _kind(sharding: Sharding, spec: ShardSpec) -> tuple[object, ...]:
     """Return what decides how a tensor is merged; not its dtype, which may change."""
-    mesh = None if holding.mesh < 0 else layout.meshes[holding.mesh].shape
-    return holding.shape, mesh, holding.placements
+    mesh = None if spec.mesh < 0 else sharding.meshes[spec.mesh].shape
+    return spec.shape, mesh, spec.placements
 
 
 def _summed(grad: Any, found: list[Place]) -> tuple[Tensor, tuple[int, ...]]:

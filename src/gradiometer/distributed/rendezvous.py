@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["SLACK", "RankError", "in_time", "meet", "roll_call"]
+__all__ = ["SLACK", "RankError", "exchange", "in_time", "missing_ranks"]
 
 # seconds between two looks at a store, at first and at last
 _PAUSE: Final = 0.002
@@ -27,7 +27,7 @@ class RankError(RuntimeError):
     """Ranks disagree, or one of them does not answer. One line, which says what and which."""
 
 
-def meet(
+def exchange(
     store: Any, key: str, rank: int, ranks: Sequence[int], told: bytes, timeout: float
 ) -> tuple[list[int], list[bytes]]:
     """Tell the others something; return who has not come in so many seconds, or what all have told.
@@ -60,7 +60,9 @@ def _decide(store: Any, key: str, ranks: Sequence[int]) -> None:
         store.set(f"{key}/outcome", zlib.compress(pickle.dumps((missing, values)), 1))
 
 
-def roll_call(store: Any, keys: Sequence[str], rank: int, ranks: Sequence[int], timeout: float) -> list[int]:
+def missing_ranks(
+    store: Any, keys: Sequence[str], rank: int, ranks: Sequence[int], timeout: float
+) -> list[int]:
     """Tell the others that this rank is here; return which say nothing for so many seconds.
 
     ``keys``: of the call that this one is; and of others, which who answers is here as well.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.distributed import process_groups
-from gradiometer.distributed.sharding import Holding, Layout, Mesh
+from gradiometer.distributed.sharding import Mesh, Sharding, ShardSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,24 +38,24 @@ def check_matches(pattern: str, names: Sequence[str]) -> None:
         raise ValueError(msg)
 
 
-def with_shards(layout: Layout, shards: Mapping[str, Any]) -> Layout:
-    """Return the layout in which tensors that differ between ranks have a mesh that tells so."""
-    holdings, meshes = list(layout.holdings), list(layout.meshes)
+def with_shards(sharding: Sharding, shards: Mapping[str, Any]) -> Sharding:
+    """Return the sharding in which tensors that differ between ranks have a mesh that tells so."""
+    specs, meshes = list(sharding.specs), list(sharding.meshes)
     for pattern, group in shards.items():
         size, rank = 1, 0
         if group is not None or process_groups.is_active():
             rank, ranks = process_groups.ranks_of(process_groups.group_of(group))
             size = len(ranks)
         made: dict[int, int] = {}
-        for place, name in enumerate(layout.names):
+        for place, name in enumerate(sharding.names):
             if not re.search(pattern, name):
                 continue
-            _, dtype, mesh, placements = holdings[place]
+            _, dtype, mesh, placements = specs[place]
             if mesh not in made:
                 # a dimension more than the mesh of a DTensor has
                 base = meshes[mesh] if mesh >= 0 else Mesh((), (), ())
                 at = None if base.coordinate is None else (rank, *base.coordinate)
                 made[mesh] = len(meshes)
                 meshes.append(Mesh((pattern, *base.names), (size, *base.shape), at))
-            holdings[place] = Holding(None, dtype, made[mesh], ("S", *placements))
-    return replace(layout, holdings=tuple(holdings), meshes=tuple(meshes))
+            specs[place] = ShardSpec(None, dtype, made[mesh], ("S", *placements))
+    return replace(sharding, specs=tuple(specs), meshes=tuple(meshes))

@@ -14,7 +14,7 @@ from gradiometer.inputs import is_dtensor, is_whole
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["UNKNOWN", "Holding", "Layout", "Mesh", "layout_of", "plain_layout"]
+__all__ = ["UNKNOWN", "Mesh", "ShardSpec", "Sharding", "plain_sharding", "sharding_of"]
 
 
 class Mesh(NamedTuple):
@@ -25,10 +25,10 @@ class Mesh(NamedTuple):
     coordinate: tuple[int, ...] | None
 
 
-class Holding(NamedTuple):
+class ShardSpec(NamedTuple):
     """What ranks hold of one tensor.
 
-    ``shape``: of the whole tensor; None: not known. ``mesh``: its place among `Layout.meshes`; -1 for a
+    ``shape``: of the whole tensor; None: not known. ``mesh``: its place among `Sharding.meshes`; -1 for a
     plain tensor. ``placements``: for each dimension of the mesh ``"R"``, or how the tensor is cut.
     """
 
@@ -56,40 +56,40 @@ class Holding(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Sharding:
     """What one rank holds of its tensors, in the order of its model. Equal by value.
 
     Attributes:
         names: of the tensors, L.
-        holdings: L.
-        meshes: the meshes that holdings speak of.
+        specs: L.
+        meshes: the meshes that specs speak of.
     """
 
     names: tuple[str, ...]
-    holdings: tuple[Holding, ...]
+    specs: tuple[ShardSpec, ...]
     meshes: tuple[Mesh, ...] = ()
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash, the same on ranks whose layouts differ in their coordinates alone."""
+        """A hash, the same on ranks whose shardings differ in their coordinates alone."""
         meshes = [(mesh.names, mesh.shape, mesh.coordinate is None) for mesh in self.meshes]
-        return hashlib.sha256(repr((self.names, self.holdings, meshes)).encode()).digest()
+        return hashlib.sha256(repr((self.names, self.specs, meshes)).encode()).digest()
 
     def to_plain(self) -> tuple[Any, ...]:
-        """Return tuples of plain values, equal for equal layouts, which `from_plain` reads."""
+        """Return tuples of plain values, equal for equal shardings, which `from_plain` reads."""
         return (
             self.names,
-            tuple([tuple(holding) for holding in self.holdings]),
+            tuple([tuple(spec) for spec in self.specs]),
             tuple([tuple(mesh) for mesh in self.meshes]),
         )
 
     @classmethod
-    def from_plain(cls, plain: Sequence[Any]) -> Layout:
-        """Return the layout of what `to_plain` returned, also after it was JSON."""
-        names, holdings, meshes = plain
+    def from_plain(cls, plain: Sequence[Any]) -> Sharding:
+        """Return the sharding of what `to_plain` returned, also after it was JSON."""
+        names, specs, meshes = plain
         return cls(
             tuple(names),
-            tuple([Holding(None if s is None else tuple(s), d, m, tuple(p)) for s, d, m, p in holdings]),
+            tuple([ShardSpec(None if s is None else tuple(s), d, m, tuple(p)) for s, d, m, p in specs]),
             tuple([Mesh(tuple(n), tuple(s), None if c is None else tuple(c)) for n, s, c in meshes]),
         )
 
@@ -101,13 +101,13 @@ class Layout:
     @property
     def is_sharded(self) -> bool:
         """Whether any tensor is cut."""
-        return any(holding.sharded for holding in self.holdings)
+        return any(spec.sharded for spec in self.specs)
 
     def __eq__(self, other: object) -> bool:
         """Compare by value."""
         if self is other:
             return True
-        if not isinstance(other, Layout):
+        if not isinstance(other, Sharding):
             return NotImplemented
         return self.digest == other.digest and self.coordinates == other.coordinates
 
@@ -117,27 +117,27 @@ class Layout:
 
 
 # of DTensors in a compiled function: that they are cut is all that is known
-UNKNOWN: Final = Layout((), (Holding(None, "", -1, ("?",)),))
+UNKNOWN: Final = Sharding((), (ShardSpec(None, "", -1, ("?",)),))
 
 
-def plain_layout(names: tuple[str, ...]) -> Layout:
-    """Return the layout of plain tensors of which nothing but the names is known."""
-    return Layout(names, (Holding(None, ""),) * len(names))
+def plain_sharding(names: tuple[str, ...]) -> Sharding:
+    """Return the sharding of plain tensors of which nothing but the names is known."""
+    return Sharding(names, (ShardSpec(None, ""),) * len(names))
 
 
-def layout_of(names: tuple[str, ...], tensors: Sequence[Any]) -> Layout:
-    """Return the layout of tensors, plain ones and DTensors."""
+def sharding_of(names: tuple[str, ...], tensors: Sequence[Any]) -> Sharding:
+    """Return the sharding of tensors, plain ones and DTensors."""
     meshes: dict[Any, int] = {}
-    holdings = []
+    specs = []
     for tensor in tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if is_dtensor(type(tensor)):
             mesh = meshes.setdefault(tensor.device_mesh, len(meshes))
             cuts = tuple(["R" if is_whole(placement) else str(placement) for placement in tensor.placements])
-            holdings.append(Holding(tuple(tensor.shape), dtype, mesh, cuts))
+            specs.append(ShardSpec(tuple(tensor.shape), dtype, mesh, cuts))
         else:
-            holdings.append(Holding(tuple(tensor.shape), dtype))
-    return Layout(names, tuple(holdings), tuple([_mesh(mesh) for mesh in meshes]))
+            specs.append(ShardSpec(tuple(tensor.shape), dtype))
+    return Sharding(names, tuple(specs), tuple([_mesh(mesh) for mesh in meshes]))
 
 
 def _mesh(mesh: Any) -> Mesh:

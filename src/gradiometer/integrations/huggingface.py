@@ -11,7 +11,7 @@ import torch
 
 from gradiometer import distributed
 from gradiometer.extras import require
-from gradiometer.integrations.session import Watch, has_whole_gradients, scaler_of, while_running
+from gradiometer.integrations.session import Session, has_whole_gradients, scaler_of, while_running
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +68,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
                 "then trainer.add_callback(MonitorCallback(trainer, ...))"
             )
             raise TypeError(msg)
-        self._watch = Watch("MonitorCallback", options)
+        self._session = Session("MonitorCallback", options)
         self._trainer = trainer
         self._checkpoint: Path | None = None
         # callbacks see neither the loss nor the gradients before they are clipped, nor how a run ends
@@ -78,49 +78,49 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     @property
     def monitor(self) -> Monitor | None:
         """The monitor of the current run or the last one; None before the first."""
-        return self._watch.monitor
+        return self._session.monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
         """Start to watch; where the checkpoint that is resumed has a state, from there."""
         del args, control, kwargs
         # an attempt that ran out of memory, with auto_find_batch_size, was another run
-        self._watch.end()
+        self._session.end()
         if not (state.is_world_process_zero or distributed.is_active()):
             return
         accelerator = self._trainer.accelerator
         kind = str(getattr(accelerator, "distributed_type", "NO")).rpartition(".")[2]
         if not has_whole_gradients(self._trainer.model_wrapped, sharded=kind in _SHARDED):
             reason = f"with {kind} a rank has no whole gradients, nor DTensors, as with version 2 of FSDP"
-            self._watch.give_up(reason, for_all=True)
+            self._session.give_up(reason, for_all=True)
             return
         resumed = None
         if self._checkpoint is not None and state.global_step:
             resumed = self._load(self._checkpoint / STATE_NAME)
-        self._watch.begin(model, scaler=scaler_of(accelerator), step=state.global_step, state=resumed)
+        self._session.begin(model, scaler=scaler_of(accelerator), step=state.global_step, state=resumed)
 
     @while_running
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on to the next step."""
         del args, state, control, kwargs
-        self._watch.advance()
+        self._session.advance()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the monitor's state, on several ranks the first one's, into the checkpoint just written."""
         del control, kwargs
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         # on all ranks: the first one's steps wait for the others'
-        values = self._watch.state_dict()
+        values = self._session.state_dict()
         if values and folder.is_dir() and state.is_world_process_zero:
             try:
                 torch.save(values, folder / f".{STATE_NAME}")
                 (folder / f".{STATE_NAME}").replace(folder / STATE_NAME)
             except (OSError, RuntimeError) as error:
-                self._watch.say(f"{error}; the checkpoint is without the monitor's state")
+                self._session.say(f"{error}; the checkpoint is without the monitor's state")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the monitor."""
         del args, state, control, kwargs
-        self._watch.end()
+        self._session.end()
 
     def _load(self, path: Path) -> Any:
         try:
@@ -128,7 +128,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         except FileNotFoundError:
             return None  # of a run without this callback
         except Exception as error:  # noqa: BLE001 a damaged file raises what it likes
-            self._watch.say(f"cannot read {path} ({error}); the history begins anew")
+            self._session.say(f"cannot read {path} ({error}); the history begins anew")
             return None
 
     def _observed(self, training_step: Any) -> Any:
@@ -142,10 +142,10 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
 
     @while_running
     def _after_backward(self, loss: Any) -> None:
-        self._watch.add_loss(loss)
+        self._session.add_loss(loss)
         if self._trainer.accelerator.sync_gradients:
-            self._watch.record(scaler_of(self._trainer.accelerator))
-            self._watch.note(lr=self._trainer.optimizer.param_groups[0]["lr"])
+            self._session.record(scaler_of(self._trainer.accelerator))
+            self._session.note(lr=self._trainer.optimizer.param_groups[0]["lr"])
 
     def _guarded(self, train: Any) -> Any:
         @wraps(train)
@@ -154,7 +154,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
             try:
                 return train(resume_from_checkpoint, *args, **kwargs)
             except BaseException as error:
-                self._watch.end(error)
+                self._session.end(error)
                 raise
 
         return guarded

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import distributed
 from gradiometer.extras import require
-from gradiometer.integrations.session import Watch, has_whole_gradients, scaler_of, while_running
+from gradiometer.integrations.session import Session, has_whole_gradients, scaler_of, while_running
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,17 +71,17 @@ class MonitorCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self._watch = Watch("MonitorCallback", options)
+        self._session = Session("MonitorCallback", options)
         self._resumed: Mapping[str, Any] | None = None
 
     @property
     def monitor(self) -> Monitor | None:
         """The monitor of the current run or the last one; None before the first."""
-        return self._watch.monitor
+        return self._session.monitor
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start to watch, on the module's device; where a checkpoint has a state, from there."""
-        self._watch.end()
+        self._session.end()
         resumed, self._resumed = self._resumed, None
         if not (trainer.is_global_zero or distributed.is_active()):
             return
@@ -90,13 +90,13 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         if not has_whole_gradients(getattr(strategy, "model", None), sharded=bool(kinds)):
             kind = min(kinds, default=type(strategy).__name__)
             reason = f"with {kind} a rank has no whole gradients, nor DTensors, as with ModelParallelStrategy"
-            self._watch.give_up(reason, for_all=True)
+            self._session.give_up(reason, for_all=True)
             return
         # with manual optimization each optimizer's update counts
         step = trainer.global_step // (
             1 if pl_module.automatic_optimization else max(len(trainer.optimizers), 1)
         )
-        self._watch.begin(pl_module, scaler=scaler_of(trainer.precision_plugin), step=step, state=resumed)
+        self._session.begin(pl_module, scaler=scaler_of(trainer.precision_plugin), step=step, state=resumed)
 
     @while_running
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -107,8 +107,8 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         scaler = scaler_of(trainer.precision_plugin) if scaled else None
         several = len(trainer.optimizers) > 1
         only = [p for group in optimizer.param_groups for p in group["params"]] if several else None
-        self._watch.record(scaler, only)
-        self._watch.note(**{_lr_name(trainer.optimizers, optimizer): optimizer.param_groups[0]["lr"]})
+        self._session.record(scaler, only)
+        self._session.note(**{_lr_name(trainer.optimizers, optimizer): optimizer.param_groups[0]["lr"]})
 
     @while_running
     def on_train_batch_end(
@@ -118,24 +118,24 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         del trainer, batch, batch_idx
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if pl_module.automatic_optimization:
-            self._watch.add_loss(loss)
+            self._session.add_loss(loss)
         else:
-            self._watch.note(loss=loss)
-        self._watch.advance()
+            self._session.note(loss=loss)
+        self._session.advance()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the monitor."""
         del trainer, pl_module
-        self._watch.end()
+        self._session.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write the black box: after Ctrl-C too, which Lightning does not raise again."""
         del trainer, pl_module
-        self._watch.end(exception)
+        self._session.end(exception)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the monitor's state, for Lightning's checkpoint."""
-        return self._watch.state_dict()
+        return self._session.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep a state for the monitor that ``fit`` makes."""

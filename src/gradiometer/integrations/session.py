@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch.amp import GradScaler
 
-__all__ = ["Watch", "has_whole_gradients", "is_first", "scaler_of", "while_running"]
+__all__ = ["Session", "has_whole_gradients", "is_first", "scaler_of", "while_running"]
 
 _LOG = logging.getLogger("gradiometer")
 
@@ -44,18 +44,18 @@ def while_running(hook: _Hook) -> _Hook:
 
     @wraps(hook)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
-        watch: Watch = self._watch
-        if not watch.running:
+        session: Session = self._session
+        if not session.running:
             return
         try:
             hook(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 whatever it is, training goes on
-            watch.give_up(f"{type(error).__name__}: {error}")
+            session.give_up(f"{type(error).__name__}: {error}")
 
     return guarded  # type: ignore[return-value]
 
 
-class Watch:
+class Session:
     """One training run after the other under a `Monitor` each.
 
     Args:

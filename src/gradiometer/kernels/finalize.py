@@ -29,7 +29,7 @@ _DEAD = tl.constexpr(int(Flag.DEAD))
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks", "vanishing", "exploding", "dead"])
 def _finalize_kernel(
-    table_ptr,  # (4 * T + N,) int64, see pack.Layout
+    table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
     partials_ptr,  # (7, N) float64, see moments.PARTIALS
     columns_ptr,  # (T, C) float64
     flags_ptr,  # (T,) int32
@@ -120,7 +120,7 @@ def finalize(
     """Merge all chunks' partials into a row for each tensor.
 
     Args:
-        table: int64, a `gradiometer.ops.packing.Layout`'s table.
+        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
         partials: ``(7, N) float64``.
         num_tensors: T.
         thresholds: where flags begin.

@@ -69,7 +69,7 @@ def _recount(base, n, NARROW: tl.constexpr, TILE: tl.constexpr):
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _moments_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see pack.Layout
+    table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
     partials_ptr,  # (7, N) float64
     gate_ptr,  # the cursor of a ring; unused without GATED
     first_chunk: tl.int32,
@@ -168,7 +168,7 @@ def moments(
 
     Args:
         pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.ops.packing.Layout`'s table.
+        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
         partials: ``(7, N) float64``, written at columns ``first_chunk ... first_chunk + num_chunks - 1``.
         dtype: of the tensors that these chunks belong to.
         first_chunk: the group's first chunk.

@@ -13,7 +13,7 @@ _EVERY = tl.constexpr(int(Cursor.EVERY))
 
 @triton.jit
 def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
-    """Address of a chunk's first element, and its number of elements; ``table_ptr``: see pack.Layout."""
+    """Address of a chunk's first element, and its number of elements; ``table_ptr``: see packing.ChunkMap."""
     row = tl.load(table_ptr + 4 * num_tensors + chunk)
     size = tl.load(table_ptr + num_tensors + row)
     start = (chunk - tl.load(table_ptr + 2 * num_tensors + row)) * size

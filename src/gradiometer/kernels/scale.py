@@ -45,7 +45,7 @@ def _scaled(x, factor, high, low):
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors"])
 def _scale_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see pack.Layout
+    table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
     factor_ptr,  # () float64
     first_chunk: tl.int32,
     num_tensors: tl.int32,
@@ -97,7 +97,7 @@ def scale(
 
     Args:
         pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.ops.packing.Layout`'s table.
+        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
         factor: 0-d float64 on their device, at most 1.
         dtype: of the tensors that these chunks belong to.
         first_chunk: the group's first chunk.

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.rules import Fault, culprit_text
+from gradiometer.rules import Fault, first_nonfinite_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class BlackBox:
         self._had_bad_loss = self._had_bad_loss or bad_loss
         if not record.recorded:
             return
-        text = culprit_text(record)
+        text = first_nonfinite_text(record)
         if text is None:
             if self._is_broken and self._first is not None:
                 self._first += f"; finite again in step {record.step}"

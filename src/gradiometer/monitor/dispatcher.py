@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.monitor.failures import LOG, Failures
-from gradiometer.monitor.sink_thread import Lane
+from gradiometer.monitor.sink_thread import SinkThread
 from gradiometer.rules import Finding, Ledger
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from gradiometer.rules import Fault, Rule
     from gradiometer.sinks import Sink
 
-__all__ = ["Worker"]
+__all__ = ["Dispatcher"]
 
 
-class Worker:
+class Dispatcher:
     """Runs rules and the black box on a thread of its own, in the order of the steps, and sinks on others.
 
     A sink that is slow, or hangs, costs the rules and the other sinks nothing.
@@ -42,12 +42,12 @@ class Worker:
     >>> from gradiometer.recorder import Roster, RunInfo, StepRecord
     >>> roster, losses = Roster(("w",), ((2,),), ("float32",)), []
     >>> sink = Function(lambda record: losses.append(record.loss))
-    >>> worker = Worker((), [sink], 16, BlackBox(), Failures())
-    >>> worker.start(RunInfo(roster, DEFAULT_THRESHOLDS, 1, 8, "Linear", 0.0, 0, {}, "cpu"))
-    >>> worker.put([StepRecord(step, 0.0, {"loss": 3.0 - step}, roster, None) for step in range(2)])
-    >>> worker.wait(10), losses
+    >>> dispatcher = Dispatcher((), [sink], 16, BlackBox(), Failures())
+    >>> dispatcher.start(RunInfo(roster, DEFAULT_THRESHOLDS, 1, 8, "Linear", 0.0, 0, {}, "cpu"))
+    >>> dispatcher.put([StepRecord(step, 0.0, {"loss": 3.0 - step}, roster, None) for step in range(2)])
+    >>> dispatcher.wait(10), losses
     (True, [3.0, 2.0])
-    >>> worker.stop(10), worker.dropped
+    >>> dispatcher.stop(10), dispatcher.dropped
     (True, 0)
     """
 
@@ -60,12 +60,14 @@ class Worker:
         self._state = threading.Lock()
         self._box = box
         self._failures = failures
-        self._lanes = [Lane(name, sink, limit, failures) for name, sink in _named(list(sinks)).items()]
+        self._sink_threads = [
+            SinkThread(name, sink, limit, failures) for name, sink in _named(list(sinks)).items()
+        ]
         stage = SimpleNamespace(
-            start=self._open_lanes, write=self._look, fault=self._tell_made, close=self._close_lanes
+            start=self._open_sinks, write=self._look, fault=self._tell_made, close=self._close_sinks
         )
         # where all steps pass first; what fails there beside a rule is counted, and it goes on
-        self._first = Lane("the rules", stage, limit, failures)
+        self._first = SinkThread("the rules", stage, limit, failures)
 
     def start(self, info: RunInfo) -> None:
         """Start the threads; a sink's opens it first."""
@@ -89,7 +91,7 @@ class Worker:
             timeout = 0.0
         end = _deadline(timeout)
         # first what brings steps to the others
-        return all([lane.wait(_left(end)) for lane in [self._first, *self._lanes]])
+        return all([thread.wait(_left(end)) for thread in [self._first, *self._sink_threads]])
 
     def stop(self, timeout: float | None = None) -> bool:
         """Let the threads write all that waits, close the sinks and end; tell whether all have.
@@ -100,17 +102,17 @@ class Worker:
         if self._is_own_thread():
             return True
         end = _deadline(timeout)
-        return all([lane.join(_left(end)) for lane in [self._first, *self._lanes]])
+        return all([thread.join(_left(end)) for thread in [self._first, *self._sink_threads]])
 
     @property
     def dropped(self) -> int:
         """Steps dropped by all queues together: one that two sinks miss counts twice."""
-        return sum(lane.dropped for lane in [self._first, *self._lanes])
+        return sum(thread.dropped for thread in [self._first, *self._sink_threads])
 
     @property
     def is_running(self) -> bool:
         """Whether a thread was started and has not ended."""
-        return not all([lane.join(0.0) for lane in [self._first, *self._lanes]])
+        return not all([thread.join(0.0) for thread in [self._first, *self._sink_threads]])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rules remember, and the findings."""
@@ -151,8 +153,8 @@ class Worker:
                         )
                 except BaseException as error:  # noqa: BLE001 the sinks get the step all the same
                     self._failures.add("black box", error)
-        for lane in self._lanes:
-            lane.put(steps)
+        for thread in self._sink_threads:
+            thread.put(steps)
         for fault in faults:
             self._tell(fault)
 
@@ -174,22 +176,22 @@ class Worker:
             self._tell(fault)
 
     def _tell(self, fault: Fault) -> None:
-        for lane in self._lanes:
-            lane.put_fault(fault)
+        for thread in self._sink_threads:
+            thread.put_fault(fault)
         # a process that ended in order, and found nothing, has nothing to say
         if fault.reason != "exit" or fault.first_nonfinite is not None:
             LOG.warning("%s", fault)
 
-    def _open_lanes(self, info: RunInfo) -> None:
-        for lane in self._lanes:
-            lane.start(info)
+    def _open_sinks(self, info: RunInfo) -> None:
+        for thread in self._sink_threads:
+            thread.start(info)
 
-    def _close_lanes(self) -> None:
-        for lane in self._lanes:
-            lane.finish()
+    def _close_sinks(self) -> None:
+        for thread in self._sink_threads:
+            thread.finish()
 
     def _is_own_thread(self) -> bool:
-        return any(lane.is_own_thread for lane in [self._first, *self._lanes])
+        return any(thread.is_own_thread for thread in [self._first, *self._sink_threads])
 
 
 def _deadline(timeout: float | None) -> float | None:

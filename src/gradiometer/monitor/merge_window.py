@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradiometer.columns import Thresholds
     from gradiometer.distributed import Ranks
 
-__all__ = ["Windows"]
+__all__ = ["MergeWindow"]
 
 # scalars that are merged by name; of more the first rank's count
 _SCALARS: Final = 256
@@ -35,7 +35,7 @@ _SUMMED: Final = 1  # ranks that recorded it
 _MAXIMIZED: Final = 4  # whether it was skipped, who has a loss that is not finite, its number, and minus that
 
 
-class Windows:
+class MergeWindow:
     """Packs this rank's part of a window, and makes the job's steps of what comes back.
 
     Merged scalars are the mean over the ranks that gave one, or what all gave, to the bit; NaN and infinities
@@ -58,22 +58,21 @@ class Windows:
     >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
     >>> recorder.record()
     >>> steps = recorder.read()
-    >>> windows = Windows(ranks, recorder.roster, recorder.thresholds)
-    >>> windows.unpack(*windows.pack(steps, [True]), [True], steps)[0].total("norm")
+    >>> window = MergeWindow(ranks, recorder.roster, recorder.thresholds)
+    >>> window.unpack(*window.pack(steps, [True]), [True], steps)[0].total("norm")
     5.0990195135927845
     """
 
     def __init__(self, ranks: Ranks, local: Roster, thresholds: Thresholds) -> None:
         self._ranks, self._local, self._thresholds = ranks, local, thresholds
-        holdings = ranks.agreement.holdings
+        specs = ranks.plan.specs
         parts = dict(zip(local.names, local.shapes, strict=True))
         # of plain tensors that are parts of something the whole is not known
         shapes = [
-            parts.get(n, ()) if h.shape is None else h.shape
-            for n, h in zip(ranks.names, holdings, strict=True)
+            parts.get(n, ()) if h.shape is None else h.shape for n, h in zip(ranks.names, specs, strict=True)
         ]
-        self.roster = Roster(ranks.names, tuple(shapes), tuple([h.dtype for h in holdings]), local.kinds)
-        whole = [math.nan if h.numel is None else float(h.numel) for h in holdings]
+        self.roster = Roster(ranks.names, tuple(shapes), tuple([h.dtype for h in specs]), local.kinds)
+        whole = [math.nan if h.numel is None else float(h.numel) for h in specs]
         self._whole = torch.tensor(whole, dtype=torch.float64)
         self.scalars: list[str] = []
         self.most = max(1, _BYTES // (8 * NUM_COLUMNS * max(1, self.roster.num_rows)))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Cursor, Thresholds
 from gradiometer.monitor.failures import Failures, is_quiet, reason_of
-from gradiometer.monitor.parameter_check import RollCall
-from gradiometer.monitor.pipeline import Delivery
-from gradiometer.monitor.rank_merger import Merging
+from gradiometer.monitor.parameter_check import ParameterCheck
+from gradiometer.monitor.pipeline import Pipeline
+from gradiometer.monitor.rank_merger import RankMerger
 from gradiometer.monitor.setup import (
     class_names,
     prepare_ranks,
@@ -25,7 +25,7 @@ from gradiometer.monitor.setup import (
     run_info,
     together,
 )
-from gradiometer.monitor.sigterm import watch
+from gradiometer.monitor.sigterm import subscribe
 from gradiometer.recorder import Recorder, Updates
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Monitor"]
 
 # seconds between two looks at whose parameters they are
-_ROLL_CALL = 1.0
+_PARAMETER_CHECK = 1.0
 
 
 class Monitor:
@@ -157,32 +157,32 @@ class Monitor:
                 thresholds=thresholds,
                 ranks=agreed,
             )
-            merging = None
+            merger = None
             if agreed is not None and group is not None:
-                merging = Merging(agreed, recorder.roster, thresholds, queue, self._failures, group)
+                merger = RankMerger(agreed, recorder.roster, thresholds, queue, self._failures, group)
             # what sees the job's steps is on its first rank
-            is_first = merging is None or merging.is_first
-            if merging is not None and is_first:
+            is_first = merger is None or merger.is_first
+            if merger is not None and is_first:
                 rank = None
             checked_rules = prepare_rules(rules)
-            checked_sinks = prepare_sinks(sinks, run_dir, rank, is_merged=merging is not None)
-        self._roll_call = RollCall(model, self._recorder, self._failures)
+            checked_sinks = prepare_sinks(sinks, run_dir, rank, is_merged=merger is not None)
+        self._parameter_check = ParameterCheck(model, self._recorder, self._failures)
         self._updates = Updates(self._recorder) if updates else None
-        self._next_call = 0.0
+        self._next_check = 0.0
         self._every = every
         self.skips = self._has_advanced = False
-        self._delivery = delivery = Delivery(
+        self._pipeline = pipeline = Pipeline(
             recorder,
             checked_rules if is_first else (),
             checked_sinks,
             queue,
             self._failures,
-            partial(run_info, recorder, class_names(model), every, merging),
-            merging,
+            partial(run_info, recorder, class_names(model), every, merger),
+            merger,
             rank,
         )
         # forgotten without being closed: what has been recorded is not lost for that
-        weakref.finalize(self, delivery.forget).atexit = False
+        weakref.finalize(self, pipeline.forget).atexit = False
 
     def __repr__(self) -> str:
         """Return one line. Never waits."""
@@ -224,7 +224,7 @@ class Monitor:
             lr: the learning rate.
             **scalars: others, by name.
         """
-        if not self._delivery.is_open():
+        if not self._pipeline.is_open():
             return
         if loss is not None:
             scalars["loss"] = loss
@@ -234,21 +234,21 @@ class Monitor:
             self._try("updates", self._updates.measure, self.step, self._every)
         self._try("advance", self._recorder.advance)
         now = time.monotonic()
-        if now >= self._next_call:
-            self._next_call = now + _ROLL_CALL
-            self._try("parameters", self._roll_call)
+        if now >= self._next_check:
+            self._next_check = now + _PARAMETER_CHECK
+            self._try("parameters", self._parameter_check)
         self._has_advanced = True
-        self._delivery.drain.skips = self.skips
-        self._delivery.take(scalars)
+        self._pipeline.reader.skips = self.skips
+        self._pipeline.take(scalars)
 
     @property
     def step(self) -> int:
         """The number of the current step; may be set, best before the first `advance`."""
-        return self._delivery.drain.step
+        return self._pipeline.reader.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._delivery.rewind(step)
+        self._pipeline.rewind(step)
         if self._updates is not None:
             self._updates.keep(step)
 
@@ -260,25 +260,25 @@ class Monitor:
     @every.setter
     def every(self, every: int) -> None:
         self._recorder.configure_(every=every)
-        self._delivery.worker.ledger.span(every)
+        self._pipeline.dispatcher.ledger.span(every)
         self._every = every
 
     @property
     def findings(self) -> list[Finding]:
         """What the rules have found so far, in the order in which it began."""
-        return list(self._delivery.worker.ledger.findings)
+        return list(self._pipeline.dispatcher.ledger.findings)
 
     @property
     def last(self) -> StepRecord | None:
         """The newest step that has arrived: of the job on its first rank, of this one on others."""
-        return self._delivery.last
+        return self._pipeline.last
 
     @property
     def dropped(self) -> int:
         """Steps that were not kept: the sinks were too slow for them, or their tensors were lost."""
-        merging = self._delivery.merging
-        unmerged = 0 if merging is None else merging.lost
-        return self._delivery.worker.dropped + self._delivery.drain.lost + unmerged
+        merger = self._pipeline.merger
+        unmerged = 0 if merger is None else merger.lost
+        return self._pipeline.dispatcher.dropped + self._pipeline.reader.lost + unmerged
 
     @property
     def failures(self) -> dict[str, int]:
@@ -290,17 +290,17 @@ class Monitor:
 
         Call it on all ranks at the same place: one that does not bring its steps holds the others up.
         """
-        return self._delivery.flush(timeout)
+        return self._pipeline.flush(timeout)
 
     def close(self) -> None:
         """Bring all to the sinks and close them. Waits for them, up to a minute. Once more does nothing."""
         if not self._has_advanced:
             self._try("advance", self._see_what_was_forgotten)
-        self._delivery.end()
+        self._pipeline.end()
 
     def __enter__(self) -> Self:
-        """Watch for SIGTERM from here on."""
-        watch(self._delivery)
+        """Tell this monitor of SIGTERM from here on."""
+        subscribe(self._pipeline)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -308,7 +308,7 @@ class Monitor:
         if error is None or is_quiet(error):
             self.close()
         else:
-            self._delivery.end(reason_of(error))
+            self._pipeline.end(reason_of(error))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with: the step, the cadence, what rules remember, the findings.
@@ -316,7 +316,7 @@ class Monitor:
         Waits until all steps so far have reached the rules. Of several ranks the first one's state is the
         job's, and all load it. Called there alone it waits 5 s for steps of the others, and may lack those.
         """
-        return {"every": self._every, **self._delivery.state_dict()}
+        return {"every": self._every, **self._pipeline.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`; best before the first `advance`. A later one goes back to its step."""
@@ -325,7 +325,7 @@ class Monitor:
             msg = f"Monitor.load_state_dict: this is no state of a Monitor, it has no {', '.join(missing)}"
             raise ValueError(msg)
         self.step = state["step"]
-        self._delivery.load_state_dict(state)
+        self._pipeline.load_state_dict(state)
         self.every = state["every"]
 
     def _see_what_was_forgotten(self) -> None:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from gradiometer.monitor.failures import Failures
     from gradiometer.recorder import Recorder
 
-__all__ = ["RollCall"]
+__all__ = ["ParameterCheck"]
 
 
-class RollCall:
+class ParameterCheck:
     """Says once which parameters were replaced, added or moved since: the recorder does not see them.
 
     FSDP puts a whole parameter in the place of its shard while it computes, and back: that is no other one.
@@ -33,7 +33,7 @@ class RollCall:
     >>> import torch, gradiometer as gm
     >>> from gradiometer.monitor.failures import Failures
     >>> model, failures = torch.nn.Linear(2, 1), Failures()
-    >>> call = RollCall(model, gm.Recorder(model), failures)
+    >>> call = ParameterCheck(model, gm.Recorder(model), failures)
     >>> call()
     >>> failures.counts
     {}

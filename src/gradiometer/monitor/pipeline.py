@@ -1,4 +1,4 @@
-"""The delivery of steps: from the ring on the device to rules and sinks, and how it ends."""
+"""The way of a step from the ring on the device to rules and sinks, and how it ends."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.monitor.blackbox import BlackBox
-from gradiometer.monitor.dispatcher import Worker
+from gradiometer.monitor.dispatcher import Dispatcher
 from gradiometer.monitor.failures import reason_of
-from gradiometer.monitor.ring_reader import Drain
-from gradiometer.monitor.sigterm import ends, unwatch, watch
+from gradiometer.monitor.ring_reader import RingReader
+from gradiometer.monitor.sigterm import record_only, subscribe, unsubscribe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from gradiometer.monitor.failures import Failures
-    from gradiometer.monitor.rank_merger import Merging
+    from gradiometer.monitor.rank_merger import RankMerger
     from gradiometer.recorder import Recorder, RunInfo, StepRecord
     from gradiometer.rules import Rule
     from gradiometer.sinks import Sink
 
-__all__ = ["Delivery"]
+__all__ = ["Pipeline"]
 
 # seconds between two copies to the host, where the ring has room for longer
 INTERVAL = 0.2
@@ -38,10 +38,10 @@ PATIENCE = 60.0
 RANKS_PATIENCE = 5.0
 
 
-class Delivery:
-    """A drain, a worker and a black box, from the first step to the end, in the process that made it.
+class Pipeline:
+    """A ring reader, a dispatcher and a black box, from the first step to the end.
 
-    It ends by `end`; or with the process, if that was forgotten.
+    Only the process that made it uses it. It ends by `end`; or with the process, if that was forgotten.
 
     Args:
         recorder: whose steps are delivered.
@@ -49,7 +49,7 @@ class Delivery:
         queue: steps that may wait for them.
         failures: counts what fails.
         describe: makes the sinks' information of the run, of its first step.
-        merging: with other ranks; then rules and sinks get the job's steps on the first rank. On the others
+        merger: with other ranks; then rules and sinks get the job's steps on the first rank. On the others
             they get this rank's own, for the sake of its black box.
         rank: that the black box speaks of; None: all, or the only one.
     """
@@ -62,15 +62,15 @@ class Delivery:
         queue: int,
         failures: Failures,
         describe: Callable[[int], RunInfo],
-        merging: Merging | None = None,
+        merger: RankMerger | None = None,
         rank: int | None = None,
     ) -> None:
         self.box = BlackBox(rank)
-        self.worker = Worker(rules, sinks, queue, self.box, failures)
-        self.merging = merging
+        self.dispatcher = Dispatcher(rules, sinks, queue, self.box, failures)
+        self.merger = merger
         self.last: StepRecord | None = None
-        self.drain = Drain(recorder, self._pass_on, failures)
-        # the drain is the training's thread's, but where that waits for a rank that ends
+        self.reader = RingReader(recorder, self._pass_on, failures)
+        # the reader belongs to the training's thread, except where that waits for a rank that ends
         self._draining = threading.RLock()
         self._failures = failures
         self._describe = describe
@@ -80,10 +80,10 @@ class Delivery:
         self._is_started = self._is_ended = False
         self._has_told_signal = self._has_told_end = False
         self._deadline: float | None = None
-        if merging is not None:
+        if merger is not None:
             # the other ranks wait for answers of this one, whether it takes steps or not
             _open[self] = None
-            merging.start(self._put, partial(self._tell, "other rank"), self._poll)
+            merger.start(self._put, partial(self._tell, "other rank"), self._poll)
 
     def is_open(self) -> bool:
         """Tell whether steps are taken; where somebody else's or none any more are offered, say so."""
@@ -99,15 +99,15 @@ class Delivery:
         """Take a step that has ended, start a copy if one is due, and deliver what has arrived."""
         if not self._is_started:
             self._start()
-        drain = self.drain
+        reader = self.reader
         with self._draining:
-            drain.take(scalars)
+            reader.take(scalars)
             now = time.monotonic()
-            if drain.is_full or (now >= self._next and drain.under_way < UNDER_WAY):
+            if reader.is_full or (now >= self._next and reader.under_way < UNDER_WAY):
                 self._next = now + INTERVAL
-                drain.start()
-            if drain.under_way:
-                drain.poll()
+                reader.start()
+            if reader.under_way:
+                reader.poll()
         if self._signal is not None and not self._has_told_signal:
             # a handler of somebody else's let training go on
             self._has_told_signal = True
@@ -121,12 +121,12 @@ class Delivery:
             self._start()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._draining:
-            arrived = self.drain.bring(deadline)
-        if self.merging is not None:
+            arrived = self.reader.bring(deadline)
+        if self.merger is not None:
             # not for ever: of this alone other ranks know nothing
-            arrived &= self.merging.wait(min(max(0.0, deadline - time.monotonic()), PATIENCE))
+            arrived &= self.merger.wait(min(max(0.0, deadline - time.monotonic()), PATIENCE))
         remaining = None if timeout is None else max(0.0, deadline - time.monotonic())
-        return self.worker.wait(remaining) and arrived
+        return self.dispatcher.wait(remaining) and arrived
 
     def end(self, fault: tuple[str, str] | None = None) -> None:
         """Bring all to the sinks, with the reason and message of a fault if there is one, and close them."""
@@ -141,40 +141,40 @@ class Delivery:
             self._deadline = time.monotonic() + PATIENCE
         # a device that does not answer leaves half of the time to the sinks
         with self._draining:
-            if self._is_started and not self.drain.bring(self._deadline - PATIENCE / 2, cut=True):
-                self.drain.give_up()
-        if self.merging is not None:
-            fault = self._end_merging(self.merging, fault, self._deadline)
+            if self._is_started and not self.reader.bring(self._deadline - PATIENCE / 2, cut=True):
+                self.reader.give_up()
+        if self.merger is not None:
+            fault = self._end_merger(self.merger, fault, self._deadline)
         if self._is_started:
             if fault is not None and not self._has_told_end:
                 self._has_told_end = True
                 self._tell(*fault)
-            if not self.worker.stop(max(0.0, self._deadline - time.monotonic())):
+            if not self.dispatcher.stop(max(0.0, self._deadline - time.monotonic())):
                 self._failures.add("close", f"a sink is not done after {PATIENCE:g} s and is left behind")
         self._is_ended = True
         _open.pop(self, None)
-        unwatch(self)
+        unsubscribe(self)
 
     def forget(self) -> None:
         """End it, as nobody can any more; may be called on any thread."""
-        if self.merging is None or threading.current_thread() is threading.main_thread():
+        if self.merger is None or threading.current_thread() is threading.main_thread():
             self.end()
         else:
             # garbage is collected anywhere: on a thread whose end this waits for, say
             threading.Thread(target=self.end, name="gradiometer end", daemon=True).start()
 
-    def _end_merging(
-        self, merging: Merging, fault: tuple[str, str] | None, deadline: float
+    def _end_merger(
+        self, merger: RankMerger, fault: tuple[str, str] | None, deadline: float
     ) -> tuple[str, str] | None:
         """Leave the other ranks; return the fault, with what is known of theirs."""
         left = max(0.0, deadline - time.monotonic())
         said = None if fault is None or fault[0] == "exit" else f"{fault[0]}, {fault[1]}".removesuffix(", ")
-        merging.finish(said, left / 2)
+        merger.finish(said, left / 2)
         # a quarter for the sinks
-        if not merging.join(left * 3 / 4):
+        if not merger.join(left * 3 / 4):
             self._failures.add("ranks", "another rank has not answered at the end, and is not waited for")
-        if fault is not None and merging.news is not None and (said or fault[0]) not in merging.news:
-            return fault[0], f"{fault[1]} (before that {merging.news})".lstrip()
+        if fault is not None and merger.news is not None and (said or fault[0]) not in merger.news:
+            return fault[0], f"{fault[1]} (before that {merger.news})".lstrip()
         return fault
 
     @property
@@ -189,69 +189,69 @@ class Delivery:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on with. Waits until all steps so far have reached the rules."""
         self._settle()
-        return {"step": self.drain.step, "black_box": self.box.state_dict(), **self.worker.state_dict()}
+        return {"step": self.reader.step, "black_box": self.box.state_dict(), **self.dispatcher.state_dict()}
 
     def rewind(self, step: int) -> None:
         """Go on with another step, when all so far have reached the rules."""
         self._settle()
-        self.drain.rewind(step)
+        self.reader.rewind(step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, at a step to which it was rewound."""
         self.box.load_state_dict(state["black_box"])
-        if self.merging is None or self.merging.is_first:
-            self.worker.load_state_dict(state)
+        if self.merger is None or self.merger.is_first:
+            self.dispatcher.load_state_dict(state)
 
     def _settle(self) -> None:
         if self._is_started:
-            self.flush(PATIENCE if self.merging is None else RANKS_PATIENCE)
+            self.flush(PATIENCE if self.merger is None else RANKS_PATIENCE)
 
     def _pass_on(self, records: list[StepRecord]) -> None:
         """Take this rank's steps as they arrive."""
-        if self.merging is None or not self.merging.is_first:
+        if self.merger is None or not self.merger.is_first:
             self._put(records)
-        if self.merging is not None:
-            self.merging.put(records)
+        if self.merger is not None:
+            self.merger.put(records)
 
     def _poll(self) -> None:
         """Take what has arrived, from another thread, unless the training's is about to."""
         if self._draining.acquire(blocking=False):
             try:
-                self.drain.poll()
+                self.reader.poll()
             finally:
                 self._draining.release()
 
     def _put(self, records: list[StepRecord]) -> None:
         self.last = records[-1]
-        self.worker.put(records)
+        self.dispatcher.put(records)
 
     def _start(self) -> None:
         self._is_started = True
         # from here on there is something to lose
         _open[self] = None
-        watch(self)
+        subscribe(self)
         try:
-            self.worker.start(self._describe(self.drain.step))
+            self.dispatcher.start(self._describe(self.reader.step))
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add("start", error)
 
     def _tell(self, reason: str, message: str) -> None:
-        box, ledger, step = self.box, self.worker.ledger, self.drain.step
-        self.worker.put_fault(lambda: box.fault(reason, message, step, ledger.findings))
+        box, ledger, step = self.box, self.dispatcher.ledger, self.reader.step
+        self.dispatcher.put_fault(lambda: box.fault(reason, message, step, ledger.findings))
 
 
 # those that have begun and not ended; in order, as on other ranks: else each waits for another one's end
-_open: dict[Delivery, None] = {}
+_open: dict[Pipeline, None] = {}
 
 
 @atexit.register
 def _at_exit() -> None:
-    ends()
+    record_only()
     # what the interpreter has printed
     error = getattr(sys, "last_value", None)
     fault = ("exit", "the process ended before the monitor was closed")
-    for delivery in list(_open):
-        if delivery.has_begun:
-            delivery.end(fault if error is None else reason_of(error))
+    for pipeline in list(_open):
+        if pipeline.has_begun:
+            pipeline.end(fault if error is None else reason_of(error))
         else:
-            delivery.end()
+            pipeline.end()

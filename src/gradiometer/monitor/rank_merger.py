@@ -1,4 +1,4 @@
-"""Merging: the steps of all ranks become those of the job, on a thread of its own, beside training."""
+"""The steps of all ranks become those of the job, on a thread of its own, beside training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from gradiometer import distributed
 from gradiometer.distributed import RankError
 from gradiometer.monitor.failures import describe
-from gradiometer.monitor.merge_window import Windows
+from gradiometer.monitor.merge_window import MergeWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradiometer.monitor.failures import Failures
     from gradiometer.recorder import Roster, StepRecord
 
-__all__ = ["Merging"]
+__all__ = ["RankMerger"]
 
 # steps of a window, at most
 _STEPS: Final = 64
@@ -57,7 +57,7 @@ class _Told(NamedTuple):
     is_unplaced: float  # a scalar has no place
 
 
-class Merging:
+class RankMerger:
     """Brings steps of this rank together with those of the others, and hands the job's to the first rank.
 
     A window of steps takes one sum and one maximum over the ranks. How many steps the next window has follows
@@ -91,8 +91,8 @@ class Merging:
         self.lost = self.windows = self.beats = 0
         self.news: str | None = None
         self._ranks, self._limit, self._failures, self._group = ranks, limit, failures, group
-        self._windows = Windows(ranks, local, thresholds)
-        self.roster = self._windows.roster
+        self._window = MergeWindow(ranks, local, thresholds)
+        self.roster = self._window.roster
         # where the first rank's steps go
         self._deliver: Callable[[list[StepRecord]], None] = _to_nobody
         self._tell: Callable[[str], None] = _to_nobody
@@ -232,7 +232,7 @@ class Merging:
             self._queue.clear()
             self._stripped = 0
             self.lost += sum([step.recorded for step in steps])
-            self._deliver([self._windows.alone(step) for step in steps])
+            self._deliver([self._window.alone(step) for step in steps])
         self._done = self._given
         self._changed.notify_all()
 
@@ -243,7 +243,7 @@ class Merging:
         with self._changed:
             queue = list(itertools.islice(self._queue, 2 * _STEPS))
             waiting, fault, closes = len(self._queue), self._fault, self._leaves_at < math.inf
-        names = self._windows.unplaced(queue)
+        names = self._window.unplaced(queue)
         me = self._ranks.size - self._ranks.rank
         told = _Told(
             fewest=-waiting,
@@ -263,7 +263,7 @@ class Merging:
             self._poll()
         if heard.is_unplaced:
             found = distributed.share(names, self._group)
-            self._windows.place(itertools.chain(*found))
+            self._window.place(itertools.chain(*found))
             return True
         fewest, most = -int(heard.fewest), int(heard.most)
         if self._is_first_try:
@@ -296,7 +296,7 @@ class Merging:
                 waiting = len(self._queue)
                 until = beat
                 if waiting >= needed:
-                    if now >= self._next or self._hurried or waiting >= min(_STEPS, self._windows.most):
+                    if now >= self._next or self._hurried or waiting >= min(_STEPS, self._window.most):
                         return
                     until = min(beat, self._next)
                 self._changed.wait(until - now)
@@ -304,7 +304,7 @@ class Merging:
     def _meet(self, queue: Sequence[StepRecord], told: _Told) -> tuple[Tensor, Tensor, _Told, list[bool]]:
         """Return a window's sums and maxima, what is heard, and which of the steps that wait are recorded."""
         carried = self._carried
-        sums, tops = self._windows.pack(queue[: len(carried)], carried)
+        sums, tops = self._window.pack(queue[: len(carried)], carried)
         ahead = [float(step.recorded) for step in queue]
         ahead += [0.0] * (2 * _STEPS - len(ahead))
         extra = torch.tensor([*told, *ahead], dtype=torch.float64)
@@ -323,9 +323,9 @@ class Merging:
 
     def _merge(self, sums: Tensor, tops: Tensor, mine: Sequence[StepRecord]) -> None:
         """Deliver a window for which all ranks had their steps."""
-        if self._windows.differ(tops, len(self._carried)):
+        if self._window.differ(tops, len(self._carried)):
             raise self._difference(mine)
-        merged = self._windows.unpack(sums, tops, self._carried, mine) if self.is_first else []
+        merged = self._window.unpack(sums, tops, self._carried, mine) if self.is_first else []
         with self._changed:
             for _ in mine:
                 self._queue.popleft()
@@ -339,7 +339,7 @@ class Merging:
         """Choose the next window; from what all have heard, so that all choose the same."""
         if fewest:
             ahead = recorded[: min(fewest, _STEPS)]
-            fits = [count <= self._windows.most for count in itertools.accumulate(ahead)]
+            fits = [count <= self._window.most for count in itertools.accumulate(ahead)]
             self._carried = tuple(itertools.compress(ahead, fits))
         else:
             self._carried = () if self._is_slow or closes else (True,)
@@ -354,15 +354,15 @@ class Merging:
         most = int(self._meet([], told)[2].most)
         if not most:
             return
-        size = min(most, _STEPS, self._windows.most)
+        size = min(most, _STEPS, self._window.most)
         self._carried = (True,) * size
         steps = queue[most - size : most]
         sums, tops, _, _ = self._meet(steps, told)
-        if self._windows.differ(tops, size):
+        if self._window.differ(tops, size):
             return
-        merged = self._windows.unpack(sums, tops, self._carried, steps)
+        merged = self._window.unpack(sums, tops, self._carried, steps)
         with self._changed:
-            before = [self._windows.alone(step) for step in queue[: most - size]]
+            before = [self._window.alone(step) for step in queue[: most - size]]
             self.lost += sum([step.recorded for step in queue[: most - size]])
             for _ in queue[:most]:
                 self._queue.popleft()

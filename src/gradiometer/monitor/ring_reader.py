@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gradiometer.monitor.failures import Failures
     from gradiometer.recorder import Recorder, StepRecord
 
-__all__ = ["Drain"]
+__all__ = ["RingReader"]
 
 # due steps without one that was recorded, after which something is said
 _FORGOTTEN = 50
@@ -46,7 +46,7 @@ class _Flight(NamedTuple):
     names: tuple[str, ...]
 
 
-class Drain:
+class RingReader:
     """Copies new slots of a ring to the host, with the steps' scalars, and makes records of what arrived.
 
     A step writes one slot at most. So of the slots written since the cursor was last seen there are no more
@@ -62,21 +62,21 @@ class Drain:
         step: the number of the current step.
         last: the newest record that has arrived.
         skips: whether steps that are to be skipped are.
-        lost: steps whose tensors were given up, or written over before they were read: none, while a drain
+        lost: steps whose tensors were given up, or written over before they were read: none, while a read
             starts whenever `is_full` says so.
 
     >>> import torch, gradiometer as gm
     >>> from gradiometer.monitor.failures import Failures
     >>> model, arrived = torch.nn.Linear(2, 1), []
     >>> recorder = gm.Recorder(model, capacity=4)
-    >>> drain = Drain(recorder, arrived.extend, Failures())
+    >>> reader = RingReader(recorder, arrived.extend, Failures())
     >>> model(torch.ones(1, 2)).sum().backward()
     >>> for lr in (0.1, 0.2):
     ...     recorder.record()
     ...     recorder.advance()
-    ...     drain.take({"lr": lr})
-    >>> drain.start()
-    >>> drain.poll()
+    ...     reader.take({"lr": lr})
+    >>> reader.start()
+    >>> reader.poll()
     >>> [(record.step, record.scalars, record.total("numel")) for record in arrived]
     [(0, {'lr': 0.1}, 3.0), (1, {'lr': 0.2}, 3.0)]
     """
@@ -127,7 +127,7 @@ class Drain:
 
     @property
     def is_full(self) -> bool:
-        """Whether a drain must start before the next step, lest a slot be written over unread."""
+        """Whether a read must start before the next step, lest a slot be written over unread."""
         return len(self._taken) >= self._room
 
     @property
@@ -189,7 +189,7 @@ class Drain:
 
     def _surrender(self, error: Exception | str) -> None:
         """Give up what has not arrived: deliver its steps with the scalars that the host knows."""
-        self._failures.add("drain", error)
+        self._failures.add("ring reader", error)
         given_up = [taken for flight in self._flights for taken in flight.taken] + self._taken
         self._flights.clear()
         self._taken, self._away = [], {}
@@ -223,7 +223,7 @@ class Drain:
             slot = block[(i - origin) % capacity]
             step = int(slot[0, HEADER_STEP])
             if step == current and not cut:
-                count = i  # not ended: it comes with a later drain
+                count = i  # not ended: it comes with a later read
             elif step >= self._floor:
                 # of its own: who keeps one record does not keep all that came with it
                 slots[step] = slot.clone()

@@ -21,7 +21,7 @@ from gradiometer.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from gradiometer.monitor.rank_merger import Merging
+    from gradiometer.monitor.rank_merger import RankMerger
     from gradiometer.recorder import Recorder
 
 __all__ = [
@@ -77,9 +77,9 @@ def prepare_sinks(
     from gradiometer.sinks import Function, RunRecord  # noqa: PLC0415 likewise
 
     if rank is not None and is_merged:
-        from gradiometer.runs import RankBox  # noqa: PLC0415 likewise
+        from gradiometer.runs import RankBlackbox  # noqa: PLC0415 likewise
 
-        return [] if run_dir is None else [RankBox(run_dir, rank)]
+        return [] if run_dir is None else [RankBlackbox(run_dir, rank)]
     if rank is not None and run_dir is not None:
         run_dir = Path(run_dir) / f"rank-{rank:05d}"
     made: list[Sink] = [] if run_dir is None else [RunRecord(run_dir)]
@@ -163,7 +163,9 @@ def _compare(told: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequence[
                 raise RankError(msg + "give all ranks the same")
 
 
-def run_info(recorder: Recorder, model: str, every: int, merging: Merging | None, first_step: int) -> RunInfo:
+def run_info(
+    recorder: Recorder, model: str, every: int, merger: RankMerger | None, first_step: int
+) -> RunInfo:
     """Return what sinks are told at the start."""
     versions = {"python": platform.python_version()}
     versions["gradiometer"] = __version__
@@ -171,7 +173,7 @@ def run_info(recorder: Recorder, model: str, every: int, merging: Merging | None
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return RunInfo(
-        recorder.roster if merging is None else merging.roster,
+        recorder.roster if merger is None else merger.roster,
         recorder.thresholds,
         every,
         recorder.capacity,
@@ -180,7 +182,7 @@ def run_info(recorder: Recorder, model: str, every: int, merging: Merging | None
         first_step,
         versions,
         str(recorder.ring.device),
-        1 if merging is None else merging.num_ranks,
+        1 if merger is None else merger.num_ranks,
     )
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM: note it, let monitors finish, then hand it on."""
+"""SIGTERM: tell the monitors, then go on as the process would have without them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-__all__ = ["ends", "unwatch", "watch"]
+__all__ = ["record_only", "subscribe", "unsubscribe"]
 
 
-class _Watched(Protocol):
+class _Subscriber(Protocol):
     def note_signal(self, name: str) -> None: ...
 
 
-_watched: list[weakref.ref[_Watched]] = []
+_subscribers: list[weakref.ref[_Subscriber]] = []
 # the handler that is set here, which knows the one before it
 _handler: Any = None
 # whether the process ends by itself: nothing is left to be ended by SIGTERM
 _is_ending = False
 
 
-def watch(watched: _Watched) -> None:
-    """Tell it of a SIGTERM by its ``note_signal``, until `unwatch`. Only from the main thread; else nothing.
+def subscribe(subscriber: _Subscriber) -> None:
+    """Call ``subscriber.note_signal`` on SIGTERM, until `unsubscribe`. Only the main thread can subscribe.
 
     Then a handler that was there before is called; if it returns, so does training. Without one SystemExit
     is raised, with code 143: ``with`` blocks and ``finally`` clauses run, as they do after Ctrl-C.
     A SIGTERM that is ignored stays so.
     """
     global _handler  # noqa: PLW0603 a process has one handler
-    is_known = any(ref() is watched for ref in _watched)
+    is_known = any(ref() is subscriber for ref in _subscribers)
     if is_known or threading.current_thread() is not threading.main_thread():
         return
     now = signal.getsignal(signal.SIGTERM)
@@ -46,18 +46,18 @@ def watch(watched: _Watched) -> None:
         # each its own: one on top of an earlier one of ours may call that
         _handler = partial(_on_sigterm, now)
         signal.signal(signal.SIGTERM, _handler)
-    _watched.append(weakref.ref(watched))
+    _subscribers.append(weakref.ref(subscriber))
 
 
-def unwatch(watched: _Watched) -> None:
-    """Tell it no more; after the last one the handler before it is put back."""
-    _watched[:] = [ref for ref in _watched if ref() not in (None, watched)]
-    if not _watched and threading.current_thread() is threading.main_thread():
+def unsubscribe(subscriber: _Subscriber) -> None:
+    """Remove a subscriber; after the last one, restore the previous handler."""
+    _subscribers[:] = [ref for ref in _subscribers if ref() not in (None, subscriber)]
+    if not _subscribers and threading.current_thread() is threading.main_thread():
         _put_back()
 
 
-def ends() -> None:
-    """Take SIGTERM for no more than a note from here on: the process ends, and is to write what there is."""
+def record_only() -> None:
+    """From now on, only record SIGTERM: the process is ending, and has to write what there is."""
     global _is_ending  # noqa: PLW0603 a process ends once
     _is_ending = True
 
@@ -69,9 +69,9 @@ def _put_back() -> None:
 
 
 def _on_sigterm(previous: Any, number: int, frame: FrameType | None) -> None:
-    told = [watched for ref in _watched if (watched := ref()) is not None]
-    for watched in told:
-        watched.note_signal("SIGTERM")
+    told = [subscriber for ref in _subscribers if (subscriber := ref()) is not None]
+    for subscriber in told:
+        subscriber.note_signal("SIGTERM")
     if callable(previous):
         previous(number, frame)
     elif told:
@@ -85,7 +85,7 @@ def _on_sigterm(previous: Any, number: int, frame: FrameType | None) -> None:
 
 def _after_fork() -> None:
     # a worker of a data loader is no training process
-    _watched.clear()
+    _subscribers.clear()
     _put_back()
 
 

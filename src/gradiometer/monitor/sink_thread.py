@@ -1,4 +1,4 @@
-"""A lane: a bounded queue of steps and the thread that brings them to one sink."""
+"""A bounded queue of steps, and the thread that brings them to one sink."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Finding
 
-__all__ = ["Lane"]
+__all__ = ["SinkThread"]
 
 # steps that a sink is given at once
 _BATCH: Final = 64
@@ -21,7 +21,7 @@ _BATCH: Final = 64
 _TICK = 1.0
 
 
-class Lane:
+class SinkThread:
     """Calls the methods of one sink on a thread of its own, one at a time and in order.
 
     Who hands over never waits. Of too many steps the oldest go, and what was found in them comes with the
@@ -45,12 +45,12 @@ class Lane:
     ...     fault=lambda fault: calls.append(fault),
     ...     close=lambda: calls.append("close"),
     ... )
-    >>> lane = Lane("sink", sink, 2, Failures())
-    >>> lane.put([("step 0", ()), ("step 1", ()), ("step 2", ())])
-    >>> lane.put_fault("the end")
-    >>> lane.start(None)
-    >>> lane.finish()
-    >>> lane.join(10), calls, lane.dropped
+    >>> thread = SinkThread("sink", sink, 2, Failures())
+    >>> thread.put([("step 0", ()), ("step 1", ()), ("step 2", ())])
+    >>> thread.put_fault("the end")
+    >>> thread.start(None)
+    >>> thread.finish()
+    >>> thread.join(10), calls, thread.dropped
     (True, ['start', 2, 'the end', 'close'], 1)
     """
 
@@ -119,7 +119,7 @@ class Lane:
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether this is called on the lane's thread."""
+        """Whether this is called on this thread."""
         return self._thread is threading.current_thread()
 
     def _append(self, what: Any, findings: Sequence[Finding] | None) -> None:

@@ -18,13 +18,13 @@ from gradiometer.ops.library import (
     writable,
 )
 from gradiometer.ops.packing import (
-    Known,
+    LaunchPlan,
     is_capturing,
 )
 
 __all__ = [
     "INTERPRETED",
-    "Known",
+    "LaunchPlan",
     "append_",
     "is_capturing",
     "measure",

@@ -86,11 +86,14 @@ def tensor_stats(
 
 
 def measure(
-    tensors: Sequence[Tensor], thresholds: Thresholds, inv_scale: Tensor | None, known: packing.Known | None
+    tensors: Sequence[Tensor],
+    thresholds: Thresholds,
+    inv_scale: Tensor | None,
+    plan: packing.LaunchPlan | None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `tensor_stats` does, for a caller who has asked `recognize`: ``known`` is its answer."""
-    if known is not None and (inv_scale is None or _is_plain(inv_scale)):
-        return _eager(tensors, thresholds, inv_scale, known)
+    """Do what `tensor_stats` does, for a caller who has asked `recognize`: ``plan`` is its answer."""
+    if plan is not None and (inv_scale is None or _is_plain(inv_scale)):
+        return _eager(tensors, thresholds, inv_scale, plan)
     with torch.no_grad():
         columns, flags = torch.ops.gradiometer.tensor_stats(
             tensors, thresholds.vanishing, thresholds.exploding, thresholds.dead, inv_scale
@@ -98,7 +101,7 @@ def measure(
     return columns, flags
 
 
-def recognize(tensors: Sequence[Tensor]) -> packing.Known | None:
+def recognize(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
     """Return the known list that these are like, if they can be measured without the dispatcher.
 
     It takes 0.1 us a tensor, but others watch what passes through it: compilers, modes, profilers.
@@ -111,22 +114,22 @@ def recognize(tensors: Sequence[Tensor]) -> packing.Known | None:
     return None if _profiler_enabled() or _len_torch_function_stack() else writable(tensors)
 
 
-def writable(tensors: Sequence[Tensor]) -> packing.Known | None:
+def writable(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
     """Do what `recognize` does for `scale_`, which has no op: nobody watches for its call."""
     if torch.compiler.is_compiling():
         return None
     with _without_grad():
-        known = packing.recognize(tensors)
-    return known if known is not None and known.direct else None
+        plan = packing.recognize(tensors)
+    return plan if plan is not None and plan.direct else None
 
 
 def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
     """Return the L2 norm of all tensors together; None where a device is to measure them, or others watch."""
     with _without_grad():
-        known = recognize(tensors)
-        if known is None or known.device.type != "cpu" or uses_kernels(known.device):
+        plan = recognize(tensors)
+        if plan is None or plan.device.type != "cpu" or uses_kernels(plan.device):
             return None
-        with _without_autocast(known.device):
+        with _without_autocast(plan.device):
             return math.sqrt(reference.sumsq(tensors))
 
 
@@ -145,18 +148,18 @@ def _eager(
     tensors: Sequence[Tensor],
     thresholds: Thresholds,
     inv_scale: Tensor | None,
-    known: packing.Known | None = None,
+    plan: packing.LaunchPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Measure at once; ``known``: what `packing.recognize` says of the tensors, in a call from eager."""
+    """Measure at once; ``plan``: what `packing.recognize` says of the tensors, in a call from eager."""
     device = tensors[0].device
     with _without_grad(), _without_autocast(device):
         if not uses_kernels(device):
-            known = known or packing.recognize(tensors) or packing.meet(tensors)
-            if known.direct and known.plan is None:
-                known.plan = reference.plan_of(tensors)
-            return reference.tensor_stats(tensors, thresholds, inv_scale, known.plan)
+            plan = plan or packing.recognize(tensors) or packing.remember(tensors)
+            if plan.direct and plan.eager is None:
+                plan.eager = reference.plan_of(tensors)
+            return reference.tensor_stats(tensors, thresholds, inv_scale, plan.eager)
         with _launching_on(device):
-            return _run_kernels(tensors, thresholds, inv_scale, known)
+            return _run_kernels(tensors, thresholds, inv_scale, plan)
 
 
 def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -179,19 +182,19 @@ def _run_kernels(
     tensors: Sequence[Tensor],
     thresholds: Thresholds,
     inv_scale: Tensor | None,
-    known: packing.Known | None,
+    plan: packing.LaunchPlan | None,
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     from gradiometer import kernels  # noqa: PLC0415 triton is imported when a kernel is first needed
 
     # through the dispatcher the call may come from a graph that is warmed up
     tuning = kernels.tuning
-    packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, known, keep=known is not None)
-    layout = packed.layout
+    packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=plan is not None)
+    chunk_map = packed.chunk_map
     partials = torch.empty(
-        (len(kernels.PARTIALS), layout.num_chunks), dtype=torch.float64, device=packed.table.device
+        (len(kernels.PARTIALS), chunk_map.num_chunks), dtype=torch.float64, device=packed.table.device
     )
-    for group in layout.groups:
+    for group in chunk_map.groups:
         kernels.moments(
             packed.pointers,
             packed.table,
@@ -199,10 +202,10 @@ def _run_kernels(
             group.dtype,
             group.first_chunk,
             group.num_chunks,
-            layout.num_tensors,
+            chunk_map.num_tensors,
             gate,
         )
-    return kernels.finalize(packed.table, partials, layout.num_tensors, thresholds, inv_scale)
+    return kernels.finalize(packed.table, partials, chunk_map.num_tensors, thresholds, inv_scale)
 
 
 def record_(
@@ -212,7 +215,7 @@ def record_(
     grads: int,
     steps: Tensor,
     cursor: Tensor,
-    known: packing.Known | None,
+    plan: packing.LaunchPlan | None,
     *,
     gated: bool = False,
 ) -> None:
@@ -225,12 +228,12 @@ def record_(
         grads: the first so many are gradients: they decide whether the step is to be skipped.
         steps: the ring, ``(capacity, R + 1, C + 1) float64``, see `gradiometer.ops.ring`.
         cursor: its state, ``(6,) float64``.
-        known: what `recognize` says of the tensors.
+        plan: what `recognize` says of the tensors.
         gated: do not read the tensors in a step that is not recorded. Nothing is decided there.
     """
     with torch.no_grad():
-        if known is not None and (inv_scale is None or _is_plain(inv_scale)):
-            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, known)
+        if plan is not None and (inv_scale is None or _is_plain(inv_scale)):
+            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, plan)
             return
         torch.ops.gradiometer.record_(
             tensors,
@@ -251,13 +254,13 @@ def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: T
         torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor)
 
 
-def scale_(tensors: Sequence[Tensor], factor: Tensor, known: packing.Known) -> None:
+def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: packing.LaunchPlan) -> None:
     """Multiply tensors of one device in place, by a kernel that touches nothing where the factor is 1.
 
     Args:
-        tensors: what `writable` calls ``known``; no two share memory.
+        tensors: what `writable` calls ``plan``; no two share memory.
         factor: 0-d float64 on their device, at most 1.
-        known: its answer.
+        plan: its answer.
     """
     # the dispatcher, which autograd hears of a write by, is not asked
     torch.autograd.graph.increment_version(tensors)
@@ -267,8 +270,8 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, known: packing.Known) -> N
 
         tuning = kernels.tuning
         keep = not _len_torch_function_stack()
-        packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, known, keep=keep)
-        for group in packed.layout.groups:
+        packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=keep)
+        for group in packed.chunk_map.groups:
             kernels.scale(
                 packed.pointers,
                 packed.table,
@@ -276,7 +279,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, known: packing.Known) -> N
                 group.dtype,
                 group.first_chunk,
                 group.num_chunks,
-                packed.layout.num_tensors,
+                packed.chunk_map.num_tensors,
             )
 
 
@@ -288,11 +291,11 @@ def _record(
     gated: bool,  # noqa: FBT001 in the order of the schema
     steps: Tensor,
     cursor: Tensor,
-    known: packing.Known | None = None,
+    plan: packing.LaunchPlan | None = None,
 ) -> None:
     if uses_kernels(steps.device):
         with torch.no_grad(), _launching_on(steps.device):
-            columns, flags = _run_kernels(tensors, thresholds, inv_scale, known, cursor if gated else None)
+            columns, flags = _run_kernels(tensors, thresholds, inv_scale, plan, cursor if gated else None)
     elif gated and not ring.is_due(cursor):
         return
     else:

@@ -1,8 +1,8 @@
 """Tensors -> what the kernels read: chunks grouped by dtype, and the table of pointers.
 
-A list of tensors is met once. Everything about it but the addresses (sizes, strides, dtypes, lazy
-signs) decides its `Layout` and is kept as a `Known` list, which later calls recognize in one call of
-C++; addresses are compared at every call. Nothing is keyed by ``id()`` or by a single pointer, since
+The first call with a list of tensors makes its `LaunchPlan`: everything that follows from sizes, strides,
+dtypes and lazy signs, its `ChunkMap` among it. Later calls recognize the list in one call of C++;
+addresses are compared at every call. Nothing is keyed by ``id()`` or by a single pointer, since
 allocators reuse both, and no tensor is kept alive.
 
 Where tables live. By default each call copies one from pinned host memory, that is written once, to
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = [
+    "ChunkMap",
     "Group",
-    "Known",
-    "Layout",
+    "LaunchPlan",
     "Pack",
+    "chunk_map_of",
     "clear",
     "is_capturing",
-    "layout_of",
-    "meet",
     "pack",
     "recognize",
+    "remember",
 ]
 
 # distinct lists kept; a training step has one or two (gradients, weights)
@@ -72,7 +72,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ChunkMap:
     """How a list of tensors is cut into chunks.
 
     ``table``: int64 on the host, the concatenation of ``numel (T,)``, ``chunk (T,)``: elements of one
@@ -90,11 +90,11 @@ class Layout:
 class Pack:
     """What one call's kernels read, on the device.
 
-    ``pointers``: ``(T,) int64``. ``table``: the layout's table. ``tensors``: the flat tensors that
+    ``pointers``: ``(T,) int64``. ``table``: the chunk_map's table. ``tensors``: the flat tensors that
     are pointed to, kept alive until the kernels are launched.
     """
 
-    layout: Layout
+    chunk_map: ChunkMap
     pointers: Tensor
     table: Tensor
     tensors: Sequence[Tensor]
@@ -119,13 +119,18 @@ class _Kept:
 
 
 @dataclass(eq=False)
-class Known:
-    """A list of tensors as it was met, but for its addresses.
+class LaunchPlan:
+    """Everything about a list of tensors that holds for the next call, too: all but its addresses.
 
-    ``check(*tensors)`` tells whether so many tensors are like those; ``guarded``: by torch's guards,
-    which also tell what watches a call. ``direct``: in that case, whether they are ordinary tensors
-    whose own memory is what is measured, as it stands. ``layout``: of kernels that cut them so. ``plan``: the
-    `reference.Plan` of a direct list.
+    Attributes:
+        count: the number of tensors.
+        check: ``check(*tensors)`` tells whether ``count`` other tensors differ in their addresses at most.
+        guarded: whether ``check`` uses torch's guards, which also see what intercepts a call.
+        device: where all of them are.
+        direct: they are guarded, ordinary tensors, and the kernels can read their memory as it is.
+        cut: the elements of a chunk and the most chunks of a tensor for which ``chunk_map`` was made.
+        eager: the `reference.Plan` of a direct list.
+        source, kept: tables in pinned memory, and on the device.
     """
 
     count: int
@@ -134,14 +139,16 @@ class Known:
     device: torch.device
     direct: bool
     cut: tuple[int, int] | None = None
-    layout: Layout | None = None
-    plan: Any = None
+    chunk_map: ChunkMap | None = None
+    eager: Any = None
     source: _Source | None = None
     kept: _Kept | None = None
 
 
 @lru_cache(maxsize=LISTS_KEPT)
-def layout_of(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], chunk: int, max_chunks: int) -> Layout:
+def chunk_map_of(
+    sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], chunk: int, max_chunks: int
+) -> ChunkMap:
     """Cut tensors of these sizes into chunks, grouped by dtype.
 
     A chunk has ``chunk`` elements; of a tensor that would have more than ``max_chunks`` of them, the
@@ -162,7 +169,7 @@ def layout_of(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], chunk: in
         if len(rows) > done:
             groups.append(Group(dtype, done, len(rows) - done))
     table = _int64([*sizes, *lengths, *first, *counts, *rows])
-    return Layout(len(sizes), len(rows), tuple(groups), table)
+    return ChunkMap(len(sizes), len(rows), tuple(groups), table)
 
 
 def _power_of_two(least: int) -> int:
@@ -175,30 +182,33 @@ def _int64(values: Sequence[int]) -> Tensor:
 
 
 # the most recently used is the last
-_known: dict[Known, None] = {}
+_plans: dict[LaunchPlan, None] = {}
 # what captured graphs read at every replay: never freed
 _captured: list[Tensor] = []
 
 
 def clear() -> None:
-    """Forget the kept lists and layouts; what captured graphs read stays."""
-    _known.clear()
-    layout_of.cache_clear()
+    """Forget the kept lists and chunk maps; what captured graphs read stays."""
+    _plans.clear()
+    chunk_map_of.cache_clear()
 
 
-def recognize(tensors: Sequence[Tensor]) -> Known | None:
-    """Return the known list that differs from this one in its addresses at most. Called without grad mode."""
+def recognize(tensors: Sequence[Tensor]) -> LaunchPlan | None:
+    """Return the plan of a list that differs from this one in its addresses at most.
+
+    Call it without grad mode.
+    """
     count, guarded = len(tensors), guards_tell()
     # a copy: another thread may add to it meanwhile
-    candidates = [one for one in reversed(list(_known)) if one.count == count and one.guarded == guarded]
+    candidates = [one for one in reversed(list(_plans)) if one.count == count and one.guarded == guarded]
     if not candidates or not _have_strides(tensors):
         return None
-    for known in candidates:
-        if known.check(*tensors):
+    for plan in candidates:
+        if plan.check(*tensors):
             # now the most recently used; in two steps, which other threads may come between
-            _known.pop(known, None)
-            _known[known] = None
-            return known
+            _plans.pop(plan, None)
+            _plans[plan] = None
+            return plan
     return None
 
 
@@ -211,31 +221,36 @@ def _have_strides(tensors: Sequence[Tensor]) -> bool:
 
 
 def pack(
-    tensors: Sequence[Tensor], chunk: int, max_chunks: int, known: Known | None = None, *, keep: bool = False
+    tensors: Sequence[Tensor],
+    chunk: int,
+    max_chunks: int,
+    plan: LaunchPlan | None = None,
+    *,
+    keep: bool = False,
 ) -> Pack:
     """Pack tensors of one device for the kernels. Runs under that device, on its current stream.
 
     Args:
         tensors: at least one.
-        chunk: elements of a chunk, see `layout_of`.
+        chunk: elements of a chunk, see `chunk_map_of`.
         max_chunks: of one tensor.
-        known: what `recognize` says of them, where that was asked.
+        plan: what `recognize` says of them, where that was asked.
         keep: whether tables may stay on the device: no graph is being warmed up or captured.
     """
-    known = known or recognize(tensors) or meet(tensors)
-    flats = tensors if known.direct else [_flat(tensor) for tensor in tensors]
-    layout = known.layout
-    if layout is None or known.cut != (chunk, max_chunks):
+    plan = plan or recognize(tensors) or remember(tensors)
+    flats = tensors if plan.direct else [_flat(tensor) for tensor in tensors]
+    chunk_map = plan.chunk_map
+    if chunk_map is None or plan.cut != (chunk, max_chunks):
         sizes, dtypes = tuple([x.numel() for x in flats]), tuple([x.dtype for x in flats])
-        layout = layout_of(sizes, dtypes, chunk, max_chunks)
-        known.source = known.kept = None
-        known.layout, known.cut = layout, (chunk, max_chunks)
+        chunk_map = chunk_map_of(sizes, dtypes, chunk, max_chunks)
+        plan.source = plan.kept = None
+        plan.chunk_map, plan.cut = chunk_map, (chunk, max_chunks)
     addresses = list(map(Tensor.data_ptr, flats))
     # on other devices a capture would go unnoticed
-    if keep and known.device.type in {"cpu", "cuda"} and not is_capturing(known.device):
-        kept = _keep(known, layout, addresses)
-        return Pack(layout, kept.pointers, kept.table, flats)
-    return Pack(layout, *_copies(known, layout, addresses), flats)
+    if keep and plan.device.type in {"cpu", "cuda"} and not is_capturing(plan.device):
+        kept = _keep(plan, chunk_map, addresses)
+        return Pack(chunk_map, kept.pointers, kept.table, flats)
+    return Pack(chunk_map, *_copies(plan, chunk_map, addresses), flats)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -247,17 +262,17 @@ def _flat(tensor: Tensor) -> Tensor:
     return x.contiguous().view(-1) if flat is None else flat
 
 
-def meet(tensors: Sequence[Tensor]) -> Known:
+def remember(tensors: Sequence[Tensor]) -> LaunchPlan:
     """Keep a list of tensors of one device, so that `recognize` returns it. Called without grad mode."""
     guarded = guards_tell()
     direct = guarded and {type(tensor) for tensor in tensors} <= {Tensor, nn.Parameter}
     direct = direct and _READ.issuperset([tensor.dtype for tensor in tensors])
     direct = direct and all([_is_own_memory(tensor) for tensor in tensors])
-    known = Known(len(tensors), alike(tensors), guarded, tensors[0].device, direct)
-    _known[known] = None
-    for old in list(_known)[:-LISTS_KEPT]:
-        _known.pop(old, None)
-    return known
+    plan = LaunchPlan(len(tensors), alike(tensors), guarded, tensors[0].device, direct)
+    _plans[plan] = None
+    for old in list(_plans)[:-LISTS_KEPT]:
+        _plans.pop(old, None)
+    return plan
 
 
 def _is_own_memory(tensor: Tensor) -> bool:
@@ -265,26 +280,26 @@ def _is_own_memory(tensor: Tensor) -> bool:
     return flat is not None and flat.data_ptr() == tensor.data_ptr()
 
 
-def _keep(known: Known, layout: Layout, addresses: list[int]) -> _Kept:
-    device, kept = known.device, known.kept
+def _keep(plan: LaunchPlan, chunk_map: ChunkMap, addresses: list[int]) -> _Kept:
+    device, kept = plan.device, plan.kept
     stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
     if kept is None or kept.stream != stream:
-        pointers, table = _copies(known, layout, addresses)
+        pointers, table = _copies(plan, chunk_map, addresses)
     elif kept.addresses == addresses:
         return kept
     else:
         pointers, table = _upload(_pinned(_int64(addresses), device), device), kept.table
-    known.kept = kept = _Kept(stream, addresses, pointers, table)
+    plan.kept = kept = _Kept(stream, addresses, pointers, table)
     return kept
 
 
-def _copies(known: Known, layout: Layout, addresses: list[int]) -> tuple[Tensor, Tensor]:
-    device, source = known.device, known.source
+def _copies(plan: LaunchPlan, chunk_map: ChunkMap, addresses: list[int]) -> tuple[Tensor, Tensor]:
+    device, source = plan.device, plan.source
     # both parts begin at a multiple of 16 bytes: Triton compiles another kernel for pointers that do not
     padding = len(addresses) % 2
     if source is None or source.addresses != addresses:
-        both = torch.cat([_int64([*addresses, *[0] * padding]), layout.table])
-        known.source = source = _Source(addresses, _pinned(both, device))
+        both = torch.cat([_int64([*addresses, *[0] * padding]), chunk_map.table])
+        plan.source = source = _Source(addresses, _pinned(both, device))
     if is_capturing(device):
         _captured.append(source.host)
     both = _upload(source.host, device)

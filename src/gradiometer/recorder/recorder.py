@@ -22,7 +22,7 @@ from gradiometer.columns import (
     derived,
 )
 from gradiometer.inputs import Named, check, is_dtensor, layout, local_shards, named_parameters, present
-from gradiometer.recorder.skip_consensus import Verdict
+from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_record import KINDS, Kind, Roster, StepRecord, label
 from gradiometer.stats import Float64Module, TensorStats, collect, fetch, measure, settled
 
@@ -131,7 +131,7 @@ class Recorder(Float64Module):
         )
         self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=home))
         self._ranks = ranks
-        self._verdict = None if ranks is None or ranks.size == 1 else Verdict(names, ranks, home)
+        self._verdict = None if ranks is None or ranks.size == 1 else SkipConsensus(names, ranks, home)
         self._has_dtensors = any([is_dtensor(type(p)) for p in parameters])
         self._gated = False
         self.configure_(every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)

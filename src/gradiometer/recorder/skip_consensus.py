@@ -14,10 +14,10 @@ from gradiometer.stats import Float64Module
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
 
-__all__ = ["Verdict"]
+__all__ = ["SkipConsensus"]
 
 
-class Verdict(Float64Module):
+class SkipConsensus(Float64Module):
     """One answer for all ranks, from what each found and what the squares of all add up to.
 
     Of copies of a gradient only the first rank's squares count. What is not finite counts wherever it is.
@@ -53,7 +53,7 @@ class Verdict(Float64Module):
         self._given: list[Tensor] = []
 
     def begin(self) -> None:
-        """Forget the verdict on what was measured before."""
+        """Forget the decision on what was measured before."""
         self._given.clear()
 
     def hear(self, columns: Tensor) -> None:
@@ -63,7 +63,7 @@ class Verdict(Float64Module):
             self._sumsq.fill_(torch.where(self._counted > 0, derived.value(columns, "sumsq"), 0.0).sum())
 
     def give(self, ring: Tensor, cursor: Tensor) -> Tensor:
-        """Return the verdict, 0-d bool. The ranks are asked in one collective, once after each `begin`.
+        """Return the decision, 0-d bool. The ranks are asked in one collective, once after each `begin`.
 
         Args:
             ring: whose header of the current step is told.
@@ -73,10 +73,10 @@ class Verdict(Float64Module):
             skip = cursor[Cursor.SKIP : Cursor.SKIP + 1]
             heard = torch.cat([skip, self._sumsq])
             heard = distributed.all_reduce(heard, "sum", self._ranks.group, self._ranks.timeout)
-            verdict = (heard[0] > 0) | (derived.sqrt(heard[1]) > cursor[Cursor.SKIP_ABOVE])
-            skip.fill_(verdict)
+            skips = (heard[0] > 0) | (derived.sqrt(heard[1]) > cursor[Cursor.SKIP_ABOVE])
+            skip.fill_(skips)
             # no rows: it writes the header
             nothing = ring.new_zeros(ring.shape[1] - 1, NUM_COLUMNS)
             ops.append_(nothing, nothing[:, 0].to(torch.int32), 0, ring, cursor)
-            self._given.append(verdict)
+            self._given.append(skips)
         return self._given[0]

@@ -18,7 +18,7 @@ from gradiometer.rules.finding import (
 )
 from gradiometer.rules.first_nonfinite import (
     amount,
-    culprit_text,
+    first_nonfinite_text,
 )
 from gradiometer.rules.history import (
     NormHistory,
@@ -66,7 +66,7 @@ __all__ = [
     "UpdateRatio",
     "Vanishing",
     "amount",
-    "culprit_text",
     "default_rules",
+    "first_nonfinite_text",
     "summarize",
 ]

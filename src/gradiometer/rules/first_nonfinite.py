@@ -1,10 +1,10 @@
-"""The first culprit: of the tensors of one step, the one in which the non-finite values began.
+"""The first non-finite tensor of a step: the one in which the NaN or Inf began.
 
 Weights are read by the forward pass, before there is a gradient; so a non-finite weight comes first, and
 of several the first in the model's order. Gradients are made from the loss backwards: a NaN that arises
 there reaches every parameter before it in the model, and none behind it; so of several the *last* in the
 model's order is where it began. Updates come from both. Where the model's order is not the order in which
-its modules run, the culprit may be one that was reached; the number of the others tells how far it went.
+its modules run, it may be one that was reached; the number of the others tells how far it went.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Kind, StepRecord
 
-__all__ = ["Culprit", "amount", "culprit_text", "first_nonfinite", "nonfinite"]
+__all__ = ["FirstNonfinite", "amount", "first_nonfinite", "first_nonfinite_text", "nonfinite"]
 
 # in the order in which a step makes them
 _ORDER: tuple[Kind, ...] = ("weights", "grads", "updates")
 _UNITS = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
 
 
-class Culprit(NamedTuple):
+class FirstNonfinite(NamedTuple):
     """Where the non-finite values of a step began: the tensor, how many of its elements, on which rank."""
 
     kind: Kind
@@ -42,7 +42,7 @@ def nonfinite(record: StepRecord, kind: Kind = "grads") -> Tensor:
     return record.value("n_nonfinite", kind)
 
 
-def first_nonfinite(record: StepRecord) -> Culprit | None:
+def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
     """Return the tensor in which the step's non-finite values began; None if all are finite.
 
     >>> import torch, gradiometer as gm
@@ -51,7 +51,7 @@ def first_nonfinite(record: StepRecord) -> Culprit | None:
     >>> model(torch.ones(1, 2)).sum().mul(float("nan")).backward()
     >>> recorder.record()
     >>> first_nonfinite(recorder.read()[-1])
-    Culprit(kind='grads', name='1.bias', n_nan=1, n_inf=0, numel=1, where=None)
+    FirstNonfinite(kind='grads', name='1.bias', n_nan=1, n_inf=0, numel=1, where=None)
     """
     for kind in _ORDER:
         if kind not in record.roster.kinds or not record.total("n_nonfinite", kind):
@@ -65,27 +65,27 @@ def first_nonfinite(record: StepRecord) -> Culprit | None:
         name = record.roster.names[place]
         # from one rank's loss all have it, by what ranks add up: the first of them says nothing
         where = record.where(name, kind) if record.loss_rank is None else None
-        return Culprit(kind, name, n_nan, n_posinf + n_neginf, numel, where)
+        return FirstNonfinite(kind, name, n_nan, n_posinf + n_neginf, numel, where)
     return None
 
 
-def culprit_text(record: StepRecord) -> str | None:
+def first_nonfinite_text(record: StepRecord) -> str | None:
     """Return one line, such as ``step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M (and 40 of 76 others)``.
 
     The others are tensors of the same kind. Where ranks are merged the first that has it is named behind the
     tensor: ``rank 5 (dp_shard 1 of 4)``. None if all are finite.
     """
-    culprit = first_nonfinite(record)
-    if culprit is None:
+    first = first_nonfinite(record)
+    if first is None:
         return None
-    counts = [f"{amount(n)} {word}" for n, word in ((culprit.n_nan, "NaN"), (culprit.n_inf, "Inf")) if n]
-    what = label(culprit.kind, culprit.name)
-    if culprit.where is not None:
-        rank, _, shard = culprit.where.partition(", ")
+    counts = [f"{amount(n)} {word}" for n, word in ((first.n_nan, "NaN"), (first.n_inf, "Inf")) if n]
+    what = label(first.kind, first.name)
+    if first.where is not None:
+        rank, _, shard = first.where.partition(", ")
         what += f", {rank} ({shard})" if shard else f", {rank}"
-    text = f"step {record.step}, {what}, {' and '.join(counts)} of {amount(culprit.numel)}"
-    others = int((nonfinite(record, culprit.kind) > 0).sum()) - 1
-    measured = int(record.measured(culprit.kind).sum()) - 1
+    text = f"step {record.step}, {what}, {' and '.join(counts)} of {amount(first.numel)}"
+    others = int((nonfinite(record, first.kind) > 0).sum()) - 1
+    measured = int(record.measured(first.kind).sum()) - 1
     if not others:
         return text
     which = f"all {measured}" if others == measured else f"{others} of {measured}"

@@ -1,4 +1,4 @@
-"""NaN and Inf: one finding, with the first culprit."""
+"""NaN and Inf: one finding, with the first tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from gradiometer.columns import COLUMN_INDEX
 from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.rules.first_nonfinite import culprit_text, first_nonfinite
+from gradiometer.rules.first_nonfinite import first_nonfinite, first_nonfinite_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +34,7 @@ ADVICE: Final = {
 
 
 class NonFinite(BaseRule):
-    """A NaN or Inf in a loss, gradient, weight or update; of many tensors the first culprit is named.
+    """A NaN or Inf in a loss, gradient, weight or update; of many tensors the first one is named.
 
     While it lasts, step after step, it stays one finding. A step that ``skip_step`` said to skip has the
     severity ``skipped``, until there are ``patience`` of them in a row: those no loss scale explains.
@@ -64,30 +64,30 @@ class NonFinite(BaseRule):
         """Return one finding if anything of this step is not finite."""
         # of all kinds in one sum: nearly every step has none
         bad = record.values is not None and float(record.values[..., _COUNTS].sum()) > 0
-        culprit = first_nonfinite(record) if bad else None
+        first = first_nonfinite(record) if bad else None
         loss_is_bad = record.loss is not None and not math.isfinite(record.loss)
-        if culprit is None and not loss_is_bad:
+        if first is None and not loss_is_bad:
             if record.recorded:
                 self.row, self.first = 0, None
             return []
         self.row += 1
         lasts = self.row >= self.patience
-        harmless = record.skipped and not lasts and not (culprit is not None and culprit.kind == "weights")
+        harmless = record.skipped and not lasts and not (first is not None and first.kind == "weights")
         severity = min(self.skipped, self.severity) if harmless else self.severity
         if self.first is not None:
             # what follows has the same cause: it prolongs the first one
             found = Finding.from_dict(self.first)
             if severity > found.severity and lasts:
                 found = replace(found, message=f"{found.message}; {self.row} steps in a row are not finite")
-        elif culprit is not None:
+        elif first is not None:
             # behind the step's number, which a finding has itself
-            message = str(culprit_text(record)).partition(", ")[2]
-            advice = ADVICE[culprit.kind]
+            message = str(first_nonfinite_text(record)).partition(", ")[2]
+            advice = ADVICE[first.kind]
             if loss_is_bad:
                 message += f"; the loss is {record.loss_text}"
-                advice = ADVICE["both"] if culprit.kind == "grads" else advice
-            count = float(culprit.n_nan + culprit.n_inf)
-            found = self._finding(culprit.kind, culprit.name, count, message, advice)
+                advice = ADVICE["both"] if first.kind == "grads" else advice
+            count = float(first.n_nan + first.n_inf)
+            found = self._finding(first.kind, first.name, count, message, advice)
         else:
             found = self._finding(None, None, math.nan, f"the loss is {record.loss_text}", ADVICE["loss"])
         found = replace(found, severity=severity, first_step=record.step, last_step=record.step)

@@ -15,7 +15,7 @@ from gradiometer.runs.format import (
     to_json,
 )
 from gradiometer.runs.rank_blackbox import (
-    RankBox,
+    RankBlackbox,
 )
 from gradiometer.runs.reader import (
     Run,
@@ -30,7 +30,7 @@ from gradiometer.runs.writer import (
 __all__ = [
     "Comparison",
     "Difference",
-    "RankBox",
+    "RankBlackbox",
     "Run",
     "RunError",
     "RunRecord",

@@ -31,7 +31,7 @@ def take(run: Path) -> Any:
         raise RunError(msg)
     file = (run / ".lock").open("a+", encoding="utf-8")
     try:
-        import fcntl  # noqa: PLC0415 none on Windows, where two processes are not kept apart
+        import fcntl  # noqa: PLC0415 none on MergeWindow, where two processes are not kept apart
     except ImportError:
         fcntl = None  # type: ignore[assignment]
     if fcntl is not None:

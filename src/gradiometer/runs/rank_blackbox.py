@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
 
-__all__ = ["RankBox"]
+__all__ = ["RankBlackbox"]
 
 
-class RankBox:
+class RankBlackbox:
     """A sink that writes a fault, and nothing else, to ``blackbox.rank-00005.json``.
 
     Args:

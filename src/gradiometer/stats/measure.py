@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradiometer import ops
 from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds, derived
-from gradiometer.distributed import UNKNOWN, agreed, is_active, layout_here, ranks_for
+from gradiometer.distributed import UNKNOWN, given_ranks, implicit_ranks_for, is_active, sharding_here
 from gradiometer.inputs import (
     Named,
     Traits,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-    from gradiometer.ops import Known
+    from gradiometer.ops import LaunchPlan
 
 __all__ = ["grads_of", "measure", "measure_grads", "over_ranks", "settled"]
 
@@ -99,19 +99,21 @@ def over_ranks(
     """
     if reduce is None:
         reduce = _any_dtensor(parameters)
-    ranks = ranks_for(reduce, what)
-    layout = layout_here(*parameters)
-    if ranks is None and reduce and layout is not None:
+    ranks = given_ranks(reduce, what)
+    sharding = sharding_here(*parameters)
+    if ranks is None and reduce and sharding is not None:
         devices = [p.device for p in parameters.tensors]
-        ranks = agreed(layout, next((device for device in devices if device.type != "cpu"), None))
+        ranks = implicit_ranks_for(
+            sharding, next((device for device in devices if device.type != "cpu"), None)
+        )
     if ranks is None:
         if torch.compiler.is_compiling() and is_active() and _any_dtensor(parameters):
-            layout = UNKNOWN
+            sharding = UNKNOWN
         stats = measured(None)
-        return stats if layout is None else replace(stats, layout=layout)
+        return stats if sharding is None else replace(stats, sharding=sharding)
     try:
-        ranks.check(layout, what)
-        stats = replace(measured(ranks), layout=ranks.layout)
+        ranks.check(sharding, what)
+        stats = replace(measured(ranks), sharding=ranks.sharding)
     except Exception as error:
         ranks.fail(error)
         raise
@@ -152,9 +154,9 @@ def _measure_named(
         raise TypeError(msg)
     named = local_shards(named, what)
     names, tensors = named
-    known = ops.recognize(tensors)
+    plan = ops.recognize(tensors)
     # like a list that was measured before: it is not looked at again
-    traits = check(named, what) if known is None else Traits({Tensor}, {torch.strided}, [known.device])
+    traits = check(named, what) if plan is None else Traits({Tensor}, {torch.strided}, [plan.device])
     check_names(names, what)
     _check_scale(inv_scale, what)
     if not tensors:
@@ -165,7 +167,7 @@ def _measure_named(
         tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
     sparse = torch.sparse_coo in traits.layouts
     dense = [_values(tensor) for tensor in tensors] if sparse else tensors
-    columns, flags = _measure_tensors(dense, traits.devices, thresholds, inv_scale, known)
+    columns, flags = _measure_tensors(dense, traits.devices, thresholds, inv_scale, plan)
     if sparse:
         columns = _add_implicit_zeros(columns, tensors, dense)
         flags = derived.compute_flags(columns, thresholds)
@@ -177,11 +179,11 @@ def _measure_tensors(
     devices: list[torch.device],
     thresholds: Thresholds,
     scale: Tensor | float | None,
-    known: Known | None,
+    plan: LaunchPlan | None,
 ) -> tuple[Tensor, Tensor]:
     """Measure tensors of one or several devices, one call a device."""
     if len(devices) == 1:
-        return ops.measure(tensors, thresholds, _on(scale, devices[0]), known)
+        return ops.measure(tensors, thresholds, _on(scale, devices[0]), plan)
 
     # A copy to the CPU would have to wait for the device, so the CPU's rows travel. It is the last, since the
     # host itself measures it: the other devices are at work meanwhile.

@@ -112,7 +112,7 @@ def _any_complex(named: Named, ranks: Ranks | None) -> bool:
     """Tell whether any tensor is complex; with ranks, on any of them."""
     if ranks is None:
         return any([x.is_complex() for x in named.tensors])
-    return any([holding.dtype.startswith("complex") for holding in ranks.agreement.holdings])
+    return any([spec.dtype.startswith("complex") for spec in ranks.plan.specs])
 
 
 def _counted(named: Named, ranks: Ranks | None) -> list[Tensor]:

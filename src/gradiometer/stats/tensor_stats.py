@@ -22,7 +22,15 @@ from gradiometer.columns import (
     is_healthy,
     score,
 )
-from gradiometer.distributed import UNKNOWN, Layout, RankError, agreed, is_active, plain_layout, ranks_for
+from gradiometer.distributed import (
+    UNKNOWN,
+    RankError,
+    Sharding,
+    given_ranks,
+    implicit_ranks_for,
+    is_active,
+    plain_sharding,
+)
 from gradiometer.inputs import named_parameters
 from gradiometer.stats import grouping
 from gradiometer.stats.host_copy import Pending, fetch
@@ -51,7 +59,7 @@ class TensorStats:
         flags: ``(T,) int32``, bits of `gradiometer.Flag`.
         thresholds: where the flags begin.
         skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
-        layout: what this process holds of all the model's tensors, measured or not, where there are several
+        sharding: what this process holds of all the model's tensors, measured or not, where there are several
             ranks: how `reduce` knows copies from shards. None with one rank, and after `reduce`.
         origin: ``(T,) float64``, after `reduce`: the first rank that has a NaN or Inf in its part of the
             tensor, by its place in the group; -1 where none has; -2 where no rank has measured it. None
@@ -76,7 +84,7 @@ class TensorStats:
     flags: Tensor
     thresholds: Thresholds
     skip_nonfinite: bool = False
-    layout: Layout | None = None
+    sharding: Sharding | None = None
     origin: Tensor | None = None
     local: TensorStats | None = None
 
@@ -87,7 +95,7 @@ class TensorStats:
         flags: Tensor,
         thresholds: Thresholds,
         skip_nonfinite: bool = False,  # noqa: FBT001, FBT002 a field like the others
-        layout: Layout | None = None,
+        sharding: Sharding | None = None,
         origin: Tensor | None = None,
         local: TensorStats | None = None,
     ) -> None:
@@ -98,7 +106,7 @@ class TensorStats:
         object.__setattr__(self, "skip_nonfinite", skip_nonfinite)
         # The class has the defaults. In a graph of torch 2.12 to 2.14, an attribute that is None may come out
         # as a gradient: Dynamo shares one None, which it believes to be the new value of some ``p.grad``.
-        for name, value in (("layout", layout), ("origin", origin), ("local", local)):
+        for name, value in (("sharding", sharding), ("origin", origin), ("local", local)):
             if value is not None:
                 object.__setattr__(self, name, value)
 
@@ -251,7 +259,7 @@ class TensorStats:
     @property
     def is_local(self) -> bool:
         """Whether tensors are cut over ranks, and these are statistics of this rank's parts alone."""
-        return self.origin is None and self.layout is not None and self.layout.is_sharded
+        return self.origin is None and self.sharding is not None and self.sharding.is_sharded
 
     @property
     def skipped(self) -> Tensor:
@@ -419,11 +427,11 @@ class TensorStats:
         """
         if self.origin is not None:
             return self
-        ranks = ranks_for(True if ranks is None else ranks, "reduce")
+        ranks = given_ranks(True if ranks is None else ranks, "reduce")
         if ranks is None:
             if not is_active():
                 return self
-            ranks = agreed(self._agreeable(), self.columns.device)
+            ranks = implicit_ranks_for(self._agreeable(), self.columns.device)
         return self.reduced_by(ranks, "reduce")
 
     def reduced_by(self, ranks: Ranks, what: str) -> TensorStats:
@@ -436,20 +444,20 @@ class TensorStats:
         odd = (origin >= 0) & (derived.value(columns, "n_nonfinite") == 0)
         flags = torch.where(odd, flags | Flag.NAN, flags)
         merged = replace(self, columns=columns, flags=flags, origin=origin)
-        return replace(merged, names=ranks.names, layout=None, local=self)
+        return replace(merged, names=ranks.names, sharding=None, local=self)
 
-    def _agreeable(self) -> Layout:
-        """Return the layout of these rows, for ranks to agree on."""
-        layout = self.layout
-        if layout == UNKNOWN:
+    def _agreeable(self) -> Sharding:
+        """Return the sharding of these rows, for ranks to agree on."""
+        sharding = self.sharding
+        if sharding == UNKNOWN:
             msg = "reduce: these shards were measured in a compiled function; pass ranks = gm.Ranks(model)"
             raise ValueError(msg)
-        if layout is not None and set(self.names) <= set(layout.names):
-            return layout
+        if sharding is not None and set(self.names) <= set(sharding.names):
+            return sharding
         if self.is_local:
             msg = "reduce: these are groups of this rank's shards; reduce before you group, "
             raise ValueError(msg + "stats.reduce().group(...)")
-        return plain_layout(self.names)
+        return plain_sharding(self.names)
 
     def merge(self, other: TensorStats) -> TensorStats:
         """Merge with stats of the same names, as if the tensors had been concatenated, name by name.
@@ -541,7 +549,7 @@ class TensorStats:
         origin = self.origin
         if origin is not None:
             origin = derived.merge_groups(origin, groups, derived.first_rank)
-        # the layout is that of the tensors still: groups of shards are of shards
+        # the sharding is that of the tensors still: groups of shards are of shards
         grouped = replace(self, columns=columns, flags=flags, origin=origin)
         return replace(grouped, names=tuple(indices), local=None)
 
@@ -561,7 +569,7 @@ def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
 
 
 # The structure of stats as plain values; strict torch.export cannot rebuild other constants. It holds names,
-# thresholds, skip_nonfinite, the layout, () for None, and whether there is an origin.
+# thresholds, skip_nonfinite, the sharding, () for None, and whether there is an origin.
 _Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...], bool]
 
 
@@ -570,8 +578,8 @@ def _to_json(context: _Context) -> list[Any]:
 
 
 def _from_json(dumped: list[Any]) -> _Context:
-    names, thresholds, skip_nonfinite, layout, is_reduced = dumped
-    plain = Layout.from_plain(layout).to_plain() if layout else ()
+    names, thresholds, skip_nonfinite, sharding, is_reduced = dumped
+    plain = Sharding.from_plain(sharding).to_plain() if sharding else ()
     return tuple(names), tuple(thresholds), skip_nonfinite, plain, is_reduced
 
 
@@ -588,8 +596,8 @@ def _children(stats: TensorStats) -> dict[str, Any]:
 def _context(stats: TensorStats) -> _Context:
     limits = stats.thresholds
     thresholds = (limits.vanishing, limits.exploding, limits.dead)
-    layout = () if stats.layout is None else stats.layout.to_plain()
-    return stats.names, thresholds, stats.skip_nonfinite, layout, stats.origin is not None
+    sharding = () if stats.sharding is None else stats.sharding.to_plain()
+    return stats.names, thresholds, stats.skip_nonfinite, sharding, stats.origin is not None
 
 
 def _flatten(stats: TensorStats) -> tuple[list[Any], _Context]:
@@ -605,8 +613,10 @@ def _unflatten(children: Iterable[Any], context: _Context) -> TensorStats:
     names, thresholds, skip_nonfinite, plain, is_reduced = context
     columns, flags, *more = children
     origin = more.pop(0) if is_reduced else None
-    layout = Layout.from_plain(plain) if plain else None
-    return TensorStats(names, columns, flags, Thresholds(*thresholds), skip_nonfinite, layout, origin, *more)
+    sharding = Sharding.from_plain(plain) if plain else None
+    return TensorStats(
+        names, columns, flags, Thresholds(*thresholds), skip_nonfinite, sharding, origin, *more
+    )
 
 
 pytree.register_pytree_node(
