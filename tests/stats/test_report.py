@@ -725,7 +725,7 @@ def test_long_names_stay_distinguishable(pattern: str) -> None:
 def test_counts_take_the_unit_in_which_they_are_short(numel: int, shown: str) -> None:
     from gradiometer.stats import text_table
 
-    assert text_table._count(numel) == shown
+    assert text_table.count(numel) == shown
 
 
 def test_health_is_shown_as_1_only_when_nothing_is_flagged() -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.columns import Flag
 from gradiometer.extras import require
-from gradiometer.rules import Severity, amount
+from gradiometer.rules import Severity
+from gradiometer.stats import amount, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -86,7 +87,7 @@ def number(x: float | None, digits: int = 3) -> str:
 def cut(name: str, width: int) -> str:
     """Return a name in no more than so many characters."""
     # the end of a name tells more than its beginning
-    name = name if name.isprintable() else repr(name)[1:-1]
+    name = printable(name)
     return name if len(name) <= width else "…" + name[len(name) - width + 1 :]
 
 

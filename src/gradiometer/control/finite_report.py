@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradiometer.stats import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -132,7 +134,7 @@ def _render(report: FiniteReport, max_rows: int | None) -> str:
             lines.append((name, f"all {len(kind)}", _counts(kind.total)))
             continue
         shown = rows if max_rows is None else rows[: max(0, max_rows)]
-        lines += [(name, _printable(row.name), _counts(row) + _where(kind, row)) for row in shown]
+        lines += [(name, printable(row.name), _counts(row) + _where(kind, row)) for row in shown]
         if len(shown) < len(rows):
             lines.append(("", f"… {len(rows) - len(shown)} more", ""))
     widths = [max(len(line[i]) for line in lines) for i in (0, 1)]
@@ -164,7 +166,7 @@ def _summary(report: FiniteReport, *, with_largest: bool) -> list[str]:
         )
         if with_largest and kind.total.numel:
             largest = max(kind, key=lambda row: row.abs_max)
-            phrases[-1] += f", largest {largest.abs_max:.3g} in {_printable(largest.name)}"
+            phrases[-1] += f", largest {largest.abs_max:.3g} in {printable(largest.name)}"
     return ["all finite: " + phrases[0], *phrases[1:]]
 
 
@@ -184,10 +186,6 @@ def _counts(row: TensorReport) -> str:
 def _where(report: Report, row: TensorReport) -> str:
     """Say of statistics of several ranks whose part it is."""
     return f", first on rank {report.ranks[row.name]}" if row.name in report.ranks else ""
-
-
-def _printable(name: str) -> str:
-    return name if name.isprintable() else repr(name)[1:-1]
 
 
 def _advice(report: FiniteReport) -> str:
@@ -224,6 +222,6 @@ def _advice(report: FiniteReport) -> str:
     finite, made = ("The weights are", "this step")
     if report.loss is not None:
         finite, made = ("Weights and loss are", "the backward pass of this step")
-    where = "" if len(grads) == len(report.grads) else f", at about {_printable(grads[0].name)}"
+    where = "" if len(grads) == len(report.grads) else f", at about {printable(grads[0].name)}"
     overflow = "" if report.nan_grads else " Inf alone is an overflow: with a loss scale, lower it."
     return f"{finite} finite, so {made} made it{where}: skip the update.{overflow}"

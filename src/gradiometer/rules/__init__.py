@@ -17,7 +17,6 @@ from gradiometer.rules.finding import (
     Severity,
 )
 from gradiometer.rules.first_nonfinite import (
-    amount,
     first_nonfinite_text,
 )
 from gradiometer.rules.history import (
@@ -65,7 +64,6 @@ __all__ = [
     "Severity",
     "UpdateRatio",
     "Vanishing",
-    "amount",
     "default_rules",
     "first_nonfinite_text",
     "summarize",

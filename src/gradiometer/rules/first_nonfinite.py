@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradiometer.columns import COLUMN_INDEX
 from gradiometer.recorder import label
+from gradiometer.stats import amount
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradiometer.recorder import Kind, StepRecord
 
-__all__ = ["FirstNonfinite", "amount", "first_nonfinite", "first_nonfinite_text", "nonfinite"]
+__all__ = ["FirstNonfinite", "first_nonfinite", "first_nonfinite_text", "nonfinite"]
 
 # in the order in which a step makes them
 _ORDER: tuple[Kind, ...] = ("weights", "grads", "updates")
-_UNITS = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
 
 
 class FirstNonfinite(NamedTuple):
@@ -90,12 +90,3 @@ def first_nonfinite_text(record: StepRecord) -> str | None:
         return text
     which = f"all {measured}" if others == measured else f"{others} of {measured}"
     return f"{text} (and {which} others)"
-
-
-def amount(n: int) -> str:
-    """Return a count for a sentence: ``12``, ``1,207``, ``4.2 M``."""
-    if n < 10**4:
-        return f"{n:,}"
-    # the first unit in which it does not round to four digits
-    size, unit = next((pair for pair in _UNITS if n / pair[0] < 999.95), _UNITS[-1])
-    return f"{n / size:.1f} {unit}"

@@ -24,10 +24,7 @@ from gradiometer.stats.group_ratio import (
 from gradiometer.stats.grouping import (
     GroupRule,
 )
-from gradiometer.stats.host_copy import (
-    Pending,
-    fetch,
-)
+from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.materialize import (
     materialize,
     materialize_async,
@@ -38,25 +35,18 @@ from gradiometer.stats.measure import (
     over_ranks,
     settled,
 )
-from gradiometer.stats.module_reports import (
-    ModuleReports,
-)
 from gradiometer.stats.norms import (
     finite_norm,
     norms_of,
     order_of,
 )
-from gradiometer.stats.report import (
-    Report,
-)
+from gradiometer.stats.report import ModuleReports, Report
 from gradiometer.stats.tensor_report import (
     TensorReport,
     row_to_dict,
 )
-from gradiometer.stats.tensor_stats import (
-    TensorStats,
-    outside_of_a_graph,
-)
+from gradiometer.stats.tensor_stats import TensorStats
+from gradiometer.stats.text_table import amount, printable
 
 __all__ = [
     "EMA",
@@ -68,6 +58,7 @@ __all__ = [
     "Smoothed",
     "TensorReport",
     "TensorStats",
+    "amount",
     "collect",
     "collect_grads",
     "collect_weights",
@@ -83,6 +74,7 @@ __all__ = [
     "order_of",
     "outside_of_a_graph",
     "over_ranks",
+    "printable",
     "row_to_dict",
     "settled",
     "total_norm",

@@ -13,7 +13,7 @@ from gradiometer.ops import is_capturing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Pending", "fetch"]
+__all__ = ["Pending", "fetch", "outside_of_a_graph"]
 
 T = TypeVar("T")
 
@@ -108,3 +108,10 @@ class _Parcel:
             host[start:stop].clone().view(dtype).view(shape)
             for (start, stop), (dtype, shape) in zip(bounds, self._kinds, strict=True)
         ]
+
+
+def outside_of_a_graph(what: str) -> None:
+    """Refuse to go on inside a compiled function."""
+    if torch.compiler.is_compiling():
+        msg = f"{what} copies to the host: return the stats from the compiled function and call it outside"
+        raise RuntimeError(msg)

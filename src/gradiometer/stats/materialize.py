@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gradiometer.stats.host_copy import Pending, fetch
-from gradiometer.stats.tensor_stats import TensorStats, outside_of_a_graph
+from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
+from gradiometer.stats.tensor_stats import TensorStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable

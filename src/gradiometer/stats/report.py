@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from gradiometer.columns import (
-    EXPLODING_WEIGHT,
-    HEALTH,
-    MAX_NORM_RATIO,
-    MAX_ZERO_FRACTION,
-    NUM_COLUMNS,
-    VANISHING_WEIGHT,
-    Flag,
-    Thresholds,
-    derived,
-    is_healthy,
-    score,
-)
+from gradiometer.columns import Flag, Thresholds
 from gradiometer.stats import grouping, text_table
-from gradiometer.stats.module_reports import ModuleReports
+from gradiometer.stats.host_values import HostValues
 from gradiometer.stats.tensor_report import TensorReport, dicts, frame, row_to_dict, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import pandas as pd
 
-__all__ = ["Report"]
+__all__ = ["ModuleReports", "Report"]
+
+_LOCAL: Final = "this rank's shards only (reduce() merges them)"
+_NOTHING: Final = "nothing measured: no tensors"
+_WHEN: Final = f"{_NOTHING} (gradients are there after backward() and before zero_grad())"
+_MODULES_HEADER: Final = (
+    "module",
+    "tensors",
+    "elements",
+    "norm",
+    "min norm",
+    "max norm",
+    "rms",
+    "mean",
+    "std",
+    "zero %",
+    "flags",
+)
 
 # values of all tensors together, in Report.to_dict
 _SUMMARY: Final = (
@@ -53,7 +61,7 @@ _SUMMARY: Final = (
 )
 
 
-class Report:
+class Report(HostValues):
     """Statistics of named tensors at one moment, on the host.
 
     ``report["layer.0.weight"]`` is one tensor's `TensorReport`; iteration goes over all of them, in
@@ -99,28 +107,7 @@ class Report:
         self.ranks = dict(ranks or {})
         self._packed = packed
 
-    # What is made of it is made when it is asked for: the Python values of a thousand rows take milliseconds
-
-    @cached_property
-    def _columns(self) -> Tensor:
-        return self._packed[:, :NUM_COLUMNS]
-
-    @cached_property
-    def _flags(self) -> Tensor:
-        return self._packed[:, NUM_COLUMNS].to(torch.int32)
-
-    @cached_property
-    def total(self) -> TensorReport:
-        """All tensors together."""
-        merged = self._merged.unsqueeze(0)
-        flags = derived.compute_flags(merged, self.thresholds, skip_nonfinite=self.skip_nonfinite)
-        (row,) = rows(("total",), merged, flags.tolist())
-        return row
-
-    @cached_property
-    def _merged(self) -> Tensor:
-        return derived.merge_rows(self._columns)
-
+    # made when it is asked for: the Python values of a thousand rows take milliseconds
     @cached_property
     def _by_name(self) -> dict[str, TensorReport]:
         return {row.name: row for row in rows(self.names, self._columns, self._flags.tolist())}
@@ -144,132 +131,6 @@ class Report:
     def __len__(self) -> int:
         """Return the number of tensors."""
         return len(self.names)
-
-    def flagged(self, flag: Flag) -> list[str]:
-        """Return the names of tensors with any of these flags, in the order of the model."""
-        if not isinstance(flag, Flag):
-            msg = f"flagged: expected a gm.Flag, gm.Flag.NAN say, got {flag!r}"
-            raise TypeError(msg)
-        # an IntFlag makes an object of each result
-        mask = int(flag)
-        return [name for name, bits in zip(self.names, self._flags.tolist(), strict=True) if bits & mask]
-
-    @property
-    def nan(self) -> list[str]:
-        """Names of tensors that hold a NaN."""
-        return self.flagged(Flag.NAN)
-
-    @property
-    def inf(self) -> list[str]:
-        """Names of tensors that hold +Inf or -Inf."""
-        return self.flagged(Flag.INF)
-
-    @property
-    def vanishing(self) -> list[str]:
-        """Names of tensors with a finite norm below the threshold."""
-        return self.flagged(Flag.VANISHING)
-
-    @property
-    def exploding(self) -> list[str]:
-        """Names of tensors with a norm above the threshold, or not finite."""
-        return self.flagged(Flag.EXPLODING)
-
-    @property
-    def dead(self) -> list[str]:
-        """Names of tensors with at least the threshold's share of zeros (all of them, by default)."""
-        return self.flagged(Flag.DEAD)
-
-    @property
-    def measured(self) -> bool:
-        """Whether there was any tensor to measure."""
-        return len(self) > 0
-
-    @property
-    def total_norm(self) -> float:
-        """L2 norm of all tensors together; 0.0 with none."""
-        return derived.value(self._merged, "norm").item()
-
-    @property
-    def found_inf(self) -> bool:
-        """Whether any element of any tensor is NaN or infinite."""
-        # of ranks a copy that is not counted, too
-        return derived.value(self._merged, "n_nonfinite").item() > 0 or bool(self.ranks)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether this step is skipped: ``skip_nonfinite``, and an element is not finite."""
-        return self.skip_nonfinite and self.found_inf
-
-    @property
-    def health(self) -> float:
-        """From 1.0, nothing flagged, to 0.0: ``clamp(1 - 0.5 * vanishing / T - 0.8 * exploding / T, 0, 1)``.
-
-        0.0 if the total norm is not finite; 1.0 with no tensors.
-        """
-        return float(self._of_all("health"))
-
-    def health_score(
-        self,
-        *,
-        vanishing: float = VANISHING_WEIGHT,
-        exploding: float = EXPLODING_WEIGHT,
-    ) -> float:
-        """Return the health with other weights, finite and not negative."""
-        return score(self._columns, self._flags, vanishing, exploding).item()
-
-    @property
-    def has_vanishing(self) -> bool:
-        """Whether any tensor is vanishing."""
-        return bool(self._of_all("has_vanishing"))
-
-    @property
-    def has_exploding(self) -> bool:
-        """Whether any tensor is exploding."""
-        return bool(self._of_all("has_exploding"))
-
-    @property
-    def min_norm(self) -> float:
-        """Smallest norm of a tensor with elements, NaN with any NaN; 0.0 with none."""
-        return float(self._of_all("min_norm"))
-
-    @property
-    def max_norm(self) -> float:
-        """Largest norm of a tensor, NaN with any NaN; 0.0 with none."""
-        return float(self._of_all("max_norm"))
-
-    @property
-    def norm_ratio(self) -> float:
-        """``max_norm / max(min_norm, 1e-10)``; 0.0 with no tensors."""
-        return float(self._of_all("norm_ratio"))
-
-    @property
-    def zero_fraction(self) -> float:
-        """Share of all elements equal to 0."""
-        return derived.value(self._merged, "zero_fraction").item()
-
-    @property
-    def n_nan(self) -> int:
-        """NaN elements of all tensors."""
-        return self.total.n_nan
-
-    @property
-    def n_inf(self) -> int:
-        """Infinite elements of all tensors."""
-        return self.total.n_inf
-
-    @property
-    def is_healthy(self) -> bool:
-        """No NaN or Inf, nothing exploding, norm ratio below 1000, under half of all elements zero."""
-        return bool(self._of_all("is_healthy"))
-
-    def is_healthy_within(
-        self, *, norm_ratio: float = MAX_NORM_RATIO, zero_fraction: float = MAX_ZERO_FRACTION
-    ) -> bool:
-        """Tell what `is_healthy` tells, with limits of your own; see `TensorStats.is_healthy_within`."""
-        return bool(is_healthy(self._columns, self._flags, norm_ratio, zero_fraction))
-
-    def _of_all(self, name: str) -> float:
-        return HEALTH[name](self._columns, self._flags).item()
 
     def by_module(self, depth: int | None = None) -> ModuleReports:
         """Roll the tensors up the tree of modules: module -> `Report` of the tensors below it.
@@ -350,7 +211,9 @@ class Report:
         Args:
             max_rows: how many tensors at most; None for all.
         """
-        return text_table.render(self, max_rows)
+        if not self.measured:
+            return _WHEN
+        return text_table.render(self._headline(), self.worst_first(), self.total, max_rows, self.ranks)
 
     def __str__(self) -> str:
         """Return a table, worst first, long models abridged."""
@@ -358,4 +221,130 @@ class Report:
 
     def __repr__(self) -> str:
         """Return one line."""
-        return f"<Report: {text_table.headline(self)}>"
+        return f"<Report: {self._headline()}>"
+
+    def _headline(self) -> str:
+        if not self.measured:
+            return _NOTHING
+        # rounded down: 1.00 says that nothing is flagged
+        health = math.floor(100 * self.health) / 100
+        where = " of all ranks" if self.is_reduced else f", {_LOCAL}" if self.is_local else ""
+        return (
+            f"{len(self)} {'tensor' if len(self) == 1 else 'tensors'}{where}, "
+            f"{text_table.count(self.total.numel)} elements, total norm {text_table.number(self.total_norm)}, "
+            f"health {health:.2f}, "
+            + ("step skipped: " if self.skipped else "")
+            + (", ".join(_found(self)) or "no flags")
+        )
+
+
+def _found(report: Report) -> list[str]:
+    """Return such as ``2 with NaN``, ``1 dead``."""
+    found = {
+        "with NaN": report.nan,
+        "with Inf": report.inf,
+        "exploding": report.exploding,
+        "dead": report.dead,
+        "vanishing": report.vanishing,
+    }
+    return [f"{len(names)} {what}" for what, names in found.items() if names]
+
+
+class ModuleReports(Mapping[str, Report]):
+    """Reports of the modules of a model, in its order: a mapping module -> `Report` of its tensors.
+
+    ``print`` shows a table, a row per module; `to_frame` and `to_dict` have the same values.
+    """
+
+    def __init__(self, reports: Mapping[str, Report]) -> None:
+        """``reports``: module -> report of the tensors below it."""
+        self._reports = dict(reports)
+
+    def __getitem__(self, module: str) -> Report:
+        """Return one module's report."""
+        try:
+            return self._reports[module]
+        except KeyError:
+            msg = f"no module {module!r} among these {len(self)}: {', '.join(map(repr, self)) or 'none'}"
+            raise KeyError(msg) from None
+
+    def __iter__(self) -> Iterator[str]:
+        """Go over the modules' names."""
+        return iter(self._reports)
+
+    def __len__(self) -> int:
+        """Return the number of modules."""
+        return len(self._reports)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return module -> plain Python values. Norms may be NaN or inf."""
+        return {module: _module_row(report) for module, report in self.items()}
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a pandas DataFrame, a row per module, indexed by module.
+
+        Raises:
+            ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
+        """
+        return frame(self.to_dict(), "module", list(_MODULE_FIELDS))
+
+    def __str__(self) -> str:
+        """Return a table, a row per module."""
+        if not self:
+            return _WHEN
+        cells = [
+            _MODULES_HEADER,
+            *text_table.with_short_names([_module_cells(*each) for each in self.items()]),
+        ]
+        if any(report.ranks for report in self.values()):
+            cells = text_table.with_ranks(
+                cells, [text_table.named_ranks(each.ranks) for each in self.values()]
+            )
+        lines, rule = text_table.aligned(cells)
+        local = [_LOCAL] if any(report.is_local for report in self.values()) else []
+        return "\n".join([*local, lines[0], rule, *lines[1:]])
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        return f"<ModuleReports: {len(self)} {'module' if len(self) == 1 else 'modules'}>"
+
+
+# field -> where it is found in a module's report
+_MODULE_FIELDS: Final[dict[str, Callable[[Report], Any]]] = {
+    "tensors": len,
+    "numel": attrgetter("total.numel"),
+    "norm": attrgetter("total.norm"),
+    "min_norm": attrgetter("min_norm"),
+    "max_norm": attrgetter("max_norm"),
+    "norm_ratio": attrgetter("norm_ratio"),
+    "rms": attrgetter("total.rms"),
+    "mean": attrgetter("total.mean"),
+    "std": attrgetter("total.std"),
+    "abs_max": attrgetter("total.abs_max"),
+    "zero_fraction": attrgetter("zero_fraction"),
+    "n_nan": attrgetter("n_nan"),
+    "n_inf": attrgetter("n_inf"),
+    # shares of its tensors that are too small, and too large
+    "vanishing_fraction": lambda report: len(report.vanishing) / len(report),
+    "exploding_fraction": lambda report: len(report.exploding) / len(report),
+    "dead_fraction": lambda report: len(report.dead) / len(report),
+    "health": attrgetter("health"),
+}
+
+
+def _module_row(report: Report) -> dict[str, Any]:
+    return {field: get(report) for field, get in _MODULE_FIELDS.items()}
+
+
+def _module_cells(module: str, report: Report) -> tuple[str, ...]:
+    total = report.total
+    return (
+        text_table.printable(module) or "(root)",
+        text_table.count(len(report)),
+        text_table.count(total.numel),
+        # a digit fewer: there are many columns
+        *(text_table.number(x, digits=2) for x in (total.norm, report.min_norm, report.max_norm)),
+        *(text_table.of_finite(total, x, digits=2) for x in (total.rms, total.mean, total.std)),
+        text_table.percent(report.zero_fraction),
+        ", ".join(_found(report)),
+    )

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gradiometer.columns import (
-    EXPLODING_WEIGHT,
-    HEALTH,
-    MAX_NORM_RATIO,
-    MAX_ZERO_FRACTION,
-    VANISHING_WEIGHT,
     Flag,
     Thresholds,
     derived,
-    is_healthy,
-    score,
 )
 from gradiometer.distributed import (
     UNKNOWN,
@@ -32,8 +24,9 @@ from gradiometer.distributed import (
     plain_sharding,
 )
 from gradiometer.inputs import named_parameters
-from gradiometer.stats import grouping
-from gradiometer.stats.host_copy import Pending, fetch
+from gradiometer.stats import grouping, stats_pytree
+from gradiometer.stats.device_values import DeviceValues
+from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.report import Report
 
 if TYPE_CHECKING:
@@ -43,11 +36,11 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
     from gradiometer.stats.grouping import GroupRule
 
-__all__ = ["TensorStats", "outside_of_a_graph"]
+__all__ = ["TensorStats"]
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class TensorStats:
+class TensorStats(DeviceValues):
     """Statistics of T named tensors, on their device. Nothing here waits for the device.
 
     A pytree: a compiled function can take it and return it. A snapshot: later changes of the
@@ -119,133 +112,6 @@ class TensorStats:
             tensors += ", this rank's shards only (reduce() merges them)"
         return f"<TensorStats: {tensors}, on {self.columns.device}; materialize() reads them>"
 
-    # raw columns
-
-    @property
-    def numel(self) -> Tensor:
-        """Elements, ``(T,)``."""
-        return derived.value(self.columns, "numel")
-
-    @property
-    def sumsq(self) -> Tensor:
-        """Sum of squares of the finite elements, ``(T,)``."""
-        return derived.value(self.columns, "sumsq")
-
-    @property
-    def sum(self) -> Tensor:
-        """Sum of the finite elements, ``(T,)``."""
-        return derived.value(self.columns, "sum")
-
-    @property
-    def n_zero(self) -> Tensor:
-        """Elements equal to 0 (-0 too), ``(T,)``."""
-        return derived.value(self.columns, "n_zero")
-
-    @property
-    def n_nan(self) -> Tensor:
-        """NaN elements, ``(T,)``."""
-        return derived.value(self.columns, "n_nan")
-
-    @property
-    def n_posinf(self) -> Tensor:
-        """+Inf elements, ``(T,)``."""
-        return derived.value(self.columns, "n_posinf")
-
-    @property
-    def n_neginf(self) -> Tensor:
-        """-Inf elements, ``(T,)``."""
-        return derived.value(self.columns, "n_neginf")
-
-    @property
-    def abs_max(self) -> Tensor:
-        """Largest finite magnitude, 0 if there is none, ``(T,)``."""
-        return derived.value(self.columns, "abs_max")
-
-    # derived values, row by row
-
-    @property
-    def n_inf(self) -> Tensor:
-        """Infinite elements of either sign, ``(T,)``."""
-        return derived.value(self.columns, "n_inf")
-
-    @property
-    def n_nonfinite(self) -> Tensor:
-        """NaN and infinite elements, ``(T,)``."""
-        return derived.value(self.columns, "n_nonfinite")
-
-    @property
-    def finite_norm(self) -> Tensor:
-        """L2 norm of the finite elements, ``sqrt(sumsq)``, ``(T,)``."""
-        return derived.value(self.columns, "finite_norm")
-
-    @property
-    def norm(self) -> Tensor:
-        """L2 norm as torch would say it: NaN with any NaN, inf with any Inf, ``(T,)``."""
-        return derived.value(self.columns, "norm")
-
-    @property
-    def rms(self) -> Tensor:
-        """Root mean square of the finite elements, ``(T,)``."""
-        return derived.value(self.columns, "rms")
-
-    @property
-    def mean(self) -> Tensor:
-        """Mean of the finite elements, ``(T,)``."""
-        return derived.value(self.columns, "mean")
-
-    @property
-    def std(self) -> Tensor:
-        """Standard deviation of the finite elements (of the population, no correction), ``(T,)``.
-
-        ``sqrt(sumsq/n - mean**2)``: it loses digits where the mean is much larger than the spread.
-        """
-        return derived.value(self.columns, "std")
-
-    @property
-    def zero_fraction(self) -> Tensor:
-        """Share of elements equal to 0, ``(T,)``."""
-        return derived.value(self.columns, "zero_fraction")
-
-    # of all rows together
-
-    @property
-    def total(self) -> Tensor:
-        """All rows merged into one, ``(C,) float64``."""
-        return derived.merge_rows(self.columns)
-
-    @property
-    def total_norm(self) -> Tensor:
-        """L2 norm of all tensors together, 0-d float64; 0 with none."""
-        return derived.value(self.total, "norm")
-
-    @property
-    def found_inf(self) -> Tensor:
-        """1.0 if any element is NaN or infinite, else 0.0; 0-d float32.
-
-        What GradScaler and fused optimizers take as ``found_inf``.
-        """
-        # NaN too: what ranks that did not reduce the same are left with
-        found = derived.value(self.total, "n_nonfinite") != 0
-        if self.origin is not None:
-            # in a copy that is not counted, too
-            found = found | (self.origin >= 0).any()
-        return found.to(torch.float32)
-
-    @property
-    def total_zero_fraction(self) -> Tensor:
-        """Share of all elements equal to 0; 0-d float64."""
-        return self._health("total_zero_fraction")
-
-    @property
-    def total_n_nan(self) -> Tensor:
-        """NaN elements of all tensors; 0-d float64."""
-        return self._health("total_n_nan")
-
-    @property
-    def total_n_inf(self) -> Tensor:
-        """Infinite elements of all tensors; 0-d float64."""
-        return self._health("total_n_inf")
-
     @property
     def measured(self) -> bool:
         """Whether there is any row."""
@@ -266,85 +132,6 @@ class TensorStats:
         """Whether this step is skipped: ``skip_nonfinite``, and an element is not finite; 0-d bool."""
         found = self.found_inf > 0
         return found if self.skip_nonfinite else torch.zeros_like(found)
-
-    # the health of the step: values of `Report`, for decisions on the device
-
-    @property
-    def health(self) -> Tensor:
-        """From 1.0, nothing flagged, to 0.0; see `health_score`; 0-d float64."""
-        return self.health_score()
-
-    def health_score(
-        self,
-        *,
-        vanishing: float = VANISHING_WEIGHT,
-        exploding: float = EXPLODING_WEIGHT,
-    ) -> Tensor:
-        """Return ``clamp(1 - vanishing * n_vanishing / T - exploding * n_exploding / T, 0, 1)``, 0-d float64.
-
-        0.0 where the total norm is not finite; 1.0 with no tensors.
-
-        Args:
-            vanishing: weight of the share of tensors flagged ``VANISHING``.
-            exploding: weight of the share of tensors flagged ``EXPLODING``.
-
-        Raises:
-            ValueError: for a weight that is negative or not finite.
-        """
-        measured = None if self.origin is None else (self.origin > -2).sum(dtype=torch.float64)
-        return score(self.columns, self.flags, vanishing, exploding, measured)
-
-    @property
-    def has_vanishing(self) -> Tensor:
-        """Whether any tensor is flagged ``VANISHING``; 0-d bool."""
-        return self._health("has_vanishing")
-
-    @property
-    def has_exploding(self) -> Tensor:
-        """Whether any tensor is flagged ``EXPLODING``; 0-d bool."""
-        return self._health("has_exploding")
-
-    @property
-    def min_norm(self) -> Tensor:
-        """Smallest norm of a tensor with elements, NaN with any NaN; 0-d float64; 0 with none."""
-        return self._health("min_norm")
-
-    @property
-    def max_norm(self) -> Tensor:
-        """Largest norm of a tensor, NaN with any NaN; 0-d float64; 0 with none."""
-        return self._health("max_norm")
-
-    @property
-    def norm_ratio(self) -> Tensor:
-        """``max_norm / max(min_norm, 1e-10)``; 0-d float64; 0 with none."""
-        return self._health("norm_ratio")
-
-    @property
-    def is_healthy(self) -> Tensor:
-        """No NaN or Inf, nothing exploding, norm ratio below 1000, less than half zeros; 0-d bool."""
-        return self._health("is_healthy")
-
-    def is_healthy_within(
-        self, *, norm_ratio: float = MAX_NORM_RATIO, zero_fraction: float = MAX_ZERO_FRACTION
-    ) -> Tensor:
-        """Tell what `is_healthy` tells, with limits of your own; 0-d bool.
-
-        Args:
-            norm_ratio: the largest norm is below so many times the smallest; ``math.inf`` for no limit.
-            zero_fraction: less than this share of all elements is 0; ``math.inf`` for no limit.
-
-        Raises:
-            ValueError: for a limit that is negative, NaN or no number.
-
-        >>> import torch, gradiometer as gm
-        >>> stats = gm.collect([torch.ones(1), torch.tensor([0.0, 0.0, 20.0])])
-        >>> bool(stats.is_healthy_within(norm_ratio=10.0)), bool(stats.is_healthy_within(zero_fraction=0.6))
-        (False, True)
-        """
-        return is_healthy(self.columns, self.flags, norm_ratio, zero_fraction)
-
-    def _health(self, name: str) -> Tensor:
-        return HEALTH[name](self.columns, self.flags)
 
     # towards other stats
 
@@ -554,13 +341,6 @@ class TensorStats:
         return replace(grouped, names=tuple(indices), local=None)
 
 
-def outside_of_a_graph(what: str) -> None:
-    """Refuse to go on inside a compiled function."""
-    if torch.compiler.is_compiling():
-        msg = f"{what} copies to the host: return the stats from the compiled function and call it outside"
-        raise RuntimeError(msg)
-
-
 def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
     for i, (left, right) in enumerate(zip(a, b, strict=False)):
         if left != right:
@@ -568,63 +348,4 @@ def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
     return f"there are {len(a)} here and {len(b)} there"
 
 
-# The structure of stats as plain values; strict torch.export cannot rebuild other constants. It holds names,
-# thresholds, skip_nonfinite, the sharding, () for None, and whether there is an origin.
-_Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...], bool]
-
-
-def _to_json(context: _Context) -> list[Any]:
-    return list(context)
-
-
-def _from_json(dumped: list[Any]) -> _Context:
-    names, thresholds, skip_nonfinite, sharding, is_reduced = dumped
-    plain = Sharding.from_plain(sharding).to_plain() if sharding else ()
-    return tuple(names), tuple(thresholds), skip_nonfinite, plain, is_reduced
-
-
-def _children(stats: TensorStats) -> dict[str, Any]:
-    children: dict[str, Any] = {"columns": stats.columns, "flags": stats.flags}
-    # None would be a leaf
-    if stats.origin is not None:
-        children["origin"] = stats.origin
-    if stats.local is not None:
-        children["local"] = stats.local
-    return children
-
-
-def _context(stats: TensorStats) -> _Context:
-    limits = stats.thresholds
-    thresholds = (limits.vanishing, limits.exploding, limits.dead)
-    sharding = () if stats.sharding is None else stats.sharding.to_plain()
-    return stats.names, thresholds, stats.skip_nonfinite, sharding, stats.origin is not None
-
-
-def _flatten(stats: TensorStats) -> tuple[list[Any], _Context]:
-    return list(_children(stats).values()), _context(stats)
-
-
-def _flatten_with_keys(stats: TensorStats) -> tuple[list[tuple[Any, Any]], _Context]:
-    pairs = [(pytree.GetAttrKey(name), value) for name, value in _children(stats).items()]
-    return pairs, _context(stats)
-
-
-def _unflatten(children: Iterable[Any], context: _Context) -> TensorStats:
-    names, thresholds, skip_nonfinite, plain, is_reduced = context
-    columns, flags, *more = children
-    origin = more.pop(0) if is_reduced else None
-    sharding = Sharding.from_plain(plain) if plain else None
-    return TensorStats(
-        names, columns, flags, Thresholds(*thresholds), skip_nonfinite, sharding, origin, *more
-    )
-
-
-pytree.register_pytree_node(
-    TensorStats,
-    _flatten,
-    _unflatten,
-    serialized_type_name="gradiometer.TensorStats",
-    to_dumpable_context=_to_json,
-    from_dumpable_context=_from_json,
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+stats_pytree.register(TensorStats)

@@ -1,155 +1,103 @@
-"""A report as a text table."""
+"""Text tables: rows of tensors, and how names, counts and numbers look in them."""
 
 from __future__ import annotations
 
-import math
 import unicodedata
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from gradiometer.stats.module_reports import ModuleReports
-    from gradiometer.stats.report import Report
     from gradiometer.stats.tensor_report import TensorReport
 
-__all__ = ["headline", "render", "render_modules"]
+__all__ = [
+    "aligned",
+    "amount",
+    "count",
+    "named_ranks",
+    "number",
+    "of_finite",
+    "percent",
+    "printable",
+    "render",
+    "with_ranks",
+    "with_short_names",
+]
 
 _HEADER: Final = ("name", "elements", "norm", "rms", "abs max", "zero %", "NaN", "±Inf", "flags")
-_MODULES_HEADER: Final = (
-    "module",
-    "tensors",
-    "elements",
-    "norm",
-    "min norm",
-    "max norm",
-    "rms",
-    "mean",
-    "std",
-    "zero %",
-    "flags",
-)
-_LOCAL: Final = "this rank's shards only (reduce() merges them)"
-_NOTHING: Final = "nothing measured: no tensors"
-_WHEN: Final = f"{_NOTHING} (gradients are there after backward() and before zero_grad())"
 _LONGEST_NAME: Final = 44
+_UNITS: Final = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
 # that are named in one cell
 _RANKS: Final = 3
 
 
-def headline(report: Report) -> str:
-    """Return what matters most in one line."""
-    if not report.measured:
-        return _NOTHING
-    # rounded down: 1.00 says that nothing is flagged
-    health = math.floor(100 * report.health) / 100
-    found = [f"{len(names)} {what}" for what, names in _findings(report).items() if names]
-    where = " of all ranks" if report.is_reduced else f", {_LOCAL}" if report.is_local else ""
-    return (
-        f"{len(report)} {'tensor' if len(report) == 1 else 'tensors'}{where}, "
-        f"{_count(report.total.numel)} elements, total norm {_number(report.total_norm)}, "
-        f"health {health:.2f}, "
-        + ("step skipped: " if report.skipped else "")
-        + (", ".join(found) if found else "no flags")
-    )
-
-
-def render(report: Report, max_rows: int | None) -> str:
-    """Return the headline and a row per tensor, worst first, at most ``max_rows`` of them, and a total.
+def render(
+    headline: str,
+    rows: Sequence[TensorReport],
+    total: TensorReport,
+    max_rows: int | None,
+    ranks: Mapping[str, int],
+) -> str:
+    """Return the headline, a row per tensor, at most ``max_rows`` of them, and a row of all.
 
     Where ranks have what is not finite, a column tells which: the first rank of a tensor, all of the total.
     """
     if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
         msg = f"max_rows must be a whole number, 0 or more, or None for all; got {max_rows!r}"
         raise ValueError(msg)
-    if not report.measured:
-        return _WHEN
-    rows = report.worst_first()
     shown = rows if max_rows is None else rows[:max_rows]
     rest = rows[len(shown) :]
     flagged = sum(bool(row.flags) for row in rows)
     # the flags of the merged row would hold a whole model against one tensor's thresholds
-    total = (*_cells(report.total)[:-1], f"{flagged} flagged" if flagged else "")
-    body = [_cells(row) for row in shown]
-    short = _shorten([row[0] for row in body])
-    cells = [_HEADER, *((name, *row[1:]) for name, row in zip(short, body, strict=True)), total]
-    if report.ranks:
-        at = [str(report.ranks.get(row.name, "-")) for row in shown]
-        cells = _with_ranks(cells, [*at, _ranks(report)])
-    lines, rule = _aligned(cells)
+    last = (*_cells(total)[:-1], f"{flagged} flagged" if flagged else "")
+    cells = [_HEADER, *with_short_names([_cells(row) for row in shown]), last]
+    if ranks:
+        at = [str(ranks.get(row.name, "-")) for row in shown]
+        cells = with_ranks(cells, [*at, named_ranks(ranks)])
+    lines, rule = aligned(cells)
     more = [_rest(rest)] if rest else []
-    return "\n".join([headline(report), rule, lines[0], rule, *lines[1:-1], *more, rule, lines[-1]])
+    return "\n".join([headline, rule, lines[0], rule, *lines[1:-1], *more, rule, lines[-1]])
 
 
-def render_modules(reports: ModuleReports) -> str:
-    """Return a row per module, in the order of the model."""
-    if not reports:
-        return _WHEN
-    body = [_module_cells(module, report) for module, report in reports.items()]
-    short = _shorten([row[0] for row in body])
-    cells = [_MODULES_HEADER, *((name, *row[1:]) for name, row in zip(short, body, strict=True))]
-    at = [_ranks(report) for report in reports.values()]
-    if any(report.ranks for report in reports.values()):
-        cells = _with_ranks(cells, at)
-    lines, rule = _aligned(cells)
-    local = [_LOCAL] if any(report.is_local for report in reports.values()) else []
-    return "\n".join([*local, lines[0], rule, *lines[1:]])
+def with_short_names(cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows with their first cells shortened."""
+    short = _shorten([row[0] for row in cells])
+    return [(name, *row[1:]) for name, row in zip(short, cells, strict=True)]
 
 
-def _with_ranks(cells: Sequence[tuple[str, ...]], at: Sequence[str]) -> list[tuple[str, ...]]:
+def with_ranks(cells: Sequence[tuple[str, ...]], at: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the cells with a column for the ranks before that of the flags."""
     return [(*row[:-1], rank, row[-1]) for row, rank in zip(cells, ["rank", *at], strict=True)]
 
 
-def _ranks(report: Report) -> str:
-    found = sorted(set(report.ranks.values()))
+def named_ranks(ranks: Mapping[str, int]) -> str:
+    """Return the ranks of a mapping from names, the first few of them."""
+    found = sorted(set(ranks.values()))
     more = "…" if len(found) > _RANKS else ""
     return ", ".join(map(str, found[:_RANKS])) + more or "-"
 
 
-def _aligned(cells: Sequence[Sequence[str]]) -> tuple[list[str], str]:
+def aligned(cells: Sequence[Sequence[str]]) -> tuple[list[str], str]:
+    """Return the rows as lines, and a rule as wide as they are."""
     widths = [max(_width(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [_line(row, widths) for row in cells], "─" * (sum(widths) + 2 * (len(widths) - 1))
 
 
-def _findings(report: Report) -> dict[str, list[str]]:
-    return {
-        "with NaN": report.nan,
-        "with Inf": report.inf,
-        "exploding": report.exploding,
-        "dead": report.dead,
-        "vanishing": report.vanishing,
-    }
-
-
-def _module_cells(module: str, report: Report) -> tuple[str, ...]:
-    total = report.total
-    return (
-        _printable(module) or "(root)",
-        _count(len(report)),
-        _count(total.numel),
-        # a digit fewer: there are many columns
-        *(_number(x, digits=2) for x in (total.norm, report.min_norm, report.max_norm)),
-        *(_of_finite(total, x, digits=2) for x in (total.rms, total.mean, total.std)),
-        _percent(report.zero_fraction),
-        ", ".join(f"{len(names)} {what}" for what, names in _findings(report).items() if names),
-    )
-
-
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
+    """Return a name without characters that a terminal would act on."""
     return name if name.isprintable() else repr(name)[1:-1]
 
 
 def _cells(row: TensorReport) -> tuple[str, ...]:
     return (
-        _printable(row.name),
-        _count(row.numel),
-        _number(row.norm),
-        _of_finite(row, row.rms),
-        _of_finite(row, row.abs_max),
-        _percent(row.zero_fraction),
-        _count(row.n_nan) if row.n_nan else "-",
-        _count(row.n_inf) if row.n_inf else "-",
+        printable(row.name),
+        count(row.numel),
+        number(row.norm),
+        of_finite(row, row.rms),
+        of_finite(row, row.abs_max),
+        percent(row.zero_fraction),
+        count(row.n_nan) if row.n_nan else "-",
+        count(row.n_inf) if row.n_inf else "-",
         " ".join(str(flag.name) for flag in row.flags),
     )
 
@@ -164,7 +112,7 @@ def _rest(rows: Sequence[TensorReport]) -> str:
     norms = [row.norm for row in rows if row.numel and not row.n_nonfinite]
     bad = sum(row.n_nonfinite > 0 for row in rows)
     flagged = sum(bool(row.flags) for row in rows)
-    notes = [f"norm {_number(min(norms))} to {_number(max(norms))}"] if norms else []
+    notes = [f"norm {number(min(norms))} to {number(max(norms))}"] if norms else []
     notes += [f"{bad} not finite"] if bad else []
     notes.append(f"{flagged} of them flagged" if flagged else "no flags")
     return f"… {len(rows)} more, " + ", ".join(notes)
@@ -202,25 +150,32 @@ def _width(text: str) -> int:
     )
 
 
-def _number(x: float, digits: int = 3) -> str:
+def number(x: float, digits: int = 3) -> str:
+    """Return ``1.234e-05``, or 0."""
     return "0" if x == 0 else f"{x:.{digits}e}"
 
 
-def _of_finite(row: TensorReport, x: float, digits: int = 3) -> str:
-    # no element is finite: there is nothing that this is the value of
-    return "-" if row.n_nonfinite == row.numel > 0 else _number(x, digits)
+def of_finite(row: TensorReport, x: float, digits: int = 3) -> str:
+    """Return a value of the finite elements, or ``-`` where there is none."""
+    return "-" if row.n_nonfinite == row.numel > 0 else number(x, digits)
 
 
-def _count(n: int) -> str:
-    if n < 10**5:
+def amount(n: int, *, exact: int = 10**4, gap: str = " ") -> str:
+    """Return a count: ``12``, ``1,207``, ``4.2 M``; in full below ``exact``."""
+    if n < exact:
         return f"{n:,}"
     # the first unit in which it does not round to four digits
-    units = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
-    size, unit = next((pair for pair in units if n / pair[0] < 999.95), units[-1])
-    return f"{n / size:.1f}{unit}"
+    size, unit = next((pair for pair in _UNITS if n / pair[0] < 999.95), _UNITS[-1])
+    return f"{n / size:.1f}{gap}{unit}"
 
 
-def _percent(fraction: float) -> str:
+def count(n: int) -> str:
+    """Return a count for a cell: ``98,304``, ``4.2M``."""
+    return amount(n, exact=10**5, gap="")
+
+
+def percent(fraction: float) -> str:
+    """Return a share in percent."""
     if fraction in (0.0, 1.0):
         return f"{100 * fraction:.0f}"
     # nothing but an exact 0 or 100 is shown as one

@@ -1,0 +1,215 @@
+"""The values of `TensorStats`, each a tensor on the device of its columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self, overload
+
+import torch
+
+from gradiometer.columns import (
+    EXPLODING_WEIGHT,
+    HEALTH,
+    MAX_NORM_RATIO,
+    MAX_ZERO_FRACTION,
+    VANISHING_WEIGHT,
+    derived,
+    is_healthy,
+    score,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["DeviceValues"]
+
+
+class _Value:
+    """A read-only attribute that is computed from raw columns and flags under its own name."""
+
+    def __init__(self, compute: Callable[[str, Tensor, Tensor], Tensor]) -> None:
+        self._compute = compute
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, stats: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, stats: DeviceValues, owner: type) -> Tensor: ...
+
+    def __get__(self, stats: DeviceValues | None, owner: type) -> Self | Tensor:
+        return self if stats is None else self._compute(self._name, stats.columns, stats.flags)
+
+    def __set__(self, stats: DeviceValues, value: object) -> None:
+        msg = f"{type(stats).__name__}.{self._name} is computed and cannot be set"
+        raise AttributeError(msg)
+
+
+def _of_rows(name: str, columns: Tensor, _: Tensor) -> Tensor:
+    return derived.value(columns, name)
+
+
+def _of_all(name: str, columns: Tensor, flags: Tensor) -> Tensor:
+    return HEALTH[name](columns, flags)
+
+
+class DeviceValues:
+    """Raw columns and derived values of T tensors by name, and those of all of them together."""
+
+    columns: Tensor
+    flags: Tensor
+    origin: Tensor | None
+
+    # row by row: raw columns
+
+    numel = _Value(_of_rows)
+    """Elements, ``(T,) float64``."""
+
+    sumsq = _Value(_of_rows)
+    """Sum of squares of the finite elements, ``(T,) float64``."""
+
+    sum = _Value(_of_rows)
+    """Sum of the finite elements, ``(T,) float64``."""
+
+    n_zero = _Value(_of_rows)
+    """Elements equal to 0 (-0 too), ``(T,) float64``."""
+
+    n_nan = _Value(_of_rows)
+    """NaN elements, ``(T,) float64``."""
+
+    n_posinf = _Value(_of_rows)
+    """+Inf elements, ``(T,) float64``."""
+
+    n_neginf = _Value(_of_rows)
+    """-Inf elements, ``(T,) float64``."""
+
+    abs_max = _Value(_of_rows)
+    """Largest finite magnitude, 0 if there is none, ``(T,) float64``."""
+
+    # row by row: derived values
+
+    n_inf = _Value(_of_rows)
+    """Infinite elements of either sign, ``(T,) float64``."""
+
+    n_nonfinite = _Value(_of_rows)
+    """NaN and infinite elements, ``(T,) float64``."""
+
+    finite_norm = _Value(_of_rows)
+    """L2 norm of the finite elements, ``sqrt(sumsq)``, ``(T,) float64``."""
+
+    norm = _Value(_of_rows)
+    """L2 norm as torch defines it: NaN with any NaN, inf with any Inf, ``(T,) float64``."""
+
+    rms = _Value(_of_rows)
+    """Root mean square of the finite elements, ``(T,) float64``."""
+
+    mean = _Value(_of_rows)
+    """Mean of the finite elements, ``(T,) float64``."""
+
+    std = _Value(_of_rows)
+    """Standard deviation of the finite elements (of the population, no correction), ``(T,) float64``.
+
+    ``sqrt(sumsq/n - mean**2)``: it loses digits where the mean is much larger than the spread.
+    """
+
+    zero_fraction = _Value(_of_rows)
+    """Share of elements equal to 0, ``(T,) float64``."""
+
+    # of all rows together, for decisions on the device
+
+    total_zero_fraction = _Value(_of_all)
+    """Share of all elements equal to 0; 0-d float64."""
+
+    total_n_nan = _Value(_of_all)
+    """NaN elements of all tensors; 0-d float64."""
+
+    total_n_inf = _Value(_of_all)
+    """Infinite elements of all tensors; 0-d float64."""
+
+    has_vanishing = _Value(_of_all)
+    """Whether any tensor is flagged ``VANISHING``; 0-d bool."""
+
+    has_exploding = _Value(_of_all)
+    """Whether any tensor is flagged ``EXPLODING``; 0-d bool."""
+
+    min_norm = _Value(_of_all)
+    """Smallest norm of a tensor with elements, NaN with any NaN; 0-d float64; 0 with none."""
+
+    max_norm = _Value(_of_all)
+    """Largest norm of a tensor, NaN with any NaN; 0-d float64; 0 with none."""
+
+    norm_ratio = _Value(_of_all)
+    """``max_norm / max(min_norm, 1e-10)``; 0-d float64; 0 with none."""
+
+    is_healthy = _Value(_of_all)
+    """No NaN or Inf, nothing exploding, norm ratio below 1000, less than half zeros; 0-d bool."""
+
+    @property
+    def total(self) -> Tensor:
+        """All rows merged into one, ``(C,) float64``."""
+        return derived.merge_rows(self.columns)
+
+    @property
+    def total_norm(self) -> Tensor:
+        """L2 norm of all tensors together, 0-d float64; 0 with none."""
+        return derived.value(self.total, "norm")
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1.0 if any element is NaN or infinite, else 0.0; 0-d float32.
+
+        What GradScaler and fused optimizers take as ``found_inf``.
+        """
+        # NaN too: what ranks that did not reduce the same are left with
+        found = derived.value(self.total, "n_nonfinite") != 0
+        if self.origin is not None:
+            # in a copy that is not counted, too
+            found = found | (self.origin >= 0).any()
+        return found.to(torch.float32)
+
+    @property
+    def health(self) -> Tensor:
+        """From 1.0, nothing flagged, to 0.0; see `health_score`; 0-d float64."""
+        return self.health_score()
+
+    def health_score(
+        self,
+        *,
+        vanishing: float = VANISHING_WEIGHT,
+        exploding: float = EXPLODING_WEIGHT,
+    ) -> Tensor:
+        """Return ``clamp(1 - vanishing * n_vanishing / T - exploding * n_exploding / T, 0, 1)``, 0-d float64.
+
+        0.0 where the total norm is not finite; 1.0 with no tensors.
+
+        Args:
+            vanishing: weight of the share of tensors flagged ``VANISHING``.
+            exploding: weight of the share of tensors flagged ``EXPLODING``.
+
+        Raises:
+            ValueError: for a weight that is negative or not finite.
+        """
+        measured = None if self.origin is None else (self.origin > -2).sum(dtype=torch.float64)
+        return score(self.columns, self.flags, vanishing, exploding, measured)
+
+    def is_healthy_within(
+        self, *, norm_ratio: float = MAX_NORM_RATIO, zero_fraction: float = MAX_ZERO_FRACTION
+    ) -> Tensor:
+        """Tell what `is_healthy` tells, with limits of your own; 0-d bool.
+
+        Args:
+            norm_ratio: the largest norm is below so many times the smallest; ``math.inf`` for no limit.
+            zero_fraction: less than this share of all elements is 0; ``math.inf`` for no limit.
+
+        Raises:
+            ValueError: for a limit that is negative, NaN or no number.
+
+        >>> import torch, gradiometer as gm
+        >>> stats = gm.collect([torch.ones(1), torch.tensor([0.0, 0.0, 20.0])])
+        >>> bool(stats.is_healthy_within(norm_ratio=10.0)), bool(stats.is_healthy_within(zero_fraction=0.6))
+        (False, True)
+        """
+        return is_healthy(self.columns, self.flags, norm_ratio, zero_fraction)

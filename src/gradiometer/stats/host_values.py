@@ -1,0 +1,185 @@
+"""The values of a `Report`: of all its tensors together, as plain Python values."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradiometer.columns import (
+    EXPLODING_WEIGHT,
+    HEALTH,
+    MAX_NORM_RATIO,
+    MAX_ZERO_FRACTION,
+    NUM_COLUMNS,
+    VANISHING_WEIGHT,
+    Flag,
+    derived,
+    is_healthy,
+    score,
+)
+from gradiometer.stats.tensor_report import TensorReport, rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradiometer.columns import Thresholds
+
+__all__ = ["HostValues"]
+
+
+class HostValues:
+    """Names of tensors by flag, and what all tensors say together."""
+
+    names: tuple[str, ...]
+    skip_nonfinite: bool
+    thresholds: Thresholds
+    ranks: dict[str, int]
+    _packed: Tensor
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        return self._packed[:, :NUM_COLUMNS]
+
+    @cached_property
+    def _flags(self) -> Tensor:
+        return self._packed[:, NUM_COLUMNS].to(torch.int32)
+
+    @cached_property
+    def total(self) -> TensorReport:
+        """All tensors together."""
+        merged = self._merged.unsqueeze(0)
+        flags = derived.compute_flags(merged, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        (row,) = rows(("total",), merged, flags.tolist())
+        return row
+
+    @cached_property
+    def _merged(self) -> Tensor:
+        return derived.merge_rows(self._columns)
+
+    def flagged(self, flag: Flag) -> list[str]:
+        """Return the names of tensors with any of these flags, in the order of the model."""
+        if not isinstance(flag, Flag):
+            msg = f"flagged: expected a gm.Flag, gm.Flag.NAN say, got {flag!r}"
+            raise TypeError(msg)
+        # an IntFlag makes an object of each result
+        mask = int(flag)
+        return [name for name, bits in zip(self.names, self._flags.tolist(), strict=True) if bits & mask]
+
+    @property
+    def nan(self) -> list[str]:
+        """Names of tensors that hold a NaN."""
+        return self.flagged(Flag.NAN)
+
+    @property
+    def inf(self) -> list[str]:
+        """Names of tensors that hold +Inf or -Inf."""
+        return self.flagged(Flag.INF)
+
+    @property
+    def vanishing(self) -> list[str]:
+        """Names of tensors with a finite norm below the threshold."""
+        return self.flagged(Flag.VANISHING)
+
+    @property
+    def exploding(self) -> list[str]:
+        """Names of tensors with a norm above the threshold, or not finite."""
+        return self.flagged(Flag.EXPLODING)
+
+    @property
+    def dead(self) -> list[str]:
+        """Names of tensors with at least the threshold's share of zeros (all of them, by default)."""
+        return self.flagged(Flag.DEAD)
+
+    @property
+    def measured(self) -> bool:
+        """Whether there was any tensor to measure."""
+        return len(self.names) > 0
+
+    @property
+    def total_norm(self) -> float:
+        """L2 norm of all tensors together; 0.0 with none."""
+        return derived.value(self._merged, "norm").item()
+
+    @property
+    def found_inf(self) -> bool:
+        """Whether any element of any tensor is NaN or infinite."""
+        # of ranks a copy that is not counted, too
+        return derived.value(self._merged, "n_nonfinite").item() > 0 or bool(self.ranks)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether this step is skipped: ``skip_nonfinite``, and an element is not finite."""
+        return self.skip_nonfinite and self.found_inf
+
+    @property
+    def health(self) -> float:
+        """From 1.0, nothing flagged, to 0.0: ``clamp(1 - 0.5 * vanishing / T - 0.8 * exploding / T, 0, 1)``.
+
+        0.0 if the total norm is not finite; 1.0 with no tensors.
+        """
+        return float(self._of_all("health"))
+
+    def health_score(
+        self,
+        *,
+        vanishing: float = VANISHING_WEIGHT,
+        exploding: float = EXPLODING_WEIGHT,
+    ) -> float:
+        """Return the health with other weights, finite and not negative."""
+        return score(self._columns, self._flags, vanishing, exploding).item()
+
+    @property
+    def has_vanishing(self) -> bool:
+        """Whether any tensor is vanishing."""
+        return bool(self._of_all("has_vanishing"))
+
+    @property
+    def has_exploding(self) -> bool:
+        """Whether any tensor is exploding."""
+        return bool(self._of_all("has_exploding"))
+
+    @property
+    def min_norm(self) -> float:
+        """Smallest norm of a tensor with elements, NaN with any NaN; 0.0 with none."""
+        return float(self._of_all("min_norm"))
+
+    @property
+    def max_norm(self) -> float:
+        """Largest norm of a tensor, NaN with any NaN; 0.0 with none."""
+        return float(self._of_all("max_norm"))
+
+    @property
+    def norm_ratio(self) -> float:
+        """``max_norm / max(min_norm, 1e-10)``; 0.0 with no tensors."""
+        return float(self._of_all("norm_ratio"))
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of all elements equal to 0."""
+        return derived.value(self._merged, "zero_fraction").item()
+
+    @property
+    def n_nan(self) -> int:
+        """NaN elements of all tensors."""
+        return self.total.n_nan
+
+    @property
+    def n_inf(self) -> int:
+        """Infinite elements of all tensors."""
+        return self.total.n_inf
+
+    @property
+    def is_healthy(self) -> bool:
+        """No NaN or Inf, nothing exploding, norm ratio below 1000, under half of all elements zero."""
+        return bool(self._of_all("is_healthy"))
+
+    def is_healthy_within(
+        self, *, norm_ratio: float = MAX_NORM_RATIO, zero_fraction: float = MAX_ZERO_FRACTION
+    ) -> bool:
+        """Tell what `is_healthy` tells, with limits of your own; see `TensorStats.is_healthy_within`."""
+        return bool(is_healthy(self._columns, self._flags, norm_ratio, zero_fraction))
+
+    def _of_all(self, name: str) -> float:
+        return HEALTH[name](self._columns, self._flags).item()
