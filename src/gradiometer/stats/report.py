@@ -231,7 +231,8 @@ class Report(HostValues):
         where = " of all ranks" if self.is_reduced else f", {_LOCAL}" if self.is_local else ""
         return (
             f"{len(self)} {'tensor' if len(self) == 1 else 'tensors'}{where}, "
-            f"{text_table.count(self.total.numel)} elements, total norm {text_table.number(self.total_norm)}, "
+            f"{text_table.count(self.total.numel)} elements, "
+            f"total norm {text_table.number(self.total_norm)}, "
             f"health {health:.2f}, "
             + ("step skipped: " if self.skipped else "")
             + (", ".join(_found(self)) or "no flags")
