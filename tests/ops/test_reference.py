@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradiometer.columns.schema import COLUMN_NAMES, DEFAULT_THRESHOLDS
-from gradiometer.ops import reference
+from gradiometer.ops import eager_plan, reference
 
 SCRIPT = Path(__file__).parents[2] / "kernels_bench" / "bench.py"
 LIMIT_MIB = 4.0
@@ -106,7 +106,7 @@ def test_tensors_may_span_several_waves_of_blocks(monkeypatch):
 def test_a_list_that_is_known_is_measured_by_its_plan_with_the_same_bits():
     tensors = [torch.randn(3, 5), torch.randn(7), torch.randn(16), torch.tensor(2.0), torch.zeros(0)]
     tensors += [torch.randn(2, 3, dtype=torch.float64).t(), torch.randn(9).bfloat16(), torch.randn(5000)]
-    plan = reference.plan_of(tensors)
+    plan = eager_plan.plan_of(tensors)
     planned = reference.tensor_stats(tensors, DEFAULT_THRESHOLDS, None, plan)
     others = [torch.randn_like(x) for x in tensors]
     assert torch.equal(planned[0], reference.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0])
@@ -122,14 +122,14 @@ def test_zeros_after_a_row_change_no_bit_of_its_sums(dtype):
     tensors = [(torch.randn(size) * 10.0 ** (size % 30 - 15)).to(dtype) for size in range(2, 1025, 11)]
     for first in range(0, len(tensors), 7):
         few = tensors[first : first + 7]
-        assert len(reference.plan_of(few).groups) == 1
+        assert len(eager_plan.plan_of(few).groups) == 1
         together = reference.tensor_stats(few, DEFAULT_THRESHOLDS)[0].tolist()
         alone = [reference.tensor_stats([x], DEFAULT_THRESHOLDS)[0].tolist()[0] for x in few]
         assert together == alone
     # the widest rows that are shared
     for x in tensors[::5]:
         pair = [x, torch.randn(4000).to(dtype)]
-        assert len(reference.plan_of(pair).groups) == 1
+        assert len(eager_plan.plan_of(pair).groups) == 1
         together = reference.tensor_stats(pair, DEFAULT_THRESHOLDS)[0].tolist()
         assert together == [reference.tensor_stats([y], DEFAULT_THRESHOLDS)[0].tolist()[0] for y in pair]
     crowd = reference.tensor_stats(tensors * 40, DEFAULT_THRESHOLDS)[0].tolist()

@@ -114,8 +114,8 @@ def test_several_matrices_are_those_of_one_each(path, monkeypatch):
     wanted = ["rms", "flags", "norm", "n_zero"]
     ones = {name: run.matrix(name, first=3, last=40) for name in wanted}
     read = []
-    real = run_module._read
-    monkeypatch.setattr(run_module, "_read", lambda *args: (read.append(args[0]), real(*args))[1])
+    real = run_module.read_table
+    monkeypatch.setattr(run_module, "read_table", lambda *args: (read.append(args[0]), real(*args))[1])
     steps, found = run.matrices(wanted, first=3, last=40)
     assert list(found) == wanted
     for name, (own_steps, values) in ones.items():
@@ -166,9 +166,9 @@ def test_thresholds_come_back(tmp_path):
 
 def test_refresh_reads_what_is_new_and_nothing_else(tmp_path, monkeypatch):
     read = []
-    real = run_module._read
+    real = run_module.read_table
     monkeypatch.setattr(
-        run_module, "_read", lambda path, *rest: (read.append(path.name), real(path, *rest))[1]
+        run_module, "read_table", lambda path, *rest: (read.append(path.name), real(path, *rest))[1]
     )
     roster = make_roster(2)
     records = list(make_records(roster, 30))
@@ -331,7 +331,7 @@ def test_what_there_is_not_is_said(path, ask, said):
 
 
 def test_opening_a_run_reads_no_table(path, monkeypatch):
-    monkeypatch.setattr(run_module, "_read", None)
+    monkeypatch.setattr(run_module, "read_table", None)
     run = read_run(str(path))
     assert repr(run) == f"<Run: {path}, 4 segments, 9 tensors>"
 

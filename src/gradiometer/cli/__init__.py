@@ -3,10 +3,7 @@
 Runs come in by their folders; tables, JSON and exit codes go out. Nothing else imports it.
 """
 
-from gradiometer.cli.app import (
-    Exit,
-    main,
-)
+from gradiometer.cli.app import Exit, main
 
 __all__ = [
     "Exit",

@@ -5,11 +5,7 @@ scores are functions of columns. The form of the recorder's ring is here too. No
 the user's, or knows names and devices.
 """
 
-from gradiometer.columns.derived import (
-    DERIVED,
-    compute_flags,
-    rescale,
-)
+from gradiometer.columns.derived import DERIVED, compute_flags, rescale
 from gradiometer.columns.health import (
     EXPLODING_WEIGHT,
     HEALTH,
@@ -19,12 +15,7 @@ from gradiometer.columns.health import (
     is_healthy,
     score,
 )
-from gradiometer.columns.ring_layout import (
-    CURSOR_SIZE,
-    HEADER_SKIPPED,
-    HEADER_STEP,
-    Cursor,
-)
+from gradiometer.columns.ring_layout import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, Cursor
 from gradiometer.columns.schema import (
     COLUMN_INDEX,
     COLUMN_NAMES,

@@ -4,26 +4,16 @@ Parameters come in; their gradients are scaled, clamped or checked in place, by 
 Nothing here records or reports over time.
 """
 
-from gradiometer.control.check_finite import (
-    check_finite,
-)
+from gradiometer.control.check_finite import check_finite
 from gradiometer.control.clip import (
     clip_coefficient,
     clip_grad_norm_,
     clip_grads_with_norm_,
     collect_and_clip_,
 )
-from gradiometer.control.clip_value import (
-    ElementCounts,
-    clip_grad_value_,
-)
-from gradiometer.control.finite_report import (
-    FiniteReport,
-)
-from gradiometer.control.grad_scaler import (
-    inverse_scale,
-    share_found_inf_,
-)
+from gradiometer.control.clip_value import ElementCounts, clip_grad_value_
+from gradiometer.control.finite_report import FiniteReport
+from gradiometer.control.grad_scaler import inverse_scale, share_found_inf_
 
 __all__ = [
     "ElementCounts",

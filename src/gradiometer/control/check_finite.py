@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from gradiometer.control.finite_report import FiniteReport
 from gradiometer.distributed import is_active
 from gradiometer.inputs import Named, check, check_names, named_parameters, named_tensors, present
-from gradiometer.stats import Report, fetch, materialize, measure, outside_of_a_graph, over_ranks, settled
+from gradiometer.stats import (
+    Report,
+    fetch,
+    materialize,
+    measure,
+    outside_of_a_graph,
+    over_ranks,
+    settled,
+)
 
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks

@@ -18,7 +18,15 @@ from torch._C import _len_torch_dispatch_stack
 
 from gradiometer import ops
 from gradiometer.columns import derived
-from gradiometer.inputs import Named, as_flat, is_dtensor, is_plain_subclass, layout, local_shard, present
+from gradiometer.inputs import (
+    Named,
+    as_flat,
+    is_dtensor,
+    is_plain_subclass,
+    layout,
+    local_shard,
+    present,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -3,9 +3,7 @@
 ``python -m gradiometer.demo`` runs it. Nothing else imports it.
 """
 
-from gradiometer.demo.app import (
-    main,
-)
+from gradiometer.demo.app import main
 
 __all__ = [
     "main",

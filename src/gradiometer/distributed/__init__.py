@@ -12,29 +12,11 @@ from gradiometer.distributed.collectives import (
     tell,
     whole,
 )
-from gradiometer.distributed.implicit_ranks import (
-    given_ranks,
-    implicit_ranks_for,
-    sharding_here,
-)
-from gradiometer.distributed.process_groups import (
-    close,
-    group_of,
-    is_active,
-    ranks_of,
-    side_group,
-)
-from gradiometer.distributed.ranks import (
-    Ranks,
-)
-from gradiometer.distributed.rendezvous import (
-    RankError,
-)
-from gradiometer.distributed.sharding import (
-    UNKNOWN,
-    Sharding,
-    plain_sharding,
-)
+from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_for, sharding_here
+from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
+from gradiometer.distributed.ranks import Ranks
+from gradiometer.distributed.rendezvous import RankError
+from gradiometer.distributed.sharding import UNKNOWN, Sharding, plain_sharding
 
 __all__ = [
     "UNKNOWN",

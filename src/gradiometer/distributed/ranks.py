@@ -14,11 +14,18 @@ from torch import Tensor
 
 from gradiometer.columns import NUM_COLUMNS, NUM_SUM_COLUMNS, derived
 from gradiometer.distributed import collectives, process_groups
-from gradiometer.distributed.global_plan import DisagreementError, GlobalPlan, Member, make_global_plan
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.shard_patterns import check_matches, check_patterns, with_shards
 from gradiometer.distributed.sharding import Sharding, ShardSpec, sharding_of
-from gradiometer.inputs import check_names, has_float64, is_dtensor, local_shard, named_parameters, places
+from gradiometer.distributed.sharding_exchange import exchange_shardings
+from gradiometer.inputs import (
+    check_names,
+    has_float64,
+    is_dtensor,
+    local_shard,
+    named_parameters,
+    places,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -120,7 +127,7 @@ class Ranks:
             self._group = weakref.ref(live)
             self.rank, self.global_ranks = process_groups.ranks_of(live)
         self.size = len(self.global_ranks)
-        self.plan, kinds = _exchange(sharding, home, self.group, self.size, self.timeout)
+        self.plan, kinds = exchange_shardings(sharding, home, self.group, self.size, self.timeout)
         if home is None and kinds:
             # the others meet on such devices, and one without tensors has to come there
             home = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
@@ -397,34 +404,6 @@ class Ranks:
             for i, part in zip(indices, flat.split(sizes), strict=True):
                 shards[i] = part.view(shards[i].shape)
         return shards
-
-
-def _exchange(
-    sharding: Sharding, home: torch.device | None, group: Group, size: int, timeout: float
-) -> tuple[GlobalPlan, list[str]]:
-    """Tell the others what is here, hear what they have, and agree; on each rank the same.
-
-    Returns the global plan, and the kinds of devices that ranks have their columns on, but for the CPU.
-    """
-    members, shardings = [Member(sharding.digest, sharding.coordinates)], {sharding.digest: sharding}
-    kinds: list[str] = []
-    if size > 1:
-        mine = (*members[0], None if home is None else home.type)
-        told = collectives.share(mine, group, timeout, "gm.Ranks")
-        members = [Member(*each) for *each, _ in told]
-        kinds = [kind for *_, kind in told if kind is not None]
-        # most ranks have the same sharding: only the first of each kind tells it
-        firsts: dict[bytes, int] = {}
-        for place, member in enumerate(members):
-            firsts.setdefault(member.digest, place)
-        is_first = process_groups.ranks_of(group)[0] in firsts.values()
-        told = collectives.share(sharding if is_first else None, group, timeout, "gm.Ranks")
-        shardings = {digest: told[place] for digest, place in firsts.items()}
-    try:
-        return make_global_plan(members, shardings), kinds
-    except DisagreementError as error:
-        msg = f"gm.Ranks: the ranks differ: {error}"
-        raise RankError(msg) from None
 
 
 def _no_group() -> None:

@@ -5,13 +5,7 @@ tensors that can be measured. Everything else is refused with an error that name
 do. Nothing here computes.
 """
 
-from gradiometer.inputs.checks import (
-    Traits,
-    check,
-    has_float64,
-    is_plain_subclass,
-    layout,
-)
+from gradiometer.inputs.checks import Traits, check, has_float64, is_plain_subclass, layout
 from gradiometer.inputs.dtensor import (
     Place,
     is_dtensor,
@@ -22,21 +16,9 @@ from gradiometer.inputs.dtensor import (
     placed_like,
     places,
 )
-from gradiometer.inputs.named import (
-    Named,
-    Tensors,
-    check_names,
-    named_tensors,
-    present,
-)
-from gradiometer.inputs.parameters import (
-    Parameters,
-    named_parameters,
-)
-from gradiometer.inputs.views import (
-    as_flat,
-    as_real,
-)
+from gradiometer.inputs.named import Named, Tensors, check_names, named_tensors, present
+from gradiometer.inputs.parameters import Parameters, named_parameters
+from gradiometer.inputs.views import as_flat, as_real
 
 __all__ = [
     "Named",

@@ -4,9 +4,7 @@ It owns the recorder, the threads and queues between it and the sinks, the black
 of ranks. Nothing here measures a tensor, and training never waits for it.
 """
 
-from gradiometer.monitor.monitor import (
-    Monitor,
-)
+from gradiometer.monitor.monitor import Monitor
 
 __all__ = [
     "Monitor",

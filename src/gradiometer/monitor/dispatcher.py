@@ -109,11 +109,6 @@ class Dispatcher:
         """Steps dropped by all queues together: one that two sinks miss counts twice."""
         return sum(thread.dropped for thread in [self._first, *self._sink_threads])
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a thread was started and has not ended."""
-        return not all([thread.join(0.0) for thread in [self._first, *self._sink_threads]])
-
     def state_dict(self) -> dict[str, Any]:
         """Return what the rules remember, and the findings."""
         with self._state:

@@ -80,7 +80,6 @@ class RankMerger:
 
     Attributes:
         lost: steps of this rank that were not merged.
-        windows, beats: how often the ranks have met, with steps and without.
         roster: of the job's steps.
         news: why another rank ended, or does not answer.
     """
@@ -88,7 +87,7 @@ class RankMerger:
     def __init__(
         self, ranks: Ranks, local: Roster, thresholds: Thresholds, limit: int, failures: Failures, group: Any
     ) -> None:
-        self.lost = self.windows = self.beats = 0
+        self.lost = 0
         self.news: str | None = None
         self._ranks, self._limit, self._failures, self._group = ranks, limit, failures, group
         self._window = MergeWindow(ranks, local, thresholds)
@@ -312,10 +311,8 @@ class RankMerger:
         if carried:
             parts = [(sums, "sum"), (tops, "max")]
             sums, tops = distributed.all_reduce_pair(parts, self._group, self._ranks.timeout)
-            self.windows += 1
         else:
             tops = distributed.all_reduce(tops, "max", self._group, self._ranks.timeout)
-            self.beats += 1
         tops, extra = tops.split([len(tops) - len(extra), len(extra)])
         numbers = extra.tolist()
         heard = _Told(*numbers[: len(told)])

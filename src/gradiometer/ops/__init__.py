@@ -17,10 +17,7 @@ from gradiometer.ops.library import (
     uses_kernels,
     writable,
 )
-from gradiometer.ops.packing import (
-    LaunchPlan,
-    is_capturing,
-)
+from gradiometer.ops.packing import LaunchPlan, is_capturing
 
 __all__ = [
     "INTERPRETED",

@@ -21,7 +21,7 @@ from torch._C import _len_torch_function_stack
 from torch._C._autograd import _profiler_enabled
 
 from gradiometer.columns import NUM_COLUMNS, Thresholds
-from gradiometer.ops import packing, reference, ring
+from gradiometer.ops import eager_plan, packing, reference, ring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -156,7 +156,7 @@ def _eager(
         if not uses_kernels(device):
             plan = plan or packing.recognize(tensors) or packing.remember(tensors)
             if plan.direct and plan.eager is None:
-                plan.eager = reference.plan_of(tensors)
+                plan.eager = eager_plan.plan_of(tensors)
             return reference.tensor_stats(tensors, thresholds, inv_scale, plan.eager)
         with _launching_on(device):
             return _run_kernels(tensors, thresholds, inv_scale, plan)

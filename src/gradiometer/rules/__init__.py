@@ -5,48 +5,18 @@ Each rule takes one `StepRecord` after the other (`check`) and keeps a history o
 `gradiometer.rules.Rule`. Nothing here reads a device or a disk.
 """
 
-from gradiometer.rules.defaults import (
-    default_rules,
-)
-from gradiometer.rules.fault import (
-    Fault,
-    summarize,
-)
-from gradiometer.rules.finding import (
-    Finding,
-    Severity,
-)
-from gradiometer.rules.first_nonfinite import (
-    first_nonfinite_text,
-)
-from gradiometer.rules.history import (
-    NormHistory,
-)
-from gradiometer.rules.layers import (
-    Dead,
-    LayerImbalance,
-)
-from gradiometer.rules.ledger import (
-    Ledger,
-)
-from gradiometer.rules.loss import (
-    LossSpike,
-)
-from gradiometer.rules.nonfinite import (
-    NonFinite,
-)
-from gradiometer.rules.norms import (
-    Exploding,
-    NormSpike,
-    Vanishing,
-)
-from gradiometer.rules.protocol import (
-    Rule,
-)
-from gradiometer.rules.ratios import (
-    GroupRatio,
-    UpdateRatio,
-)
+from gradiometer.rules.defaults import default_rules
+from gradiometer.rules.fault import Fault, summarize
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.first_nonfinite import first_nonfinite_text
+from gradiometer.rules.history import NormHistory
+from gradiometer.rules.layers import Dead, LayerImbalance
+from gradiometer.rules.ledger import Ledger
+from gradiometer.rules.loss import LossSpike
+from gradiometer.rules.nonfinite import NonFinite
+from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
+from gradiometer.rules.protocol import Rule
+from gradiometer.rules.ratios import GroupRatio, UpdateRatio
 
 __all__ = [
     "Dead",

@@ -4,28 +4,12 @@ Steps and findings come in and become Parquet and JSON files of a folder; `Run` 
 that is still going, too. Nothing here knows of devices or threads.
 """
 
-from gradiometer.runs.diff import (
-    Comparison,
-    Difference,
-    Side,
-    compare,
-)
-from gradiometer.runs.format import (
-    encodable,
-    to_json,
-)
-from gradiometer.runs.rank_blackbox import (
-    RankBlackbox,
-)
-from gradiometer.runs.reader import (
-    Run,
-    RunError,
-    read_run,
-    scalars_of,
-)
-from gradiometer.runs.writer import (
-    RunRecord,
-)
+from gradiometer.runs.diff import Comparison, Difference, Side, compare
+from gradiometer.runs.format import encodable, to_json
+from gradiometer.runs.rank_blackbox import RankBlackbox
+from gradiometer.runs.reader import Run, RunError, read_run
+from gradiometer.runs.tables import scalars_of
+from gradiometer.runs.writer import RunRecord
 
 __all__ = [
     "Comparison",

@@ -12,7 +12,7 @@ from gradiometer.columns import COLUMN_INDEX, COLUMN_NAMES, derived
 from gradiometer.extras import require
 from gradiometer.recorder import Kind, Roster, label
 from gradiometer.runs.format import pyarrow
-from gradiometer.runs.reader import scalars_of
+from gradiometer.runs.tables import scalars_of
 
 if TYPE_CHECKING:
     import re

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, Thresholds, derived
 from gradiometer.extras import require
@@ -30,9 +28,9 @@ from gradiometer.runs.format import (
     read_json,
     segment_path,
     stamp,
-    summary,
     unfit,
 )
+from gradiometer.runs.tables import codes, cut, numbers, put, read_table, scalars_of, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Kind
 
-__all__ = ["FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run", "scalars_of"]
+__all__ = ["FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run"]
 
 _FOREVER: Final = 2**63 - 1
 # the columns of `TENSORS` that say whose the rest is
@@ -174,7 +172,7 @@ class Run:
                 where &= ds.field("kind") == kind
             if names is not None:
                 where &= ds.field("name").isin([names] if isinstance(names, str) else list(names))
-            tables.append(_read(segment_path(self.path, "tensors", *key), columns, where))
+            tables.append(read_table(segment_path(self.path, "tensors", *key), columns, where))
         return pyarrow().concat_tables(tables).unify_dictionaries()
 
     def matrix(
@@ -219,13 +217,13 @@ class Run:
         columns = list(dict.fromkeys([*raw, *stored]))
         for key in self._between(first, last) if out else ():
             table = self._tensors_of(key, columns, first, last)
-            values = {name: _numbers(table[name]).to(torch.float64) for name in columns}
+            values = {name: numbers(table[name]).to(torch.float64) for name in columns}
             matrix = torch.stack([values[name] for name in raw], dim=1) if raw else None
             # of the kinds this one alone has a place
             places = self._places(table, steps, (kind,))
             for name, to in out.items():
                 found = values[name] if matrix is None or name in stored else derived.value(matrix, name)
-                _put(to, found, places)
+                put(to, found, places)
         return steps.tolist(), {name: values.squeeze(1) for name, values in out.items()}
 
     def record(self, step: int) -> StepRecord:
@@ -244,8 +242,8 @@ class Run:
     def records(self, first: int | None = None, last: int | None = None) -> Iterator[StepRecord]:
         """Go over the steps, ascending, from ``first`` to ``last``, both included. Reads as it goes."""
         for key in self._between(first, last):
-            rows = _cut(self._steps_of(key), first, last)
-            values = self._dense(key, _numbers(rows["step"]))
+            rows = cut(self._steps_of(key), first, last)
+            values = self._dense(key, numbers(rows["step"]))
             columns = [rows[name].to_pylist() for name in ("step", "time", "recorded", "skipped")]
             for scalars, dense, (step, time, recorded, skipped) in zip(
                 scalars_of(rows), values, zip(*columns, strict=True), strict=True
@@ -286,15 +284,15 @@ class Run:
         """Return the rows of a segment that count."""
         seen = self._stamps[key], self._ends[key[0]]
         if key not in self._kept or self._kept[key][0] != seen:
-            table = _read(segment_path(self.path, "steps", *key))
+            table = read_table(segment_path(self.path, "steps", *key))
             # a column may be younger than the segment, or than this reader
             none = arrow_schema(STEPS).empty_table()
             try:
                 table = pyarrow().concat_tables([none, table], promote_options="default")
             except pyarrow().ArrowException as error:
-                raise _unreadable(segment_path(self.path, "steps", *key), error) from None
+                raise unreadable(segment_path(self.path, "steps", *key), error) from None
             table = table.select(none.column_names)
-            self._kept[key] = seen, _cut(table, None, self._ends[key[0]] - 1).combine_chunks()
+            self._kept[key] = seen, cut(table, None, self._ends[key[0]] - 1).combine_chunks()
         return self._kept[key][1]
 
     def _between(self, first: int | None, last: int | None) -> list[tuple[int, int]]:
@@ -313,8 +311,8 @@ class Run:
         return low if first is None else max(low, first), high if last is None else min(high, last)
 
     def _recorded(self, first: int | None, last: int | None) -> Tensor:
-        steps = _cut(self.steps, first, last)
-        return _numbers(steps.filter(steps["recorded"])["step"])
+        steps = cut(self.steps, first, last)
+        return numbers(steps.filter(steps["recorded"])["step"])
 
     def _tensors_of(
         self, key: tuple[int, int], columns: Sequence[str], first: int | None, last: int | None
@@ -325,18 +323,18 @@ class Run:
         if (low, high) != self._bounds(key, None, None):
             ds = require("pyarrow.dataset", "monitor", "A run record")
             where = (ds.field("step") >= low) & (ds.field("step") <= high)
-        return _read(path, [*_PLACE, *columns], where)
+        return read_table(path, [*_PLACE, *columns], where)
 
     def _places(self, table: pa.Table, steps: Tensor, kinds: Sequence[str]) -> tuple[Tensor, ...]:
         """Return the place of each row's step, kind and name; -1 for what is not among them."""
-        found = _numbers(table["step"])
+        found = numbers(table["step"])
         if len(steps):
             rows = torch.searchsorted(steps, found).clamp_(max=len(steps) - 1)
             rows.masked_fill_(steps[rows] != found, -1)
         else:
             rows = torch.full_like(found, -1)
         kind_index = {name: i for i, name in enumerate(kinds)}
-        return rows, _codes(table["kind"], kind_index), _codes(table["name"], self.roster.index)
+        return rows, codes(table["kind"], kind_index), codes(table["name"], self.roster.index)
 
     def _dense(self, key: tuple[int, int], steps: Tensor) -> Tensor:
         """Return ``(S, K, N, C + 1) float64`` of steps of a segment; zeros where nothing was measured."""
@@ -345,8 +343,8 @@ class Run:
         if len(steps):
             columns = [*COLUMN_NAMES, "flags"]
             table = self._tensors_of(key, columns, int(steps[0]), int(steps[-1]))
-            values = torch.stack([_numbers(table[name]).to(torch.float64) for name in columns], dim=1)
-            _put(out, values, self._places(table, steps, self.roster.kinds))
+            values = torch.stack([numbers(table[name]).to(torch.float64) for name in columns], dim=1)
+            put(out, values, self._places(table, steps, self.roster.kinds))
         return out
 
     def _check_kind(self, kind: str) -> None:
@@ -360,77 +358,3 @@ class Run:
 def _roster(values: Mapping[str, Any]) -> Roster:
     shapes = tuple([tuple(shape) for shape in values["shapes"]])
     return Roster(tuple(values["names"]), shapes, tuple(values["dtypes"]), tuple(values["kinds"]))
-
-
-def _read(path: Path, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
-    """Read one file."""
-    try:
-        if where is None:
-            pq = require("pyarrow.parquet", "monitor", "A run record")
-            with pq.ParquetFile(path) as file:
-                return file.read(columns=columns)
-        ds = require("pyarrow.dataset", "monitor", "A run record")
-        return ds.dataset(path, format="parquet").to_table(columns=columns, filter=where)
-    except (OSError, ValueError, pyarrow().ArrowException) as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: Exception) -> RunError:
-    what = f"{path} cannot be read ({summary(error)})"
-    return RunError(f"{what}: the rest can, without it and the file of the same number in the other folder")
-
-
-def scalars_of(rows: pa.Table) -> list[dict[str, float]]:
-    """Return the scalars of each row of `STEPS`: the loss, the learning rate and the others, by name."""
-    found = []
-    others: list[dict[str, float]] = []
-    for chunk in rows["scalars"].chunks:
-        # one list of all: a map made of each row alone takes thirty times as long
-        ends = chunk.offsets.to_pylist()
-        low, high = ends[0], ends[-1]
-        names, numbers = (x.slice(low, high - low).to_pylist() for x in (chunk.keys, chunk.items))
-        for a, b in itertools.pairwise(ends):
-            others.append(dict(zip(names[a - low : b - low], numbers[a - low : b - low], strict=True)))
-    for loss, lr, more in zip(rows["loss"].to_pylist(), rows["lr"].to_pylist(), others, strict=True):
-        scalars = {} if loss is None else {"loss": loss}
-        if lr is not None:
-            scalars["lr"] = lr
-        found.append(scalars | more)
-    return found
-
-
-def _cut(table: pa.Table, first: int | None, last: int | None) -> pa.Table:
-    """Return the rows of steps from ``first`` to ``last``; the steps are ascending."""
-    steps = _numbers(table["step"])
-    low = 0 if first is None else int(torch.searchsorted(steps, first))
-    high = len(steps) if last is None else int(torch.searchsorted(steps, last, right=True))
-    return table.slice(low, max(high - low, 0))
-
-
-def _numbers(column: pa.ChunkedArray) -> Tensor:
-    """Return a column of numbers without nulls as a tensor."""
-    chunks = [from_dlpack(chunk) for chunk in column.chunks if len(chunk)]
-    if not chunks:
-        return from_dlpack(column.combine_chunks())
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-
-
-def _codes(column: pa.ChunkedArray, index: Mapping[str, int]) -> Tensor:
-    """Return the place of each word of a dictionary column, ``(n,) int64``; -1 for one without a place."""
-    parts = [torch.empty(0, dtype=torch.int64)]
-    for chunk in column.chunks:
-        if len(chunk):
-            places = torch.tensor([index.get(word, -1) for word in chunk.dictionary.to_pylist()])
-            parts.append(places.index_select(0, from_dlpack(chunk.indices)))
-    return torch.cat(parts)
-
-
-def _put(out: Tensor, values: Tensor, places: tuple[Tensor, ...]) -> None:
-    """Write ``(n, ...)`` values to their places ``(S, K, N)`` in out; those without a place are left."""
-    rows, kinds, names = places
-    bad = (rows | kinds | names) < 0
-    if bad.any():
-        keep = ~bad
-        rows, kinds, names, values = rows[keep], kinds[keep], names[keep], values[keep]
-    _, k, n = out.shape[:3]
-    out.flatten(0, 2).index_copy_(0, (rows * k + kinds).mul_(n).add_(names), values)

@@ -5,30 +5,14 @@ findings and faults come in, in order, on a thread of the sink's own. Nothing he
 """
 
 from gradiometer.runs import RunRecord
-from gradiometer.sinks.console import (
-    Console,
-)
-from gradiometer.sinks.function import (
-    Function,
-)
-from gradiometer.sinks.jsonl import (
-    JSONLines,
-)
-from gradiometer.sinks.mlflow import (
-    MLflow,
-)
-from gradiometer.sinks.protocol import (
-    Sink,
-)
-from gradiometer.sinks.selection import (
-    Selection,
-)
-from gradiometer.sinks.tensorboard import (
-    TensorBoard,
-)
-from gradiometer.sinks.wandb import (
-    WeightsAndBiases,
-)
+from gradiometer.sinks.console import Console
+from gradiometer.sinks.function import Function
+from gradiometer.sinks.jsonl import JSONLines
+from gradiometer.sinks.mlflow import MLflow
+from gradiometer.sinks.protocol import Sink
+from gradiometer.sinks.selection import Selection
+from gradiometer.sinks.tensorboard import TensorBoard
+from gradiometer.sinks.wandb import WeightsAndBiases
 
 __all__ = [
     "Console",

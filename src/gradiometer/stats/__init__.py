@@ -4,47 +4,17 @@ Named tensors come in; columns and flags go out, one row a tensor, without a wai
 them into reports, tables and mappings by module or group. Nothing here changes a tensor or knows of time.
 """
 
-from gradiometer.stats.collect import (
-    collect,
-    collect_grads,
-    collect_weights,
-    grad_norm,
-    total_norm,
-)
-from gradiometer.stats.ema import (
-    EMA,
-    Smoothed,
-)
-from gradiometer.stats.float64_module import (
-    Float64Module,
-)
-from gradiometer.stats.group_ratio import (
-    group_ratio,
-)
-from gradiometer.stats.grouping import (
-    GroupRule,
-)
+from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
+from gradiometer.stats.ema import EMA, Smoothed
+from gradiometer.stats.float64_module import Float64Module
+from gradiometer.stats.group_ratio import group_ratio
+from gradiometer.stats.grouping import GroupRule
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
-from gradiometer.stats.materialize import (
-    materialize,
-    materialize_async,
-)
-from gradiometer.stats.measure import (
-    grads_of,
-    measure,
-    over_ranks,
-    settled,
-)
-from gradiometer.stats.norms import (
-    finite_norm,
-    norms_of,
-    order_of,
-)
+from gradiometer.stats.materialize import materialize, materialize_async
+from gradiometer.stats.measure import grads_of, measure, over_ranks, settled
+from gradiometer.stats.norms import finite_norm, norms_of, order_of
 from gradiometer.stats.report import ModuleReports, Report
-from gradiometer.stats.tensor_report import (
-    TensorReport,
-    row_to_dict,
-)
+from gradiometer.stats.tensor_report import TensorReport, row_to_dict
 from gradiometer.stats.tensor_stats import TensorStats
 from gradiometer.stats.text_table import amount, printable
 

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradiometer.columns import (
-    Flag,
-    Thresholds,
-    derived,
-)
+from gradiometer.columns import Flag, Thresholds, derived
 from gradiometer.distributed import (
     UNKNOWN,
     RankError,

@@ -4,9 +4,7 @@ A `Run` comes in, a file goes out: tables are computed here, and drawn by Plotly
 knows of training.
 """
 
-from gradiometer.web.page import (
-    write_page,
-)
+from gradiometer.web.page import write_page
 
 __all__ = [
     "write_page",

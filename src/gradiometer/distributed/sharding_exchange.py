@@ -1,0 +1,45 @@
+"""What each rank has becomes known to all of them, at set-up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradiometer.distributed import collectives, process_groups
+from gradiometer.distributed.global_plan import DisagreementError, GlobalPlan, Member, make_global_plan
+from gradiometer.distributed.rendezvous import RankError
+
+if TYPE_CHECKING:
+    import torch
+
+    from gradiometer.distributed.process_groups import Group
+    from gradiometer.distributed.sharding import Sharding
+
+__all__ = ["exchange_shardings"]
+
+
+def exchange_shardings(
+    sharding: Sharding, home: torch.device | None, group: Group, size: int, timeout: float
+) -> tuple[GlobalPlan, list[str]]:
+    """Tell the others what is here, hear what they have, and agree; on each rank the same.
+
+    Returns the global plan, and the kinds of devices that ranks have their columns on, but for the CPU.
+    """
+    members, shardings = [Member(sharding.digest, sharding.coordinates)], {sharding.digest: sharding}
+    kinds: list[str] = []
+    if size > 1:
+        mine = (*members[0], None if home is None else home.type)
+        told = collectives.share(mine, group, timeout, "gm.Ranks")
+        members = [Member(*each) for *each, _ in told]
+        kinds = [kind for *_, kind in told if kind is not None]
+        # most ranks have the same sharding: only the first of each kind tells it
+        firsts: dict[bytes, int] = {}
+        for place, member in enumerate(members):
+            firsts.setdefault(member.digest, place)
+        is_first = process_groups.ranks_of(group)[0] in firsts.values()
+        told = collectives.share(sharding if is_first else None, group, timeout, "gm.Ranks")
+        shardings = {digest: told[place] for digest, place in firsts.items()}
+    try:
+        return make_global_plan(members, shardings), kinds
+    except DisagreementError as error:
+        msg = f"gm.Ranks: the ranks differ: {error}"
+        raise RankError(msg) from None

@@ -1,0 +1,101 @@
+"""Parquet files of a run record as Arrow tables, and their columns as tensors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from gradiometer.extras import require
+from gradiometer.runs.format import (
+    RunError,
+    pyarrow,
+    summary,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import pyarrow as pa
+    from torch import Tensor
+
+
+__all__ = ["codes", "cut", "numbers", "put", "read_table", "scalars_of", "unreadable"]
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
+    """Read one file."""
+    try:
+        if where is None:
+            pq = require("pyarrow.parquet", "monitor", "A run record")
+            with pq.ParquetFile(path) as file:
+                return file.read(columns=columns)
+        ds = require("pyarrow.dataset", "monitor", "A run record")
+        return ds.dataset(path, format="parquet").to_table(columns=columns, filter=where)
+    except (OSError, ValueError, pyarrow().ArrowException) as error:
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: Exception) -> RunError:
+    """Return the error for a file that cannot be read."""
+    what = f"{path} cannot be read ({summary(error)})"
+    return RunError(f"{what}: the rest can, without it and the file of the same number in the other folder")
+
+
+def scalars_of(rows: pa.Table) -> list[dict[str, float]]:
+    """Return the scalars of each row of `STEPS`: the loss, the learning rate and the others, by name."""
+    found = []
+    others: list[dict[str, float]] = []
+    for chunk in rows["scalars"].chunks:
+        # one list of all: a map made of each row alone takes thirty times as long
+        ends = chunk.offsets.to_pylist()
+        low, high = ends[0], ends[-1]
+        names, numbers = (x.slice(low, high - low).to_pylist() for x in (chunk.keys, chunk.items))
+        for a, b in itertools.pairwise(ends):
+            others.append(dict(zip(names[a - low : b - low], numbers[a - low : b - low], strict=True)))
+    for loss, lr, more in zip(rows["loss"].to_pylist(), rows["lr"].to_pylist(), others, strict=True):
+        scalars = {} if loss is None else {"loss": loss}
+        if lr is not None:
+            scalars["lr"] = lr
+        found.append(scalars | more)
+    return found
+
+
+def cut(table: pa.Table, first: int | None, last: int | None) -> pa.Table:
+    """Return the rows of steps from ``first`` to ``last``; the steps are ascending."""
+    steps = numbers(table["step"])
+    low = 0 if first is None else int(torch.searchsorted(steps, first))
+    high = len(steps) if last is None else int(torch.searchsorted(steps, last, right=True))
+    return table.slice(low, max(high - low, 0))
+
+
+def numbers(column: pa.ChunkedArray) -> Tensor:
+    """Return a column of numbers without nulls as a tensor."""
+    chunks = [from_dlpack(chunk) for chunk in column.chunks if len(chunk)]
+    if not chunks:
+        return from_dlpack(column.combine_chunks())
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+
+def codes(column: pa.ChunkedArray, index: Mapping[str, int]) -> Tensor:
+    """Return the place of each word of a dictionary column, ``(n,) int64``; -1 for one without a place."""
+    parts = [torch.empty(0, dtype=torch.int64)]
+    for chunk in column.chunks:
+        if len(chunk):
+            places = torch.tensor([index.get(word, -1) for word in chunk.dictionary.to_pylist()])
+            parts.append(places.index_select(0, from_dlpack(chunk.indices)))
+    return torch.cat(parts)
+
+
+def put(out: Tensor, values: Tensor, places: tuple[Tensor, ...]) -> None:
+    """Write ``(n, ...)`` values to their places ``(S, K, N)`` in out; those without a place are left."""
+    rows, kinds, names = places
+    bad = (rows | kinds | names) < 0
+    if bad.any():
+        keep = ~bad
+        rows, kinds, names, values = rows[keep], kinds[keep], names[keep], values[keep]
+    _, k, n = out.shape[:3]
+    out.flatten(0, 2).index_copy_(0, (rows * k + kinds).mul_(n).add_(names), values)
