@@ -10,18 +10,34 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import NUM_COLUMNS, Flag, Thresholds
+from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, Flag, Thresholds
 from gradiometer.kernels import tuning
+from gradiometer.kernels.moments import PARTIALS
 
 __all__ = ["finalize"]
 
-# places in moments.PARTIALS
-_SUMSQ = tl.constexpr(0)
-_ZEROS = tl.constexpr(2)
-_TOP = tl.constexpr(3)
+# places in moments.PARTIALS; the first four are read as one tile
+_SUMSQ = tl.constexpr(PARTIALS.index("sumsq"))
+_ZEROS = tl.constexpr(PARTIALS.index("n_zero"))
+_TOP = tl.constexpr(PARTIALS.index("abs_max"))
+_NONFINITE = tl.constexpr(PARTIALS.index("n_nonfinite"))
+_NAN = tl.constexpr(PARTIALS.index("n_nan"))
+_POSINF = tl.constexpr(PARTIALS.index("n_posinf"))
 
-_NAN = tl.constexpr(int(Flag.NAN))
-_INF = tl.constexpr(int(Flag.INF))
+# places in schema.COLUMNS; sumsq, sum and n_zero stand there in the order of PARTIALS
+_NUMEL = tl.constexpr(COLUMN_INDEX["numel"])
+_FIRST_SUM = tl.constexpr(COLUMN_INDEX["sumsq"])
+_NAN_COLUMN = tl.constexpr(COLUMN_INDEX["n_nan"])
+_POSINF_COLUMN = tl.constexpr(COLUMN_INDEX["n_posinf"])
+_NEGINF_COLUMN = tl.constexpr(COLUMN_INDEX["n_neginf"])
+_TOP_COLUMN = tl.constexpr(COLUMN_INDEX["abs_max"])
+
+# rows of packing.ChunkMap's table, which has one of numel first
+_FIRST_CHUNK = tl.constexpr(2)
+_NUM_CHUNKS = tl.constexpr(3)
+
+_NAN_FLAG = tl.constexpr(int(Flag.NAN))
+_INF_FLAG = tl.constexpr(int(Flag.INF))
 _VANISHING = tl.constexpr(int(Flag.VANISHING))
 _EXPLODING = tl.constexpr(int(Flag.EXPLODING))
 _DEAD = tl.constexpr(int(Flag.DEAD))
@@ -45,8 +61,8 @@ def _finalize_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     numel = tl.load(table_ptr + row)
-    first = tl.load(table_ptr + 2 * num_tensors + row)
-    count = tl.load(table_ptr + 3 * num_tensors + row).to(tl.int32)
+    first = tl.load(table_ptr + _FIRST_CHUNK * num_tensors + row)
+    count = tl.load(table_ptr + _NUM_CHUNKS * num_tensors + row).to(tl.int32)
     stride = num_chunks.to(tl.int64)
 
     # the first four of PARTIALS as rows of one tile, so that all its loads are in flight together
@@ -59,7 +75,7 @@ def _finalize_kernel(
         mask = offs < count - i
         x = tl.load(rows + i, mask=mask[None, :], other=0.0)
         sums = tl.where(part[:, None] == _TOP, tl.maximum(sums, x), sums + x)
-        nonfinite += tl.load(partials_ptr + first + 4 * stride + (i + offs), mask=mask, other=0.0)
+        nonfinite += tl.load(partials_ptr + first + _NONFINITE * stride + (i + offs), mask=mask, other=0.0)
     values = tl.where(part == _TOP, tl.max(sums, 1), tl.sum(sums, 1))
     row_nonfinite = tl.sum(nonfinite)
 
@@ -68,8 +84,8 @@ def _finalize_kernel(
     if row_nonfinite > 0:
         for i in range(0, count, TILE):
             mask = offs < count - i
-            nan += tl.load(partials_ptr + first + 5 * stride + (i + offs), mask=mask, other=0.0)
-            posinf += tl.load(partials_ptr + first + 6 * stride + (i + offs), mask=mask, other=0.0)
+            nan += tl.load(partials_ptr + first + _NAN * stride + (i + offs), mask=mask, other=0.0)
+            posinf += tl.load(partials_ptr + first + _POSINF * stride + (i + offs), mask=mask, other=0.0)
     row_nan = tl.sum(nan)
     row_posinf = tl.sum(posinf)
 
@@ -78,14 +94,13 @@ def _finalize_kernel(
         values = tl.where(part == _ZEROS, values, values * tl.where(part == _TOP, tl.abs(scale), scale))
         values = tl.where(part == _SUMSQ, values * scale, values)
 
-    # the order of schema.COLUMNS
     out = columns_ptr + row * NUM_COLUMNS
     row_numel = numel.to(tl.float64)
-    tl.store(out, row_numel)
-    tl.store(out + tl.where(part == _TOP, NUM_COLUMNS - 1, 1 + part), values)
-    tl.store(out + 4, row_nan)
-    tl.store(out + 5, row_posinf)
-    tl.store(out + 6, row_nonfinite - row_nan - row_posinf)
+    tl.store(out + _NUMEL, row_numel)
+    tl.store(out + tl.where(part == _TOP, _TOP_COLUMN, _FIRST_SUM + part), values)
+    tl.store(out + _NAN_COLUMN, row_nan)
+    tl.store(out + _POSINF_COLUMN, row_posinf)
+    tl.store(out + _NEGINF_COLUMN, row_nonfinite - row_nan - row_posinf)
 
     vanishing = vanishing.to(tl.int64).to(tl.float64, bitcast=True)
     exploding = exploding.to(tl.int64).to(tl.float64, bitcast=True)
@@ -98,8 +113,8 @@ def _finalize_kernel(
     finite = row_nonfinite == 0
     exploding_norm = (finite & (norm <= exploding)) == 0
     dead_share = row_zeros / tl.maximum(row_numel, 1.0) >= dead
-    flags = has_nan.to(tl.int32) * _NAN
-    flags += has_inf.to(tl.int32) * _INF
+    flags = has_nan.to(tl.int32) * _NAN_FLAG
+    flags += has_inf.to(tl.int32) * _INF_FLAG
     flags += (finite & (norm < vanishing)).to(tl.int32) * _VANISHING
     flags += exploding_norm.to(tl.int32) * _EXPLODING
     flags += dead_share.to(tl.int32) * _DEAD
