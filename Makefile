@@ -77,28 +77,28 @@ compare-ranks: $(TOOLS) ## statistics of two and four ranks beside those of one 
 	PYTHONPATH=src $(PY) tests/compare_ranks.py $(COMPARE_FLAGS)
 
 bench: $(TOOLS) ## ours against its peers on this machine: a table, JSON and a picture in build/bench
-	PYTHONPATH=src $(PY) kernels_bench/bench.py $(BENCH_FLAGS)
+	PYTHONPATH=src $(PY) -m kernels_bench $(BENCH_FLAGS)
 
 bench-cpu: $(TOOLS) ## the CPU path against its bounds
-	PYTHONPATH=src $(PY) kernels_bench/bench.py --device cpu --check $(BENCH_FLAGS)
-	PYTHONPATH=src $(PY) kernels_bench/cpu_bounds.py --check
+	PYTHONPATH=src $(PY) -m kernels_bench --device cpu --check $(BENCH_FLAGS)
+	PYTHONPATH=src $(PY) -m kernels_bench.cpu_bounds --check
 
 bench-host: $(TOOLS) ## the host's time of a call, without the kernels
-	PYTHONPATH=src $(PY) kernels_bench/host_path.py $(BENCH_HOST_FLAGS)
+	PYTHONPATH=src $(PY) -m kernels_bench.host_path $(BENCH_HOST_FLAGS)
 
 bench-monitor: $(TOOLS) ## a training step with a monitor against other telemetry; recording against collecting; the run record
-	PYTHONPATH=src $(PY) kernels_bench/monitor.py $(BENCH_FLAGS)
-	PYTHONPATH=src $(PY) kernels_bench/recorder.py
-	PYTHONPATH=src $(PY) kernels_bench/run_record.py
+	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.monitor $(BENCH_FLAGS)
+	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.recorder
+	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.run_record
 
 bench-ranks: $(TOOLS) ## a reduction over ranks beside its peers, and what it takes at more ranks than there are here
-	PYTHONPATH=src $(PY) kernels_bench/ranks.py $(BENCH_FLAGS)
+	PYTHONPATH=src $(PY) -m kernels_bench.distributed.bench $(BENCH_FLAGS)
 
 machine-code: $(TOOLS) ## what the kernels compile to, and the bound that follows for each GPU
-	PYTHONPATH=src $(PY) kernels_bench/code_report.py $(MACHINE_CODE_FLAGS)
+	PYTHONPATH=src $(PY) -m kernels_bench.machine_code.report $(MACHINE_CODE_FLAGS)
 
 gpu: $(TOOLS) ## on a GPU machine: tests, benchmark, a training step
-	PYTHONPATH=src $(PY) kernels_bench/gpu.py $(GPU_FLAGS)
+	PYTHONPATH=src $(PY) -m kernels_bench.gpu.run $(GPU_FLAGS)
 
 clean: ## remove environments, builds and caches
 	rm -rf $(VENV) .matrix build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -1,12 +1,12 @@
-"""Measure ours against its peers on this machine: a table, JSON and a picture.
+"""Compare gradiometer with other implementations on this machine: tables, JSON and a picture.
 
-    bench.py                                        every case this machine can run
-    bench.py --cases gpt2 --providers ours,foreach64
-    bench.py --base HEAD~1 --providers ours         another commit of ours, in the same rounds
-    bench.py --device cpu --check                   exit code 1 where a bound of the CPU path is missed
-    bench.py --memory                               peak resident growth of the check's cases, as JSON
+    python -m kernels_bench                                   every case that fits on this machine
+    python -m kernels_bench --cases gpt2 --providers ours,foreach64
+    python -m kernels_bench --base HEAD~1 --providers ours    another commit, in the same rounds
+    python -m kernels_bench --device cpu --check              exit code 1 if the CPU path misses a bound
+    python -m kernels_bench --memory                          peak resident growth of the check's cases, JSON
 
-README.md beside it says how to read the figures.
+docs/benchmarks.md explains the figures.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ import argparse
 import json
 import math
 import random
-import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-import cases as cases_
-import machine
-import tables
 import torch
-from base import BaseError, remote, serve
-from cases import BOUND_MEMORY, BOUNDS, CASES, MEMORY_CASES
-from measure import CACHES_FILLED, Bench, cache_bytes, can_read_peaks, peak_growth, reason_of
-from providers import GROUPS, PROVIDERS
 
 import gradiometer
+from kernels_bench import cases as cases_
+from kernels_bench import machine, scripts, tables
+from kernels_bench.cases import BOUND_MEMORY, BOUNDS, CASES, MEMORY_CASES
+from kernels_bench.git_base import BaseError, remote, serve
+from kernels_bench.measure import CACHES_FILLED, Bench, cache_bytes, can_read_peaks, peak_growth, reason_of
+from kernels_bench.providers import GROUPS, PROVIDERS
 
-OUT = Path(__file__).resolve().parent.parent / "build" / "bench"
+MODULE = "kernels_bench"
+OUT = scripts.ROOT / "build" / "bench"
 SECONDS = {"cpu": 4.0, "cuda": 2.0}
 SAMPLE_MS = 5.0  # a sample is as many calls as take this long, up to MOST_CALLS
 MOST_CALLS = 100
@@ -53,8 +52,7 @@ def main(argv=None):
     if args.memory:
         print(json.dumps(peak_growth([CASES[name] for name in args.cases], args.providers, scale_of)))
         return 0
-    command = shlex.join(["python", "kernels_bench/bench.py", *(sys.argv[1:] if argv is None else argv)])
-    result = {"machine": machine.describe(), "command": command, "rows": []}
+    result = {"machine": machine.describe(), "command": scripts.command_line(MODULE, argv), "rows": []}
     show, show_overview = shower()
     try:
         with remote(args.base) as (other, commit):
@@ -64,7 +62,7 @@ def main(argv=None):
                 rows = run_case(CASES[name], args, other)
                 result["rows"] += rows
                 show(rows)
-                write(result, args.out)  # what is done stays done
+                write(result, args.out)  # a run that is interrupted keeps its finished cases
     except BaseError as failure:
         print(f"bench: {failure}", file=sys.stderr)
         return 2
@@ -74,16 +72,16 @@ def main(argv=None):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser(MODULE, __doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--cases", help="names with commas between; --list shows them")
-    parser.add_argument("--providers", help="names, or the groups ours and peers, with commas between")
+    parser.add_argument("--cases", help="names, separated by commas; --list shows them")
+    parser.add_argument("--providers", help="names, or the groups ours and peers, separated by commas")
     parser.add_argument("--seconds", type=float, help="time for the rounds of one case (cpu 4, cuda 2)")
     parser.add_argument(
         "--out", type=Path, default=OUT, help="where bench.json, .md and .png go (build/bench)"
     )
     parser.add_argument("--base", metavar="REF", help="another commit of this repository to compare with")
-    parser.add_argument("--check", action="store_true", help="hold the CPU path to its bounds")
+    parser.add_argument("--check", action="store_true", help="check the bounds of the CPU path")
     parser.add_argument("--memory", action="store_true", help="peak resident growth alone, as JSON (Linux)")
     parser.add_argument("--no-memory", action="store_true", help="on a CPU, leave out peak extra memory")
     parser.add_argument("--list", action="store_true", help="list cases and providers")
@@ -119,7 +117,7 @@ def parse(argv):
 
 
 def chosen(text, table, groups, what):
-    """Return the names that a list with commas means, each once."""
+    """Return the names that a list with commas stands for, each once."""
     wanted = [name.strip() for name in (text or "").split(",") if name.strip()]
     for name in wanted:
         if name not in table and name not in groups:
@@ -142,9 +140,9 @@ def default_providers(args):
 
 
 def scale_of(case, device="cpu", share=1):
-    """Return what a case is divided by here. ``share``: how many processes hold it at once."""
+    """Return the divisor of a case on this machine. ``share``: how many processes hold it at once."""
     if case.only:
-        return 1  # made for a CPU: whole, or not at all
+        return 1  # such a case is for a CPU, and is never divided
     limit = cases_.CPU_LIMIT
     if device == "cuda":
         limit = torch.cuda.mem_get_info()[0] * cases_.GPU_SHARE / share
@@ -199,9 +197,9 @@ def run_case(case, args, other=None):
                 rows[label].update(bench.finish(name))
             except BaseError:
                 raise
-            except Exception as failure:  # noqa: BLE001 a peer's failure is a row's
+            except Exception as failure:  # noqa: BLE001 a failure belongs to the peer's row
                 rows[label]["error"] = reason_of(failure)
-    except (RuntimeError, MemoryError) as failure:  # not a peer's: the case itself does not fit, say
+    except (RuntimeError, MemoryError) as failure:  # no peer's: the case itself may not fit
         for row in rows.values():
             row["error"] = row["error"] or reason_of(failure)
     finally:
@@ -227,18 +225,18 @@ def rounds(turns, first, rows, args):
     position = 0
     order = random.Random(0)  # noqa: S311 no secret
     for _ in range(1 + wanted):
-        # what a provider leaves behind, caches and freed memory, is not always the same one's to bear
+        # a new order, so that no provider always runs on the caches that the same other one leaves
         for label in order.sample(list(times), len(times)):
             bench, name = turns[label]
             try:
                 times[label].append(bench.sample(name, counts[label], position))
             except BaseError:
                 raise
-            except Exception as failure:  # noqa: BLE001 out of memory, say: the others go on
+            except Exception as failure:  # noqa: BLE001 it may be out of memory; the others go on
                 rows[label]["error"] = reason_of(failure)
                 del times[label], first[label]
                 bench.drop(name)
-            # the next one begins at the copy whose turn it is: read longest ago
+            # the next provider begins at the copy that was read longest ago
             position += counts[label]
     # the first round warms up
     return {label: values[1:] for label, values in times.items()}
@@ -258,13 +256,13 @@ def fill(rows, times):
 def memory(names, providers):
     """Return peak resident growth, measured in a process of its own: earlier peaks would hide it."""
     wanted = ["--cases", ",".join(names), "--providers", ",".join(providers)]
-    command = [sys.executable, __file__, "--memory", *wanted]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    command = scripts.command(MODULE, "--memory", *wanted)
+    ended = subprocess.run(command, env=scripts.environment(), stdout=subprocess.PIPE, text=True, check=False)
     return json.loads(ended.stdout) if ended.returncode == 0 else {}
 
 
 def check(rows, args):
-    """Print every bound with what was measured. Returns whether all are met; what failed is not."""
+    """Print every bound with the measured figure. Returns whether all are met; a failed case meets none."""
     found = {(row["name"], row["provider"]): row["ms"] for row in rows}
     met = True
     for case, peer, most in BOUNDS:
@@ -288,12 +286,12 @@ def check(rows, args):
 
 
 def shower():
-    """Return what prints one case's rows, as Markdown where rich is not installed, and what prints all."""
+    """Return functions that print a case's rows, as Markdown without rich, and the overview."""
     try:
         from rich.console import Console
     except ImportError:
         return lambda rows: print(tables.case_markdown(rows)), lambda _: None
-    # narrower, a table loses what it is for
+    # a narrower table would cut the columns that matter
     console = Console(width=max(120, Console().width) if sys.stdout.isatty() else 120)
     return lambda rows: tables.show(rows, console), lambda rows: tables.show_overview(rows, console)
 
@@ -306,11 +304,11 @@ def write(result, out):
 
 def draw(result, out):
     try:
-        import plot
+        from kernels_bench import plot
     except ImportError as failure:
         print(f"no picture: {failure} (pip install matplotlib)", file=sys.stderr)
         return
-    # an earlier run's would pass for this one's
+    # the picture of an earlier run must not remain
     (out / "bench.png").unlink(missing_ok=True)
     drawn = plot.draw(result, out / "bench.png")
     print(f"{out}/bench.json, bench.md{' and bench.png' if drawn else ''} are written")

@@ -1,7 +1,7 @@
-"""What is measured: lists of tensors as they occur, as data, and the bounds that the CPU path is held to.
+"""The cases: lists of tensors as they occur in models, and the bounds of the CPU path.
 
-A case is made lazily, on a device, from a seed: random normal values. Where a machine cannot hold it, every
-tensor's first dimension is divided by a power of two, and the row says so: "llama-1b / 16".
+A case is made on a device, when it is needed, from a seed: random normal values. If the machine cannot hold
+it, every tensor's first dimension is divided by a power of two, and the row says so: "llama-1b / 16".
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 # tensors begin where a caching allocator would put them
 ALIGNMENT = 512  # bytes
-# inputs on a CPU: what a few cores read in milliseconds, and larger than their caches
+# largest inputs on a CPU: a few cores read them in milliseconds, and they exceed the caches
 CPU_LIMIT = 40 * 2**20  # bytes
-# the share of a GPU's memory for the inputs: the collector that flattens takes about six times as much again
+# largest share of a GPU's memory for the inputs: the provider `flatten` takes about six times as much again
 GPU_SHARE = 1 / 8
 MOST_COPIES = 256
 
@@ -70,7 +70,7 @@ def _llama_1b():
 
 
 def _moe():
-    """Eight layers of 128 experts, a row for every token routed to one: few get most, and some get none."""
+    """Eight layers of 128 experts, with a row for each routed token: few get most rows, and some get none."""
     d, layers, experts, tokens = 2048, 8, 128, 2**14
     rows = [int(tokens / (i + 1) ** 1.5) for i in range(experts)]
     return tuple(((n if n >= 16 else 0, d), 1) for n in rows) * layers

@@ -1,32 +1,30 @@
-"""Clipping against torch's, with and without anything to clip.
+"""Compare `clip_grad_norm_` with torch's, once with gradients above the bound and once below it.
 
-    python kernels_bench/clip.py                     # where there is no GPU: on the CPU, gpt2 made smaller
-    python kernels_bench/clip.py --device cuda --json PATH
+    python -m kernels_bench.clip                         # on the GPU, or on the CPU with smaller cases
+    python -m kernels_bench.clip --device cuda --json PATH
 
-Ours reads gradients once in fp64, and writes where the norm is above the bound; torch's reads them in
-their own precision and always writes. Both run once a round, in turns and on gradients made anew; medians
-are compared, and the wait for the device at the end of a call counts.
+Ours reads the gradients once in fp64, and writes them only if the norm is above the bound; torch's reads
+them in their own precision and always writes. Both run once a round, in turns and on new gradients. The
+table compares medians; a time includes the wait for the device at the end of the call.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from pathlib import Path
 
-import cases
-import machine
 import torch
 from torch import nn
 
 from gradiometer import clip_grad_norm_
+from kernels_bench import cases, machine, scripts
 
 CASES = ("gpt2", "1000x1000-fp32")
 CLIPS = {"ours": clip_grad_norm_, "torch": nn.utils.clip_grad_norm_}
-# the gradients' norm is some thousands: one bound clips, the other does not
+# the norm of the gradients is in the thousands: only the first bound clips
 BOUNDS = {"clipped": 1.0, "not clipped": 1e9}
 WARM_UP = 3
 
@@ -39,7 +37,7 @@ def parameters_of(data):
 
 
 def measure(data, bound, rounds, device):
-    """Return each contender's times in ms, and the norms that they say."""
+    """Return each contender's times in ms, and the norms that they return."""
     parameters, fresh = parameters_of(data), data.sets[0]
     grads = [parameter.grad for parameter in parameters]
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -71,20 +69,20 @@ def show(rows, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it is")
+    parser = scripts.parser("kernels_bench.clip", __doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--rounds", type=int, default=50, help="timed rounds a case")
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(cases.CASES)}")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("clip.py: --device cuda: torch sees no GPU here; leave it out")
+        sys.exit("clip: --device cuda: torch sees no GPU here; leave it out")
     unknown = [name for name in args.cases.split(",") if name not in cases.CASES]
     if unknown or args.rounds < 2:
         known = ", ".join(cases.CASES)
         reason = f"no case {unknown[0]!r}; there are {known}" if unknown else "--rounds must be 2 or more"
-        sys.exit(f"clip.py: {reason}")
+        sys.exit(f"clip: {reason}")
 
     rows = []
     for name in args.cases.split(","):

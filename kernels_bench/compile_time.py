@@ -1,14 +1,13 @@
-"""How long steps of 100 modules take to compile, beside torch's own clip_grad_norm_ of the same model.
+"""Measure how long steps of 100 modules take to compile, beside torch's clip_grad_norm_ of the same model.
 
-    python kernels_bench/compile_time.py                          Inductor, 100 modules, three rounds
-    python kernels_bench/compile_time.py --backend aot_eager --modules 30
+    python -m kernels_bench.compile_time                          # Inductor, 100 modules, three rounds
+    python -m kernels_bench.compile_time --backend aot_eager --modules 30
 
-Rounds are interleaved, caches are off, and the least time of each counts. Trust ratios of one run only.
+Rounds are interleaved, caches are off, and the least time of each step counts. Compare ratios of one run.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import TYPE_CHECKING
 
@@ -16,13 +15,14 @@ import torch
 from torch import nn
 
 import gradiometer as gm
+from kernels_bench import scripts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def steps(modules: int) -> dict[str, Callable[[], object]]:
-    """Return what is compiled, torch's first, of one model with a weight and a bias in each module."""
+    """Return the steps to compile, torch's first, on one model with a weight and a bias in each module."""
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(modules)])
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -43,16 +43,14 @@ def seconds(step: Callable[[], object], backend: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = scripts.parser("kernels_bench.compile_time", __doc__)
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager"])
     parser.add_argument("--modules", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.manual_seed(0)
     torch._inductor.config.force_disable_caches = True
-    # what is done once in a process
+    # the first compilation does work that is done once in a process
     for step in steps(2).values():
         seconds(step, args.backend)
     made = steps(args.modules)

@@ -1,18 +1,18 @@
-"""Hold the eager CPU path to its bounds on small lists, in a compiled step, and on a busy machine.
+"""Check the bounds of the eager CPU path on small lists, in a compiled step, and on a busy machine.
 
-    python kernels_bench/cpu_bounds.py                    # the table
-    python kernels_bench/cpu_bounds.py --check            # exit code 1 where a bound is missed
-    python kernels_bench/cpu_bounds.py --only busy,step
+    python -m kernels_bench.cpu_bounds                    # the table
+    python -m kernels_bench.cpu_bounds --check            # exit code 1 if a bound is missed
+    python -m kernels_bench.cpu_bounds --only busy,step
 
-Every bound is a ratio of medians of one run: ours over a peer's time, every contender once a round. The peers
-square in fp64 too: `get_total_norm` is `torch.nn.utils.get_total_norm` of fp64 copies, `foreach64` is
-`torch._foreach_norm(dtype=float64)`. In the busy case as many other processes as there are cores run a loop.
-The compiled step is a small model's forward, backward and update in one graph, with and without collection.
+Every bound is a ratio of medians of one run: our time over a peer's, with every contender once a round. The
+peers square in fp64 too: `get_total_norm` is `torch.nn.utils.get_total_norm` of fp64 copies, `foreach64` is
+`torch._foreach_norm(dtype=float64)`. In the busy case as many other processes as there are cores run a
+loop. The compiled step is a small model's forward, backward and update in one graph, with and without
+collection.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
+from kernels_bench import scripts
 
 BUSY_ELEMENTS, BUSY_TENSORS = 2**25, 16
 SPIN = "while True: pass"
@@ -132,9 +133,9 @@ def measure(case, wanted, rounds):
 
 def main(argv=None):
     cases = list(dict.fromkeys(bound.case for bound in BOUNDS))
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a bound is missed")
-    parser.add_argument("--only", help=f"cases with commas between: {', '.join(cases)}")
+    parser = scripts.parser("kernels_bench.cpu_bounds", __doc__)
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a bound is missed")
+    parser.add_argument("--only", help=f"cases, separated by commas: {', '.join(cases)}")
     parser.add_argument("--rounds", type=int, default=100, help="timed rounds a case")
     args = parser.parse_args(argv)
     chosen = [name.strip() for name in args.only.split(",")] if args.only else cases

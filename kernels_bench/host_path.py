@@ -1,19 +1,19 @@
-"""The host's time of a call, without the kernels: fixed, and by tensor.
+"""Measure the host's time of a call without the kernels: the fixed part, and the part for each tensor.
 
-    python kernels_bench/host_path.py                     # the table
-    python kernels_bench/host_path.py --check --json PATH # exit code 1 where the bound is missed
+    python -m kernels_bench.host_path                     # the table
+    python -m kernels_bench.host_path --check --json PATH # exit code 1 if the bound is missed
 
-Tensors of one element; launches are stubbed, so that what is left is Python, the dispatcher, and on a
-GPU allocations, copies and the guard of the device. Without a GPU, CPU tensors take the kernels' path.
-`foreach_norm` is torch's own norm of the same list, launches and, on a CPU, the arithmetic of one element
-included. The bound is a ratio of one run: what `ops.tensor_stats` takes with unchanged addresses, beyond the
-list of `data_ptr()` that every table of pointers begins with, is at most a fifth of `foreach_norm`'s time for
-lists of 1000 tensors and more. Every contender runs once a round; medians are compared.
+Tensors have one element and launches are stubbed. The rest is Python, the dispatcher, and on a GPU
+allocations, copies and the device guard. Without a GPU, CPU tensors take the kernels' path. `foreach_norm`
+is torch's own norm of the same list; its time includes launches and, on a CPU, the arithmetic of one
+element. The bound is a ratio of one run. It is on the time of `ops.tensor_stats` with unchanged addresses,
+beyond the list of `data_ptr()` that every table of pointers begins with: at most a fifth of
+`foreach_norm`'s time for lists of 1000 tensors and more. Every contender runs once a round; the table
+compares medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -30,9 +30,10 @@ import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.ops import library, packing
+from kernels_bench import scripts
 
 COUNTS = (1, 148, 1000, 2000)
-# share of foreach_norm's time, for lists of so many tensors and more; launches of a list of one dtype
+# share of foreach_norm's time, for lists of this many tensors and more; launches of a list of one dtype
 BOUND_SHARE, BOUND_COUNT, BOUND_LAUNCHES = 0.2, 1000, 2
 BARE, OURS, PEER = "list of data_ptr()", "ops.tensor_stats", "foreach_norm"
 
@@ -64,7 +65,7 @@ def stubbed(count, device):
 
 
 def model_of(tensors):
-    """Put them into modules of two parameters each, as gradients."""
+    """Return a model of modules with two parameters each, whose gradients are the tensors."""
     model = nn.Sequential()
     for i in range(0, len(tensors), 2):
         part = nn.Module()
@@ -77,7 +78,7 @@ def model_of(tensors):
 
 
 def contenders_of(tensors):
-    """Return what is timed: (what comes before, untimed, and what runs)."""
+    """Return name -> (a call before, which is not timed, or None; the timed call)."""
     other = [tensor.clone() for tensor in tensors]
     named = {f"blocks.{i}.attention.weight": tensor for i, tensor in enumerate(tensors)}
     model = model_of(tensors)
@@ -104,7 +105,7 @@ def contenders_of(tensors):
 
 
 def measure(count, device, rounds):
-    """Return the contenders' medians in us, and launches and copies of calls of ours."""
+    """Return the contenders' medians in us, and launches and copies of our calls."""
     tensors = [torch.ones(1, device=device) for _ in range(count)]
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     with stubbed(count, device) as stub:
@@ -132,7 +133,7 @@ def measure(count, device, rounds):
 
 
 def verdicts_of(medians, counted):
-    """Return what a call of a long list takes beyond the bare list, what it may take, and its launches."""
+    """Return the time of a call on a long list beyond the bare list, its limit, and its launches."""
     verdicts = {}
     for count in [count for count in COUNTS if count >= BOUND_COUNT]:
         beyond = medians[count][OURS] - medians[count][BARE]
@@ -144,7 +145,7 @@ def verdicts_of(medians, counted):
 
 
 def fits_of(medians):
-    """Fit fixed us + ns a tensor, of what each contender takes beyond the bare list."""
+    """Fit fixed us + ns a tensor to each contender's time beyond the bare list."""
     fits = {}
     for name in medians[COUNTS[0]]:
         beyond = [medians[count][name] - medians[count][BARE] for count in COUNTS]
@@ -185,19 +186,17 @@ def show(where, medians, counted, fits, verdicts):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="exit code 1 where the bound is missed")
+    parser = scripts.parser("kernels_bench.host_path", __doc__)
+    parser.add_argument("--check", action="store_true", help="exit code 1 if the bound is missed")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--rounds", type=int, default=50, help="timed rounds a count")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it is")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     args = parser.parse_args()
     if importlib.util.find_spec("triton") is None:
-        sys.exit(
-            "host_path.py: no triton here, and the kernels' path is what is measured; pip install triton"
-        )
+        sys.exit("host_path: no triton here, and the kernels' path is what is measured; pip install triton")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("host_path.py: --device cuda: torch sees no GPU here; leave it out")
+        sys.exit("host_path: --device cuda: torch sees no GPU here; leave it out")
 
     medians, counted = {}, {}
     for count in COUNTS:

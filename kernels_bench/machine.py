@@ -1,6 +1,6 @@
-"""Which machine, and which versions: what a measurement is worth nothing without.
+"""Describe the machine and the versions that a measurement belongs to.
 
-python kernels_bench/machine.py   # as JSON
+python -m kernels_bench.machine   # as JSON
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from kernels_bench.scripts import ROOT
 
 
 def describe():
@@ -83,7 +83,7 @@ def _version(package):
 
 
 def _commit():
-    """Return the commit, with a + when sources differ from it; None outside of a clone."""
+    """Return the commit, with a + if sources differ from it; None outside of a clone."""
     git = shutil.which("git")
     commit = _output(git, "-C", str(ROOT), "rev-parse", "--short=12", "HEAD") if git else None
     if not commit:

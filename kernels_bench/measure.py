@@ -1,7 +1,7 @@
-"""How one provider is measured on one case: checked, timed, and its launches and memory counted.
+"""How one provider is measured on one case: its result is checked, then its time, launches and memory.
 
-`Bench` holds one case and its providers in this process. Everything it returns can be sent as JSON, so that a
-Bench of another commit can live in a process of its own (`base.py`) and take its turn in the same rounds.
+`Bench` holds one case and its providers in this process. JSON can hold everything it returns, so a Bench of
+another commit can live in a process of its own (`git_base.py`) and take its turn in the same rounds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import time
 from pathlib import Path
 
 import torch
-from cases import CASES, FP32, Case, make
-from providers import MIB, PROVIDERS, tolerance
+
+from kernels_bench.cases import CASES, FP32, Case, make
+from kernels_bench.providers import MIB, PROVIDERS, tolerance
 
 PROC = Path("/proc/self")
-CACHES_FILLED = 4  # the copies of a case take so many times the last cache, so that none of it is found there
+CACHES_FILLED = 4  # the copies of a case fill the last cache so many times, so that reads miss it
 DEFAULT_CACHE = 32 * MIB
 HOST_SECONDS, HOST_CALLS = 0.2, 20
 
@@ -43,12 +44,12 @@ class Bench:
         try:
             calls = provider.build(self.data)
             error = deviation(provider, calls[0](), self.truth)
-            # by the host's clock, for a first idea
+            # a first estimate, by the host's clock
             self.synchronize()
             start = time.perf_counter()
             calls[-1]()
             self.synchronize()
-        except Exception as failure:  # noqa: BLE001 whatever a peer throws, the run goes on
+        except Exception as failure:  # noqa: BLE001 the run goes on, whatever a peer raises
             return {"error": reason_of(failure)}
         self.calls[name] = calls
         # a NaN is no small error
@@ -82,13 +83,13 @@ class Bench:
         return {"host_us": self._host_us(name), **launches(call), "extra_mib": _extra_mib(call)}
 
     def drop(self, name: str | None = None) -> None:
-        """Give back what a provider, or the case, holds."""
+        """Free what a provider, or the case, holds."""
         if name is not None:
             self.calls.pop(name, None)
         else:
             self.calls, self.data, self.truth = {}, None, None
             if "torch._dynamo" in sys.modules:
-                torch.compiler.reset()  # a list of another length is another graph, of which there may be few
+                torch.compiler.reset()  # a list of another length is another graph, and Dynamo keeps few
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -98,7 +99,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def _host_us(self, name):
-        """Return the median time until a call returns, the device's queue being empty."""
+        """Return the median time until a call returns; the device's queue is empty when it starts."""
         calls, times, stop = self.calls[name], [], time.perf_counter() + HOST_SECONDS
         while not times or (len(times) < HOST_CALLS and time.perf_counter() < stop):
             self.synchronize()
@@ -110,7 +111,7 @@ class Bench:
 
 
 def truth(tensors):
-    """Return what is true of the tensors, from fp64 sums over short parts, on the CPU."""
+    """Return the true values for the tensors, from fp64 sums over short parts, on the CPU."""
     norms, largest = [], []
     for x in tensors:
         squares, most = [], 0.0
@@ -125,7 +126,7 @@ def truth(tensors):
 
 
 def deviation(provider, result, expected):
-    """Return a result's largest relative error, None where it is not compared."""
+    """Return a result's largest relative error, None if it is not compared."""
     if not provider.gives:
         return None
     got = provider.read(result).detach().double().cpu().reshape(-1)
@@ -143,7 +144,7 @@ def reason_of(failure):
 
 
 def launches(call):
-    """Count the kernels and the copies (and fills) of one call on the device, as its own record says."""
+    """Count the kernels and the copies (and fills) of one call on the device, by the profiler."""
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
@@ -153,7 +154,7 @@ def launches(call):
             for event in profile.events()
             if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
         ]
-    except Exception as failure:  # noqa: BLE001 counters may be closed to this user: the rest is still worth having
+    except Exception as failure:  # noqa: BLE001 this user may not read counters; other figures do not need them
         print(f"launches were not counted: {reason_of(failure)}", file=sys.stderr)
         return {}
     copies = sum(name.startswith(("Memcpy", "Memset")) for name in events)
@@ -161,7 +162,7 @@ def launches(call):
 
 
 def _extra_mib(call):
-    if hasattr(call, "extra_mib"):  # a graph took it when it was captured
+    if hasattr(call, "extra_mib"):  # its capture allocated the memory
         return call.extra_mib
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -172,7 +173,7 @@ def _extra_mib(call):
 
 
 def cache_bytes(device):
-    """Return the size of the last cache before memory: of a GPU its L2, of a CPU as Linux says."""
+    """Return the size of the last cache before memory: a GPU's L2, or what Linux reports of a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     found = [
@@ -195,21 +196,21 @@ def resident(field):
 
 
 def peak_growth(cases, names, scale_of):
-    """Measure peak resident growth of one call, in MiB: case -> provider -> MiB, None where it fails.
+    """Measure peak resident growth of one call, in MiB: case -> provider -> MiB, None if it fails.
 
-    Belongs into a fresh process: peaks before it would hide the growth.
+    Run it in a fresh process: earlier peaks would hide the growth.
     """
-    release = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc keeps what was freed
+    release = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc keeps freed memory
     warm = Case("warm", "", FP32, (((10**5,), 3), ((1000,), 9)), zeros=0.5)
     grown: dict = {}
     for case in cases:
         data = make(case, torch.device("cpu"), scale_of(case))
         for name in names:
             provider, value = PROVIDERS[name], None
-            # one that is compiled would be compiled here again
+            # a compiled one would be compiled here again
             if provider.level in {"eager", "op"} and not provider.needs(data):
                 try:
-                    # code and threads are there before the measured call, not because of it
+                    # loads code and starts threads before the measured call
                     provider.build(make(warm, torch.device("cpu")))[0]()
                     call = provider.build(data)[0]
                     gc.collect()
@@ -218,7 +219,7 @@ def peak_growth(cases, names, scale_of):
                     before = resident("VmRSS")
                     call()
                     value = (resident("VmHWM") - before) / MIB
-                except Exception as failure:  # noqa: BLE001 the timed run has said so
+                except Exception as failure:  # noqa: BLE001 the timed run reports it
                     print(f"{case.name}, {name}: {reason_of(failure)}", file=sys.stderr)
             grown.setdefault(case.name, {})[name] = value
     return grown

@@ -1,6 +1,6 @@
-"""A run as one picture: for every case, how many times the read ceiling's time each provider takes.
+"""Draw a run as one picture: each provider's time as a multiple of the read ceiling's, case by case.
 
-python kernels_bench/plot.py build/bench/bench.json   # draws bench.png beside it
+python -m kernels_bench.plot build/bench/bench.json   # draws bench.png beside it
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import sys
 from pathlib import Path
 
 import matplotlib as mpl
-import tables
-from machine import one_line
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+
+from kernels_bench import tables
+from kernels_bench.machine import one_line
 
 OURS, PEER, BASE, CEILING, WRONG = "#0b63b5", "#8a9097", "#c77700", "#d5d9dd", "#c0392b"
 PANEL_WIDTH, ROW_HEIGHT, ACROSS, WIDTH = 4.6, 0.2, 3, 9.2
 
 
 def draw(result, path):
-    """Draw the rows that have a time, a panel a case."""
+    """Draw the rows that have a time, with a panel for each case."""
     panels = {
         case: timed
         for case, rows in tables.by_case(result["rows"]).items()
@@ -37,7 +38,7 @@ def draw(result, path):
     # a single panel is wider, so that the legend fits
     width = max(across * PANEL_WIDTH, WIDTH)
     figure = Figure(figsize=(width, height), layout="constrained")
-    # room for the heading and, below, for where it was measured
+    # room for the heading, and for the machine below
     figure.get_layout_engine().set(rect=(0, 0.5 / height, 1, 1 - 1.1 / height), h_pad=0.1, w_pad=0.12)
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     for ax, (_, rows) in zip(axes, panels.items(), strict=False):
@@ -86,7 +87,7 @@ def _panel(ax, rows):
         ax.plot([1, x], [y, y], color=hue, lw=1.1, alpha=0.55, zorder=2)
         ax.plot(x, y, "o", ms=5.5, color=hue, mfc=hue if row["full"] else "white", zorder=3)
         text = tables.digits(x) + (f"  {row['error']}" if wrong else "")
-        # right of the line at 1 too, so that the two do not cross
+        # also right of the line at 1, so that the two do not cross
         ax.annotate(
             text, (max(1, x), y), (6, 0), textcoords="offset points", va="center", fontsize=7.5, color=hue
         )
@@ -123,6 +124,6 @@ def _panel(ax, rows):
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
-        sys.exit("usage: plot.py build/bench/bench.json")
+        sys.exit("usage: python -m kernels_bench.plot build/bench/bench.json")
     source = Path(sys.argv[1])
     draw(json.loads(source.read_text(encoding="utf-8")), source.with_suffix(".png"))

@@ -1,7 +1,8 @@
-"""Who is measured: ours by level, the read ceiling, and what else gives such figures.
+"""The providers: gradiometer by level, the read ceiling, and other implementations that give such figures.
 
-A provider's ``build`` takes Data and returns one call for each copy of the inputs; ``read`` turns a call's
-result into what is compared with the truth: L2 norms, the norm of all, largest magnitudes, or found_inf.
+A provider's ``build`` takes Data and returns one call for each copy of the inputs. ``read`` turns the
+result of a call into what is compared with the truth: L2 norms, the norm of all, largest magnitudes, or
+found_inf.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import torch
 
 import gradiometer as gm
 from gradiometer import ops
-from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# the equal-work functions are compiled for lists up to here: a long one takes minutes
+# functions that compute all columns are compiled for lists up to this length: a long one takes minutes
 COMPILED_TENSORS = 16
 MIB = 2**20
+# from public names only: another commit has them, though its modules may be elsewhere (git_base.py)
+THRESHOLDS = gm.Thresholds()
+SUMSQ = [column.name for column in gm.COLUMNS].index("sumsq")
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ class Provider:
 
 
 def tolerance(provider, dtype):
-    """Return the largest relative error that is no mistake."""
+    """Return the largest relative error that a correct result may have."""
     if provider.family == "ours":
-        return 1e-12  # promised: 1e-13; the truth is a sum of fp64 sums itself
+        return 1e-12  # documented: 1e-13; the truth is itself a sum of fp64 sums
     if provider.precise:
         return 1e-10  # squares in fp64, one after another
     # fp32 sums of long runs drift by some 1e-4; half results are rounded once or twice
@@ -68,7 +71,7 @@ def all_columns(tensors):
     """Return ``(T, 7) float64``: norm, sum, zeros, NaN, +Inf, -Inf, largest magnitude."""
     rows = []
     for x in tensors:
-        if x.numel() == 0:  # a largest element there is not
+        if x.numel() == 0:  # it has no largest element
             rows.append(torch.zeros(7, dtype=torch.float64, device=x.device))
             continue
         finite = torch.where(x.isfinite(), x, 0)
@@ -86,7 +89,7 @@ def all_columns(tensors):
 
 
 def flatten(tensors):
-    """Copy everything into one tensor and read that once a statistic, norms tensor by tensor."""
+    """Copy everything into one tensor and read it once for each statistic; norms are per tensor."""
     flat = torch.cat([x.reshape(-1) for x in tensors])
     zeros = (flat == 0).to(torch.float64).mean()
     nans, infs = flat.isnan().sum(), flat.isinf().sum()
@@ -96,7 +99,7 @@ def flatten(tensors):
 
 def compiled(function, **options):
     def build(data):
-        # not before: it imports the compiler
+        # torch.compile imports the compiler, so it is called late
         return each(torch.compile(function, fullgraph=True, dynamic=False, options=options))(data)
 
     return build
@@ -160,11 +163,11 @@ def captured(build):
     return build_graphs
 
 
-# peers that take parameters, or live elsewhere
+# peers that take parameters, or are in other packages
 
 
 def parameters(tensors):
-    """Return parameters whose gradients are the tensors; their values, never read, are the same memory."""
+    """Return parameters whose gradients are the tensors; their values share the memory and are never read."""
     params = [torch.nn.Parameter(x) for x in tensors]
     for param, x in zip(params, tensors, strict=True):
         param.grad = x
@@ -216,7 +219,7 @@ def _first(modules):
         try:
             if importlib.util.find_spec(module) is not None:
                 return module
-        except (ImportError, ValueError):  # its parent is not there
+        except (ImportError, ValueError):  # its parent package is not installed
             continue
     return None
 
@@ -234,13 +237,13 @@ ALL = "columns"
 _ours = partial(Provider, family="ours", what=f"{ALL}, flags", full=True)
 _peer = partial(Provider, family="peer")
 _stats = {"read": lambda stats: stats.norm}
-_op = {"read": lambda result: result[0][:, COLUMN_INDEX["sumsq"]].sqrt()}
+_op = {"read": lambda result: result[0][:, SUMSQ].sqrt()}
 _total = {"gives": "total", "read": torch.as_tensor}
 _column = {"full": True, "precise": True, "read": lambda columns: columns[:, 0]}
 
 
 def _measure(tensors):
-    return ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)
+    return ops.tensor_stats(tensors, THRESHOLDS)
 
 
 def _foreach(tensors, order=2, dtype=None):

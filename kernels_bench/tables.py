@@ -1,10 +1,10 @@
-"""A run's rows as tables: cells once, for the terminal and for Markdown."""
+"""A run's rows as tables, with the same cells on a terminal and in Markdown."""
 
 from __future__ import annotations
 
 import re
 
-from machine import one_line
+from kernels_bench.machine import one_line
 
 # (heading, on which devices, how it is aligned)
 COLUMNS = (
@@ -28,7 +28,7 @@ def ratio(row, rows):
     """Return ours over a peer or another commit of ours, at its own level; None if either has no time."""
     if row["family"] not in {"peer", "base"} or not row["ms"]:
         return None
-    # a peer that has no such level of ours beside it is compared with the eager call
+    # if ours was not measured at the peer's level, the eager call is compared
     for level in (row["level"], "eager"):
         for ours in rows:
             same = ours["case"] == row["case"] and ours["family"] == "ours" and ours["level"] == level
@@ -43,7 +43,7 @@ def is_unsteady(row):
 
 
 def cells(row, rows, count="3"):
-    """Return the row's cells by heading, as text; ratios with so many digits."""
+    """Return the row's cells by heading, as text; ratios with ``count`` digits."""
     share, times, extra = row["ceiling_share"], ratio(row, rows), row["extra_mib"]
     return {
         "provider": row["provider"],
@@ -60,7 +60,7 @@ def cells(row, rows, count="3"):
 
 
 def digits(value, count="3"):
-    """Return a number with three digits that matter, or so many, without an exponent."""
+    """Return a number with ``count`` significant digits, without an exponent."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 10 ** int(count) / 10 else f"{value:#.{count}g}".rstrip(".")
@@ -83,12 +83,12 @@ def heading(rows):
 
 
 def columns_for(rows):
-    """Return the columns that a case on its device has, with how they are aligned."""
+    """Return the columns of a case on its device, with their alignment."""
     return [(name, justify) for name, where, justify in COLUMNS if where in {"any", rows[0]["device"]}]
 
 
 def not_measured(rows):
-    """Return what has no time, by reason, as one line: "apex, te (not installed); loop (out of memory)"."""
+    """Return the providers without a time, by reason, on one line: "apex, te (not installed)"."""
     found: dict = {}
     for row in rows:
         if not row["ms"]:
@@ -102,7 +102,7 @@ def overview(rows):
     table = []
     for case, its in by_case(rows).items():
         found = {row["provider"]: row for row in its}
-        # the public call where it was measured
+        # the public call, if it was measured
         ours = next((row for row in its if row["family"] == "ours" and row["ms"]), None)
         if ours is None:
             continue
@@ -113,7 +113,7 @@ def overview(rows):
 
 
 def markdown(result):
-    """Return a whole run as a page's section: the command, the machine, an overview, a table a case."""
+    """Return a run as a page's section: the command, the machine, an overview, a table for each case."""
     parts = [f"    {result['command']}", one_line(result["machine"])]
     if "base" in result:
         parts.append(f"base: commit {result['base']}")
@@ -174,7 +174,7 @@ def show_overview(rows, console):
     if len(table) > 1:
         shown = Table(title=OVERVIEW, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in head:
-            # a heading is no wider than its words
+            # a heading wraps at its words
             left = name == "case"
             shown.add_column(re.sub("-|, ", "\n", name), justify="left" if left else "right", no_wrap=True)
         for line in table:

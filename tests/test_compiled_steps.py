@@ -1258,7 +1258,7 @@ def graph_nodes(function: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_graph_has_few_nodes_a_tensor(bias):
-    """The time to compile grows with the nodes; ``kernels_bench/compile_time.py`` measures it."""
+    """The time to compile grows with the nodes; ``kernels_bench.compile_time`` measures it."""
     model = nn.Sequential(*[nn.Linear(3, 3, bias=bias or i % 2 > 0) for i in range(20)])
     tensors = list(model.parameters())
     for p in tensors:

@@ -1205,13 +1205,12 @@ def test_no_op_of_ours_but_the_measurement_and_its_roots_is_in_the_graph():
 
 
 def test_the_benchmark_of_clipping_runs(monkeypatch, capsys, tmp_path):
-    import cases
-    import clip
+    from kernels_bench import cases, clip
 
     tiny = cases.Case("tiny", "", torch.float32, (((40, 30), 3), ((7,), 2)))
     monkeypatch.setitem(cases.CASES, "tiny", tiny)
     figures = tmp_path / "new" / "clip.json"
-    arguments = ["clip.py", "--device", "cpu", "--rounds", "2", "--cases", "tiny", "--json", str(figures)]
+    arguments = ["clip", "--device", "cpu", "--rounds", "2", "--cases", "tiny", "--json", str(figures)]
     monkeypatch.setattr("sys.argv", arguments)
     clip.main()
     assert "ours / torch" in capsys.readouterr().out
@@ -1219,7 +1218,7 @@ def test_the_benchmark_of_clipping_runs(monkeypatch, capsys, tmp_path):
     assert [row["what"] for row in rows] == ["clipped", "not clipped"]
     for row in rows:
         assert row["norms"]["ours"] == pytest.approx(row["norms"]["torch"], rel=1e-5)
-    monkeypatch.setattr("sys.argv", ["clip.py", "--cases", "tinny"])
+    monkeypatch.setattr("sys.argv", ["clip", "--cases", "tinny"])
     with pytest.raises(SystemExit, match="no case 'tinny'; there are gpt2"):
         clip.main()
 

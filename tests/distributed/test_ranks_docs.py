@@ -8,15 +8,15 @@ import re
 import sys
 
 import pytest
-import ranks
 import torch
-from rank_model import job, members_of, nccl_us, payload, sent, simulate
-from rank_processes import measure
-from ranks import CALLS
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import gradiometer as gm
 from gradiometer.distributed.global_plan import make_global_plan
+from kernels_bench.distributed import bench
+from kernels_bench.distributed.bench import CALLS
+from kernels_bench.distributed.cost_model import job, members_of, nccl_us, payload, sent, simulate
+from kernels_bench.distributed.processes import measure
 from support.pages import ROOT, blocks
 from support.rank_pool import torchrun
 
@@ -154,12 +154,12 @@ def test_fsdp_version_1_is_told_by_shards(two_ranks):
 
 @pytest.mark.parametrize(("ranks", "tensors"), [(8, 100), (64, 30), (512, 64)])
 def test_of_many_ranks_every_part_is_counted_once(ranks, tensors):
-    members, layouts = members_of(ranks, tensors)
-    plan = make_global_plan(members, layouts)
+    members, shardings = members_of(ranks, tensors)
+    plan = make_global_plan(members, shardings)
     assert (len(plan.members), len(plan.names)) == (ranks, tensors)
     counted = dict.fromkeys(plan.names, 0)
     for rank, member in enumerate(members):
-        for name, counts in zip(layouts[member.digest].names, plan.counts(rank), strict=True):
+        for name, counts in zip(shardings[member.digest].names, plan.counts(rank), strict=True):
             counted[name] += counts
     _, _, shards, tensor = job(ranks)
     for name, holding in zip(plan.names, plan.specs, strict=True):
@@ -171,7 +171,7 @@ def test_what_ranks_get_at_set_up():
     few, many = simulate(64, 50), simulate(4096, 50)
     # some bytes a rank, and a layout for each of 8 stages
     assert few["member_bytes"] < many["member_bytes"] < 4096 * 10
-    assert many["layouts"] == 8
+    assert many["shardings"] == 8
     assert many["layout_bytes"] < 8 * few["layout_bytes"]
 
 
@@ -209,8 +209,8 @@ def test_the_script_prints_its_tables(capsys, monkeypatch, tmp_path):
         "--json",
         str(tmp_path / "a.json"),
     ]
-    monkeypatch.setattr(sys, "argv", ["ranks.py", *arguments])
-    ranks.main()
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    bench.main()
     printed = capsys.readouterr().out
     assert sum(line.startswith("|-") for line in printed.splitlines()) == 2
     assert set(json.loads((tmp_path / "a.json").read_text())) == {
@@ -220,6 +220,6 @@ def test_the_script_prints_its_tables(capsys, monkeypatch, tmp_path):
         "setup",
         "model",
     }
-    monkeypatch.setattr(sys, "argv", ["ranks.py", "--processes", "3"])
-    with pytest.raises(SystemExit, match=r"ranks.py: 3: --processes are 2 or more and divide 64"):
-        ranks.main()
+    monkeypatch.setattr(sys, "argv", ["bench", "--processes", "3"])
+    with pytest.raises(SystemExit, match=r"distributed\.bench: 3: --processes are 2 or more and divide 64"):
+        bench.main()

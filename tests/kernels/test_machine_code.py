@@ -3,7 +3,7 @@
 The speed of a kernel that streams through memory is decided by few things that can be read in its
 main loop: how wide the loads are, how many instructions an element costs, and whether threads wait
 for each other. Here they are held for every target and dtype, and so is the bound that
-`kernels_bench/roofline.py` predicts from them.
+`kernels_bench/machine_code/roofline.py` predicts from them.
 """
 
 from __future__ import annotations
@@ -33,18 +33,7 @@ if library.INTERPRETED:
 if os.name != "posix" or os.uname().machine != "x86_64":
     pytest.skip("triton brings its disassembler for x86-64 Linux", allow_module_level=True)
 
-from code_report import measures
-from disassembly import (
-    Loop,
-    flushes_subnormals,
-    is_atomic,
-    is_spill,
-    is_talk,
-    load_size,
-    parse_amdgcn,
-    parse_sass,
-)
-from machine_code import (
+from kernels_bench.machine_code.compile import (
     CUDA_TARGETS,
     DTYPES,
     HIP_TARGETS,
@@ -58,7 +47,18 @@ from machine_code import (
     short,
     variants,
 )
-from roofline import GPUS, binding, times
+from kernels_bench.machine_code.disassembly import (
+    Loop,
+    flushes_subnormals,
+    is_atomic,
+    is_spill,
+    is_talk,
+    load_size,
+    parse_amdgcn,
+    parse_sass,
+)
+from kernels_bench.machine_code.report import measures
+from kernels_bench.machine_code.roofline import GPUS, binding, times
 
 # Instructions per element of the main loop: at most these are wanted on the GPUs that the kernels are
 # tuned for; the others are a bit above what triton 3.6, 3.7 and 3.9 make of it, so that one more

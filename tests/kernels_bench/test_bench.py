@@ -6,16 +6,11 @@ import json
 import math
 import subprocess
 
-import base
-import bench
-import cases
-import machine
-import measure
-import providers
 import pytest
-import tables
 import torch
-from cases import BF16, FP32, Case
+
+from kernels_bench import bench, cases, git_base, measure, providers, scripts, tables
+from kernels_bench.cases import BF16, FP32, Case
 
 CPU = torch.device("cpu")
 TINY = Case("tiny", "a few small tensors, one empty", FP32, (((40, 30), 3), ((0, 5), 1), ((7,), 2)))
@@ -196,11 +191,13 @@ def test_a_wrong_result_is_shown_with_its_time(tmp_path, monkeypatch, factor):
     assert row["error"] in (tmp_path / "bench.md").read_text(encoding="utf-8")
 
 
-def test_another_commit_takes_its_turn(tmp_path):
-    command = ["git", "-C", str(machine.ROOT), "rev-parse", "HEAD"]
+def test_another_commit_takes_its_turn(tmp_path, monkeypatch):
+    command = ["git", "-C", str(scripts.ROOT), "rev-parse", "HEAD"]
     cloned = subprocess.run(command, capture_output=True, check=False)
     if cloned.returncode:
         pytest.skip("not in a clone")
+    # the package of the working directory is not the one that is asked for
+    monkeypatch.chdir(scripts.ROOT / "src")
     arguments = (
         "--cases",
         "1000x1000-bf16",
@@ -219,6 +216,14 @@ def test_another_commit_takes_its_turn(tmp_path):
     assert tables.ratio(rows["base-op"], result["rows"]) == rows["ours-op"]["ms"] / rows["base-op"]["ms"]
 
 
+def test_a_commit_whose_package_lacks_what_the_benchmark_needs_is_refused(tmp_path, capfd):
+    (tmp_path / "gradiometer").mkdir()
+    (tmp_path / "gradiometer" / "__init__.py").touch()
+    with pytest.raises(git_base.BaseError, match=r"it needs gm\.collect, gm\.COLUMNS"):
+        git_base.Remote(tmp_path)
+    assert "ImportError" in capfd.readouterr().err
+
+
 def test_sources_of_another_commit_are_taken_away_again(tmp_path):
     def git(*arguments):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -230,13 +235,13 @@ def test_sources_of_another_commit_are_taken_away_again(tmp_path):
     git("add", "src")
     git("commit", "-q", "-m", "then")
     (tmp_path / "src" / "which.py").write_text("now", encoding="utf-8")
-    with base.sources("HEAD", tmp_path) as (source, _):
+    with git_base.sources("HEAD", tmp_path) as (source, _):
         assert (source / "which.py").read_text(encoding="utf-8") == "then"
     assert not source.exists()
     assert (tmp_path / "src" / "which.py").read_text(encoding="utf-8") == "now"
     git("rm", "-rqf", "src")
     git("commit", "-q", "--allow-empty", "-m", "none")
-    with pytest.raises(base.BaseError, match="has no folder src"), base.sources("HEAD", tmp_path):
+    with pytest.raises(git_base.BaseError, match="has no folder src"), git_base.sources("HEAD", tmp_path):
         pass
 
 

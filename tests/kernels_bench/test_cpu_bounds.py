@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import cpu_bounds
 import pytest
+
+from kernels_bench import cpu_bounds
 
 
 def test_every_contender_of_a_bound_is_measured(monkeypatch, capsys):

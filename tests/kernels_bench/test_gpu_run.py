@@ -1,27 +1,25 @@
 """The scripts of `make gpu`, as far as a machine without one can run them: each line at least once."""
 
 import argparse
+import importlib.util
 import json
 import math
 import sys
 import time
-from pathlib import Path
 
-import gpt2
-import machine
-import odd_sizes
 import pytest
 import torch
 
-import gpu
 import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS
 from gradiometer.ops import reference
+from kernels_bench import machine
+from kernels_bench.gpu import gpt2, odd_sizes, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-SMALL = [*gpu.SMALL.split(), "--device", "cpu"]
+SMALL = [*run.SMALL.split(), "--device", "cpu"]
 
 
 def rows_of(folder, name):
@@ -177,12 +175,12 @@ HOST = {"1": {"beyond_us": 20.0, "limit_us": 60.12}, "1000": {"beyond_us": 170.0
 
 
 def test_figures_are_computed_from_the_rows():
-    found = gpu.figures(BENCH, GPT2, HOST)
+    found = run.figures(BENCH, GPT2, HOST)
     assert [figure.met for figure in found] == [True] * 8
     assert [figure.reached for figure in found] == pytest.approx(
         [0.98, 0.96, 1.0, 4.5, 11.0, 0.5, 0.5, 170.0]
     )
-    assert (found[-1].bound, found[-1].where) == (180.0, "host_path.py, 1000 tensors")
+    assert (found[-1].bound, found[-1].where) == (180.0, "host_path, 1000 tensors")
     # of all lists, the worst
     assert found[1].where == "llama-1b"
 
@@ -201,20 +199,20 @@ def test_figures_are_computed_from_the_rows():
 )
 def test_each_figure_can_be_missed(figure, row, change):
     rows = [{**r, **(change if i == row else {})} for i, r in enumerate(BENCH)]
-    assert [i for i, found in enumerate(gpu.figures(rows, GPT2, HOST)) if not found.met] == [figure]
+    assert [i for i, found in enumerate(run.figures(rows, GPT2, HOST)) if not found.met] == [figure]
 
 
 def test_the_hosts_figure_can_be_missed():
     slow = {**HOST, "148": {"beyond_us": 90.0, "limit_us": 77.8}}
-    assert [i for i, found in enumerate(gpu.figures(BENCH, GPT2, slow)) if not found.met] == [7]
+    assert [i for i, found in enumerate(run.figures(BENCH, GPT2, slow)) if not found.met] == [7]
 
 
 def test_a_figure_that_was_not_measured_is_neither_met_nor_missed():
-    assert {figure.met for figure in gpu.figures([], [], {})} == {None}
+    assert {figure.met for figure in run.figures([], [], {})} == {None}
     failed = [bench_row("2000x1k", "ours-eager", 0.1, error="wrong: 1e+00"), *BENCH[-1:]]
-    assert gpu.figures(failed, [{"mode": "compiled", "error": "it broke"}], {})[5:7] == [
-        gpu.Figure("time / _foreach_norm's, 2000 tiny", None, 1.0, most=True, where="2000x1k"),
-        gpu.Figure("% of a compiled step of GPT-2", None, 1.0, most=True, where="gpt2.py"),
+    assert run.figures(failed, [{"mode": "compiled", "error": "it broke"}], {})[5:7] == [
+        run.Figure("time / _foreach_norm's, 2000 tiny", None, 1.0, most=True, where="2000x1k"),
+        run.Figure("% of a compiled step of GPT-2", None, 1.0, most=True, where="gpu.gpt2"),
     ]
 
 
@@ -240,19 +238,19 @@ def test_all_parts_run_whatever_one_of_them_does(monkeypatch, tmp_path, capsys):
     forks = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', %r]).wait()"
     late = f"import time, pathlib; time.sleep(4); pathlib.Path({str(left)!r}).touch()"
     listed = [
-        gpu.Part(
+        run.Part(
             "tests", python(f"open({str(out / 'tests.xml')!r}, 'w').write({xml!r}); raise SystemExit(1)"), 30
         ),
-        gpu.Part("bench", python(write(out / "bench.json", BENCH) + f"; {forks % late}"), 0),
-        gpu.Part("gpt2", python(write(out / "gpt2.json", GPT2)), 30),
-        gpu.Part("sweep", python("import sys; raise SystemExit(0 if float(sys.argv[1]) > 1 else 3)"), 30),
+        run.Part("bench", python(write(out / "bench.json", BENCH) + f"; {forks % late}"), 0),
+        run.Part("gpt2", python(write(out / "gpt2.json", GPT2)), 30),
+        run.Part("sweep", python("import sys; raise SystemExit(0 if float(sys.argv[1]) > 1 else 3)"), 30),
     ]
-    listed[3].command.append(gpu.LIMIT)
+    listed[3].command.append(run.LIMIT)
     # what tests left is the next part's: here none of it, so that this one is cut off
-    monkeypatch.setattr(gpu, "parts", lambda *_, **__: [listed[0]._replace(seconds=3), *listed[1:]])
-    monkeypatch.setattr(gpu, "warm_ups", lambda _: [python("import time; time.sleep(60)")])
+    monkeypatch.setattr(run, "parts", lambda *_, **__: [listed[0]._replace(seconds=3), *listed[1:]])
+    monkeypatch.setattr(run, "warm_ups", lambda _: [python("import time; time.sleep(60)")])
     begin = time.perf_counter()
-    assert gpu.main(["--out", str(out)]) == 1
+    assert run.main(["--out", str(out)]) == 1
     assert time.perf_counter() - begin < 30
     result = json.loads((out / "gpu.json").read_text(encoding="utf-8"))
     ended = {part["part"]: part["ended"] for part in result["parts"]}
@@ -269,29 +267,29 @@ def test_all_parts_run_whatever_one_of_them_does(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.usefixtures("with_gpu")
 def test_it_succeeds_when_every_part_does(monkeypatch, tmp_path):
-    listed = [gpu.Part("bench", python(""), 30), gpu.Part("gpt2", python(""), 30)]
-    monkeypatch.setattr(gpu, "parts", lambda *_, **__: listed)
-    monkeypatch.setattr(gpu, "warm_ups", lambda _: [])
-    assert gpu.main(["--out", str(tmp_path / "out")]) == 0
+    listed = [run.Part("bench", python(""), 30), run.Part("gpt2", python(""), 30)]
+    monkeypatch.setattr(run, "parts", lambda *_, **__: listed)
+    monkeypatch.setattr(run, "warm_ups", lambda _: [])
+    assert run.main(["--out", str(tmp_path / "out")]) == 0
     assert "not measured" in (tmp_path / "out" / "gpu.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("sweep", [False, True])
 @pytest.mark.parametrize("sanitizer", [None, "/usr/bin/compute-sanitizer"])
 def test_the_parts_take_less_than_eight_minutes(sweep, sanitizer, tmp_path):
-    listed = gpu.parts(tmp_path, sweep=sweep, sanitizer=sanitizer)
-    assert sum(part.seconds for part in listed) <= gpu.SECONDS < 480
-    assert all(part.seconds > gpu.MARGIN for part in listed)
+    listed = run.parts(tmp_path, sweep=sweep, sanitizer=sanitizer)
+    assert sum(part.seconds for part in listed) <= run.SECONDS < 480
+    assert all(part.seconds > run.MARGIN for part in listed)
     for part in listed:
-        scripts = [word for word in part.command if word.endswith(".py")]
-        assert all(Path(word).exists() for word in scripts)
+        modules = [word for word in part.command if word.startswith("kernels_bench")]
+        assert all(importlib.util.find_spec(word) for word in modules)
 
 
 def test_without_a_gpu_the_tests_are_collected_and_nothing_is_kept(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ended = []
-    monkeypatch.setattr(gpu, "run", lambda part, *_: ended.append(part.name) or {"part": "", "ended": "ok"})
-    assert gpu.main(["--out", str(tmp_path / "out")]) == 0
+    monkeypatch.setattr(run, "run", lambda part, *_: ended.append(part.name) or {"part": "", "ended": "ok"})
+    assert run.main(["--out", str(tmp_path / "out")]) == 0
     assert ended == ["tests", "gpt2, small, on the CPU"]
     assert "There is no GPU here" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
@@ -310,15 +308,15 @@ def test_without_a_gpu_the_tests_are_collected_and_nothing_is_kept(monkeypatch, 
     ],
 )
 def test_what_fails_the_run(name, ended, fails):
-    assert gpu.failed({"part": name, "ended": ended}) == fails
+    assert run.failed({"part": name, "ended": ended}) == fails
 
 
 @pytest.mark.parametrize(
     ("status", "ended"), [(9, "exit code 9"), (3, "exit code 3"), (1, "does not run here (exit code 1)")]
 )
 def test_a_checker_that_cannot_attach_has_found_nothing(status, ended, tmp_path):
-    part = gpu.Part("memcheck", python(f"raise SystemExit({status})"), 30)
-    assert gpu.run(part, tmp_path / "log", 30)["ended"] == ended
+    part = run.Part("memcheck", python(f"raise SystemExit({status})"), 30)
+    assert run.run(part, tmp_path / "log", 30)["ended"] == ended
 
 
 # the sweep
@@ -352,7 +350,7 @@ class FakeGraph:
 @pytest.fixture
 def sweep(monkeypatch):
     pytest.importorskip("triton")
-    import sweep
+    from kernels_bench.gpu import sweep
 
     monkeypatch.setattr(ops, "uses_kernels", lambda _: True)
     # the numbers of the CPU path, whatever the table says
@@ -426,11 +424,11 @@ def test_only_what_a_run_writes_is_removed_from_its_folder(monkeypatch, tmp_path
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "bench.json").write_text("old")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "warm_ups", lambda _: [])
-    monkeypatch.setattr(gpu, "parts", lambda *_, **__: [])
-    monkeypatch.setattr(gpu.machine, "describe", dict)
-    monkeypatch.setattr(gpu.machine, "one_line", lambda _: "a machine")
-    assert gpu.main(["--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(run, "warm_ups", lambda _: [])
+    monkeypatch.setattr(run, "parts", lambda *_, **__: [])
+    monkeypatch.setattr(run.machine, "describe", dict)
+    monkeypatch.setattr(run.machine, "one_line", lambda _: "a machine")
+    assert run.main(["--out", str(tmp_path)]) == 0
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not (tmp_path / "bench.json").exists()
     assert (tmp_path / "gpu.json").exists()

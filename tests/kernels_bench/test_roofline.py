@@ -8,10 +8,10 @@ import sys
 from dataclasses import fields, replace
 from typing import Any
 
-import code_report
-import code_tables
 import pytest
-from roofline import GPUS, Gpu, binding, times
+
+from kernels_bench.machine_code import report, tables
+from kernels_bench.machine_code.roofline import GPUS, Gpu, binding, times
 
 # 10 processors at 1 GHz: 10**10 clocks a second in all
 SMALL = Gpu("small", "sm_90", 10, 1e9, 1e12, lanes=128, fp64=64, conversions=16, sources={})
@@ -60,7 +60,7 @@ def test_each_rate_has_a_source(gpu):
     rates = {field.name for field in fields(Gpu)} - {"name", "target", "sources"}
     assert set(gpu.sources) == rates
     assert all(len(source.split()) > 3 for source in gpu.sources.values())
-    assert rates == set(code_tables.RATES)
+    assert rates == set(tables.RATES)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_rates_give_the_vendors_peaks(name, fp32, fp64):
 
 
 def test_a_bound_follows_for_each_gpu_of_a_target():
-    bounds = code_report.bound_rows([ROW, ROW | {"instructions": 99.0, "slots": 99.0}])
+    bounds = report.bound_rows([ROW, ROW | {"instructions": 99.0, "slots": 99.0}])
     assert [(row["gpu"], row["dtype"]) for row in bounds] == [("H100", "float32"), ("H200", "float32")]
     h200 = bounds[1]
     # the first variant is the one for aligned tensors
@@ -98,28 +98,28 @@ def test_a_bound_follows_for_each_gpu_of_a_target():
 
 
 def test_a_gpu_without_fp64_units_is_said_to_be_bound_by_them():
-    (row,) = code_report.bound_rows([ROW | {"target": "sm_89", "dtype": "bfloat16"}])
+    (row,) = report.bound_rows([ROW | {"target": "sm_89", "dtype": "bfloat16"}])
     assert (row["gpu"], row["bound"]) == ("RTX 4090", "fp64")
-    assert "| fp64 |" in code_tables.pipe_table(code_tables.BOUND_HEAD, code_tables.bound_table([row]))
+    assert "| fp64 |" in tables.pipe_table(tables.BOUND_HEAD, tables.bound_table([row]))
 
 
 def report_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"versions": {"triton": "3.7.1"}, "code": rows, "bounds": code_report.bound_rows(rows)}
+    return {"versions": {"triton": "3.7.1"}, "code": rows, "bounds": report.bound_rows(rows)}
 
 
 def test_the_report_says_what_was_not_compiled():
-    report = report_of([NAMES | {"error": "no such GPU"}, ROW])
-    page = code_tables.markdown(report)
+    found = report_of([NAMES | {"error": "no such GPU"}, ROW])
+    page = tables.markdown(found)
     assert "not compiled: no such GPU" in page
     assert "| sm_90 | moments | float32 |  | 8.00 |" in page
     assert "triton 3.7.1" in page
     used = [gpu for gpu in GPUS if gpu.target == "sm_90"]
     assert all(source in page for gpu in used for source in gpu.sources.values())
     # every row of a table has as many cells as its head
-    tables = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
-    assert len(tables) == 3
-    assert all(len({line.count("|") for line in table}) == 1 for table in tables)
-    json.dumps(report)
+    blocks = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 3
+    assert all(len({line.count("|") for line in table}) == 1 for table in blocks)
+    json.dumps(found)
 
 
 @pytest.mark.parametrize("hidden", [[], ["rich", "rich.console", "rich.table"]])
@@ -128,7 +128,7 @@ def test_the_report_is_shown_with_and_without_rich(monkeypatch, capsys, hidden):
         pytest.importorskip("rich")
     for name in hidden:
         monkeypatch.setitem(sys.modules, name, None)
-    code_tables.show(report_of([ROW]))
+    tables.show(report_of([ROW]))
     shown = capsys.readouterr().out
     assert ("| H200 | float32 |" in shown) == bool(hidden)
     assert all(word in shown for word in ("sm_90", "H200", "4 x 16 B", "triton 3.7.1"))
@@ -137,7 +137,7 @@ def test_the_report_is_shown_with_and_without_rich(monkeypatch, capsys, hidden):
 def test_compilers_stand_side_by_side():
     old = report_of([ROW, ROW | {"dtype": "float16"}])
     new = {"versions": {"triton": "3.9.0", "sm_90": "ptxas 13.4"}, "code": [ROW | {"spills": 3}]}
-    page = code_tables.joined([old, new])
+    page = tables.joined([old, new])
     assert "| target | dtype | triton 3.7.1 | triton 3.9.0 |" in page
     assert "| sm_90 | float32 | 8.00 (64) | 8.00 (64, 3 spills) |" in page
     assert "| sm_90 | float16 | 8.00 (64) | - |" in page
@@ -146,7 +146,7 @@ def test_compilers_stand_side_by_side():
 
 def test_an_unknown_name_is_one_line(capsys):
     with pytest.raises(SystemExit, match="unknown target sm_70; known are sm_80, sm_90"):
-        code_report.chosen("sm_90,sm_70", ("sm_80", "sm_90"), "target")
+        report.chosen("sm_90,sm_70", ("sm_80", "sm_90"), "target")
     assert capsys.readouterr().out == ""
 
 
@@ -156,13 +156,13 @@ def test_an_unknown_name_is_one_line(capsys):
 )
 def test_a_target_that_a_compiler_does_not_know_is_a_row(monkeypatch):
     pytest.importorskip("triton")
-    import machine_code
+    from kernels_bench.machine_code.compile import Launch
 
     def compile_(_, target):
         raise RuntimeError(f"unknown {target}\nand a long listing")
 
-    monkeypatch.setattr(machine_code.Launch, "compile", compile_)
-    (row,) = code_report.code_rows("sm_90", ["float32"], ["moments"], None)
+    monkeypatch.setattr(Launch, "compile", compile_)
+    (row,) = report.code_rows("sm_90", ["float32"], ["moments"], None)
     assert row["error"] == "RuntimeError: unknown sm_90"
 
 
@@ -171,7 +171,7 @@ def end_the_process(*_):
 
 
 def test_a_compiler_that_ends_the_process_is_a_row(monkeypatch):
-    monkeypatch.setattr(code_report, "code_rows", end_the_process)
-    (row,) = code_report.in_own_process("sm_90", ["float32"], ["moments"], None)
+    monkeypatch.setattr(report, "code_rows", end_the_process)
+    (row,) = report.in_own_process("sm_90", ["float32"], ["moments"], None)
     assert "ended the process" in row["error"]
-    assert code_report.bound_rows([row]) == []
+    assert report.bound_rows([row]) == []

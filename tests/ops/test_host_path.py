@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import json
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +30,7 @@ from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.ops import guards as tensor_guards
 from gradiometer.ops import library, packing
+from kernels_bench import host_path as bench
 from support.strategies import lists
 
 pytest.importorskip("triton", reason="the kernels' path")
@@ -43,7 +42,6 @@ pytestmark = pytest.mark.filterwarnings(
 needs_kernels = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreted kernels")
 
 LIMITS = (DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead)
-BENCH = Path(__file__).parents[2] / "kernels_bench" / "host_path.py"
 
 
 @pytest.fixture(autouse=True)
@@ -685,19 +683,11 @@ def test_without_torchs_guards_all_is_compared_in_python(direct):
 # the benchmark
 
 
-@pytest.fixture
-def bench():
-    spec = importlib.util.spec_from_file_location("host_path", BENCH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_benchmark_writes_what_it_measures(bench, tmp_path, monkeypatch, capsys):
+def test_the_benchmark_writes_what_it_measures(tmp_path, monkeypatch, capsys):
     pytest.importorskip("rich")
     path = tmp_path / "host.json"
     monkeypatch.setattr(bench, "COUNTS", (1, 20))
-    monkeypatch.setattr(sys, "argv", ["host_path.py", "--rounds", "2", "--json", str(path)])
+    monkeypatch.setattr(sys, "argv", ["host_path", "--rounds", "2", "--json", str(path)])
     assert bench.main() == 0
     figures = json.loads(path.read_text())
     steady, moved, first = figures["calls"]["20"].values()
@@ -713,7 +703,7 @@ def test_the_benchmark_writes_what_it_measures(bench, tmp_path, monkeypatch, cap
     ("beyond", "launches", "copies", "met"),
     [(179.0, 2, 0, True), (181.0, 2, 0, False), (1.0, 3, 0, False), (1.0, 2, 1, False)],
 )
-def test_the_benchmark_notices_a_missed_bound(bench, monkeypatch, beyond, launches, copies, met):
+def test_the_benchmark_notices_a_missed_bound(monkeypatch, beyond, launches, copies, met):
     monkeypatch.setattr(bench, "COUNTS", (1000,))
     medians = {1000: {bench.BARE: 70.0, bench.OURS: 70.0 + beyond, bench.PEER: 900.0}}
     counted = {1000: {bench.OURS: {"launches": launches, "copies": copies}}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 
 from gradiometer.columns.schema import COLUMN_NAMES, DEFAULT_THRESHOLDS
 from gradiometer.ops import eager_plan, reference
+from kernels_bench import scripts
 
-SCRIPT = Path(__file__).parents[2] / "kernels_bench" / "bench.py"
 LIMIT_MIB = 4.0
 
 
@@ -83,10 +82,10 @@ def test_sums_of_doubles_that_overflow_are_infinite_and_raise_nothing():
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
-def test_collection_grows_resident_memory_by_at_most_four_mebibytes():
+def test_collection_grows_resident_memory_by_at_most_four_mebibytes(tmp_path):
     # in a process of its own: a peak of this one would hide the growth
-    command = [sys.executable, str(SCRIPT), "--memory"]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    started = {"args": scripts.command("kernels_bench", "--memory"), "env": scripts.environment()}
+    output = subprocess.run(**started, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     grown = {case: by["ours-eager"] for case, by in json.loads(output).items()}
     assert len(grown) == 4
     assert all(mib <= LIMIT_MIB for mib in grown.values()), grown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import math
 import os
@@ -581,12 +580,13 @@ def test_times_are_those_of_the_run(tmp_path):
 
 def test_what_it_costs_is_printed(tmp_path, monkeypatch, capsys):
     pytest.importorskip("rich")
-    bench = importlib.import_module("run_record")
+    from kernels_bench.monitoring import run_record as bench
+
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(bench.pa, "set_cpu_count", lambda _: None)
     out = tmp_path / "out.json"
     sizes = ["--tensors", "4", "--steps", "50", "--trained-steps", "3", "--seconds", "0.2"]
-    monkeypatch.setattr(sys, "argv", ["run_record.py", *sizes, "--json", str(out)])
+    monkeypatch.setattr(sys, "argv", ["run_record", *sizes, "--json", str(out)])
     bench.main()
     result = json.loads(out.read_text())
     assert result["made_up"]["rows_per_step"] == 4
@@ -597,7 +597,7 @@ def test_what_it_costs_is_printed(tmp_path, monkeypatch, capsys):
 
 
 def test_writing_keeps_up_with_a_thousand_tensors(tmp_path):
-    # 50 steps/s take 4 % of a core (kernels_bench/writer.py); this fails if they take more than all of it
+    # 50 steps/s take 4 % of a core (kernels_bench.monitoring.run_record); this fails above a whole core
     roster = make_roster(1000)
     records = list(make_records(roster, 300))
     sink = opened(tmp_path, roster, segment_steps=150)

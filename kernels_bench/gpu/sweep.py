@@ -1,33 +1,34 @@
-"""Tune the kernels: time other chunks, tiles, loads in flight, threads and registers than tuning.py has.
+"""Tune the kernels: time other chunks, tiles, loads in flight, threads and registers than those of tuning.py.
 
-    python kernels_bench/sweep.py --out build/gpu   # on a GPU, two minutes
-    TRITON_INTERPRET=1 python kernels_bench/sweep.py --device cpu --divide 100000 --tensors 3   # its logic
+    python -m kernels_bench.gpu.sweep --out build/gpu   # on a GPU, two minutes
+    TRITON_INTERPRET=1 python -m kernels_bench.gpu.sweep --device cpu --divide 100000 --tensors 3  # its logic
 
-One thing is changed at a time, the best so far kept, for each dtype. A candidate counts only if its norms
-are right; its time is that of replays of a CUDA graph, in turns with those of the table as it stands.
-Writes sweep.json and sweep.md; the table itself is changed by hand.
+For each dtype the search changes one value at a time and keeps the best so far. A candidate counts only if
+its norms are right. Its time is that of replays of a CUDA graph, in turns with those of the present table.
+Writes sweep.json and sweep.md; change the table itself by hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import shlex
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import geometric_mean, median
+from typing import TYPE_CHECKING
 
-import machine
 import torch
-from cases import CASES, shapes
 
 from gradiometer import ops
 from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS
 from gradiometer.kernels import tuning
 from gradiometer.ops import packing
+from kernels_bench import machine, scripts
+from kernels_bench.cases import CASES, shapes
+
+if TYPE_CHECKING:
+    import argparse
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # name -> elements of each tensor, by the size of one in bytes
@@ -40,7 +41,7 @@ LISTS = {
 CHUNKS = (2**13, 2**14, 2**15, 2**16, 2**17)
 UNROLLS, THREADS, REGISTERS = (1, 2, 4, 8), (64, 128, 256), (48, 64, 72, 80, 96, 128, 168)
 FINALIZES = ((256, 128), (512, 128), (1024, 128), (512, 256), (1024, 256), (1024, 512), (2048, 256))
-# a load is of so many bytes
+# bytes of a load
 LOAD = 16
 TURNS, SAMPLE_MS = 5, 3.0
 # torch's own norm in fp64 is off by up to 4e-11
@@ -49,7 +50,7 @@ TOLERANCE = 1e-10
 
 @contextmanager
 def tuned(dtype: torch.dtype, change: dict):
-    """Run with another table: ``chunk``, ``moments`` of this dtype, or ``finalize``."""
+    """Change the table in this context: ``chunk``, ``moments`` of this dtype, or ``finalize``."""
     before = {"chunk": tuning.CHUNK, "moments": tuning.MOMENTS[dtype], "finalize": tuning.FINALIZE}
     try:
         _set(dtype, **{**before, **change})
@@ -66,7 +67,7 @@ def _set(dtype: torch.dtype, chunk: int, moments: tuning.Moments, finalize: tuni
 
 
 def steps(dtype: torch.dtype):
-    """Yield what is tried: each is a function of the best change so far, and returns changes."""
+    """Yield functions that take the best changes so far and return the changes to try."""
     moments, finalize, per_load = tuning.MOMENTS[dtype], tuning.FINALIZE, LOAD // dtype.itemsize
     shapes = [(threads * per_load, unroll, threads) for threads in THREADS for unroll in UNROLLS]
     yield lambda best: [
@@ -110,7 +111,7 @@ def prepare(tensors, norms, change: dict, device: str):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             result = measure(tensors)
-    # what a graph writes to lives as long as the graph
+    # the outputs of a graph live as long as the graph
     return lambda kept=result: (graph.replay(), kept)[1]
 
 
@@ -137,7 +138,7 @@ def sample(call, device: str) -> float:
 
 
 def compare(inputs: dict, dtype: torch.dtype, change: dict, options: argparse.Namespace) -> list[dict]:
-    """Time one candidate against the table as it stands, in turns, on every list; return a row for each."""
+    """Time one candidate against the present table, in turns, on every list; return a row for each."""
     rows = []
     for name, (tensors, norms) in inputs.items():
         row = {"list": name, **described(dtype, change)}
@@ -146,7 +147,7 @@ def compare(inputs: dict, dtype: torch.dtype, change: dict, options: argparse.Na
             times = [[sample(call, options.device) for call in calls] for _ in range(options.turns)]
             base, own = (median(column) for column in zip(*times, strict=True))
             row |= {"ms": own, "table_ms": base, "ratio": median(b / a for a, b in times)}
-        except Exception as error:  # noqa: BLE001 too many registers, say: the row tells, the others go on
+        except Exception as error:  # noqa: BLE001 it may need too many registers; its row reports it
             row["error"] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         rows.append(row)
     return rows
@@ -163,7 +164,7 @@ def described(dtype: torch.dtype, change: dict) -> dict:
 
 
 def score(rows: list[dict]) -> float:
-    """Return the geometric mean of times, as multiples of the table's; infinite where a list failed."""
+    """Return the geometric mean of times, as multiples of the table's; infinite if a list failed."""
     return math.inf if any("error" in row for row in rows) else geometric_mean(row["ratio"] for row in rows)
 
 
@@ -171,7 +172,7 @@ def make(dtype: torch.dtype, options: argparse.Namespace) -> dict:
     """Return list -> tensors and their norms in fp64."""
     inputs = {}
     for name, sizes in LISTS.items():
-        # each tensor begins where an allocation does
+        # each tensor is aligned as an allocation is
         tensors = [
             torch.randn(-(-size // options.divide), device=options.device).to(dtype)
             for size in sizes(dtype.itemsize)[: options.tensors]
@@ -215,14 +216,14 @@ def markdown(result: dict) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser("kernels_bench.gpu.sweep", __doc__)
     parser.add_argument("--device", default="cuda")
     names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-    parser.add_argument("--dtypes", default=",".join(names), help="in this order")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for all; what is left out is said")
+    parser.add_argument("--dtypes", default=",".join(names), help="the search goes in this order")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for the whole search")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--divide", type=int, default=1, help="make every tensor smaller by this")
-    parser.add_argument("--tensors", type=int, help="of every list, at most")
+    parser.add_argument("--tensors", type=int, help="most tensors of a list")
     parser.add_argument("--out", type=Path, help="a folder for sweep.json and sweep.md")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
@@ -233,12 +234,12 @@ def main(argv=None) -> int:
     if unknown := {*options.dtypes.split(",")} - {*names}:
         parser.error(f"--dtypes: no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     dtypes = [names[name] for name in options.dtypes.split(",")]
-    command = shlex.join(["python", "kernels_bench/sweep.py", *(sys.argv[1:] if argv is None else argv)])
+    command = scripts.command_line("kernels_bench.gpu.sweep", argv)
     result = {"machine": machine.describe(), "command": command, "table": [], "rows": [], "best": []}
     torch.manual_seed(0)
     start = time.perf_counter()
     for i, dtype in enumerate(dtypes):
-        # each has its share, and what those before it left
+        # each dtype has its share, and what earlier ones left
         rows, best = sweep(dtype, start + options.seconds * (i + 1) / len(dtypes), options)
         result["rows"] += rows
         result["table"].append(described(dtype, {}))

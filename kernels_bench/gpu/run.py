@@ -1,17 +1,16 @@
-"""Everything that needs a GPU, in under 8 minutes: tests, memory checker, benchmark, a training step.
+"""Run everything that needs a GPU, in under 8 minutes: tests, memory checker, benchmark, a training step.
 
     make gpu PY=python3              # on a GPU machine with torch 2.11 or newer; needs no network
-    python kernels_bench/gpu.py --sweep --out build/gpu
+    python -m kernels_bench.gpu.run --sweep --out build/gpu
 
-Each part is a process with a time limit; one that overruns is cut off, the others still run, and what it
-had written counts. Writes gpu.json and gpu.md, with the figures to reach and which are met. Exit code 1
-where a test or a part failed; a figure that is missed, or a benchmark that is cut off, is told and fails
-nothing. Without a GPU it says so, collects the tests, and takes a small step on the CPU.
+Each part is a process with a time limit. A part that overruns is cut off; what it has written counts, and
+the other parts still run. Writes gpu.json and gpu.md, with the figures to reach and whether they are met.
+The exit code is 1 if a test or a part failed. A missed figure and a benchmark that is cut off are reported
+and fail nothing. Without a GPU the script says so, collects the tests, and takes a small step on the CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -28,21 +27,22 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-import machine
-import odd_sizes
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from kernels_bench import machine, scripts
+from kernels_bench.gpu import odd_sizes
+from kernels_bench.scripts import ROOT
+
 SECONDS = 460
-# in a command: the seconds that the part is given, less what it takes to start and to end
+# stands for a part's seconds in its command, less MARGIN to start and to end
 LIMIT, MARGIN = "{limit}", 15
-# the memory checker's exit code where it found something
+# the memory checker's exit code if it found something
 FOUND = 9
-# the figures are those of lists larger than this
+# bytes: the figures are those of larger lists
 LARGE = 256e6
-# what is short and what a figure needs comes first: what is cut off is the rest
+# short cases and those that a figure needs come first, because the last ones may be cut off
 CASES = "one-1.5e9,2000x1m,2000x1k,gpt2,llama-1b,moe,misaligned,beyond-2^31"
-# what a run leaves in its folder, but for logs
+# files that a run leaves in its folder, besides logs
 WRITTEN = [f"{name}.{kind}" for name in ("gpu", "bench", "gpt2", "sweep") for kind in ("json", "md")]
 WRITTEN += ["host.json", "tests.xml", "bench.png"]
 SMALL = "--layers 1 --width 32 --heads 2 --vocabulary 64 --context 16 --batch 2 --seconds 0.2"
@@ -53,16 +53,16 @@ CHECKERS = {"memcheck": 35, "racecheck": 20}
 
 
 class Part(NamedTuple):
-    """A command, and how many seconds it may take; what earlier parts left of theirs is added."""
+    """A command, and how many seconds it may take; unused seconds of earlier parts are added."""
 
     name: str
     command: list[str]
     seconds: float
-    env: dict[str, str] = {}  # noqa: RUF012 nobody writes to it
+    env: dict[str, str] = {}  # noqa: RUF012 never written to
 
 
 class Figure(NamedTuple):
-    """``reached`` is None where it was not measured; ``most``: a bound from above."""
+    """``reached`` is None if it was not measured; ``most``: the bound is an upper one."""
 
     what: str
     reached: float | None
@@ -77,59 +77,54 @@ class Figure(NamedTuple):
         return self.reached <= self.bound if self.most else self.reached >= self.bound
 
 
-def script(name: str, *arguments: object) -> list[str]:
-    return [sys.executable, str(ROOT / "kernels_bench" / name), *map(str, arguments)]
-
-
 def parts(out: Path, *, sweep: bool, sanitizer: str | None) -> list[Part]:
-    """Return what runs, in this order."""
+    """Return the parts in the order in which they run."""
     tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--durations=5", "-p", "no:cacheprovider"]
     tests += ["--continue-on-collection-errors", f"--junitxml={out / 'tests.xml'}", str(ROOT / "tests")]
     if importlib.util.find_spec("pytest_timeout"):
         tests += ["-p", "timeout"]
-    if importlib.util.find_spec("xdist"):  # compiling is most of the tests' time
+    if importlib.util.find_spec("xdist"):  # the tests mostly compile
         tests += ["-p", "xdist", "-n", "4"]
-    # what else is installed there may warn, and warnings are errors
+    # other installed plugins may warn, and warnings are errors
     listed = [Part("tests", tests, 130, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})]
     for tool, seconds in CHECKERS.items() if sanitizer else ():
-        command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *script("odd_sizes.py")]
-        # an allocation of its own for each tensor, or a read beyond one is a read of its neighbour
+        command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)]
+        command += scripts.command("kernels_bench.gpu.odd_sizes")
+        # with the caching allocator a read beyond a tensor would be a read of its neighbour
         listed.append(Part(tool, command, seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
-    bench = script("bench.py", "--device", "cuda", "--cases", CASES, "--seconds", 1, "--out", out)
+    host = scripts.command("kernels_bench.host_path", "--device", "cuda", "--json", out / "host.json")
+    bench = ["--device", "cuda", "--cases", CASES, "--seconds", 1, "--out", out]
+    gpt2 = scripts.command("kernels_bench.gpu.gpt2", "--limit", LIMIT, "--out", out)
     listed += [
-        Part("host", script("host_path.py", "--device", "cuda", "--json", out / "host.json"), 20),
-        Part("bench", bench, 130),
-        Part("gpt2", script("gpt2.py", "--limit", LIMIT, "--out", out), 100),
+        Part("host", host, 20),
+        Part("bench", scripts.command("kernels_bench", *bench), 130),
+        Part("gpt2", gpt2, 100),
     ]
     left = SECONDS - sum(part.seconds for part in listed)
     if sweep:
-        listed.append(Part("sweep", script("sweep.py", "--seconds", LIMIT, "--out", out), left))
+        search = scripts.command("kernels_bench.gpu.sweep", "--seconds", LIMIT, "--out", out)
+        listed.append(Part("sweep", search, left))
     return listed
 
 
 def warm_ups(out: Path) -> list[list[str]]:
-    """Return what only compiles, beside the tests, so that later parts find it in the compiler's cache."""
+    """Return commands that compile beside the tests, so that later parts find the compiler's cache filled."""
     bench = ("--device", "cuda", "--cases", "gpt2", "--providers", "inductor,inductor-combo,ours-compiled")
     modes = ("compiled", "reduce-overhead")
     return [
-        script("bench.py", *bench, "--seconds", 0.1, "--out", out / "warm"),
-        *(script("gpt2.py", "--warm", "--modes", mode) for mode in modes),
+        scripts.command("kernels_bench", *bench, "--seconds", 0.1, "--out", out / "warm"),
+        *(scripts.command("kernels_bench.gpu.gpt2", "--warm", "--modes", mode) for mode in modes),
     ]
 
 
-def environment(**more: str) -> dict[str, str]:
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **more}
-    env.pop("TRITON_INTERPRET", None)
-    return env
-
-
 def start(command: list[str], log: Path | None = None, **env: str) -> subprocess.Popen:
-    # a group of its own, so that its compilers end with it
+    env = {**scripts.environment(ROOT / "src"), "PYTHONUNBUFFERED": "1", **env}
+    env.pop("TRITON_INTERPRET", None)
+    # a process group of its own, so that its compilers end with it
     with log.open("wb") if log else open(os.devnull, "wb") as sink:  # noqa: PTH123
         return subprocess.Popen(
             command,
-            env=environment(**env),
+            env=env,
             cwd=ROOT,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -176,7 +171,7 @@ def failed(part: dict) -> bool:
 
 
 def counts(xml: Path) -> dict[str, int]:
-    """Return how many tests there were, failed and were skipped; empty where the file is not there."""
+    """Return how many tests there were, failed and were skipped; empty without the file."""
     if not xml.exists():
         return {}
     suites = ET.parse(xml).getroot().iter("testsuite")  # noqa: S314 pytest wrote it
@@ -203,7 +198,7 @@ def figures(bench: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
         )
 
     def times(case: str, one: str, *others: str) -> float | None:
-        """Return how many times as long as the quickest of the others one takes."""
+        """Return the time of ``one`` over that of the fastest of ``others``."""
         peers = [ms[case, other] for other in others if (case, other) in ms]
         return ms[case, one] / min(peers) if peers and (case, one) in ms else None
 
@@ -233,11 +228,11 @@ def figures(bench: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
     )
     steps = {(row["mode"], row["collects"]): row for row in gpt2 if "ms" in row}
     added = steps.get(("compiled", "grads"), {}).get("added_percent")
-    found.append(Figure("% of a compiled step of GPT-2", added, 1.0, True, "gpt2.py"))
-    # the count that comes nearest to its bound
+    found.append(Figure("% of a compiled step of GPT-2", added, 1.0, True, "gpu.gpt2"))
+    # the count that is nearest to its bound
     count = max(host, key=lambda count: host[count]["beyond_us"] / host[count]["limit_us"], default="")
     beyond, limit = (host[count]["beyond_us"], host[count]["limit_us"]) if host else (None, math.nan)
-    where = f"host_path.py, {count} tensors" if host else "host_path.py"
+    where = f"host_path, {count} tensors" if host else "host_path"
     found.append(Figure("us of the host's beyond a list of data_ptr()", beyond, limit, True, where))
     return found
 
@@ -274,9 +269,10 @@ def without_gpu(out: Path) -> int:
     print("There is no GPU here, so nothing is measured. On a machine with one this would run:\n")
     for part in parts(out, sweep=True, sanitizer="compute-sanitizer"):
         print(f"    {shlex.join(within(part.command, part.seconds))}")
-    print("\nHere, that the tests are found and that a step runs, on the CPU:\n")
+    print("\nThis run checks that the tests are found and that a step runs on the CPU:\n")
     with tempfile.TemporaryDirectory() as folder:
-        small = script("gpt2.py", "--device", "cpu", "--modes", "eager", *SMALL.split(), "--out", folder)
+        options = ["--device", "cpu", "--modes", "eager", *SMALL.split(), "--out", folder]
+        small = scripts.command("kernels_bench.gpu.gpt2", *options)
         tests = parts(Path(folder), sweep=False, sanitizer=None)[0]
         dry = [tests, Part("gpt2, small, on the CPU", small, 120)]
         ended = [run(part, Path(folder) / "log", part.seconds) for part in dry]
@@ -286,19 +282,19 @@ def without_gpu(out: Path) -> int:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser("kernels_bench.gpu.run", __doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--sweep", action="store_true", help="also try other chunks, tiles and threads")
     options = parser.parse_args(argv)
     out = options.out.resolve()
     if not torch.cuda.is_available():
         return without_gpu(out)
-    # nothing of an earlier run may count as this one's; what else is there stays
+    # remove files of an earlier run; other files stay
     for name in WRITTEN:
         (out / name).unlink(missing_ok=True)
     (out / "warm").mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    command = shlex.join(["python", "kernels_bench/gpu.py", *(sys.argv[1:] if argv is None else argv)])
+    command = scripts.command_line("kernels_bench.gpu.run", argv)
     result = {"machine": machine.describe(), "command": command, "parts": [], "tests": {}, "figures": []}
     print(machine.one_line(result["machine"]), flush=True)
     beside = [start(each, out / "warm" / f"{i}.log") for i, each in enumerate(warm_ups(out))]
@@ -307,7 +303,7 @@ def main(argv=None) -> int:
         for part in parts(out, sweep=options.sweep, sanitizer=shutil.which("compute-sanitizer")):
             granted += part.seconds
             if part.name == "bench":
-                # they may use what the tests left of their time, and must not disturb what is timed
+                # they may use the rest of the tests' time, and must not disturb the benchmark
                 while (
                     any(p.poll() is None for p in beside)
                     and time.perf_counter() - begin < granted - part.seconds

@@ -1,8 +1,8 @@
-"""Compile kernels for devices that are not there, and read the code.
+"""Compile kernels for devices that this machine does not have, and read the code.
 
-A launch is recorded instead of made: the package's own launchers run on CPU tensors, and what they
-pass decides types, constants and options exactly as it would on a device. Triton then compiles for
-any target, and its wheel brings the disassembler.
+The package's own launchers run on CPU tensors. A launch is recorded, not made; its arguments decide types,
+constants and options exactly as on a device. Triton then compiles for any target, and its wheel has the
+disassembler.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from unittest import mock
 
 import torch
 import triton
-from disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.ops import library
+from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ def gpu_target(name: str) -> GPUTarget:
 
 
 def assembler(target: str) -> str:
-    """Return what turns Triton's output into machine code for this target, with its version."""
+    """Return the assembler of this target, with its version."""
     if target in HIP_TARGETS:
         return f"LLVM of triton {triton.__version__}"
     from triton.backends.nvidia.compiler import get_ptxas
@@ -56,7 +56,7 @@ def assembler(target: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One launch as its launcher made it."""
+    """One launch as the launcher made it."""
 
     kernel: JITFunction[Any]
     args: tuple[Any, ...]
@@ -75,7 +75,7 @@ class Launch:
         return {k: v for k, v in self.kwargs.items() if k in self.kernel.signature.parameters}
 
     def variant_of(self, target: str) -> tuple[Any, ...]:
-        """Return what Triton's cache looks up: two launches that differ here are two compilations."""
+        """Return the key of Triton's cache: launches with two keys are two compilations."""
         _, specialization, _ = self.bind(target)
         options = {k: v for k, v in self.kwargs.items() if k not in self.constants}
         return self.kernel, repr(specialization), repr(options), repr(self.constants)
@@ -93,7 +93,7 @@ class Launch:
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Record launches of Triton kernels in place of making them."""
+    """Record launches of Triton kernels and do not make them."""
     launches: list[Launch] = []
 
     def record(kernel, *args, grid, warmup, **kwargs):
@@ -110,7 +110,7 @@ def launches_of(
     inv_scale: torch.Tensor | None = None,
     target: str = "sm_90",
 ) -> list[Launch]:
-    """Return the launches that measuring these tensors would make on such a GPU."""
+    """Return the launches that measuring these tensors makes on such a GPU."""
     limits = (thresholds.vanishing, thresholds.exploding, thresholds.dead)
     # the launchers ask torch how wide a warp is
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
@@ -131,7 +131,7 @@ def moments_code(target: str, dtype: torch.dtype) -> Code:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One compilation of a kernel: what it reads, and one of the launches that need it."""
+    """One compilation of a kernel: the dtype it reads, and one of the launches that need it."""
 
     kernel: str
     dtype: torch.dtype
@@ -140,8 +140,8 @@ class Variant:
 
 
 def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Variant]:
-    """Return every variant of every kernel that measuring tensors of these dtypes can ask for."""
-    # 16-byte aligned or not, one chunk or several, one row or several: what a launcher may tell apart
+    """Return every variant of every kernel that tensors of these dtypes can need."""
+    # the launchers may distinguish: 16-byte aligned or not, one chunk or several, one row or several
     inputs = [([16], 0), ([9], 1), ([100_000] * 3, 0), ([100_000] * 3, 1), ([2**21], 0)]
     found: dict[tuple[Any, ...], Variant] = {}
     for dtype in dtypes:
@@ -186,16 +186,16 @@ class Code:
     target: str
     signature: dict[str, str]
     ttir: str
-    # PTX, or LLVM's code where there is none: what an operation is, before an assembler expands it
+    # PTX, or LLVM's code without PTX: the operations before an assembler expands them
     portable: str
     text: str
     listing: Listing
     registers: int
-    # bytes of memory a thread uses for what does not fit into registers
+    # bytes of memory that a thread uses for values that do not fit into registers
     stack: int
-    # registers saved there, or instructions that do so
+    # registers saved there, or instructions that save them
     spills: int
-    # bytes a block
+    # bytes of a block
     shared: int
 
     @property

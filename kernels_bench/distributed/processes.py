@@ -1,8 +1,8 @@
 """Ranks as processes on this machine, with Gloo over the loopback device: times, collectives, bytes.
 
 Each process is a rank that holds its rows of every gradient, as with FSDP2. All calls take a turn in every
-round, and begin on all ranks together; of a round the slowest rank counts, by the clock, and by the CPU time
-of its threads, which says more on a busy machine.
+round, and begin on all ranks together. The slowest rank of a round counts: its wall time, and the CPU time
+of its threads, which is the better figure on a busy machine.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import tempfile
 import time
 from pathlib import Path
 
-import rank_model
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
+from kernels_bench.distributed import cost_model
 
 SHAPE = (64, 64)
-# what takes a collective a tensor: seconds a call, so fewer of them, and not for everything
+# these need a collective for each tensor: seconds a call, so they have fewer rounds and a limit
 APART = ("norms apart", "gathered")
 APART_ROUNDS = 3
 MOST_APART = 4000  # ranks x tensors
 WARM_UP = 2
-SETTLED = 0.2  # seconds until nothing of the last call is under way
+SETTLED = 0.2  # seconds after which the last call has no traffic
 COLLECTIVES = ("reduce", "gather", "broadcast", "scatter", "all_to_all", "alltoall")
 
 
 def contenders(parameters, ranks):
-    """Return the calls that are timed, by name."""
+    """Return the timed calls, by name."""
     grads = [parameter.grad for parameter in parameters.values()]
     local = gm.collect_grads(parameters)
-    sums = torch.zeros(len(ranks.names), rank_model.SUMS, dtype=torch.float64)
-    tops = torch.zeros(len(ranks.names) + 1, rank_model.TOPS, dtype=torch.float64)
+    sums = torch.zeros(len(ranks.names), cost_model.SUMS, dtype=torch.float64)
+    tops = torch.zeros(len(ranks.names) + 1, cost_model.TOPS, dtype=torch.float64)
 
     def pair():
         works = [dist.all_reduce(sums, async_op=True)]
@@ -61,7 +61,7 @@ def contenders(parameters, ranks):
 
 
 class Traffic(TorchDispatchMode):
-    """Collectives that are begun: how many, the bytes given to them, and what a ring sends for that."""
+    """Counts collectives, the bytes given to them, and the bytes that a ring sends for them."""
 
     def __init__(self, ranks):
         super().__init__()
@@ -69,7 +69,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # what it does is seen
+            return NotImplemented  # its inner operators are counted
         name = func._schema.name
         if "c10d" in name and any(word in name for word in COLLECTIVES):
             tensors = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
@@ -77,18 +77,18 @@ class Traffic(TorchDispatchMode):
             self.collectives += 1
             self.payload += nbytes
             reduced = "reduce" in name
-            self.sent += rank_model.sent(nbytes, self.ranks) if reduced else (self.ranks - 1) * nbytes
+            self.sent += cost_model.sent(nbytes, self.ranks) if reduced else (self.ranks - 1) * nbytes
         return func(*args, **kwargs or {})
 
 
 def on_the_wire():
-    """Return the bytes that this process's TCP sockets have received so far; None where nothing tells it."""
+    """Return the bytes that this process's TCP sockets have received so far, or None if unknown."""
     total = 0
     try:
         for path in Path("/proc/self/fd").iterdir():
             try:
                 number = os.dup(int(path.name))
-            except OSError:  # that of the folder itself
+            except OSError:  # the descriptor of the folder itself
                 continue
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 os.close(number)
@@ -131,7 +131,7 @@ def sharded(tensors, size):
 def rank_main(rank, size, folder, all_tensors, rounds):
     """Measure on one rank; the figures go into a file."""
     torch.set_num_threads(1)
-    # no TCP but Gloo's own
+    # a file store, so that all TCP traffic is Gloo's
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
     found = {}
     for tensors in all_tensors:
@@ -167,7 +167,7 @@ def rank_main(rank, size, folder, all_tensors, rounds):
 
 
 def measure(size, all_tensors, rounds):
-    """Run so many ranks; return a row for each number of tensors."""
+    """Run ``size`` ranks; yield a row for each number of tensors."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_main, (size, folder, all_tensors, rounds), nprocs=size)
         by_rank = [json.loads(Path(folder, f"{size}-{rank}.json").read_text()) for rank in range(size)]
@@ -176,7 +176,7 @@ def measure(size, all_tensors, rounds):
         row = {"ranks": size, "tensors": tensors, "traffic": cells[0]["traffic"]}
         row["setup_ms"] = statistics.median(map(max, zip(*[cell["setup_ms"] for cell in cells], strict=True)))
         for i, what in enumerate(("ms", "cpu_ms")):
-            # a call is over when it is on the slowest rank
+            # a call ends when the slowest rank ends it
             slowest = {
                 name: [max(taken[i] for taken in turn) for turn in zip(*runs, strict=True)]
                 for name in cells[0]["times"]
@@ -200,12 +200,12 @@ def fit(rows):
     times = torch.tensor([row["ms"]["pair"] * 1e3 for row in rows], dtype=torch.float64)
     hops = torch.tensor([2.0 * 2 * (row["ranks"] - 1) for row in rows], dtype=torch.float64)
     moved = torch.tensor([row["traffic"]["pair"]["sent"] for row in rows], dtype=torch.float64)
-    # by relative misses: the times span orders of magnitude
+    # relative misses, because the times span orders of magnitude
     terms = torch.stack([hops, moved], dim=1) / times[:, None]
     ones = torch.ones_like(times)[:, None]
     factors = torch.linalg.lstsq(terms, ones).solution[:, 0]
     if (factors <= 0).any():
-        # of too few bytes, or on a machine too busy to tell: hops alone
+        # too few bytes, or a machine that is too busy: fit hops alone
         factors = torch.tensor([torch.linalg.lstsq(terms[:, :1], ones).solution.item(), 0.0]).double()
     hop_us, us_a_byte = factors.tolist()
     worst = (terms @ factors - 1).abs().max().item()

@@ -1,6 +1,6 @@
 """What a GPU can do at best: rates of its units with their sources, and the least time of a pass over memory.
 
-A prediction from tables and machine code, not a measurement.
+This is a prediction from tables and machine code, not a measurement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Gpu:
     """Rates are per clock of one processor: an SM, or a CU of AMD's. Each has a source."""
 
     name: str
-    # what kernels for it are compiled for
+    # the target that its kernels are compiled for
     target: str
     processors: int
     # Hz, the highest that the vendor states
@@ -48,7 +48,7 @@ def _cuda(
     fp64: str,
     conversions: str = "",
 ) -> Gpu:
-    """Make a GPU of numbers (SMs, MHz, GB/s, fp64, conversions) and where they are from."""
+    """Make a GPU from numbers (SMs, MHz, GB/s, fp64, conversions) and their sources."""
     sms, mhz, gigabytes, fp64_rate, conversion_rate = numbers
     capability = f"{target[3:-1]}.{target[-1]}"
     sources = {
@@ -65,7 +65,7 @@ def _cuda(
 
 
 def _cdna(name: str, target: str, numbers: tuple[int, float, float], sheet: str) -> Gpu:
-    """Make a GPU of numbers (CUs, MHz, GB/s) and the data sheet that they are from."""
+    """Make a GPU from numbers (CUs, MHz, GB/s) and their data sheet."""
     cus, mhz, gigabytes = numbers
     sources = {
         "processors": sheet,
@@ -137,7 +137,7 @@ def times(
     conversions: float,
     elements: float = 1e9,
 ) -> dict[str, float]:
-    """Return the least seconds that each resource needs to read so many elements once.
+    """Return the least seconds that each resource needs to read ``elements`` elements once.
 
     ``T >= t_launch + max(N*s / (0.90*BW), N*i / (lanes*SM*f), N*k / (R64*SM*f), N*c / (Rcvt*SM*f))``: the
     roofline model with issue slots, fp64 units and converters as further roofs. Units overlap perfectly
@@ -162,5 +162,5 @@ def times(
 
 
 def binding(seconds: dict[str, float]) -> str:
-    """Name the resource that takes longest."""
+    """Return the name of the resource that takes longest."""
     return max(seconds, key=lambda name: seconds[name])

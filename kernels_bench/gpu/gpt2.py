@@ -1,28 +1,25 @@
-"""What collection adds to a training step of GPT-2: compiled, as a CUDA graph, and eager.
+"""Measure what collection adds to a training step of GPT-2: compiled, as a CUDA graph, and eager.
 
-    python kernels_bench/gpt2.py --out build/gpt2               # GPT-2 124M in bf16 on the GPU
-    python kernels_bench/gpt2.py --device cpu --layers 2 --width 64 --heads 4 --vocabulary 128 \\
-        --context 32 --batch 2 --seconds 1 --out build/gpt2     # the same code, small, anywhere
+    python -m kernels_bench.gpu.gpt2 --out build/gpt2       # GPT-2 124M in bf16 on the GPU
+    python -m kernels_bench.gpu.gpt2 --device cpu --layers 2 --width 64 --heads 4 --vocabulary 128 \\
+        --context 32 --batch 2 --seconds 1 --out build/gpt2 # the same code with a small model, anywhere
 
-Random weights and tokens; all of a step counts: forward, backward, AdamW. The eager step updates with
-torch's fused AdamW; a compiled one is one graph with the update written out. Steps with and without
-collection take turns on the same weights; what collection adds is the median difference within a turn,
-with the middle half of them. Writes gpt2.json and gpt2.md; exit code 1 where a mode fails.
+Weights and tokens are random. A step is forward, backward and AdamW. The eager step updates with torch's
+fused AdamW; the compiled step is one graph with the update written out. Steps with and without collection
+take turns on the same weights; the figure is the median difference within a turn, with its middle half.
+Writes gpt2.json and gpt2.md; the exit code is 1 if a mode fails.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
-import shlex
-import sys
 import time
 from pathlib import Path
 from statistics import median, quantiles
+from typing import TYPE_CHECKING
 
-import machine
 import torch
 import torch._dynamo.config
 from torch import nn
@@ -30,15 +27,19 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy, gelu, linear, scaled_dot_product_attention
 
 import gradiometer as gm
+from kernels_bench import machine, scripts
+
+if TYPE_CHECKING:
+    import argparse
 
 MIB = 2**20
-# the figure to reach is the first one's: it is measured even where time runs out
+# the first mode has the figure to reach, so it is measured even if time runs out
 MODES = ("compiled", "reduce-overhead", "eager")
 COLLECTS = ("nothing", "grads", "grads+weights")
-# a CUDA graph is recorded at the second call
+# the second call records a CUDA graph
 WARM_UP = 4
 MIN_TURNS, SECONDS_OF_A_TURN = 5, 0.1
-# the GPT-2 that is meant takes longer
+# a step of the full model takes longer
 SMALL_MS = 15.0
 LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 # torch's own norm in fp64 is off by up to 4e-11
@@ -62,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 with its tied head. Its vocabulary of 50257 is padded to a multiple of 64, which is quicker."""
+    """GPT-2 with its tied head. Its vocabulary of 50257 is padded to a multiple of 64, which is faster."""
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, context: int) -> None:
         super().__init__()
@@ -95,13 +96,13 @@ class Training:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
         )
-        # the state of the update that is written out
+        # the state of the written-out update
         self.first = [torch.zeros_like(p.data) for p in self.parameters]
         self.second = [torch.zeros_like(p.data) for p in self.parameters]
         self.count = torch.zeros((), device=self.device)
-        # an input of the graph: `check` changes it, and nothing is compiled anew
+        # an input of the graph: `check` changes it without a new compilation
         self.beta = torch.full((), BETAS[0], device=self.device)
-        # a CUDA graph writes only to what stays where it is
+        # a CUDA graph writes to fixed addresses
         for tensor in (*self.first, *self.second, self.count):
             torch._dynamo.mark_static_address(tensor)
 
@@ -136,7 +137,7 @@ class Training:
             p.grad = None
 
     def step(self, mode: str, what: str):
-        """Return a function that takes one step, and returns the stats that it collected."""
+        """Return a function that takes one step and returns the collected stats."""
         if mode == "eager":
             return lambda: self.eager(what)
 
@@ -147,14 +148,14 @@ class Training:
             self.update()
             return loss.detach(), stats
 
-        # code of its own: Dynamo keeps graphs by code, and would look through those of the other steps
+        # a code object of its own: Dynamo keeps graphs by code, and would search those of the other steps
         whole.__code__ = whole.__code__.replace(co_name=f"step_with_{what}")
         compiled = torch.compile(
             whole, fullgraph=True, dynamic=False, mode=None if mode == "compiled" else mode
         )
 
         def run():
-            # what the step before returned is dead
+            # the results of the previous step are dead
             torch.compiler.cudagraph_mark_step_begin()
             return compiled(self.tokens, self.targets)[1]
 
@@ -166,7 +167,7 @@ class Training:
 
 
 class Clock:
-    """What is left of the time limit, against the longest compilation so far."""
+    """The remaining time, compared with the longest compilation so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.end, self.seconds, self.longest = time.perf_counter() + options.limit, options.seconds, 0.0
@@ -177,12 +178,12 @@ class Clock:
 
 
 def check(training: Training, mode: str, step) -> None:
-    """Compare what one step collects with an eager call, bit for bit, and with norms in fp64."""
+    """Compare the stats of one step with an eager call, bit for bit, and with norms in fp64."""
     weights, grads = [p.detach().clone() for p in training.parameters], []
     hook = training.optimizer.register_step_pre_hook(
         lambda *_: grads.extend([p.grad.clone() for p in training.parameters])
     )
-    # then the first moments of the update that is written out are the gradients, which are no longer there
+    # now the first moments of the written-out update are the gradients, which no longer exist
     training.beta.zero_()
     stats = step()
     hook.remove()
@@ -197,7 +198,7 @@ def check(training: Training, mode: str, step) -> None:
 
 
 def take_turns(training: Training, steps: dict, seconds: float) -> dict[str, list[float]]:
-    """Return seconds per step of each in every turn: a few steps in a row, waited for at their end."""
+    """Return seconds a step of each in every turn; a turn is a few steps, with a wait at its end."""
     times = {what: [] for what in steps}
 
     def timed(step, count):
@@ -213,7 +214,7 @@ def take_turns(training: Training, steps: dict, seconds: float) -> dict[str, lis
     while len(times["nothing"]) < MIN_TURNS or time.perf_counter() < deadline:
         for what in order:
             times[what].append(timed(steps[what], count))
-        # none always follows the same other
+        # so that none always follows the same other one
         order.reverse()
     return times
 
@@ -223,7 +224,7 @@ def allocated(device: torch.device) -> int:
 
 
 def peak(training: Training, step) -> float | None:
-    """Return the most memory allocated during a step, in MiB; None where torch does not count it."""
+    """Return the most memory allocated during a step, in MiB; None if torch does not count it."""
     if training.device.type != "cuda":
         return None
     training.wait()
@@ -238,7 +239,7 @@ def measure(mode: str, options: argparse.Namespace) -> list[dict]:
     counters.clear()
     training, steps, rows = Training(options), {}, []
     for what in options.collects:
-        # another step to compile only where there is time for it; the first two are the figure to reach
+        # compile another step only if there is time; the first two give the figure to reach
         if what not in COLLECTS[:2] and not options.clock.has_time_for(mode, 1):
             rows.append({"mode": mode, "collects": what, "left_out": "no time was left"})
             continue
@@ -315,7 +316,7 @@ def markdown(result: dict) -> str:
 
 
 def parse(argv) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser("kernels_bench.gpu.gpt2", __doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the weights")
     sizes = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304, "context": 1024, "batch": 8}
@@ -323,12 +324,12 @@ def parse(argv) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--collects", default=",".join(COLLECTS), help="the first must be 'nothing'")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of timing, for each mode")
+    parser.add_argument("--seconds", type=float, default=8.0, help="time to measure each mode")
     parser.add_argument(
-        "--limit", type=float, default=math.inf, help="seconds: begin no mode that takes longer"
+        "--limit", type=float, default=math.inf, help="seconds; start no mode that would take longer"
     )
     parser.add_argument("--out", type=Path, help="a folder for gpt2.json and gpt2.md")
-    parser.add_argument("--warm", action="store_true", help="only compile, so that a later run need not")
+    parser.add_argument("--warm", action="store_true", help="only compile, for a later run")
     options = parser.parse_args(argv)
     options.modes, options.collects = options.modes.split(","), options.collects.split(",")
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
@@ -343,7 +344,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def save(result: dict, options: argparse.Namespace) -> None:
-    """Write what there is, after every mode: a run that is cut off has told what it knew."""
+    """Write the results so far, after every mode: a run that is cut off keeps them."""
     if options.out and not options.warm:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "gpt2.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -352,11 +353,11 @@ def save(result: dict, options: argparse.Namespace) -> None:
 
 def main(argv=None) -> int:
     options = parse(argv)
-    torch.set_float32_matmul_precision("high")  # what Inductor otherwise advises in a warning
+    torch.set_float32_matmul_precision("high")  # Inductor warns otherwise
     size = f"{options.layers} layers of {options.width}, {options.batch} x {options.context} tokens"
     result = {
         "machine": machine.describe(),
-        "command": shlex.join(["python", "kernels_bench/gpt2.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": scripts.command_line("kernels_bench.gpu.gpt2", argv),
         "model": f"GPT-2, {size}, {options.dtype}, {options.device}",
         "rows": [],
     }
@@ -370,10 +371,10 @@ def main(argv=None) -> int:
             save(result, options)
             continue
         try:
-            # off by default up to torch 2.15: lets fullgraph=True trace loss.backward()
+            # lets fullgraph=True trace loss.backward(); off by default up to torch 2.15
             with torch._dynamo.config.patch(trace_autograd_ops=True):
                 result["rows"] += measure(mode, options)
-        except Exception as error:  # noqa: BLE001 the other modes still run, and the row says so
+        except Exception as error:  # noqa: BLE001 the row reports it, and the other modes run
             first = next(iter(str(error).strip().splitlines()), "")
             result["rows"].append({"mode": mode, "error": f"{type(error).__name__}: {first}"})
         torch._dynamo.reset()

@@ -1,14 +1,14 @@
-"""Another commit of ours, in a process of its own that takes its turn in the same rounds.
+"""Another commit of gradiometer, measured in a process of its own that takes its turn in the same rounds.
 
-The providers and cases are those of this tree; only the package `gradiometer` is the other commit's. Its
-sources come out of `git archive` into a temporary folder, so that the clone is left as it is.
+The process runs the benchmark of this tree; only the package `gradiometer` is that of the other commit. So
+the layout of the other commit's benchmark does not matter. Its package needs the names that `providers.py`
+uses. `git archive` writes its sources to a temporary folder, and the clone stays as it is.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -16,16 +16,20 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-BENCH = Path(__file__).with_name("bench.py")
+from kernels_bench import scripts
+
+NEEDED = (
+    "--base: the benchmark of this tree does not start with the package of that commit (its error is above); "
+    "it needs gm.collect, gm.COLUMNS, gm.Thresholds and gradiometer.ops.tensor_stats"
+)
 
 
 class BaseError(Exception):
-    """The other commit cannot be measured, and why."""
+    """The other commit cannot be measured; the message says why."""
 
 
 @contextmanager
-def sources(ref, root=ROOT):
+def sources(ref, root=scripts.ROOT):
     """Yield the folder that another commit's package is imported from, and the commit's short name."""
 
     def git(*arguments):
@@ -48,13 +52,13 @@ def sources(ref, root=ROOT):
 
 
 class Remote:
-    """A `measure.Bench` in another process: each method is sent there as a line of JSON and waited for."""
+    """A `measure.Bench` in another process: each call sends a line of JSON and waits for the answer."""
 
     def __init__(self, source):
-        path = os.pathsep.join([str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
+        # -P: Python would put the working directory, src of this tree perhaps, before the other sources
         self.process = subprocess.Popen(
-            [sys.executable, str(BENCH), "--worker"],
-            env={**os.environ, "PYTHONPATH": path},
+            [sys.executable, "-P", "-m", "kernels_bench", "--worker"],
+            env=scripts.environment(source),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -63,7 +67,7 @@ class Remote:
             origin = Path(self._receive())
         except BaseError:
             self.close()
-            raise
+            raise BaseError(NEEDED) from None
         if not origin.is_relative_to(source):
             self.close()
             raise BaseError(f"--base: {origin} was imported instead of the other commit's sources")
@@ -82,10 +86,10 @@ class Remote:
     def _receive(self):
         line = self.process.stdout.readline()
         if not line:
-            raise BaseError("the other commit's process has ended; its last words are above")
+            raise BaseError("the other commit's process has ended; its error is above")
         result, error = json.loads(line)
         if error is not None:
-            raise RuntimeError(error)  # a row's matter, not the end
+            raise RuntimeError(error)  # one row fails, and the run goes on
         return result
 
     def close(self):
@@ -113,13 +117,13 @@ def remote(ref):
 
 
 def serve(bench, origin):
-    """Answer lines of JSON on the standard input until it ends; what else is printed goes to the errors."""
+    """Answer lines of JSON on the standard input until it ends; other output goes to standard error."""
     answers, sys.stdout = sys.stdout, sys.stderr
     print(json.dumps([str(origin), None]), file=answers, flush=True)
     for line in sys.stdin:
         method, arguments = json.loads(line)
         try:
             answer = [getattr(bench, method)(*arguments), None]
-        except Exception as failure:  # noqa: BLE001 said at the other end
+        except Exception as failure:  # noqa: BLE001 the other end reports it
             answer = [None, f"{type(failure).__name__}: {failure}".strip()]
         print(json.dumps(answer), file=answers, flush=True)

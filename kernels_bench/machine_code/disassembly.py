@@ -1,6 +1,6 @@
 """Read machine code as text: NVIDIA's as cuobjdump prints it, AMD's as LLVM does.
 
-What is read are opcodes and innermost loops, and what a loop does for each element that it loads.
+The result is opcodes and innermost loops, and what a loop does for each element that it loads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Loop:
-    """The body of one loop, and what it does per element read. A predicated instruction counts like any."""
+    """The body of one loop, and what it does per element read. A predicated instruction counts as one."""
 
     opcodes: list[str]
 
@@ -29,7 +29,7 @@ class Loop:
 
     @property
     def talk(self) -> list[str]:
-        """What passes values between the threads of a block, or makes them wait for each other."""
+        """Instructions that pass values between the threads of a block, or make them wait."""
         return [opcode for opcode in self.opcodes if is_talk(opcode)]
 
     def elements(self, itemsize: int) -> int:
@@ -68,7 +68,7 @@ class Loop:
 
 
 class Listing(NamedTuple):
-    """Machine code as text: opcodes, the line of text that each stands on, and innermost loops.
+    """Machine code as text: opcodes, the line of each, and innermost loops.
 
     Opcodes are mnemonics with their modifiers, in the order of their addresses. A span is a loop's first
     and last place in that list.
@@ -105,10 +105,10 @@ def parse_sass(text: str) -> Listing:
     places = {address: place for place, (address, _, _) in enumerate(code)}
     spans = []
     for place, (address, opcode, operands) in enumerate(code):
-        # behind its operands some versions say how an instruction is scheduled
+        # some versions print the scheduling of an instruction after its operands
         last = re.search(r"0x([0-9a-f]+)\s*([&?].*)?$", operands)
         goal = last if opcode.startswith("BRA") else None
-        # a branch to itself is the padding behind the end
+        # a branch to itself is padding after the end
         if goal and int(goal[1], 16) < address:
             spans.append((places[int(goal[1], 16)], place))
     return Listing([opcode for _, opcode, _ in code], lines, _innermost(spans))

@@ -1,7 +1,7 @@
-"""Many ranks without many machines: the plan run for real in one process, and a collective on paper.
+"""Many ranks without many machines: their plan in one process, and the predicted time of a collective.
 
-`simulate` makes what each of up to 16,384 ranks would tell, and goes through `gm.Ranks` as the last of them.
-`nccl_us` is what NCCL expects of an all-reduce; `sent` what a rank sends, whatever the library.
+`simulate` makes what each of up to 16,384 ranks would send, and runs `gm.Ranks` as the last of them.
+`nccl_us` is the time that NCCL expects of an all-reduce; `sent` is what a rank sends in any library.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gradiometer.distributed.sharding import Mesh, Sharding, ShardSpec
 DOUBLE = 8
 SUMS, TOPS = 7, 2
 PER_NODE = 8
-# 8 network cards of 400 Gbit/s: assumed
+# assumed: 8 network cards of 400 Gbit/s
 NODE_GB_S = 400.0
-# of Gloo, over TCP between machines: assumed
+# assumed, of Gloo over TCP between machines
 HOP_US, TCP_GB_S = 30.0, 1.0
 # NCCL's own table, by algorithm and protocol: µs of a call, of a hop over NVLink, of one over the network
 # (NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat, commit b6475625)
@@ -34,13 +34,13 @@ LATENCIES = {
     ("ring", "LL128"): (14.0, 1.9, 4.0),
     ("ring", "Simple"): (8.4, 3.4, 14.0),
 }
-# there, too: what a protocol leaves of the bandwidth, and GB/s that LL has at most beyond two nodes
+# from the same file: the share of the bandwidth that a protocol reaches, and LL's most GB/s beyond two nodes
 SHARES = {"LL": 1 / 4, "LL128": 0.92, "Simple": 1.0}
 LL_GB_S = 20.4
 
 
 def payload(tensors, steps=1):
-    """Return the bytes of the sum and of the maximum for so many rows, of so many steps at once."""
+    """Return the bytes of the sum and of the maximum for this many tensors and steps at once."""
     return DOUBLE * SUMS * tensors * steps, DOUBLE * TOPS * (tensors * steps + 1)
 
 
@@ -77,12 +77,12 @@ def pair_us(tensors, ranks, **network):
 
 
 def gloo_pair_us(tensors, ranks, steps, hop_us=HOP_US, gb_s=TCP_GB_S):
-    """Return the µs of the pair for so many steps at once by Gloo, whose all-reduce is a ring."""
+    """Return the µs of the pair for this many steps at once by Gloo, whose all-reduce is a ring."""
     return sum(2 * (ranks - 1) * hop_us + sent(n, ranks) / gb_s / 1e3 for n in payload(tensors, steps))
 
 
 class Job(NamedTuple):
-    """How ranks are dealt out: pipeline stages x replicas x shards x tensor parallel."""
+    """The mesh of a job: pipeline stages x replicas x shards x tensor parallel."""
 
     stages: int
     replicas: int
@@ -91,7 +91,7 @@ class Job(NamedTuple):
 
 
 def job(ranks):
-    """Return tensor parallel within a node, up to 8 stages and up to 64 shards; replicas of that."""
+    """Return a job: tensor parallel within a node, up to 8 stages, up to 64 shards, and replicas of that."""
     tensor = 8 if ranks >= 64 else 2
     stages = 8 if ranks >= 512 else 1
     shards = min(64, ranks // (tensor * stages))
@@ -99,10 +99,10 @@ def job(ranks):
 
 
 def members_of(ranks, tensors):
-    """Return what each rank tells of itself, and the shardings by digest."""
+    """Return what each rank sends about itself, and the shardings by digest."""
     stages, replicas, shards, tensor = job(ranks)
     names = [f"model.layers.{i // 9}.feed_forward.w{i % 9}.weight" for i in range(tensors)]
-    # as FSDP2 over tensor parallel: some cut by both, norms by the shards alone
+    # as FSDP2 over tensor parallel: both cut some tensors, only the shards cut norms
     cuts = (("R", "_S(0, 2)", "S(0)"), ("R", "S(0)", "S(1)"), ("R", "S(0)", "R"))
     digests, shardings = [], {}
     for stage in range(stages):
@@ -123,7 +123,7 @@ def members_of(ranks, tensors):
 
 
 class Book:
-    """The store of a job, in which all ranks but the last have told what they have to tell."""
+    """The store of a job, to which all ranks but the last have written."""
 
     def __init__(self, key, told):
         self.values = {f"{key}/{rank}": value for rank, value in enumerate(told[:-1])}
@@ -152,15 +152,15 @@ class Book:
 
 
 def heard(told):
-    """Meet as the last of all ranks, the one that puts together what all told; return it, and its bytes."""
+    """Meet as the last rank, which joins what all ranks wrote; return that, and its bytes."""
     told = [pickle.dumps(value) for value in told]
     book, ranks = Book("meeting", told), range(len(told))
     _, values = exchange(book, "meeting", ranks[-1], ranks, told[-1], 1.0)
-    return [pickle.loads(value) for value in values], book.given  # noqa: S301 our own
+    return [pickle.loads(value) for value in values], book.given  # noqa: S301 this process wrote it
 
 
 def simulate(ranks, tensors):
-    """Agree as the last rank of so many would; return CPU seconds, bytes that each rank gets, peak memory."""
+    """Agree as the last of this many ranks; return CPU seconds, bytes that each rank gets, peak memory."""
     members, shardings = members_of(ranks, tensors)
     firsts = {member.digest: place for place, member in reversed([*enumerate(members)])}
     told = [None] * ranks
@@ -175,7 +175,7 @@ def simulate(ranks, tensors):
         met = time.process_time()
         plan = make_global_plan(found, {sharding.digest: sharding for sharding in layout_values if sharding})
         agreed = time.process_time()
-        # the last rank has most before it to look at
+        # the last rank has the most other ranks to look at
         plan.counts(ranks - 1)
         seconds = {
             "meet": met - start,

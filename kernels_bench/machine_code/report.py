@@ -1,17 +1,16 @@
-"""What the kernels compile to, and the bound that follows for each GPU; no GPU is needed.
+"""Report what the kernels compile to, and the bound that follows for each GPU; no GPU is needed.
 
-    python kernels_bench/code_report.py [--out build/machine-code]
-    python kernels_bench/code_report.py --targets sm_90,sm_100 --dtypes float32,bfloat16 --kernels moments
-    python kernels_bench/code_report.py --targets sm_90 --sass build/sass   # disassembly, main loops marked
-    python kernels_bench/code_report.py --join A/report.json B/report.json  # two compilers side by side
+    python -m kernels_bench.machine_code.report [--out build/machine-code]
+    python -m kernels_bench.machine_code.report --targets sm_90,sm_100 --dtypes float32 --kernels moments
+    python -m kernels_bench.machine_code.report --targets sm_90 --sass build/sass   # writes the disassembly
+    python -m kernels_bench.machine_code.report --join A/report.json B/report.json  # compares two compilers
 
-Prints what the main loops do, what that predicts, and the rates behind it; writes the same as `report.json`
-and `report.md`.
+Prints what the main loops do, the predicted bounds, and the rates behind them; writes the same as
+`report.json` and `report.md`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -23,27 +22,29 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from code_tables import joined, markdown, show
-from roofline import GPUS, binding, times
+from kernels_bench import scripts
+from kernels_bench.machine_code.roofline import GPUS, binding, times
+from kernels_bench.machine_code.tables import joined, markdown, show
 
 KERNELS = ("moments", "finalize")
 
 
 def code_rows(target: str, dtypes: list[str], kernels: list[str], sass: Path | None) -> list[dict]:
-    """Compile for one target; return a row for each variant, or one that says why there is none."""
-    import machine_code
+    """Compile for one target; return a row for each variant, with an error if it does not compile."""
     import torch
 
+    from kernels_bench.machine_code import compile as compiler
+
     rows = []
-    for variant in machine_code.variants(target, [getattr(torch, dtype) for dtype in dtypes]):
+    for variant in compiler.variants(target, [getattr(torch, dtype) for dtype in dtypes]):
         if variant.kernel not in kernels:
             continue
-        row = {"target": target, "kernel": variant.kernel, "dtype": machine_code.short(variant.dtype)}
+        row = {"target": target, "kernel": variant.kernel, "dtype": compiler.short(variant.dtype)}
         row["variant"] = variant.note
         try:
             code = variant.launch.compile(target)
             row |= measures(code, variant.dtype.itemsize)
-        except Exception as error:  # noqa: BLE001 a compiler may not know a target; the others' rows still count
+        except Exception as error:  # noqa: BLE001 a compiler may not know a target; other rows count
             lines = str(error).strip().splitlines() or [""]
             rows.append(row | {"error": f"{type(error).__name__}: {lines[0]}"})
             continue
@@ -55,7 +56,7 @@ def code_rows(target: str, dtypes: list[str], kernels: list[str], sass: Path | N
 
 
 def in_own_process(target: str, dtypes: list[str], kernels: list[str], sass: Path | None) -> list[dict]:
-    """Do the same in a process that may end: LLVM does so where it doesn't know what is asked of it."""
+    """Run `code_rows` in a process of its own: LLVM ends the process for what it does not know."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(code_rows, target, dtypes, kernels, sass).result()
@@ -65,7 +66,7 @@ def in_own_process(target: str, dtypes: list[str], kernels: list[str], sass: Pat
 
 
 def measures(code, itemsize: int) -> dict:
-    """What stands in a row: of the main loop per element of this many bytes, and of the whole kernel."""
+    """Return a row's figures: of the main loop per element of ``itemsize`` bytes, and of the whole kernel."""
     loop = code.main_loop
     elements = loop.elements(itemsize)
     return {
@@ -103,30 +104,31 @@ def bound_rows(rows: list[dict]) -> list[dict]:
                     {"gpu": gpu.name, "target": gpu.target, "dtype": dtype, "bound": binding(seconds)}
                     | {"milliseconds": {name: 1e3 * value for name, value in seconds.items()}}
                     | {"bytes_per_second": rate, "share": rate / gpu.bandwidth}
-                    # the clock at which memory ceases to bind
+                    # at a lower clock memory is no longer the bound
                     | {"clock_needed": gpu.clock * others / seconds["memory"]}
                 )
     return bounds
 
 
 def versions(targets: list[str]) -> dict[str, str]:
-    import machine_code
     import torch
     import triton
 
+    from kernels_bench.machine_code import compile as compiler
+
     named = {"torch": torch.__version__, "triton": triton.__version__}
-    return named | {target: machine_code.assembler(target) for target in targets}
+    return named | {target: compiler.assembler(target) for target in targets}
 
 
 def chosen(text: str, known: tuple[str, ...], what: str) -> list[str]:
     names = text.split(",")
     if unknown := [name for name in names if name not in known]:
-        sys.exit(f"code_report.py: unknown {what} {', '.join(unknown)}; known are {', '.join(known)}")
+        sys.exit(f"machine_code.report: unknown {what} {', '.join(unknown)}; known are {', '.join(known)}")
     return names
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser("kernels_bench.machine_code.report", __doc__)
     parser.add_argument("--out", type=Path, default=Path("build/machine-code"), help="folder of the report")
     parser.add_argument("--targets", help="like sm_90,gfx942; all by default")
     parser.add_argument("--dtypes", help="like float32,bfloat16; all by default")
@@ -135,20 +137,20 @@ def main() -> int:
     parser.add_argument("--join", type=Path, nargs="+", help="report.json of several compilers, to compare")
     args = parser.parse_args()
     if missing := [str(path) for path in args.join or () if not path.is_file()]:
-        sys.exit(f"code_report.py: no report at {', '.join(missing)}; make one with --out")
+        sys.exit(f"machine_code.report: no report at {', '.join(missing)}; make one with --out")
     if args.join:
         try:
             print(joined([json.loads(path.read_text()) for path in args.join]))
         except (ValueError, KeyError, TypeError):
-            sys.exit("code_report.py: --join takes what --out has written, report.json of each compiler")
+            sys.exit("machine_code.report: --join takes what --out has written, report.json of each compiler")
         return 0
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        sys.exit("code_report.py: unset TRITON_INTERPRET; interpreted kernels have no machine code")
+        sys.exit("machine_code.report: unset TRITON_INTERPRET; interpreted kernels have no machine code")
 
-    import machine_code
+    from kernels_bench.machine_code import compile as compiler
 
-    targets = chosen(args.targets or ",".join(machine_code.TARGETS), machine_code.TARGETS, "target")
-    known = tuple(map(machine_code.short, machine_code.DTYPES))
+    targets = chosen(args.targets or ",".join(compiler.TARGETS), compiler.TARGETS, "target")
+    known = tuple(map(compiler.short, compiler.DTYPES))
     dtypes = chosen(args.dtypes or ",".join(known), known, "dtype")
     kernels = chosen(args.kernels or ",".join(KERNELS), KERNELS, "kernel")
     for folder in filter(None, (args.out, args.sass)):

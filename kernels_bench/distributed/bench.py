@@ -1,33 +1,33 @@
-"""What merging over ranks costs: measured with Gloo on this machine, simulated and on paper beyond it.
+"""Measure what a reduction over ranks costs: with Gloo on this machine, simulated, and predicted.
 
-    python kernels_bench/ranks.py                          # all of it: some minutes
-    python kernels_bench/ranks.py --quick
-    python kernels_bench/ranks.py --parts setup,model --ranks 8,16384 --tensors 100,10000 --json PATH
+    python -m kernels_bench.distributed.bench             # all of it: some minutes
+    python -m kernels_bench.distributed.bench --quick
+    python -m kernels_bench.distributed.bench --parts setup,model --ranks 8,16384 --tensors 100 --json PATH
 
-`measured`: processes of this machine time `collect_grads(reduce=ranks)`, its two all-reduces alone, and what
-others do with DTensors; collectives and bytes are counted, and what the sockets received. `setup`: the
-agreement of thousands of ranks, in one process. `model`: what NCCL's own cost model says of the two
-all-reduces. Tables are Markdown.
+`measured`: processes of this machine time `collect_grads(reduce=ranks)`, its two all-reduces alone, and
+other ways to do it with DTensors. It counts collectives, their bytes, and the bytes that the sockets
+receive. `setup`: one process runs the agreement of thousands of ranks. `model`: NCCL's own cost model
+predicts the time of the two all-reduces. Tables are Markdown.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
-import machine
-import rank_model
 import torch
-from rank_processes import SHAPE, fit, measure
+
+from kernels_bench import machine, scripts
+from kernels_bench.distributed import cost_model
+from kernels_bench.distributed.processes import SHAPE, fit, measure
 
 PARTS = ("measured", "setup", "model")
 PROCESSES = (2, 4, 8)
 RANKS, TENSORS = (8, 64, 512, 4096, 16_384), (100, 1000, 10_000)
 # steps that a Monitor's background thread merges at once
 WINDOW = 16
-# gradients that a tensor's statistics are compared with: 2 MiB, a million elements of bfloat16
+# a gradient's size, beside which the statistics of a tensor are small: a million elements of bfloat16
 GRADIENT_BYTES = 2 * 2**20
 CALLS = {
     "ours": "gm.collect_grads(model, reduce=ranks)",
@@ -113,7 +113,7 @@ def show_setup(rows):
         [
             f"{row['ranks']:,} = {' x '.join(map(str, row['job'].values()))}",
             f"{row['tensors']:,}",
-            str(row["layouts"]),
+            str(row["shardings"]),
             size_of(row["member_bytes"]),
             size_of(row["layout_bytes"]),
             *[short(1e3 * seconds) for seconds in row["seconds"].values()],
@@ -130,18 +130,18 @@ def show_setup(rows):
 def model_rows(all_ranks, all_tensors, hop_us, tcp_gb_s, **network):
     for ranks in all_ranks:
         for tensors in all_tensors:
-            payload = sum(rank_model.payload(tensors))
+            payload = sum(cost_model.payload(tensors))
             yield {
                 "ranks": ranks,
                 "tensors": tensors,
                 "payload": payload,
-                "sent": rank_model.sent(payload, ranks),
+                "sent": cost_model.sent(payload, ranks),
                 "of_gradients": payload / (tensors * GRADIENT_BYTES),
-                "us": rank_model.pair_us(tensors, ranks, **network),
-                "by": rank_model.nccl_us(rank_model.payload(tensors)[0], ranks, **network)[1],
-                # each tensor's sum of squares, and then no wait for the host
-                "apart_us": tensors * rank_model.nccl_us(rank_model.DOUBLE, ranks, **network)[0],
-                "window_us": rank_model.gloo_pair_us(tensors, ranks, WINDOW, hop_us, tcp_gb_s),
+                "us": cost_model.pair_us(tensors, ranks, **network),
+                "by": cost_model.nccl_us(cost_model.payload(tensors)[0], ranks, **network)[1],
+                # one all-reduce of a sum of squares for each tensor, with no wait for the host
+                "apart_us": tensors * cost_model.nccl_us(cost_model.DOUBLE, ranks, **network)[0],
+                "window_us": cost_model.gloo_pair_us(tensors, ranks, WINDOW, hop_us, tcp_gb_s),
             }
 
 
@@ -172,19 +172,19 @@ def numbers(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser("kernels_bench.distributed.bench", __doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help="less of everything: half a minute")
-    parser.add_argument("--processes", type=numbers, help="ranks that are measured, such as 2,4")
-    parser.add_argument("--ranks", type=numbers, default=RANKS, help="that are simulated, such as 8,16384")
+    parser.add_argument("--quick", action="store_true", help="fewer ranks, tensors and rounds: half a minute")
+    parser.add_argument("--processes", type=numbers, help="ranks to measure, such as 2,4")
+    parser.add_argument("--ranks", type=numbers, default=RANKS, help="ranks to simulate, such as 8,16384")
     parser.add_argument("--tensors", type=numbers, default=TENSORS, help="such as 100,1000")
     parser.add_argument("--rounds", type=int, help="timed rounds; default 20, with --quick 5")
-    parser.add_argument("--per-node", type=int, default=rank_model.PER_NODE, help="GPUs, in the model")
-    parser.add_argument("--gb-s", type=float, default=rank_model.NODE_GB_S, help="of a node, in the model")
+    parser.add_argument("--per-node", type=int, default=cost_model.PER_NODE, help="GPUs of a node")
+    parser.add_argument("--gb-s", type=float, default=cost_model.NODE_GB_S, help="GB/s of a node")
     parser.add_argument(
-        "--hop-us", type=float, default=rank_model.HOP_US, help="of Gloo over TCP, in the model"
+        "--hop-us", type=float, default=cost_model.HOP_US, help="µs of a hop of Gloo over TCP"
     )
-    parser.add_argument("--tcp-gb-s", type=float, default=rank_model.TCP_GB_S, help="likewise")
+    parser.add_argument("--tcp-gb-s", type=float, default=cost_model.TCP_GB_S, help="GB/s of Gloo over TCP")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     parts = args.parts.split(",")
@@ -199,9 +199,9 @@ def main():
         ([n for n in [rounds] if n < 2], "--rounds are 2 or more"),
     ):
         if wrong:
-            sys.exit(f"ranks.py: {wrong[0]}: {text}")
+            sys.exit(f"distributed.bench: {wrong[0]}: {text}")
 
-    command = " ".join(["python kernels_bench/ranks.py", *sys.argv[1:]])
+    command = scripts.command_line("kernels_bench.distributed.bench")
     figures = {"command": command, "machine": machine.describe(), "rounds": rounds}
     print(machine.one_line(figures["machine"]))
     if "measured" in parts:
@@ -213,7 +213,7 @@ def main():
     if "setup" in parts:
         pairs = [(ranks, n) for ranks in args.ranks for n in tensors]
         figures["setup"] = [
-            {"ranks": ranks, "tensors": n} | rank_model.simulate(ranks, n) for ranks, n in pairs
+            {"ranks": ranks, "tensors": n} | cost_model.simulate(ranks, n) for ranks, n in pairs
         ]
         show_setup(figures["setup"])
     if "model" in parts:

@@ -1,29 +1,30 @@
-"""Collect from memory whose ends a checker knows: each tensor is an allocation of its own.
+"""Collect from tensors that have an allocation each, so that a memory checker knows where they end.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python kernels_bench/odd_sizes.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 \\
+        python -m kernels_bench.gpu.odd_sizes
 
-Odd sizes around the tile and the chunk, every dtype, beginnings off 16 bytes, NaN. Exit code 3 where
-something differs from what the CPU says.
+The sizes lie around the tile and the chunk, in every dtype; some tensors begin off 16 bytes or hold NaN.
+The exit code is 3 if a result differs from that of the CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 
 import torch
 
 import gradiometer as gm
+from kernels_bench import scripts
 
 SIZES = (0, 1, 3, 17, 1023, 2049, 2**15 - 1, 2**15 + 1, 70_001)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# an exception ends with 1
+# not 1, which is an exception's exit code
 WRONG = 3
 EXACT = ("numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "abs_max")
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser("kernels_bench.gpu.odd_sizes", __doc__)
     parser.add_argument("--device", default="cuda")
     device = parser.parse_args(argv).device
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -34,7 +35,7 @@ def main(argv=None) -> int:
         host[f"{name} with NaN"][[5, -1]] = math.nan
     there = {name: x.to(device) for name, x in host.items()}
     for start in (1, 3):
-        # up to the last byte of its allocation
+        # they end at the last byte of their allocation
         host |= {f"{name} from {start}": x[start:] for name, x in host.items() if "from" not in name}
         there |= {f"{name} from {start}": x[start:] for name, x in there.items() if "from" not in name}
     found, expected = gm.collect(there), gm.collect(host)

@@ -1,28 +1,27 @@
-"""What recording adds to a collection: `Recorder.record` and `advance` against `collect_grads`, in turns.
+"""Measure what recording adds to a collection: `Recorder.record` and `advance` against `collect_grads`.
 
-    python kernels_bench/recorder.py                     # on the CPU; exits with 1 above 5 %
-    python kernels_bench/recorder.py --device cuda --json PATH
+    python -m kernels_bench.monitoring.recorder           # on the CPU; exit code 1 above 5 %
+    python -m kernels_bench.monitoring.recorder --device cuda --json PATH
 
-Both read the same gradients of the same model, in eager code, and both are waited for. One call of each a
-round, in an order that alternates; the ratio is the median of those of the rounds.
+Both read the same gradients of the same model in eager code, and the script waits for both. Each is called
+once a round, in an order that alternates; the ratio is the median over the rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from pathlib import Path
 
-import machine
 import torch
 from torch import nn
 
 import gradiometer as gm
+from kernels_bench import machine, scripts
 
-# layers and their width: many small tensors, and few large ones
+# (layers, width): many small tensors, and few large ones
 MODELS = {
     "148 tensors of 64x64 and 64": (74, 64),
     "24 of 512x512 and 512": (12, 512),
@@ -55,13 +54,13 @@ def measure(layers, width, rounds, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = scripts.parser("kernels_bench.monitoring.recorder", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=200, help="timed rounds a model")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("recorder.py: --device cuda: torch sees no GPU here; leave it out")
+        sys.exit("monitoring.recorder: --device cuda: torch sees no GPU here; leave it out")
 
     from rich.console import Console
     from rich.table import Table
@@ -83,7 +82,7 @@ def main():
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"machine": machine.describe(), "rows": rows}, indent=1) + "\n")
     if args.device == "cpu" and any(row["ratio"] > BOUND for row in rows):
-        sys.exit(f"recorder.py: recording takes more than {BOUND} times a collection")
+        sys.exit(f"monitoring.recorder: recording takes more than {BOUND} times a collection")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""The run record: how fast it writes and reads, how long it holds others up, and bytes by tensor and step.
+"""Measure the run record: speed of writing and reading, pauses of other threads, bytes by tensor and step.
 
-    python kernels_bench/run_record.py                     # 1000 tensors, 2000 steps
-    python kernels_bench/run_record.py --check --json PATH # exit code 1 where a bound is missed
+    python -m kernels_bench.monitoring.run_record                     # 1000 tensors, 2000 steps
+    python -m kernels_bench.monitoring.run_record --check --json PATH # exit code 1 if a bound is missed
 
-Written are numbers made up, all of them noise, and those of a small transformer that is trained here: real
-ones are smaller on disk. Times are of one core (one thread of torch's and of pyarrow's); CPU time says what
-writing takes from a training process, wall time also waits for the disk. A pause is how long a thread that
-does nothing but look at the clock was stopped, while another one writes 50 steps/s: the interpreter hands
-over after 5 ms, so what is beyond that was held longer. What it waited for a core is not in it, where Linux
-says so.
+The script writes made-up numbers, all of them noise, and those of a small transformer that it trains; real
+numbers are smaller on disk. Times are of one core: one thread of torch and one of pyarrow. CPU time is what
+writing takes from a training process; wall time also includes the wait for the disk. A pause is how long a
+thread that only looks at the clock is stopped while another one writes 50 steps/s. The interpreter switches
+threads after 5 ms, so a longer pause means that the lock was held. On Linux a pause does not include the
+wait for a core.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -35,9 +34,10 @@ from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
 from gradiometer.runs.parquet import tensors_table, to_parquet
 from gradiometer.runs.reader import read_run
 from gradiometer.runs.writer import RunRecord
+from kernels_bench import scripts
 
 RATE = 50  # steps/s, of 1000 tensors
-# share of a core that writing at that rate may take; seconds to read a matrix of 1000 x 5000
+# the most that writing at RATE may take of a core; the most seconds to read a matrix of 1000 x 5000
 BOUND_SHARE, BOUND_MATRIX = 0.5, 2.0
 
 
@@ -102,7 +102,7 @@ def write(path, records, batch=16, **options):
 
 
 def cost(path, records):
-    """Return what is said of writing these."""
+    """Return the figures of writing these records."""
     found = write(path, records, segment_seconds=math.inf)
     rows = len(records) * records[0].roster.num_rows
     per_step = found["cpu_s"] / len(records)
@@ -117,7 +117,7 @@ def cost(path, records):
 
 
 def share(path, records):
-    """Return the share of a core that writing takes at the rate, whose open segments are written again."""
+    """Return the share of a core that writing at RATE takes, with open segments written again."""
     sink = start(path, records)
     begin, cpu = time.perf_counter(), time.process_time()
     for i, record in enumerate(records):
@@ -140,7 +140,7 @@ def pauses(seconds, work=None):
         gaps, last, waited = [], *now(file)
         while thread.is_alive():
             here, queued = now(file)
-            # without what it waited for a core
+            # less the wait for a core
             gaps.append((here - last) - (queued - waited))
             last, waited = here, queued
     return [gap * 1e3 for gap in sorted(gaps, reverse=True)[:5]]
@@ -153,7 +153,7 @@ def now(file):
 
 
 def reading(path):
-    """Return seconds of reading, each the best of three."""
+    """Return the seconds of each way to read, the best of three."""
     run = read_run(path)
     steps, names = len(run.steps), run.roster.names
     asks = {
@@ -175,7 +175,7 @@ def reading(path):
 
 
 def layouts(records):
-    """Return bytes a row and CPU s a million rows of ways to write the same, the one in use first."""
+    """Return bytes a row and CPU s a million rows of several ways to write; the first is in use."""
     table = tensors_table(records, 1, records[0].roster)
     floats = [field.name for field in table.schema if field.type == "double"]
     words = [name for name in table.column_names if name not in floats]
@@ -243,11 +243,11 @@ def show(result):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = scripts.parser("kernels_bench.monitoring.run_record", __doc__)
     parser.add_argument("--tensors", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--trained-steps", type=int, default=300)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of writing at the rate")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of writing at the rate")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -276,8 +276,8 @@ def main():
 
 
 def over(result, rows):
-    """Return the names of what is over its bound."""
-    # the bound of the matrix is that of 5 million rows
+    """Return the names of the figures that are over their bound."""
+    # the bound of the matrix is for 5 million rows
     limits = {"share": BOUND_SHARE, "matrix_norm": BOUND_MATRIX * max(rows / 5e6, 0.1)}
     found = {"share": result["share"], "matrix_norm": result["read_s"]["matrix_norm"]}
     return [name for name, limit in limits.items() if not found[name] <= limit]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from roofline import GPUS, REACHABLE
+from kernels_bench.machine_code.roofline import GPUS, REACHABLE
 
 RATES = {
     "processors": "SMs or CUs",
@@ -91,7 +91,7 @@ def markdown(report: dict) -> str:
 
 
 def joined(reports: list[dict]) -> str:
-    """Put what several compilers made of the moments kernel side by side."""
+    """Return a table of the moments kernel with a column for each compiler."""
     heads = [f"triton {report['versions']['triton']}" for report in reports]
     if len({*heads}) < len(heads):
         heads = [f"{i}: {head}" for i, head in enumerate(heads, 1)]

@@ -1,19 +1,18 @@
-"""What watching costs a training step: the monitor against nothing, and against what is used instead.
+"""Measure what a monitor adds to a training step, beside no monitor and beside other telemetry.
 
-    python kernels_bench/monitor.py                                # eager steps of two models
-    python kernels_bench/monitor.py --modes eager,compiled --models transformer --json PATH
+    python -m kernels_bench.monitoring.monitor            # eager steps of two models
+    python -m kernels_bench.monitoring.monitor --modes eager,compiled --models transformer --json PATH
 
 Every contender trains a model of its own, from the same weights on the same batches. In each round all take
 a turn of some steps, and turns of one round are compared. A turn of the monitor lasts until its background
-thread is done, so that what it does later counts too; what wandb does in a process of its own does not.
-All end with the same weights and the same norm, or the run fails: watching changes nothing.
+thread is done, so its later work counts too; the work of wandb's own process does not count. All contenders
+must end with the same weights and the same norm, or the run fails.
 
 On a CPU one core is left free: threads that share theirs with anything else take many times as long.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -24,22 +23,22 @@ import tempfile
 import time
 from pathlib import Path
 
-import machine
 import torch
-from measure import reason_of
 from torch import nn
 
 from gradiometer.demo.training import BATCH, CONTEXT, LR, VOCABULARY
 from gradiometer.demo.training import _Model as Transformer
 from gradiometer.monitor.monitor import Monitor
+from kernels_bench import machine, scripts
+from kernels_bench.measure import reason_of
 
 DEPTH, WIDTH = 200, 32
 WARM_UP = 2
-QUIET_SECONDS = 0.05  # after a turn, for what another process still does
+QUIET_SECONDS = 0.05  # after a turn, for work that another process still does
 
 
 class Deep(nn.Module):
-    """Many small tensors: 200 residual layers of 32 x 32, in 401 tensors."""
+    """A model of many small tensors: 200 residual layers of 32 x 32, in 401 tensors."""
 
     def __init__(self):
         super().__init__()
@@ -66,22 +65,22 @@ MODELS = {"transformer": (Transformer, text_batch), "deep": (Deep, number_batch)
 
 
 class Plain:
-    """No telemetry; the others say what they add."""
+    """No telemetry, and the base class of the others."""
 
-    inside = staticmethod(lambda: None)  # in the step, compiled or not, after backward
+    inside = staticmethod(lambda: None)  # runs in the step after backward, and may be compiled
 
     def __init__(self, model, _folder):
         self.model = model
-        self.norm = None  # the last total norm that was seen
+        self.norm = None  # the last total norm
 
     def outside(self, loss):
-        """After the optimizer's step."""
+        """Run after the optimizer's step."""
 
     def before_update(self):
-        """Between backward and the optimizer's step, outside of what is compiled."""
+        """Run between backward and the optimizer's step, outside of the compiled step."""
 
     def finish_turn(self):
-        """All that was begun is done."""
+        """Wait until all work is done."""
 
     def close(self):
         pass
@@ -121,7 +120,7 @@ class WandbWatch(Plain):
         os.environ["WANDB_SILENT"] = "true"
         settings = wandb.Settings(console="off")
         self.norm = None
-        # the active one: watch logs there
+        # watch logs to the active run
         self.run = wandb.init(mode="offline", dir=folder, project="monitor", settings=settings)
         self.run.watch(model, log="gradients", log_freq=1)
 
@@ -189,12 +188,12 @@ class Training:
         self.step = torch.compile(step, fullgraph=True) if mode == "compiled" else step
 
     def turn(self, steps):
-        """Take some steps; return ms a step: by the clock, and of CPU time on all threads of this process."""
+        """Take some steps; return ms a step: wall time, and CPU time of all threads of this process."""
         batches = [self.batch(self.generator, self.device) for _ in range(steps)]
         self.wait()
         start, cpu = time.perf_counter(), time.process_time()
         for x, y in batches:
-            # in place: a compiled step that makes gradients anew would return them from its graph
+            # in place: a compiled step that allocates gradients would return them from its graph
             self.optimizer.zero_grad()
             loss = self.step(x, y)
             self.telemetry.before_update()
@@ -223,7 +222,7 @@ def measure(model_name, mode, names, args, folder):
             place = folder / f"{model_name}-{mode}-{names.index(name)}"
             trainings[name] = Training(model_name, name, mode, args.device, place)
             trainings[name].turn(WARM_UP)  # compiles
-        except Exception as failure:  # noqa: BLE001 whatever a peer throws, the run goes on
+        except Exception as failure:  # noqa: BLE001 the run goes on, whatever a peer raises
             trainings.pop(name, None)
             failed[name] = reason_of(failure)
     times = {name: [] for name in trainings}
@@ -236,29 +235,29 @@ def measure(model_name, mode, names, args, folder):
     for name, training in trainings.items():
         try:
             training.telemetry.close()
-        except RuntimeError as failure:  # what does not log is no contender
+        except RuntimeError as failure:  # telemetry that does not log is no contender
             times.pop(name)
             failed[name] = reason_of(failure)
     return {name: values[1:] for name, values in times.items()}, failed
 
 
 def check(trainings):
-    """All have the same weights, and who knows a norm knows the same."""
+    """Check that all have the same weights, and the same norm if they have one."""
     weights = trainings[PLAIN].weights()
     norms = {}
     for name, training in trainings.items():
         if not torch.allclose(training.weights(), weights, rtol=1e-4, atol=1e-6):
-            sys.exit(f"monitor.py: the weights of {name!r} are not those of {PLAIN!r}")
+            sys.exit(f"monitoring.monitor: the weights of {name!r} are not those of {PLAIN!r}")
         if training.telemetry.norm is not None:
             norms[name] = training.telemetry.norm
     if norms and max(norms.values()) > min(norms.values()) * (1 + 1e-4):
-        sys.exit(f"monitor.py: the norms of the last step differ: {norms}")
+        sys.exit(f"monitoring.monitor: the norms of the last step differ: {norms}")
 
 
 def rows_of(model_name, mode, times):
     for name, turns in times.items():
         row = {"model": model_name, "mode": mode, "contender": name}
-        # of a busy machine the CPU time says more
+        # on a busy machine CPU time is the better figure
         for i, what in enumerate(("wall", "cpu")):
             pairs = [(turn[i], base[i]) for turn, base in zip(turns, times[PLAIN], strict=True)]
             parts = [value / base - 1 for value, base in pairs]
@@ -298,8 +297,8 @@ def show(rows, failed, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it is")
+    parser = scripts.parser("kernels_bench.monitoring.monitor", __doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--modes", default="eager", help="of eager, compiled")
     parser.add_argument("--threads", type=int, default=max(1, torch.get_num_threads() - 1), help="of torch")
@@ -311,7 +310,7 @@ def main():
     torch.set_num_threads(args.threads)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("monitor.py: --device cuda: torch sees no GPU here; leave it out")
+        sys.exit("monitoring.monitor: --device cuda: torch sees no GPU here; leave it out")
     asked = args.contenders.split(",") if args.contenders else [*CONTENDERS]
     for what, given, known in (
         ("model", args.models.split(","), [*MODELS]),
@@ -320,9 +319,9 @@ def main():
     ):
         unknown = [name for name in given if name not in known]
         if unknown:
-            sys.exit(f"monitor.py: no {what} {unknown[0]!r}; there are {', '.join(known)}")
+            sys.exit(f"monitoring.monitor: no {what} {unknown[0]!r}; there are {', '.join(known)}")
     if args.rounds < 2 or args.steps < 1:
-        sys.exit("monitor.py: --rounds must be 2 or more and --steps 1 or more")
+        sys.exit("monitoring.monitor: --rounds must be 2 or more and --steps 1 or more")
 
     names = [name for name in CONTENDERS if name == PLAIN or name in asked]
     rows, failed = [], {}

@@ -1,0 +1,1 @@
+"""Reductions over ranks: measured with Gloo, simulated, and computed from a cost model."""

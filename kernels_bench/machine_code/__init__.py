@@ -1,0 +1,1 @@
+"""What the kernels compile to on each target, and the bound that follows for each GPU."""

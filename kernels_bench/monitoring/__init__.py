@@ -1,0 +1,1 @@
+"""What a monitor, a recorder and a run record add to a training step."""
