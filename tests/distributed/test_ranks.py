@@ -161,7 +161,12 @@ def halves(rank):
         "health": health,
         "names": (stats.names, stats.origin.tolist(), found["grads"].names, len(found["local"])),
         "local": found["local"]["layer.0.weight"].numel,
-        "back": (back.names, back.origin.tolist(), back.local.names, back.local.sharding == stats.local.sharding),
+        "back": (
+            back.names,
+            back.origin.tolist(),
+            back.local.names,
+            back.local.sharding == stats.local.sharding,
+        ),
     }
 
 
