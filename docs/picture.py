@@ -21,7 +21,7 @@ STYLES = {
     r"first (?:non-finite|exploding) gradients?": "bold yellow",
     r"^  ok\b": "bold green",
     r"^  FAILED\b": "bold red",
-    r"^(?:Fault \d|Every gradient|What was checked|Time per step).*": "bold cyan",
+    r"^(?:Fault \d|The gradients|What was checked|Time per step).*": "bold cyan",
     r"^[─]+$": "dim",
     r"^… .*": "dim",
 }
@@ -32,7 +32,7 @@ FONT = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 def main() -> None:
     """Draw the table and the first fault of the demo's output."""
     lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("Every gradient"))
+    start = next(i for i, line in enumerate(lines) if line.startswith("The gradients"))
     stop = next(i for i, line in enumerate(lines) if line.startswith("Fault 2"))
     text = Text("\n".join(lines[start:stop]).rstrip())
     for pattern, style in STYLES.items():

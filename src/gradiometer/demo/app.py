@@ -23,7 +23,7 @@ import torch
 import torch._dynamo.config
 
 import gradiometer as gm
-from gradiometer.demo.training import CULPRIT, LR, Backend, Probe, Training
+from gradiometer.demo.training import FAULTY, LR, Backend, Probe, Training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,9 @@ LR_JUMP = 1000
 MAX_THREADS: Final = 4
 MIN_STEPS, MAX_STEPS_AFTER_JUMP = 10, 60
 MIN_ROUNDS, MAX_ROUNDS, TIMING_SECONDS = 5, 60, 10.0
-SHOWN: Final = 3
+# findings of one fault, and rows of the table
+SHOWN: Final = 2
+ROWS: Final = 4
 # of a line of text
 WIDTH: Final = 96
 # for the run record and the page
@@ -46,26 +48,27 @@ PACKAGES: Final = ("pyarrow", "plotly")
 class _Run:
     """Takes watched steps, shows them, and returns what was recorded of them."""
 
-    def __init__(self, step: Step, monitor: gm.Monitor, records: list[gm.StepRecord], every: int) -> None:
+    def __init__(self, step: Step, monitor: gm.Monitor, records: list[gm.StepRecord]) -> None:
         self._step, self._monitor, self._records = step, monitor, records
         self._tty = sys.stdout.isatty()
-        self._every = 5 if self._tty else every
 
     @property
     def next(self) -> int:
         """The number of the next step."""
         return self._monitor.step
 
-    def advance(self, steps: int, *, until_nonfinite: bool = False) -> list[gm.StepRecord]:
-        """Take some steps. Only a step that is shown is waited for."""
+    def advance(
+        self, steps: int, *, every: int | None = None, until_nonfinite: bool = False
+    ) -> list[gm.StepRecord]:
+        """Take some steps. Show, and wait for, one in ``every`` and the last; on a terminal one in 5."""
+        every = 5 if self._tty else every or steps
         first, start = self.next, time.perf_counter()
         shown = first
         for remaining in reversed(range(steps)):
-            number = self.next
             self._step()
             seen = [record for record in self._records if record.step >= first]
             last = remaining == 0 or (until_nonfinite and any(r.total("n_nonfinite") for r in seen))
-            if last or number % self._every == 0:
+            if last or (self.next - first) % every == 1:
                 self._monitor.flush()
                 milliseconds = 1e3 * (time.perf_counter() - start) / (self.next - shown)
                 self._show(self._records[-1], milliseconds, last=last)
@@ -101,18 +104,18 @@ def _alarms(monitor: gm.Monitor, first: int) -> list[gm.Finding]:
 
 
 def _tell(findings: list[gm.Finding]) -> None:
-    print()
-    for finding in findings[:SHOWN]:
+    for place, finding in enumerate(findings[:SHOWN]):
         print(textwrap.fill(str(finding), WIDTH, initial_indent="  ", subsequent_indent=" " * 11))
-        print(textwrap.fill(finding.advice, WIDTH, initial_indent=" " * 11, subsequent_indent=" " * 11))
+        if place == 0:
+            print(textwrap.fill(finding.advice, WIDTH, initial_indent=" " * 11, subsequent_indent=" " * 11))
     if len(findings) > SHOWN:
-        print(f"  and {len(findings) - SHOWN} more")
+        print(f"  and {len(findings) - SHOWN} more findings")
 
 
 def _train(run: _Run, monitor: gm.Monitor, steps: int, checks: _Checks) -> None:
-    records = run.advance(steps)
+    records = run.advance(steps, every=max(2, steps // 2))
     false = _alarms(monitor, 0)
-    print(f"\nEvery gradient of step {records[-1].step}, worst first:\n\n{records[-1].report()}")
+    print(f"\nThe gradients of step {records[-1].step}:\n{records[-1].report().to_string(ROWS)}")
     checks.add("every step is recorded", f"{len(records)} of {steps}", ok=len(records) == steps)
     found = f"{len(false)} findings in {len(records)} healthy steps"
     checks.add("no false alarm", found + "".join(f"; {x.message}" for x in false[:1]), ok=not false)
@@ -120,7 +123,7 @@ def _train(run: _Run, monitor: gm.Monitor, steps: int, checks: _Checks) -> None:
 
 def _put_in_an_inf(training: Training, run: _Run, monitor: gm.Monitor, checks: _Checks) -> None:
     number = run.next
-    print(f"\nFault 1: at step {number} one element of one gradient is made Inf.\n")
+    print(f"\nFault 1: at step {number} one element of a gradient is set to Inf.")
     before = [x.clone() for x in training.state()]
     training.fault.view(-1)[-1] = float("inf")
     run.advance(1)
@@ -130,9 +133,9 @@ def _put_in_an_inf(training: Training, run: _Run, monitor: gm.Monitor, checks: _
     after = run.advance(max(MIN_STEPS, number // 3))
 
     _tell(alarms)
-    print("  The compiled step saw it on the device and skipped this update; the host was not asked.")
+    print("  The compiled step skipped this update on the device, without a host sync.")
     nonfinite = [f for f in alarms if f.rule == "nonfinite"]
-    named = [(f.first_step, f.tensor) for f in nonfinite] == [(number, CULPRIT)]
+    named = [(f.first_step, f.tensor) for f in nonfinite] == [(number, FAULTY)]
     found = ", ".join(f"step {f.first_step}: {f.tensor}" for f in nonfinite)
     checks.add("the Inf is named", found or "nothing", ok=named)
     found = f"weights and moments are {'the same bits' if same else 'NOT what they were'}"
@@ -145,7 +148,7 @@ def _put_in_an_inf(training: Training, run: _Run, monitor: gm.Monitor, checks: _
 
 def _raise_the_learning_rate(training: Training, run: _Run, monitor: gm.Monitor, checks: _Checks) -> None:
     jump = run.next
-    print(f"\nFault 2: at step {jump} the learning rate jumps from {LR:g} to {LR * LR_JUMP:g}.\n")
+    print(f"\nFault 2: at step {jump} the learning rate jumps from {LR:g} to {LR * LR_JUMP:g}.")
     before = [x.clone() for x in training.state()]
     training.lr.mul_(LR_JUMP)
     records = run.advance(MAX_STEPS_AFTER_JUMP, until_nonfinite=True)
@@ -154,7 +157,6 @@ def _raise_the_learning_rate(training: Training, run: _Run, monitor: gm.Monitor,
 
     alarms = _alarms(monitor, jump)
     _tell(alarms)
-    print(f"  The weights of step {jump} are put back.")
     found = f"nothing in {len(records)} steps"
     exploded = [f for f in alarms if f.rule in {"exploding", "norm_spike", "loss_spike"}]
     if exploded:
@@ -200,10 +202,9 @@ def _show_times(training: Training, watched: Step, plain: Step) -> int:
     before, after = median(times[plain]), median(times[watched])
     low, _, high = quantiles([a - b for a, b in zip(times[watched], times[plain], strict=True)])
     print(
-        f"\nTime per step, medians of {rounds} in turn\n\n"
-        f"  {before:8.2f} ms  without the monitor\n"
-        f"  {after:8.2f} ms  with it, its rules, and the run record: {after - before:+.1f} ms,"
-        f" {100 * (after / before - 1):+.1f} % (middle half {low:+.1f} to {high:+.1f})"
+        f"\nTime per step, median of {rounds}: {before:.1f} ms without the monitor, {after:.1f} ms with it,\n"
+        f"  {after - before:+.1f} ms, {100 * (after / before - 1):+.1f} %"
+        f" (middle half {low:+.1f} to {high:+.1f})"
     )
     return rounds
 
@@ -219,8 +220,8 @@ def _write_page(folder: Path, steps: int, checks: _Checks) -> None:
         "the run is on disk", f"{found} of {steps} steps, {len(run.findings)} findings", ok=found == steps
     )
     page = write_page(run)
-    print(f"\nThe run record is in {folder}; `gradiometer show {folder}` looks into it.")
-    print(f"The page of the run, to open in a browser:\n\n  {page.resolve()}")
+    print(f"Read the run record with: gradiometer show {folder}")
+    print(f"Open its page in a browser: {page.resolve()}")
 
 
 def _demo(training: Training, name: str, steps: int, folder: Path | None) -> bool:
@@ -231,8 +232,7 @@ def _demo(training: Training, name: str, steps: int, folder: Path | None) -> boo
         watched = training.compile(backends[0], monitor)
         plain = training.compile(backends[1], None)
         graphs = [backend.graphs for backend in backends]
-        print()
-        run = _Run(watched, monitor, records, every=max(1, steps // 5))
+        run = _Run(watched, monitor, records)
         _train(run, monitor, steps, checks)
         _put_in_an_inf(training, run, monitor, checks)
         _raise_the_learning_rate(training, run, monitor, checks)
@@ -245,7 +245,7 @@ def _demo(training: Training, name: str, steps: int, folder: Path | None) -> boo
     checks.add("lost by the monitor", lost, ok=not monitor.dropped and not monitor.failures)
     if folder is not None:
         _write_page(folder, monitor.step, checks)
-    print(f"\nWhat was checked\n\n{checks}")
+    print(f"\nWhat was checked\n{checks}")
     return checks.passed
 
 
@@ -309,10 +309,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m gradiometer.d
     training = Training(device, options.seed)
     threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     print(
-        f"gradiometer {gm.__version__}, torch {torch.__version__}, {device}{threads}, {backend}\n\n"
+        f"gradiometer {gm.__version__}, torch {torch.__version__}, {device}{threads}, {backend}\n"
         f"A transformer of {sum(p.numel() for p in training.parameters):,} parameters in"
-        f" {len(training.parameters)} tensors learns {len(training.text):,} characters of Python's own\n"
-        "library. Forward, backward, recording of every gradient and AdamW are one compiled graph.\n"
+        f" {len(training.parameters)} tensors learns Python's standard library;\n"
+        "forward, backward, recording of every gradient and AdamW are one compiled graph."
     )
     # off by default up to torch 2.15
     with torch._dynamo.config.patch(trace_autograd_ops=True):  # noqa: SLF001

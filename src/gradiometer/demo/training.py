@@ -25,7 +25,7 @@ __all__ = ["Backend", "Probe", "Step", "Training", "corpus"]
 VOCABULARY, CHARACTERS = 128, 2**20
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 3, 192, 6, 64, 16
 LR = 1e-3
-CULPRIT: Final = "blocks.1.up.weight"
+FAULTY: Final = "blocks.1.up.weight"
 # operators that make the host wait for a value on the device
 SYNCS: Final = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"}
 
@@ -141,16 +141,16 @@ class Training:
         self.generator = torch.Generator(device).manual_seed(seed)
         # inputs of the step: nothing is compiled again when their values change
         self.lr = torch.tensor(LR, device=device)
-        self.fault = torch.zeros_like(self.model.get_parameter(CULPRIT).data)
+        self.fault = torch.zeros_like(self.model.get_parameter(FAULTY).data)
 
     def compile(self, backend: Backend, monitor: Monitor | None) -> Step:
         """Compile the step and take it once: forward, backward, recording and update in one graph."""
-        culprit = self.model.get_parameter(CULPRIT)
+        faulty = self.model.get_parameter(FAULTY)
 
         def step(tokens: Tensor, targets: Tensor, lr: Tensor, fault: Tensor) -> Tensor:
             loss: Tensor = self.model(tokens, targets)
             loss.backward()
-            culprit.grad = fault if culprit.grad is None else culprit.grad + fault
+            faulty.grad = fault if faulty.grad is None else faulty.grad + fault
             if monitor is not None:
                 monitor.record()
             self._update(lr, None if monitor is None else monitor.skip_step)
