@@ -427,19 +427,19 @@ def test_tensors_that_are_new_on_one_rank_alone(pool):
 
 LEAVE = """
 import sys, threading, time, torch, gradiometer as gm, torch.distributed as dist
-from gradiometer.distributed import collectives
+from gradiometer.distributed import collectives, process_groups
 from gradiometer.distributed import ranks as ranks_module
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 model = torch.nn.Linear(2, 1)
 ranks = gm.Ranks(model, timeout=2)
-side = collectives.side_group([0, 1], 600)
+side = process_groups.side_group([0, 1], 600)
 if rank == 1:
     sys.stdin.read()
 waiting = threading.Thread(target=collectives.all_reduce, args=(torch.ones(1), "sum", side, 600), daemon=True)
 waiting.start()
 time.sleep(0.2)
-collectives.close(side)
+process_groups.close(side)
 del side
 try:
     gm.collect_weights(model, reduce=ranks)

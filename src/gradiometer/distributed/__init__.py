@@ -16,6 +16,7 @@ from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_f
 from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
 from gradiometer.distributed.ranks import Ranks
 from gradiometer.distributed.rendezvous import RankError
+from gradiometer.distributed.settle import settle
 from gradiometer.distributed.sharding import UNKNOWN, Sharding, plain_sharding
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "plain_sharding",
     "ranks_of",
     "rendezvous",
+    "settle",
     "sharding_here",
     "share",
     "side_group",

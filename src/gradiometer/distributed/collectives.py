@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,6 @@ _PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.02
 # seconds of a wait for a collective after which a rank looks whether another one has given it up
 _LOOK: Final = 1.0
-# called after a collective that failed: Gloo takes no further ones then in its group
-_BROKEN: Final = "broken"
 _NO_STORE: Final = "neither does the store of the process group answer, which rank 0 may hold"
 
 # how often ranks have met, by what for, in each world: the same on all of them
@@ -44,7 +42,22 @@ _met: weakref.WeakKeyDictionary[Group, Counter[str]] = weakref.WeakKeyDictionary
 _broken: weakref.WeakKeyDictionary[Group, str] = weakref.WeakKeyDictionary()
 
 
-# groups
+class _Call(NamedTuple):
+    """A call to all ranks to say that they are there, after a collective that was given up.
+
+    ``late``: the number of the collective that has not ended in time. None: one failed, and Gloo takes no
+    further collectives in its group.
+    """
+
+    late: int | None = None
+
+    def key(self, group: Group) -> str:
+        """Return its key in the store."""
+        what = "broken" if self.late is None else f"late/{self.late}"
+        return f"gradiometer/{group.group_name}/{what}"
+
+
+_BROKEN: Final = _Call()
 
 
 def whole() -> Any:
@@ -94,7 +107,7 @@ def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: 
         for work in works:
             if device.type != "cpu":
                 work.wait()
-            elif call := _given_up(work, end, group, number):
+            elif (call := _given_up(work, end, group, number)) is not None:
                 _keep(group, works)
                 raise _gone(group, number) if call == _BROKEN else _late(group, number, timeout)
     except RuntimeError as error:
@@ -107,24 +120,25 @@ def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: 
     return results
 
 
-def _given_up(work: Any, end: float, group: Group, number: int) -> str:
-    """Wait for a collective on the CPU; return "", or, where it is given up, the roll call to go to."""
-    late, previous = _late_call(number), _late_call(number - 1)
+def _given_up(work: Any, end: float, group: Group, number: int) -> _Call | None:
+    """Wait for a collective on the CPU; return None, or the call to answer where it is given up."""
+    late = _Call(number)
+    previous: _Call | None = _Call(number - 1)
     while True:
         left = end - time.monotonic()
         if _ends(work, max(min(left, _LOOK), 0.001)):
             # with an error of its own, perhaps
             work.wait()
-            return ""
+            return None
         if left <= _LOOK:
             return late
         for call in (_BROKEN, late):
             if _is_called(group, call):
                 return call
-        if previous and _is_called(group, previous):
+        if previous is not None and _is_called(group, previous):
             # some still wait for what has ended here: this rank is not the one that is missing
             _say_here(group, previous)
-            previous = ""
+            previous = None
 
 
 def _ends(work: Any, seconds: float) -> bool:
@@ -215,8 +229,8 @@ def _store() -> Any:
 
 
 def _late(group: Group, number: int, timeout: float) -> RankError:
-    """Return who did not come to a collective, after a roll call."""
-    missing = _missing(group, number, _late_call(number))
+    """Return who did not come to a collective, after a call to all ranks."""
+    missing = _missing(group, number, _Call(number))
     late = f"did not come to this reduction within {timeout:g} s"
     if missing is None:
         return RankError(f"a rank {late}; {_NO_STORE}")
@@ -226,7 +240,7 @@ def _late(group: Group, number: int, timeout: float) -> RankError:
 
 
 def _gone(group: Group, number: int, reason: str = "") -> RankError:
-    """Return who may be gone after a collective that failed, on this rank or another, after a roll call."""
+    """Call all ranks after a collective that failed, on this rank or another; return who may be gone."""
     missing = _missing(group, number, _BROKEN)
     if missing is None:
         text = f"a rank does not answer{reason}; {_NO_STORE}"
@@ -241,15 +255,15 @@ def _gone(group: Group, number: int, reason: str = "") -> RankError:
     return RankError(text)
 
 
-def _missing(group: Group, number: int, call: str) -> list[int] | None:
-    """Hold a roll call; return who does not answer, or None where the store does not.
+def _missing(group: Group, number: int, call: _Call) -> list[int] | None:
+    """Call all ranks; return who does not answer, or None where the store does not.
 
     Of ranks in the same trouble one may have waited for too long, and another one have seen Gloo fail: who
     answers either call is there.
     """
     here, ranks = ranks_of(group)
-    calls = [_BROKEN, _late_call(number), _late_call(number + 1)]
-    keys = [_call_key(group, what) for what in sorted(calls, key=lambda what: what != call)]
+    calls = [_BROKEN, _Call(number), _Call(number + 1)]
+    keys = [each.key(group) for each in sorted(calls, key=lambda each: each != call)]
     try:
         return in_time(  # type: ignore[no-any-return]
             PRESENCE_TIMEOUT + SLACK,
@@ -259,16 +273,16 @@ def _missing(group: Group, number: int, call: str) -> list[int] | None:
         return None
 
 
-def _say_here(group: Group, call: str) -> None:
+def _say_here(group: Group, call: _Call) -> None:
     here, ranks = ranks_of(group)
-    key, store = _call_key(group, call), _store()
+    key, store = call.key(group), _store()
     with suppress(RuntimeError):
         in_time(_LOOK, lambda: store.set(f"{key}/{ranks[here]}", "here"))
 
 
-def _is_called(group: Group, call: str) -> bool:
+def _is_called(group: Group, call: _Call) -> bool:
     """Tell whether others have given up a collective, and look for who is missing."""
-    store, key = _store(), _call_key(group, call)
+    store, key = _store(), call.key(group)
     try:
         return bool(in_time(_LOOK, lambda: store.check([key])))
     except RankError:
@@ -276,14 +290,6 @@ def _is_called(group: Group, call: str) -> bool:
         return False
     except RuntimeError:
         return 0 in dist.get_process_group_ranks(group)
-
-
-def _call_key(group: Group, call: str) -> str:
-    return f"gradiometer/{group.group_name}/{call}"
-
-
-def _late_call(number: int) -> str:
-    return f"late/{number}"
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -21,17 +21,14 @@ from gradiometer.distributed.sharding_exchange import exchange_shardings
 from gradiometer.inputs import (
     check_names,
     has_float64,
-    is_dtensor,
-    local_shard,
     named_parameters,
-    places,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from gradiometer.distributed.process_groups import Group
-    from gradiometer.inputs import Named, Parameters, Place
+    from gradiometer.inputs import Parameters
 
 __all__ = ["Ranks"]
 
@@ -376,35 +373,6 @@ class Ranks:
         powers = collectives.all_reduce((norm / unit) ** order, "sum", self.group, self.timeout)
         return powers ** (1.0 / order) * unit
 
-    def settle(self, grads: Named, parameters: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return what this rank holds of each gradient, placed as its parameter is.
-
-        Summands that the ranks have not added up, such as of a normalization under sequence parallelism, are
-        added up first: all of one mesh and dtype in one collective; those of a parameter that is itself
-        summands, too. The gradient itself stays as it is. All ranks of its mesh have to come here.
-
-        Raises:
-            TypeError: where a gradient and its parameter are on different meshes.
-        """
-        if not any([is_dtensor(kind) for kind in {type(x) for x in (*grads.tensors, *parameters)}]):
-            return list(grads.tensors)
-        shards: list[Tensor] = []
-        summands: dict[Any, list[int]] = {}
-        for name, grad, parameter in zip(*grads, parameters, strict=True):
-            like, dimensions = _summed(*places(name, grad, parameter, what))
-            if dimensions:
-                key = (like.device_mesh, dimensions, like.dtype)  # type: ignore[attr-defined]
-                summands.setdefault(key, []).append(len(shards))
-            shards.append(local_shard(like) if is_dtensor(type(like)) else like)
-        for (mesh, dimensions, _), indices in summands.items():
-            flat = torch.cat([shards[i].reshape(-1) for i in indices])
-            for dimension in dimensions:
-                flat = collectives.all_reduce(flat, "sum", mesh.get_group(dimension), self.timeout)
-            sizes = [shards[i].numel() for i in indices]
-            for i, part in zip(indices, flat.split(sizes), strict=True):
-                shards[i] = part.view(shards[i].shape)
-        return shards
-
 
 def _no_group() -> None:
     return None
@@ -414,12 +382,3 @@ def _kind(sharding: Sharding, spec: ShardSpec) -> tuple[object, ...]:
     """Return what decides how a tensor is merged; not its dtype, which may change."""
     mesh = None if spec.mesh < 0 else sharding.meshes[spec.mesh].shape
     return spec.shape, mesh, spec.placements
-
-
-def _summed(grad: Any, found: list[Place]) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the gradient as it has to be measured, and the dimensions of the mesh to add it up over."""
-    moved = tuple([i for i, place in enumerate(found) if not place.is_settled])
-    if all([str(found[i].now) == "P(sum)" and found[i].then is None for i in moved]):
-        return grad, moved
-    with torch.no_grad():
-        return grad.redistribute(placements=[place.then or collectives.whole() for place in found]), ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradiometer.columns import Thresholds
     from gradiometer.distributed import Ranks
 
-__all__ = ["MergeWindow"]
+__all__ = ["MergeWindow", "Told"]
 
 # scalars that are merged by name; of more the first rank's count
 _SCALARS: Final = 256
@@ -33,6 +33,22 @@ _BYTES: Final = 1 << 24
 # marks of a step, beside its scalars: what is summed, and what is maximized
 _SUMMED: Final = 1  # ranks that recorded it
 _MAXIMIZED: Final = 4  # whether it was skipped, who has a loss that is not finite, its number, and minus that
+
+
+class Told(NamedTuple):
+    """What a rank tells beside its steps; of all ranks the maximum is heard.
+
+    Where a rank is told of it is ``size - rank``, so that the first is heard, and 0 for none.
+    """
+
+    fewest: float  # minus the steps that wait
+    most: float  # the steps that wait
+    behind: float  # a rank for which none waits
+    leaves: float  # a rank that takes part no longer
+    fault: float  # a rank that ends with a fault
+    is_closing: float
+    is_flooded: float  # more steps wait than may
+    is_unplaced: float  # a scalar has no place
 
 
 class MergeWindow:

@@ -1,4 +1,4 @@
-"""The roll call: whether a model's parameters are still those that were there when its recorder was made."""
+"""Check whether a model's parameters are still those that were there when its recorder was made."""
 
 from __future__ import annotations
 

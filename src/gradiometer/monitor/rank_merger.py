@@ -9,14 +9,14 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from gradiometer import distributed
 from gradiometer.distributed import RankError
 from gradiometer.monitor.failures import describe
-from gradiometer.monitor.merge_window import MergeWindow
+from gradiometer.monitor.merge_window import MergeWindow, Told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,22 +39,6 @@ _BEAT = 1.0
 # seconds that a rank which ends with a fault waits for others to have its last steps
 _GRACE = 2.0
 _WITHOUT: Final = "; steps have no tensors from here on"
-
-
-class _Told(NamedTuple):
-    """What a rank tells beside its steps; of all ranks the maximum is heard.
-
-    Where a rank is told of it is ``size - rank``, so that the first is heard, and 0 for none.
-    """
-
-    fewest: float  # minus the steps that wait
-    most: float  # the steps that wait
-    behind: float  # a rank for which none waits
-    leaves: float  # a rank that takes part no longer
-    fault: float  # a rank that ends with a fault
-    is_closing: float
-    is_flooded: float  # more steps wait than may
-    is_unplaced: float  # a scalar has no place
 
 
 class RankMerger:
@@ -244,7 +228,7 @@ class RankMerger:
             waiting, fault, closes = len(self._queue), self._fault, self._leaves_at < math.inf
         names = self._window.unplaced(queue)
         me = self._ranks.size - self._ranks.rank
-        told = _Told(
+        told = Told(
             fewest=-waiting,
             most=waiting,
             behind=0 if waiting else me,
@@ -300,7 +284,7 @@ class RankMerger:
                     until = min(beat, self._next)
                 self._changed.wait(until - now)
 
-    def _meet(self, queue: Sequence[StepRecord], told: _Told) -> tuple[Tensor, Tensor, _Told, list[bool]]:
+    def _meet(self, queue: Sequence[StepRecord], told: Told) -> tuple[Tensor, Tensor, Told, list[bool]]:
         """Return a window's sums and maxima, what is heard, and which of the steps that wait are recorded."""
         carried = self._carried
         sums, tops = self._window.pack(queue[: len(carried)], carried)
@@ -315,7 +299,7 @@ class RankMerger:
             tops = distributed.all_reduce(tops, "max", self._group, self._ranks.timeout)
         tops, extra = tops.split([len(tops) - len(extra), len(extra)])
         numbers = extra.tolist()
-        heard = _Told(*numbers[: len(told)])
+        heard = Told(*numbers[: len(told)])
         return sums, tops, heard, [number > 0 for number in numbers[len(told) :]]
 
     def _merge(self, sums: Tensor, tops: Tensor, mine: Sequence[StepRecord]) -> None:
@@ -347,7 +331,7 @@ class RankMerger:
             queue = list(self._queue)
         # steps may have come since ranks told of theirs
         self._carried = ()
-        told = _Told(*[0.0] * len(_Told._fields))._replace(most=len(queue))
+        told = Told(*[0.0] * len(Told._fields))._replace(most=len(queue))
         most = int(self._meet([], told)[2].most)
         if not most:
             return
@@ -379,7 +363,7 @@ class RankMerger:
         if fault is not None:
             self._fault = None
 
-    def _watch(self, heard: _Told, step: StepRecord, now: float) -> None:
+    def _watch(self, heard: Told, step: StepRecord, now: float) -> None:
         """Say so, if a rank makes the others wait for long."""
         self._stalls_at = self._stalls_at or now + self._ranks.timeout
         if now >= self._stalls_at:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradiometer import ops
 from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds, derived
-from gradiometer.distributed import UNKNOWN, given_ranks, implicit_ranks_for, is_active, sharding_here
+from gradiometer.distributed import UNKNOWN, given_ranks, implicit_ranks_for, is_active, settle, sharding_here
 from gradiometer.inputs import (
     Named,
     Traits,
@@ -73,7 +73,7 @@ def measure_grads(
 
 
 def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> Named:
-    """Return the gradients, placed as their parameters are; with ranks those that `Ranks.settle` returns.
+    """Return the gradients, placed as their parameters are; with ranks, as `distributed.settle` does it.
 
     ``parameters``: all, in order.
     """
@@ -81,7 +81,7 @@ def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> 
         return grads
     kept = [p for p in parameters.tensors if p.grad is not None]
     if ranks is not None:
-        return Named(grads.names, ranks.settle(grads, kept, what))
+        return Named(grads.names, settle(grads, kept, ranks.timeout, what))
     placed = [placed_like(*each, what) for each in zip(*grads, kept, strict=True)]
     return Named(grads.names, placed)
 
