@@ -21,12 +21,13 @@ RANKS = tests/distributed
 export HYPOTHESIS_PROFILE ?= ci
 CORE = $(VENV)/.core-$(TORCH)-$(TRITON)
 DEV = $(VENV)/.dev-$(TORCH)-$(TRITON)
+DOCS = $(VENV)/.docs
 # a Python of yours has what it has: `make bench PY=python3` installs nothing
 TOOLS = $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_FLAGS)
 
-.PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-ranks lint format check compare compare-ranks bench bench-cpu bench-host bench-monitor bench-ranks machine-code gpu clean
+.PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-ranks lint format check docs compare compare-ranks bench bench-cpu bench-host bench-monitor bench-ranks machine-code gpu clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -69,6 +70,9 @@ format: $(DEV) ## let ruff edit
 
 check: $(DEV) ## lint and test, both even where one fails: what continuous integration runs
 	@$(PY) tests/parts.py lint $(PARTS)
+
+docs: $(DOCS) ## the documentation site, in build/site; a dead link fails
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --config-file docs/.site/mkdocs.yml
 
 compare: $(TOOLS) ## ours beside home-grown telemetry: values, errors, waits, times
 	PYTHONPATH=src $(PY) tests/compare_home_grown.py $(COMPARE_FLAGS)
@@ -116,6 +120,13 @@ $(CORE): $(VENV)/bin/python pyproject.toml
 	@echo "installing gradiometer with torch $(TORCH) into $(VENV), the first time this takes a minute or two"
 	@rm -f $(VENV)/.core-* $(VENV)/.dev-*
 	@$(INSTALL) 'torch==$(TORCH)' $(if $(TRITON),"triton==$(TRITON); platform_system == 'Linux'") --editable '.[monitor]'
+	@touch $@
+
+# no torch: the site's packages alone
+$(DOCS): $(VENV)/bin/python pyproject.toml
+	@echo "installing what the documentation needs"
+	@$(VENV)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS)-requirements
+	@$(INSTALL) --requirement $(DOCS)-requirements
 	@touch $@
 
 $(DEV): $(CORE)

@@ -6,7 +6,7 @@
     python -m kernels_bench --device cpu --check              exit code 1 if the CPU path misses a bound
     python -m kernels_bench --memory                          peak resident growth of the check's cases, JSON
 
-docs/benchmarks.md explains the figures.
+docs/explanation/benchmarks.md explains the figures.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def test_every_rank_clips_as_torchtitans_loops_and_one_process_do(request, kind,
 
 
 def test_torch_alone_clips_no_mixed_meshes(two_ranks):
-    # when it does, say so in docs/distributed.md
+    # when it does, say so in docs/how-to/many-ranks.md
     with pytest.raises(RankFailedError, match="mesh"):
         two_ranks.run(torchs_own_clip, 2)
 
@@ -700,7 +700,7 @@ class Louder(nn.Module):
 
 
 def run_the_page(rank):
-    setup, loop = blocks("docs/amp.md")[0], blocks("docs/amp.md")[-1]
+    setup, loop = blocks("docs/how-to/amp.md")[0], blocks("docs/how-to/amp.md")[-1]
     found = []
     for code in (loop, loop.replace("gm.share_found_inf_", "# ")):
         scope = {}
@@ -740,7 +740,7 @@ def torch_alone(rank, case):
 
 @pytest.mark.parametrize("case", ["plain", "cut", "copied, cut", "mixed", "none"])
 def test_what_torch_agrees_on_alone_is_as_the_page_says(two_ranks, case):
-    # where this fails in a new torch, docs/amp.md needs another word
+    # where this fails in a new torch, docs/how-to/amp.md needs another word
     said = {"mixed": "mixed torch.Tensor and DTensor", "none": "No inf checks were recorded"}
     scales = {"plain": [8.0, 4.0], "cut": [4.0, 4.0], "copied, cut": [8.0, 4.0]}
     for rank, (failed, value) in enumerate(two_ranks.outcomes(torch_alone, case)):

@@ -482,7 +482,7 @@ def page(rank, size, kind, code):
     ("kind", "block"), [pytest.param("TP", -2, marks=backward_of_dtensors), ("FSDP2", -1), ("DDP", -1)]
 )
 def test_the_page_runs(two_ranks, kind, block):
-    code = blocks("docs/compile.md")[block]
+    code = blocks("docs/how-to/compile.md")[block]
     model = alone(DOUBLE)
     expected = [gm.grad_norm(model)]
     if kind == "TP":

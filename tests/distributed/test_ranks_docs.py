@@ -1,4 +1,4 @@
-"""The files in docs/distributed.md run as they stand there, by torchrun, and say what the page says."""
+"""The files in many-ranks.md and torchtitan.md run as they stand, by torchrun, and say what the pages say."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from support.rank_pool import torchrun
 pytest.importorskip("pyarrow")
 read_run = pytest.importorskip("gradiometer.runs").read_run
 
-PAGE = "docs/distributed.md"
+PAGE = "docs/how-to/many-ranks.md"
+TITAN = "docs/how-to/torchtitan.md"
 
 
 def files():
@@ -34,6 +35,7 @@ def files():
         for code in re.findall(r"^```python\n(.*?)^```", part, flags=re.MULTILINE | re.DOTALL):
             assert code.startswith("import torch\n")
             found[part.splitlines()[0]] = code
+    (found["torchtitan"],) = blocks(TITAN)
     return found
 
 
@@ -97,7 +99,7 @@ def test_experts(tmp_path):
 
 
 def test_a_loop_like_torchtitans(tmp_path):
-    first, second = run(tmp_path, "A loop like torchtitan's").splitlines()
+    first, second = run(tmp_path, "torchtitan").splitlines()
     assert first.startswith("10 steps, ")
     assert first.rpartition(" ")[2] == second.rpartition(" ")[2]
     recorded = read_run(tmp_path / "runs/titan")

@@ -1,4 +1,4 @@
-"""The code in docs/amp.md runs as it stands there, and says what the page says."""
+"""The code in docs/how-to/amp.md runs as it stands there, and says what the page says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.pages import ROOT, blocks
 
 pytestmark = pytest.mark.usefixtures("_eager_backend")
 
-PAGE = "docs/amp.md"
+PAGE = "docs/how-to/amp.md"
 
 
 def assert_shown(printed: str, shown: str) -> None:

@@ -64,7 +64,7 @@ def close(one, other):
 
 
 def test_of_two_norms_the_page_says_which_is_right(capsys):
-    (code,) = blocks("docs/numerics.md")
+    (code,) = blocks("docs/explanation/numerics.md")
     scope: dict[str, object] = {}
     exec(code, scope)  # noqa: S102 the page's own code
     assert "a model" in capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_of_two_norms_the_page_says_which_is_right(capsys):
 
 def test_every_way_to_compile_a_step_runs():
     # of several ranks the last two, in test_ranks_compile.py
-    *blocks_of_page, _, _ = blocks("docs/compile.md")
+    *blocks_of_page, _, _ = blocks("docs/how-to/compile.md")
     assert len(blocks_of_page) == 5
     model = torch.nn.Linear(4, 2)
     x, y = torch.randn(8, 4), torch.randn(8, 2)

@@ -1,11 +1,10 @@
-"""docs/migrating.md: every block runs, and each pair agrees or differs as the page says."""
+"""docs/how-to/migrating.md: every block runs, and each pair agrees or differs as the page says."""
 
 from __future__ import annotations
 
 import copy
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,12 @@ import torch
 from torch import nn
 
 import gradiometer as gm
+from support.pages import code_of, text
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+PAGE = text("docs/how-to/migrating.md")
 # heading -> its blocks: before, after, and another after
 SECTIONS = {
-    title: re.findall(r"^```python\n(.*?)^```", body, flags=re.MULTILINE | re.DOTALL)
+    title: code_of(body)
     for title, body in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
 }
 # of sums of a few elements in fp32
@@ -27,11 +27,11 @@ FINE = 1e-6
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.host = nn.Linear(4, 8)
-        self.seed = nn.Linear(8, 2)
+        self.encoder = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 2)
 
     def forward(self, x):
-        return self.seed(nn.functional.gelu(self.host(x)))
+        return self.head(nn.functional.gelu(self.encoder(x)))
 
 
 def run(title, block, spoil=None, **more):
@@ -68,10 +68,10 @@ def half(model):
     for p in model.parameters():
         p.grad = None
     model.half()
-    model.host.weight.grad = torch.full((8, 4), 300.0).half()
+    model.encoder.weight.grad = torch.full((8, 4), 300.0).half()
 
 
-def put(value, name="host.weight"):
+def put(value, name="encoder.weight"):
     def spoil(model):
         model.get_parameter(name).grad.view(-1)[1] = value
 
@@ -138,8 +138,8 @@ def test_a_stability_check():
 @pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "Inf")])
 def test_a_stability_check_names_what_is_not_finite(value, word):
     before, after = both(STABILITY, put(value))
-    assert f"{word} in gradient host.weight" in before.issues
-    assert (after.found.nan_grads if word == "NaN" else after.found.inf_grads) == ["host.weight"]
+    assert f"{word} in gradient encoder.weight" in before.issues
+    assert (after.found.nan_grads if word == "NaN" else after.found.inf_grads) == ["encoder.weight"]
     assert after.found.nan_weights == after.found.inf_weights == []
     # an Inf is no finite magnitude
     assert after.large == []
@@ -147,8 +147,8 @@ def test_a_stability_check_names_what_is_not_finite(value, word):
 
 def test_a_stability_check_names_what_is_large():
     before, after = both(STABILITY, put(2e6))
-    assert before.issues == ["gradient host.weight is too large"]
-    assert after.large == ["host.weight"]
+    assert before.issues == ["gradient encoder.weight is too large"]
+    assert after.large == ["encoder.weight"]
     assert not after.found.has_issues
 
 
@@ -184,7 +184,7 @@ def test_a_collector_and_what_is_not_finite():
     assert math.isnan(after.found["max_norm"])
     # it stands first, and no comparison with it is true
     assert math.isnan(before.found["max_norm"])
-    before, after = both(COLLECTOR, put(math.nan, "seed.bias"))
+    before, after = both(COLLECTOR, put(math.nan, "head.bias"))
     assert math.isfinite(before.found["max_norm"])
     assert math.isnan(after.found["max_norm"])
 
@@ -205,16 +205,16 @@ def test_a_collector_that_is_read_later():
     assert_same_values(before.found, after.found)
 
 
-HOST = "Host and seeds"
+PARTS = "Two parts of a model, and their ratio"
 
 
-def test_host_and_seeds():
-    before, after = both(HOST)
+def test_two_parts_of_a_model():
+    before, after = both(PARTS)
     for name in ("norms", "counts"):
         assert_same_values(getattr(before, name), getattr(after, name))
     assert before.ratio == near(after.ratio)
     model = after.model
-    by_module = gm.collect_grads(model).group({"host": model.host, "seed": model.seed}, model=model)
+    by_module = gm.collect_grads(model).group({"encoder": model.encoder, "head": model.head}, model=model)
     assert torch.equal(by_module.columns, after.grouped.columns)
 
 
@@ -224,14 +224,14 @@ def test_host_and_seeds():
         (no_grads, 0.0, 0.0),
         (grads_times(1e-12), 0.0, 0.0),
         (put(math.nan), 0.0, math.nan),
-        (lambda model: grads_times(2.0**66)(model.host), 0.0, None),
+        (lambda model: grads_times(2.0**66)(model.encoder), 0.0, None),
     ],
     ids=["no gradients", "below the floor", "NaN", "an overflow"],
 )
-def test_host_and_seeds_of_what_is_no_number(spoil, before, after):
-    found = both(HOST, spoil)
+def test_two_parts_of_a_model_of_what_is_no_number(spoil, before, after):
+    found = both(PARTS, spoil)
     if after is None:
-        after = run(HOST, 1).ratio / 2.0**66
+        after = run(PARTS, 1).ratio / 2.0**66
     assert found[0].ratio == before
     assert found[1].ratio == pytest.approx(after, nan_ok=True)
 
@@ -292,7 +292,7 @@ def test_a_norm_that_tells_nothing_and_then_a_clip(value):
 def test_clipping_by_value(value):
     before, after = both("Clipping by value", put(value))
     kept = run("Clipping by value", 1, put(value))
-    assert list(kept.large) == ["host.weight", "host.bias", "seed.weight", "seed.bias"]
+    assert list(kept.large) == ["encoder.weight", "encoder.bias", "head.weight", "head.bias"]
     at_bound = [int((p.grad.abs() == torch.tensor(0.01)).sum()) for p in after.model.parameters()]
     assert list(after.large.values()) == at_bound
     assert sum(at_bound) == after.clipped.total.item() > 0
@@ -337,20 +337,20 @@ def test_wandb_watch_hides_what_is_not_finite(wandb):
     _, histograms = logged(0, math.nan)
     after, norms = logged(1, math.nan)
     assert not any(key.startswith("gradients/") for key in histograms)
-    assert all(key in norms for key in ("gradients/host.weight", "health"))
+    assert all(key in norms for key in ("gradients/encoder.weight", "health"))
     assert len(after.found["grads"].nan) == 4
 
 
 def test_wandb_watch_sees_one_backward_of_many(wandb):
     del wandb
     scope = run("wandb.watch", 0, no_grads)
-    first = scope.model.seed.bias.grad.clone()
+    first = scope.model.head.bias.grad.clone()
     (scope.model(scope.x).sum() * 5.0).backward()
     scope.run.log({})
-    bins = summary_of(scope.run)["gradients/seed.bias"]["bins"]
-    second = scope.model.seed.bias.grad - first
+    bins = summary_of(scope.run)["gradients/head.bias"]["bins"]
+    second = scope.model.head.bias.grad - first
     assert bins[0] == pytest.approx(second.min().item())
-    assert bins[0] != pytest.approx(scope.model.seed.bias.grad.min().item())
+    assert bins[0] != pytest.approx(scope.model.head.bias.grad.min().item())
 
 
 LIGHTNING = "Lightning"
@@ -412,7 +412,7 @@ def test_composer():
     assert_same_values(before.metrics, after.metrics)
     before, after = both(COMPOSER, half)
     assert before.metrics["l2_norm/grad/global"] == math.inf
-    assert math.isfinite(before.metrics["l2_norm/grad/host.weight"])
+    assert math.isfinite(before.metrics["l2_norm/grad/encoder.weight"])
     assert after.metrics["l2_norm/grad/global"] == pytest.approx(300 * math.sqrt(32))
 
 

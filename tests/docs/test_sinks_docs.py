@@ -1,4 +1,4 @@
-"""docs/sinks.md: every block runs as it stands there."""
+"""docs/how-to/sinks.md: every block runs as it stands there."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from gradiometer.sinks.selection import STATISTICS
+from support.pages import code_of, text
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sinks.md").read_text(encoding="utf-8")
+PAGE = text("docs/how-to/sinks.md")
 SECTIONS = re.findall(r"^#+ (.+?)\n(.*?)(?=^#+ |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
-BLOCKS = {
-    heading: re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    for heading, text in SECTIONS
-}
+BLOCKS = {heading: code_of(body) for heading, body in SECTIONS}
 
 
 @pytest.fixture

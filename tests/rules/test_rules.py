@@ -6,7 +6,6 @@ import copy
 import io
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from gradiometer.rules import (
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.history import History
 from gradiometer.rules.protocol import Rule
+from support.pages import blocks, text
 from support.real_runs import Run, batches, perceptron
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -328,10 +328,15 @@ def test_the_loss_of_steps_that_are_not_recorded_counts():
 
 
 def test_the_page_runs_and_prints_what_it_says(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
-    scope = {}
-    for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL):
+    page, scope = text("docs/how-to/rules.md"), {}
+    for block in blocks("docs/how-to/rules.md"):
         exec(block, scope)  # noqa: S102 the page's own code
-    printed = capsys.readouterr().out.strip()
-    assert f"# {printed}\n" in page
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    assert all(f"# {line}\n" in page for line in printed)
     assert isinstance(scope["TooQuiet"](), Rule)
+
+
+def test_the_page_lists_every_rule():
+    listed = re.findall(r"^\| `(\w+)` \|", text("docs/reference/rules.md"), flags=re.MULTILINE)
+    assert set(listed) == {rule.name for rule in default_rules()} | {"group_ratio"}

@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from gradiometer.runs.format import arrow_schema
 from gradiometer.runs.parquet import tensors_table, to_parquet
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
+from support.pages import code_of, text
 from support.synthetic_run import make_info, make_records, make_roster, write_run
 
 pa = pytest.importorskip("pyarrow")
@@ -336,7 +336,7 @@ def test_opening_a_run_reads_no_table(path, monkeypatch):
     assert repr(run) == f"<Run: {path}, 4 segments, 9 tensors>"
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "run-record.md").read_text(encoding="utf-8")
+PAGE = text("docs/reference/run-record.md")
 
 
 @pytest.mark.parametrize(("table", "fields"), [("steps", run_module.STEPS), ("tensors", run_module.TENSORS)])
@@ -360,7 +360,7 @@ def several(tmp_path_factory):
 def test_the_page_reads_a_run_as_it_says(tmp_path, several):
     for name in ("pandas", "polars", "duckdb"):
         pytest.importorskip(name)
-    code = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    code = code_of(PAGE)
     scope = {"run_dir": write_run(tmp_path, 6, 40, nonfinite_at=12)}
     for block in code:
         exec(block, scope)  # noqa: S102 the page's own code

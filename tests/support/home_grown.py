@@ -2,7 +2,7 @@
 
 Sums in the gradient's own dtype, a wait for the device per tensor, a flattened copy of all gradients,
 comparisons that NaN passes, and None, 0.0 or a tensor where there is nothing to measure. They stay: to
-repair one of them here is to compare with something that nobody has. docs/migrating.md says what to
+repair one of them here is to compare with something that nobody has. docs/how-to/migrating.md says what to
 call instead.
 """
 

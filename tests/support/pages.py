@@ -1,4 +1,4 @@
-"""The code blocks of a page."""
+"""The pages of docs/, and their code blocks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def text(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def code_of(markdown):
+    return re.findall(r"^```python\n(.*?)^```", markdown, flags=re.MULTILINE | re.DOTALL)
+
+
 def blocks(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return code_of(text(page))
+
+
+def sections(page):
+    """Return the blocks of each section, by its title."""
+    return {part.splitlines()[0]: code_of(part) for part in text(page).split("\n## ")[1:]}

@@ -1,4 +1,4 @@
-"""The command line, ``gradiometer`` or ``python -m gradiometer``; ``docs/cli.md`` is its manual.
+"""The command line, ``gradiometer`` or ``python -m gradiometer``; ``docs/reference/cli.md`` is its manual.
 
 A command says what it has to say on stdout, as tables or, with ``--json``, as JSON and nothing else.
 What goes wrong is one line on stderr and an exit code of `Exit`.

@@ -52,6 +52,7 @@ COLUMNS: Final = (
     Column("n_neginf", "sum", "1", "-Inf elements"),
     Column("abs_max", "max", "|s|", "largest finite magnitude, 0 if there is none"),
 )
+"""The raw columns, in the order of ``TensorStats.columns``: name, merge, scaling and meaning of each."""
 COLUMN_NAMES: Final = tuple(column.name for column in COLUMNS)
 COLUMN_INDEX: Final = {name: index for index, name in enumerate(COLUMN_NAMES)}
 NUM_COLUMNS: Final = len(COLUMNS)
@@ -74,8 +75,11 @@ class Flag(enum.IntFlag):
 
 
 DEFAULT_VANISHING_THRESHOLD: Final = 1e-7
+"""An L2 norm strictly below it is flagged ``VANISHING``."""
 DEFAULT_EXPLODING_THRESHOLD: Final = 100.0
+"""An L2 norm strictly above it, or not finite, is flagged ``EXPLODING``."""
 DEFAULT_DEAD_THRESHOLD: Final = 1.0
+"""A share of zeros at or above it is flagged ``DEAD``."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def clip_grad_norm_(
             function, where nothing can be raised from a value.
         RankError: where ranks differ or one does not answer.
 
-        Gradients are then unchanged, on every rank.
+    Where an error is raised, the gradients are unchanged, on every rank.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)

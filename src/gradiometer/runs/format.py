@@ -1,4 +1,4 @@
-"""A run on disk: its folder, its files, their columns. ``docs/run-record.md`` is the manual."""
+"""A run on disk: its folder, its files, their columns. ``docs/reference/run-record.md`` is the manual."""
 
 from __future__ import annotations
 

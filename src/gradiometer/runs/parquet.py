@@ -94,7 +94,7 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
     pq.write_table(
         table,
         out,
-        # higher levels save 1 %; see docs/run-record.md
+        # higher levels save 1 %; see docs/reference/run-record.md
         compression="zstd",
         compression_level=1,
         use_byte_stream_split=floats,

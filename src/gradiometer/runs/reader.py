@@ -1,4 +1,4 @@
-"""A run on disk, read: tables, matrices, records. ``docs/run-record.md`` is the manual."""
+"""A run on disk, read: tables, matrices, records. ``docs/reference/run-record.md`` is the manual."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _WAITING: Final = 4
 
 
 class RunRecord:
-    """A sink that writes a run: see ``docs/run-record.md``.
+    """A sink that writes a run: see ``docs/reference/run-record.md``.
 
     Steps gather in a segment. Every ``segment_seconds`` its two files are replaced by longer ones, each
     complete at every moment; once it is full they are not touched any more, and the next one begins. So a

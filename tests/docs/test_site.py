@@ -1,0 +1,128 @@
+"""The site: every public name has its page, every page is found, and no link of the repository is dead."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+
+import pytest
+
+import gradiometer as gm
+from support.pages import ROOT, code_of, text
+
+SITE = ROOT / "docs" / ".site"
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+OTHERS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels_bench/README.md"]
+REPOSITORY = "https://github.com/gradiometer/gradiometer"
+
+
+def load_public_names():
+    spec = importlib.util.spec_from_file_location("public_names", SITE / "public_names.py")
+    module = importlib.util.module_from_spec(spec)
+    # a class of its own looks its module up
+    sys.modules["public_names"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def entries():
+    return {entry.shown: entry for entry in load_public_names().entries()}
+
+
+def test_every_public_name_has_a_page(entries):
+    listed = [shown.removeprefix("gm.") for shown in entries if shown.count(".") == 1]
+    assert sorted(listed) == sorted(gm.__all__)
+    assert len({entry.page for entry in entries.values()}) == len(entries)
+
+
+@pytest.mark.parametrize("package", ["rules", "sinks"])
+def test_every_rule_and_every_sink_has_a_page(entries, package):
+    module = getattr(gm, package)
+    paths = {entry.path for entry in entries.values()}
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value):
+            assert f"{value.__module__}.{value.__qualname__}" in paths, name
+    assert "gm.rules.default_rules" in entries
+
+
+def test_a_page_is_about_the_name_that_users_import(entries):
+    for shown, entry in entries.items():
+        if shown.startswith("gm."):
+            value = gm
+            for part in shown.split(".")[1:]:
+                value = getattr(value, part)
+            where, _, name = entry.path.rpartition(".")
+            assert getattr(importlib.import_module(where), name) is value, shown
+            assert entry.summary, shown
+            if inspect.isclass(value) or inspect.isfunction(value):
+                assert inspect.getdoc(value).startswith(entry.summary.split()[0])
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(
+        r"^ +- .*?([\w/-]+\.md)$", (SITE / "mkdocs.yml").read_text("utf-8"), flags=re.MULTILINE
+    )
+    assert sorted(f"docs/{page}" for page in listed) == PAGES
+
+
+def test_every_page_with_code_is_run_by_a_test():
+    sources = "".join(
+        path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_site.py"
+    )
+    pages = [page for page in [*PAGES, *OTHERS] if code_of(text(page))]
+    assert len(pages) > 10
+    assert [page for page in pages if f'"{page}"' not in sources] == []
+
+
+def without_code(markdown):
+    markdown = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", markdown)
+
+
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    markdown = re.sub(r"^```.*?^```", "", text(page), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*?) *$", markdown, flags=re.MULTILINE)
+    titles = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in titles]
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
+def test_no_link_is_dead(page):
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(text(page))):
+        target, _, anchor = link.partition("#")
+        within = re.fullmatch(rf"{REPOSITORY}/(?:blob|tree)/main/(.+)", target)
+        if within:
+            path = ROOT / within[1]
+        elif re.match(r"https?:", target):
+            continue
+        else:
+            path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
+        known = path.exists() and ROOT in [path, *path.parents]
+        # the site has no files outside docs/
+        if known and page.startswith("docs/") and not within:
+            known = ROOT / "docs" in path.parents
+        if known and anchor and path.suffix == ".md":
+            known = anchor in anchors(str(path.relative_to(ROOT)))
+        if not known:
+            dead.append(link)
+    assert dead == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_needs_nothing_from_elsewhere(page):
+    # pictures are files of the repository: Mermaid would come from a server
+    assert "```mermaid" not in text(page)
+    assert not re.search(r"!\[.*?\]\(https?:|<(?:script|img|iframe|link)\b", without_code(text(page)))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
+def test_a_page_names_files_that_exist(page):
+    named = re.findall(r"`((?:tests|src|kernels_bench|docs)/[\w./*-]+)`", text(page))
+    assert [path for path in named if not list(ROOT.glob(path.rstrip("/")))] == []
