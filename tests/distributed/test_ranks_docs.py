@@ -1,4 +1,7 @@
-"""The files in many-ranks.md and torchtitan.md run as they stand, by torchrun, and say what the pages say."""
+"""The files in many-ranks.md and torchtitan.md run as they stand, and say what the pages say.
+
+The first one by torchrun itself; the others in forked ranks, which have what torchrun gives them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from kernels_bench.distributed.bench import CALLS
 from kernels_bench.distributed.cost_model import job, members_of, nccl_us, payload, sent, simulate
 from kernels_bench.distributed.processes import measure
 from support.pages import ROOT, blocks
-from support.rank_pool import torchrun
+from support.rank_pool import scripted, torchrun
 
 pytest.importorskip("pyarrow")
 read_run = pytest.importorskip("gradiometer.runs").read_run
@@ -39,11 +42,11 @@ def files():
     return found
 
 
-def run(tmp_path, title):
-    """Run a file by torchrun; return what it printed."""
+def run(tmp_path, title, *, by_torchrun=False):
+    """Run a file as two ranks; return what it printed."""
     path = tmp_path / "file.py"
     path.write_text(files()[title], encoding="utf-8")
-    return torchrun(path).stdout
+    return torchrun(path).stdout if by_torchrun else scripted(path)
 
 
 def test_every_file_is_run_here():
@@ -53,7 +56,7 @@ def test_every_file_is_run_here():
 
 
 def test_data_parallelism(tmp_path):
-    assert run(tmp_path, "torchrun, DDP") == "20 steps of 4 tensors by 2 ranks\n"
+    assert run(tmp_path, "torchrun, DDP", by_torchrun=True) == "20 steps of 4 tensors by 2 ranks\n"
     recorded = read_run(tmp_path / "runs/ddp")
     losses = recorded.steps["loss"].to_pylist()
     assert losses[-1] < losses[0]

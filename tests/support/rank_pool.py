@@ -1,15 +1,18 @@
 """Processes that are the ranks of a small job, on the CPU with Gloo: a function runs on all of them at once.
 
-They are forked from a server that has imported torch once, and stay: a call takes milliseconds.
+They are forked from a server that has imported torch once, and stay: a call takes milliseconds. `scripted`
+forks ranks that run a script, as torchrun would have them.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from contextlib import suppress
@@ -17,11 +20,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankFailedError", "RankPool", "torchrun"]
+__all__ = ["RankFailedError", "RankPool", "scripted", "torchrun"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "gradiometer"]
+    [
+        "torch",
+        "torch._dynamo",
+        # what the first compilation imports, a second or two in each rank
+        "torch._functorch.aot_autograd",
+        "torch._inductor.compile_fx",
+        "torch._dynamo.testing",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.pipelining",
+        "gradiometer",
+    ]
 )
 
 
@@ -105,6 +119,58 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Any) -> None:
         except BaseException:  # noqa: BLE001 the next test goes on
             answer = (True, traceback.format_exc())
         pipe.send(answer)
+
+
+def scripted(script: Path, *args: str, size: int = 2, timeout: float = 240.0) -> str:
+    """Run a script as the ranks of a job, in its folder; return what they printed. It has to end well.
+
+    Like `torchrun`, which takes some 15 seconds to start: the same variables, and a store that no rank
+    holds. What happens when an interpreter ends is not tried here.
+    """
+    from torch.distributed import TCPStore
+
+    # as torchrun's agent holds it, on a port that is free
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    outputs = [script.parent / f"rank{rank}.txt" for rank in range(size)]
+    processes = []
+    for rank, output in enumerate(outputs):
+        own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        arguments = (str(script), args, own, str(output))
+        processes.append(_CONTEXT.Process(target=_run_script, args=arguments, daemon=True))
+        processes[-1].start()
+    end = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    printed = [output.read_text(encoding="utf-8") if output.exists() else "" for output in outputs]
+    assert codes == [0] * size, (codes, [text[-4000:] for text in printed])
+    return "".join(printed)
+
+
+def _run_script(script: str, args: tuple[str, ...], variables: dict[str, str], output: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    with open(output, "wb") as file:  # noqa: PTH123 for its descriptor
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.update(variables)
+    os.chdir(Path(script).parent)
+    sys.argv = [script, *args]
+    runpy.run_path(script, run_name="__main__")
 
 
 def torchrun(script: Path, *args: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
