@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from support import interpreter
 from support.rank_pool import RankPool
 
 if TYPE_CHECKING:
@@ -17,13 +20,24 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
+# pytest listens to each logger that passes nothing on, and where anybody listens torch writes a trace of each
+# compilation: a thousand lines of a test that fails
+logging.getLogger("torch.__trace").propagate = True
+
+# Inductor compiles a kernel or two in a test: its pool of processes takes seconds to start, in each of ours
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # the whole path (pack, pointer table, kernels, op) runs on CPU tensors under the interpreter
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+if INTERPRETED:
+    interpreter.find_builtins_once()
 
 _relaxed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("ci", derandomize=True, max_examples=10 if INTERPRETED else 60, **_relaxed)
+# an example takes the interpreter a hundred times as long
+settings.register_profile("ci", derandomize=True, max_examples=5 if INTERPRETED else 60, **_relaxed)
 settings.register_profile("deep", max_examples=2000, **_relaxed)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+settings.load_profile(PROFILE)
 
 
 @pytest.fixture(autouse=True)
@@ -87,13 +101,25 @@ def four_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if INTERPRETED and PROFILE != "deep":
+        # they ask nothing of the kernels that others do not ask: what a compiler makes of an op is the same
+        # whatever runs below it
+        once = [item for item in items if "once" in item.keywords]
+        config.hook.pytest_deselected(items=once)
+        items[:] = [item for item in items if "once" not in item.keywords]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no GPU")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # modules and thousands of tests live to the end: the collector, often woken by a trace, may pass them by
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
