@@ -13,13 +13,15 @@ import math
 import os
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
 
+from conftest import PROFILE
 from gradiometer.columns.ring_layout import CURSOR_SIZE
 from gradiometer.columns.schema import NUM_COLUMNS, Thresholds
 from gradiometer.ops import library, packing
@@ -86,6 +88,34 @@ every_target = pytest.mark.parametrize("target", TARGETS)
 few_targets = pytest.mark.parametrize("target", FEW_TARGETS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=short)
 
+# A kernel takes a second or two to compile, for a target and a dtype: every pair is for the deep profile. In
+# the other one each dtype is there for the GPUs that kernels are tuned for, and no target is left out.
+FP64, FP32, BF16, FP16 = DTYPES
+CHOSEN = {
+    "sm_80": DTYPES,
+    "sm_89": (FP16,),
+    "sm_90": DTYPES,
+    "sm_100": (FP32, BF16),
+    "sm_120": (FP64,),
+    "gfx942": (FP64, FP32),
+    "gfx950": (BF16, FP16),
+}
+# of the kernels beside, which are the same everywhere
+CHOSEN_FEW = {"sm_80": (FP32, FP16), "sm_90": DTYPES, "sm_100": (BF16,), "gfx942": (FP64, BF16)}
+
+
+def pairs(chosen: dict[str, tuple[torch.dtype, ...]], dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Any]:
+    return [
+        pytest.param(target, dtype, id=f"{target}-{short(dtype)}")
+        for target in chosen
+        for dtype in dtypes
+        if PROFILE == "deep" or dtype in chosen[target]
+    ]
+
+
+each_pair = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN))
+few_pairs = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN_FEW))
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -111,8 +141,7 @@ def instructions_per_element(loop: Loop, dtype: torch.dtype) -> float:
 # the moments kernel
 
 
-@every_target
-@every_dtype
+@each_pair
 def test_the_main_loop_loads_16_bytes_at_a_time(target, dtype):
     loop = moments_code(target, dtype).main_loop
     assert loop.narrow_loads == []
@@ -125,8 +154,9 @@ def waits_before_all_is_asked_for(loop: Loop) -> bool:
 
 
 # left alone, ptxas issues the second half of the loads after the first has arrived
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100"])
-@every_dtype
+@pytest.mark.parametrize(
+    ("target", "dtype"), pairs({name: CHOSEN[name] for name in ("sm_80", "sm_89", "sm_90", "sm_100")})
+)
 def test_all_loads_of_an_iteration_are_in_flight_together(target, dtype):
     loop = moments_code(target, dtype).main_loop
     assert len(loop.loads) >= 4
@@ -146,14 +176,12 @@ def test_a_kernel_that_is_short_of_registers_is_noticed():
     assert waits_before_all_is_asked_for(short_of.compile("sm_80").main_loop)
 
 
-@every_target
-@every_dtype
+@each_pair
 def test_threads_do_not_wait_for_each_other_in_the_main_loop(target, dtype):
     assert moments_code(target, dtype).main_loop.talk == []
 
 
-@every_target
-@every_dtype
+@each_pair
 def test_an_element_costs_no_more_instructions_than_recorded(target, dtype):
     loop = moments_code(target, dtype).main_loop
     cost = instructions_per_element(loop, dtype)
@@ -161,8 +189,7 @@ def test_an_element_costs_no_more_instructions_than_recorded(target, dtype):
     assert cost <= bound, f"{cost} instructions per element, at most {bound} until now: {loop}"
 
 
-@every_target
-@every_dtype
+@each_pair
 def test_each_element_is_converted_once_and_takes_two_fp64_operations(target, dtype):
     loop = moments_code(target, dtype).main_loop
     elements = loop.elements(dtype.itemsize)
@@ -175,16 +202,14 @@ def test_each_element_is_converted_once_and_takes_two_fp64_operations(target, dt
         assert loop.fp64_comparisons <= 2 * elements
 
 
-@every_target
-@every_dtype
+@each_pair
 def test_nothing_is_spilled(target, dtype):
     code = moments_code(target, dtype)
     assert (code.stack, code.spills) == (0, 0)
     assert code.registers <= MAX_REGISTERS[target]
 
 
-@every_target
-@every_dtype
+@each_pair
 def test_the_moments_are_deterministic_and_keep_subnormals(target, dtype):
     code = moments_code(target, dtype)
     # the order of atomic additions is not fixed
@@ -234,8 +259,7 @@ def test_a_root_in_fp32_is_noticed(tmp_path):
     assert roots(changed(finalize_launch("sm_90"), old, new, tmp_path).compile("sm_90")) != ["sqrt.rn.f64"]
 
 
-@few_targets
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN_FEW, (FP32, FP16, BF16)))
 def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype):
     code = finalize_launch(target, torch.ones((), dtype=dtype)).compile(target)
     # it is widened, by one step or two, and nothing is rounded
@@ -246,6 +270,7 @@ def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype
 # the scale kernel
 
 
+@cache
 def scale_code(target: str, dtype: torch.dtype) -> Code:
     x = torch.zeros(9, dtype=dtype)
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
@@ -256,8 +281,7 @@ def scale_code(target: str, dtype: torch.dtype) -> Code:
     return launches[-1].compile(target)
 
 
-@few_targets
-@every_dtype
+@few_pairs
 def test_the_scale_kernel_reads_and_writes_16_bytes_at_a_time(target, dtype):
     code = scale_code(target, dtype)
     loop = code.main_loop
@@ -271,8 +295,7 @@ def test_the_scale_kernel_reads_and_writes_16_bytes_at_a_time(target, dtype):
     assert loop.talk == []
 
 
-@few_targets
-@every_dtype
+@few_pairs
 def test_the_scale_kernel_spills_nothing_and_keeps_subnormals(target, dtype):
     code = scale_code(target, dtype)
     assert (code.stack, code.spills) == (0, 0)
@@ -300,8 +323,7 @@ def record_launches(dtype: torch.dtype, target: str, *, gated: bool = True) -> l
     return launches
 
 
-@few_targets
-@every_dtype
+@few_pairs
 def test_a_gate_costs_the_main_loop_nothing(target, dtype):
     gated = record_launches(dtype, target)[0].compile(target)
     plain = record_launches(dtype, target, gated=False)[0].compile(target)
