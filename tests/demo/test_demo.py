@@ -41,6 +41,12 @@ def small(monkeypatch):
 
 
 @pytest.fixture
+def _graphs_run_as_they_are(monkeypatch):
+    # what a backend makes of the graphs is the first test's; here they only have to be there
+    monkeypatch.setattr(demo, "Backend", lambda _: training.Backend("eager"))
+
+
+@pytest.fixture
 def run(capsys, tmp_path):
     def main(*arguments):
         folder = tmp_path / "run"
@@ -89,7 +95,7 @@ def test_the_demo_names_both_faults_with_their_steps_and_leaves_a_page(run):
     assert (folder / "report.html").read_text(encoding="utf-8").count(FAULTY)
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "_graphs_run_as_they_are")
 def test_without_its_packages_the_demo_says_what_to_install_and_goes_on(run, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "plotly" else found(name))
@@ -114,7 +120,7 @@ def test_weights_and_batches_are_those_of_the_seed():
     assert not torch.equal(first[-1], first[-3])
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "_graphs_run_as_they_are")
 def test_an_update_that_is_not_skipped_is_reported_and_fails(run, monkeypatch):
     # without the guard the Inf reaches the weights, and every later gradient is NaN
     monkeypatch.setattr(gm.Monitor, "skip_step", property(lambda _: torch.zeros((), dtype=torch.bool)))
@@ -128,7 +134,7 @@ def test_an_update_that_is_not_skipped_is_reported_and_fails(run, monkeypatch):
     assert found["training goes on"] == ("FAILED", "0 of the next 10 steps are finite")
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "_graphs_run_as_they_are")
 def test_a_quiet_learning_rate_is_no_explosion_and_fails(run, monkeypatch):
     monkeypatch.setattr(demo, "LR_JUMP", 1)
     monkeypatch.setattr(demo, "MAX_STEPS_AFTER_JUMP", 5)
