@@ -58,8 +58,19 @@ def bits(results):
     return columns.clone().view(torch.int64).tolist(), flags.tolist()
 
 
-@pytest.mark.parametrize("inv_scale", [None, torch.tensor(0.5), torch.tensor([0.25], dtype=torch.float64)])
-@pytest.mark.parametrize("which", LISTS)
+SCALES = (None, torch.tensor(0.5), torch.tensor([0.25], dtype=torch.float64))
+
+
+# each list, and each scale, with one of the others
+def pairs(lists, others, *, always):
+    return [
+        pytest.param(which, other, marks=[] if which == always[0] or other is always[1] else pytest.mark.once)
+        for which in lists
+        for other in others
+    ]
+
+
+@pytest.mark.parametrize(("which", "inv_scale"), pairs(LISTS, SCALES, always=("dtypes", None)))
 def test_opcheck_passes(which, inv_scale):
     # the check of the schema compares inputs by arithmetic that torch lacks for fp8
     checks = ALL_CHECKS[1:] if which == "fp8" else ALL_CHECKS
@@ -169,9 +180,8 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("which", LISTS)
-def test_no_context_changes_a_result(context, which):
+@pytest.mark.parametrize(("which", "context"), pairs(LISTS, CONTEXTS, always=("one", "autocast to bf16")))
+def test_no_context_changes_a_result(which, context):
     tensors = tensors_of(which)
     # 1/3 so that a scale of another precision would show
     scale = torch.tensor(1 / 3, dtype=torch.float64)
