@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, derived
 from gradiometer.control.scale import Part, limit_of, parts_of, scale_
-from gradiometer.inputs import check, is_dtensor, named_parameters
+from gradiometer.inputs import check, is_dtensor, named_parameters, on_device
 from gradiometer.stats import (
     TensorStats,
     finite_norm,
@@ -314,8 +314,7 @@ def _unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:
 
 
 def _arrived(number: Tensor, device: torch.device) -> Tensor:
-    # on the CPU it is used at once
-    return number.to(device, torch.float64, non_blocking=device.type != "cpu")
+    return on_device(number, device, torch.float64)
 
 
 def _coefficient(norm: Tensor, limit: float | Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.control.scale import limit_of, memory_of
-from gradiometer.inputs import check, is_dtensor, is_partial, local_shard, named_parameters
+from gradiometer.inputs import check, is_dtensor, is_partial, local_shard, named_parameters, on_device
 from gradiometer.stats import grads_of
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ def clip_grad_value_(
 def _bound(limit: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the bound as a number of this format, inf where it has none so large; 0-d, on the device."""
     if isinstance(limit, Tensor):
-        # on the CPU it is used at once, and must have arrived
-        bound = limit.to(device, torch.float64, non_blocking=device.type != "cpu").reshape(())
+        bound = on_device(limit, device, torch.float64).reshape(())
         bound = torch.where(bound.isnan(), torch.inf, bound.clamp(min=0.0))
     else:
         # by a product, so that in a compiled step another number is no other graph

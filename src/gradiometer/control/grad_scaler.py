@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradiometer.distributed import is_active
+from gradiometer.inputs import on_device
 from gradiometer.stats import TensorStats
 
 if TYPE_CHECKING:
@@ -117,8 +118,7 @@ def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats
         scale = _scale(scaler)
         found[scale.device] = torch.zeros_like(scale)
     for device, ours in found.items():
-        # on the CPU it is used at once, and must have arrived
-        ours.copy_(torch.maximum(ours, theirs.to(device, non_blocking=device.type != "cpu")))
+        ours.copy_(torch.maximum(ours, on_device(theirs, device)))
 
 
 def _check_scaler(scaler: object, what: str, otherwise: str) -> None:

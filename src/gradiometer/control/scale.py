@@ -25,6 +25,7 @@ from gradiometer.inputs import (
     is_plain_subclass,
     layout,
     local_shard,
+    on_device,
     present,
 )
 
@@ -103,8 +104,7 @@ def scale_(part: Part, coefficient: Tensor) -> None:
     if not tensors:
         return
     device = tensors[0].device
-    # on the CPU it is used at once, and must have arrived
-    factor = coefficient.to(device, non_blocking=device.type != "cpu")
+    factor = on_device(coefficient, device)
     if plan is not None:
         ops.scale_(tensors, factor, plan)
         return

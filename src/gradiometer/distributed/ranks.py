@@ -22,6 +22,7 @@ from gradiometer.inputs import (
     check_names,
     has_float64,
     named_parameters,
+    on_device,
 )
 
 if TYPE_CHECKING:
@@ -186,8 +187,7 @@ class Ranks:
         """
         columns = self._spread(names, columns)
         if not self._counts_all:
-            # on the CPU it is used at once, and must have arrived
-            counted = self._counted.to(columns.device, non_blocking=columns.device.type != "cpu")
+            counted = on_device(self._counted, columns.device)
             # not by a product: a sum of squares may be inf
             columns = torch.where(counted, columns, 0.0)
         return columns

@@ -18,7 +18,7 @@ from gradiometer.inputs.dtensor import (
 )
 from gradiometer.inputs.named import Named, Tensors, check_names, named_tensors, present
 from gradiometer.inputs.parameters import Parameters, named_parameters
-from gradiometer.inputs.views import as_flat, as_real
+from gradiometer.inputs.views import as_flat, as_real, on_device
 
 __all__ = [
     "Named",
@@ -40,6 +40,7 @@ __all__ = [
     "local_shards",
     "named_parameters",
     "named_tensors",
+    "on_device",
     "placed_like",
     "places",
     "present",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_flat", "as_real"]
+__all__ = ["as_flat", "as_real", "on_device"]
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -31,3 +31,11 @@ def as_flat(tensor: Tensor) -> Tensor | None:
             return None
         expected *= size
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def on_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the tensor on a device, copied asynchronously except to the CPU.
+
+    What is on the CPU is read at once, and has to have arrived.
+    """
+    return tensor.to(device, dtype, non_blocking=device.type != "cpu")

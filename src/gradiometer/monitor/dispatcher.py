@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.monitor.failures import LOG, Failures
-from gradiometer.monitor.sink_thread import SinkThread
+from gradiometer.monitor.sink_thread import Calls, SinkThread
 from gradiometer.rules import Finding, Ledger
 
 if TYPE_CHECKING:
@@ -61,13 +60,11 @@ class Dispatcher:
         self._box = box
         self._failures = failures
         self._sink_threads = [
-            SinkThread(name, sink, limit, failures) for name, sink in _named(list(sinks)).items()
+            SinkThread(name, Calls.of(sink), limit, failures) for name, sink in _named(list(sinks)).items()
         ]
-        stage = SimpleNamespace(
-            start=self._open_sinks, write=self._look, fault=self._tell_made, close=self._close_sinks
-        )
+        own = Calls(self._open_sinks, self._look, self._tell_made, self._close_sinks)
         # where all steps pass first; what fails there beside a rule is counted, and it goes on
-        self._first = SinkThread("the rules", stage, limit, failures)
+        self._first = SinkThread("the rules", own, limit, failures)
 
     def start(self, info: RunInfo) -> None:
         """Start the threads; a sink's opens it first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +13,27 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Finding
 
-__all__ = ["SinkThread"]
+__all__ = ["Calls", "SinkThread"]
 
 # steps that a sink is given at once
 _BATCH: Final = 64
 # seconds without a step after which a sink is asked to write what waits
 _TICK = 1.0
+
+
+class Calls(NamedTuple):
+    """What a thread calls, one at a time and in order: the methods of a sink, or the dispatcher's own."""
+
+    start: Callable[[RunInfo], object]
+    write: Callable[[Sequence[StepRecord], Sequence[Finding]], object]
+    fault: Callable[[Any], object]
+    close: Callable[[], object]
+    tick: Callable[[], object] | None = None
+
+    @classmethod
+    def of(cls, sink: Any) -> Calls:
+        """Return the methods of a sink."""
+        return cls(sink.start, sink.write, sink.fault, sink.close, getattr(sink, "tick", None))
 
 
 class SinkThread:
@@ -29,34 +44,33 @@ class SinkThread:
 
     Args:
         name: what failures call it.
-        sink: what is called.
+        calls: what is called.
         limit: steps that may wait.
         failures: counts errors, and the steps that were dropped.
 
     Attributes:
         dropped: steps that were dropped.
 
-    >>> from types import SimpleNamespace
     >>> from gradiometer.monitor.failures import Failures
-    >>> calls = []
-    >>> sink = SimpleNamespace(
-    ...     start=lambda info: calls.append("start"),
-    ...     write=lambda records, findings: calls.append(len(records)),
-    ...     fault=lambda fault: calls.append(fault),
-    ...     close=lambda: calls.append("close"),
+    >>> seen = []
+    >>> calls = Calls(
+    ...     start=lambda info: seen.append("start"),
+    ...     write=lambda records, findings: seen.append(len(records)),
+    ...     fault=lambda fault: seen.append(fault),
+    ...     close=lambda: seen.append("close"),
     ... )
-    >>> thread = SinkThread("sink", sink, 2, Failures())
+    >>> thread = SinkThread("sink", calls, 2, Failures())
     >>> thread.put([("step 0", ()), ("step 1", ()), ("step 2", ())])
     >>> thread.put_fault("the end")
     >>> thread.start(None)
     >>> thread.finish()
-    >>> thread.join(10), calls, thread.dropped
+    >>> thread.join(10), seen, thread.dropped
     (True, ['start', 2, 'the end', 'close'], 1)
     """
 
-    def __init__(self, name: str, sink: Any, limit: int, failures: Failures) -> None:
+    def __init__(self, name: str, calls: Calls, limit: int, failures: Failures) -> None:
         self.dropped = 0
-        self._name, self._sink, self._limit, self._failures = name, sink, limit, failures
+        self._name, self._calls, self._limit, self._failures = name, calls, limit, failures
         # in order: a number, a step with what was found in it, or a fault with None
         self._items: deque[tuple[int, Any, Sequence[Finding] | None]] = deque()
         self._steps = 0  # of the items
@@ -135,10 +149,10 @@ class SinkThread:
 
     def _run(self, info: RunInfo) -> None:
         try:
-            if self._guard(self._sink.start, info):
+            if self._guard(self._calls.start, info):
                 while self._turn():
                     pass
-                self._guard(self._sink.close)
+                self._guard(self._calls.close)
         finally:
             self._end()
 
@@ -161,12 +175,12 @@ class SinkThread:
             elif self._finishing:
                 return False
         if records:
-            self._guard(self._sink.write, records, list(findings.values()))
+            self._guard(self._calls.write, records, list(findings.values()))
         elif fault:
-            self._guard(self._sink.fault, *fault)
-        elif hasattr(self._sink, "tick"):
+            self._guard(self._calls.fault, *fault)
+        elif self._calls.tick is not None:
             # what a sink writes by the clock is not held up by a step that hangs
-            self._guard(self._sink.tick)
+            self._guard(self._calls.tick)
         with self._changed:
             self._done = self._items[0][0] - 1 if self._items else self._given
             self._changed.notify_all()

@@ -21,7 +21,16 @@ from gradiometer.columns import (
     Thresholds,
     derived,
 )
-from gradiometer.inputs import Named, check, is_dtensor, layout, local_shards, named_parameters, present
+from gradiometer.inputs import (
+    Named,
+    check,
+    is_dtensor,
+    layout,
+    local_shards,
+    named_parameters,
+    on_device,
+    present,
+)
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_record import KINDS, Kind, Roster, StepRecord, label
 from gradiometer.stats import Float64Module, TensorStats, collect, fetch, measure, settled
@@ -306,8 +315,7 @@ class Recorder(Float64Module):
                 raise ValueError(msg)
             rows.append(first + self._places[name])
         home = self.ring.device
-        # on the CPU they are used at once, and must have arrived
-        columns, flags = [x.to(home, non_blocking=home.type != "cpu") for x in (stats.columns, stats.flags)]
+        columns, flags = [on_device(x, home) for x in (stats.columns, stats.flags)]
         if rows != list(range(self.roster.num_rows)):
             columns = derived.spread(columns, rows, self.roster.num_rows)
             flags = derived.spread(flags, rows, self.roster.num_rows)

@@ -145,7 +145,7 @@ class GroupRatio(TensorRule):
     Raises:
         ValueError: for bounds out of order, or at the first record if a group has no tensor.
 
-    >>> rule = GroupRatio({"seed": r"^seed", "host": r"^host"}, "seed", "host", low=0.1, high=10.0)
+    >>> rule = GroupRatio({"head": r"^head", "encoder": r"^encoder"}, "head", "encoder", low=0.1, high=10.0)
     """
 
     name = "group_ratio"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import derived
+from gradiometer.inputs import on_device
 from gradiometer.stats.tensor_stats import TensorStats
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def group_ratio(
 
     Args:
         grouped: stats with a row per group, as `TensorStats.group` returns them; or the norm of a.
-        numerator: the name of a group, or several: a host and its many slots in one call; or the norm of b.
+        numerator: the name of a group, or several: an encoder and its layers in one call; or the norm of b.
         denominator: the name of a group; not for norms.
         n_a: the number of elements of a, for norms alone.
         n_b: the number of elements of b, for norms alone.
@@ -70,8 +71,8 @@ def group_ratio(
         TypeError: for what are no stats, or no numbers; for norms without ``n_a`` and ``n_b``.
 
     >>> import torch, gradiometer as gm
-    >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.full((4,), 0.5)})
-    >>> gm.group_ratio(stats.group({"host": r"^host", "seed": r"^seed"}), "seed", "host")
+    >>> stats = gm.collect({"encoder.w": torch.ones(9), "head.w": torch.full((4,), 0.5)})
+    >>> gm.group_ratio(stats.group({"encoder": r"^encoder", "head": r"^head"}), "head", "encoder")
     tensor(0.5000, dtype=torch.float64)
     >>> gm.group_ratio(1.0, 3.0, n_a=4, n_b=9)
     tensor(0.5000, dtype=torch.float64)
@@ -123,8 +124,7 @@ def _as_tensor(name: str, x: Any, home: torch.device) -> Tensor:
         if x.is_complex() or x.dtype == torch.bool:
             msg = f"group_ratio: {name} must be of real numbers, got a tensor of {x.dtype}"
             raise TypeError(msg)
-        # on the CPU it is used at once, and must have arrived
-        return x.detach().to(home, torch.float64, non_blocking=home.type != "cpu")
+        return on_device(x.detach(), home, torch.float64)
     if not isinstance(x, Real):
         msg = f"group_ratio: {name} must be a number or a tensor, got {type(x).__name__}"
         raise TypeError(msg)

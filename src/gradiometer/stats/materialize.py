@@ -33,7 +33,7 @@ def materialize(tree: Any) -> Any:
         TypeError: for a sparse, nested or meta tensor.
 
     >>> import torch, gradiometer as gm
-    >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.ones(4)})
+    >>> stats = gm.collect({"encoder.w": torch.ones(9), "head.w": torch.ones(4)})
     >>> found = gm.materialize({"grads": stats, "loss": torch.tensor(0.5)})
     >>> found["grads"].total_norm, found["loss"]
     (3.605551275463989, tensor(0.5000))
@@ -43,7 +43,7 @@ def materialize(tree: Any) -> Any:
 
 
 def materialize_async(tree: Any) -> Pending[Any]:
-    """Start that copy and return at once: for all collections, groups and slots of a step together.
+    """Start that copy and return at once: for all collections and groups of a step together.
 
     What is copied is a snapshot: a later clip, optimizer step or ``zero_grad`` does not change it.
 

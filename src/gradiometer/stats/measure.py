@@ -22,6 +22,7 @@ from gradiometer.inputs import (
     is_plain_subclass,
     local_shards,
     named_parameters,
+    on_device,
     placed_like,
     present,
 )
@@ -236,8 +237,7 @@ def _on(scale: Tensor | float | None, device: torch.device) -> Tensor | None:
     if scale is None:
         return None
     if isinstance(scale, Tensor):
-        # on the CPU it is used at once, and must have arrived
-        return scale.detach().to(device, non_blocking=device.type != "cpu")
+        return on_device(scale.detach(), device)
     return derived.number(scale, device)
 
 

@@ -155,8 +155,8 @@ class TensorStats(DeviceValues):
             TypeError: for a rule that is none of these; for a module without ``model``.
 
         >>> import torch, gradiometer as gm
-        >>> stats = gm.collect({"host.w": torch.ones(9), "seed.w": torch.ones(4), "seed.b": torch.ones(5)})
-        >>> stats.group({"host": r"^host\.", "seed": ["seed.w", "seed.b"]}).norm
+        >>> stats = gm.collect({"encoder.w": torch.ones(9), "head.w": torch.ones(4), "head.b": torch.ones(5)})
+        >>> stats.group({"encoder": r"^encoder\.", "head": ["head.w", "head.b"]}).norm
         tensor([3., 3.], dtype=torch.float64)
         """
         named = None if model is None else named_parameters(model, "group")
