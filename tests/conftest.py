@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,27 @@ settings.load_profile(PROFILE)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what kernels are given to write, so that a partial or a column that they leave out shows."""
+    if not INTERPRETED:
+        return
+    from gradiometer.ops import library
+
+    run_kernels, empty = library._run_kernels, torch.empty
+
+    def filled(*args: Any, **options: Any) -> torch.Tensor:
+        made = empty(*args, **options)
+        return made.fill_(math.nan if made.is_floating_point() else -(2**31))
+
+    def run(*args: Any, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", filled)
+            return run_kernels(*args, **options)
+
+    monkeypatch.setattr(library, "_run_kernels", run)
 
 
 @pytest.fixture
