@@ -85,11 +85,13 @@ every_path = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.once
 @every_path
 def test_a_million_roots_are_correctly_rounded(path):
     assert_same(PATHS[path](values()), expected())
 
 
+@pytest.mark.once
 @every_path
 def test_strided_and_empty_tensors_have_roots_too(path):
     x = torch.tensor([[4.0, -1.0], [2.0, -1.0], [3.0, -1.0]], dtype=torch.float64)[:, 0]
@@ -106,6 +108,7 @@ def test_a_number_has_a_root():
         assert (root.item(), root.shape) == (math.sqrt(2.0), ())
 
 
+@pytest.mark.once
 @needs_compiler
 def test_inductor_takes_the_root_for_one_of_its_own():
     with torch._inductor.utils.fresh_inductor_cache():
@@ -116,6 +119,7 @@ def test_inductor_takes_the_root_for_one_of_its_own():
     assert "complex" not in code
 
 
+@pytest.mark.once
 @needs_compiler
 def test_where_inductor_learns_nothing_it_calls_the_op(monkeypatch):
     from torch._inductor.lowering import lowerings
@@ -191,6 +195,8 @@ def test_norms_of_a_report_are_roots_of_their_squares():
     assert_same(found, expected()[::100])
 
 
+# from columns that no kernel has written
+@pytest.mark.once
 @pytest.mark.parametrize("compiler", [None, inductor, "aot_eager"])
 def test_total_norms_are_roots_of_all_squares(compiler):
     function = norms if compiler is None else torch.compile(norms, fullgraph=True, backend=compiler)
@@ -203,7 +209,14 @@ def test_total_norms_are_roots_of_all_squares(compiler):
     assert stats.materialize().total_norm == expected()[i]
 
 
-@pytest.mark.parametrize("compiler", [None, inductor, "aot_eager"])
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        pytest.param(None),
+        pytest.param("inductor", marks=[needs_compiler, pytest.mark.once]),
+        pytest.param("aot_eager", marks=pytest.mark.once),
+    ],
+)
 def test_norms_of_tensors_are_roots_of_their_squares(compiler):
     def measure(tensors):
         stats = gm.collect(tensors)
@@ -241,6 +254,7 @@ def test_a_norm_at_its_threshold_has_no_flag_and_its_neighbours_have(grouped):
             assert flags.item() == (0, Flag.VANISHING, Flag.EXPLODING)[flag]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("compiler", [inductor, "aot_eager"])
 def test_a_graph_compares_the_same_root_with_a_threshold(compiler):
     for square in (2.0, 3.0):

@@ -159,7 +159,11 @@ NONFINITE = [
 ]
 
 
-@pytest.mark.parametrize(("one", "first", "numbers", "nonfinite"), NONFINITE)
+# whether a second tensor comes first, and how many elements are not finite, is nothing to the norm's error
+@pytest.mark.parametrize(
+    ("one", "first", "numbers", "nonfinite"),
+    [pytest.param(*case, marks=pytest.mark.once if case[0] or case[1] else []) for case in NONFINITE],
+)
 def test_a_norm_that_is_not_finite_raises_where_that_is_asked_for(one, first, numbers, nonfinite):
     for order, number, asked in product(ORDERS, numbers, (False, True)):
         grad = torch.zeros(10, dtype=torch.float64)
@@ -250,7 +254,7 @@ def test_a_model_is_clipped_as_by_torch_in_fp32(max_norm):
 
 HUGE = {
     "the norm leaves fp16": ([torch.full((40_000,), 300.0).half()] * 1, 4, 1.0, 1.2e5),
-    "the norm leaves fp32": ([torch.full((1000,), 1e38)], 20, 1.0, 1e38 * math.sqrt(2e4)),
+    "the norm leaves fp32": ([torch.full((1000,), 1e38)], 3, 1.0, 1e38 * math.sqrt(3e3)),
     "squares leave fp32": ([torch.full((100,), 1e20)], 1, 1.0, 1e21),
     "the coefficient is below fp16": (
         [torch.full((1000,), 65504.0).half()],
@@ -743,6 +747,7 @@ def test_clipping_by_a_norm_never_waits(device):
         assert (seen.to_host, seen.to_device) == ([], [])
 
 
+@pytest.mark.once
 @every_backend
 def test_clipping_by_a_norm_is_in_the_graph_of_a_step(backend):
     torch._dynamo.reset()
@@ -1103,10 +1108,15 @@ CLIPS = {
 @pytest.mark.parametrize(
     ("backend", "clip", "as_tensor"),
     [
-        *product(["aot_eager"], CLIPS, [False, True]),
+        ("aot_eager", "collect_and_clip_", True),
+        *(
+            pytest.param("aot_eager", clip, as_tensor, marks=pytest.mark.once)
+            for clip, as_tensor in product(CLIPS, [False, True])
+            if (clip, as_tensor) != ("collect_and_clip_", True)
+        ),
         # Inductor takes long, and makes code of its own for the scaling alone
-        pytest.param("inductor", "clip_grad_norm_", True, marks=needs_compiler),
-        pytest.param("inductor", "collect_and_clip_", True, marks=needs_compiler),
+        pytest.param("inductor", "clip_grad_norm_", True, marks=[needs_compiler, pytest.mark.once]),
+        pytest.param("inductor", "collect_and_clip_", True, marks=[needs_compiler, pytest.mark.once]),
     ],
 )
 def test_a_compiled_step_clips_as_an_eager_one(backend, clip, as_tensor):
@@ -1132,7 +1142,9 @@ def test_a_compiled_step_clips_as_an_eager_one(backend, clip, as_tensor):
 
 @pytest.mark.usefixtures("_dynamo")
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64], ids=str)
-@pytest.mark.parametrize("max_norm", [0.5, 1e-42, INF])
+@pytest.mark.parametrize(
+    "max_norm", [pytest.param(0.5, marks=pytest.mark.once), 1e-42, pytest.param(INF, marks=pytest.mark.once)]
+)
 def test_compiled_or_not_it_leaves_the_same_bits(dtype, max_norm):
     def clip(parameters, bound):
         return clip_grad_norm_(parameters, bound)
@@ -1147,6 +1159,7 @@ def test_compiled_or_not_it_leaves_the_same_bits(dtype, max_norm):
         assert torch.equal(bits(g), bits(twin))
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("_dynamo")
 def test_inductor_keeps_a_coefficient_that_fp32_has_no_number_for():
     def clip(parameters, bound):
@@ -1204,6 +1217,7 @@ def test_no_op_of_ours_but_the_measurement_and_its_roots_is_in_the_graph():
 # the benchmark
 
 
+@pytest.mark.once
 def test_the_benchmark_of_clipping_runs(monkeypatch, capsys, tmp_path):
     from kernels_bench import cases, clip
 

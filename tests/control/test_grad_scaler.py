@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -360,8 +361,14 @@ def overflowing_run(steps: int, optimizer_of: Any = torch.optim.SGD) -> Iterator
         scaler.update()
 
 
+@cache
+def an_overflowing_run() -> list[dict[str, Any]]:
+    """Return 48 steps of one; what three tests look at is computed once."""
+    return list(overflowing_run(48))
+
+
 def test_it_agrees_with_what_a_scaler_finds():
-    found = [(step["stats"].found_inf, step["found_inf"]) for step in overflowing_run(30)]
+    found = [(step["stats"].found_inf, step["found_inf"]) for step in an_overflowing_run()]
     for ours, theirs in found:
         assert torch.equal(ours, theirs)
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
@@ -370,7 +377,7 @@ def test_it_agrees_with_what_a_scaler_finds():
 
 def test_a_skipped_step_is_skipped_and_does_not_explode():
     skipped, reported = [], []
-    for i, step in enumerate(overflowing_run(48)):
+    for i, step in enumerate(an_overflowing_run()):
         report = step["stats"].materialize()
         if step["unchanged"]:
             skipped.append(i)
@@ -399,9 +406,8 @@ def test_what_explodes_in_a_step_that_is_not_skipped_still_does():
 
 
 def test_the_scale_follows_it_as_it_follows_the_scaler():
-    run = overflowing_run(30)
     scale, tracker = torch.full((), 2.0**28), torch.zeros((), dtype=torch.int32)
-    for step in run:
+    for step in an_overflowing_run():
         assert scale.item() == step["scale"]
         torch._amp_update_scale_(scale, tracker, step["stats"].found_inf, 2.0, 0.5, 4)
 

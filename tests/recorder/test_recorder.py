@@ -22,7 +22,7 @@ from gradiometer.columns.ring_layout import Cursor
 from gradiometer.columns.schema import NUM_COLUMNS
 from gradiometer.ops import reference
 from gradiometer.recorder.recorder import Recorder
-from support.compiling import Kept, every_backend, graphs, needs_compiler, no_recompile
+from support.compiling import Kept, graphs, needs_compiler, no_recompile
 from support.fake_device import DEVICES, Model, device_of, watch
 from support.recording import new_gradients, packed, step_of
 
@@ -384,8 +384,15 @@ def test_models_that_cannot_be_recorded_are_refused():
 # inside a compiled step
 
 
-@every_backend
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "weights"),
+    [
+        ("aot_eager", True),
+        pytest.param("aot_eager", False, marks=pytest.mark.once),
+        pytest.param("inductor", True, marks=[needs_compiler, pytest.mark.once]),
+        pytest.param("inductor", False, marks=[needs_compiler, pytest.mark.once]),
+    ],
+)
 def test_a_compiled_step_records_what_it_collects(backend, weights):
     model = small_model()
     recorder = Recorder(model, capacity=3, weights=weights)
