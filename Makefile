@@ -25,7 +25,8 @@ DOCS = $(VENV)/.docs
 # a Python of yours has what it has: `make bench PY=python3` installs nothing
 TOOLS = $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_FLAGS)
+# neighbours stay together, since they share what a file computes or compiles once, until one worker has nothing left
+PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(PYTEST_FLAGS)
 
 .PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-ranks lint format check docs compare compare-ranks bench bench-cpu bench-host bench-monitor bench-ranks machine-code gpu clean
 .NOTPARALLEL:
