@@ -1,8 +1,8 @@
-"""The raw columns of a tensor, ``(T, C) float64``, and what follows from them.
+"""The raw columns of a tensor, ``(T, C) float64``, and everything derived from them.
 
-The schema says what each column is and how columns of two parts merge; derived values, flags, thresholds and
-scores are functions of columns. The form of the recorder's ring is here too. Nothing here reads a tensor of
-the user's, or knows names and devices.
+The schema defines each column and how the columns of two parts merge. Derived values, flags, thresholds and
+scores are functions of columns. The layout of the recorder's ring is here too. Nothing here reads a user's
+tensors, or knows names and devices.
 """
 
 from gradiometer.columns.derived import DERIVED, compute_flags, rescale

@@ -1,4 +1,4 @@
-"""Everything computed from raw columns, once: derived values, merged rows, flags.
+"""The only computations on raw columns: derived values, merged rows and flags.
 
 Each function takes ``columns``: ``(..., C) float64`` on any device and never moves it to the host.
 """
@@ -61,14 +61,14 @@ def _finite_norm(columns: Tensor) -> Tensor:
 
 
 def _norm(columns: Tensor) -> Tensor:
-    # adding 0 * inf makes NaN, adding inf makes inf: what a norm over all elements would be
+    # like a norm over all elements: NaN if one is NaN, else inf if one is infinite
     inf = torch.where(_n_inf(columns) > 0, torch.inf, 0.0)
     nan = torch.where(value(columns, "n_nan") > 0, torch.nan, 0.0)
     return _finite_norm(columns) + inf + nan
 
 
 def _over(numerator: Tensor, denominator: Tensor) -> Tensor:
-    # 0 where there is nothing to divide by
+    # 0 where the denominator is 0
     return numerator / denominator.clamp(min=1.0)
 
 
@@ -112,7 +112,7 @@ def merge(a: Tensor, b: Tensor) -> Tensor:
 
 
 def merge_rows(columns: Tensor) -> Tensor:
-    """Merge all rows into one. ``(T, ..., C) -> (..., C)``; the identity, zeros, for T = 0."""
+    """Merge all rows into one. ``(T, ..., C) -> (..., C)``; zeros, the identity, for T = 0."""
     if columns.shape[0] == 0:
         return columns.new_zeros(columns.shape[1:])
     sums, tops = by_merge(columns)
@@ -124,8 +124,8 @@ def merge_groups(
 ) -> Tensor:
     """Merge the rows of each of G groups into one. ``(T, ...) -> (G, ...)``.
 
-    Groups of the same size are merged together, by one call of ``merge``, which takes the first dimension
-    away. So 100 modules take no more operations, and nodes of a graph, than a few.
+    One call of ``merge``, which reduces the first dimension, merges all groups of the same size. So 100
+    modules need no more operations and graph nodes than a few.
     """
     sizes: dict[int, list[int]] = {}
     for place, rows in enumerate(groups):
@@ -150,7 +150,7 @@ def by_merge(columns: Tensor) -> tuple[Tensor, Tensor]:
 def first_rank(origin: Tensor) -> Tensor:
     """Return the lowest rank along the first dimension, ``(N, ...) -> (...) float64``.
 
-    -1: none; -2: of what nobody has measured.
+    -1 where there is none; -2 where no rank has measured the row.
     """
     if origin.shape[0] == 0:
         return origin.new_full(origin.shape[1:], -1.0)
@@ -159,8 +159,8 @@ def first_rank(origin: Tensor) -> Tensor:
 
 
 def take(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return these rows, ``(T, ...) -> (len(rows), ...)``, by slices alone."""
-    # no index tensor has to travel to the device
+    """Return the given rows, ``(T, ...) -> (len(rows), ...)``, using slices only."""
+    # slices need no index tensor on the device
     parts = [values.narrow(0, start, length) for start, length in _runs(tuple(rows))]
     if len(parts) == 1:
         return parts[0]
@@ -168,7 +168,7 @@ def take(values: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def _runs(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the start and length of each run of rows that follow one another."""
+    """Return the start and length of each run of consecutive rows."""
     runs: list[tuple[int, int]] = []
     for i in rows:
         if runs and sum(runs[-1]) == i:
@@ -178,15 +178,15 @@ def _runs(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-# what torch.compiler.assume_constant_result does, which would import Dynamo: rows are constants of a graph
+# the effect of torch.compiler.assume_constant_result, without importing Dynamo: rows are graph constants
 _runs._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001
 
 
 def spread(values: Tensor, rows: Sequence[int], size: int) -> Tensor:
-    """Return ``(size, ...)`` with the values in these rows and 0 elsewhere, by slices alone."""
+    """Return ``(size, ...)`` with the values in the given rows and 0 elsewhere, using slices only."""
     if len(rows) == size and all([row == i for i, row in enumerate(rows)]):
         return values
-    # no index tensor has to travel to the device
+    # slices need no index tensor on the device
     parts: list[Tensor] = []
     done, order = 0, sorted(range(len(rows)), key=rows.__getitem__)
     i = 0
@@ -205,27 +205,27 @@ def spread(values: Tensor, rows: Sequence[int], size: int) -> Tensor:
 
 
 def number(value: float, device: torch.device) -> Tensor:
-    """Return a number as a 0-d float64 tensor, filled in on the device; nothing is copied there."""
+    """Return a number as a 0-d float64 tensor, created on the device without a copy."""
     if torch.compiler.is_compiling():
-        # torch.full would make the number a constant of the graph, compiled anew for each value
+        # torch.full would make the number a graph constant, and each new value would recompile
         return torch.ones((), dtype=torch.float64, device=device) * value
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def realized(x: Tensor) -> Tensor:
-    """Return a tensor that Inductor computes once, and not anew in each of many kernels that read it.
+    """Return a tensor that Inductor computes once, instead of again in each kernel that reads it.
 
-    For a coefficient by which T tensors are multiplied: this halves the time that 20 of them take to compile,
-    and more so with more.
+    Use it for a coefficient that multiplies T tensors: it halves the compile time of 20 of them, and saves
+    more with more.
     """
-    # Inductor needs memory for what is viewed by strides
+    # Inductor stores a tensor in memory before it views it by strides
     return x.as_strided(x.shape, x.stride()) if torch.compiler.is_compiling() else x
 
 
 def rescale(columns: Tensor, scale: Tensor) -> Tensor:
     """Return the columns that ``scale * x`` would have. ``scale``: 0-d float64, finite."""
     one = torch.ones_like(scale)
-    # s*s goes one factor at a time: the square alone may leave the range of float64
+    # multiply by s twice, not by s*s: the square alone may leave the range of float64
     first = {"1": one, "s": scale, "|s|": scale.abs(), "s*s": scale}
     second = {"1": one, "s": one, "|s|": one, "s*s": scale}
     for factors in (first, second):
@@ -236,13 +236,13 @@ def rescale(columns: Tensor, scale: Tensor) -> Tensor:
 def compute_flags(columns: Tensor, thresholds: Thresholds, *, skip_nonfinite: bool = False) -> Tensor:
     """Return the flags of each row. ``(..., C) float64 -> (...) int32``, bits of `Flag`.
 
-    The same comparisons as in the finalize kernel; used where rows come from a merge. With
-    ``skip_nonfinite`` what is not finite is not exploding.
+    It makes the same comparisons as the finalize kernel, for rows that come from a merge. With
+    ``skip_nonfinite``, a tensor that is not finite is not flagged as exploding.
     """
     n_nan, n_inf = value(columns, "n_nan"), _n_inf(columns)
     finite = n_nan + n_inf == 0
     norm = _finite_norm(columns)
-    # not (norm <= limit): a NaN norm explodes
+    # not (norm <= limit), so that a NaN norm is exploding
     exploding = (norm <= thresholds.exploding).logical_not()
     found = (
         (Flag.NAN, n_nan > 0),

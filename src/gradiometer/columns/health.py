@@ -1,7 +1,7 @@
-"""The health of a step: what T tensors say together, from their raw columns and flags.
+"""The health of a step, computed from the raw columns and flags of T tensors.
 
-Each function takes ``columns (T, C) float64`` and ``flags (T,) int32`` on any device, gives one value
-there, a 0-d tensor, and is defined for T = 0. Tensors without elements have no norm to compare.
+Each function takes ``columns (T, C) float64`` and ``flags (T,) int32`` on any device, and returns a 0-d
+tensor there. T may be 0. Tensors without elements have no norm to compare.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
     "score",
 ]
 
-# what a share of vanishing, and of exploding tensors takes from the health
+# weights of the shares of vanishing and of exploding tensors in the health score
 VANISHING_WEIGHT: Final = 0.5
 EXPLODING_WEIGHT: Final = 0.8
 
-# of a healthy step: the largest norm by the smallest, which counts as no less than that, and zeros
+# limits of a healthy step: largest norm / max(smallest norm, LEAST_NORM), and share of zeros
 MAX_NORM_RATIO: Final = 1000.0
 LEAST_NORM: Final = 1e-10
 MAX_ZERO_FRACTION: Final = 0.5
@@ -47,8 +47,8 @@ def score(
 ) -> Tensor:
     """Return ``clamp(1 - vanishing * n_vanishing / T - exploding * n_exploding / T, 0, 1)``.
 
-    0 where the total norm is not finite; 1 for T = 0. ``measured``: how many of the rows are tensors that
-    some rank has measured, 0-d float64; None: all T.
+    It is 0 if the total norm is not finite, and 1 for T = 0. ``measured``, 0-d float64, is the number of
+    rows that some rank has measured; None means all T.
     """
     for name, weight in (("vanishing", vanishing), ("exploding", exploding)):
         if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
@@ -89,9 +89,9 @@ def is_healthy(
     norm_ratio: float = MAX_NORM_RATIO,
     zero_fraction: float = MAX_ZERO_FRACTION,
 ) -> Tensor:
-    """Tell whether all is finite, nothing explodes, and both values are below their limits; 0-d bool."""
+    """Tell whether all is finite, nothing is exploding, and both values are below their limits; 0-d bool."""
     for name, limit in (("norm_ratio", norm_ratio), ("zero_fraction", zero_fraction)):
-        # true for NaN too, without math.isnan, which no Dynamo asks of a number that changes
+        # rejects NaN too; Dynamo does not trace math.isnan of a number that changes
         if not isinstance(limit, (int, float)) or not limit >= 0:
             msg = f"is_healthy_within: {name} must be a number that is not negative, or inf; got {limit}"
             raise ValueError(msg)

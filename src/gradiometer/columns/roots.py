@@ -1,13 +1,13 @@
 """Correctly rounded square roots in float64, on every path.
 
-On CPUs that Intel's vector math library serves, torch's eager ``sqrt`` on float64 is off by one unit in the
-last place for about 1 % of values, ``sqrt(2.0)`` among them. Its complex ``sqrt`` does not go through that
-library, and the root of a number with imaginary part 0 is the real root: the processor's own, correctly
-rounded. Inductor's code and other devices have exact roots.
+Where torch uses Intel's vector math library, its eager ``sqrt`` on float64 CPU tensors is off by one unit in
+the last place for about 1 % of values, such as ``sqrt(2.0)``. Its complex ``sqrt`` does not use that
+library. For a number with imaginary part 0 it returns the processor's real root, which is correctly rounded.
+Inductor's code and other devices have exact roots.
 
-A graph that is traced may run anywhere: compiled by Inductor, or operator by operator, as an exported
-program does. So on the CPU it holds ``gradiometer::sqrt``, which is this root in eager and a plain ``sqrt``
-in Inductor's code.
+A traced graph may run compiled by Inductor, or operator by operator, as an exported program does. So on the
+CPU it contains ``gradiometer::sqrt``, which is this root in eager mode and a plain ``sqrt`` in Inductor's
+code.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _sqrt_vmap(_: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
 
 
 def _teach_inductor() -> None:
-    """Let Inductor fuse the root like any other; where it can't be taught, it calls the op."""
-    # to import it here would take a second; a fake runs before the graph is lowered
+    """Let Inductor fuse the root like any other; where it cannot, it calls the op."""
+    # importing Inductor here would take a second; a fake runs before Inductor lowers the graph
     inductor = sys.modules.get("torch._inductor.lowering")
     lowerings = getattr(inductor, "lowerings", {})
     plain: Callable[[Any], Any] | None = lowerings.get(torch.ops.aten.sqrt.default)
@@ -72,7 +72,7 @@ def _teach_inductor() -> None:
 
 
 _LIBRARY.impl("sqrt", _sqrt, "CompositeExplicitAutograd")
-# not differentiable: the call passes through autograd and leaves no trace
+# not differentiable: autograd passes the call on and records nothing
 _LIBRARY.impl("sqrt", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("gradiometer::sqrt", _sqrt_fake, lib=_LIBRARY)
 torch.library.register_vmap("gradiometer::sqrt", _sqrt_vmap, lib=_LIBRARY)

@@ -1,7 +1,7 @@
-"""The one table: raw columns, flags and thresholds.
+"""The single definition of raw columns, flags and thresholds.
 
-A column's name, the way it merges and its place in the matrix stand here and nowhere else. Raw
-columns merge over chunks, steps, groups and ranks; whatever does not is derived from them in
+A column's name, its merge and its position in the matrix are defined only here. Raw columns merge over
+chunks, steps, groups and ranks; values that do not merge are derived from them in
 `gradiometer.columns.derived`.
 """
 
@@ -29,10 +29,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Column:
-    """One raw value per tensor: its name, how two of them merge, and what it is.
+    """One raw value per tensor: its name, how two of them merge, and its meaning.
 
-    The identity of both merges is 0: nothing is added by it, and a largest magnitude is never
-    below it. ``scaling`` is the factor on the value when the tensor is multiplied by s.
+    The identity of both merges is 0: it adds nothing to a sum, and no magnitude is below it. ``scaling`` is
+    the factor on the value when the tensor is multiplied by s.
     """
 
     name: str
@@ -62,9 +62,9 @@ NUM_SUM_COLUMNS: Final = sum(column.merge == "sum" for column in COLUMNS)
 class Flag(enum.IntFlag):
     """Anomalies of one tensor, as bits of ``TensorStats.flags``.
 
-    ``NAN`` and ``INF``: it holds at least one. ``VANISHING``: its L2 norm is finite and below the
-    threshold. ``EXPLODING``: its L2 norm is above the threshold or not finite. ``DEAD``: at least
-    the threshold's share of its elements is zero. A tensor with no elements has no flag.
+    ``NAN`` and ``INF``: it holds at least one. ``VANISHING``: its L2 norm is finite and below the threshold.
+    ``EXPLODING``: its L2 norm is above the threshold or not finite. ``DEAD``: its share of zeros is at or
+    above the threshold. A tensor with no elements has no flag.
     """
 
     NAN = 1
@@ -84,16 +84,16 @@ DEFAULT_DEAD_THRESHOLD: Final = 1.0
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where a tensor's flags begin.
+    """The limits at which a tensor is flagged.
 
     Args:
         vanishing: an L2 norm strictly below it is ``VANISHING``; 0 switches the flag off.
-        exploding: an L2 norm strictly above it is ``EXPLODING``; ``math.inf`` leaves only
-            norms that are not finite.
+        exploding: an L2 norm strictly above it is ``EXPLODING``; with ``math.inf`` only
+            a norm that is not finite is.
         dead: a share of zeros at or above it is ``DEAD``; above 1 switches the flag off.
 
     Raises:
-        ValueError: for what is no number, NaN or negative, and for ``dead`` equal to 0.
+        ValueError: if a threshold is not a number, is NaN or is negative, or if ``dead`` is 0.
 
     >>> Thresholds(exploding=10.0)
     Thresholds(vanishing=1e-07, exploding=10.0, dead=1.0)
@@ -106,7 +106,7 @@ class Thresholds:
     def __post_init__(self) -> None:
         for name in ("vanishing", "exploding", "dead"):
             value = getattr(self, name)
-            # true for NaN too, without math.isnan, which no Dynamo asks of a number that changes
+            # rejects NaN too; Dynamo does not trace math.isnan of a number that changes
             if not isinstance(value, (int, float)) or not value >= 0:
                 msg = f"Thresholds({name}={value!r}): a threshold must be a number that is not negative"
                 raise ValueError(msg)

@@ -1,7 +1,7 @@
-"""Many ranks, and the only place that imports `torch.distributed`.
+"""Merge statistics over ranks; the only package that imports `torch.distributed`.
 
-Each rank's columns come in; columns merged over the ranks go out, by one SUM and one MAX all-reduce, once all
-ranks have agreed on the names, on their order and on which rank counts what. Nothing here measures a tensor.
+All ranks first agree on the names, their order, and which rank counts which tensor. Then one SUM and one MAX
+all-reduce merge the columns of all ranks. Nothing here measures a tensor.
 """
 
 from gradiometer.distributed.collectives import (

@@ -1,8 +1,8 @@
-"""All that is asked of `torch.distributed`: groups, sums and maxima over ranks, and who is there.
+"""Collectives of `torch.distributed`: sums and maxima over ranks, and which ranks are present.
 
-Ranks talk through the group's store where they agree on something, or look for who is missing: it needs no
-device, each question to it has an end, and a rank that comes late spoils nothing. Columns go by collectives
-of the group, each with an end of its own on the CPU.
+Ranks use the group's store to agree on something, or to find missing ranks. The store needs no device, each
+request to it has a timeout, and a late rank does no harm. Columns are merged by collectives of the group,
+each with its own timeout on the CPU.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 __all__ = ["all_reduce", "all_reduce_pair", "rendezvous", "share", "tell", "whole"]
 
 
-# seconds between two looks at a collective in the background, at first and at most
+# seconds between polls of a collective in a background thread, at first and at most
 _PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.02
-# seconds of a wait for a collective after which a rank looks whether another one has given it up
+# seconds between checks, in a wait for a collective, whether another rank has given it up
 _LOOK: Final = 1.0
 _NO_STORE: Final = "neither does the store of the process group answer, which rank 0 may hold"
 
-# how often ranks have met, by what for, in each world: the same on all of them
+# number of meetings in each world, by purpose: the same on all ranks
 _met: weakref.WeakKeyDictionary[Group, Counter[str]] = weakref.WeakKeyDictionary()
-# why groups are of no more use
+# why groups cannot be used any more
 _broken: weakref.WeakKeyDictionary[Group, str] = weakref.WeakKeyDictionary()
 
 
 class _Call(NamedTuple):
-    """A call to all ranks to say that they are there, after a collective that was given up.
+    """A call to all ranks to report that they are present, after a collective was given up.
 
-    ``late``: the number of the collective that has not ended in time. None: one failed, and Gloo takes no
+    ``late``: the number of the collective that has not ended in time. None: one failed, and Gloo accepts no
     further collectives in its group.
     """
 
@@ -73,20 +73,20 @@ def whole() -> Any:
 def all_reduce(tensor: Tensor, operation: str, group: Group, timeout: float) -> Tensor:
     """Return the sum or the maximum over a group, ``"sum"`` or ``"max"``. Traced by torch.compile.
 
-    On the CPU it waits no longer than so many seconds. The collective itself stays under way, until the
-    group's own time-out: if the last rank comes meanwhile, all is well from then on, and the collectives of
-    this group go on in the same order. The process may end before that. After an error of Gloo's own, as
-    where a rank is gone, the group is of no more use, and says so each time. In a compiled function, and on
-    other devices, where nothing waits here, the group's own time-out counts.
+    On the CPU it waits at most ``timeout`` seconds. The collective then stays pending until the group's own
+    timeout. If the last rank comes before that, later collectives of the group work again, in the same
+    order. The process may end earlier. After an error in Gloo, for example because a rank is gone, the group
+    cannot be used any more, and each call says so. In a compiled function, and on other devices, nothing
+    waits here, and the group's own timeout applies.
 
     Raises:
-        RankError: on the CPU, where a rank is gone or has not answered in time; naming it.
+        RankError: on the CPU, if a rank is gone or has not answered in time; names the rank.
     """
     return all_reduce_pair([(tensor, operation)], group, timeout)[0]
 
 
 def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: float) -> list[Tensor]:
-    """Do what `all_reduce` does for several tensors, all under way at the same time."""
+    """Do what `all_reduce` does for several tensors, with all collectives pending at the same time."""
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional  # noqa: PLC0415 its import is slow
 
@@ -121,13 +121,13 @@ def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: 
 
 
 def _given_up(work: Any, end: float, group: Group, number: int) -> _Call | None:
-    """Wait for a collective on the CPU; return None, or the call to answer where it is given up."""
+    """Wait for a collective on the CPU; return None, or the call to answer if it is given up."""
     late = _Call(number)
     previous: _Call | None = _Call(number - 1)
     while True:
         left = end - time.monotonic()
         if _ends(work, max(min(left, _LOOK), 0.001)):
-            # with an error of its own, perhaps
+            # raises the error of a collective that failed
             work.wait()
             return None
         if left <= _LOOK:
@@ -136,18 +136,18 @@ def _given_up(work: Any, end: float, group: Group, number: int) -> _Call | None:
             if _is_called(group, call):
                 return call
         if previous is not None and _is_called(group, previous):
-            # some still wait for what has ended here: this rank is not the one that is missing
+            # others still wait for a collective that has ended here: report that this rank is not missing
             _say_here(group, previous)
             previous = None
 
 
 def _ends(work: Any, seconds: float) -> bool:
-    """Wait for so many seconds; tell whether a collective has ended."""
+    """Wait for at most ``seconds``; tell whether a collective has ended."""
     if threading.current_thread() is threading.main_thread():
         with suppress(RuntimeError):
             work.wait(timedelta(seconds=seconds))
     else:
-        # a thread that comes out of C++ while the interpreter ends takes the process down
+        # a thread that returns from C++ while the interpreter shuts down crashes the process
         end, pause = time.monotonic() + seconds, _PAUSE
         while not work.is_completed() and time.monotonic() < end:
             time.sleep(pause)
@@ -156,7 +156,7 @@ def _ends(work: Any, seconds: float) -> bool:
 
 
 def _keep(group: Group, works: Sequence[Any]) -> None:
-    """Keep a group until its collectives have ended: its own end would wait for them, and the process's."""
+    """Keep a group until its collectives have ended: destroying it, or exiting, would wait for them."""
     threading.Thread(target=_wait_for, args=(works, group), daemon=True).start()
 
 
@@ -173,15 +173,15 @@ def _has_backend(group: Group, device: torch.device) -> bool:
 
 
 def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") -> list[Any]:
-    """Return what every rank of a group gives, by rank; anything that can be pickled.
+    """Return the values that all ranks of a group pass, by rank; any value that can be pickled.
 
-    All of them come here, or none has come: where one is late it is an error on each, on that one too.
+    Either all ranks succeed or all fail: if one is late, every rank raises an error, including the late one.
 
     Args:
-        value: small; the store holds those of all ranks.
+        value: this rank's value; small, as the store holds those of all ranks.
         group: the ranks.
         timeout: seconds to wait for the others.
-        what: in which call, for messages; the ranks of a group meet once for each call of this name.
+        what: the name of the call, for messages; the ranks of a group meet once per call of this name.
 
     Raises:
         RankError: names the ranks that have not come in time.
@@ -206,7 +206,7 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
 
 
 def tell(value: Any, place: int, group: Group, timeout: float = 60.0, what: str = "tell") -> Any:
-    """Return on every rank what the one at this place in a group gives; as `share` does."""
+    """Return on every rank the value of the rank at this place in a group; as `share` does."""
     here, _ = ranks_of(group)
     return share(value if here == place else None, group, timeout, what)[place]
 
@@ -224,12 +224,12 @@ def _count(group: Group, what: str) -> int:
 
 
 def _store() -> Any:
-    # the public way to a store is to have made it oneself
+    # there is no public way to get a store that was created elsewhere
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
 def _late(group: Group, number: int, timeout: float) -> RankError:
-    """Return who did not come to a collective, after a call to all ranks."""
+    """Call all ranks after a late collective; return an error that names those that did not come."""
     missing = _missing(group, number, _Call(number))
     late = f"did not come to this reduction within {timeout:g} s"
     if missing is None:
@@ -240,7 +240,7 @@ def _late(group: Group, number: int, timeout: float) -> RankError:
 
 
 def _gone(group: Group, number: int, reason: str = "") -> RankError:
-    """Call all ranks after a collective that failed, on this rank or another; return who may be gone."""
+    """Call all ranks after a collective failed, here or elsewhere; return the error to raise."""
     missing = _missing(group, number, _BROKEN)
     if missing is None:
         text = f"a rank does not answer{reason}; {_NO_STORE}"
@@ -249,17 +249,17 @@ def _gone(group: Group, number: int, reason: str = "") -> RankError:
     elif len(missing) == 1:
         text = f"{_named(missing)} does not answer{reason}"
     else:
-        # others may be busy elsewhere, and hear of it when they come to a collective
+        # others may be busy elsewhere, and learn of the failure at their next collective
         text = f"at least one of {_named(missing)} is gone or hangs{reason}"
     _broken[group] = text
     return RankError(text)
 
 
 def _missing(group: Group, number: int, call: _Call) -> list[int] | None:
-    """Call all ranks; return who does not answer, or None where the store does not.
+    """Call all ranks; return those that do not answer, or None if the store does not.
 
-    Of ranks in the same trouble one may have waited for too long, and another one have seen Gloo fail: who
-    answers either call is there.
+    When something fails, one rank may time out and another may see an error from Gloo. So a rank that
+    answers either call is present.
     """
     here, ranks = ranks_of(group)
     calls = [_BROKEN, _Call(number), _Call(number + 1)]
@@ -281,12 +281,12 @@ def _say_here(group: Group, call: _Call) -> None:
 
 
 def _is_called(group: Group, call: _Call) -> bool:
-    """Tell whether others have given up a collective, and look for who is missing."""
+    """Tell whether others have given up a collective and are looking for missing ranks."""
     store, key = _store(), call.key(group)
     try:
         return bool(in_time(_LOOK, lambda: store.check([key])))
     except RankError:
-        # it hangs, and may be no more than slow: the time-out counts
+        # the store hangs, or is only slow: the timeout applies
         return False
     except RuntimeError:
         return 0 in dist.get_process_group_ranks(group)

@@ -1,9 +1,8 @@
-"""What the ranks agree on at set-up: one order of all names, and who counts what.
+"""The plan that ranks agree on at setup: one order of all names, and which rank counts which tensor.
 
-Ranks that hold the same part of a tensor hold copies of it, and the first of them counts it; ranks that
-hold different parts each count their own. This covers replicated and sharded dimensions of a mesh,
-meshes of which there are several, tensors that only the ranks of one pipeline stage have, and plain
-tensors of which every rank has a copy.
+Ranks that hold the same part of a tensor hold copies, and only the first of them counts it. Ranks that hold
+different parts each count their own. This covers replicated and sharded dimensions of a mesh, several
+meshes, tensors that only the ranks of one pipeline stage have, and plain tensors with a copy on every rank.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ __all__ = ["DisagreementError", "GlobalPlan", "Member", "make_global_plan"]
 
 
 class DisagreementError(ValueError):
-    """The first thing in which ranks differ."""
+    """Ranks disagree; the message describes the first difference."""
 
 
 class Member(NamedTuple):
-    """What a rank tells of itself: which sharding it has, and where it stands in the sharding's meshes."""
+    """One rank: the digest of its sharding, and its coordinate in each of the sharding's meshes."""
 
     digest: bytes
     coordinates: tuple[tuple[int, ...] | None, ...]
 
 
 class _Way(NamedTuple):
-    """How ranks of one sharding hold a tensor: the mesh, and its dimensions over which the tensor is cut."""
+    """How ranks of one sharding hold a tensor: the mesh, and the mesh dimensions that shard the tensor."""
 
     digest: bytes
     mesh: int
     sharded: tuple[int, ...]
 
 
-# of one tensor: thousands of tensors have a handful of patterns, and each is looked at once
+# how all ranks hold one tensor; thousands of tensors share a few patterns, and each is checked once
 _Pattern = tuple[_Way, ...]
 
-# for each dimension over which a tensor is cut: the placement, and into how many parts
+# for each mesh dimension that shards a tensor: the placement, and the number of parts
 _Cut = list[tuple[str, int]]
 
 
@@ -55,11 +54,11 @@ class GlobalPlan:
     """The rows of all ranks together.
 
     Attributes:
-        names: of T rows, the same on every rank.
-        specs: of each row.
-        patterns: of each row, how the ranks that have it hold it.
-        members: what each rank told.
-        shardings: by digest.
+        names: the names of the T rows, the same on every rank.
+        specs: the spec of each row.
+        patterns: for each row, how the ranks that have it hold it.
+        members: one for each rank.
+        shardings: all shardings, by digest.
     """
 
     names: tuple[str, ...]
@@ -74,7 +73,7 @@ class GlobalPlan:
         return {name: row for row, name in enumerate(self.names)}
 
     def counts(self, rank: int) -> list[bool]:
-        """Return which rows of its own sharding a rank counts: those of which no earlier rank has a copy."""
+        """Return which rows of its own sharding a rank counts: those that no earlier rank has a copy of."""
         firsts: dict[_Pattern, bool] = {}
         found = []
         for name in self.shardings[self.members[rank].digest].names:
@@ -103,7 +102,7 @@ class GlobalPlan:
         return True
 
     def where(self, row: int, rank: int) -> str:
-        """Return where a rank stands in the mesh of a row: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
+        """Return a rank's position in the mesh of a row: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
         member = self.members[rank]
         sharding = self.shardings[member.digest]
         way = next((way for way in self.patterns[row] if way.digest == member.digest), None)
@@ -116,14 +115,14 @@ class GlobalPlan:
 
 
 def make_global_plan(members: Sequence[Member], shardings: Mapping[bytes, Sharding]) -> GlobalPlan:
-    """Return what follows from what all ranks have told.
+    """Return the plan that follows from the shardings of all ranks.
 
     Args:
-        members: one a rank.
-        shardings: each that a member has, by its digest.
+        members: one for each rank.
+        shardings: the shardings of all members, by digest.
 
     Raises:
-        DisagreementError: where ranks have tensors of one name that are not parts of one tensor.
+        DisagreementError: if ranks have tensors of the same name that are not parts of one tensor.
     """
     ranks = _by_digest(members)
     ordered = {digest: shardings[digest] for digest in ranks}
@@ -157,7 +156,7 @@ def make_global_plan(members: Sequence[Member], shardings: Mapping[bytes, Shardi
 
 
 def _by_digest(members: Sequence[Member]) -> dict[bytes, list[int]]:
-    """Return the ranks that have each sharding."""
+    """Return the ranks of each sharding, by its digest."""
     ranks: dict[bytes, list[int]] = {}
     for rank, member in enumerate(members):
         ranks.setdefault(member.digest, []).append(rank)
@@ -169,14 +168,14 @@ def _cut(sharding: Sharding, spec: ShardSpec) -> _Cut:
 
 
 def _told(sharding: Sharding, spec: ShardSpec) -> str:
-    """Return such as ``(64, 128) float32, S(0) over dp_shard of 8``."""
+    """Return a string such as ``(64, 128) float32, S(0) over dp_shard of 8``."""
     mesh = sharding.meshes[spec.mesh] if spec.mesh >= 0 else None
     cuts = [f"{spec.placements[i]} over {mesh.names[i]} of {mesh.shape[i]}" for i in spec.sharded if mesh]
     return ", ".join([str(spec._replace(mesh=-1)), *(cuts or ["whole"])])
 
 
 def _part(member: Member, way: _Way) -> tuple[int, ...] | None:
-    """Return which part a rank holds; None: none, as it is outside of the mesh."""
+    """Return which part a rank holds; None if the rank is outside the mesh."""
     if way.mesh < 0:
         return ()
     coordinate = member.coordinates[way.mesh]
@@ -190,7 +189,7 @@ def _check_cover(
     pattern: _Pattern,
     sizes: Sequence[int],
 ) -> None:
-    """Refuse a tensor of which some part is on no rank."""
+    """Raise an error if no rank holds some part of a tensor."""
     parts = math.prod(sizes)
     held = {_part(members[rank], way) for way in pattern for rank in ranks[way.digest]} - {None}
     if len(held) == parts:
@@ -205,10 +204,10 @@ def _check_cover(
 
 
 def _in_order(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return all names once, as near to a model's order as several parts of it tell.
+    """Return all names once, as close to the model's order as its parts allow.
 
-    Each part's own order is kept. Pipeline stages may be dealt out in turns: what differs in its first
-    number alone goes by that number.
+    Each part's own order is kept. Pipeline stages may be interleaved: names with the same prefix before
+    their first number are ordered by that number.
 
     >>> _in_order([("emb", "layers.0.w", "layers.2.w"), ("layers.1.w", "layers.3.w", "head")])
     ('emb', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.3.w', 'head')
@@ -226,7 +225,7 @@ def _in_order(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     by_number = sorted(names, key=keys.__getitem__)
     edges = {edge for part in lists for edge in pairwise(part)}
     numbered = {(a, b) for a, b in pairwise(by_number) if keys[a][0] == keys[b][0]}
-    # parts may contradict one another, and the numbers them
+    # parts may contradict one another, and the numbers may contradict the parts
     for known in (edges | numbered, edges):
         ordered = _sorted_by(known, keys)
         if len(ordered) == len(names):
@@ -235,7 +234,7 @@ def _in_order(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _sorted_by(edges: set[tuple[str, str]], keys: Mapping[str, tuple[int, int, int]]) -> list[str]:
-    """Return the names so that each edge leads on, else by their keys; fewer where edges go round."""
+    """Sort the names topologically by the edges, then by keys; return fewer if the edges have a cycle."""
     after: dict[str, list[str]] = {name: [] for name in keys}
     waiting = dict.fromkeys(keys, 0)
     for a, b in edges:

@@ -1,4 +1,4 @@
-"""`Ranks` that a call makes by itself, once, for tensors that are DTensors."""
+"""`Ranks` that a call creates itself, once, for DTensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["given_ranks", "implicit_ranks_for", "sharding_here"]
 
 
 def implicit_ranks_for(sharding: Sharding, home: torch.device | None, group: Any = None) -> Ranks:
-    """Return `Ranks` of a sharding, made the first time; all ranks call it at the same time.
+    """Return the `Ranks` of a sharding, created at the first call, which all ranks make at the same time.
 
-    ``home``: where columns are; None: on the CPU.
+    ``home``: the device of the columns; None: the CPU.
     """
     kept = _RANKS.setdefault(process_groups.group_of(group), {})
     if sharding not in kept:
@@ -37,14 +37,14 @@ def implicit_ranks_for(sharding: Sharding, home: torch.device | None, group: Any
         except RankError as error:
             if not kept or "did not come" not in str(error):
                 raise
-            # ranks on which nothing is new are in a reduction, and wait there
+            # ranks without new tensors are already waiting in a reduction
             msg = f"{error}; where tensors are new on some ranks alone, pass reduce=gm.Ranks(model)"
             raise RankError(msg + ", made anew on all") from None
     return kept[sharding]
 
 
 def _refuse_nameless(sharding: Sharding, group: Any) -> None:
-    """Refuse tensors named by position, unless a mesh of all ranks tells that they are the same on each."""
+    """Refuse tensors named by position, unless a mesh of all ranks shows that they are the same on each."""
     size = len(process_groups.ranks_of(process_groups.group_of(group))[1])
     whole = [
         mesh for mesh in sharding.meshes if mesh.coordinate is not None and math.prod(mesh.shape) == size
@@ -58,7 +58,7 @@ def _refuse_nameless(sharding: Sharding, group: Any) -> None:
 
 
 def given_ranks(reduce: Any, what: str) -> Ranks | None:
-    """Return the `Ranks` that were given by ``reduce=``; None where ranks are agreed on as they come."""
+    """Return the `Ranks` passed as ``reduce=``; None if ``reduce`` is a bool or None."""
     if isinstance(reduce, Ranks):
         return reduce
     if reduce is not None and not isinstance(reduce, bool):
@@ -71,12 +71,12 @@ def given_ranks(reduce: Any, what: str) -> Ranks | None:
 
 
 def sharding_here(names: tuple[str, ...], tensors: Sequence[Tensor]) -> Sharding | None:
-    """Return the sharding of parameters, kept while they are the same; None where there is one rank."""
+    """Return the sharding of parameters, kept while they are the same; None if there is only one rank."""
     if torch.compiler.is_compiling() or not process_groups.is_active():
         return None
     key = (names, tuple([id(tensor) for tensor in tensors]))
     sharding, refs = _SHARDINGS.get(key, (None, ()))
-    # an id may have become another tensor's
+    # another tensor may have reused an id
     if sharding is None or not all([ref() is tensor for ref, tensor in zip(refs, tensors, strict=True)]):
         while len(_SHARDINGS) >= _KEPT:
             _SHARDINGS.pop(next(iter(_SHARDINGS)))
@@ -85,7 +85,7 @@ def sharding_here(names: tuple[str, ...], tensors: Sequence[Tensor]) -> Sharding
     return sharding
 
 
-# models in a process, with one group; it goes with the group
+# number of models kept per group; dropped with the group
 _KEPT = 8
 _RANKS: weakref.WeakKeyDictionary[Group, dict[Sharding, Ranks]] = weakref.WeakKeyDictionary()
 _SHARDINGS: dict[

@@ -1,4 +1,4 @@
-"""Process groups: which one is meant, which ranks it has, and groups of our own beside it."""
+"""Process groups: find the group of an argument, list its ranks, and create groups of our own."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ __all__ = [
 Group: TypeAlias = Any
 
 
-# seconds in which those who live answer: longer than a rank takes to look for a collective that was given up
+# seconds for live ranks to answer: longer than the time between their checks for a given-up collective
 PRESENCE_TIMEOUT: Final = 3.0
-# seconds after the end of a wait in which Gloo does not give up itself: a wait ends with a look for
-# the ranks that are missing
+# seconds by which Gloo's own timeout exceeds ours: our wait ends with a search for missing ranks
 _LATER: Final = PRESENCE_TIMEOUT + SLACK
-# ranks that are named in a message
+# most ranks that a message names
 _NAMED: Final = 8
-# groups of meshes of several dimensions, by their ranks
+# groups of multi-dimensional meshes, by their ranks
 _of_meshes: weakref.WeakKeyDictionary[Group, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
 
 
@@ -47,13 +46,13 @@ def is_active() -> bool:
 
 
 def group_of(group: Any) -> Group:
-    """Return a process group: of a group itself, a mesh, which may have several dimensions, or None: all.
+    """Return the process group of a group, a device mesh, or None, which means all ranks.
 
-    A mesh of several dimensions becomes one group, the first time on all of its ranks at once.
+    A mesh of several dimensions becomes one group; all its ranks have to make the first call together.
 
     Raises:
-        TypeError: for what is none of these.
-        RankError: without a process group; for a group that this process is not in.
+        TypeError: for any other argument.
+        RankError: if there is no process group, or this process is not in it.
     """
     if not (dist.is_available() and dist.is_initialized()):
         msg = "there is no process group: call torch.distributed.init_process_group() first"
@@ -78,7 +77,7 @@ def _group_of_mesh(mesh: Any) -> Group:
     _place_of(dist.get_rank(), ranks)
     kept = _of_meshes.setdefault(dist.group.WORLD, {})
     if ranks not in kept:
-        # those of other ranks need not come
+        # ranks outside the mesh need not call this
         kept[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return kept[ranks]
 
@@ -87,7 +86,7 @@ def ranks_of(group: Group) -> tuple[int, list[int]]:
     """Return this process's place in a group, and the global ranks of the group.
 
     Raises:
-        RankError: where this process is none of them; for a group that was destroyed.
+        RankError: if this process is not one of them, or the group was destroyed.
     """
     try:
         ranks = dist.get_process_group_ranks(group)
@@ -105,11 +104,12 @@ def _place_of(rank: int, ranks: Sequence[int]) -> int:
 
 
 def side_group(ranks: Sequence[int], timeout: float) -> Group:
-    """Return a new Gloo group, for collectives beside those of training; all its ranks have to come here.
+    """Return a new Gloo group for collectives beside those of training; all its ranks have to call this.
 
-    ``timeout``: seconds of waits in it; of its own accord it gives up later.
+    ``timeout``: seconds that waits in it take at most; Gloo's own timeout is longer.
     """
-    # made by some alone it has the name of one that was closed, whose addresses are still in the store
+    # use local synchronization only for a part of the ranks: it reuses the name of a closed group, whose
+    # addresses are still in the store
     some = len(ranks) < dist.get_world_size()
     try:
         end = timedelta(seconds=timeout + _LATER)
@@ -120,19 +120,19 @@ def side_group(ranks: Sequence[int], timeout: float) -> Group:
 
 
 def close(group: Group) -> None:
-    """Give up a group. Does not wait for what is still under way in it."""
+    """Destroy a group without waiting for its pending collectives."""
     if dist.is_initialized():
         dist.destroy_process_group(group)
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return ``0, 1, 2``; of many the first ones and how many more there are."""
+    """Return ``0, 1, 2``; for many ranks the first ones and the number of the others."""
     some = ", ".join(map(str, ranks[:_NAMED]))
     return f"{some} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else some
 
 
 def one_line(error: BaseException) -> str:
     """Return the message of an error in one line."""
-    # Gloo puts sources' lines before its reason and advice after it
+    # Gloo puts source lines before the reason, and advice after it
     text = " ".join(str(error).split()).partition(". This may indicate")[0]
     return re.sub(r"\[(enforce fail at )?[^\[\]\s]+:\d+\] ", "", text)[:300]

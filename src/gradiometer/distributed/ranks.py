@@ -1,4 +1,4 @@
-"""Many ranks: statistics of what each holds -> those of the whole model, by one sum and one maximum."""
+"""Merge the statistics of each rank into those of the whole model, by one sum and one maximum."""
 
 from __future__ import annotations
 
@@ -33,50 +33,50 @@ if TYPE_CHECKING:
 
 __all__ = ["Ranks"]
 
-# of a row that some rank has measured, and that is finite there; less than any rank's code
+# code of a row that a rank has measured and found finite; less than the code of any rank
 _MEASURED = 0.5
 
 # seconds
 _TIMEOUT = 60.0
 
-# kinds of calls that are told apart: beside a hash of 32 bits they fit into an exact float64
+# number of distinct kinds of calls: together with a 32-bit hash they fit exactly into a float64
 _KINDS = 1 << 20
-# seconds that ranks have to say what they do, once they do not do the same
+# seconds for ranks to report their calls, once these differ
 _MOMENT = 10.0
 # seconds
 _LONGEST = 1e6
 
 
 class Ranks:
-    """What the ranks of a job have agreed on: the rows of all tensors, and which rank counts what.
+    """The agreement of a job's ranks on the rows of all tensors, and on which rank counts which tensor.
 
-    All ranks make it at the same place, once, outside of a compiled step: they compare what they have, and
+    All ranks make it at the same place, once, outside of a compiled step: they compare their tensors, and
     find one order of all names. Then ``collect_grads(model, reduce=ranks)``, or ``stats.reduce(ranks)``,
-    merges what every rank has measured with one sum and one maximum over the group, ``(T, 7)`` and
-    ``(T + 1, 2)`` float64, whatever the model. A rank that has no gradient of a tensor, or no such tensor,
-    adds nothing, and waits for nobody.
+    merges the measurements of all ranks with one sum and one maximum over the group, ``(T, 7)`` and
+    ``(T + 1, 2)`` float64 for any model. A rank that does not have a tensor, or its gradient, adds nothing,
+    and waits for no other rank.
 
-    Raw columns merge over the dimensions of a mesh in which a tensor is sharded. Of copies, as in
-    replicated dimensions and of plain tensors, the first rank's counts.
+    Raw columns merge over the dimensions of a mesh in which a tensor is sharded. If ranks have copies, as in
+    replicated dimensions and of plain tensors, only the first rank's copy counts.
 
     Args:
-        model: this rank's part: what `gradiometer.collect_grads` takes.
+        model: this rank's part of the model, as for `gradiometer.collect_grads`.
         group: the ranks, a process group or a device mesh; None: all.
-        shards: of tensors of which ranks hold different parts that no placement tells of: a regular
-            expression that is searched in the name -> the process group of these ranks (None: all). Plain
-            shards are such, and experts, plain ones and DTensors, that have the same names on each rank.
+        shards: tensors whose parts differ between ranks, although no placement says so: a mapping from a
+            regular expression, searched in the name, to the process group of these ranks (None: all).
+            Examples are plain shards, and experts, plain or DTensors, that have the same names on each rank.
         timeout: seconds to wait for other ranks: here, and in each reduction on the CPU; a rank that comes
-            later does no harm to later calls. Elsewhere the group's own time-out counts.
+            later does no harm to later calls. On other devices the group's own timeout applies.
 
     Attributes:
-        names: T rows, on each rank the same.
-        local_names: L tensors of this rank, in its model's order.
-        counted: those of them that this rank counts, and not an earlier one that has a copy.
-        rank, size: this rank's place in the group, and how many there are.
+        names: the names of the T rows, the same on each rank.
+        local_names: the names of this rank's L tensors, in its model's order.
+        counted: those of them that this rank counts, because no earlier rank has a copy.
+        rank, size: this rank's place in the group, and the number of ranks.
 
     Raises:
-        RankError: on every rank, where they disagree, naming the first difference; where one does not come.
-        ValueError, TypeError: for arguments that cannot be; for ``shards`` that match no tensor of any rank.
+        RankError: on every rank, if they disagree, naming the first difference, or if one does not come.
+        ValueError, TypeError: for invalid arguments; for ``shards`` that match no tensor of any rank.
 
     >>> import torch, gradiometer as gm
     >>> gm.Ranks(torch.nn.Linear(2, 1))  # in a process of its own
@@ -108,7 +108,7 @@ class Ranks:
 
     @classmethod
     def of_sharding(cls, sharding: Sharding, home: torch.device | None, *, group: Any = None) -> Ranks:
-        """Agree on tensors of which there is a sharding, and whose columns are on a device."""
+        """Agree on tensors with a known sharding, whose columns are on the device ``home``."""
         self = cls.__new__(cls)
         self._agree(sharding, group, _TIMEOUT, None if home is None or home.type == "cpu" else home)
         return self
@@ -117,7 +117,7 @@ class Ranks:
         self.sharding = sharding
         self.local_names = sharding.names
         self.timeout = float(timeout)
-        # not kept alive: a group ends when torch.distributed gives it up
+        # a weak reference: the group ends when torch.distributed destroys it
         self._group: Any = _no_group
         self.rank, self.global_ranks = 0, [0]
         if group is not None or process_groups.is_active():
@@ -127,11 +127,11 @@ class Ranks:
         self.size = len(self.global_ranks)
         self.plan, kinds = exchange_shardings(sharding, home, self.group, self.size, self.timeout)
         if home is None and kinds:
-            # the others meet on such devices, and one without tensors has to come there
+            # the others reduce on such a device, so a rank without tensors has to use one too
             home = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
         self.names = self.plan.names
         rows = {name: row for row, name in enumerate(self.names)}
-        # where this rank's tensors are among all rows
+        # the rows of this rank's tensors
         self._rows = [rows[name] for name in self.local_names]
         self._is_whole = self.local_names == self.names
         self._places = {name: place for place, name in enumerate(self.local_names)}
@@ -148,10 +148,10 @@ class Ranks:
 
     @property
     def group(self) -> Group:
-        """The process group; None: there is one rank and no group.
+        """The process group; None if there is one rank and no group.
 
         Raises:
-            RankError: once it has been destroyed.
+            RankError: if it was destroyed.
         """
         group = self._group()
         if group is None and self._group is not _no_group:
@@ -163,7 +163,7 @@ class Ranks:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        # of a process group there is no copy, and nothing else here changes
+        # a process group cannot be copied, and nothing else here changes
         return self
 
     def __reduce__(self) -> Any:
@@ -176,19 +176,19 @@ class Ranks:
         return f"<Ranks: rank {self.rank} of {self.size}, {len(self.names)} tensors, {here} of them here>"
 
     def where(self, name: str, rank: int) -> str:
-        """Return where a rank stands in the mesh of a tensor: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
+        """Return a rank's position in the mesh of a tensor: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
         return self.plan.where(self.names.index(name), rank)
 
     def to_rows(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
-        """Return this rank's contribution to all rows: ``(len(names), ...) -> (T, ...)``; 0 is nothing.
+        """Return this rank's contribution to all rows: ``(len(names), ...) -> (T, ...)``; 0 adds nothing.
 
         Raises:
-            ValueError: for a name that is none of this rank's.
+            ValueError: if a name is not one of this rank's.
         """
         columns = self._spread(names, columns)
         if not self._counts_all:
             counted = on_device(self._counted, columns.device)
-            # not by a product: a sum of squares may be inf
+            # do not multiply by 0: a sum of squares may be inf
             columns = torch.where(counted, columns, 0.0)
         return columns
 
@@ -197,7 +197,7 @@ class Ranks:
         if not (same and self._is_whole):
             rows = self._rows if same else self._rows_of(names)
             if columns.device.type == "cpu" and not torch.compiler.is_compiling():
-                # elsewhere the index would have to travel
+                # on other devices the index would have to be copied there
                 spread = columns.new_zeros((len(self.names), *columns.shape[1:]))
                 columns = spread.index_copy_(0, torch.tensor(rows, dtype=torch.int64), columns)
             else:
@@ -226,36 +226,38 @@ class Ranks:
         failure: Exception | None = None,
         kind: str = "reduce",
     ) -> tuple[Tensor, Tensor]:
-        """Return the columns of all rows, merged over the ranks, and where what is not finite was found.
+        """Return the columns of all rows, merged over the ranks, and where a non-finite value was found.
 
-        At most two collectives. Every rank has to call it, in the same order; where one calls something
-        else, it is an error on every rank: at once on the CPU; on other devices, where nothing waits, the
-        columns are NaN, which ``materialize`` refuses.
+        It makes at most two collectives. Every rank has to call it, in the same order. If one calls
+        something else, it is an error on every rank: at once on the CPU; on other devices, where nothing
+        waits, the columns are NaN, and ``materialize`` raises.
 
         Args:
-            names: rows of this rank's tensors; those without a row add nothing.
+            names: the names of the rows of ``columns``; this rank's other tensors add nothing.
             columns: their ``(len(names), C) float64``.
-            failure: why this rank has nothing to tell, and never will.
-            kind: of what and how it is done, the same on all ranks; looked at outside of compiled functions.
+            failure: the error due to which this rank has no columns, and never will.
+            kind: the call and its options, the same on all ranks; not checked in compiled functions.
 
         Returns:
             ``(T, C) float64``, and ``(T,) float64``: the first rank, by its place in the group, that has a
-            NaN or Inf in its part or copy, be it counted or not; -1: none; -2: no rank has told of this row.
+            NaN or Inf in its part or copy, whether counted or not; -1: none; -2: no rank has measured this
+            row.
 
         Raises:
-            RankError: where a rank does something else, or does not answer.
-            ValueError: for a name that is none of this rank's.
+            RankError: if a rank does something else, or does not answer.
+            ValueError: if a name is not one of this rank's.
         """
         home = self._counted.device
         if home.type != "cpu":
-            # one with gradients on its second device alone, say, would be somewhere else than the others
+            # otherwise a rank with gradients only on its second device, say, would use another device than
+            # the others
             columns = columns.to(home, non_blocking=True)
         bad = derived.value(columns, "n_nonfinite") > 0
-        # the largest is the first rank's; a row that is there is above 0
+        # the first rank's code is the largest; a measured row is above 0
         code = torch.where(bad, float(self.size - self.rank), 0.0).unsqueeze(1)
         try:
             mine = self.to_rows(names, torch.cat([columns, torch.full_like(code, _MEASURED)], dim=1))
-            # of copies that are not counted, too: one alone may have a NaN
+            # report copies that are not counted too: only one copy may have a NaN
             code = self._spread(names, code)
         except ValueError as error:
             if torch.compiler.is_compiling() or self.size == 1:
@@ -269,7 +271,7 @@ class Ranks:
             return mine[:, :NUM_COLUMNS], self._origin(mine[:, NUM_COLUMNS])
         sums, tops = mine[:, :NUM_SUM_COLUMNS], mine[:, NUM_SUM_COLUMNS:]
         low, high = self._marks(kind, failure)
-        # filled in on the device: nothing is copied there
+        # created on the device, without a copy
         check = [tops.new_full((1, 1), low), tops.new_full((1, 1), -high)]
         tops = torch.cat([tops, torch.cat(check, dim=1)])
         sums, tops = collectives.all_reduce_pair([(sums, "sum"), (tops, "max")], self.group, self.timeout)
@@ -294,13 +296,14 @@ class Ranks:
         return torch.where(code >= 1, self.size - code, torch.where(code > 0, -1.0, -2.0))
 
     def _marks(self, kind: str, failure: Exception | None) -> tuple[float, float]:
-        """Return a range of whole numbers, exact in float64; the ranges of ranks that do the same meet.
+        """Return a range of integers, exact in float64; it overlaps those of ranks that make the same call.
 
-        In a compiled function calls are not told apart, and its ranks meet those that run without.
+        In a compiled function calls are not distinguished: its range overlaps that of any call in eager
+        mode.
         """
         first = self._hash * _KINDS
         if failure is not None:
-            # empty: it meets none
+            # empty: it overlaps no other range
             return float(first + _KINDS), -1.0
         if torch.compiler.is_compiling():
             return float(first), float(first + _KINDS - 1)
@@ -309,13 +312,13 @@ class Ranks:
         return mark, mark
 
     def _difference(self, kind: str, failure: Exception | None) -> Exception:
-        """Find out which rank does what. All ranks come here, as all see the same marks."""
+        """Return an error that names the differing calls. All ranks come here, as all see the same marks."""
         calls, self._calls = self._calls, 0
         mine = (calls, kind, self._hash, None if failure is None else str(failure))
         try:
             told = collectives.share(mine, self.group, min(self.timeout, _MOMENT), "reduce")
         except RankError as error:
-            # such as ranks in compiled functions, in which nothing is raised
+            # for example, ranks in compiled functions do not come here: nothing is raised there
             return failure or RankError(
                 f"reduce: the ranks do not reduce the same, and not all say what; {error}"
             )
@@ -336,7 +339,7 @@ class Ranks:
         )
 
     def check(self, sharding: Sharding | None, what: str) -> None:
-        """Refuse tensors that are not what the ranks have agreed on, such as what was whole and is cut now.
+        """Refuse tensors that differ from the agreement, such as one that was whole and is now sharded.
 
         Raises:
             ValueError: for the first of them.
@@ -356,19 +359,19 @@ class Ranks:
     def norm_of(self, norm: Tensor, order: float) -> Tensor:
         """Return the norm of all ranks' norms, 0-d float64, of any order but 0.
 
-        ``norm``: this rank's, not NaN; what adds nothing, 0 or for a negative order inf, where it has none.
-        At most two collectives of one number.
+        ``norm``: this rank's, not NaN; if it has none, the identity: 0, or inf for a negative order. It
+        makes at most two collectives of one number.
         """
         if self.size == 1:
             return norm
         if order > 0:
             norm = norm.clamp(max=torch.finfo(torch.float64).max)
-        # what weighs most
+        # the norm that dominates: the largest, or the smallest for a negative order
         sign = 1.0 if order > 0 else -1.0
         most = sign * collectives.all_reduce(sign * norm, "max", self.group, self.timeout)
         if math.inf in {order, -order}:
             return most
-        # in units of that no power overflows
+        # in this unit no power overflows
         unit = torch.where((most > 0.0) & (most < math.inf), most, 1.0)
         powers = collectives.all_reduce((norm / unit) ** order, "sum", self.group, self.timeout)
         return powers ** (1.0 / order) * unit
@@ -379,6 +382,6 @@ def _no_group() -> None:
 
 
 def _kind(sharding: Sharding, spec: ShardSpec) -> tuple[object, ...]:
-    """Return what decides how a tensor is merged; not its dtype, which may change."""
+    """Return the properties that decide how a tensor is merged; not its dtype, which may change."""
     mesh = None if spec.mesh < 0 else sharding.meshes[spec.mesh].shape
     return spec.shape, mesh, spec.placements

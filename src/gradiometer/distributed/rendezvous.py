@@ -1,6 +1,6 @@
-"""Ranks that meet in a store: what all of them tell, and who is missing. Each question has an end.
+"""Exchange values between ranks through a store, and find missing ranks; each request has a timeout.
 
-A store is what `torch.distributed` made for a process group; it needs no device.
+The store is the one that `torch.distributed` made for a process group; it needs no device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SLACK", "RankError", "exchange", "in_time", "missing_ranks"]
 
-# seconds between two looks at a store, at first and at last
+# seconds between polls of a store, at first and at most
 _PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.5
 # seconds that the store itself may take
@@ -24,15 +24,15 @@ SLACK: Final = 5.0
 
 
 class RankError(RuntimeError):
-    """Ranks disagree, or one of them does not answer. One line, which says what and which."""
+    """Ranks disagree, or one does not answer. The message is one line that names the ranks."""
 
 
 def exchange(
     store: Any, key: str, rank: int, ranks: Sequence[int], told: bytes, timeout: float
 ) -> tuple[list[int], list[bytes]]:
-    """Tell the others something; return who has not come in so many seconds, or what all have told.
+    """Send a value to the others; return the ranks missing after ``timeout`` seconds, or all values.
 
-    All ranks find the same, those that come late too.
+    All ranks get the same result, including late ones.
     """
     own, outcome = f"{key}/{rank}", f"{key}/outcome"
     store.set(own, told)
@@ -43,7 +43,7 @@ def exchange(
         raise RankError(msg)
     missing, values = pickle.loads(zlib.decompress(store.get(outcome)))  # noqa: S301 the ranks of one job
     if not missing:
-        # nothing is left behind
+        # leave no keys behind
         store.delete_key(own)
         if store.add(f"{key}/left", 1) == len(ranks):
             for name in ("count", "decided", "outcome", "left"):
@@ -52,20 +52,20 @@ def exchange(
 
 
 def _decide(store: Any, key: str, ranks: Sequence[int]) -> None:
-    """Say what came of it; the first one to come here does, for all."""
+    """Write the outcome; the first rank to come here does so, for all."""
     if store.add(f"{key}/decided", 1) == 1:
         missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
         values = [] if missing else store.multi_get([f"{key}/{rank}" for rank in ranks])
-        # most ranks tell much the same
+        # compress: the values of most ranks are similar
         store.set(f"{key}/outcome", zlib.compress(pickle.dumps((missing, values)), 1))
 
 
 def missing_ranks(
     store: Any, keys: Sequence[str], rank: int, ranks: Sequence[int], timeout: float
 ) -> list[int]:
-    """Tell the others that this rank is here; return which say nothing for so many seconds.
+    """Report that this rank is here; return the ranks that do not report within ``timeout`` seconds.
 
-    ``keys``: of the call that this one is; and of others, which who answers is here as well.
+    ``keys``: the key of this call first, then those of others; a rank that answers any of them is present.
     """
     for key in keys:
         store.set(f"{key}/{rank}", "here")
@@ -75,7 +75,7 @@ def missing_ranks(
         try:
             missing = [rank for rank in missing if not any([store.check([f"{key}/{rank}"]) for key in keys])]
         except RuntimeError:
-            # whoever holds the store may end with the same error, a little earlier
+            # the rank that holds the store may end with the same error, a little earlier
             if time.monotonic() - begin < timeout / 2:
                 raise
             break
@@ -89,18 +89,18 @@ def _appears(store: Any, key: str, timeout: float) -> bool:
 
 
 def _until(timeout: float) -> Iterator[None]:
-    """Yield at growing intervals until the time is over, and once then."""
+    """Yield at growing intervals until ``timeout`` seconds have passed, and once more at the end."""
     end, pause = time.monotonic() + timeout, _PAUSE
     while (left := end - time.monotonic()) > 0:
         yield
-        # not by waiting in the store: other threads of this process may need it
+        # do not wait in the store: other threads of this process may need it
         time.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
     yield
 
 
 def in_time(seconds: float, function: Callable[[], Any]) -> Any:
-    """Return what a function returns, but wait no longer than so many seconds: a store may hang for ever."""
+    """Return the result of a function, but wait at most ``seconds``: a store may hang forever."""
     found: list[Any] = []
     errors: list[BaseException] = []
 

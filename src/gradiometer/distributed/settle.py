@@ -1,4 +1,4 @@
-"""Gradients as DTensors: placed as their parameters are, with summands added up over their mesh."""
+"""Place DTensor gradients like their parameters, with partial ones added up over their mesh."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["settle"]
 
 
 def settle(grads: Named, parameters: Sequence[Tensor], timeout: float, what: str) -> list[Tensor]:
-    """Return what this rank holds of each gradient, placed as its parameter is.
+    """Return this rank's shard of each gradient, placed like its parameter.
 
-    Summands that the ranks have not added up, such as of a normalization under sequence parallelism, are
-    added up first: all of one mesh and dtype in one collective; those of a parameter that is itself
-    summands, too. The gradient itself stays as it is. All ranks of its mesh have to come here.
+    Partial gradients, such as those of a normalization under sequence parallelism or of a partial parameter,
+    are added up first: all of one mesh and dtype in one collective. The gradient itself is not changed. All
+    ranks of its mesh have to call this.
 
     Raises:
-        TypeError: where a gradient and its parameter are on different meshes.
+        TypeError: if a gradient and its parameter are on different meshes.
     """
     if not any([is_dtensor(kind) for kind in {type(x) for x in (*grads.tensors, *parameters)}]):
         return list(grads.tensors)
@@ -50,7 +50,7 @@ def settle(grads: Named, parameters: Sequence[Tensor], timeout: float, what: str
 
 
 def _summed(grad: Any, found: list[Place]) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the gradient as it has to be measured, and the dimensions of the mesh to add it up over."""
+    """Return the gradient in the placements to measure, and the mesh dimensions to add it up over."""
     moved = tuple([i for i, place in enumerate(found) if not place.is_settled])
     if all([str(found[i].now) == "P(sum)" and found[i].then is None for i in moved]):
         return grad, moved

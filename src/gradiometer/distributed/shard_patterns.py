@@ -1,4 +1,4 @@
-"""The `shards` argument of `Ranks`: patterns of names -> the ranks that hold parts of these tensors."""
+"""The `shards` argument of `Ranks`: maps patterns of names to the ranks that hold parts of these tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_matches", "check_patterns", "with_shards"]
 
 
 def check_patterns(shards: Any) -> None:
-    """Refuse what does not map regular expressions to groups."""
+    """Raise an error unless ``shards`` maps regular expressions to groups."""
     if not isinstance(shards, Mapping):
         msg = f"Ranks: shards must map regular expressions to groups, got {type(shards).__name__}"
         raise TypeError(msg)
@@ -31,7 +31,7 @@ def check_patterns(shards: Any) -> None:
 
 
 def check_matches(pattern: str, names: Sequence[str]) -> None:
-    """Refuse a pattern that says nothing of any tensor of any rank."""
+    """Raise an error for a pattern that matches no tensor of any rank."""
     if not any([re.search(pattern, name) for name in names]):
         some = ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")
         msg = f"Ranks(shards=...): {pattern!r} matches no tensor of any rank; there are {some or 'none'}"
@@ -39,7 +39,7 @@ def check_matches(pattern: str, names: Sequence[str]) -> None:
 
 
 def with_shards(sharding: Sharding, shards: Mapping[str, Any]) -> Sharding:
-    """Return the sharding in which tensors that differ between ranks have a mesh that tells so."""
+    """Return the sharding with an additional mesh dimension for tensors whose parts differ between ranks."""
     specs, meshes = list(sharding.specs), list(sharding.meshes)
     for pattern, group in shards.items():
         size, rank = 1, 0
@@ -52,7 +52,7 @@ def with_shards(sharding: Sharding, shards: Mapping[str, Any]) -> Sharding:
                 continue
             _, dtype, mesh, placements = specs[place]
             if mesh not in made:
-                # a dimension more than the mesh of a DTensor has
+                # one dimension more than the mesh of a DTensor
                 base = meshes[mesh] if mesh >= 0 else Mesh((), (), ())
                 at = None if base.coordinate is None else (rank, *base.coordinate)
                 made[mesh] = len(meshes)

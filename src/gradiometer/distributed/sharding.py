@@ -1,4 +1,4 @@
-"""What a rank holds of each tensor: all of it, or the shard of a DTensor. Plain values, no tensors."""
+"""The part of each tensor that a rank holds: all of it, or a DTensor's shard. Plain values, no tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["UNKNOWN", "Mesh", "ShardSpec", "Sharding", "plain_sharding", "shardi
 
 
 class Mesh(NamedTuple):
-    """A mesh of ranks: its dimensions, and where this rank stands in it; None: outside."""
+    """A mesh of ranks: its dimensions, and this rank's coordinate; None: outside."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -26,10 +26,10 @@ class Mesh(NamedTuple):
 
 
 class ShardSpec(NamedTuple):
-    """What ranks hold of one tensor.
+    """How ranks hold one tensor.
 
-    ``shape``: of the whole tensor; None: not known. ``mesh``: its place among `Sharding.meshes`; -1 for a
-    plain tensor. ``placements``: for each dimension of the mesh ``"R"``, or how the tensor is cut.
+    ``shape``: the shape of the whole tensor; None: not known. ``mesh``: its index in `Sharding.meshes`; -1
+    for a plain tensor. ``placements``: for each dimension of the mesh ``"R"``, or how the tensor is sharded.
     """
 
     shape: tuple[int, ...] | None
@@ -39,30 +39,30 @@ class ShardSpec(NamedTuple):
 
     @property
     def sharded(self) -> tuple[int, ...]:
-        """The dimensions of the mesh over which it is cut."""
+        """The mesh dimensions over which it is sharded."""
         return tuple(i for i, placement in enumerate(self.placements) if placement != "R")
 
     @property
     def numel(self) -> int | None:
-        """Elements of the whole tensor, as they are counted: two of a complex number."""
+        """The number of elements of the whole tensor; a complex number counts as two."""
         if self.shape is None:
             return None
         return torch.Size(self.shape).numel() * (2 if self.dtype.startswith("complex") else 1)
 
     def __str__(self) -> str:
-        """Return such as ``(64, 128) float32, S(0) R``."""
+        """Return a string such as ``(64, 128) float32, S(0) R``."""
         shape = "" if self.shape is None else f"{self.shape} "
         return f"{shape}{self.dtype}" + (f", {' '.join(self.placements)}" if self.mesh >= 0 else "")
 
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """What one rank holds of its tensors, in the order of its model. Equal by value.
+    """The part of its tensors that one rank holds, in the order of its model. Equal by value.
 
     Attributes:
-        names: of the tensors, L.
-        specs: L.
-        meshes: the meshes that specs speak of.
+        names: the names of the L tensors.
+        specs: their L specs.
+        meshes: the meshes that specs refer to.
     """
 
     names: tuple[str, ...]
@@ -71,12 +71,12 @@ class Sharding:
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash, the same on ranks whose shardings differ in their coordinates alone."""
+        """A hash that is the same on ranks whose shardings differ only in their coordinates."""
         meshes = [(mesh.names, mesh.shape, mesh.coordinate is None) for mesh in self.meshes]
         return hashlib.sha256(repr((self.names, self.specs, meshes)).encode()).digest()
 
     def to_plain(self) -> tuple[Any, ...]:
-        """Return tuples of plain values, equal for equal shardings, which `from_plain` reads."""
+        """Return tuples of plain values for `from_plain`, equal for equal shardings."""
         return (
             self.names,
             tuple([tuple(spec) for spec in self.specs]),
@@ -85,7 +85,7 @@ class Sharding:
 
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> Sharding:
-        """Return the sharding of what `to_plain` returned, also after it was JSON."""
+        """Return the sharding from the result of `to_plain`, also after a round trip through JSON."""
         names, specs, meshes = plain
         return cls(
             tuple(names),
@@ -95,12 +95,12 @@ class Sharding:
 
     @property
     def coordinates(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Where this rank stands in each mesh."""
+        """This rank's coordinate in each mesh."""
         return tuple(mesh.coordinate for mesh in self.meshes)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether any tensor is cut."""
+        """Whether any tensor is sharded."""
         return any(spec.sharded for spec in self.specs)
 
     def __eq__(self, other: object) -> bool:
@@ -116,12 +116,12 @@ class Sharding:
         return hash((self.digest, self.coordinates))
 
 
-# of DTensors in a compiled function: that they are cut is all that is known
+# DTensors in a compiled function: only that they are sharded is known
 UNKNOWN: Final = Sharding((), (ShardSpec(None, "", -1, ("?",)),))
 
 
 def plain_sharding(names: tuple[str, ...]) -> Sharding:
-    """Return the sharding of plain tensors of which nothing but the names is known."""
+    """Return the sharding of plain tensors of which only the names are known."""
     return Sharding(names, (ShardSpec(None, ""),) * len(names))
 
 

@@ -1,4 +1,4 @@
-"""What each rank has becomes known to all of them, at set-up."""
+"""Exchange the shardings of all ranks, at setup."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["exchange_shardings"]
 def exchange_shardings(
     sharding: Sharding, home: torch.device | None, group: Group, size: int, timeout: float
 ) -> tuple[GlobalPlan, list[str]]:
-    """Tell the others what is here, hear what they have, and agree; on each rank the same.
+    """Exchange shardings with the other ranks and agree on one plan, the same on each rank.
 
-    Returns the global plan, and the kinds of devices that ranks have their columns on, but for the CPU.
+    Returns the global plan, and the types of devices other than the CPU that hold the ranks' columns.
     """
     members, shardings = [Member(sharding.digest, sharding.coordinates)], {sharding.digest: sharding}
     kinds: list[str] = []
@@ -31,7 +31,7 @@ def exchange_shardings(
         told = collectives.share(mine, group, timeout, "gm.Ranks")
         members = [Member(*each) for *each, _ in told]
         kinds = [kind for *_, kind in told if kind is not None]
-        # most ranks have the same sharding: only the first of each kind tells it
+        # most ranks have the same sharding: only the first rank of each kind sends it
         firsts: dict[bytes, int] = {}
         for place, member in enumerate(members):
             firsts.setdefault(member.digest, place)

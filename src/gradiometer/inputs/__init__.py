@@ -1,8 +1,8 @@
-"""What a user passes -> named tensors.
+"""Convert a user's input to named tensors.
 
-A module, a mapping, a list or pairs come in; `Named` goes out: names without the parts that wrappers add, and
-tensors that can be measured. Everything else is refused with an error that names the tensor and says what to
-do. Nothing here computes.
+The input is a module, a mapping, a list or pairs. The output is `Named`: names without the parts that
+wrappers add, and tensors that can be measured. Any other input raises an error that names the tensor and
+says what to do. Nothing here computes.
 """
 
 from gradiometer.inputs.checks import Traits, check, has_float64, is_plain_subclass, layout

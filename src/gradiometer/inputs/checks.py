@@ -1,4 +1,4 @@
-"""What can be measured; everything else is refused by name before any work."""
+"""Check that tensors can be measured; reject any other input by name before any work."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _LAYOUTS: Final = frozenset({torch.strided, torch.sparse_coo})
 
 
 def is_plain_subclass(kind: type) -> bool:
-    """Tell whether this is a subclass in Python alone, such as a labelled tensor, and not a parameter."""
+    """Tell whether this is a tensor subclass without its own ``__torch_dispatch__``, and not a parameter."""
     if kind is Tensor or issubclass(kind, nn.Parameter):
         return False
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 class Traits(NamedTuple):
-    """What kinds of tensors a list holds: a few, however many tensors there are."""
+    """The distinct types, layouts and devices of a list of tensors."""
 
     types: set[type]
     layouts: set[torch.layout]
@@ -52,17 +52,17 @@ class Traits(NamedTuple):
 
 
 def check(named: Named, what: str) -> Traits:
-    """Refuse what cannot be measured.
+    """Raise an error if a tensor cannot be measured.
 
     Raises:
-        TypeError: for what is no tensor, or a tensor of a kind that has no such statistics.
+        TypeError: names the first object that is not a tensor, or is of an unsupported kind.
     """
     tensors = named.tensors
     types = {type(tensor) for tensor in tensors}
     kinds: dict[tuple[torch.dtype, torch.layout, torch.device], None] = {}
     fine = all([_is_measurable_type(kind) for kind in types])
     if fine:
-        # kinds first: in the steady state no tensor is looked at one by one
+        # check distinct kinds first: usually no tensor has to be checked one by one
         if torch.compiler.is_compiling():
             kinds = dict.fromkeys([(tensor.dtype, layout(tensor), tensor.device) for tensor in tensors])
         else:
@@ -80,9 +80,9 @@ def check(named: Named, what: str) -> Traits:
 
 
 def layout(tensor: Tensor) -> torch.layout:
-    """Return a tensor's layout; in a graph, where tensors are strided or sparse COO, without asking for it.
+    """Return a tensor's layout; while compiling, without reading the attribute.
 
-    Dynamo does not let ``autograd.Function.backward`` read the attribute.
+    Dynamo does not let ``autograd.Function.backward`` read it. Tensors in a graph are strided or sparse COO.
     """
     if torch.compiler.is_compiling():
         return torch.sparse_coo if tensor.is_sparse else torch.strided
@@ -111,7 +111,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def refusal(tensor: object) -> str | None:
-    """Say why this cannot be measured and what to do, or None."""
+    """Return why an object cannot be measured and what to do, or None."""
     if isinstance(tensor, nn.Module):
         return "is a module; pass one module alone, or its named_parameters()"
     if isinstance(tensor, dict) and "params" in tensor:

@@ -1,4 +1,4 @@
-"""DTensors, by their public attributes: what they are and what this rank holds of them."""
+"""Inspect DTensors by their public attributes, and return the shards that this rank holds."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ __all__ = [
 
 
 def is_dtensor(kind: type) -> bool:
-    """Tell whether this is DTensor, which is not imported for that."""
+    """Tell whether a type is DTensor, without importing it."""
     return kind.__name__ == "DTensor"
 
 
 def is_partial(tensor: Any) -> bool:
-    """Tell whether the values of a DTensor are summands that ranks have not added up yet."""
+    """Tell whether a DTensor is partial: ranks hold summands that are not added up yet."""
     return any([placement.is_partial() for placement in tensor.placements])
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """Return what this rank holds of a DTensor, sharing its memory."""
+    """Return this rank's shard of a DTensor, sharing its memory."""
     with torch.no_grad():
         local: Any = tensor.to_local()
-    # still on its way from another rank
+    # the data may still be in transit from another rank
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[no-any-return]
 
 
 def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
-    """Return a gradient as it has to be measured, without any other rank. What is partial stays so.
+    """Return a gradient in the placements to measure, without communication. A partial one stays partial.
 
     Raises:
-        TypeError: where that takes other ranks; as `places`.
+        TypeError: if this needs other ranks; as `places`.
     """
     grad, found = places(name, grad, parameter, what)
     if all([place.is_settled for place in found]) or is_partial(grad):
@@ -60,10 +60,10 @@ def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
 
 
 def local_shards(named: Named, what: str) -> Named:
-    """Return what this rank holds of DTensors; other tensors as they are.
+    """Replace DTensors by this rank's shards; keep other tensors as they are.
 
     Raises:
-        TypeError: for a DTensor whose values are summands still.
+        TypeError: for a partial DTensor.
     """
     if not any([is_dtensor(kind) for kind in {type(tensor) for tensor in named.tensors}]):
         return named
@@ -84,30 +84,31 @@ def local_shards(named: Named, what: str) -> Named:
 
 
 class Place(NamedTuple):
-    """How a gradient is placed in a dimension of its mesh, and how it has to be measured; None: whole."""
+    """The current placement of a gradient in a mesh dimension, and the one to measure; None: whole."""
 
     now: Any
     then: Any
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is so already."""
+        """Whether the gradient already has the placement to measure."""
         return bool(self.now.is_replicate() if self.then is None else self.now == self.then)
 
 
 def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[Place]]:
-    """Return a gradient, and for each dimension of its mesh how it is placed and how it has to be measured.
+    """Return a gradient, and its current and required placement in each dimension of its mesh.
 
-    It is measured as layouts say its parameter is: whole where that is replicated, plain or summands. A plain
-    gradient of a DTensor is whole on each rank. No places: it is measured as it is.
+    A gradient is measured in the placements of its parameter: whole where the parameter is replicated, plain
+    or partial. A plain gradient of a DTensor is whole on each rank. If the list is empty, the gradient is
+    measured as it is.
 
     Raises:
-        TypeError: where the gradient and its parameter are on different meshes.
+        TypeError: if the gradient and its parameter are on different meshes.
     """
     if not is_dtensor(type(parameter)):
         return grad, [Place(now, None) for now in grad.placements] if is_dtensor(type(grad)) else []
     if not is_dtensor(type(grad)):
-        # replicated, if nothing is said
+        # from_local replicates by default
         grad = type(parameter).from_local(grad.detach(), parameter.device_mesh)
     elif grad.device_mesh != parameter.device_mesh:
         msg = (
@@ -120,6 +121,6 @@ def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[P
 
 
 def is_whole(placement: Any) -> bool:
-    """Tell whether every rank of this dimension of a mesh holds all of the tensor."""
-    # what is partial is added up before it is measured
+    """Tell whether every rank in this mesh dimension holds the whole tensor."""
+    # a partial tensor is added up before it is measured
     return bool(placement.is_replicate() or placement.is_partial())

@@ -16,19 +16,19 @@ Tensors = Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 # distinct lists of names kept; a training step has one or two
 NAMES_KEPT: Final = 16
 
-# put into names by torch.compile, FSDP and activation checkpointing; they are no part of the model
+# added to names by torch.compile, FSDP and activation checkpointing; they are not part of the model
 _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Named(NamedTuple):
-    """Tensors, and a name of each."""
+    """Tensors and their names."""
 
     names: tuple[str, ...]
     tensors: list[Tensor]
 
 
 def present(names: tuple[str, ...], tensors: Sequence[Tensor | None]) -> Named:
-    """Leave out what is None."""
+    """Leave out tensors that are None."""
     found = [tensor for tensor in tensors if tensor is not None]
     if len(found) < len(names):
         names = tuple([name for name, tensor in zip(names, tensors, strict=True) if tensor is not None])
@@ -36,9 +36,9 @@ def present(names: tuple[str, ...], tensors: Sequence[Tensor | None]) -> Named:
 
 
 def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named:
-    """Return the tensors, with names, of a mapping, of tensors, or of (name, tensor) pairs.
+    """Return the named tensors of a mapping, of an iterable of tensors, or of (name, tensor) pairs.
 
-    Tensors without names are named by their position. Wrappers' parts of names are left out.
+    Tensors without names are named by their position. The parts of names that wrappers add are removed.
     """
     if isinstance(source, nn.Module):
         msg = f"{what}: got a module; collect_grads and collect_weights say what to measure"
@@ -64,7 +64,7 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
 
 
 def with_names(names: list[Any], tensors: list[Any], what: str) -> Named:
-    """Return tensors with names that are strings, without the parts that wrappers add."""
+    """Return tensors with their names, which must be strings, without the parts that wrappers add."""
     if {type(name) for name in names} != {str}:
         for name in names:
             if not isinstance(name, str):
@@ -78,7 +78,7 @@ def _positions(count: int) -> tuple[str, ...]:
 
 
 def _clean(names: tuple[str, ...]) -> tuple[str, ...]:
-    # one look at all names: most models have no wrapper
+    # search all names at once: most models have no wrapper
     together = " ".join(names)
     if not any([wrapper in together for wrapper in _WRAPPERS]):
         return names
@@ -91,7 +91,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def check_names(names: tuple[str, ...], what: str) -> None:
-    """Refuse a name that stands twice, with a ValueError."""
+    """Raise a ValueError if a name occurs twice."""
     twice = _kept(_twice)(names)
     if twice is not None:
         msg = f"{what}: the name {twice!r} stands for two tensors; give each its own"
@@ -110,5 +110,5 @@ _KEPT: Final = {
 
 
 def _kept(function: Any) -> Any:
-    """Return the function with its last results kept; as it is for Dynamo, which warns of caches."""
+    """Return the cached function, or the function itself for Dynamo, which warns about caches."""
     return function if torch.compiler.is_compiling() else _KEPT[function]

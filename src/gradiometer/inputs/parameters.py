@@ -18,7 +18,7 @@ Parameters = nn.Module | Tensors
 
 
 def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what: str) -> Named:
-    """Return the parameters, with names, of a module or of what `named_tensors` takes; tied ones once."""
+    """Return the named parameters of a module or of any input of `named_tensors`; tied ones once."""
     if isinstance(source, nn.Module):
         pairs = list(_unwrapped(source).named_parameters())
         return with_names([name for name, _ in pairs], [parameter for _, parameter in pairs], what)
@@ -36,7 +36,7 @@ def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model inside of what torch.compile and data parallelism put around it."""
+    """Return the model inside the wrappers of torch.compile and data parallelism."""
     while True:
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             module = module.module

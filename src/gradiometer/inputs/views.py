@@ -9,17 +9,17 @@ __all__ = ["as_flat", "as_real", "on_device"]
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as its real view ``(..., 2)``, any other as it is; lazy signs are applied."""
+    """Return the real view ``(..., 2)`` of a complex tensor, and others as they are; apply lazy signs."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj().resolve_neg())
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def as_flat(tensor: Tensor) -> Tensor | None:
-    """Return the tensor's memory as one dimension, or None where it has gaps or overlaps.
+    """Return the tensor's memory as one dimension, or None if it has gaps or overlaps.
 
-    A transposed or channels_last tensor comes in the order of its memory: no statistic depends on
-    the order of elements.
+    A transposed or channels_last tensor is returned in memory order: no statistic depends on the order of
+    elements.
     """
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -36,6 +36,6 @@ def as_flat(tensor: Tensor) -> Tensor | None:
 def on_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return the tensor on a device, copied asynchronously except to the CPU.
 
-    What is on the CPU is read at once, and has to have arrived.
+    A copy to the CPU is read at once, so it has to be complete.
     """
     return tensor.to(device, dtype, non_blocking=device.type != "cpu")

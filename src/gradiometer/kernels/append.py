@@ -1,7 +1,7 @@
-"""Columns and flags -> the current step's slot of a ring, in two small launches.
+"""Write columns and flags into the current step's slot of a ring, in two small launches.
 
-The first, of one program, decides whether the step is to be skipped and which slot it has; the second
-writes the rows. See `gradiometer.ops.ring` for the ring, the cursor, and the same in eager PyTorch.
+The first, of one program, decides whether to skip the step and selects its slot; the second writes the rows.
+`gradiometer.ops.ring` describes the ring and the cursor, and does the same in eager PyTorch.
 """
 
 import torch
@@ -27,7 +27,7 @@ _POSINF = tl.constexpr(COLUMN_INDEX["n_posinf"])
 _NEGINF = tl.constexpr(COLUMN_INDEX["n_neginf"])
 _NUMEL = tl.constexpr(COLUMN_INDEX["numel"])
 
-# rows of one program
+# rows per program
 _ROWS = 64
 
 
@@ -36,7 +36,7 @@ def _open_kernel(
     columns_ptr,  # (R, C) float64
     ring_ptr,  # (capacity, R + 1, C + 1) float64
     cursor_ptr,  # (6,) float64
-    plan_ptr,  # (2,) int64: the slot to write or -1, and whether it holds this step already
+    plan_ptr,  # (2,) int64: the slot to write or -1, and whether it already holds this step
     grads: tl.int32,
     capacity: tl.int64,
     slot_size: tl.int64,  # (R + 1) * (C + 1)
@@ -64,11 +64,11 @@ def _open_kernel(
 
     step = tl.load(cursor_ptr + _STEP)
     count = tl.load(cursor_ptr + _COUNT).to(tl.int64)
-    # of an empty ring the last slot, which holds no step
+    # in an empty ring this is the last slot, which holds no step
     last = (count + capacity - 1) % capacity
     is_open = tl.load(ring_ptr + last * slot_size + _HEADER_STEP) == step
     slot = tl.where(is_open, last, count % capacity)
-    # of a gated recorder, whose rows are garbage in a step that is not due, grads is -1
+    # grads is -1 in a gated recorder, whose rows are garbage in a step that is not due
     if (is_open & (grads >= 0)) | found | is_due(cursor_ptr):
         header = ring_ptr + slot * slot_size
         skipped = tl.load(header + _HEADER_SKIPPED)
@@ -110,12 +110,12 @@ def _write_kernel(
 def append(
     columns: torch.Tensor, flags: torch.Tensor, grads: int, ring: torch.Tensor, cursor: torch.Tensor
 ) -> None:
-    """Write one step's rows, and decide whether it is to be skipped.
+    """Write one step's rows, and decide whether to skip the step.
 
     Args:
         columns: ``(R, C) float64``, contiguous.
         flags: ``(R,) int32``, contiguous.
-        grads: the first so many rows are gradients.
+        grads: the number of gradients, which are the first rows.
         ring: ``(capacity, R + 1, C + 1) float64``, changed in place.
         cursor: ``(6,) float64``, changed in place.
     """

@@ -1,7 +1,7 @@
-"""Partials of all chunks -> columns and flags of every tensor, in one small launch.
+"""Merge the partials of all chunks into columns and flags of every tensor, in one small launch.
 
-One program a tensor adds its chunks' partials in a fixed order, so that the row depends on nothing
-else in the call. Thresholds are run-time fp64 scalars.
+One program per tensor adds its chunks' partials in a fixed order, so that the row depends on nothing else in
+the call. Thresholds are run-time fp64 scalars.
 """
 
 import struct
@@ -16,7 +16,7 @@ from gradiometer.kernels.moments import PARTIALS
 
 __all__ = ["finalize"]
 
-# places in moments.PARTIALS; the first four are read as one tile
+# indices in moments.PARTIALS; the first four are read as one tile
 _SUMSQ = tl.constexpr(PARTIALS.index("sumsq"))
 _ZEROS = tl.constexpr(PARTIALS.index("n_zero"))
 _TOP = tl.constexpr(PARTIALS.index("abs_max"))
@@ -24,7 +24,7 @@ _NONFINITE = tl.constexpr(PARTIALS.index("n_nonfinite"))
 _NAN = tl.constexpr(PARTIALS.index("n_nan"))
 _POSINF = tl.constexpr(PARTIALS.index("n_posinf"))
 
-# places in schema.COLUMNS; sumsq, sum and n_zero stand there in the order of PARTIALS
+# indices in schema.COLUMNS; sumsq, sum and n_zero have the same order there as in PARTIALS
 _NUMEL = tl.constexpr(COLUMN_INDEX["numel"])
 _FIRST_SUM = tl.constexpr(COLUMN_INDEX["sumsq"])
 _NAN_COLUMN = tl.constexpr(COLUMN_INDEX["n_nan"])
@@ -32,7 +32,7 @@ _POSINF_COLUMN = tl.constexpr(COLUMN_INDEX["n_posinf"])
 _NEGINF_COLUMN = tl.constexpr(COLUMN_INDEX["n_neginf"])
 _TOP_COLUMN = tl.constexpr(COLUMN_INDEX["abs_max"])
 
-# rows of packing.ChunkMap's table, which has one of numel first
+# rows of packing.ChunkMap's table, whose first row is numel
 _FIRST_CHUNK = tl.constexpr(2)
 _NUM_CHUNKS = tl.constexpr(3)
 
@@ -52,7 +52,7 @@ def _finalize_kernel(
     inv_scale_ptr,  # one element of a float dtype; unused without HAS_INV_SCALE
     num_tensors: tl.int32,
     num_chunks: tl.int32,
-    vanishing: tl.int64,  # the bits of fp64 thresholds: floats would pass through fp32 on their way
+    vanishing: tl.int64,  # the bits of fp64 thresholds: floats would be converted to fp32 on the way
     exploding: tl.int64,
     dead: tl.int64,
     HAS_INV_SCALE: tl.constexpr,
@@ -65,7 +65,7 @@ def _finalize_kernel(
     count = tl.load(table_ptr + _NUM_CHUNKS * num_tensors + row).to(tl.int32)
     stride = num_chunks.to(tl.int64)
 
-    # the first four of PARTIALS as rows of one tile, so that all its loads are in flight together
+    # read the first four of PARTIALS as rows of one tile, so that all its loads are in flight together
     part = tl.arange(0, 4)
     offs = tl.arange(0, TILE)
     rows = partials_ptr + first + part[:, None] * stride + offs[None, :]
@@ -105,7 +105,7 @@ def _finalize_kernel(
     vanishing = vanishing.to(tl.int64).to(tl.float64, bitcast=True)
     exploding = exploding.to(tl.int64).to(tl.float64, bitcast=True)
     dead = dead.to(tl.int64).to(tl.float64, bitcast=True)
-    # the comparisons of derived.compute_flags
+    # the same comparisons as in derived.compute_flags
     norm = tl.sqrt(tl.sum(tl.where(part == _SUMSQ, values, 0.0)))
     row_zeros = tl.sum(tl.where(part == _ZEROS, values, 0.0))
     has_nan = row_nan > 0
@@ -138,7 +138,7 @@ def finalize(
         table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
         partials: ``(7, N) float64``.
         num_tensors: T.
-        thresholds: where flags begin.
+        thresholds: the limits for the flags.
         inv_scale: one element on the same device; the rows are those of ``inv_scale * x``.
 
     Returns:

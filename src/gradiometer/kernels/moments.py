@@ -1,13 +1,13 @@
 """Partial statistics of every chunk, in one pass over memory.
 
-For a chunk of tensor x: sum x_i**2 and sum x_i in fp64, and max |x_i|, over finite elements; counts
-of zeros, of what is not finite, of NaN and of +Inf. Reads each element once (a chunk with NaN or Inf
-twice), and writes seven float64 a chunk: ``partials (7, N)``, in the order of `PARTIALS`.
+For a chunk of tensor x: sum x_i**2 and sum x_i in fp64, and max |x_i|, over finite elements; counts of
+zeros, of non-finite values, of NaN and of +Inf. Reads each element once (twice in a chunk with NaN or Inf),
+and writes seven float64 per chunk: ``partials (7, N)``, in the order of `PARTIALS`.
 
-Optimistic: fp64 holds the square of every fp32, bf16 and fp16 value, so a chunk's sum of squares is
-finite exactly when all its elements are. The main loop has no mask and no NaN or Inf counter; a
-chunk whose sum is not finite is read again by the counting path. (fp64 elements beyond 1e154
-overflow their square: such a chunk is read again too, and its sum of squares is inf.)
+The main loop is optimistic: it has no mask and no NaN or Inf counter. fp64 holds the square of every fp32,
+bf16 and fp16 value, so a chunk's sum of squares is finite exactly when all its elements are. A chunk whose
+sum is not finite is read again by the counting path. (Squares of fp64 elements beyond 1e154 overflow: such a
+chunk is also read again, and its sum of squares is inf.)
 """
 
 import torch
@@ -19,7 +19,7 @@ from gradiometer.kernels.primitives import accumulate, halves, is_due, is_finite
 
 __all__ = ["PARTIALS", "moments"]
 
-# The last two are read where n_nonfinite is not 0. What is neither NaN nor +Inf is -Inf.
+# The last two are read only if n_nonfinite is not 0. The other non-finite elements are -Inf.
 PARTIALS = ("sumsq", "sum", "n_zero", "abs_max", "n_nonfinite", "n_nan", "n_posinf")
 
 _DTYPES = {
@@ -32,7 +32,7 @@ _DTYPES = {
 
 @triton.jit
 def _recount(base, n, NARROW: tl.constexpr, TILE: tl.constexpr):
-    """Read a chunk that holds NaN or Inf again; return what PARTIALS names."""
+    """Read a chunk with NaN or Inf again; return its PARTIALS."""
     lanes = tl.arange(0, TILE)
     sumsq = tl.zeros((TILE,), tl.float64)
     total = tl.zeros((TILE,), tl.float64)
@@ -43,7 +43,7 @@ def _recount(base, n, NARROW: tl.constexpr, TILE: tl.constexpr):
     top = tl.zeros((TILE,), NARROW)
     for i in range(0, n, TILE):
         mask = i + lanes < n
-        # 1.0 stands for what is not there: neither zero nor non-finite
+        # masked lanes are 1.0: neither zero nor non-finite
         x = tl.load(base + (i + lanes), mask=mask, other=1.0).to(NARROW)
         zeros += (x == 0).to(tl.int32)
         finite = is_finite(x)
@@ -81,7 +81,7 @@ def _moments_kernel(
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    if GATED:  # noqa: SIM102 known when it is compiled, the other when it runs
+    if GATED:  # noqa: SIM102 the first is known at compile time, the second at run time
         if not is_due(gate_ptr):
             return
     chunk = first_chunk + tl.program_id(0)
@@ -89,7 +89,7 @@ def _moments_kernel(
 
     # fp16 and bf16 are compared as fp32: the same values, and native on every device
     NARROW: tl.constexpr = tl.float64 if ITEMSIZE == 8 else tl.float32
-    # two bf16 are read as one word: taken apart by integers they need fewer instructions
+    # two bf16 are read as one word: integer operations split it in fewer instructions
     PAIRS: tl.constexpr = DTYPE == tl.bfloat16
     WORD: tl.constexpr = tl.int32 if PAIRS else DTYPE
     LANES: tl.constexpr = TILE // 2 if PAIRS else TILE
@@ -99,7 +99,7 @@ def _moments_kernel(
     top = tl.zeros((LANES,), NARROW)
     zeros = tl.zeros((LANES,), tl.float32)
 
-    # a view may begin anywhere: its first elements up to a 16-byte boundary are taken apart
+    # a view may begin anywhere: its first elements, up to a 16-byte boundary, are read separately
     head = (-address & 15).to(tl.int32) // ITEMSIZE
     head = tl.minimum(head, n)
     base = address.to(tl.pointer_type(DTYPE))
@@ -108,7 +108,7 @@ def _moments_kernel(
         sumsq, total, top, zeros = accumulate(x, sumsq, total, top, zeros)
         zeros -= tl.where(lanes < head, 0.0, 1.0)
 
-    # no mask: it would take the loads apart
+    # no mask: it would split the loads
     full = (n - head) // (TILE * UNROLL)
     words = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(WORD)), 16) + lanes
     for _ in range(full):
@@ -136,7 +136,7 @@ def _moments_kernel(
     chunk_nonfinite, chunk_nan, chunk_posinf = none, none, none
 
     if not is_finite(chunk_sumsq):
-        # seven totals a lane: fewer lanes, or they would take registers from the main loop
+        # seven totals per lane: use fewer lanes, or they would take registers from the main loop
         FEW: tl.constexpr = TILE // 2 if ITEMSIZE == 2 else TILE
         chunk_sumsq, chunk_total, chunk_zeros, chunk_top, chunk_nonfinite, chunk_nan, chunk_posinf = _recount(
             base, n, NARROW, FEW
@@ -170,11 +170,11 @@ def moments(
         pointers: ``(T,) int64``, the tensors' addresses.
         table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
         partials: ``(7, N) float64``, written at columns ``first_chunk ... first_chunk + num_chunks - 1``.
-        dtype: of the tensors that these chunks belong to.
+        dtype: the dtype of these chunks' tensors.
         first_chunk: the group's first chunk.
         num_chunks: the group's number of chunks.
         num_tensors: T.
-        gate: the cursor of a ring; in a step that is not recorded nothing is read or written.
+        gate: the cursor of a ring; nothing is read or written in a step that is not due.
     """
     tile, unroll, threads, registers = tuning.MOMENTS[dtype]
     _moments_kernel[(num_chunks,)](

@@ -13,7 +13,7 @@ _EVERY = tl.constexpr(int(Cursor.EVERY))
 
 @triton.jit
 def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
-    """Address of a chunk's first element, and its number of elements; ``table_ptr``: see packing.ChunkMap."""
+    """Return the address of a chunk's first element, and the chunk's size; table: see packing.ChunkMap."""
     row = tl.load(table_ptr + 4 * num_tensors + chunk)
     size = tl.load(table_ptr + num_tensors + row)
     start = (chunk - tl.load(table_ptr + 2 * num_tensors + row)) * size
@@ -23,20 +23,20 @@ def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
 
 @triton.jit
 def is_due(cursor_ptr):
-    """Tell whether the cadence asks for the current step; ``cursor_ptr``: see gradiometer.ops.ring."""
+    """Tell whether the current step is due; see gradiometer.ops.ring for the cursor."""
     every = tl.load(cursor_ptr + _EVERY).to(tl.int64)
     return tl.load(cursor_ptr + _STEP).to(tl.int64) % every == 0
 
 
 @triton.jit
 def is_finite(x):
-    """Neither NaN nor infinite: comparisons with NaN are false."""
+    """Tell whether x is neither NaN nor infinite: comparisons with NaN are false."""
     return tl.abs(x) < float("inf")
 
 
 @triton.jit
 def halves(word):
-    """Two bf16 values that were read as one int32, as fp32: they are the upper halves of its bits."""
+    """Convert two bf16 values, read as one int32, to fp32: a bf16 is the upper half of an fp32."""
     low = (word << 16).to(tl.float32, bitcast=True)
     # 0xffff0000
     high = (word & -65536).to(tl.float32, bitcast=True)
@@ -47,11 +47,11 @@ def halves(word):
 def accumulate(x, sumsq, total, top, zeros):
     """Add a tile to lane-wise totals: sum of squares and sum in fp64, largest |x|, count of zeros."""
     wide = x.to(tl.float64)
-    # the square of an fp32, bf16 or fp16 value is exact in fp64: fused or not, the same bits
+    # the square of an fp32, bf16 or fp16 value is exact in fp64: fused or not, the bits are the same
     sumsq = tl.fma(wide, wide, sumsq)
     total += wide
-    # drops NaN: a chunk that holds one is read again
+    # the maximum drops NaN: a chunk that holds one is read again
     top = tl.maximum(top, tl.abs(x))
-    # in fp32, exact to 2**24: a comparison that yields 1.0, and an addition. An integer takes one more
+    # count in fp32, exact up to 2**24: a comparison and an addition, one instruction less than in integers
     zeros += tl.where(x == 0, 1.0, 0.0)
     return sumsq, total, top, zeros

@@ -1,8 +1,8 @@
 """Multiply tensors in place by one coefficient, in one pass over memory.
 
-x_i <- x_i * c: in fp64 for fp64, and ``(x_i * high) * low`` in fp32 for fp32, bf16 and fp16, rounded
-to their format once. ``high * low = c``, and low is 1 unless c is below the normal numbers of fp32.
-Reads and writes each element once; with c = 1 it touches none.
+fp64 elements become ``x_i * c`` in fp64. fp32, bf16 and fp16 elements become ``(x_i * high) * low``,
+computed in fp32 and rounded to their format once. ``high * low = c``, and low is 1 unless c is below the
+normal numbers of fp32. Reads and writes each element once; with c = 1 it touches none.
 """
 
 import torch
@@ -21,7 +21,7 @@ _READ_AS = {
     torch.float16: tl.float16,
 }
 
-# the least normal number of fp32, and what brings numbers below it back
+# the smallest normal fp32 number, and the factor that lifts smaller ones into the normal range
 _TINY = tl.constexpr(2.0**-126)
 _LIFT = tl.constexpr(2.0**126)
 
@@ -32,8 +32,8 @@ def _scaled(x, factor, high, low):
     if x.dtype == tl.float64:
         y = x * factor
     elif x.dtype == tl.int16:
-        # bf16 is the upper half of fp32. By integers it is rounded to nearest even in the interpreter
-        # too, whose own conversion drops bits
+        # bf16 is the upper half of fp32. Integer operations round it to nearest even in the interpreter too,
+        # whose own conversion truncates
         wide = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True) * high * low
         bits = wide.to(tl.int32, bitcast=True)
         y = (tl.where(wide == wide, bits + 0x7FFF + ((bits >> 16) & 1), bits) >> 16).to(tl.int16)
@@ -54,9 +54,9 @@ def _scale_kernel(
     TILE: tl.constexpr,
 ):
     factor = tl.load(factor_ptr)
-    # most steps of a training run are not clipped
+    # most training steps are not clipped
     if factor != 1.0:
-        # gradiometer.control.scale takes it apart in the same way
+        # gradiometer.control.scale splits the factor in the same way
         below = factor < _TINY
         high = tl.where(below, factor * _LIFT, factor).to(tl.float32)
         low = tl.where(below, _TINY, 1.0).to(tl.float32)
@@ -64,14 +64,14 @@ def _scale_kernel(
         address, n = locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE)
         lanes = tl.arange(0, TILE)
 
-        # a view may begin anywhere: its first elements up to a 16-byte boundary are taken apart
+        # a view may begin anywhere: its first elements, up to a 16-byte boundary, are scaled separately
         head = tl.minimum((-address & 15).to(tl.int32) // ITEMSIZE, n)
         base = address.to(tl.pointer_type(DTYPE))
         if head > 0:
             x = tl.load(base + lanes, mask=lanes < head, other=0)
             tl.store(base + lanes, _scaled(x, factor, high, low), mask=lanes < head)
 
-        # no mask: it would take loads and stores apart
+        # no mask: it would split loads and stores
         full = (n - head) // TILE
         ptrs = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(DTYPE)), 16) + lanes
         for _ in range(full):
@@ -99,7 +99,7 @@ def scale(
         pointers: ``(T,) int64``, the tensors' addresses.
         table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
         factor: 0-d float64 on their device, at most 1.
-        dtype: of the tensors that these chunks belong to.
+        dtype: the dtype of these chunks' tensors.
         first_chunk: the group's first chunk.
         num_chunks: the group's number of chunks.
         num_tensors: T.

@@ -1,7 +1,7 @@
-"""Chunks, tiles, threads and registers of the kernels: the one table to tune.
+"""Chunks, tiles, threads and registers of the kernels: the only table to tune.
 
-Launchers read it at every call. `CHUNK`, `MAX_CHUNKS` and the tiles also decide the order in which
-numbers are added, and so the last bits of a norm.
+Launchers read it at every call. `CHUNK`, `MAX_CHUNKS` and the tiles also determine the order of additions,
+and so the last bits of a norm.
 """
 
 from typing import Any, Final, NamedTuple
@@ -10,21 +10,21 @@ import torch
 
 __all__ = ["CHUNK", "FINALIZE", "MAX_CHUNKS", "MOMENTS", "SCALE", "Finalize", "Moments", "Scale", "options"]
 
-# elements of one program of the moments kernel, in a tensor of no more than MAX_CHUNKS of them
+# elements per program of the moments kernel, if a tensor has at most MAX_CHUNKS such chunks
 CHUNK: Final = 2**15
-# the finalize kernel adds up a tensor's chunks in one program: with more of them, they are longer
+# one program of the finalize kernel adds up a tensor's chunks: beyond this number, chunks get longer
 MAX_CHUNKS: Final = 2**12
 
 
 class Moments(NamedTuple):
     """How the moments kernel reads a chunk."""
 
-    # elements that all threads read by one load each, of 16 bytes
+    # elements that all threads read with one 16-byte load each
     tile: int
-    # loads in flight: more hide more latency, and cost registers and with them occupancy
+    # loads in flight: more hide more latency, but cost registers and so occupancy
     unroll: int
     threads: int
-    # at most. Left alone, ptxas saves registers by issuing loads one after the other
+    # upper bound. Without one, ptxas saves registers by issuing loads one after the other
     registers: int
 
 
@@ -51,7 +51,7 @@ FINALIZE: Final = Finalize(tile=1024, threads=256, registers=128)
 class Scale(NamedTuple):
     """How the scale kernel reads and writes a chunk."""
 
-    # elements of four loads of 16 bytes by all threads: a store that stands between two loads parts them
+    # elements that all threads read with four 16-byte loads each: a store between two loads separates them
     tile: int
     threads: int
     registers: int
@@ -67,10 +67,10 @@ SCALE: Final = {
 
 def options(threads: int, registers: int, device: torch.device) -> dict[str, Any]:
     """Return Triton's options for a launch."""
-    # said, not left to a default that changes: squares are exact and sums must not be contracted
+    # set explicitly, as the default may change: squares are exact and sums must not be contracted
     shared = {"enable_fp_fusion": False}
     if torch.version.hip:
-        # a warp is 64 threads; the compiler takes no bound
+        # a warp is 64 threads; the compiler takes no register bound
         return shared | {"num_warps": threads // 64}
     if device.type == "xpu":
         return shared | {"num_warps": threads // 32}

@@ -1,7 +1,7 @@
 """The custom ops: schemas, fakes and dispatch to the Triton kernels or to eager PyTorch.
 
-Lists of tensors come in, raw columns and flags ``(T, C) float64`` and ``(T,) int32`` go out. Packing for the
-kernels and the eager reference are here too. Nothing here knows names, ranks or reports, and Triton is
+The ops take lists of tensors and return raw columns ``(T, C) float64`` and flags ``(T,) int32``. Packing for
+the kernels and the eager reference are here too. Nothing here knows names, ranks or reports, and Triton is
 imported on the first call on a device that needs it.
 """
 

@@ -1,4 +1,4 @@
-"""How eager PyTorch measures a list of tensors: large ones, single numbers, and groups of small ones."""
+"""Plan how eager PyTorch measures a list: large tensors, single numbers, and groups of small tensors."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 __all__ = ["BATCH", "FEW", "SMALL", "WIDTHS", "Group", "Plan", "plan_of", "prepared"]
 
-# a small tensor fills one zero-padded row of the next width
+# a small tensor fills one zero-padded row of the next larger width
 SMALL: Final = 2**12
 WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, SMALL)
 # the width for each number of elements
 _WIDTH_OF: Final = tuple([WIDTHS[bisect_left(WIDTHS, size)] for size in range(SMALL + 1)])
-# elements of a batch of such rows: below what torch spreads over threads
+# most elements in a batch of such rows: fewer than torch spreads over threads
 BATCH: Final = 2**15 - 1
-# elements for which the number of operators counts more than their work
+# up to this many elements the number of operators costs more than their work
 FEW: Final = BATCH // 3
 
 
 class Group(NamedTuple):
     """Small tensors of one dtype that are padded to one width.
 
-    ``indices``: their places in the call. ``flat``: whether each has one dimension. ``padding``: the zeros
+    ``indices``: their positions in the call. ``flat``: whether each has one dimension. ``padding``: the zeros
     after each.
     """
 
@@ -42,7 +42,7 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a list of tensors is measured: places of large ones and of single numbers; groups of others."""
+    """How to measure a list of tensors: indices of large tensors and single numbers; groups of the others."""
 
     large: list[int]
     single: list[int]
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(tensors: Sequence[Tensor]) -> Plan:
-    """Return the plan of tensors as `prepared` returns them; it also holds where only addresses differ."""
+    """Return the plan for tensors from `prepared`; it also holds if only the addresses differ."""
     plan = Plan([], [], [])
     small: dict[torch.dtype, dict[int, list[int]]] = {}
     for index, x in enumerate(tensors):
@@ -63,7 +63,7 @@ def plan_of(tensors: Sequence[Tensor]) -> Plan:
             small.setdefault(x.dtype, {}).setdefault(_WIDTH_OF[numel], []).append(index)
     for by_width in small.values():
         widest, together = max(by_width), [index for indices in by_width.values() for index in indices]
-        # a few short tensors are one group: zeros after a row change no bit of its sums
+        # a few short tensors form one group: trailing zeros change no bit of a row's sums
         groups = {widest: together} if len(together) * widest <= FEW else by_width
         plan.groups.extend([_group_of(tensors, *group) for group in groups.items()])
     return plan
@@ -78,7 +78,7 @@ def _group_of(tensors: Sequence[Tensor], width: int, indices: list[int]) -> Grou
 
 
 def prepared(tensor: Tensor) -> Tensor:
-    """Return a tensor of real numbers; a small one in a dtype that has the operators that are needed."""
+    """Return a tensor as real numbers; a small one in a dtype that has the required operators."""
     x = as_real(tensor)
-    # fp8 formats lack operators, and one of them lacks a zero to pad with
+    # fp8 formats lack operators, and one of them has no zero to pad with
     return x.to(torch.float32) if x.itemsize == 1 and x.numel() <= SMALL else x

@@ -1,4 +1,4 @@
-"""Compiled checks that a list of tensors is one that was seen before, by the guards of Dynamo."""
+"""Compiled checks that a list of tensors matches a list that was seen before, using Dynamo's guards."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["alike", "guards_tell"]
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return what tells whether as many tensors are viewed as these: they differ in their addresses alone.
+    """Return a function that tells whether as many tensors differ from these only in their addresses.
 
-    It keeps no tensor alive. Called without grad mode, like what it returns.
+    It keeps no tensor alive. Call both functions with grad mode disabled.
     """
     if guards_tell():
         return _guards(tensors)
     met = [_traits(tensor) for tensor in tensors]
-    # the first difference ends it
+    # stops at the first difference
     return lambda *others: all(_traits(other) == traits for other, traits in zip(others, met, strict=True))
 
 
 def guards_tell() -> bool:
-    """Tell whether torch has guards of tensors, here and now, that see each difference which matters.
+    """Tell whether torch has tensor guards that currently detect every relevant difference.
 
-    Inside the handler of a dispatch mode they see no lazy signs.
+    Inside the handler of a dispatch mode they do not see lazy signs.
     """
     hidden = [
         _dispatch_tls_is_dispatch_key_excluded(key) for key in (DispatchKey.Negative, DispatchKey.Conjugate)
@@ -46,7 +46,7 @@ def _guards_tell() -> bool:
     try:
         like_x, like_z = _guards([x]), _guards([z])
         tell = not any([like_x(other) for other in others]) and not like_z(z.conj())
-        # another state of the thread's dispatch keys is a difference too
+        # a different state of the thread's dispatch keys is a difference too
         with torch.inference_mode(not torch.is_inference_mode_enabled()):
             tell = tell and not like_x(x)
         return tell and like_x(x.clone()) and like_z(z.clone())
@@ -55,9 +55,9 @@ def _guards_tell() -> bool:
 
 
 def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    # Dynamo's own: one call compares types, dispatch keys, dtypes, devices, sizes and strides of all, and
-    # makes no object of Python. The keys also tell what watches the calls of this thread
-    from torch._C._dynamo.guards import TensorGuards  # noqa: PLC0415 private: it may go
+    # Dynamo's own guards: one call compares types, dispatch keys, dtypes, devices, sizes and strides of all,
+    # and creates no Python objects. The keys also show what intercepts the calls of this thread
+    from torch._C._dynamo.guards import TensorGuards  # noqa: PLC0415 private: it may be removed
 
     # no dimension is dynamic
     return TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check

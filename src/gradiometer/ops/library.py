@@ -1,10 +1,11 @@
 """The compile-safe ops: schemas, fakes, and the choice between kernels and eager PyTorch.
 
-``gradiometer::tensor_stats`` is opaque to the compiler: it reads ``data_ptr()``. It is functional,
-so an unused result is removed from the graph, and not differentiable. ``gradiometer::record_`` does
-the same and writes into a ring of steps, ``gradiometer::append_`` writes there what was measured
-before; they change their arguments and stay in the graph. Defined through `torch.library.Library`,
-which costs two to three times less per call with many tensors than the ``custom_op`` decorator.
+``gradiometer::tensor_stats`` is opaque to the compiler, because it reads ``data_ptr()``. It is not
+differentiable. It is functional, so the compiler removes it from the graph if its result is unused.
+``gradiometer::record_`` also writes the result into a ring of steps, and ``gradiometer::append_`` writes an
+earlier result there; both change their arguments, so they stay in the graph. The ops are defined through
+`torch.library.Library`, which costs two to three times less per call with many tensors than the
+``custom_op`` decorator.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = [
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # an import hook or a half-loaded package says no in its own way
+    except (ImportError, ValueError):  # raised by an import hook or a half-loaded package
         return False
 
 
@@ -57,14 +58,14 @@ _LIBRARY.define(
 )
 _LIBRARY.define("append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor) -> ()")
 
-# triton's own reading of its variable; with it kernels run on CPU tensors, slowly, for tests
+# read as Triton reads it; if set, kernels run on CPU tensors, slowly, for tests
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 _HAS_TRITON: Final = _is_installed("triton")
 _KERNEL_DEVICES: Final = {"cuda", "xpu"}
 
 
 def uses_kernels(device: torch.device) -> bool:
-    """Tell whether tensors on this device are read by the Triton kernels."""
+    """Tell whether the Triton kernels measure tensors on this device."""
     return _HAS_TRITON and (device.type in _KERNEL_DEVICES or (INTERPRETED and device.type == "cpu"))
 
 
@@ -75,7 +76,7 @@ def tensor_stats(
 
     Args:
         tensors: at least one floating-point or complex strided tensor; any shapes, strides, dtypes.
-        thresholds: where flags begin.
+        thresholds: the limits for the flags.
         inv_scale: one element on the same device; the statistics are those of ``inv_scale * x``.
 
     Returns:
@@ -91,7 +92,7 @@ def measure(
     inv_scale: Tensor | None,
     plan: packing.LaunchPlan | None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `tensor_stats` does, for a caller who has asked `recognize`: ``plan`` is its answer."""
+    """Do what `tensor_stats` does; ``plan`` is the result of `recognize` for these tensors."""
     if plan is not None and (inv_scale is None or _is_plain(inv_scale)):
         return _eager(tensors, thresholds, inv_scale, plan)
     with torch.no_grad():
@@ -102,20 +103,20 @@ def measure(
 
 
 def recognize(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
-    """Return the known list that these are like, if they can be measured without the dispatcher.
+    """Return the plan of a known list like this one, if it can be measured without the dispatcher.
 
-    It takes 0.1 us a tensor, but others watch what passes through it: compilers, modes, profilers.
-    Dispatch modes, tracing and functorch change the dispatch keys, which torch's guards compare.
-    While Inductor warms up or records a CUDA graph, it has a function mode on: that of a default device.
+    That saves 0.1 us per tensor, but compilers, modes and profilers intercept calls in the dispatcher.
+    Dispatch modes, tracing and functorch change the dispatch keys, which torch's guards compare. While
+    Inductor warms up or records a CUDA graph, a function mode is active, which sets a default device.
     """
-    # Dynamo folds it: its graph holds the op
+    # Dynamo folds this condition: its graph contains the op
     if torch.compiler.is_compiling():
         return None
     return None if _profiler_enabled() or _len_torch_function_stack() else writable(tensors)
 
 
 def writable(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
-    """Do what `recognize` does for `scale_`, which has no op: nobody watches for its call."""
+    """Do what `recognize` does, for `scale_`, which has no op that others could intercept."""
     if torch.compiler.is_compiling():
         return None
     with _without_grad():
@@ -124,7 +125,7 @@ def writable(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
 
 
 def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
-    """Return the L2 norm of all tensors together; None where a device is to measure them, or others watch."""
+    """Return the L2 norm of all tensors together; None if kernels measure them or others intercept calls."""
     with _without_grad():
         plan = recognize(tensors)
         if plan is None or plan.device.type != "cpu" or uses_kernels(plan.device):
@@ -134,7 +135,7 @@ def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
 
 
 def _is_plain(x: Tensor) -> bool:
-    # the dispatcher gives memory to zeros without any, and applies lazy signs
+    # the dispatcher allocates zero tensors that have no memory, and applies lazy signs
     return type(x) is Tensor and not (x.is_neg() or x._is_zerotensor())  # noqa: SLF001 it has no public name
 
 
@@ -150,7 +151,7 @@ def _eager(
     inv_scale: Tensor | None,
     plan: packing.LaunchPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Measure at once; ``plan``: what `packing.recognize` says of the tensors, in a call from eager."""
+    """Measure at once; ``plan``: the result of `packing.recognize`, in a call from eager mode."""
     device = tensors[0].device
     with _without_grad(), _without_autocast(device):
         if not uses_kernels(device):
@@ -163,17 +164,17 @@ def _eager(
 
 
 def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches go to the tensors' device, whatever the current one is."""
+    """Make the tensors' device current, so that kernels are launched on it."""
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device.type).device(device)
 
 
 def _without_grad() -> AbstractContextManager[None]:
-    # no_grad takes 2.5 us, and several in a row do no more than one
+    # no_grad takes 2.5 us: skip it if grad mode is already off
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    # it would choose the dtypes of the reference's own operators
+    # autocast would change the dtypes of the reference's own operators
     is_on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
@@ -187,7 +188,7 @@ def _run_kernels(
 ) -> tuple[Tensor, Tensor]:
     from gradiometer import kernels  # noqa: PLC0415 triton is imported when a kernel is first needed
 
-    # through the dispatcher the call may come from a graph that is warmed up
+    # a call through the dispatcher has no plan, and may come from a graph that is being warmed up
     tuning = kernels.tuning
     packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=plan is not None)
     chunk_map = packed.chunk_map
@@ -222,14 +223,14 @@ def record_(
     """Measure tensors of one device and write them into the current step of a ring.
 
     Args:
-        tensors: R; where nothing is to be measured, one without elements.
-        thresholds: where flags begin.
+        tensors: R tensors; one without elements stands for a tensor that is not measured.
+        thresholds: the limits for the flags.
         inv_scale: as for `tensor_stats`.
-        grads: the first so many are gradients: they decide whether the step is to be skipped.
+        grads: the number of gradients, which come first and decide whether to skip the step.
         steps: the ring, ``(capacity, R + 1, C + 1) float64``, see `gradiometer.ops.ring`.
         cursor: its state, ``(6,) float64``.
-        plan: what `recognize` says of the tensors.
-        gated: do not read the tensors in a step that is not recorded. Nothing is decided there.
+        plan: the result of `recognize` for the tensors.
+        gated: do not read the tensors in a step that is not due. A gated call never decides to skip a step.
     """
     with torch.no_grad():
         if plan is not None and (inv_scale is None or _is_plain(inv_scale)):
@@ -249,20 +250,20 @@ def record_(
 
 
 def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
-    """Write what `tensor_stats` returned into the current step of a ring, as `record_` does."""
+    """Write the result of `tensor_stats` into the current step of a ring, as `record_` does."""
     with torch.no_grad():
         torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor)
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: packing.LaunchPlan) -> None:
-    """Multiply tensors of one device in place, by a kernel that touches nothing where the factor is 1.
+    """Multiply tensors of one device in place, by a kernel that touches nothing if the factor is 1.
 
     Args:
-        tensors: what `writable` calls ``plan``; no two share memory.
+        tensors: those passed to `writable`; no two share memory.
         factor: 0-d float64 on their device, at most 1.
-        plan: its answer.
+        plan: the result of `writable`.
     """
-    # the dispatcher, which autograd hears of a write by, is not asked
+    # this bypasses the dispatcher, so we bump the version counters for autograd ourselves
     torch.autograd.graph.increment_version(tensors)
     device = tensors[0].device
     with _launching_on(device):
@@ -300,7 +301,7 @@ def _record(
         return
     else:
         columns, flags = _eager(tensors, thresholds, inv_scale)
-    # where the gate is shut the rows are whatever was in memory: nothing follows from them
+    # if the gate is closed, the rows come from uninitialized memory: do not decide from them
     _append(columns, flags, -1 if gated else grads, steps, cursor)
 
 
@@ -341,7 +342,7 @@ def _tensor_stats_fake(
 _LIBRARY.impl("tensor_stats", _tensor_stats, "CompositeExplicitAutograd")
 _LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("append_", _append, "CompositeExplicitAutograd")
-# nothing is differentiable: the call passes through autograd and leaves no trace
+# not differentiable: autograd passes the calls on and records nothing
 for _name in ("tensor_stats", "record_", "append_"):
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("gradiometer::tensor_stats", _tensor_stats_fake, lib=_LIBRARY)

@@ -1,8 +1,8 @@
 """Threads that each run whole operators, so that they do not wait for one another.
 
-PyTorch spreads an operator on 32,768 elements or more over OpenMP threads, which meet at its end. On a busy
-machine each meeting waits until an interrupted thread is scheduled again, which takes milliseconds. Here a
-thread sets its own number of OpenMP threads to 1; the setting of every other thread stays as it is.
+PyTorch spreads an operator on 32,768 elements or more over OpenMP threads, which synchronize at its end. On a
+busy machine they wait until an interrupted thread is scheduled again, which takes milliseconds. A thread here
+sets its own number of OpenMP threads to 1; the setting of every other thread stays as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _setter() -> Callable[[int], Any] | None:
     except (AttributeError, OSError, TypeError):
         return None
     set_threads.argtypes, set_threads.restype = [ctypes.c_int], None
-    # another OpenMP runtime than PyTorch's may have been found
+    # check the effect: this may be another OpenMP runtime than PyTorch's
     other = 1 if before > 1 else 2
     set_threads(other)
     found = torch.get_num_threads() == other
@@ -48,7 +48,7 @@ def can_run_alone() -> bool:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run the operators of the calling thread on it alone; those of other threads are not affected."""
+    """Run the calling thread's operators on that thread alone; other threads are not affected."""
     set_threads, before = _setter(), torch.get_num_threads()
     if set_threads is None or before == 1:
         yield
@@ -68,11 +68,11 @@ def map_on_threads(
     Args:
         start: called once on each thread; returns the function to call for the items there.
         items: each is taken by the next free thread.
-        threads: how many, at least 1; the calling thread is one of them. Operators run on their own thread,
-            without gradients.
+        threads: the number of threads, at least 1, including the calling thread. Operators run on the thread
+            that calls them, without gradients.
 
     Raises:
-        BaseException: the first exception that a call raised; the remaining items are then left.
+        BaseException: the first exception that a call raised; the remaining items are skipped.
     """
     todo = enumerate(items)
     lock = threading.Lock()
@@ -98,7 +98,7 @@ def map_on_threads(
         try:
             helper.start()
         except RuntimeError:
-            # no more threads can start, as at the end of the interpreter: the others do the work
+            # no more threads can start, for example at interpreter shutdown: the others do the work
             break
         started.append(helper)
     run()

@@ -1,20 +1,20 @@
-"""Tensors -> what the kernels read: chunks grouped by dtype, and the table of pointers.
+"""Pack tensors for the kernels: chunks grouped by dtype, and the table of pointers.
 
-The first call with a list of tensors makes its `LaunchPlan`: everything that follows from sizes, strides,
-dtypes and lazy signs, its `ChunkMap` among it. Later calls recognize the list in one call of C++;
-addresses are compared at every call. Nothing is keyed by ``id()`` or by a single pointer, since
-allocators reuse both, and no tensor is kept alive.
+The first call with a list of tensors makes its `LaunchPlan`. It holds everything that follows from sizes,
+strides, dtypes and lazy signs, including the `ChunkMap`. Later calls recognize the list in one C++ call;
+addresses are compared at every call. Nothing is keyed by ``id()`` or by a single pointer, since allocators
+reuse both, and no tensor is kept alive.
 
-Where tables live. By default each call copies one from pinned host memory, that is written once, to
-the device: in the stream's order, for as long as the call lives. A table kept on the device would be
-wrong in a CUDA graph: made while one is warmed up or captured it lies in the graph's pool, and freed
-or rewritten later it changes what a replay reads. The pinned source of a captured copy is kept as
-long as the process lives.
+By default each call copies its tables to the device, in stream order, from pinned host memory that is
+written once; the copy lives as long as the call. A table kept on the device would be wrong in a CUDA graph.
+If it is made while a graph is warmed up or captured, it lies in the graph's pool, and freeing or rewriting
+it later changes what a replay reads. The pinned source of a captured copy is kept as long as the process
+lives.
 
-A caller who knows that no graph is being made can say ``keep``: then the tables stay on the device,
-the static one until the list is forgotten, the pointers until an address changes. They are never
-rewritten: a change makes new ones. They belong to the stream that they were copied on, so that what
-reads them, and what their memory is used for next, comes after.
+A caller that knows that no graph is being made can pass ``keep``. Then the tables stay on the device: the
+static one until the list is forgotten, the pointers until an address changes. They are never rewritten: a
+change makes new ones. They belong to the stream that they were copied on, so that kernels that read them,
+and later uses of their memory, come after the copy.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ __all__ = [
 # distinct lists kept; a training step has one or two (gradients, weights)
 LISTS_KEPT: Final = 64
 
-# what the kernels read
+# dtypes that the kernels read
 _READ: Final = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-# exact in the wider format
+# the conversion is exact
 _WIDENED: Final = {
     torch.float8_e4m3fn: torch.float16,
     torch.float8_e4m3fnuz: torch.float16,
@@ -64,7 +64,7 @@ _WIDENED: Final = {
 
 @dataclass(frozen=True)
 class Group:
-    """The chunks of one dtype: one launch."""
+    """The chunks of one dtype, which one launch reads."""
 
     dtype: torch.dtype
     first_chunk: int
@@ -73,11 +73,11 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ChunkMap:
-    """How a list of tensors is cut into chunks.
+    """How a list of tensors is split into chunks.
 
-    ``table``: int64 on the host, the concatenation of ``numel (T,)``, ``chunk (T,)``: elements of one
-    chunk of that tensor, ``first_chunk (T,)``, ``num_chunks (T,)`` and ``chunk_row (N,)``. A tensor's
-    chunks stand together, in its order.
+    ``table``: int64 on the host, the concatenation of ``numel (T,)``, ``chunk (T,)`` (elements of one chunk
+    of that tensor), ``first_chunk (T,)``, ``num_chunks (T,)`` and ``chunk_row (N,)``. A tensor's chunks are
+    adjacent and in order.
     """
 
     num_tensors: int
@@ -88,10 +88,10 @@ class ChunkMap:
 
 @dataclass(frozen=True)
 class Pack:
-    """What one call's kernels read, on the device.
+    """The input of one call's kernels, on the device.
 
-    ``pointers``: ``(T,) int64``. ``table``: the chunk_map's table. ``tensors``: the flat tensors that
-    are pointed to, kept alive until the kernels are launched.
+    ``pointers``: ``(T,) int64``. ``table``: the chunk_map's table. ``tensors``: the flat tensors that the
+    pointers refer to, kept alive until the kernels are launched.
     """
 
     chunk_map: ChunkMap
@@ -102,7 +102,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class _Source:
-    """What is copied at every call: pinned, written once."""
+    """Pinned host memory that is copied at every call; written once."""
 
     addresses: list[int]
     host: Tensor
@@ -110,7 +110,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What stays on the device, for calls on one stream."""
+    """Tables that stay on the device, for calls on one stream."""
 
     stream: int
     addresses: list[int]
@@ -120,15 +120,15 @@ class _Kept:
 
 @dataclass(eq=False)
 class LaunchPlan:
-    """Everything about a list of tensors that holds for the next call, too: all but its addresses.
+    """Everything about a list of tensors that the next call can reuse: all but the addresses.
 
     Attributes:
         count: the number of tensors.
-        check: ``check(*tensors)`` tells whether ``count`` other tensors differ in their addresses at most.
-        guarded: whether ``check`` uses torch's guards, which also see what intercepts a call.
-        device: where all of them are.
-        direct: they are guarded, ordinary tensors, and the kernels can read their memory as it is.
-        cut: the elements of a chunk and the most chunks of a tensor for which ``chunk_map`` was made.
+        check: ``check(*tensors)`` tells whether ``count`` other tensors differ at most in their addresses.
+        guarded: whether ``check`` uses torch's guards, which also detect interception of calls.
+        device: the device of all tensors.
+        direct: whether they are guarded, ordinary tensors whose memory the kernels can read as it is.
+        cut: the chunk size and the maximum number of chunks that ``chunk_map`` was made for.
         eager: the `reference.Plan` of a direct list.
         source, kept: tables in pinned memory, and on the device.
     """
@@ -149,11 +149,11 @@ class LaunchPlan:
 def chunk_map_of(
     sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], chunk: int, max_chunks: int
 ) -> ChunkMap:
-    """Cut tensors of these sizes into chunks, grouped by dtype.
+    """Split tensors of these sizes into chunks, grouped by dtype.
 
-    A chunk has ``chunk`` elements; of a tensor that would have more than ``max_chunks`` of them, the
-    smallest power of two that makes no more. It depends on the tensor's own size alone, so that a
-    row has the same bits in any company.
+    A chunk has ``chunk`` elements. If a tensor would have more than ``max_chunks`` chunks, its chunk size is
+    the smallest power of two that avoids this. The size depends on the tensor alone, so that a row has the
+    same bits whichever tensors share the call.
     """
     lengths = [max(chunk, _power_of_two(-(-size // max_chunks))) for size in sizes]
     counts = [-(-size // length) for size, length in zip(sizes, lengths, strict=True)]
@@ -177,35 +177,35 @@ def _power_of_two(least: int) -> int:
 
 
 def _int64(values: Sequence[int]) -> Tensor:
-    # half the time of torch.tensor
+    # takes half the time of torch.tensor
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
-# the most recently used is the last
+# the most recently used plan is the last
 _plans: dict[LaunchPlan, None] = {}
-# what captured graphs read at every replay: never freed
+# memory that captured graphs read at every replay: never freed
 _captured: list[Tensor] = []
 
 
 def clear() -> None:
-    """Forget the kept lists and chunk maps; what captured graphs read stays."""
+    """Forget the kept lists and chunk maps, but not the memory that captured graphs read."""
     _plans.clear()
     chunk_map_of.cache_clear()
 
 
 def recognize(tensors: Sequence[Tensor]) -> LaunchPlan | None:
-    """Return the plan of a list that differs from this one in its addresses at most.
+    """Return the plan of a known list that differs from this one at most in its addresses, or None.
 
-    Call it without grad mode.
+    Call it with grad mode disabled.
     """
     count, guarded = len(tensors), guards_tell()
-    # a copy: another thread may add to it meanwhile
+    # iterate over a copy: another thread may add a plan meanwhile
     candidates = [one for one in reversed(list(_plans)) if one.count == count and one.guarded == guarded]
     if not candidates or not _have_strides(tensors):
         return None
     for plan in candidates:
         if plan.check(*tensors):
-            # now the most recently used; in two steps, which other threads may come between
+            # now the most recently used; other threads may run between the two steps
             _plans.pop(plan, None)
             _plans[plan] = None
             return plan
@@ -213,7 +213,8 @@ def recognize(tensors: Sequence[Tensor]) -> LaunchPlan | None:
 
 
 def _have_strides(tensors: Sequence[Tensor]) -> bool:
-    # torch's guards end the process at a nested tensor. What is no tensor, or none yet, is for the caller
+    # torch's guards crash the process on a nested tensor. The caller handles objects that are not tensors, or
+    # are not initialized
     try:
         return not any(map(attrgetter("is_nested"), tensors))
     except (AttributeError, RuntimeError, TypeError, ValueError):
@@ -228,14 +229,14 @@ def pack(
     *,
     keep: bool = False,
 ) -> Pack:
-    """Pack tensors of one device for the kernels. Runs under that device, on its current stream.
+    """Pack tensors of one device for the kernels. That device must be current; its current stream is used.
 
     Args:
         tensors: at least one.
         chunk: elements of a chunk, see `chunk_map_of`.
-        max_chunks: of one tensor.
-        plan: what `recognize` says of them, where that was asked.
-        keep: whether tables may stay on the device: no graph is being warmed up or captured.
+        max_chunks: the most chunks of one tensor.
+        plan: the result of `recognize` for them, if it was called.
+        keep: whether tables may stay on the device, as no graph is being warmed up or captured.
     """
     plan = plan or recognize(tensors) or remember(tensors)
     flats = tensors if plan.direct else [_flat(tensor) for tensor in tensors]
@@ -246,7 +247,7 @@ def pack(
         plan.source = plan.kept = None
         plan.chunk_map, plan.cut = chunk_map, (chunk, max_chunks)
     addresses = list(map(Tensor.data_ptr, flats))
-    # on other devices a capture would go unnoticed
+    # a capture cannot be detected on other devices
     if keep and plan.device.type in {"cpu", "cuda"} and not is_capturing(plan.device):
         kept = _keep(plan, chunk_map, addresses)
         return Pack(chunk_map, kept.pointers, kept.table, flats)
@@ -263,7 +264,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def remember(tensors: Sequence[Tensor]) -> LaunchPlan:
-    """Keep a list of tensors of one device, so that `recognize` returns it. Called without grad mode."""
+    """Keep the plan of a list of tensors of one device for `recognize`. Call it with grad mode disabled."""
     guarded = guards_tell()
     direct = guarded and {type(tensor) for tensor in tensors} <= {Tensor, nn.Parameter}
     direct = direct and _READ.issuperset([tensor.dtype for tensor in tensors])
@@ -295,7 +296,7 @@ def _keep(plan: LaunchPlan, chunk_map: ChunkMap, addresses: list[int]) -> _Kept:
 
 def _copies(plan: LaunchPlan, chunk_map: ChunkMap, addresses: list[int]) -> tuple[Tensor, Tensor]:
     device, source = plan.device, plan.source
-    # both parts begin at a multiple of 16 bytes: Triton compiles another kernel for pointers that do not
+    # align both parts to 16 bytes: Triton compiles another kernel for unaligned pointers
     padding = len(addresses) % 2
     if source is None or source.addresses != addresses:
         both = torch.cat([_int64([*addresses, *[0] * padding]), chunk_map.table])
@@ -315,6 +316,6 @@ def _upload(host: Tensor, device: torch.device) -> Tensor:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Tell whether what is queued on this device now becomes part of a CUDA graph."""
-    # a fake tensor is of a device that may not be there
+    """Tell whether work queued on this device now becomes part of a CUDA graph."""
+    # a fake tensor's device may not exist
     return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,11 +1,11 @@
-"""Statistics in eager PyTorch: the CPU implementation, one streaming pass in small extra memory.
+"""Statistics in eager PyTorch: the CPU implementation, one streaming pass with little extra memory.
 
-Large tensors go through small buffers piece by piece, on threads that do not wait for one another. Small ones
-are stacked, many to a batch, so that they do not each pay for a dozen operator calls. Both are optimistic:
-NaN and Inf are counted only where the extremes of a piece or row say that there are some.
+Large tensors go through small buffers piece by piece, on threads that do not wait for one another. Small
+tensors are stacked into batches, so that each does not cost a dozen operator calls. Both paths are
+optimistic: they count NaN and Inf only in pieces or rows whose extremes are not finite.
 
-How a tensor is cut depends on its own size, shape and strides alone, and one thread sums up each piece.
-So its statistics have the same bits whichever tensors share the call, and whatever the number of threads.
+How a tensor is split depends only on its own size, shape and strides, and one thread sums up each piece. So
+its statistics have the same bits whichever tensors share the call, and for any number of threads.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ __all__ = ["sumsq", "tensor_stats"]
 
 T = TypeVar("T")
 
-# elements that a thread reads at a time, into a buffer of 8 bytes an element that stays in its cache
+# elements that a thread reads at a time, into a buffer of 8 bytes per element that stays in its cache
 PIECE: Final = 2**17
-# at most so many threads, whose buffers take 3 MiB together; Python's lock would hold up more of them
+# maximum number of threads; their buffers take 3 MiB together, and more would wait for Python's lock
 MOST_THREADS: Final = 3
-# elements that are worth another thread, which takes 0.1 ms to start
+# elements per additional thread, which takes 0.1 ms to start
 WORTH_A_THREAD: Final = 2**19
-# pieces of a tensor that one thread takes together, and the most such blocks of one tensor
+# pieces of a tensor that one thread takes together (a block), and the most blocks of one tensor
 BLOCK: Final = 4
 MOST_BLOCKS: Final = 1024
-# blocks whose results are kept until they are merged
+# number of blocks whose results are kept until they are merged
 WAVE: Final = 2048
 
 
 # raw columns of one tensor, in the order of `gradiometer.columns.schema.COLUMNS`
 _Row = tuple[float, ...]
 
-# an IntFlag makes an object of each result
+# plain integers: an IntFlag creates an object for each result
 _NAN, _INF, _VANISHING, _EXPLODING, _DEAD = map(int, Flag)
 
 
@@ -63,9 +63,9 @@ def tensor_stats(
 
     Args:
         tensors: at least one.
-        thresholds: where flags begin.
+        thresholds: the limits for the flags.
         inv_scale: one element; the statistics are those of ``inv_scale * x``.
-        plan: `plan_of` these tensors, where `prepared` changes none of them.
+        plan: the result of `plan_of` for these tensors, if `prepared` changes none of them.
     """
     if plan is None:
         tensors = [prepared(tensor) for tensor in tensors]
@@ -96,7 +96,7 @@ def _tensor(values: array[Any], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def sumsq(tensors: Sequence[Tensor]) -> float:
-    """Return the sum of squares of real tensors of one device; NaN and Inf are carried."""
+    """Return the sum of squares of real tensors of one device; NaN and Inf propagate."""
     large: list[tuple[int, Tensor]] = []
     small: dict[torch.dtype, list[Tensor]] = {}
     for index, x in enumerate(tensors):
@@ -114,7 +114,7 @@ def sumsq(tensors: Sequence[Tensor]) -> float:
 
 def _flags(rows: list[_Row], thresholds: Thresholds) -> list[int]:
     """Do what `compute_flags` does, for rows on the host."""
-    # most rows have no flag, which their squares tell up to the rounding of a root
+    # most rows have no flag; their squares show it, with a margin for the rounding of the root
     least = thresholds.vanishing * thresholds.vanishing * (1 + 2**-50)
     most = thresholds.exploding * thresholds.exploding * (1 - 2**-50)
     dead = thresholds.dead
@@ -145,17 +145,17 @@ def _flags_of(row: _Row, thresholds: Thresholds) -> int:
 def _row_of_number(x: float) -> _Row:
     if not math.isfinite(x):
         return (1.0, 0.0, 0.0, 0.0, float(x != x), float(x == math.inf), float(x == -math.inf), 0.0)  # noqa: PLR0124
-    # no sum is -0
+    # + 0.0, because a sum is never -0
     return (1.0, x * x, x + 0.0, float(x == 0), 0.0, 0.0, 0.0, abs(x))
 
 
 def _measure_group(tensors: Sequence[Tensor], group: Group, rows: list[_Row], length: int) -> None:
-    """Measure small tensors, as many at once as fill ``length`` elements; write their rows."""
+    """Measure small tensors, in batches of at most ``length`` elements; write their rows."""
     count, width = len(group.sizes), group.width
     step = length // width
     stack = wide = None
     if count > step:
-        # one buffer for all batches: memory that is given back and taken again has to be mapped again
+        # one buffer for all batches: memory that is freed and allocated again has to be mapped again
         stack = tensors[group.indices[0]].new_empty(step * width)
         wide = stack.new_empty(step * width, dtype=torch.float64)
     for start in range(0, count, step):
@@ -184,11 +184,11 @@ def _measure_group(tensors: Sequence[Tensor], group: Group, rows: list[_Row], le
 
 
 def _measure_rows(x: Tensor, wide: Tensor | None = None) -> list[list[float]]:
-    """Return sumsq, sum, non-zeros and max |x| of each row. Both are overwritten."""
-    # a count in a half format would be rounded
+    """Return sumsq, sum, non-zeros and max |x| of each row. Overwrites both tensors."""
+    # counts in a half-precision format would be rounded
     x = x.float() if x.itemsize < 4 else x
     if x.dtype != torch.float64 and x.numel() <= FEW:
-        # no square of a narrower format underflows
+        # squares of narrower formats do not underflow in float64
         wide = x.double()
         squares = wide * wide
         sums = torch.stack([squares, wide, squares.sgn()]).sum(dim=2).tolist()
@@ -205,7 +205,7 @@ def _measure_rows(x: Tensor, wide: Tensor | None = None) -> list[list[float]]:
 
 
 class _Scratch:
-    """What one thread computes in: a piece in fp64, and slots for the results of several pieces."""
+    """The buffers of one thread: a piece in fp64, and slots for the results of several pieces."""
 
     def __init__(self, numel: int, count: int, device: torch.device) -> None:
         self.wide = torch.empty(numel, dtype=torch.float64, device=device)
@@ -222,7 +222,7 @@ def piece_length() -> int:
 def _by_tensor(
     large: list[tuple[int, Tensor]], measure: Callable[[Tensor, _Scratch], T], merge: Callable[[list[T]], T]
 ) -> Iterator[tuple[int, T]]:
-    """Return what is measured of each tensor, block by block, with its place in the call."""
+    """Measure each tensor, block by block; yield its index in the call and the merged result."""
     if not large:
         return
     device, sizes, length = large[0][1].device, [x.numel() for _, x in large], piece_length()
@@ -251,7 +251,7 @@ def _by_tensor(
 
 
 def _pieces(x: Tensor, length: int) -> Iterator[Tensor]:
-    """Cut a tensor into views of at most so many elements, whatever its strides."""
+    """Cut a tensor into views of at most ``length`` elements, whatever its strides."""
     if x.numel() <= length:
         yield x
         return
@@ -264,8 +264,8 @@ def _pieces(x: Tensor, length: int) -> Iterator[Tensor]:
         yield from _pieces(part, length)
 
 
-# After each operator a thread may have to wait for Python's lock. So none is called but what counts, and most
-# results are written into slots, which are read together.
+# After each operator a thread may have to wait for Python's lock. So only the necessary operators are called,
+# and most results are written into slots, which are read together.
 
 
 def _measure_block(block: Tensor, scratch: _Scratch) -> _Row:
@@ -280,7 +280,7 @@ def _measure_block(block: Tensor, scratch: _Scratch) -> _Row:
             if not top < math.inf:
                 rows.append(_measure_nonfinite(piece, scratch))
                 continue
-            # the square is exact, so its root is
+            # the square is exact, so its root is exact too
             top = top if piece.dtype == torch.float64 else math.sqrt(top)
             rows.append((piece.numel(), sumsq.item(), total.item(), n_zero, 0.0, 0.0, 0.0, top))
     return _merge(rows)
@@ -294,7 +294,7 @@ def _measure_float(
     torch.sum(wide, (), out=total)
     torch.mul(wide, wide, out=wide)
     torch.sum(wide, (), out=sumsq)
-    # no square of a narrower format underflows
+    # squares of narrower formats do not underflow in float64
     torch.amin(wide, (), out=least)
     torch.amax(wide, (), out=greatest)
     return 0.0 if least.item() > 0 else _count_zeros(wide)
@@ -314,13 +314,13 @@ def _measure_double(
 
 
 def _count_zeros(sizes: Tensor) -> float:
-    # a third of the time of count_nonzero
+    # takes a third of the time of count_nonzero
     return sizes.numel() - sizes.sgn_().sum().item()
 
 
 def _widened(piece: Tensor, scratch: _Scratch) -> Tensor:
     """Return a piece in fp64, in the buffer."""
-    # float16 to float64 at once takes four times as long
+    # a direct conversion from float16 to float64 takes four times as long
     piece = piece.to(torch.float32) if piece.itemsize < 4 and piece.dtype != torch.bfloat16 else piece
     if piece.dim() == 1 and piece.numel() == scratch.wide.numel():
         return scratch.wide.copy_(piece)
@@ -331,7 +331,7 @@ def _measure_nonfinite(piece: Tensor, scratch: _Scratch) -> _Row:
     wide = _widened(piece, scratch)
     counts = [which.sum().item() for which in (wide.isnan(), wide == math.inf, wide == -math.inf)]
     wide.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    # what was replaced by 0 is no zero
+    # an element that was replaced by 0 does not count as a zero
     n_zero = wide.numel() - wide.count_nonzero().item() - sum(counts)
     total, (least, greatest) = wide.sum().item(), [x.item() for x in torch.aminmax(wide)]
     return (wide.numel(), _sum_of_squares(wide), total, n_zero, *counts, max(0.0, -least, greatest))
@@ -358,5 +358,5 @@ def _fsum(values: Sequence[float]) -> float:
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):
-        # float64 inputs beyond 1e154: what a plain sum says, inf or NaN
+        # float64 inputs beyond 1e154: a plain sum gives inf or NaN
         return sum(values)

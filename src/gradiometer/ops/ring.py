@@ -1,9 +1,9 @@
-"""The ring of recorded steps: its form, and eager PyTorch that writes one step.
+"""The ring of recorded steps: its layout, and eager PyTorch code that writes one step.
 
-A ring is ``(capacity, R + 1, C + 1) float64``. A slot holds one step: first a header, then R rows of
-raw columns and flags; a row whose ``numel`` is 0 was not measured. Its state, the cursor, lies beside it
-on the device, so that a compiled or captured step finds both at the same addresses and reads what they
-hold now.
+A ring is ``(capacity, R + 1, C + 1) float64``. A slot holds one step: first a header, then R rows of raw
+columns and flags; a row whose ``numel`` is 0 was not measured. The state of the ring, the cursor, is on the
+same device, so that a compiled or captured step finds both at the same addresses and reads their current
+values.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _NUMEL: Final = COLUMN_INDEX["numel"]
 
 
 def is_due(cursor: Tensor) -> bool:
-    """Tell whether the cadence asks for the current step. Reads the cursor, which is on the CPU."""
+    """Tell whether the current step is due. Reads the cursor, which is on the CPU."""
     step, _, every, *_ = cursor.tolist()
     return bool(step % every == 0)
 
 
 def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
-    """Write one step's rows into the ring, on the CPU; what `kernels.append` does on other devices.
+    """Write one step's rows into the ring, on the CPU, as `kernels.append` does on other devices.
 
-    A first call in a step opens a slot, if the step is due, not finite or above the limit. A later one
-    in the same step writes over it what it measured.
+    The first call in a step opens a slot if the step is due, not finite or above the limit. A later call in
+    the same step overwrites the rows that it measured.
 
     Args:
         columns: ``(R, C) float64``.
         flags: ``(R,) int32``.
-        grads: the first so many rows are gradients, and decide whether the step is to be skipped; with
-            0 that stays as it was.
+        grads: the number of gradients, which come first and decide whether to skip the step; with 0 the
+            decision does not change.
         steps: the ring, changed in place.
         cursor: its state, changed in place.
     """
@@ -57,7 +57,7 @@ def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: T
         found = nonfinite or above
         state[Cursor.SKIP] = (nonfinite and skip_nonfinite > 0) or above
 
-    # of an empty ring the last slot, which holds no step
+    # in an empty ring this is the last slot, which holds no step
     slot = steps[int(count - 1) % len(steps)]
     header = _numbers(slot[0])
     if header[HEADER_STEP] == step:
@@ -75,5 +75,5 @@ def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: T
 
 
 def _numbers(tensor: Tensor) -> ctypes.Array[ctypes.c_double]:
-    """Return the memory of a contiguous float64 tensor on the CPU; an operator takes ten times as long."""
+    """Return the memory of a contiguous float64 tensor on the CPU; operators take ten times as long."""
     return (ctypes.c_double * tensor.numel()).from_address(tensor.data_ptr())
