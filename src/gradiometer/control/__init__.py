@@ -1,6 +1,6 @@
-"""What acts on the statistics: clipping, checks for NaN and Inf, GradScaler.
+"""Operations on gradients: clipping, checks for NaN and Inf, GradScaler support.
 
-Parameters come in; their gradients are scaled, clamped or checked in place, by norms measured in fp64.
+The gradients of given parameters are scaled, clamped or checked in place, by norms measured in fp64.
 Nothing here records or reports over time.
 """
 

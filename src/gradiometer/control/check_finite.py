@@ -36,32 +36,33 @@ def check_finite(
     buffers: bool = False,
     reduce: bool | Ranks | None = None,
 ) -> FiniteReport:
-    """Look for NaN and Inf in a model's weights and gradients, and in the loss. Waits for the device, once.
+    """Check a model's weights and gradients, and the loss, for NaN and Inf. Waits for the device once.
 
-    Best between ``backward()`` and ``step()``. One transfer to the host, however many parameters,
-    dtypes and devices; nothing is changed. In a compiled step `collect_grads` has ``found_inf``.
+    Call it between ``backward()`` and ``step()``. It takes one transfer to the host for any number of
+    parameters, dtypes and devices, and changes nothing. In a compiled step, use ``found_inf`` of
+    `collect_grads`.
 
     Args:
         model: a module, or parameters as a mapping, an iterable, or (name, parameter) pairs. Frozen
-            parameters count as weights, integer ones are left out; those without a gradient are
-            left out of the gradients.
+            parameters count as weights; integer parameters are left out. Parameters without a
+            gradient are left out of the gradients.
         loss: a number, or a real tensor of any shape, dtype and device with at least one element.
-        buffers: whether to look at a module's floating-point and complex buffers too, those that are
-            not persistent included. Off by default: masks, such as those of attention, hold -inf on purpose.
-        reduce: whether weights and gradients are those of all ranks: True, False, or what they have agreed
-            on, `gradiometer.Ranks`; None: where a parameter is a DTensor. All ranks have to come here then.
-            The loss and buffers are this rank's in any case, so that ranks which decide together ask
+        buffers: whether to check a module's floating-point and complex buffers too, including
+            non-persistent ones. Off by default: masks, such as those of attention, hold -inf on purpose.
+        reduce: whether to check the weights and gradients of all ranks: True, False, or a
+            `gradiometer.Ranks`; None: only if a parameter is a DTensor. If so, all ranks have to make this
+            call. The loss and buffers are always this rank's, so ranks that decide together should use
             ``report.grads.found_inf`` and ``report.weights.found_inf``, not ``has_issues``.
 
     Returns:
-        A `FiniteReport`: what is not finite, by name. ``print`` says what that suggests.
+        A `FiniteReport` of the non-finite tensors, by name; ``print`` shows it with a diagnosis.
 
     Raises:
         RuntimeError: inside a compiled function; call it outside.
         TypeError: for a weight, gradient or buffer that cannot be measured, by name; for a loss that is
-            no real number or tensor; for ``buffers=True`` without a module.
+            not a real number or tensor; for ``buffers=True`` without a module.
         ValueError: for a loss with no elements.
-        RankError: where ranks differ or one does not answer.
+        RankError: if the ranks differ or one does not answer.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -80,7 +81,7 @@ def check_finite(
     elif loss is not None and not isinstance(loss, Real):
         msg = f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}"
         raise TypeError(msg)
-    # integers, as of quantized weights, are always finite
+    # integer tensors, such as quantized weights, are always finite
     parts["weights"] = present(names, [None if _is_integer(p) else p for p in tensors])
     parts["grads"] = present(names, [p.grad for p in tensors])
     if buffers:
@@ -98,9 +99,9 @@ def check_finite(
     )
 
 
-# what is measured
+# measurement
 
-# for messages of errors
+# prefixes of error messages
 _WORDS: Final = {
     "loss": "check_finite",
     "weights": "check_finite, weights",
@@ -110,7 +111,7 @@ _WORDS: Final = {
 
 
 def _together(parts: dict[str, Named]) -> dict[str, Report]:
-    """Measure all parts in one read, with one rank; a loss on the CPU, beside a model elsewhere, apart."""
+    """Measure all parts in one read, with one rank; a CPU loss is measured apart from a device model."""
     groups = [parts]
     if "loss" in parts and parts["loss"].tensors[0].device.type == "cpu":
         model = {kind: part for kind, part in parts.items() if kind != "loss"}
@@ -132,10 +133,10 @@ def _measure(parts: dict[str, Named]) -> TensorStats:
         check_names(part.names, _WORDS[kind])
         tensors += part.tensors
     try:
-        # by position: a weight and its gradient have one name
+        # named by position, since a weight and its gradient share a name
         return measure(named_tensors(tensors, "check_finite"), "check_finite")
     except TypeError:
-        # by name
+        # check again by name, so that the error contains it
         for kind, part in parts.items():
             check(part, _WORDS[kind])
         raise
@@ -146,7 +147,7 @@ def _over_ranks(
     parameters: Named,
     reduce: bool | Ranks | None,  # noqa: FBT001
 ) -> dict[str, Report]:
-    """Measure each part, weights and gradients as `over_ranks` says."""
+    """Measure each part; weights and gradients are merged over the ranks as in `over_ranks`."""
     found = {kind: measure(part, _WORDS[kind]) for kind, part in parts.items() if kind in {"loss", "buffers"}}
 
     def of_weights(_: Ranks | None) -> TensorStats:
@@ -181,13 +182,13 @@ def _buffers(model: Parameters) -> Named:
     if not isinstance(model, nn.Module):
         msg = f"check_finite: buffers=True needs a module that has them, got {type(model).__name__}"
         raise TypeError(msg)
-    # a counter or an index is always finite
+    # integer buffers, such as counters or indices, are always finite
     pairs = [(name, buffer) for name, buffer in model.named_buffers() if not _is_integer(buffer)]
     return named_tensors(pairs, "check_finite")
 
 
 def _mean(row: TensorReport) -> float:
-    # row.mean is of the finite elements
+    # row.mean covers the finite elements only
     if row.n_nan or (row.n_posinf and row.n_neginf):
         return math.nan
     if row.n_inf:

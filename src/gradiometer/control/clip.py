@@ -1,7 +1,7 @@
-"""Clipping by the collected norm: the read that serves telemetry serves clipping too.
+"""Clipping by the collected norm: telemetry and clipping share one read of the gradients.
 
-The coefficient is torch's, ``min(1, max_norm / (norm + 1e-6))``, of a norm that does not overflow and
-leaves NaN and Inf out: no finite gradient becomes 0 or NaN by it, whatever its neighbours are.
+The coefficient is torch's, ``min(1, max_norm / (norm + 1e-6))``, with a norm that does not overflow and
+leaves NaN and Inf out. So it turns no finite gradient into 0 or NaN, whatever the other gradients are.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = ["clip_coefficient", "clip_grad_norm_", "clip_grads_with_norm_", "collect_and_clip_"]
 
-# torch's own: what is added to a norm before it divides
+# as in torch: added to a norm before dividing by it
 _EPS: Final = 1e-6
 _MAX: Final = torch.finfo(torch.float64).max
-# names in an error message
+# maximum number of names in an error message
 _NAMES: Final = 10
 
 
@@ -51,54 +51,53 @@ def clip_grad_norm_(
     *,
     reduce: bool | Ranks | None = None,
 ) -> Tensor:
-    """Clip the norm of all gradients together, in place; `torch.nn.utils.clip_grad_norm_` without its faults.
+    """Clip the total norm of all gradients in place; a robust `torch.nn.utils.clip_grad_norm_`.
 
-    Works the same inside and outside ``torch.compile``, and does not wait for a device. Where torch
-    is right the results are torch's, up to the rounding of its norm. Three things differ:
+    Works the same inside and outside ``torch.compile``, and does not wait for a device. Results equal
+    torch's up to the rounding of its norm, with three differences:
 
     - The norm is computed in fp64, and the coefficient is never rounded to half precision. So finite
-      gradients are not clipped to 0 where the norm overflows fp16 or fp32.
-    - NaN and infinite elements do not count when the coefficient is computed, and stay what and where
-      they are (with ``max_norm=0`` an Inf becomes NaN, as ``inf * 0`` is). The returned norm tells of
-      them, and finite elements are clipped as if they were not there. In torch all gradients
-      turn NaN, or 0.
-    - Outside a compiled step nothing is written where nothing is clipped; torch multiplies by 1.
+      gradients are not clipped to 0 if the norm overflows fp16 or fp32.
+    - NaN and infinite elements are left out of the coefficient and stay unchanged (except that with
+      ``max_norm=0`` an Inf becomes NaN, as ``inf * 0`` does). The returned norm includes them, and finite
+      elements are clipped as if they were not there. In torch all gradients become NaN or 0.
+    - Outside a compiled step nothing is written if nothing is clipped; torch multiplies by 1.
 
-    Otherwise it is torch's formula, ``c = min(1, max_norm / (norm + 1e-6))``: gradients are unchanged
+    The formula is torch's, ``c = min(1, max_norm / (norm + 1e-6))``: gradients are unchanged
     while ``norm + 1e-6 <= max_norm``. A gradient shared by several parameters counts for each of
-    them and is scaled once; in a compiled function where it is the same tensor, not another view of
-    it. Gradients on the CPU beside others on a device have to wait for it.
+    them and is scaled once; in a compiled function only if it is the same tensor, not another view
+    of it. If some gradients are on the CPU and others on a device, clipping those on the CPU waits for it.
 
-    With several ranks the norm is that of the whole model, and every rank multiplies what it holds by the
-    same number. DTensors may be of several meshes, as with expert parallelism, and ranks may hold
-    different layers, as the stages of a pipeline do: ``reduce=gm.Ranks(model)`` is all that they need.
+    With several ranks the norm is that of the whole model, and every rank scales its part by the same
+    number. DTensors may be on several meshes, as with expert parallelism, and ranks may hold different
+    layers, as with pipeline stages; both only need ``reduce=gm.Ranks(model)``.
 
     Args:
         parameters: a module, a tensor, or parameters as a mapping, an iterable, or (name, parameter)
-            pairs; names make better errors. Those without a gradient are left out.
-        max_norm: not negative; ``math.inf`` clips nothing. A tensor of one element is not looked
-            at, so that in a compiled step it changes without the recompilation that each new
-            number costs: NaN clips nothing there, and what is negative is 0.
-        norm_type: any order that `torch.linalg.vector_norm` takes, ``"inf"`` too. Orders other
+            pairs; names make better errors. Parameters without a gradient are left out.
+        max_norm: not negative; ``math.inf`` clips nothing. The value of a one-element tensor is not
+            checked, so that it can change in a compiled step without the recompilation that each new
+            number costs. There, NaN clips nothing, and a negative value counts as 0.
+        norm_type: any order of `torch.linalg.vector_norm`, including ``"inf"``. Orders other
             than 0, 2 and infinity read the gradients once more, in fp64 copies of a million elements.
         error_if_nonfinite: whether to wait for the norm, in one transfer, and raise if it is NaN or inf.
-        foreach: ignored; there is one implementation, and it takes all tensors at once.
-        reduce: whether the norm is that of all ranks: True, False, or what they have agreed on,
-            `gradiometer.Ranks`; None: where a parameter is a DTensor. All ranks have to come here then.
-            Orders other than 0, 2 and infinity take two more collectives, of one number.
+        foreach: ignored; the only implementation takes all tensors at once.
+        reduce: whether the norm is that of all ranks: True, False, or a `gradiometer.Ranks`; None: only
+            if a parameter is a DTensor. If so, all ranks have to make this call. Orders other than 0, 2
+            and infinity take two more collectives of one number.
 
     Returns:
-        The norm before clipping, 0-d float64 on the gradients' device; 0 with no gradient.
+        The norm before clipping, 0-d float64 on the gradients' device; 0 without gradients.
 
     Raises:
-        ValueError: for a ``max_norm`` that is negative, NaN or no number, and an order that is none.
-        TypeError: for a gradient that cannot be measured, or not be scaled in place.
+        ValueError: for a ``max_norm`` that is negative, NaN or not a number, and for an invalid order.
+        TypeError: for a gradient that cannot be measured, or not scaled in place.
         RuntimeError: with ``error_if_nonfinite``, for a norm that is NaN or inf; the message names
-            the gradients, and of several ranks the first that has such an element. Inside a compiled
-            function, where nothing can be raised from a value.
-        RankError: where ranks differ or one does not answer.
+            the gradients and, with several ranks, the first rank with such an element. It is also
+            raised inside a compiled function, where no error can depend on a value.
+        RankError: if the ranks differ or one does not answer.
 
-    Where an error is raised, the gradients are unchanged, on every rank.
+    If an error is raised, the gradients are unchanged on every rank.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -127,26 +126,27 @@ def clip_grads_with_norm_(
     total_norm: float | Tensor,
     foreach: bool | None = None,  # noqa: FBT001 torch's signature
 ) -> None:
-    """Scale gradients in place by a norm that was computed before; `torch.nn.utils.clip_grads_with_norm_`.
+    """Clip gradients in place by a precomputed norm, as `torch.nn.utils.clip_grads_with_norm_`.
 
-    ``c = min(1, max_norm / (total_norm + 1e-6))``, as `clip_grad_norm_` does it: c is never rounded to half
-    precision, NaN and infinite elements stay what and where they are, and outside a compiled step nothing is
-    written where nothing is clipped. Works the same inside and outside ``torch.compile``, and does not wait
+    The coefficient is ``c = min(1, max_norm / (total_norm + 1e-6))``, as in `clip_grad_norm_`: it is never
+    rounded to half precision, NaN and infinite elements stay unchanged, and outside a compiled step nothing
+    is written if nothing is clipped. Works the same inside and outside ``torch.compile``, and does not wait
     for a device.
 
-    A norm that is NaN or inf tells nothing about the finite elements, so nothing is clipped by it; in torch
-    all gradients turn NaN, or 0. `clip_grad_norm_` clips the finite elements of such gradients.
+    A norm that is NaN or inf tells nothing about the finite elements, so it clips nothing; in torch
+    all gradients become NaN or 0. `clip_grad_norm_` clips the finite elements of such gradients.
 
     Args:
-        parameters: as for `clip_grad_norm_`; their norm need not be this one. Of a DTensor what this rank
-            holds is scaled: ``total_norm`` has to be the same on all ranks.
+        parameters: as for `clip_grad_norm_`; ``total_norm`` need not be their norm. For a DTensor the part
+            that this rank holds is scaled, so ``total_norm`` has to be the same on all ranks.
         max_norm: as for `clip_grad_norm_`.
-        total_norm: as `gradiometer.total_norm` or `torch.nn.utils.get_total_norm` returns it, a number or a
-            tensor of one; not negative. A tensor is not looked at: by what is negative nothing is clipped.
-        foreach: ignored; there is one implementation, and it takes all tensors at once.
+        total_norm: a number or a one-element tensor, as `gradiometer.total_norm` or
+            `torch.nn.utils.get_total_norm` returns it; not negative. The value of a tensor is not checked;
+            a negative one clips nothing.
+        foreach: ignored; the only implementation takes all tensors at once.
 
     Raises:
-        ValueError: for a ``max_norm`` or ``total_norm`` that cannot be; a number that is negative, say.
+        ValueError: for an invalid ``max_norm`` or ``total_norm``, such as a negative number.
         TypeError: for a gradient that cannot be scaled in place. Gradients are then unchanged.
 
     >>> import torch, gradiometer as gm
@@ -176,7 +176,7 @@ def clip_grads_with_norm_(
     else:
         devices = [part.tensors[0].device for part in parts]
         device = next((device for device in devices if device.type != "cpu"), devices[0])
-        # by a product, so that in a compiled step another number is no other graph
+        # a product, so that a new number does not recompile a compiled step
         norm = torch.ones((), dtype=torch.float64, device=device) * total_norm
     is_norm = norm.isfinite() & (norm >= 0.0)
     coefficient = torch.where(is_norm, _coefficient(norm, limit), 1.0)
@@ -195,22 +195,22 @@ def collect_and_clip_(
     skip_nonfinite: bool = False,
     reduce: bool | Ranks | None = None,
 ) -> TensorStats:
-    """Measure every gradient and clip their norm, in place, after one read for both.
+    """Measure every gradient and clip the total norm in place, with one read for both.
 
     Args:
         model: as for `gradiometer.collect_grads`.
         max_norm: as for `clip_grad_norm_`.
         norm_type: as for `clip_grad_norm_`.
         error_if_nonfinite: as for `clip_grad_norm_`.
-        thresholds: where flags begin.
+        thresholds: limits of the flags.
         inv_scale: as for `gradiometer.collect_grads`. The norm and ``max_norm`` are those of the
             unscaled gradients; the gradients stay scaled.
         skip_nonfinite: as for `gradiometer.collect_grads`.
         reduce: as for `clip_grad_norm_`.
 
     Returns:
-        TensorStats of the gradients before clipping; with several ranks those of the whole model, and
-        ``.local`` of them this rank's.
+        TensorStats of the gradients before clipping; with several ranks those of the whole model, with
+        this rank's stats in ``.local``.
 
     Raises:
         ValueError, TypeError, RuntimeError, RankError: as for `clip_grad_norm_`.
@@ -227,22 +227,22 @@ def collect_and_clip_(
 
 
 def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: float | str = 2.0) -> Tensor:
-    """Return what gradients have to be multiplied by so that their norm is at most ``max_norm``.
+    """Return the factor that scales gradients to a norm of at most ``max_norm``.
 
-    ``min(1, max_norm / (norm + 1e-6))``, of the finite elements' norm: never NaN. In a step that
-    updates by hand it serves as a factor of the learning rate, and no gradient is written.
+    It is ``min(1, max_norm / (norm + 1e-6))`` with the norm of the finite elements, and never NaN. A step
+    that updates by hand can multiply its learning rate by it, without writing a gradient.
 
     Args:
-        stats: of all tensors that are to be clipped together.
+        stats: of all tensors that are clipped together.
         max_norm: as for `clip_grad_norm_`.
-        norm_type: 2 or infinity, which ``stats`` hold.
+        norm_type: 2 or infinity, the orders that ``stats`` hold.
 
     Returns:
         0-d float64 from 0 to 1, on the device of ``stats``.
 
     Raises:
-        ValueError: for a ``max_norm`` that is negative, NaN or no number, and for other orders.
-        TypeError: for what are no stats.
+        ValueError: for a ``max_norm`` that is negative, NaN or not a number, and for other orders.
+        TypeError: if ``stats`` is not TensorStats.
 
     >>> import torch, gradiometer as gm
     >>> gm.clip_coefficient(gm.collect([torch.tensor([3.0, -4.0])]), 10.0)
@@ -285,7 +285,7 @@ def _clip(
     over: Ranks | None = None
 
     def measured(ranks: Ranks | None) -> TensorStats:
-        # whatever is refused is refused before other ranks hear of this one
+        # all local checks come before other ranks hear from this one
         nonlocal parts, finite, over
         if ranks is not None and ranks.size > 1:
             over = ranks
@@ -323,7 +323,7 @@ def _coefficient(norm: Tensor, limit: float | Tensor) -> Tensor:
     else:
         limit = derived.number(limit, norm.device)
     ratio = limit / (norm + _EPS).clamp(max=_MAX)
-    # what a tensor holds was not looked at: a NaN clips nothing
+    # the value of a tensor was not checked: NaN clips nothing
     return derived.realized(torch.where(ratio < 1.0, ratio, 1.0)).clamp(min=0.0)
 
 
@@ -339,7 +339,7 @@ def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float, ranks: Ran
     if len(rows) > _NAMES:
         found.append(f"{len(rows) - _NAMES} more")
     reason = ", ".join(found) or "All elements are finite, but their powers are beyond float64"
-    # it begins as torch's does
+    # begins like torch's message
     msg = f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be"
     msg += f" clipped. {reason}. To clip finite elements and leave the others, set `error_if_nonfinite=False`"
     raise RuntimeError(msg)

@@ -1,4 +1,4 @@
-"""Clipping by value: gradients clamped in place, element by element, and counts of what that changed."""
+"""Clipping by value: clamp gradients in place, element by element, and count the clipped elements."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["ElementCounts", "clip_grad_value_"]
 
 
 class ElementCounts(NamedTuple):
-    """How many elements `clip_grad_value_` clipped, by gradient.
+    """The number of elements that `clip_grad_value_` clipped, by gradient.
 
-    ``names``: of the T gradients, as their parameters'. ``counts``: ``(T,) int64``, on the gradients' device.
+    ``names``: T names, those of the parameters. ``counts``: ``(T,) int64``, on the gradients' device.
     """
 
     names: tuple[str, ...]
@@ -28,7 +28,7 @@ class ElementCounts(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """Of all gradients together, 0-d int64."""
+        """The count of all gradients together, 0-d int64."""
         return self.counts.sum()
 
     def to_dict(self) -> dict[str, int]:
@@ -42,28 +42,28 @@ def clip_grad_value_(
     clip_value: float | Tensor,
     foreach: bool | None = None,  # noqa: FBT001 torch's signature
 ) -> ElementCounts:
-    """Clamp every gradient to [-clip_value, clip_value], in place, and count what is clipped, by tensor.
+    """Clamp every gradient to [-clip_value, clip_value] in place, and count clipped elements by tensor.
 
-    `torch.nn.utils.clip_grad_value_`, with its results: an infinite element becomes the bound of its sign,
-    and is counted; NaN stays NaN, and is not. The bound is rounded to the gradient's format, so that what
-    is counted is what changes. Works the same inside and outside ``torch.compile``, and does not wait for
-    a device.
+    The results are those of `torch.nn.utils.clip_grad_value_`: an infinite element becomes the bound with its
+    sign and is counted; NaN stays NaN and is not counted. The bound is rounded to the gradient's dtype, so
+    that exactly the changed elements are counted. Works the same inside and outside ``torch.compile``, and
+    does not wait for a device.
 
     Args:
-        parameters: as for `gradiometer.clip_grad_norm_`. Of a DTensor the shard that this rank holds is
-            clamped and counted. A gradient of two parameters counts for each.
-        clip_value: not negative; ``math.inf`` clips nothing. A tensor of one element is not looked at, so
-            that in a compiled step it changes without a recompilation: NaN clips nothing there, and what
-            is negative is 0.
+        parameters: as for `gradiometer.clip_grad_norm_`. For a DTensor the local shard is clamped and
+            counted. A gradient of two parameters counts for each.
+        clip_value: not negative; ``math.inf`` clips nothing. The value of a one-element tensor is not
+            checked, so that it can change in a compiled step without a recompilation. There, NaN clips
+            nothing, and a negative value counts as 0.
         foreach: ignored; there is one implementation.
 
     Returns:
         The names of the gradients, and the number of clipped elements of each, on their device.
 
     Raises:
-        ValueError: for a ``clip_value`` that is negative, NaN or no number.
-        TypeError: for a gradient that cannot be clamped in place: complex, of 8 bits, sparse and not
-            coalesced, a DTensor of summands, or with elements that share memory. Gradients are then
+        ValueError: for a ``clip_value`` that is negative, NaN or not a number.
+        TypeError: for a gradient that cannot be clamped in place: complex, 8-bit, sparse but not
+            coalesced, a partial DTensor, or with elements that share memory. Gradients are then
             unchanged.
 
     >>> import torch, gradiometer as gm
@@ -83,12 +83,12 @@ def clip_grad_value_(
     check(grads, what)
     memories = [_clampable(grad, name, what) for name, grad in zip(*grads, strict=True)]
     devices = list(dict.fromkeys([x.device for x in memories]))
-    # as of collected statistics: the first that is not the CPU
+    # the first that is not the CPU, as for collected statistics
     home = next((device for device in devices if device.type != "cpu"), devices[0]) if devices else home
     if not memories:
         return ElementCounts((), torch.empty(0, dtype=torch.int64, device=home))
     bounds = {kind: _bound(limit, *kind) for kind in dict.fromkeys([(x.device, x.dtype) for x in memories])}
-    # all are counted before the first is written: two may be the same
+    # count all before the first is written: two may be the same
     counts = [(x.abs() > bounds[x.device, x.dtype]).count_nonzero() for x in memories]
     for x in memories:
         bound = bounds[x.device, x.dtype]
@@ -98,18 +98,18 @@ def clip_grad_value_(
 
 
 def _bound(limit: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the bound as a number of this format, inf where it has none so large; 0-d, on the device."""
+    """Return the bound in this dtype, inf if it is too large for it; 0-d, on the device."""
     if isinstance(limit, Tensor):
         bound = on_device(limit, device, torch.float64).reshape(())
         bound = torch.where(bound.isnan(), torch.inf, bound.clamp(min=0.0))
     else:
-        # by a product, so that in a compiled step another number is no other graph
+        # a product, so that a new number does not recompile a compiled step
         bound = torch.ones((), dtype=torch.float64, device=device) * limit
     return bound.to(dtype)
 
 
 def _clampable(grad: Any, name: str, what: str) -> Tensor:
-    """Return the memory of a gradient's elements on this rank; refuse what cannot be clamped there."""
+    """Return the memory of a gradient's local elements; raise if they cannot be clamped there."""
     reason = None
     if is_dtensor(type(grad)):
         if is_partial(grad):

@@ -1,4 +1,4 @@
-"""What `check_finite` found: by name, causes before effects, and what that suggests."""
+"""The report of `check_finite`: non-finite tensors by name, causes before effects, and a diagnosis."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["FiniteReport"]
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FiniteReport:
-    """What is not finite, on the host. ``print(report)`` says where, and what that suggests.
+    """The result of `check_finite`, on the host; ``print(report)`` shows non-finite tensors and a diagnosis.
 
     Attributes:
-        loss: the loss, the mean of several, NaN and inf carried; None where none was given.
-        loss_is_finite: whether every element of it is; True where none was given.
-        weights: the `Report` of all weights: ``report.weights["0.bias"].n_nan`` and the like.
-        grads: of all gradients.
-        buffers: of all buffers; None unless asked for.
+        loss: the loss; the mean of several elements, with NaN and inf propagated; None if not given.
+        loss_is_finite: whether every element of the loss is finite; True if not given.
+        weights: the `Report` of all weights, for values such as ``report.weights["0.bias"].n_nan``.
+        grads: the `Report` of all gradients.
+        buffers: the `Report` of all buffers; None unless asked for.
         loss_report: the `TensorReport` of the loss; None unless it was a tensor.
     """
 
@@ -77,13 +77,13 @@ class FiniteReport:
 
     @property
     def has_issues(self) -> bool:
-        """Whether anything that was looked at is not finite."""
+        """Whether any checked value is not finite."""
         return not self.loss_is_finite or any(
             report is not None and report.found_inf for report in (self.weights, self.grads, self.buffers)
         )
 
     def __bool__(self) -> bool:
-        """Refuse: it could mean either."""
+        """Raise a TypeError, since the truth value would be ambiguous."""
         msg = "a FiniteReport is neither true nor false; ask report.has_issues"
         raise TypeError(msg)
 
@@ -94,24 +94,24 @@ class FiniteReport:
         return {name: getattr(self, name) for name in (*fields, *lists)}
 
     def to_string(self, max_rows: int | None = 8) -> str:
-        """Return what ``print`` shows.
+        """Return the text that ``print`` shows.
 
         Args:
-            max_rows: how many weights, gradients and buffers at most, of each; None for all.
+            max_rows: maximum number of weights, of gradients and of buffers; None for all.
         """
         return _render(self, max_rows)
 
     def __str__(self) -> str:
-        """Return a diagnosis: one line if all is well; else what is not finite, likely causes first."""
+        """Return a diagnosis: one line if all is finite, else the non-finite tensors, likely causes first."""
         return self.to_string()
 
     def __repr__(self) -> str:
-        """Return one line."""
+        """Return a one-line summary."""
         return f"<FiniteReport: {_headline(self)}>"
 
 
 def _headline(report: FiniteReport) -> str:
-    """Return what matters most in one line."""
+    """Return the most important facts in one line."""
     if not report.has_issues:
         return "; ".join(_summary(report, with_largest=False))
     loss = [] if report.loss_is_finite else ["loss"]
@@ -120,7 +120,7 @@ def _headline(report: FiniteReport) -> str:
 
 
 def _render(report: FiniteReport, max_rows: int | None) -> str:
-    """Return one line if all is well; else a row per tensor, ``max_rows`` of each kind, and advice."""
+    """Return one line if all is finite; else a row per tensor, ``max_rows`` of each kind, and advice."""
     if not report.has_issues:
         return "; ".join(_summary(report, with_largest=True))
     lines: list[tuple[str, str, str]] = []
@@ -130,7 +130,7 @@ def _render(report: FiniteReport, max_rows: int | None) -> str:
     for name, kind in _kinds(report):
         rows = _met(name, kind)
         if lines and max_rows is not None and len(rows) == len(kind) > 1:
-            # what follows from a cause above: which is first tells nothing
+            # an effect of a cause above: the first of these tensors tells nothing
             lines.append((name, f"all {len(kind)}", _counts(kind.total)))
             continue
         shown = rows if max_rows is None else rows[: max(0, max_rows)]
@@ -143,7 +143,7 @@ def _render(report: FiniteReport, max_rows: int | None) -> str:
 
 
 def _kinds(report: FiniteReport) -> Iterable[tuple[str, Report]]:
-    """Return what was looked at, causes before effects."""
+    """Return the checked kinds, causes before effects."""
     buffers = [] if report.buffers is None else [("buffer", report.buffers)]
     return [("weight", report.weights), *buffers, ("gradient", report.grads)]
 
@@ -153,7 +153,7 @@ def _bad(report: Report) -> list[TensorReport]:
 
 
 def _met(name: str, kind: Report) -> list[TensorReport]:
-    # in the order in which a step meets them: the backward pass begins with the last layers
+    # in the order of a step: the backward pass begins with the last layers
     return _bad(kind)[::-1] if name == "gradient" else _bad(kind)
 
 
@@ -179,17 +179,17 @@ def _share(name: str, bad: int, count: int) -> str:
 def _counts(row: TensorReport) -> str:
     kinds = ((row.n_nan, "NaN"), (row.n_posinf, "+Inf"), (row.n_neginf, "-Inf"))
     counts = [f"{count:,} {what}" for count, what in kinds if count]
-    # copies of ranks that differ: the one that counts is finite
+    # the replicas disagree, and the one that is counted is finite
     return (", ".join(counts) or "NaN or Inf in a copy") + f" of {row.numel:,}"
 
 
 def _where(report: Report, row: TensorReport) -> str:
-    """Say of statistics of several ranks whose part it is."""
+    """Return the first rank with a NaN or Inf in this tensor, for statistics of several ranks."""
     return f", first on rank {report.ranks[row.name]}" if row.name in report.ranks else ""
 
 
 def _advice(report: FiniteReport) -> str:
-    """Say in one line what this pattern suggests: what was not finite first, and what to do."""
+    """Return one line of advice: the probable first cause, and a remedy."""
     grads = _met("gradient", report.grads)
     grads_are_fine = report.grads.measured and not grads
     if _bad(report.weights) and report.loss_is_finite and grads_are_fine:

@@ -1,4 +1,4 @@
-"""Mixed precision: the scale of a GradScaler, without waiting for the device, and its skips, on all ranks."""
+"""Mixed precision: read a GradScaler's scale without waiting for the device, and skip on all ranks."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _ELSEWHERE: Final = object()
 def inverse_scale(scaler: GradScaler) -> Tensor:
     """Return ``1 / scale`` of a GradScaler on its device, without waiting for it.
 
-    For ``inv_scale=``, while gradients are still scaled: after ``backward()``, before
+    Pass it as ``inv_scale=`` while gradients are still scaled: after ``backward()``, before
     ``scaler.unscale_``, ``scaler.step`` and ``scaler.update``. It is the number by which
-    ``unscale_`` would multiply them, and a snapshot: a later ``update()`` does not change it.
-    ``1 / scaler.get_scale()`` says the same and waits.
+    ``unscale_`` would multiply them. It is a snapshot: a later ``update()`` does not change it.
+    ``1 / scaler.get_scale()`` gives the same number, but waits.
 
     Args:
-        scaler: a `torch.amp.GradScaler`, such as `ShardedGradScaler` too.
+        scaler: a `torch.amp.GradScaler` or a subclass such as `ShardedGradScaler`.
 
     Returns:
-        0-d float32 on the scaler's device; of its initial scale before the first
-        ``scaler.scale(loss)``, and 1.0 if it is disabled.
+        0-d float32 on the scaler's device. Before the first ``scaler.scale(loss)`` it is the inverse of the
+        initial scale; it is 1.0 if the scaler is disabled.
 
     Raises:
-        TypeError: for what is no GradScaler.
+        TypeError: if ``scaler`` is not a GradScaler.
 
     >>> import torch, gradiometer as gm
     >>> scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -48,30 +48,30 @@ def inverse_scale(scaler: GradScaler) -> Tensor:
     tensor([5., 1.], dtype=torch.float64)
     """
     _check_scaler(scaler, "inverse_scale", "pass inv_scale=1 / scale itself")
-    # in the order of GradScaler.unscale_, so to the bit what it multiplies by
+    # the same operations as in GradScaler.unscale_, for the same factor to the bit
     return _scale(scaler).double().reciprocal().float()
 
 
 def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats: TensorStats) -> None:
-    """Let a GradScaler skip the optimizer's step wherever ``stats`` found a NaN or Inf, on any rank.
+    """Make a GradScaler skip the optimizer's step if ``stats`` found a NaN or Inf on any rank.
 
-    A GradScaler looks at the gradients of its own rank, and of DTensors at those of one mesh. Where an Inf
-    is in one stage of a pipeline, say, that rank skips the step and halves its scale, and the others do
-    not. With this, between the collection and ``scaler.step``, all skip together and all scales stay
-    equal. Nothing waits for the device, and no rank for another: ``stats`` know of all of them.
+    A GradScaler checks the gradients of its own rank only, and for DTensors those of one mesh. If one stage
+    of a pipeline has an Inf, for example, that rank skips the step and halves its scale, and the others do
+    not. Call this between the collection and ``scaler.step``: then all ranks skip together and all scales
+    stay equal. It waits neither for the device nor for another rank, since ``stats`` cover all ranks.
 
-    Unscales the optimizer's gradients, by ``scaler.unscale_``, if that has not been done yet. A rank whose
+    It unscales the optimizer's gradients with ``scaler.unscale_`` if that has not been done yet. A rank whose
     optimizer has no gradient, or which has no loss, takes part like the others; a GradScaler alone raises
     an error there.
 
     Args:
-        scaler: a `torch.amp.GradScaler`; a disabled one is left alone.
-        optimizer: whose step is to be skipped. With several, call it for each.
+        scaler: a `torch.amp.GradScaler`; a disabled one is not changed.
+        optimizer: the optimizer whose step may be skipped. With several, call this for each.
         stats: of the gradients, merged over the ranks: ``gm.collect_grads(model, reduce=ranks)``.
 
     Raises:
-        TypeError: for what is no GradScaler, and what are no stats.
-        ValueError: for stats of this rank alone, where there are others.
+        TypeError: if ``scaler`` is not a GradScaler, or ``stats`` is not TensorStats.
+        ValueError: for stats of this rank alone, if there are other ranks.
         RuntimeError: after ``scaler.step(optimizer)``.
 
     >>> import torch, gradiometer as gm
@@ -95,14 +95,14 @@ def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats
         raise ValueError(msg)
     if not getattr(scaler, "_enabled", True):
         return
-    # Private, as no method of a GradScaler takes what others have found, and one that has been told in a
-    # gradient would have to be told before unscale_, and by a rank without gradients cannot.
+    # Private, since no method of a GradScaler accepts results from elsewhere. An Inf written into a gradient
+    # would have to be there before unscale_, and a rank without gradients could not write it.
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is None:
         msg = f"{what}: this {type(scaler).__name__} of torch {torch.__version__} does not keep what it found"
         raise RuntimeError(msg + "; skip the step where stats.skipped")
     if getattr(scaler, "_scale", None) is None:
-        # made by the first loss, which only the last stage of a pipeline has
+        # the first loss creates the scale, and only the last stage of a pipeline has a loss
         scaler.scale(torch.ones((), device=stats.columns.device))
     state = states[id(optimizer)]
     if state["stage"] is OptState.STEPPED:
@@ -114,7 +114,7 @@ def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats
     found = state["found_inf_per_device"]
     theirs = stats.found_inf
     if not found:
-        # no gradient here: the scaler has not looked at any
+        # no gradient on this rank, so the scaler has checked none
         scale = _scale(scaler)
         found[scale.device] = torch.zeros_like(scale)
     for device, ours in found.items():
@@ -130,8 +130,8 @@ def _check_scaler(scaler: object, what: str, otherwise: str) -> None:
 def _scale(scaler: GradScaler) -> Tensor:
     """Return the scale as a 0-d tensor.
 
-    From private attributes, as get_scale() is ``_scale.item()``, and no method of a GradScaler can be traced
-    into a graph. Should they ever go, get_scale() is still right, though it waits.
+    It reads private attributes, since get_scale() is ``_scale.item()``, and no method of a GradScaler can be
+    traced into a graph. If they are ever removed, get_scale() is still right, though it waits.
     """
     scale = getattr(scaler, "_scale", _ELSEWHERE)
     if not getattr(scaler, "_enabled", True):
@@ -139,11 +139,11 @@ def _scale(scaler: GradScaler) -> Tensor:
     elif isinstance(scale, Tensor):
         return scale.detach().reshape(())
     elif scale is None and hasattr(scaler, "_init_scale"):
-        # made by the first scaler.scale(loss)
+        # created by the first scaler.scale(loss)
         number = scaler._init_scale  # noqa: SLF001
     else:
         number = scaler.get_scale()
     device = torch.device(getattr(scaler, "_device", "cpu"))
-    # a disabled scaler may name a device that is not there
+    # a disabled scaler may name a device that does not exist
     there = device.type == "cpu" or torch.get_device_module(device).is_available()
     return torch.full((), number, dtype=torch.float32, device=device if there else "cpu")

@@ -1,9 +1,9 @@
-"""Gradients multiplied in place by one coefficient c, which is known on the device alone.
+"""In-place scaling of gradients by one coefficient c, whose value only the device knows.
 
-fp64 in fp64; anything else in fp32, rounded to its format once, so that c itself is never a number of
-fp16 or bf16. An fp32 gradient of 1e38 may need a c below the normal numbers of fp32: then it is taken
-apart as ``high * low`` with ``low = 2**-126``, and otherwise low is 1. The kernel, Inductor's code and
-the CPU's operators all do this, and leave the same bits.
+fp64 gradients are scaled in fp64. All others are scaled in fp32 and rounded to their dtype once, so that
+c itself is never rounded to fp16 or bf16. An fp32 gradient of 1e38 may need a c below the normal numbers
+of fp32: then c is split into ``high * low`` with ``low = 2**-126``; otherwise low is 1. The kernel,
+Inductor's code and the CPU's operators all do this, and give the same bits.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = ["Part", "limit_of", "memory_of", "parts_of", "scale_"]
 
 # the least normal number of fp32
 TINY: Final = 2.0**-126
-# parts of a DTensor that are added up
+# partial placements whose parts can be scaled one by one
 _LINEAR: Final = ("P(sum)", "P(avg)")
-# what has its values in memory
+# types whose values are in memory
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
-    """Return a bound, a number that is not negative, or a tensor of one, which is not looked at.
+    """Return a bound: a number that is not negative, or a one-element tensor, whose value is not checked.
 
     Raises:
         ValueError: for anything else.
@@ -55,26 +55,26 @@ def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
             return number.detach()
         got = f"a tensor of shape {tuple(number.shape)} and dtype {number.dtype}"
     else:
-        # NumPy's scalars too
+        # NumPy scalars too
         if isinstance(number, Real) and number >= 0:
             return float(number)
-        # of a number that Dynamo has made an input of the graph there is no repr
+        # a number that Dynamo has made an input of the graph has no repr
         got = f"{number}" if isinstance(number, Real) else repr(number)
     msg = f"{what}: {name} must be a number that is not negative, or a tensor of one; got {got}"
     raise ValueError(msg)
 
 
 class Part(NamedTuple):
-    """Tensors of one device that are to be scaled; ``plan``: what the kernels' path says of them."""
+    """Tensors of one device to scale; ``plan`` is the launch plan of the kernels, if they apply."""
 
     tensors: list[Tensor]
     plan: LaunchPlan | None
 
 
 def parts_of(grads: Named, what: str) -> list[Part]:
-    """Group gradients by device, each memory once; refuse what cannot be scaled in place.
+    """Group gradients by device, each memory once; raise if one cannot be scaled in place.
 
-    Of a DTensor what this rank holds, be it a shard, a copy, or a summand.
+    For a DTensor, a part has the tensor that this rank holds: a shard, a copy, or a summand.
     """
     if any([is_dtensor(kind) for kind in {type(x) for x in grads.tensors}]):
         held = [_held(x, name, what) for x, name in zip(grads.tensors, grads.names, strict=True)]
@@ -91,7 +91,7 @@ def parts_of(grads: Named, what: str) -> list[Part]:
             continue
         pairs: Iterable[tuple[Tensor, str]] = zip(named.tensors, named.names, strict=True)
         if _is_watched():
-            # without addresses, one gradient of several parameters is one key
+            # tensors have no addresses here, so one gradient of several parameters is found by identity
             pairs = dict(pairs).items()
         memories = [memory_of(grad, name, what) for grad, name in pairs]
         parts.append(Part(_once(named.names, memories, what), None))
@@ -99,7 +99,7 @@ def parts_of(grads: Named, what: str) -> list[Part]:
 
 
 def scale_(part: Part, coefficient: Tensor) -> None:
-    """Multiply a part's tensors in place. ``coefficient``: 0-d float64 from 0 to 1, on any device."""
+    """Multiply a part's tensors in place by ``coefficient``, 0-d float64 from 0 to 1, on any device."""
     tensors, plan = part
     if not tensors:
         return
@@ -114,11 +114,11 @@ def scale_(part: Part, coefficient: Tensor) -> None:
         if value == 1.0:
             return
         if value >= TINY:
-            # low is 1. The CPU's operators leave a factor in fp32, also of half types, if it is a tensor
+            # low is 1. The CPU's operators keep a factor that is a tensor in fp32, also for half types
             others: list[Tensor] = []
             lists: dict[bool, list[Tensor]] = {True: [], False: []}
             for x in tensors:
-                # fp8 has no such operator, and lists no lazy signs
+                # fp8 has no such operator, and foreach lists take no lazy negation
                 (others if x.itemsize == 1 or x.is_neg() else lists[x.dtype == torch.float64]).append(x)
             for is_wide, alike in lists.items():
                 if alike:
@@ -126,7 +126,7 @@ def scale_(part: Part, coefficient: Tensor) -> None:
             tensors = others
     if torch.compiler.is_compiling():
         factor, high, low = derived.realized(factor), derived.realized(high), derived.realized(low)
-        # a list of tensors has fewer nodes in the graph
+        # a foreach call has fewer nodes in the graph
         singles = [x for x in tensors if x.dtype == torch.float32]
         if singles:
             torch._foreach_mul_(singles, high)
@@ -140,7 +140,7 @@ def scale_(part: Part, coefficient: Tensor) -> None:
 
 
 def _held(grad: Any, name: str, what: str) -> Tensor:
-    """Return what this rank holds of a gradient; refuse what does not scale with its parts."""
+    """Return the part of a gradient that this rank holds; raise if it cannot be scaled by itself."""
     if not is_dtensor(type(grad)):
         return grad  # type: ignore[no-any-return]
     for placement in grad.placements:
@@ -151,7 +151,7 @@ def _held(grad: Any, name: str, what: str) -> Tensor:
 
 
 def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
-    """Return a real tensor that holds the gradient's elements; refuse what cannot be scaled in place."""
+    """Return a real tensor that holds the gradient's elements; raise if it cannot be scaled in place."""
     x = grad
     if type(x) is not Tensor and is_plain_subclass(type(x)):
         x = x.as_subclass(Tensor)
@@ -159,10 +159,10 @@ def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
         # duplicate coordinates are scaled like others
         x = x._values()  # noqa: SLF001
     if x.is_complex():
-        # of the memory: a lazy sign, which Dynamo cannot ask for, is none of its business
+        # the memory without its lazy conjugation, which does not matter here and which Dynamo cannot query
         x = torch.view_as_real(x.conj() if not torch.compiler.is_compiling() and x.is_conj() else x)
     if torch.compiler.is_compiling():
-        # not every Dynamo traces the questions
+        # not every version of Dynamo traces the checks below
         return x
     if not x.is_contiguous() and _overlaps(x):
         reason = "has elements that share memory, or may"
@@ -185,7 +185,7 @@ def _overlaps(x: Tensor) -> bool:
 
 
 def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tensor]:
-    """Leave out what is the same memory as another, where tensors have addresses; refuse what is in part."""
+    """Drop duplicates of the same memory, if tensors have addresses; raise if memory overlaps in part."""
     if _is_watched() or any([type(x) not in _PLAIN for x in tensors]):
         return tensors
     spans = sorted([(x.data_ptr(), x.numel() * x.itemsize, i) for i, x in enumerate(tensors)])
@@ -196,7 +196,7 @@ def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tens
     for start, size, i in spans:
         x = tensors[i]
         if size > 0 and as_flat(x) is None:
-            # views with gaps may lie in one another's: columns of a matrix, say
+            # views with gaps may interleave, such as columns of a matrix
             kept.setdefault((start, x.shape, x.stride()), i)
         elif size > 0 and (start, size) not in kept:
             if start < end:
@@ -210,12 +210,12 @@ def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tens
 
 
 def _is_watched() -> bool:
-    """Tell whether somebody looks at each call: a compiler, or a mode such as that of fake tensors."""
+    """Tell whether calls are traced, by a compiler or by a mode such as that of fake tensors."""
     return bool(torch.compiler.is_compiling() or _len_torch_dispatch_stack())
 
 
 def _factors(c: Tensor) -> tuple[Tensor, Tensor]:
-    """Take c apart into two fp32 numbers, ``high * low``, as the kernel does."""
+    """Split c into two fp32 numbers, ``high * low``, as the kernel does."""
     below = c < TINY
     high = torch.where(below, c / TINY, c).to(torch.float32)
     return high, torch.where(below, TINY, torch.ones_like(c)).to(torch.float32)

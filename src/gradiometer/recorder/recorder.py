@@ -48,31 +48,31 @@ class Recorder(Float64Module):
     """A flight recorder: the statistics of the last ``capacity`` recorded steps, on the device.
 
     `record` measures the gradients, inside or outside of a compiled step, and writes them into the
-    slot of the current step; `advance` goes on to the next. Both leave the host out: no wait, no graph
-    break, the same addresses in every step, right in a CUDA graph. Which steps are recorded
-    (``every``) and what is to be skipped are read on the device: changing them compiles nothing again.
+    slot of the current step; `advance` moves on to the next step. Neither involves the host: there is no
+    wait and no graph break, all addresses stay the same, and both work in a CUDA graph. The device reads
+    which steps to record (``every``) and which to skip, so changing these recompiles nothing.
 
-    A second `record` in one step writes over it what it measures: so a step of several backward passes,
-    models or optimizers is one row, and of accumulated gradients the last is what counts.
+    A second `record` in one step overwrites the rows that it measures. So a step with several backward
+    passes, models or optimizers is one row, and with accumulated gradients the last `record` counts.
 
-    Of a DTensor the local shard is recorded: a ring holds what its own rank has. With ``ranks`` the ranks
-    agree on what is skipped, and nothing else of it passes between them.
+    For a DTensor the local shard is recorded: each ring holds the data of its own rank. With ``ranks`` the
+    ranks agree on which steps to skip; nothing else of the ring is exchanged.
 
     Args:
-        model: what `gradiometer.collect_grads` takes, or a mapping of names to modules.
-        weights: also measure the parameters themselves.
-        updates: keep room for updates, which `record_updates` measures.
-        capacity: steps that are kept: ``(R + 1) * 72`` bytes each, R tensors.
-        every: record the steps that this divides. One with a NaN, an Inf or a norm above
+        model: a model as for `gradiometer.collect_grads`, or a mapping of names to modules.
+        weights: whether to measure the parameters themselves too.
+        updates: whether to reserve rows for updates, which `record_updates` measures.
+        capacity: number of steps that are kept, ``(R + 1) * 72`` bytes each for R recorded tensors.
+        every: record the steps that are multiples of ``every``. A step with a NaN, an Inf or a norm above
             ``skip_above`` is recorded whenever it is measured.
         skip_nonfinite: whether a NaN or Inf in a gradient makes `skip_step` true.
-        skip_above: a total gradient norm above it does so too.
-        thresholds: where flags begin.
-        ranks: what the ranks have agreed on, of the same model: then `skip_step` is the same on all of them,
-            and gradients whose summands they have not added up yet are added up first.
+        skip_above: a total gradient norm above it makes `skip_step` true, too.
+        thresholds: limits of the flags.
+        ranks: the ranks' agreement for the same model. `skip_step` is then the same on all of them, and
+            gradients that are still partial sums are added up before they are measured.
 
     Attributes:
-        roster: which tensors are recorded; shapes are those of whole tensors.
+        roster: the recorded tensors; shapes are those of whole tensors.
         ring, cursor: the buffers, see `gradiometer.ops.ring`.
 
     Raises:
@@ -127,14 +127,14 @@ class Recorder(Float64Module):
             tuple([str(p.dtype).removeprefix("torch.") for p in parameters]),
             tuple(kinds),
         )
-        # the lock of a cached property is none for Dynamo
+        # Dynamo cannot trace the lock of a cached property
         self._places = self.roster.index
         self.thresholds = thresholds
-        # a list of its own: they are no parameters of this module
+        # in a list of its own, since these are not parameters of this module
         self._tracked = [list(parameters)]
         home = next((device for device in devices if device.type != "cpu"), devices[0])
         size = (capacity, self.roster.num_rows + 1, NUM_COLUMNS + 1)
-        # no step has a negative number
+        # -1 marks an empty slot: step numbers are not negative
         self.register_buffer(
             "ring", torch.full(size, -1.0, dtype=torch.float64, device=home), persistent=False
         )
@@ -149,7 +149,7 @@ class Recorder(Float64Module):
 
     @property
     def capacity(self) -> int:
-        """Steps that are kept."""
+        """The number of steps that are kept."""
         return len(self.ring)
 
     @property
@@ -165,11 +165,11 @@ class Recorder(Float64Module):
         skip_nonfinite: bool | None = None,
         skip_above: float | None = None,
     ) -> Self:
-        """Change the current step's number, the cadence or what is skipped; nothing is compiled again.
+        """Change the current step's number, the cadence or the skip conditions, without recompilation.
 
         Raises:
-            ValueError: for a number out of range; or to skip, where the recorder was made not to:
-                then gradients are read in recorded steps only.
+            ValueError: for a number out of range; for a skip condition, if the recorder was made to skip
+                nothing and so reads gradients in recorded steps only.
         """
         for name, value, least in (("step", step, 0), ("every", every, 1)):
             if value is not None and (not isinstance(value, int) or value < least):
@@ -183,7 +183,7 @@ class Recorder(Float64Module):
             msg += "make it with skip_nonfinite=True"
             raise ValueError(msg)
         if self._verdict is not None and skip_above is not None and skip_above < math.inf:
-            # from here on what one op decides by this rank's norm is not enough
+            # from now on, one op's decision by this rank's norm is not enough
             self._verdict.adds_up = True
         new: dict[Cursor, float | None] = {
             Cursor.STEP: step,
@@ -200,12 +200,12 @@ class Recorder(Float64Module):
         """Measure the gradients, and the weights if asked, and write them into the current step's slot.
 
         Args:
-            stats: gradients that were measured already, by names of the model: they are not read again. Of
-                those that are merged over ranks ``stats.local`` is recorded.
-            inv_scale: as for `gradiometer.collect_grads`; of gradients alone.
+            stats: of gradients that were measured already, named as in the model; the gradients are not read
+                again. For stats merged over ranks, ``stats.local`` is recorded.
+            inv_scale: as for `gradiometer.collect_grads`; it applies to gradients only.
 
         Raises:
-            ValueError: for stats of other tensors, and for groups that are merged over ranks.
+            ValueError: for stats of other tensors, and for groups of stats merged over ranks.
             TypeError: for a gradient that cannot be measured; the message names it.
         """
         if self._verdict is not None:
@@ -216,7 +216,7 @@ class Recorder(Float64Module):
                 self._append("weights", self._collect("weights", self._tensors("weights")))
             return
         ring, parameters = self.ring, self._tracked[0]
-        # it is the gradients' alone
+        # the scale applies to gradients only
         plain_scale = inv_scale is None or ("weights" not in self.roster.kinds and _is_scale(inv_scale, ring))
         grads = self._tensors("grads")
         if plain_scale and self._one_device and not (self._verdict is not None and self._verdict.adds_up):
@@ -226,7 +226,7 @@ class Recorder(Float64Module):
                 tensors += self._tensors("weights")  # type: ignore[arg-type] # none is missing
             if "updates" in self.roster.kinds:
                 tensors += [nothing] * len(parameters)
-            # like a list that was measured before: it is not looked at again
+            # recognized: the list is like one that was measured before, so it is not checked again
             known = ops.recognize(tensors)
             if known is not None or all([_is_ordinary(tensor, ring) for tensor in tensors]):
                 ops.record_(
@@ -250,24 +250,24 @@ class Recorder(Float64Module):
 
     @property
     def skip_step(self) -> Tensor:
-        """Whether the current step is to be skipped, 0-d bool on the device, decided by `record`.
+        """Whether to skip the current step, 0-d bool on the device, decided by `record`.
 
         With ``ranks`` it is the same on all of them: a NaN or Inf on any rank counts, and ``skip_above`` is
-        compared with the norm of all ranks' gradients. That takes one collective of two numbers, on the
-        step's way, when it is read for the first time after `record`; every rank has to read it then.
+        compared with the norm of all ranks' gradients. The first read after each `record` takes one
+        collective of two numbers, which the step waits for; every rank has to read it then.
         """
         if self._verdict is None or self._gated:
             return self.cursor[Cursor.SKIP] > 0
         return self._verdict.give(self.ring, self.cursor)
 
     def advance(self) -> None:
-        """Go on to the next step. Inside or outside of a compiled function."""
+        """Advance to the next step, inside or outside of a compiled function."""
         if self._verdict is not None:
             self._verdict.begin()
         self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
 
     def read(self) -> list[StepRecord]:
-        """Return what the ring holds, oldest first. Waits for the device."""
+        """Return the records in the ring, oldest first. Waits for the device."""
         (ring,) = fetch([self.ring])
         now = time.time()
         written = sorted(
@@ -278,7 +278,7 @@ class Recorder(Float64Module):
     def as_record(
         self, step: int, when: float, scalars: Mapping[str, float], slot: Tensor | None
     ) -> StepRecord:
-        """Return the record of a slot that was copied to the host; of a step without one, for None."""
+        """Return the record of a slot that was copied to the host; ``slot=None`` for a step without one."""
         if slot is None:
             return StepRecord(step, when, scalars, self.roster, None, thresholds=self.thresholds)
         values = slot[1:].view(len(self.roster.kinds), len(self.roster.names), NUM_COLUMNS + 1)
@@ -286,7 +286,7 @@ class Recorder(Float64Module):
         return StepRecord(step, when, scalars, self.roster, values, skipped, self.thresholds)
 
     def _tensors(self, kind: Kind) -> list[Tensor | None]:
-        """Return what this rank holds of the gradients or weights, in the order of the roster."""
+        """Return this rank's part of the gradients or weights, in the order of the roster."""
         parameters = self._tracked[0]
         tensors = [p.grad if kind == "grads" else p for p in parameters]
         if not self._has_dtensors:
@@ -306,7 +306,7 @@ class Recorder(Float64Module):
         return TensorStats(tuple([name for name, _ in found]), stats.columns, stats.flags, stats.thresholds)
 
     def _append(self, kind: Kind, stats: TensorStats) -> None:
-        """Write statistics into the rows of their names; the other rows are not measured by this."""
+        """Write statistics into the rows of their names; this call does not measure the other rows."""
         first = self.roster.place(kind) * len(self.roster.names)
         rows = []
         for name in stats.names:
@@ -319,7 +319,7 @@ class Recorder(Float64Module):
         if rows != list(range(self.roster.num_rows)):
             columns = derived.spread(columns, rows, self.roster.num_rows)
             flags = derived.spread(flags, rows, self.roster.num_rows)
-        # gradients decide
+        # only gradients decide about skipping
         grads = len(self.roster.names) if kind == "grads" else 0
         if grads and self._verdict is not None:
             self._verdict.hear(columns[:grads])
@@ -327,7 +327,7 @@ class Recorder(Float64Module):
 
 
 def tracked_parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:
-    """Return the parameters and their names; of several modules with the module's name before them."""
+    """Return names and parameters; with several modules, names are prefixed with the module's name."""
     if isinstance(model, Mapping) and model and all(isinstance(part, nn.Module) for part in model.values()):
         pairs = [
             (f"{prefix}.{name}", parameter)
@@ -348,7 +348,7 @@ def _of_this_rank(stats: TensorStats) -> TensorStats:
 
 
 def _is_ordinary(tensor: Tensor, ring: Tensor) -> bool:
-    """Tell whether the op takes a tensor as it is."""
+    """Tell whether the op accepts the tensor as it is."""
     kind = type(tensor)
     return (
         (kind is Tensor or kind is nn.Parameter)
@@ -358,7 +358,7 @@ def _is_ordinary(tensor: Tensor, ring: Tensor) -> bool:
 
 
 def _is_scale(inv_scale: Tensor | float, ring: Tensor) -> bool:
-    """Tell whether the op takes a scale as it is."""
+    """Tell whether the op accepts the scale as it is."""
     return (
         isinstance(inv_scale, Tensor)
         and inv_scale.numel() == 1

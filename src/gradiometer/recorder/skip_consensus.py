@@ -1,4 +1,4 @@
-"""Whether a step is skipped, decided by all ranks together."""
+"""The decision of all ranks together whether to skip a step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["SkipConsensus"]
 
 
 class SkipConsensus(Float64Module):
-    """One answer for all ranks, from what each found and what the squares of all add up to.
+    """One skip decision for all ranks, from each rank's own decision and the sum of all squares.
 
-    Of copies of a gradient only the first rank's squares count. What is not finite counts wherever it is.
+    For copies of a gradient only the first rank's squares count. Non-finite values count on every rank.
 
     Args:
-        names: of the gradients, N.
-        ranks: what the ranks have agreed on.
+        names: of the N gradients.
+        ranks: the ranks' agreement.
         home: the device.
 
     Attributes:
-        adds_up: whether squares are added up: no limit of the norm, no need.
+        adds_up: whether squares are summed; only a limit of the norm needs this.
 
     Raises:
-        ValueError: for a name that ranks do not know.
+        ValueError: for a name that the ranks have not agreed on.
     """
 
     _counted: Tensor
@@ -49,25 +49,25 @@ class SkipConsensus(Float64Module):
         self.register_buffer("_sumsq", counted.new_zeros(1), persistent=False)
         self._ranks = ranks
         self.adds_up = False
-        # since the gradients were last measured; a list, which is no part of a module's state
+        # the decision since the last measurement, if any; in a list, which is not part of a module's state
         self._given: list[Tensor] = []
 
     def begin(self) -> None:
-        """Forget the decision on what was measured before."""
+        """Forget the decision on earlier measurements."""
         self._given.clear()
 
     def hear(self, columns: Tensor) -> None:
-        """Take note of this rank's gradients, ``(N, C) float64``."""
+        """Note this rank's gradients, ``(N, C) float64``."""
         if self.adds_up:
-            # not by a product: a sum of squares may be inf
+            # not a product with the mask: a sum of squares may be inf
             self._sumsq.fill_(torch.where(self._counted > 0, derived.value(columns, "sumsq"), 0.0).sum())
 
     def give(self, ring: Tensor, cursor: Tensor) -> Tensor:
-        """Return the decision, 0-d bool. The ranks are asked in one collective, once after each `begin`.
+        """Return the decision, 0-d bool. It takes one collective, once after each `begin`.
 
         Args:
-            ring: whose header of the current step is told.
-            cursor: its state; has what this rank alone would do, and then what all do.
+            ring: the ring; the decision is written into the header of its current step.
+            cursor: the ring's state; it holds this rank's decision before, and that of all ranks after.
         """
         if not self._given:
             skip = cursor[Cursor.SKIP : Cursor.SKIP + 1]
@@ -75,7 +75,7 @@ class SkipConsensus(Float64Module):
             heard = distributed.all_reduce(heard, "sum", self._ranks.group, self._ranks.timeout)
             skips = (heard[0] > 0) | (derived.sqrt(heard[1]) > cursor[Cursor.SKIP_ABOVE])
             skip.fill_(skips)
-            # no rows: it writes the header
+            # without rows this only writes the header
             nothing = ring.new_zeros(ring.shape[1] - 1, NUM_COLUMNS)
             ops.append_(nothing, nothing[:, 0].to(torch.int32), 0, ring, cursor)
             self._given.append(skips)

@@ -1,4 +1,4 @@
-"""What was recorded of one step, on the host, and the table of the tensors that are recorded."""
+"""The record of one step on the host, and the roster of recorded tensors."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _SUFFIX: Final[dict[Kind, str]] = {"grads": ".grad", "weights": "", "updates": "
 
 
 def label(kind: Kind, name: str) -> str:
-    """Return how a tensor is spoken of: ``blocks.3.w.grad``, ``blocks.3.w``, ``blocks.3.w.update``."""
+    """Return a tensor's display name: ``blocks.3.w.grad``, ``blocks.3.w``, ``blocks.3.w.update``."""
     return name + _SUFFIX[kind]
 
 
 @dataclass(frozen=True)
 class Roster:
-    """Which tensors a row of the ring holds: every kind of every parameter, kind by kind.
+    """The tensors in a slot of the ring: every kind of every parameter, kind by kind.
 
     Attributes:
-        names: N parameters.
+        names: of the N parameters.
         shapes: of the parameters.
         dtypes: of the parameters, as ``"float32"``.
         kinds: K kinds, from `KINDS`, in that order; the first is ``"grads"``.
@@ -50,16 +50,16 @@ class Roster:
 
     @cached_property
     def index(self) -> Mapping[str, int]:
-        """The place of a name among the names."""
+        """The index of each name."""
         return {name: i for i, name in enumerate(self.names)}
 
     @property
     def num_rows(self) -> int:
-        """K * N."""
+        """The number of rows, K * N."""
         return len(self.kinds) * len(self.names)
 
     def place(self, kind: Kind) -> int:
-        """Return the place of a kind; a KeyError says that it was not recorded."""
+        """Return the index of a kind; raise a KeyError if it was not recorded."""
         if kind not in self.kinds:
             msg = f"{kind} were not recorded, only {', '.join(self.kinds)}: make the monitor with {kind}=True"
             raise KeyError(msg)
@@ -68,23 +68,23 @@ class Roster:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepRecord:
-    """What was recorded of one training step; on the host, a snapshot.
+    """The record of one training step; a snapshot on the host.
 
     Attributes:
         step: its number.
-        time: when it ended, seconds since 1970.
-        scalars: what was given to ``advance``: ``loss``, ``lr`` and others, by name; may be NaN.
+        time: when it ended, in seconds since 1970.
+        scalars: given to ``advance``, by name: ``loss``, ``lr`` and others; may be NaN.
         roster: the tensors.
-        values: ``(K, N, C + 1) float64``: of each kind and parameter the raw columns, then the flags.
-            What was not measured, such as a parameter without a gradient, has ``numel`` 0. None: this
-            step was not recorded (``every``), or its row was lost.
-        skipped: whether the update was skipped: ``skip_step`` said so, and something heeds it, see
-            `gradiometer.Monitor.skips`. Of a `gradiometer.Recorder` alone, whether it said so.
-        thresholds: where the flags begin.
-        origin: ``(K, N) int64``, of a step that several ranks have merged: the first rank whose part of it
-            has a NaN or Inf, by its place in the group; -1 where none has.
-        ranks: what they have agreed on.
-        loss_rank: of such a step: the first rank whose loss is not finite.
+        values: ``(K, N, C + 1) float64``: for each kind and parameter the raw columns, then the flags.
+            Rows that were not measured, as for a parameter without a gradient, have ``numel`` 0. None if
+            this step was not recorded (``every``), or its row was lost.
+        skipped: whether the update was skipped: ``skip_step`` was true and something acts on it, see
+            `gradiometer.Monitor.skips`. For a `gradiometer.Recorder` alone, whether ``skip_step`` was true.
+        thresholds: limits of the flags.
+        origin: ``(K, N) int64``, for a step merged over several ranks: the first rank, by its index in the
+            group, whose part has a NaN or Inf; -1 if none has.
+        ranks: the agreement of these ranks.
+        loss_rank: for a merged step: the first rank whose loss is not finite.
     """
 
     step: int
@@ -100,13 +100,13 @@ class StepRecord:
     _kept: dict[tuple[str, Kind], Any] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
-        """Return one line."""
+        """Return a one-line summary."""
         what = "no tensors" if self.values is None else f"{self.roster.num_rows} tensors"
         return f"<StepRecord: step {self.step}, {what}>"
 
     @property
     def recorded(self) -> bool:
-        """Whether there are tensors of this step."""
+        """Whether this step has tensors."""
         return self.values is not None
 
     def columns(self, kind: Kind = "grads") -> Tensor:
@@ -136,7 +136,7 @@ class StepRecord:
         return kept
 
     def total(self, statistic: str = "norm", kind: Kind = "grads") -> float:
-        """Return a raw column or derived value of all parameters together."""
+        """Return a raw column or derived value, by name, of all parameters together."""
         key = ("total", kind)
         if key not in self._kept:
             self._kept[key] = derived.merge_rows(self.columns(kind))
@@ -145,7 +145,7 @@ class StepRecord:
     def where(self, name: str, kind: Kind = "grads") -> str | None:
         """Return the first rank with a NaN or Inf in this tensor: ``rank 5, dp_shard 1 of 4``.
 
-        None: all is finite; or this is what one rank recorded.
+        None if all is finite, or if this is the record of one rank.
         """
         if self.origin is None or self.ranks is None:
             return None
@@ -159,11 +159,11 @@ class StepRecord:
 
     @property
     def loss_text(self) -> str:
-        """Return the loss in words: ``nan on rank 1``."""
+        """The loss as text, such as ``nan on rank 1``."""
         return f"{self.loss}" if self.loss_rank is None else f"{self.loss} on rank {self.loss_rank}"
 
     def report(self, kind: Kind = "grads") -> Report:
-        """Return the report of what was measured."""
+        """Return the report of the measured tensors."""
         keep = self.measured(kind)
         names = tuple(itertools.compress(self.roster.names, keep.tolist()))
         flags = self.flags(kind).to(torch.float64).unsqueeze(1)
@@ -173,18 +173,18 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known of a run when it starts; given to every sink.
+    """Facts about a run that are known when it starts; given to every sink.
 
     Attributes:
         roster: the tensors.
-        thresholds: where flags begin.
+        thresholds: limits of the flags.
         every, capacity: of the recorder.
         model: the class of the model, or of the models.
         started: seconds since 1970.
-        first_step: the step at which this process began; above 0 where a run was resumed.
+        first_step: the step at which this process began; above 0 if the run was resumed.
         versions: of Python, torch, triton and gradiometer, by name.
-        device: where the ring is.
-        ranks: whose steps are merged.
+        device: of the ring.
+        ranks: number of ranks whose steps are merged.
     """
 
     roster: Roster

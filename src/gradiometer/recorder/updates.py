@@ -1,4 +1,4 @@
-"""Updates: what a step added to the weights, by a copy of the weights before it."""
+"""Updates: the change of the weights in a step, from a copy of the weights before it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Updates"]
 
 
 class Updates:
-    """Measures ``w - w before the step`` of the parameters that require a gradient.
+    """Measures ``w - w before the step`` for the parameters that require a gradient.
 
-    The difference is formed in the copy itself, in the parameter's own dtype, and the copy is then made
-    anew: beside one copy of the weights there is nothing. Of a DTensor it is the local shard's. Parameters
-    of 8 bits have no arithmetic and no updates here.
+    The difference is computed in the copy itself, in the parameter's dtype, and the copy is then renewed; so
+    the only extra memory is one copy of the weights. For a DTensor the local shard is measured. 8-bit
+    parameters support no arithmetic and have no updates here.
 
     Args:
-        recorder: into whose current step they are written.
+        recorder: the updates are written into its current step.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -44,13 +44,13 @@ class Updates:
         self._names = [name for name, _ in chosen]
         self._parameters = [parameter for _, parameter in chosen]
         self._before: list[Tensor] | None = None
-        # the step before which the weights were so
+        # the copy holds the weights before this step
         self._step = -1
         self.keep(0)
 
     @torch.no_grad()
     def measure(self, step: int, every: int) -> None:
-        """Measure the updates of a step that is due, and get ready for the next one, if it is."""
+        """Measure a step's updates if the step is due, and copy the weights if the next step is due."""
         try:
             if self._before is not None and self._step == step:
                 torch._foreach_neg_(self._before)
@@ -58,7 +58,7 @@ class Updates:
                 changed = zip(self._names, self._parameters, self._before, strict=True)
                 self._recorder.record_updates({name: x for name, p, x in changed if p.requires_grad})
         except Exception:
-            # the weights have another shape, say: the next copy is a new one
+            # the weights may have another shape now, so the next copy is a new one
             self._before = None
             raise
         finally:
@@ -67,7 +67,7 @@ class Updates:
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
-        """Copy the weights as they are before a step."""
+        """Copy the weights as they are before ``step``."""
         room, self._before = self._before, None
         if room is None:
             room = [weight.detach().clone() for weight in self._weights()]

@@ -1,7 +1,7 @@
-"""Rules: what is looked for in every step, and said as findings.
+"""Rules: checks of every step, which report findings.
 
-Each rule takes one `StepRecord` after the other (`check`) and keeps a history of its own
-(``state_dict``, ``load_state_dict``). A rule of your own is any object with the methods of
+Each rule takes one `StepRecord` after the other (`check`) and keeps its own history
+(``state_dict``, ``load_state_dict``). A custom rule is any object with the methods of
 `gradiometer.rules.Rule`. Nothing here reads a device or a disk.
 """
 

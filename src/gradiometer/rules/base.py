@@ -1,4 +1,4 @@
-"""What rules share: how a history is kept and taken up, and which of many tensors are named."""
+"""Base classes of rules: saving and restoring a history, and choosing the tensors to name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST", "BaseRule", "LastingRule", "Sight", "TensorRule"]
 
-# tensors that one rule names in one step
+# maximum number of tensors that one rule names in one step
 MOST = 5
 
 
 class Sight(NamedTuple):
-    """What is to be said of one tensor."""
+    """An observation about one tensor."""
 
     value: float
     threshold: float
@@ -33,7 +33,7 @@ class Sight(NamedTuple):
 
 
 class BaseRule:
-    """A rule whose history is in the attributes that ``kept`` names.
+    """A rule whose history is in the attributes listed in ``kept``.
 
     Attributes:
         name: as in `Finding.rule`.
@@ -47,11 +47,11 @@ class BaseRule:
         self.severity = Severity(severity)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its history: plain values and tensors, a snapshot."""
+        """Return the history as plain values and tensors, a snapshot."""
         return {key: _plain(getattr(self, key)) for key in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a history that `state_dict` of such a rule returned.
+        """Restore a history that `state_dict` of the same kind of rule returned.
 
         Raises:
             ValueError: for the state of another rule.
@@ -68,13 +68,13 @@ class BaseRule:
 
 
 class TensorRule(BaseRule):
-    """A rule about the tensors of recorded steps, of which it names a few.
+    """A rule about the tensors of recorded steps, which names a few of them.
 
-    Of many it names the worst ``most``, and those first that it named before: a run in which everything
-    goes wrong has some findings, not all names. The first message tells how many more there are.
+    It names at most ``most`` tensors: first those that it named before, then the worst. So a run in which
+    everything goes wrong has a few findings, not all names. The first message tells how many more there are.
     """
 
-    # the names that the history is about
+    # `names` are the tensors that the history is about
     kept: ClassVar[tuple[str, ...]] = ("names", "named")
 
     def __init__(self, severity: Severity, most: int = MOST) -> None:
@@ -88,12 +88,12 @@ class TensorRule(BaseRule):
         self._roster: Roster | None = None
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
-        """Return what is to be said of this step; nothing if it was not recorded."""
+        """Return the findings of this step; none if it was not recorded."""
         if record.values is None:
             return []
         if record.roster is not self._roster:
             self._roster = record.roster
-            if self.names != list(record.roster.names):  # other tensors: another history
+            if self.names != list(record.roster.names):  # other tensors need a new history
                 self.names = list(record.roster.names)
                 self.named = torch.zeros(len(self.names), dtype=torch.bool)
                 self.restart(len(self.names))
@@ -101,18 +101,18 @@ class TensorRule(BaseRule):
         return self.look(record)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a history; whose tensors it is about is looked at again."""
+        """Restore a history; the next `check` compares its tensors with the roster again."""
         super().load_state_dict(state)
         self._roster = None
 
     def restart(self, size: int) -> None:
-        """Begin the history of so many tensors."""
+        """Start a new history of ``size`` tensors."""
 
     def prepare(self, roster: Roster) -> None:
-        """Take what is needed from a roster that is new, or new to a history that was taken up."""
+        """Prepare for a new roster, or for a restored history."""
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
-        """Return what is to be said of a recorded step."""
+        """Return the findings of a recorded step."""
         raise NotImplementedError
 
     def findings(
@@ -124,15 +124,16 @@ class TensorRule(BaseRule):
         describe: Callable[[int], Sight],
         since: Tensor | None = None,
     ) -> list[Finding]:
-        """Return findings about the worst of the tensors that were found.
+        """Return findings about the worst of the tensors in ``found``.
 
         Args:
             record: of the step.
             kind: of the tensors.
             found: ``(N,) bool``.
             badness: ``(N,)``, larger is worse.
-            describe: what to say of the tensor at a place; its message begins after the name.
-            since: ``(N,)``, the step where it began; None: this one.
+            describe: returns the observation about the tensor at an index; its message continues after the
+                name.
+            since: ``(N,)``, the step at which each began; None for this step.
         """
         places = found.nonzero().flatten()
         if not len(places):
@@ -165,9 +166,10 @@ class TensorRule(BaseRule):
 
 
 class LastingRule(TensorRule):
-    """A rule about what lasts: tensors of ``min_dims`` dimensions or more, for ``patience`` recorded steps.
+    """A rule about conditions that last for ``patience`` recorded steps.
 
-    Steps in which a tensor was not measured, while it is frozen say, neither count nor break a row of steps.
+    It checks tensors of at least ``min_dims`` dimensions. A step in which a tensor was not measured, for
+    example because it is frozen, neither counts nor interrupts the sequence.
     """
 
     kept: ClassVar[tuple[str, ...]] = (*TensorRule.kept, "row", "since", "counting")
@@ -183,16 +185,19 @@ class LastingRule(TensorRule):
         self.wide = torch.zeros(0, dtype=torch.bool)
 
     def restart(self, size: int) -> None:
-        """Begin the history of so many tensors."""
+        """Start a new history of ``size`` tensors."""
         self.row, self.since = torch.zeros(2, size, dtype=torch.float64).unbind()
         self.counting = False
 
     def prepare(self, roster: Roster) -> None:
-        """Find the tensors with so many dimensions."""
+        """Find the tensors with at least ``min_dims`` dimensions."""
         self.wide = torch.tensor([len(shape) >= self.min_dims for shape in roster.shapes], dtype=torch.bool)
 
     def lasting(self, now: Tensor, known: Tensor, step: int) -> Tensor | None:
-        """Return what has lasted, None if nothing is: ``now`` and ``known (N,) bool`` of this step."""
+        """Return where the condition has lasted, ``(N,) bool``, or None if it holds nowhere in this step.
+
+        ``now``: where it holds in this step; ``known``: which tensors were measured; both ``(N,) bool``.
+        """
         if not now.any():
             if self.counting:
                 self.row = self.row * known.logical_not()
@@ -205,7 +210,7 @@ class LastingRule(TensorRule):
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy that shares nothing with what changes."""
+    """Return a plain copy that shares no mutable data with the value."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, (History, NormHistory)):

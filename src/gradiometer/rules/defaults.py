@@ -1,4 +1,4 @@
-"""The rules that a monitor has without being told."""
+"""The default rules of a monitor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["default_rules"]
 
 
 def default_rules() -> list[Rule]:
-    """Return one of each rule, new; all but `GroupRatio`, which needs to know the groups."""
+    """Return a new instance of each rule except `GroupRatio`, which needs to know the groups."""
     norms = NormHistory()
     return [
         NonFinite(),

@@ -1,4 +1,4 @@
-"""A fault: why a run ended, and the last steps before it, as the black box has them."""
+"""A fault: why a run ended, and the last steps before it, as kept in the black box."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["Fault", "summarize"]
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a run ended or was found broken, and what was seen before.
+    """Why a run ended or was found broken, with the findings and last steps before that.
 
     Attributes:
         reason: ``"exception"``, ``"interrupt"``, ``"SIGTERM"``, ``"non-finite loss"`` or ``"exit"``; or
-            ``"other rank"``: one has ended so, or does not answer.
+            ``"other rank"`` if another rank ended for such a reason, or does not answer.
         message: of the exception; empty without one.
         step: the current step.
         first_nonfinite: such as ``"step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M"``; None if all
-            that was recorded is finite.
-        findings: all of the run so far.
+            recorded values are finite.
+        findings: all findings of the run so far.
         last: the last records, oldest first.
-        rank: whose last steps they are; None: those of all ranks.
+        rank: the rank of these last records; None if they are those of all ranks.
     """
 
     reason: str
@@ -39,11 +39,11 @@ class Fault:
     rank: int | None = None
 
     def __str__(self) -> str:
-        """Return one line: ``exception in step 1208: ...; first non-finite: step 1207, ...``."""
+        """Return a one-line summary: ``exception in step 1208: ...; first non-finite: step 1207, ...``."""
         return summarize(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values: of the last steps the scalars, total norm and count of non-finite elements."""
+        """Return plain values; the last steps have scalars, total norm and count of non-finite elements."""
         report: dict[str, Any] = {} if self.rank is None else {"rank": self.rank}
         return report | {
             "reason": self.reason,
@@ -56,7 +56,7 @@ class Fault:
 
 
 def summarize(fault: Mapping[str, Any]) -> str:
-    """Return one line of a fault, or of what is left of its `Fault.to_dict` in a file."""
+    """Return a one-line summary of a fault, or of a `Fault.to_dict` that may be incomplete."""
     rank = fault.get("rank")
     text = "" if rank is None else f"rank {rank}: "
     text += f"{fault.get('reason', 'fault')} in step {fault.get('step', '?')}"

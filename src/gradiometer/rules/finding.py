@@ -1,4 +1,4 @@
-"""Findings: what a rule has to say about a run, and the ledger that keeps one of each."""
+"""Findings: observations of a rule about a run, and their severity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Finding", "Severity"]
 
 
 class Severity(enum.IntEnum):
-    """How much a finding matters: worth knowing; probably a problem; the run is harmed."""
+    """How much a finding matters: worth knowing, probably a problem, or harmful to the run."""
 
     INFO = 10
     WARNING = 20
@@ -33,15 +33,15 @@ class Finding:
     Attributes:
         rule: the rule's name, such as ``"nonfinite"``.
         severity: how much it matters.
-        first_step: where it began.
-        last_step: where it was last seen.
-        count: in how many recorded steps it was seen.
-        kind: ``"grads"``, ``"weights"`` or ``"updates"``; None if it is about no tensor.
+        first_step: the step at which it began.
+        last_step: the step at which it was last seen.
+        count: number of recorded steps in which it was seen.
+        kind: ``"grads"``, ``"weights"`` or ``"updates"``; None if it is not about tensors.
         tensor: the parameter's name; None if it is about all of them, or about a scalar.
-        value: the most extreme one seen.
-        worst_step: where that was; None: in the first.
-        threshold: what it is compared with.
-        message: one line, complete in itself.
+        value: the most extreme value seen.
+        worst_step: the step of that value; None for the first step.
+        threshold: the limit that the value is compared with.
+        message: one self-contained line.
         advice: what to try, one line.
     """
 
@@ -60,7 +60,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str | None, str | None]:
-        """What two sightings of the same thing have in common."""
+        """The key that all sightings of the same condition share."""
         return self.rule, self.kind, self.tensor
 
     def __str__(self) -> str:
@@ -78,5 +78,5 @@ class Finding:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Finding:
-        """Return what `to_dict` was made of."""
+        """Return the finding that `to_dict` converted to these values."""
         return cls(**{**values, "severity": Severity[values["severity"].upper()]})

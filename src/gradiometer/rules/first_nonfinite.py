@@ -1,10 +1,10 @@
 """The first non-finite tensor of a step: the one in which the NaN or Inf began.
 
-Weights are read by the forward pass, before there is a gradient; so a non-finite weight comes first, and
-of several the first in the model's order. Gradients are made from the loss backwards: a NaN that arises
-there reaches every parameter before it in the model, and none behind it; so of several the *last* in the
-model's order is where it began. Updates come from both. Where the model's order is not the order in which
-its modules run, it may be one that was reached; the number of the others tells how far it went.
+The forward pass reads the weights before there is a gradient. So a non-finite weight comes first, and among
+several the first in the model's order. Gradients are computed from the loss backwards: a NaN that arises
+there reaches every parameter before it in the model, and none after it. So among several the *last* in the
+model's order is where it began. Updates depend on both. If the modules do not run in the model's order, the
+named tensor may be one that the NaN only reached; the number of other tensors tells how far it spread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ORDER: tuple[Kind, ...] = ("weights", "grads", "updates")
 
 
 class FirstNonfinite(NamedTuple):
-    """Where the non-finite values of a step began: the tensor, how many of its elements, on which rank."""
+    """Where the non-finite values of a step began: the tensor, the counts of its elements, and the rank."""
 
     kind: Kind
     name: str
@@ -38,7 +38,7 @@ class FirstNonfinite(NamedTuple):
 
 
 def nonfinite(record: StepRecord, kind: Kind = "grads") -> Tensor:
-    """Return how many elements of each parameter are NaN or Inf, ``(N,) float64``."""
+    """Return the number of NaN or Inf elements of each parameter, ``(N,) float64``."""
     return record.value("n_nonfinite", kind)
 
 
@@ -63,7 +63,7 @@ def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
             int(row[COLUMN_INDEX[name]]) for name in ("n_nan", "n_posinf", "n_neginf", "numel")
         )
         name = record.roster.names[place]
-        # from one rank's loss all have it, by what ranks add up: the first of them says nothing
+        # a non-finite loss of one rank reaches all ranks by summed gradients: the first rank tells nothing
         where = record.where(name, kind) if record.loss_rank is None else None
         return FirstNonfinite(kind, name, n_nan, n_posinf + n_neginf, numel, where)
     return None
@@ -72,7 +72,7 @@ def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
 def first_nonfinite_text(record: StepRecord) -> str | None:
     """Return one line, such as ``step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M (and 40 of 76 others)``.
 
-    The others are tensors of the same kind. Where ranks are merged the first that has it is named behind the
+    The others are tensors of the same kind. If ranks are merged, the first rank with such a value follows the
     tensor: ``rank 5 (dp_shard 1 of 4)``. None if all are finite.
     """
     first = first_nonfinite(record)

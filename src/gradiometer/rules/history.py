@@ -1,16 +1,16 @@
-"""What a value usually is, and how far it is from that: a robust z-score against its own history.
+"""The usual level of a value, and a robust z-score of new values against that history.
 
-Of every finite value x, with the count n of values so far and the rate ``r = max(1/n, 1/window)``:
+For every finite value x, with the count n of values so far and the rate ``r = max(1/n, 1/window)``:
 
-    s = max(1.2533 d, floor)           a standard deviation, by the mean absolute deviation of a normal law
+    s = max(1.2533 d, floor)           the standard deviation, from d as for a normal distribution
     z = (x - m) / s                    the score, against the history before x
-    e = clip(x - m, -4 s, 4 s)         an outlier counts as no more than that
+    e = clip(x - m, -4 s, 4 s)         the difference, clipped for outliers
     m <- m + r e                       the mean
     d <- d + r (|e| - d)               the mean absolute deviation
 
-At first all values count alike, then they fade over ``window`` steps. The clip, as in ZClip (Kumar et al.
-2025, arXiv:2504.02507), keeps a spike from hiding the next one, and a new level is learned all the same, in
-some tens of steps. It is no median over a window, which would read the whole window in every step.
+At first all values have equal weight; then they fade over ``window`` steps. The clip, as in ZClip (Kumar et
+al. 2025, arXiv:2504.02507), keeps a spike from hiding the next one, and a new level is still learned within
+some tens of steps. A median over a window would have to read the whole window in every step.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 __all__ = ["FLOOR", "WARMUP", "WINDOW", "History", "NormHistory", "Norms", "Score"]
 
-# of what a run does first, nothing is said: norms fall by a factor of 10 to 100 there
+# no scores at the start of a run, where norms fall by a factor of 10 to 100
 WARMUP = 20
-# OLMo-core's SkipStepOptimizer looks back as far
+# as in OLMo-core's SkipStepOptimizer
 WINDOW = 128
-# of logarithms: a norm that is nearly constant is taken to vary by a fifth
+# for logarithms: a nearly constant norm is assumed to vary by a fifth
 FLOOR = 0.2
 
-# sqrt(pi / 2): the standard deviation of a normal law by its mean absolute deviation
+# sqrt(pi / 2): the standard deviation of a normal distribution by its mean absolute deviation
 _NORMAL = 1.2533
 _CLIP = 4.0
-# the columns that count what is not finite
+# the columns that count non-finite elements
 _COUNTS = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_neginf"] + 1)
 
 
 class Score(NamedTuple):
-    """Of each value: z, 0 in its warm-up and where it is not finite; what it usually is; its deviation."""
+    """For each value: z (0 in the warm-up and if it is not finite), the usual value, and its deviation."""
 
     z: Tensor
     usual: Tensor
@@ -53,12 +53,12 @@ class Score(NamedTuple):
 
 
 class History:
-    """The history of ``(N,)`` values, each with a count, a mean and a mean absolute deviation of its own.
+    """The history of ``(N,)`` values, each with its own count, mean and mean absolute deviation.
 
     Args:
-        warmup: values before the first score; 2 or more.
-        window: values over which the past fades.
-        floor: the least deviation, in units of the values.
+        warmup: number of values before the first score; 2 or more.
+        window: number of values over which the past fades.
+        floor: the minimum deviation, in units of the values.
 
     >>> history = History(warmup=3)
     >>> history.restart(1)
@@ -76,11 +76,11 @@ class History:
         self.restart(0)
 
     def restart(self, size: int) -> None:
-        """Forget all, and expect so many values."""
+        """Forget the history; from now on, expect ``size`` values per step."""
         self.count, self.mean, self.deviation = torch.zeros(3, size, dtype=torch.float64).unbind()
 
     def score(self, x: Tensor, floor: float | None = None) -> Score:
-        """Return how far the values ``(N,) float64`` are from their past, and add them to it."""
+        """Score the values ``(N,) float64`` against their past, then add them to it."""
         known = x.isfinite()
         d = torch.where(known, x - self.mean, 0.0)
         s = (self.deviation * _NORMAL).clamp_(min=self.floor if floor is None else floor)
@@ -88,7 +88,7 @@ class History:
         z = (d / s).mul_(ready)
         score = Score(z, self.mean, s)
         e = torch.where(ready, z.clamp(-_CLIP, _CLIP).mul_(s), d)
-        # a first value is the mean, and deviates from nothing
+        # The first value initializes the mean; its deviation is 0.
         begun = self.count > 0
         self.count = self.count + known
         rate = known / self.count.clamp(1.0, self.window)
@@ -97,7 +97,7 @@ class History:
         return score
 
     def score_one(self, x: float, floor: float | None = None) -> tuple[float, float, float]:
-        """Return what `score` does, of a history of one finite value, as floats: several times as quick."""
+        """Return `score` for a history of one value, which is finite, as floats; several times as fast."""
         count, mean, deviation = self.count.item(), self.mean.item(), self.deviation.item()
         s = max(deviation * _NORMAL, self.floor if floor is None else floor)
         ready = count >= self.warmup
@@ -106,7 +106,7 @@ class History:
         rate = 1.0 / min(count + 1.0, self.window)
         self.count.fill_(count + 1.0)
         self.mean.fill_(mean + rate * e)
-        # as above
+        # the first value has deviation 0, as in `score`
         self.deviation.fill_(deviation + rate * (abs(e) - deviation) if count else 0.0)
         return z, mean, s
 
@@ -115,15 +115,15 @@ class History:
         return {"count": self.count, "mean": self.mean, "deviation": self.deviation}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a history."""
+        """Restore a history."""
         self.count, self.mean, self.deviation = state["count"], state["mean"], state["deviation"]
 
 
 class Norms(NamedTuple):
-    """The gradient norms of one step, and how far they are from their past.
+    """The gradient norms of one step, and their scores against the past.
 
     ``(N,)`` each: ``norm``, its logarithm ``x``, ``known`` where that is finite, ``flags``, ``score``.
-    One value each: ``total``, of all together, NaN or infinite as soon as one is, and its score.
+    One value each: ``total``, the norm of all together, which is NaN or infinite if any is, and its score.
     """
 
     norm: Tensor
@@ -136,9 +136,9 @@ class Norms(NamedTuple):
 
 
 class NormHistory:
-    """The history of all gradient norms, by their logarithms, and of the total norm.
+    """The history of the logarithms of all gradient norms and of the total norm.
 
-    Rules that share one read each step once: what it knows of a record it tells again.
+    Rules that share a history read each step once: the norms of the last record are kept.
 
     Args:
         warmup, window: as for `History`, in recorded steps.
@@ -152,16 +152,16 @@ class NormHistory:
 
     @property
     def settled(self) -> Tensor:
-        """Which norms have a history that is longer than its warm-up, ``(N,) bool``."""
+        """Which norms have a history longer than the warm-up, ``(N,) bool``."""
         return self.history.count[:-1] > self.history.warmup
 
     @property
     def level(self) -> Tensor:
-        """The usual logarithm of each norm, this step's included, ``(N,)``."""
+        """The usual logarithm of each norm, including this step, ``(N,)``."""
         return self.history.mean[:-1]
 
     def of(self, record: StepRecord) -> Norms:
-        """Return this step's norms, and add them to the past the first time."""
+        """Return this step's norms; the first call for a step adds them to the history."""
         if self._last is not None and self._last[0] is record:
             return self._last[1]
         if record.roster is not self._roster:
@@ -169,7 +169,7 @@ class NormHistory:
             if self.names != list(record.roster.names):
                 self.names = list(record.roster.names)
                 self.history.restart(len(self.names) + 1)
-        # nearly every step is finite: its norms are the roots alone
+        # nearly every step is finite, and its norms are then the roots alone
         norm = (
             record.value("norm")
             if float(record.columns()[:, _COUNTS].sum())
@@ -192,11 +192,11 @@ class NormHistory:
         return norms
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history and the names that it is about."""
+        """Return the history and the names of its parameters."""
         return self.history.state_dict() | {"names": self.names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a history."""
+        """Restore a history."""
         self.names = list(state["names"])
         self._roster = None
         self.history.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Layers that do not learn, or not at the pace of the others."""
+"""Layers that do not learn, or do not learn at the pace of the others."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ REBALANCE: Final = (
 
 
 class Dead(LastingRule):
-    """A gradient with the threshold's share of zeros (all of them, by default) for a while.
+    """A gradient with at least the threshold's share of zeros (all of them, by default) for a while.
 
-    An expert without tokens in some steps, or a branch that begins at 0, is not dead. Vectors are left
-    out: the gradient of a bias before a norm may be exactly 0 in health.
+    An expert without tokens in some steps, or a branch that starts at 0, does not count as dead. Vectors are
+    left out: the gradient of a bias before a norm may be exactly 0 in a healthy model.
 
     Args:
-        patience: recorded steps in a row.
-        min_dims: of the tensors that are looked at.
-        most: tensors named in a step.
+        patience: number of recorded steps in a row.
+        min_dims: minimum number of dimensions of the tensors.
+        most: maximum number of tensors named in a step.
         severity: of a finding.
     """
 
@@ -60,7 +60,7 @@ class Dead(LastingRule):
         super().__init__(severity, most, patience, min_dims)
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
-        """Count the steps of each."""
+        """Return findings about gradients that have been dead for ``patience`` steps."""
         dead = (record.flags() & Flag.DEAD > 0) & self.wide
         lasting = self.lasting(dead, record.measured(), record.step)
         if lasting is None:
@@ -76,17 +76,17 @@ class Dead(LastingRule):
 
 
 class LayerImbalance(TensorRule):
-    """The same tensor in different layers, with gradients that differ by a large factor.
+    """Corresponding tensors of different layers, whose gradients differ by a large factor.
 
-    Compared are tensors of two dimensions or more whose names differ in numbers alone, such as
-    ``blocks.0.up.weight`` and ``blocks.7.up.weight``, by the smoothed logarithm of their rms. Of
-    each such family one is named: that end of it which is further from the median.
+    The rule compares tensors of at least two dimensions whose names differ only in numbers, such as
+    ``blocks.0.up.weight`` and ``blocks.7.up.weight``, by the smoothed logarithm of their rms. It names
+    one tensor of each such family: the smallest or largest, whichever is further from the median.
 
     Args:
-        limit: the largest rms of a family by the smallest. Query and key weights of a healthy transformer
-            differ by up to 600 in a slow warm-up.
+        limit: of the ratio of the largest to the smallest rms of a family. Query and key weights of a
+            healthy transformer differ by up to 600 in a slow warm-up.
         norms: the history, which several rules may share.
-        most: families in a step.
+        most: maximum number of families named in a step.
         severity: of a finding.
     """
 
@@ -113,7 +113,7 @@ class LayerImbalance(TensorRule):
         self.families: list[str] = []
 
     def prepare(self, roster: Roster) -> None:
-        """Find the families; what has none is in the last place."""
+        """Find the families; tensors without a family get the last index."""
         patterns = [
             re.sub(r"\d+", "#", name) if len(shape) >= 2 else None
             for name, shape in zip(roster.names, roster.shapes, strict=True)
@@ -131,7 +131,7 @@ class LayerImbalance(TensorRule):
         known = self.norms.of(record).known & self.norms.settled & self.related
         level = self.norms.level - self.half_log_numel
         low, high = torch.where(known, level, math.inf).amin(), torch.where(known, level, -math.inf).amax()
-        # if all of them together are close, so is each family
+        # if all of them together are within the limit, so is each family
         if not high - low > math.log(self.limit):
             return []
         spread = self._spread(torch.where(known, torch.stack([level, -level]), -math.inf))
@@ -160,6 +160,6 @@ class LayerImbalance(TensorRule):
         return self.findings(record, "grads", found, badness, describe)
 
     def _spread(self, signed: Tensor) -> Tensor:
-        """Return the largest less the least of each family: of ``(2, N)`` values and their negatives."""
+        """Return the range of each family; ``signed`` has the values and their negatives, ``(2, N)``."""
         ends = torch.full((2, len(self.families) + 1), -math.inf, dtype=torch.float64)
         return ends.scatter_reduce(1, self.family.expand(2, -1), signed, "amax").sum(dim=0)[:-1]

@@ -1,4 +1,4 @@
-"""The ledger: joins sightings of the same thing into findings."""
+"""The ledger: joins sightings of the same condition into findings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """Keeps findings: a sighting within ``gap`` steps of the last one of its kind prolongs that finding.
+    """Collects findings; a sighting within ``gap`` steps of a finding with the same key extends that finding.
 
     Attributes:
         findings: all of them, in the order in which they began.
@@ -29,7 +29,7 @@ class Ledger:
         self._open: dict[tuple[str, str | None, str | None], int] = {}
 
     def add(self, sightings: Iterable[Finding]) -> list[Finding]:
-        """Take what rules saw in one step; return the findings that are new or have changed."""
+        """Add the sightings of one step; return the findings that are new or have changed."""
         changed: dict[int, Finding] = {}
         for seen in sightings:
             place = self._open.get(seen.key)
@@ -42,11 +42,11 @@ class Ledger:
         return list(changed.values())
 
     def span(self, every: int) -> None:
-        """Let the gap hold two recorded steps at least, where one in ``every`` is recorded."""
+        """Widen the gap to at least two recorded steps, if one in ``every`` is recorded."""
         self.gap = max(self._least, 2 * every)
 
     def load(self, findings: Iterable[Finding]) -> None:
-        """Go on from findings of before; the last of a kind may be prolonged."""
+        """Continue from earlier findings; the last one of each key may be extended."""
         self.findings[:] = findings
         self._open = {found.key: place for place, found in enumerate(self.findings)}
 

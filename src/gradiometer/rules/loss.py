@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LossSpike"]
 
-# the least deviation, as a share of the usual loss, and of the highest that was usual
+# the minimum deviation, as a share of the usual loss, and of the highest usual loss
 OF_USUAL: Final = 0.02
 OF_HIGHEST: Final = 0.01
-# a usual loss below this share of the highest has converged; what stays below the second is then a hard batch
+# a usual loss below CONVERGED of the highest has converged; a spike below HARD_BATCH of it is a hard batch
 CONVERGED: Final = 0.05
 HARD_BATCH: Final = 0.25
 
@@ -30,12 +30,12 @@ ADVICE: Final = (
 
 
 class LossSpike(BaseRule):
-    """The loss far above its own history. Every step with a loss counts, recorded or not.
+    """A loss far above its own history. Every step with a loss counts, recorded or not.
 
-    Once the usual loss is below 5 % of the highest that was usual, a spike to less than 25 % of that is info.
+    Once the usual loss is below 5 % of its highest value, a spike below 25 % of that value has severity info.
 
     Args:
-        deviations: robust deviations above the usual, of the loss itself; as for `NormSpike`.
+        deviations: limit in robust deviations of the loss itself above the usual; as for `NormSpike`.
         warmup, window: of the `History`, in steps.
         severity: of a finding.
     """
@@ -58,14 +58,14 @@ class LossSpike(BaseRule):
         self.highest = 0.0
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
-        """Compare this step's loss."""
+        """Compare this step's loss with the history."""
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return []
         usual = float(self.losses.mean)
         if float(self.losses.count) >= self.losses.warmup:
             self.highest = max(self.highest, abs(usual))
-        # a loss that is constant has no deviation, and may be 0
+        # a constant loss has no deviation, and may be 0
         floor = max(OF_USUAL * abs(usual), OF_HIGHEST * self.highest, 1e-12)
         z, usual, deviation = self.losses.score_one(loss, floor)
         if z <= self.deviations:

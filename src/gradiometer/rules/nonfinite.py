@@ -34,14 +34,14 @@ ADVICE: Final = {
 
 
 class NonFinite(BaseRule):
-    """A NaN or Inf in a loss, gradient, weight or update; of many tensors the first one is named.
+    """A NaN or Inf in a loss, gradient, weight or update; names the first of several tensors.
 
-    While it lasts, step after step, it stays one finding. A step that ``skip_step`` said to skip has the
-    severity ``skipped``, until there are ``patience`` of them in a row: those no loss scale explains.
+    As long as it lasts, step after step, it is one finding. A step that was skipped has the severity
+    ``skipped``, until there are ``patience`` non-finite steps in a row, which no loss scale explains.
 
     Args:
         skipped: severity of a step that is skipped. With loss scaling, ``Severity.INFO`` is right.
-        patience: steps in a row.
+        patience: number of steps in a row.
         severity: of a step that is not skipped, and of a weight that is not finite.
     """
 
@@ -61,8 +61,8 @@ class NonFinite(BaseRule):
         self.first: dict[str, object] | None = None
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
-        """Return one finding if anything of this step is not finite."""
-        # of all kinds in one sum: nearly every step has none
+        """Return one finding if any value of this step is not finite."""
+        # one sum over all kinds, since nearly every step is finite
         bad = record.values is not None and float(record.values[..., _COUNTS].sum()) > 0
         first = first_nonfinite(record) if bad else None
         loss_is_bad = record.loss is not None and not math.isfinite(record.loss)
@@ -75,12 +75,12 @@ class NonFinite(BaseRule):
         harmless = record.skipped and not lasts and not (first is not None and first.kind == "weights")
         severity = min(self.skipped, self.severity) if harmless else self.severity
         if self.first is not None:
-            # what follows has the same cause: it prolongs the first one
+            # later steps have the same cause: they extend the first finding
             found = Finding.from_dict(self.first)
             if severity > found.severity and lasts:
                 found = replace(found, message=f"{found.message}; {self.row} steps in a row are not finite")
         elif first is not None:
-            # behind the step's number, which a finding has itself
+            # without the step's number, which the finding has itself
             message = str(first_nonfinite_text(record)).partition(", ")[2]
             advice = ADVICE[first.kind]
             if loss_is_bad:

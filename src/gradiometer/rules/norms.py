@@ -1,4 +1,4 @@
-"""Norms that are too large or too small: of each gradient, and of all together."""
+"""Norms that are too large or too small: of each gradient, and of all gradients together."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Exploding", "NormSpike", "Vanishing"]
 
-# above a threshold in the first steps it is worth knowing; so many times above its own past it is a problem
+# above a threshold in the first steps, a norm is info; this many times above its own past, it is a problem
 RISING: Final = 10.0
-# a tensor below its threshold vanishes if all together have a norm so many times as large
+# a tensor below its threshold vanishes only if the total norm is this many times as large
 CONTRAST: Final = 1e4
 
 LOWER_LR: Final = (
@@ -40,15 +40,16 @@ VANISHES: Final = (
 class Exploding(TensorRule):
     """A gradient's norm above the threshold of its flag, or far above its own history.
 
-    Against its history the logarithm of the norm counts, and only a norm that is at least ``share`` of the
-    total: rounding errors, such as the gradient of a key bias, jump by powers of ten. Above the threshold
-    in a tensor's first recorded steps, the warm-up of its history, the severity is info, unless it is rising.
+    Against its history, the logarithm of the norm is compared, and only if the norm is at least ``share`` of
+    the total: rounding errors, such as the gradient of a key bias, jump by powers of ten. A norm above the
+    threshold in a tensor's first recorded steps (the warm-up of its history) has severity info, unless it
+    rises.
 
     Args:
-        deviations: robust deviations above the usual.
-        share: of the total norm.
+        deviations: limit in robust deviations above the usual norm.
+        share: minimum share of the total norm.
         norms: the history, which several rules may share.
-        most: tensors named in a step.
+        most: maximum number of tensors named in a step.
         severity: of a finding.
     """
 
@@ -69,16 +70,16 @@ class Exploding(TensorRule):
         self.norms = norms or NormHistory()
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
-        """Compare this step's norms."""
+        """Compare this step's norms with the threshold and the history."""
         norm, x, _, flags, (z, usual, deviation), *_ = self.norms.of(record)
         flagged = flags & Flag.EXPLODING > 0
         own = z > self.deviations
         if not (flagged | own).any():
             return []
         own &= norm >= self.share * record.total("finite_norm")
-        # what is not finite is not ours to say
+        # NonFinite reports non-finite norms
         flagged &= norm.isfinite()
-        # in the first step of all there is no past, and x is not above itself
+        # in the very first step there is no past: x is the level itself, so it has not risen
         risen = x > self.norms.level + math.log(RISING)
         major = own | (flagged & (self.norms.settled | risen))
         threshold = record.thresholds.exploding
@@ -104,17 +105,18 @@ class Exploding(TensorRule):
 class Vanishing(LastingRule):
     """A gradient's norm below the threshold of its flag, or far below its own history, for a while.
 
-    Below the threshold only where the total norm is more than 10,000 times as large: what is small everywhere
-    has converged, and has one finding of severity info. Against its history, what the others have fallen, by
-    their median, is taken off: a loss that comes to 0 takes all gradients with it. What is exactly 0 is
-    for `Dead`. Vectors are left out: biases before a norm, and of keys, have rounding errors for gradients.
+    The threshold applies only if the total norm is more than 10,000 times the gradient's. If all gradients
+    are small, training has converged, which is one finding of severity info. Against the history, the median
+    decline of all gradients is subtracted, since a loss that approaches 0 shrinks all of them. `Dead` reports
+    gradients of exactly 0. Vectors are left out: the gradients of biases before a norm, and of key biases,
+    are rounding errors.
 
     Args:
-        deviations: robust deviations below the usual.
-        patience: recorded steps in a row.
-        min_dims: of the tensors that are looked at.
+        deviations: limit in robust deviations below the usual norm.
+        patience: number of recorded steps in a row.
+        min_dims: minimum number of dimensions of the tensors.
         norms: the history, which several rules may share.
-        most: tensors named in a step.
+        most: maximum number of tensors named in a step.
         severity: of a finding about a tensor.
     """
 
@@ -137,12 +139,12 @@ class Vanishing(LastingRule):
         self.all_row = 0
 
     def restart(self, size: int) -> None:
-        """Begin the history of so many tensors."""
+        """Start a new history of ``size`` tensors."""
         super().restart(size)
         self.all_row = 0
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
-        """Compare this step's norms."""
+        """Compare this step's norms with the threshold and the history."""
         norm, x, known, flags, (z, usual, deviation), *_ = self.norms.of(record)
         flagged = (flags & Flag.VANISHING > 0) & self.wide
         own = (z < -self.deviations) & self.wide
@@ -188,11 +190,11 @@ class Vanishing(LastingRule):
 
 
 class NormSpike(BaseRule):
-    """The total gradient norm far above its own history.
+    """A total gradient norm far above its own history.
 
     Args:
-        deviations: robust deviations of its logarithm above the usual. OLMo-core skips a step from 6 standard
-            deviations on, and the spike score of OLMo 2 (arXiv:2501.00656, section 3.2) counts from 7.
+        deviations: limit in robust deviations of its logarithm above the usual. OLMo-core skips a step from 6
+            standard deviations on; the spike score of OLMo 2 (arXiv:2501.00656, section 3.2) counts from 7.
         norms: the history, which several rules may share.
         severity: of a finding.
     """
@@ -212,7 +214,7 @@ class NormSpike(BaseRule):
         self.norms = norms or NormHistory()
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
-        """Compare this step's total norm."""
+        """Compare this step's total norm with the history."""
         if not record.recorded:
             return []
         norms = self.norms.of(record)

@@ -15,21 +15,21 @@ __all__ = ["Rule"]
 
 @runtime_checkable
 class Rule(Protocol):
-    """Looks at one step after the other, in order, and says what it sees. Runs on a background thread.
+    """Checks one step after the other, in order, and reports findings. Runs on a background thread.
 
-    A sighting is a `Finding` of one step; a `Ledger` joins those that belong together.
+    Each check returns sightings, a `Finding` of one step each; a `Ledger` joins those that belong together.
     """
 
     name: str
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
-        """Return what is to be said of this step."""
+        """Return the findings of this step."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its history, as plain values and tensors."""
+        """Return the history as plain values and tensors."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a history."""
+        """Restore a history."""
         ...

@@ -1,4 +1,4 @@
-"""Ratios that should stay in a band: of updates to weights, and of two groups of gradients."""
+"""Ratios that should stay in a band: of updates to weights, and of two groups' gradients."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupRatio", "UpdateRatio"]
 
-# recorded steps before a ratio counts: weights that begin at 0 are still made of updates alone
+# recorded steps before a ratio counts: weights that start at 0 still consist of updates only
 SETTLE: Final = 20
-# and then before it is judged, and over which it is averaged
+# number of ratios before the first finding, and number of ratios in the average
 LEAST: Final = 10
 WINDOW: Final = 50
 
@@ -40,19 +40,20 @@ TOO_SLOW: Final = (
 
 
 class UpdateRatio(TensorRule):
-    """The norm of an update by the norm of its weight outside of a band, on average over some steps.
+    """A ratio of an update's norm to its weight's norm outside a band, on average over some steps.
 
-    Around 1e-3 is a rule of thumb (CS231n, "Ratio of weights:updates"; Karpathy's "Building makemore", part
-    3); the default band has two powers of ten on either side. Above it the severity is ``severity``, below it
-    info, since a schedule that ends at 0 leads there. Tensors of two dimensions or more count.
+    A ratio around 1e-3 is a rule of thumb (CS231n, "Ratio of weights:updates"; Karpathy's "Building
+    makemore", part 3); the default band extends two powers of ten to either side. A ratio above it has
+    ``severity``; one below it has info, since a schedule that ends at 0 leads there. Only tensors of at least
+    two dimensions count.
 
-    With weights and no updates recorded, the change of a weight's norm since the last recorded step, by the
-    number of steps, is a lower bound of the largest update between: it may be above the band, never below.
-    Without weights the rule has nothing to say.
+    If weights but no updates are recorded, the rule uses the change of a weight's norm since the last
+    recorded step, divided by the number of steps. It is a lower bound of the largest update in between, so
+    only a ratio above the band is reported. Without weights there are no findings.
 
     Args:
         low, high: the band.
-        most: tensors named in a step.
+        most: maximum number of tensors named in a step.
         severity: of an update above the band.
     """
 
@@ -76,7 +77,7 @@ class UpdateRatio(TensorRule):
         self.wide = torch.zeros(0, dtype=torch.bool)
 
     def restart(self, size: int) -> None:
-        """Begin the history of so many tensors."""
+        """Start a new history of ``size`` tensors."""
         self.ratios.restart(size)
         self.seen, self.before = torch.zeros(2, size, dtype=torch.float64).unbind()
         self.before_step = None
@@ -86,11 +87,11 @@ class UpdateRatio(TensorRule):
         self.wide = torch.tensor([len(shape) >= 2 for shape in roster.shapes], dtype=torch.bool)
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
-        """Average this step's ratios."""
+        """Add this step's ratios to the averages, and compare these with the band."""
         kinds = record.roster.kinds
         if "weights" not in kinds:
             return []
-        # squares of norms, without what is not finite: that is said by another rule
+        # squares of the norms of finite elements; NonFinite reports the others
         square = record.value("sumsq", "weights")
         exact = "updates" in kinds
         norm = derived.sqrt(square)
@@ -124,7 +125,7 @@ class UpdateRatio(TensorRule):
         self.before, self.before_step = norm.clone(), step
         if since is None or step <= since:
             return torch.full_like(norm, math.nan)
-        # a weight that was not measured before has norm 0 there
+        # the earlier norm of a weight that was not measured then is 0
         return torch.where(before > 0, ((norm - before) / (step - since)).square(), math.nan)
 
     def _band(self) -> str:
@@ -132,18 +133,18 @@ class UpdateRatio(TensorRule):
 
 
 class GroupRatio(TensorRule):
-    """The ratio of two groups' gradients, `gradiometer.group_ratio`, outside of bounds.
+    """A ratio of two groups' gradients, `gradiometer.group_ratio`, outside of bounds.
 
     Args:
         groups: name -> pattern, predicate, names or modules, as for `TensorStats.group`.
-        numerator, denominator: names of two of them.
-        low, high: the bounds. A step in which a group has no gradient, or one not finite, is left out.
-        patience: recorded steps in a row that are outside.
-        model: whose parameters the modules in ``groups`` are, if there are any.
+        numerator, denominator: names of two of the groups.
+        low, high: the bounds. A step is left out if a group has no gradient, or one that is not finite.
+        patience: number of recorded steps in a row outside of the bounds.
+        model: the model that the modules in ``groups`` belong to, if there are any.
         severity: of a finding.
 
     Raises:
-        ValueError: for bounds out of order, or at the first record if a group has no tensor.
+        ValueError: for bounds out of order; at the first record, for a group without tensors.
 
     >>> rule = GroupRatio({"head": r"^head", "encoder": r"^encoder"}, "head", "encoder", low=0.1, high=10.0)
     """
@@ -176,7 +177,7 @@ class GroupRatio(TensorRule):
         self._rows: dict[str, list[int]] = {}
 
     def restart(self, size: int) -> None:
-        """Begin anew."""
+        """Start a new history."""
         del size
         self.row = self.since = 0
 
@@ -189,7 +190,7 @@ class GroupRatio(TensorRule):
                 raise ValueError(msg)
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
-        """Compare this step's ratio."""
+        """Compare this step's ratio with the bounds."""
         columns = torch.stack([derived.merge_rows(record.columns()[rows]) for rows in self._rows.values()])
         stats = TensorStats(tuple(self._rows), columns, torch.zeros(2, dtype=torch.int32), record.thresholds)
         above, below = self._rows
@@ -206,7 +207,7 @@ class GroupRatio(TensorRule):
             return []
         side, limit = ("above", self.high) if ratio > self.high else ("below", self.low)
         message = f"gradients of {above!r} by those of {below!r}: {ratio:.3g}, {side} {limit:g}"
-        # a group is no tensor, but two such rules are to have findings of their own
+        # a group is not a tensor, but two such rules need separate findings
         tensor = record.roster.names[self._rows[above][0]]
         step = record.step
         return [

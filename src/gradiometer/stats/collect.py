@@ -1,4 +1,4 @@
-"""Collection: gradients, weights or any named tensors -> TensorStats, in one read."""
+"""Collection of gradients, weights or any named tensors into TensorStats, in one read."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ def collect_grads(
     skip_nonfinite: bool = False,
     reduce: bool | Ranks = False,
 ) -> TensorStats:
-    """Measure every gradient of a model in one read, on its device, without waiting for it.
+    """Measure every gradient of a model in one read on its device, without host synchronization.
 
     Works the same inside and outside ``torch.compile``: no graph break, no host sync.
 
     Args:
         model: a module, or parameters as a mapping, an iterable, or (name, parameter) pairs.
             Parameters without a gradient are left out; tied ones count once.
-        thresholds: where flags begin.
-        inv_scale: ``1 / scale`` of a GradScaler, one element: the statistics are those of the
-            unscaled gradients, which stay as they are. Positive and finite.
-            `gradiometer.inverse_scale` has it without a wait.
+        thresholds: limits of the flags.
+        inv_scale: ``1 / scale`` of a GradScaler, one element, positive and finite. The statistics are then
+            those of the unscaled gradients; the gradients themselves are not changed.
+            `gradiometer.inverse_scale` returns it without a wait.
         skip_nonfinite: whether a step with a non-finite gradient is skipped, as by a GradScaler.
-            Then such a gradient is flagged ``NAN`` or ``INF`` but not ``EXPLODING``, and
-            ``skipped`` of the stats and the report tells that the step is.
-        reduce: whether to merge with what the other ranks hold, as `TensorStats.reduce` does; or what the
-            ranks have agreed on, `gradiometer.Ranks`. All ranks have to come here then. Of a DTensor only
-            the local shard is read in either case.
+            Such a gradient is then flagged ``NAN`` or ``INF`` but not ``EXPLODING``, and
+            ``skipped`` of the stats and the report is true.
+        reduce: whether to merge with the statistics of the other ranks, as `TensorStats.reduce` does: a bool,
+            or a `gradiometer.Ranks`. If so, all ranks have to make this call. For a DTensor only the local
+            shard is read in either case.
 
     Returns:
-        TensorStats with a row per gradient, named like its parameter; T = 0 rows with no gradient.
+        TensorStats with a row per gradient, named like its parameter; no rows without gradients.
 
     Raises:
         TypeError: for a gradient that cannot be measured; the message names it.
-        RankError: with ``reduce``, where ranks differ or one does not answer.
+        RankError: with ``reduce``, if the ranks differ or one does not answer.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -71,11 +71,11 @@ def collect_weights(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     reduce: bool | Ranks = False,
 ) -> TensorStats:
-    """Measure every parameter of a model in one read, on its device, without waiting for it.
+    """Measure every parameter of a model in one read on its device, without host synchronization.
 
     Args:
         model: as for `collect_grads`.
-        thresholds: where flags begin.
+        thresholds: limits of the flags.
         reduce: as for `collect_grads`.
 
     Returns:
@@ -103,26 +103,26 @@ def collect(
     skip_nonfinite: bool = False,
     reduce: bool | Ranks = False,
 ) -> TensorStats:
-    """Measure any tensors in one read, on their device, without waiting for it.
+    """Measure any tensors in one read on their device, without host synchronization.
 
-    Tensors may differ in dtype, strides and device. Complex ones are measured as their real view
-    (two elements each), sparse COO ones with all their zeros. With several devices the result is
+    Tensors may differ in dtype, strides and device. Complex tensors are measured as their real view
+    (two elements each), sparse COO tensors with all their zeros. With several devices the result is
     on the first that is not the CPU.
 
     Args:
-        tensors: a mapping name -> tensor, (name, tensor) pairs, or tensors, named by position.
-        thresholds: where flags begin.
-        inv_scale: one element; the statistics are those of ``inv_scale * x``. Positive and finite.
+        tensors: a mapping name -> tensor, (name, tensor) pairs, or tensors, which are named by position.
+        thresholds: limits of the flags.
+        inv_scale: one element, positive and finite; the statistics are those of ``inv_scale * x``.
         skip_nonfinite: whether a step with a non-finite element is skipped; as for `collect_grads`.
-        reduce: as for `collect_grads`. A plain tensor counts as a copy that all ranks have; where each has
-            another one, make ``gm.Ranks(tensors, shards={".*": None})`` once and pass that.
+        reduce: as for `collect_grads`. A plain tensor counts as a copy that all ranks share. If each rank has
+            its own tensor, make ``gm.Ranks(tensors, shards={".*": None})`` once and pass that.
 
     Returns:
         TensorStats with a row per tensor.
 
     Raises:
         TypeError: for a tensor that cannot be measured; the message names it.
-        ValueError: for a name that stands twice.
+        ValueError: for a duplicate name.
 
     >>> import torch, gradiometer as gm
     >>> gm.collect({"a": torch.tensor([1e20]), "b": torch.zeros(3)}).norm
@@ -165,15 +165,15 @@ def grad_norm(
 ) -> float | None:
     """Return the L2 norm of all gradients of a model, computed in fp64, after one transfer.
 
-    NaN with any NaN, inf with any Inf, as torch would say it. The total norm of `collect_grads`, up to the
-    rounding of fp64: on the CPU nothing but squares is summed, over all gradients at once.
+    NaN with any NaN, inf with any Inf, as in torch. It equals the total norm of `collect_grads` up to fp64
+    rounding: on the CPU only the squares are summed, over all gradients at once.
 
     Args:
         model: as for `collect_grads`.
-        empty: what to return when there is no gradient; ``"raise"`` for a ValueError.
+        empty: value to return if there is no gradient; ``"raise"`` raises a ValueError.
         inv_scale: as for `collect_grads`.
-        reduce: as for `collect_grads`; None: where a parameter is a DTensor, so that the norm is that of
-            the model and not of a shard.
+        reduce: as for `collect_grads`. None merges if a parameter is a DTensor, so that the norm is the
+            model's and not a shard's.
 
     >>> import torch, gradiometer as gm
     >>> gm.grad_norm(torch.nn.Linear(2, 1))
@@ -188,7 +188,7 @@ def grad_norm(
             return norm
     _, stats = measure_grads(model, "grad_norm", inv_scale=inv_scale, reduce=reduce)
     if stats.origin is not None:
-        # rows that no rank has measured are in no report
+        # the report leaves out rows that no rank has measured
         report = stats.materialize()
         if report.measured:
             return report.total_norm
@@ -199,7 +199,7 @@ def grad_norm(
         raise ValueError(msg)
     if isinstance(empty, str):
         msg = f"grad_norm: empty must be a number, None or 'raise', got {empty!r}"
-        raise ValueError(msg)  # noqa: TRY004 what a misspelt word is
+        raise ValueError(msg)  # noqa: TRY004 a misspelt word is a wrong value
     return empty
 
 
@@ -208,20 +208,20 @@ def total_norm(
 ) -> Tensor:
     """Return the norm of all tensors together as a 0-d float64 tensor on their device; 0 with none.
 
-    `torch.nn.utils.get_total_norm` in fp64: no square or power of an fp32 or half number overflows. NaN
-    and Inf count as torch says: NaN makes the norm NaN, and Inf makes it inf, but to a negative order Inf
-    is nothing, and of order 0 both are elements other than 0.
+    Like `torch.nn.utils.get_total_norm`, but in fp64: no square or power of an fp32 or half number overflows.
+    NaN and Inf count as in torch: NaN makes the norm NaN, and Inf makes it inf. With a negative order Inf
+    adds nothing; with order 0 both count as nonzero elements.
 
     Args:
         tensors: as for `collect`.
-        norm_type: any order that `torch.linalg.vector_norm` takes: 2, 1, 0.5, ``"inf"``, -inf, a negative
-            number. Of order 0 it is the number of tensors that are not all zero, as torch's norm of norms
-            is. Orders other than 0, 2 and infinity read the tensors twice.
-        reduce: as for `grad_norm`. Orders other than 0, 2 and infinity take two more collectives, of one
+        norm_type: any order of `torch.linalg.vector_norm`: 2, 1, 0.5, ``"inf"``, -inf, a negative number.
+            With order 0 the result is the number of tensors that are not all zero, like torch's norm of
+            norms. Orders other than 0, 2 and infinity read the tensors twice.
+        reduce: as for `grad_norm`. Orders other than 0, 2 and infinity take two more collectives of one
             number.
 
     Raises:
-        ValueError: for a ``norm_type`` that is no order.
+        ValueError: if ``norm_type`` is not an order.
         TypeError, RankError: as for `collect`.
 
     >>> import torch, gradiometer as gm
@@ -250,6 +250,3 @@ def total_norm(
 
     stats = over_ranks(reduce, named, "total_norm", measured)
     return norms_of(stats.columns, order, finite, over).said
-
-
-# for what is built on a collection

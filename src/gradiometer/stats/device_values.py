@@ -1,4 +1,4 @@
-"""The values of `TensorStats`, each a tensor on the device of its columns."""
+"""The values of `TensorStats` as tensors on the device of its columns."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def _of_all(name: str, columns: Tensor, flags: Tensor) -> Tensor:
 
 
 class DeviceValues:
-    """Raw columns and derived values of T tensors by name, and those of all of them together."""
+    """Raw columns and derived values by name, of each of T tensors and of all tensors together."""
 
     columns: Tensor
     flags: Tensor
     origin: Tensor | None
 
-    # row by row: raw columns
+    # per row: raw columns
 
     numel = _Value(_of_rows)
     """Elements, ``(T,) float64``."""
@@ -89,7 +89,7 @@ class DeviceValues:
     abs_max = _Value(_of_rows)
     """Largest finite magnitude, 0 if there is none, ``(T,) float64``."""
 
-    # row by row: derived values
+    # per row: derived values
 
     n_inf = _Value(_of_rows)
     """Infinite elements of either sign, ``(T,) float64``."""
@@ -110,9 +110,9 @@ class DeviceValues:
     """Mean of the finite elements, ``(T,) float64``."""
 
     std = _Value(_of_rows)
-    """Standard deviation of the finite elements (of the population, no correction), ``(T,) float64``.
+    """Population standard deviation of the finite elements (no correction), ``(T,) float64``.
 
-    ``sqrt(sumsq/n - mean**2)``: it loses digits where the mean is much larger than the spread.
+    Computed as ``sqrt(sumsq/n - mean**2)``, which loses digits if the mean is much larger than the spread.
     """
 
     zero_fraction = _Value(_of_rows)
@@ -145,7 +145,7 @@ class DeviceValues:
     """``max_norm / max(min_norm, 1e-10)``; 0-d float64; 0 with none."""
 
     is_healthy = _Value(_of_all)
-    """No NaN or Inf, nothing exploding, norm ratio below 1000, less than half zeros; 0-d bool."""
+    """Whether all is finite, nothing explodes, norm ratio < 1000 and less than half is zero; 0-d bool."""
 
     @property
     def total(self) -> Tensor:
@@ -161,18 +161,18 @@ class DeviceValues:
     def found_inf(self) -> Tensor:
         """1.0 if any element is NaN or infinite, else 0.0; 0-d float32.
 
-        What GradScaler and fused optimizers take as ``found_inf``.
+        GradScaler and fused optimizers accept it as ``found_inf``.
         """
-        # NaN too: what ranks that did not reduce the same are left with
+        # true for NaN too: the columns are NaN if the ranks' reductions did not match
         found = derived.value(self.total, "n_nonfinite") != 0
         if self.origin is not None:
-            # in a copy that is not counted, too
+            # a replica that is not counted may have a NaN or Inf, too
             found = found | (self.origin >= 0).any()
         return found.to(torch.float32)
 
     @property
     def health(self) -> Tensor:
-        """From 1.0, nothing flagged, to 0.0; see `health_score`; 0-d float64."""
+        """Health from 0.0 to 1.0 (nothing flagged), see `health_score`; 0-d float64."""
         return self.health_score()
 
     def health_score(
@@ -183,7 +183,7 @@ class DeviceValues:
     ) -> Tensor:
         """Return ``clamp(1 - vanishing * n_vanishing / T - exploding * n_exploding / T, 0, 1)``, 0-d float64.
 
-        0.0 where the total norm is not finite; 1.0 with no tensors.
+        0.0 if the total norm is not finite; 1.0 without tensors.
 
         Args:
             vanishing: weight of the share of tensors flagged ``VANISHING``.
@@ -198,14 +198,15 @@ class DeviceValues:
     def is_healthy_within(
         self, *, norm_ratio: float = MAX_NORM_RATIO, zero_fraction: float = MAX_ZERO_FRACTION
     ) -> Tensor:
-        """Tell what `is_healthy` tells, with limits of your own; 0-d bool.
+        """Return `is_healthy` with the given limits; 0-d bool.
 
         Args:
-            norm_ratio: the largest norm is below so many times the smallest; ``math.inf`` for no limit.
-            zero_fraction: less than this share of all elements is 0; ``math.inf`` for no limit.
+            norm_ratio: the largest norm must be below ``norm_ratio`` times the smallest; ``math.inf`` for no
+                limit.
+            zero_fraction: the share of zeros must be below ``zero_fraction``; ``math.inf`` for no limit.
 
         Raises:
-            ValueError: for a limit that is negative, NaN or no number.
+            ValueError: for a limit that is negative, NaN or not a number.
 
         >>> import torch, gradiometer as gm
         >>> stats = gm.collect([torch.ones(1), torch.tensor([0.0, 0.0, 20.0])])

@@ -18,9 +18,10 @@ __all__ = ["EMA", "Smoothed"]
 
 
 class Smoothed(NamedTuple):
-    """What one update of an `EMA` gives; both ``shape`` float64, on its device, and snapshots.
+    """The result of one `EMA` update; both fields are float64 of ``shape``, on its device, and snapshots.
 
-    ``value``: the mean after the update. ``drift``: how far x was from the mean before it, relative to it.
+    ``value``: the mean after the update. ``drift``: the distance of x from the mean before
+    the update, relative to that mean.
     """
 
     value: Tensor
@@ -30,20 +31,20 @@ class Smoothed(NamedTuple):
 class EMA(Float64Module):
     """Exponential moving average of a device tensor, element by element, without waiting for the device.
 
-    With d = ``decay``, w₀ = 0, and x the values that are finite:
+    With d = ``decay``, w₀ = 0, and x the finite values:
 
         wₜ = d wₜ₋₁ + (1 - d)                         the weight of all values so far, 1 - dᵗ
         mₜ = mₜ₋₁ + (1 - d) / wₜ · (xₜ - mₜ₋₁)        their mean, ∑ (1 - d) dᵗ⁻ⁱ xᵢ / wₜ
         driftₜ = |xₜ - mₜ₋₁| / (|mₜ₋₁| + eps)         against the mean before xₜ
 
-    which is Adam's average with its bias correction (Kingma & Ba 2015, section 3), updated in the
-    corrected mean itself: a constant gives that constant from the first step on, exactly.
+    This is Adam's average with its bias correction (Kingma & Ba 2015, section 3). The update acts on the
+    corrected mean itself, so a constant input gives exactly that constant from the first step on.
 
-    An element that is NaN or infinite leaves its mean and weight as they are, and that step's drift
-    is NaN or inf; the next finite value goes on from before it. The first finite value has drift 0.
-    So ``drift <= 5`` says "as usual", also on the first step, and never for what is not finite.
+    A NaN or infinite element does not change its mean and weight; the drift of that step is NaN or inf.
+    The next finite value continues from the previous state. The first finite value has drift 0.
+    So ``drift <= 5`` means "as usual", also on the first step, and is never true for a non-finite value.
 
-    With ``bias_correction=False`` it is the classical average that starts at 0, as Adam's moments are before
+    With ``bias_correction=False`` it is the classical average that starts at 0, like Adam's moments before
     their correction:
 
         m₀ = 0,  mₜ = d mₜ₋₁ + (1 - d) xₜ
@@ -52,25 +53,25 @@ class EMA(Float64Module):
     wₜ. Drift is measured against the same mₜ₋₁, so it is large there: ``|x₁| / eps`` at the first value. The
     state has the same form, so a ``state_dict`` of one kind loads into the other.
 
-    A module with one buffer: in a ``state_dict`` with its owner, moved by ``.to(device)``, of fixed
-    address under CUDA graphs. ``.half()`` and other casts of its owner leave it in float64. In a
-    compiled step it is updated inside the graph; in eager mode an update is some twenty small operations.
-    Nothing is differentiable.
+    The module has one buffer, which is part of its owner's ``state_dict``, moves with ``.to(device)`` and
+    keeps its address under CUDA graphs. ``.half()`` and other casts of the owner leave it in float64. A
+    compiled step updates it inside the graph; in eager mode an update takes about twenty small operations.
+    The results are not differentiable.
 
     Args:
-        shape: of the values that it takes; ``()`` for a total norm, ``(T,)`` for one each.
-        decay: from 0, the last value alone, to below 1; values older than ``1 / (1 - decay)`` steps fade.
-        eps: on the scale of x, positive: the drift of means far below it is measured against it.
-        bias_correction: whether the values are those with Adam's correction.
-        device: where it is; that of the values that it takes.
+        shape: of the values; ``()`` for a total norm, ``(T,)`` for one value per tensor.
+        decay: from 0 (only the last value counts) to below 1; values fade after ``1 / (1 - decay)`` steps.
+        eps: positive, on the scale of x; it dominates the denominator of the drift for far smaller means.
+        bias_correction: whether to apply Adam's bias correction.
+        device: of the state and the values.
 
     Attributes:
-        state: ``(3, *shape)`` float64, the buffer: mₜ with correction, 0 without history; wₜ; and t, the
+        state: ``(3, *shape)`` float64, the buffer: the corrected mₜ (0 without history), wₜ, and t, the
             count of `steps`.
 
     Raises:
         ValueError: for a decay or eps out of range.
-        TypeError: for a ``bias_correction`` that is no bool.
+        TypeError: if ``bias_correction`` is not a bool.
 
     >>> import torch, gradiometer as gm
     >>> ema = gm.EMA(decay=0.9)
@@ -111,24 +112,24 @@ class EMA(Float64Module):
         if not isinstance(size, (tuple, list)) or not all(isinstance(n, int) and n >= 0 for n in size):
             msg = f"EMA({shape!r}): the shape must be whole numbers, () for one value; decay goes by name"
             raise ValueError(msg)
-        # never 0-d: what a compiled graph of torch 2.11 or 2.13 puts into a 0-d float64 on the CPU is lost
+        # never 0-d: compiled graphs of torch 2.11 and 2.13 lose writes into a 0-d float64 tensor on the CPU
         self.register_buffer("state", torch.zeros((3, *size), dtype=torch.float64, device=device))
 
     def forward(self, x: Tensor) -> Smoothed:
-        """Take the next value and return the mean after it, and its drift from the mean before.
+        """Add the next value; return the mean after it and its drift from the mean before it.
 
         Args:
             x: ``shape``, of a floating-point dtype, on the device of the EMA: ``stats.total_norm``,
                 ``stats.norm``, a ratio of groups.
 
         Raises:
-            TypeError: for what is no floating-point tensor.
-            ValueError: for another shape or device.
+            TypeError: if ``x`` is not a floating-point tensor.
+            ValueError: if ``x`` has another shape or device.
         """
         self._check(x)
         x = x.detach().to(torch.float64)
         mean, weight, steps = self.state.unbind()
-        # without history as if x had been there before: no change
+        # without history, x is its own mean before, so there is no change
         before = torch.where(weight > 0, mean, x)
         change = x - before
         reference = before if self.bias_correction else mean * weight
@@ -137,29 +138,29 @@ class EMA(Float64Module):
         faded = self.decay * weight
         weight = faded + (1 - self.decay)
         rest = faded / weight
-        # from x backwards: exact where nothing changes, and where x is all that counts
+        # computed from x backwards: exact where nothing changes, and where x has all the weight
         mean = x - rest * change
-        # of the change, not of x, so that no difference of two finite numbers makes the mean infinite
+        # test the change, not x: the difference of finite numbers may be infinite and make the mean infinite
         after = torch.stack([mean, weight, steps + 1])
         self.state.copy_(torch.where(change.isfinite(), after, self.state))
         return Smoothed(self.value, drift)
 
     @property
     def value(self) -> Tensor:
-        """The mean of the finite values so far, ``shape`` float64; NaN where there was none.
+        """The mean of the finite values so far, ``shape`` float64.
 
-        Without bias correction 0 where there was none.
+        Without any it is NaN, or 0 without bias correction.
         """
         mean, weight, _ = self.state.unbind()
         return torch.where(weight > 0, mean, torch.nan) if self.bias_correction else mean * weight
 
     @property
     def steps(self) -> Tensor:
-        """How many values were finite, ``shape`` float64."""
+        """The number of finite values, ``shape`` float64."""
         return self.state[2].clone()
 
     def reset_(self) -> Self:
-        """Forget all values, in place: the buffer keeps its address."""
+        """Forget all values in place; the buffer keeps its address."""
         self.state.zero_()
         return self
 

@@ -15,11 +15,11 @@ __all__ = ["Float64Module"]
 
 
 class Float64Module(nn.Module):
-    """A module of buffers that casts of its owner, which are meant for weights, leave in float64."""
+    """A module whose buffers stay in float64 when its owner is cast, since casts are meant for weights."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        # with assign=True they are the checkpoint's own tensors, cast as those may have been
+        # with assign=True the buffers are the checkpoint's own tensors, which may have been cast
         for name, buffer in self.named_buffers(recurse=False):
             if buffer.dtype != torch.float64:
                 setattr(self, name, buffer.to(torch.float64))

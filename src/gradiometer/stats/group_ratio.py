@@ -1,4 +1,4 @@
-"""The ratio of two groups' gradients, normalized by their numbers of parameters."""
+"""The ratio of two groups' gradient norms, normalized by their numbers of parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["group_ratio"]
 
-# names in an error message
+# maximum number of names in an error message
 _NAMES: Final = 10
 
 
@@ -47,28 +47,28 @@ def group_ratio(
 ) -> Tensor:
     """Return ``(norm_a / sqrt(n_a)) / (norm_b / sqrt(n_b))`` of two groups, on their device.
 
-    Of finite norms it is always finite: 0 where a group has no elements or a norm below ``floor``.
-    NaN and Inf are carried, by the rules of division.
+    The ratio of finite norms is always finite: it is 0 if a group has no elements or a norm below ``floor``.
+    NaN and Inf propagate as in division.
 
-    ``group_ratio(grouped, "a", "b")`` takes groups by name, ``group_ratio(norm_a, norm_b, n_a=..., n_b=...)``
-    norms and numbers of elements from anywhere: numbers, or tensors of shapes that broadcast.
+    ``group_ratio(grouped, "a", "b")`` takes groups by name. ``group_ratio(norm_a, norm_b, n_a=..., n_b=...)``
+    takes norms and numbers of elements from anywhere: numbers, or tensors whose shapes broadcast.
 
     Args:
         grouped: stats with a row per group, as `TensorStats.group` returns them; or the norm of a.
-        numerator: the name of a group, or several: an encoder and its layers in one call; or the norm of b.
-        denominator: the name of a group; not for norms.
-        n_a: the number of elements of a, for norms alone.
-        n_b: the number of elements of b, for norms alone.
-        floor: a norm below it counts as nothing.
+        numerator: the name of a group, or several names for several ratios in one call; or the norm of b.
+        denominator: the name of a group; not used with norms.
+        n_a: the number of elements of a; only with norms.
+        n_b: the number of elements of b; only with norms.
+        floor: a norm below it counts as 0.
 
     Returns:
-        0-d float64, ``(K,)`` for K names, or what the tensors' shapes broadcast to. Of numbers alone it is
-        on the CPU, else on the first tensor's device that is not.
+        0-d float64, ``(K,)`` for K names, or the shape that the tensors broadcast to. It is on the first
+        tensor's device that is not the CPU, else on the CPU.
 
     Raises:
-        KeyError: for a name that is no group's.
-        ValueError: for a floor, a norm or a number of elements that is negative; for NaN but as a norm.
-        TypeError: for what are no stats, or no numbers; for norms without ``n_a`` and ``n_b``.
+        KeyError: if no group has the name.
+        ValueError: for a negative floor, norm or number of elements; for NaN, except as a norm.
+        TypeError: for arguments that are neither stats nor numbers; for norms without ``n_a`` and ``n_b``.
 
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect({"encoder.w": torch.ones(9), "head.w": torch.full((4,), 0.5)})
@@ -77,7 +77,7 @@ def group_ratio(
     >>> gm.group_ratio(1.0, 3.0, n_a=4, n_b=9)
     tensor(0.5000, dtype=torch.float64)
     """
-    # true for NaN too, without math.isnan, which no Dynamo asks of a number that changes
+    # true for NaN too; Dynamo cannot trace math.isnan of a number that changes
     if not isinstance(floor, (int, float)) or not floor >= 0:
         msg = f"group_ratio: floor must be a number that is not negative, got {floor}"
         raise ValueError(msg)
@@ -132,7 +132,7 @@ def _as_tensor(name: str, x: Any, home: torch.device) -> Tensor:
     if x < 0 or (x != x and name in {"n_a", "n_b"}):  # noqa: PLR0124
         msg = f"group_ratio: {name} must be a number that is not negative, got {x}"
         raise ValueError(msg)
-    # by a product, so that in a compiled step another number is no other graph
+    # a product, so that a new number does not recompile a compiled step
     return torch.ones((), dtype=torch.float64, device=home) * float(x)
 
 

@@ -1,4 +1,4 @@
-"""Which rows belong together: groups by pattern, predicate, names or modules, and the tree of modules."""
+"""Grouping of rows by pattern, predicate, names or modules, and along the tree of modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupRule", "by_module", "members", "module_of", "pairs_of"]
 
-# a regular expression that is searched in the name, a predicate of the name, exact names, or modules
+# a regular expression searched in the name, a predicate of the name, exact names, or modules
 GroupRule = (
     str | re.Pattern[str] | Callable[[str], bool] | Collection[str] | nn.Module | Collection[nn.Module]
 )
@@ -22,7 +22,7 @@ GroupRule = (
 def pairs_of(
     rules: Mapping[str, GroupRule] | Iterable[tuple[str, GroupRule]],
 ) -> list[tuple[str, GroupRule]]:
-    """Return the groups' names and rules; refuse what is none."""
+    """Check the rules of groups and return them as (name, rule) pairs."""
     if isinstance(rules, (str, nn.Module)) or not isinstance(rules, Iterable):
         msg = f"group: rules must be a mapping of group name -> pattern, predicate, names; got {rules!r}"
         raise TypeError(msg)
@@ -35,8 +35,8 @@ def pairs_of(
 
 
 def members(names: tuple[str, ...], group: str, rule: GroupRule, model: Named | None) -> list[int]:
-    """Return the indices of the rows that belong to a group, in order. ``model``: its named parameters."""
-    # before what is callable: a module is too
+    """Return the indices of the rows in a group, in order; ``model`` holds the model's named parameters."""
+    # before callables, since a module is callable
     modules = _modules(rule)
     if modules:
         chosen = _names_within(modules, names, group, model)
@@ -69,7 +69,7 @@ def by_module(names: tuple[str, ...], depth: int | None) -> dict[str, list[int]]
 
 
 def module_of(name: str, depth: int | None) -> str:
-    """Return the module that a tensor belongs to, at most ``depth`` steps down; ``""`` is the root.
+    """Return the module that a tensor belongs to, at most ``depth`` levels down; ``""`` is the root.
 
     >>> [module_of("blocks.0.mlp.weight", depth) for depth in (0, 1, 2, None)]
     ['', 'blocks', 'blocks.0', 'blocks.0.mlp']
@@ -94,7 +94,7 @@ def _names_within(
             f"group: the rule of {group!r} is a module; say of which model it is part: group(…, model=model)"
         )
         raise TypeError(msg)
-    # by the parameters themselves: a tied one has its name from wherever it stands first
+    # compare parameters, not names: a tied parameter is named after its first occurrence
     inside = {parameter for module in modules for parameter in module.parameters()}
     if names and model.names and not any([name in names for name in model.names]):
         msg = (
@@ -123,7 +123,7 @@ def _rows_by_module(names: tuple[str, ...], depth: int | None) -> tuple[tuple[st
     return tuple([(module, tuple(rows)) for module, rows in found.items()])
 
 
-# what torch.compiler.assume_constant_result does, which would import Dynamo with this package: names and
-# patterns are constants of a graph, and not every Dynamo can trace the module re
+# The mark that torch.compiler.assume_constant_result sets; calling it would import Dynamo with this package.
+# Names and patterns are constants of a graph, and not every version of Dynamo can trace the re module.
 _found._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001
 _rows_by_module._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001

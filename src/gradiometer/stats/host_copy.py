@@ -1,4 +1,4 @@
-"""Tensors on their way to the host: one copy, however many there are."""
+"""Copies of tensors to the host, in one transfer for any number of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """A copy to the host that is under way.
+    """A copy to the host that is in progress.
 
     >>> import torch, gradiometer as gm
     >>> pending = gm.collect({"w": torch.ones(4)}).materialize_async()
@@ -28,7 +28,7 @@ class Pending(Generic[T]):
     """
 
     def __init__(self, tensors: Sequence[Tensor], build: Callable[[list[Tensor]], T]) -> None:
-        """Start to copy strided tensors; ``build`` makes the result of the copies."""
+        """Start copying strided tensors; ``build`` makes the result from the copies."""
         self._build: Callable[[list[Tensor]], T] | None = build
         self._result: T
         self._event: torch.Event | None = None
@@ -40,12 +40,13 @@ class Pending(Generic[T]):
             self._host.copy_(flat, non_blocking=True)
             self._event = torch.Event(flat.device)
             self._event.record(torch.accelerator.current_stream(flat.device))
-            # Made on this stream: what its memory becomes next comes after the copy. What it was made from
-            # may be another stream's, and is kept alive by `build` until the copy has arrived.
+            # It was allocated on this stream, so its memory is reused only after the copy. The tensors that
+            # it was made from may belong to another stream; `build` keeps them alive until the copy has
+            # finished.
             self._parcel.flat = None
 
     def __repr__(self) -> str:
-        """Return one line. Never waits."""
+        """Return a one-line summary. Never waits."""
         return f"<Pending: {'ready' if self.ready() else 'on its way'}>"
 
     def ready(self) -> bool:
@@ -53,8 +54,8 @@ class Pending(Generic[T]):
         return self._event is None or self._event.query()
 
     def result(self) -> T:
-        """Return the result, after waiting for this copy, and nothing else, if it must."""
-        # in this order, and written in the other one below: another thread may have been here meanwhile
+        """Return the result; if needed, wait for this copy and nothing else."""
+        # read in this order and written below in reverse: another thread may call this at the same time
         host, build = self._host, self._build
         if build is not None:
             if self._event is not None:
@@ -76,7 +77,7 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 class _Parcel:
-    """Snapshots of tensors: of those on the host at once, of the others as one flat tensor on a device."""
+    """Snapshots of tensors: a copy of each one on the host, and one flat device tensor for all others."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
@@ -91,19 +92,19 @@ class _Parcel:
                 msg = "a copy to the host cannot be part of a CUDA graph: materialize after the capture"
                 raise RuntimeError(msg)
             parts = [x.to(home, non_blocking=True).reshape(-1) for x in away]
-            # bytes of several dtypes side by side: nothing is converted
+            # bytes of several dtypes side by side, without conversion
             parts = parts if self._same else [x.view(torch.uint8) for x in parts]
             self.flat = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def unpack(self, host: Tensor | None) -> list[Tensor]:
-        """Return the tensors; ``host``: the flat tensor, where there is one, copied to the host."""
+        """Return the tensors; ``host`` is the host copy of the flat tensor, if there is one."""
         arrived = iter([] if host is None else self._cut(host))
         return [next(arrived) if x is None else x for x in self._on_host]
 
     def _cut(self, host: Tensor) -> list[Tensor]:
         sizes = [shape.numel() * (1 if self._same else dtype.itemsize) for dtype, shape in self._kinds]
         bounds = pairwise(accumulate(sizes, initial=0))
-        # each in memory of its own: pinned memory goes back, and every dtype is aligned
+        # clone each: the pinned memory is released, and every dtype is aligned
         return [
             host[start:stop].clone().view(dtype).view(shape)
             for (start, stop), (dtype, shape) in zip(bounds, self._kinds, strict=True)
@@ -111,7 +112,7 @@ class _Parcel:
 
 
 def outside_of_a_graph(what: str) -> None:
-    """Refuse to go on inside a compiled function."""
+    """Raise an error inside a compiled function."""
     if torch.compiler.is_compiling():
         msg = f"{what} copies to the host: return the stats from the compiled function and call it outside"
         raise RuntimeError(msg)

@@ -1,4 +1,4 @@
-"""The values of a `Report`: of all its tensors together, as plain Python values."""
+"""The values of a `Report` for all its tensors together, as plain Python values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["HostValues"]
 
 
 class HostValues:
-    """Names of tensors by flag, and what all tensors say together."""
+    """Names of tensors by flag, and values of all tensors together."""
 
     names: tuple[str, ...]
     skip_nonfinite: bool
@@ -59,11 +59,11 @@ class HostValues:
         return derived.merge_rows(self._columns)
 
     def flagged(self, flag: Flag) -> list[str]:
-        """Return the names of tensors with any of these flags, in the order of the model."""
+        """Return the names of tensors with any of the given flags, in the order of the model."""
         if not isinstance(flag, Flag):
             msg = f"flagged: expected a gm.Flag, gm.Flag.NAN say, got {flag!r}"
             raise TypeError(msg)
-        # an IntFlag makes an object of each result
+        # as an int: an IntFlag would create an object for each result
         mask = int(flag)
         return [name for name, bits in zip(self.names, self._flags.tolist(), strict=True) if bits & mask]
 
@@ -84,7 +84,7 @@ class HostValues:
 
     @property
     def exploding(self) -> list[str]:
-        """Names of tensors with a norm above the threshold, or not finite."""
+        """Names of tensors whose norm is above the threshold or not finite."""
         return self.flagged(Flag.EXPLODING)
 
     @property
@@ -94,7 +94,7 @@ class HostValues:
 
     @property
     def measured(self) -> bool:
-        """Whether there was any tensor to measure."""
+        """Whether any tensor was measured."""
         return len(self.names) > 0
 
     @property
@@ -105,19 +105,19 @@ class HostValues:
     @property
     def found_inf(self) -> bool:
         """Whether any element of any tensor is NaN or infinite."""
-        # of ranks a copy that is not counted, too
+        # a replica that is not counted may have a NaN or Inf, too
         return derived.value(self._merged, "n_nonfinite").item() > 0 or bool(self.ranks)
 
     @property
     def skipped(self) -> bool:
-        """Whether this step is skipped: ``skip_nonfinite``, and an element is not finite."""
+        """Whether this step is skipped: ``skip_nonfinite`` is set, and an element is not finite."""
         return self.skip_nonfinite and self.found_inf
 
     @property
     def health(self) -> float:
-        """From 1.0, nothing flagged, to 0.0: ``clamp(1 - 0.5 * vanishing / T - 0.8 * exploding / T, 0, 1)``.
+        """Health, from 0.0 to 1.0: ``clamp(1 - 0.5 * vanishing / T - 0.8 * exploding / T, 0, 1)``.
 
-        0.0 if the total norm is not finite; 1.0 with no tensors.
+        0.0 if the total norm is not finite; 1.0 without tensors.
         """
         return float(self._of_all("health"))
 
@@ -127,7 +127,7 @@ class HostValues:
         vanishing: float = VANISHING_WEIGHT,
         exploding: float = EXPLODING_WEIGHT,
     ) -> float:
-        """Return the health with other weights, finite and not negative."""
+        """Return the health with other weights, which must be finite and not negative."""
         return score(self._columns, self._flags, vanishing, exploding).item()
 
     @property
@@ -172,13 +172,13 @@ class HostValues:
 
     @property
     def is_healthy(self) -> bool:
-        """No NaN or Inf, nothing exploding, norm ratio below 1000, under half of all elements zero."""
+        """Whether all is finite, nothing explodes, norm ratio < 1000 and less than half is zero."""
         return bool(self._of_all("is_healthy"))
 
     def is_healthy_within(
         self, *, norm_ratio: float = MAX_NORM_RATIO, zero_fraction: float = MAX_ZERO_FRACTION
     ) -> bool:
-        """Tell what `is_healthy` tells, with limits of your own; see `TensorStats.is_healthy_within`."""
+        """Return `is_healthy` with the given limits; see `TensorStats.is_healthy_within`."""
         return bool(is_healthy(self._columns, self._flags, norm_ratio, zero_fraction))
 
     def _of_all(self, name: str) -> float:

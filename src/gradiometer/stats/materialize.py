@@ -1,4 +1,4 @@
-"""Several collections, ratios and losses at once -> the host, in one transfer."""
+"""Copy several collections, ratios and losses to the host in one transfer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["materialize", "materialize_async"]
 
 
 def materialize(tree: Any) -> Any:
-    """Copy everything in a tree to the host in one transfer. Waits for the device.
+    """Copy all stats and tensors in a tree to the host in one transfer. Waits for the device.
 
     Args:
-        tree: any nesting of dicts, lists and tuples of `TensorStats` and strided tensors, on
-            however many devices. Anything else stays as it is.
+        tree: any nesting of dicts, lists and tuples of `TensorStats` and strided tensors, on any
+            number of devices. Anything else stays as it is.
 
     Returns:
         The same nesting, with a `Report` for each TensorStats and, for each tensor, a copy on the
@@ -43,15 +43,16 @@ def materialize(tree: Any) -> Any:
 
 
 def materialize_async(tree: Any) -> Pending[Any]:
-    """Start that copy and return at once: for all collections and groups of a step together.
+    """Start the copy that `materialize` makes, and return at once.
 
-    What is copied is a snapshot: a later clip, optimizer step or ``zero_grad`` does not change it.
+    Use one call for all collections and groups of a step. The copy is a snapshot: a later clip, optimizer
+    step or ``zero_grad`` does not change it.
 
     Args:
         tree: as for `materialize`.
 
     Returns:
-        ``pending.ready()`` never waits; ``pending.result()`` is what `materialize` returns, and
+        ``pending.ready()`` never waits; ``pending.result()`` returns the same as `materialize`, and
         waits if it must.
 
     Raises:
@@ -67,7 +68,7 @@ def materialize_async(tree: Any) -> Pending[Any]:
 
 
 def _plan(tree: Any, what: str) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
-    """Return the tensors to copy, and what makes the result of their copies."""
+    """Return the tensors to copy, and a function that builds the result from their copies."""
     outside_of_a_graph(what)
     leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, TensorStats))
     moved = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (TensorStats, Tensor))]

@@ -1,4 +1,4 @@
-"""The measurement behind the collect functions: checks, ops of each device, ranks."""
+"""The measurement behind the collect functions: checks, the ops of each device, and ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["grads_of", "measure", "measure_grads", "over_ranks", "settled"]
 
 
 def grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
-    """Return the gradients, and, where there is none, the device on which their statistics would be."""
+    """Return the gradients; without any, also the device on which their statistics would be."""
     names, parameters = named
     grads = present(names, [p.grad for p in parameters])
     if grads.tensors:
@@ -48,7 +48,7 @@ def grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
         msg = f"{what}: none of these {len(parameters)} tensors is a parameter or has a .grad; of gradients "
         raise TypeError(msg + "themselves collect and total_norm take a list, and clipping their parameters")
     devices = [device for device in dict.fromkeys([p.device for p in parameters]) if has_float64(device)]
-    # as with gradients: on the first that is not the CPU
+    # the first that is not the CPU, as with gradients
     devices.sort(key=lambda device: device.type == "cpu")
     return grads, devices[0] if devices else None
 
@@ -62,7 +62,7 @@ def measure_grads(
     skip_nonfinite: bool = False,
     reduce: bool | Ranks | None = False,
 ) -> tuple[Named, TensorStats]:
-    """Return a model's gradients, and their statistics: of this rank, or of all, as `over_ranks` says."""
+    """Return a model's gradients and their statistics, merged over the ranks as in `over_ranks`."""
     parameters = named_parameters(model, what)
     grads, home = grads_of(parameters, what)
 
@@ -74,9 +74,9 @@ def measure_grads(
 
 
 def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> Named:
-    """Return the gradients, placed as their parameters are; with ranks, as `distributed.settle` does it.
+    """Return the gradients, placed like their parameters; with ranks, as `distributed.settle` does.
 
-    ``parameters``: all, in order.
+    ``parameters``: all of them, in order.
     """
     if ranks is None and not _any_dtensor(grads) and not (is_active() and _any_dtensor(parameters)):
         return grads
@@ -93,10 +93,10 @@ def over_ranks(
     what: str,
     measured: Callable[[Ranks | None], TensorStats],
 ) -> TensorStats:
-    """Return what is measured, merged over the ranks if that is asked for.
+    """Return the result of ``measured``, merged over the ranks if ``reduce`` asks for that.
 
-    A rank on which it fails tells the others, which would wait for it, and then raises. ``reduce`` None:
-    where there is a DTensor.
+    A rank on which it fails tells the others, which would otherwise wait for it, and then raises. With
+    ``reduce=None`` the ranks merge if there is a DTensor.
     """
     if reduce is None:
         reduce = _any_dtensor(parameters)
@@ -134,7 +134,7 @@ def measure(
     skip_nonfinite: bool = False,
     home: torch.device | None = None,
 ) -> TensorStats:
-    """Do what `collect` does for tensors that have names; ``what``: who asks, for messages of errors."""
+    """Measure named tensors as `collect` does; ``what`` names the caller in error messages."""
     with torch.no_grad():
         stats = _measure_named(named, thresholds, inv_scale, what, home)
     if not skip_nonfinite:
@@ -156,7 +156,7 @@ def _measure_named(
     named = local_shards(named, what)
     names, tensors = named
     plan = ops.recognize(tensors)
-    # like a list that was measured before: it is not looked at again
+    # recognized: the list is like one that was measured before, so it is not checked again
     traits = check(named, what) if plan is None else Traits({Tensor}, {torch.strided}, [plan.device])
     check_names(names, what)
     _check_scale(inv_scale, what)
@@ -164,7 +164,7 @@ def _measure_named(
         columns = torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device=home)
         return TensorStats(names, columns, columns.new_empty((0,), dtype=torch.int32), thresholds)
     if any([is_plain_subclass(kind) for kind in traits.types]):
-        # a subclass's own operators have no say, and its type none in the result
+        # neither a subclass's own operators nor its type may affect the result
         tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
     sparse = torch.sparse_coo in traits.layouts
     dense = [_values(tensor) for tensor in tensors] if sparse else tensors
@@ -182,15 +182,15 @@ def _measure_tensors(
     scale: Tensor | float | None,
     plan: LaunchPlan | None,
 ) -> tuple[Tensor, Tensor]:
-    """Measure tensors of one or several devices, one call a device."""
+    """Measure tensors of one or several devices, with one call per device."""
     if len(devices) == 1:
         return ops.measure(tensors, thresholds, _on(scale, devices[0]), plan)
 
-    # A copy to the CPU would have to wait for the device, so the CPU's rows travel. It is the last, since the
-    # host itself measures it: the other devices are at work meanwhile.
+    # Copying to the CPU would wait for the device, so the CPU's rows are copied to the device. The CPU comes
+    # last, since the host itself measures there while the other devices work.
     order = sorted(devices, key=lambda device: device.type == "cpu")
     home = order[0]
-    # neighbours of one device
+    # runs of consecutive tensors on one device
     runs: list[tuple[torch.device, list[Tensor]]] = []
     for tensor in tensors:
         if not runs or runs[-1][0] != tensor.device:
@@ -200,7 +200,7 @@ def _measure_tensors(
     flags: dict[torch.device, Iterator[Tensor]] = {}
     for device in order:
         own = [run for where, run in runs if where == device]
-        # a scale would have to be waited for, too: the CPU's rows meet it where they travel to
+        # copying the scale to the CPU would wait, too, so the CPU's rows are rescaled on `home`
         late = isinstance(scale, Tensor) and scale.device.type != "cpu" and device.type == "cpu"
         factor = _on(scale, home if late else device)
         part = ops.tensor_stats([x for run in own for x in run], thresholds, None if late else factor)
@@ -208,7 +208,7 @@ def _measure_tensors(
         if late and factor is not None:
             rows = derived.rescale(rows, factor.reshape(()).to(rows))
             bits = derived.compute_flags(rows, thresholds)
-        # slices, so that no index tensor has to travel
+        # slices, so that no index tensor is copied
         sizes = [len(run) for run in own]
         columns[device], flags[device] = iter(rows.split(sizes)), iter(bits.split(sizes))
     in_order = [(next(columns[where]), next(flags[where])) for where, _ in runs]
@@ -242,12 +242,12 @@ def _on(scale: Tensor | float | None, device: torch.device) -> Tensor | None:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    # duplicate coordinates of a sparse tensor are added up first: its norm is that of the sums
+    # duplicate coordinates of a sparse tensor are summed first: its norm is that of the sums
     return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor
 
 
 def _add_implicit_zeros(columns: Tensor, tensors: list[Tensor], dense: list[Tensor]) -> Tensor:
-    """Count what a sparse tensor does not store as the zeros they are."""
+    """Count the elements that a sparse tensor does not store as zeros."""
     columns = columns.clone()
     for i, (tensor, values) in enumerate(zip(tensors, dense, strict=True)):
         missing = (tensor.numel() - values.numel()) * (2 if tensor.is_complex() else 1)

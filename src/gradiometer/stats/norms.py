@@ -1,4 +1,4 @@
-"""Norms of every order: from the columns where they hold them, else from the tensors in fp64."""
+"""Norms of every order, from the columns if they hold them, else from the tensors in fp64."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Norms", "finite_norm", "norms_of", "order_of"]
 
-# elements that are widened to fp64 at a time, for orders that the columns do not hold
+# number of elements converted to fp64 at a time, for orders that the columns do not hold
 _PIECE: Final = 2**20
 
 
 class Norms(NamedTuple):
-    """The norm as torch would say it, and that of the finite elements; 0-d float64, one device."""
+    """The norm as torch defines it, and that of the finite elements; 0-d float64, on one device."""
 
     said: Tensor
     finite: Tensor
@@ -34,13 +34,13 @@ def order_of(norm_type: float | str, what: str) -> float:
     """Return the order of a norm.
 
     Raises:
-        ValueError: for what is no number, and for NaN.
+        ValueError: for NaN, or if it is not a number.
     """
     try:
         order = float(norm_type)
     except (TypeError, ValueError):
         order = math.nan
-    if order != order:  # noqa: PLR0124 NaN, which math.isnan tells no Dynamo
+    if order != order:  # noqa: PLR0124 NaN; Dynamo cannot trace math.isnan
         msg = f"{what}: norm_type must be the order of a norm, 2 or 'inf' say, got {norm_type!r}"
         raise ValueError(msg)
     return order
@@ -48,14 +48,14 @@ def order_of(norm_type: float | str, what: str) -> float:
 
 @torch.no_grad()
 def finite_norm(named: Named, order: float, ranks: Ranks | None, home: torch.device) -> Tensor | None:
-    """Return the norm of the finite elements that this rank counts; None where the columns hold it.
+    """Return the norm of the finite elements that this rank counts; None if the columns hold it.
 
-    0-d float64, on ``home``; what adds nothing, 0 or for negative orders inf, where there are none. No power
-    leaves the range of fp64. The tensors are read once more, a piece of them in fp64 at a time.
+    It is 0-d float64 on ``home``. Without elements it is 0, or inf for negative orders, which adds nothing.
+    No power leaves the range of fp64. The tensors are read once more, one piece in fp64 at a time.
     """
     if order in {0.0, 2.0}:
         return None
-    # a complex element is measured as two real ones, but its largest magnitude is its own
+    # a complex element is measured as two real ones, but the largest magnitude is that of the whole element
     if order == math.inf and not _any_complex(named, ranks):
         return None
     nothing = 0.0 if order > 0 else math.inf
@@ -65,7 +65,7 @@ def finite_norm(named: Named, order: float, ranks: Ranks | None, home: torch.dev
             pieces = [_norm_in_range(torch.where(x.isfinite(), x, nothing), order) for x in _wide(tensor)]
             norms.append(_norm_in_range(torch.stack(pieces), order).to(home, non_blocking=True))
     if not norms:
-        # filled in on the device: nothing is copied there
+        # filled on the device, so nothing is copied to it
         return torch.full((), nothing, dtype=torch.float64, device=home)
     return _norm_in_range(torch.stack(norms), order)
 
@@ -77,9 +77,9 @@ def norms_of(
 
     Args:
         columns: ``(T, C) float64``, merged over the ranks.
-        order: of the norm; of order 0 it is the number of tensors that are not all zero.
-        finite: what `finite_norm` returned, of this rank.
-        ranks: over which ``columns`` were merged; None: one.
+        order: of the norm; with order 0 the norm is the number of tensors that are not all zero.
+        finite: the result of `finite_norm` on this rank.
+        ranks: over which ``columns`` were merged; None for a single rank.
     """
     if order == 0.0:
         filled = derived.value(columns, "numel") - derived.value(columns, "n_zero")
@@ -95,28 +95,28 @@ def norms_of(
     if order == math.inf:
         return Norms(_as_torch_says(total, top, order), top)
     norm = derived.value(total, "finite_norm")
-    # beyond 1e154 the squares of fp64 overflow: this is no less than the norm
+    # squares overflow fp64 beyond 1e154; this bound is not less than the norm
     bound = top * derived.sqrt(derived.value(total, "numel"))
     return Norms(_as_torch_says(total, norm, order), torch.where(norm < math.inf, norm, bound))
 
 
 def _as_torch_says(total: Tensor, norm: Tensor, order: float) -> Tensor:
-    """Return what the norm of the finite elements becomes with the others."""
+    """Return torch's norm of all elements, given the norm of the finite ones."""
     if order > 0:
-        # to a negative power Inf is nothing
+        # with a negative order Inf adds nothing
         norm = norm + torch.where(derived.value(total, "n_inf") > 0, math.inf, 0.0)
     return norm + torch.where(derived.value(total, "n_nan") > 0, math.nan, 0.0)
 
 
 def _any_complex(named: Named, ranks: Ranks | None) -> bool:
-    """Tell whether any tensor is complex; with ranks, on any of them."""
+    """Tell whether any tensor is complex, on any of the ranks if they are given."""
     if ranks is None:
         return any([x.is_complex() for x in named.tensors])
     return any([spec.dtype.startswith("complex") for spec in ranks.plan.specs])
 
 
 def _counted(named: Named, ranks: Ranks | None) -> list[Tensor]:
-    """Return the tensors that this rank counts, and no other one with a copy; of DTensors the shards."""
+    """Return the tensors that this rank counts, each copy on one rank only; local shards for DTensors."""
     names, tensors = local_shards(named, "norm")
     if ranks is None:
         return tensors
@@ -124,11 +124,11 @@ def _counted(named: Named, ranks: Ranks | None) -> list[Tensor]:
 
 
 def _norm_in_range(x: Tensor, order: float) -> Tensor:
-    """Return what torch's own norm would be if no power left the range of fp64, as 1e35 to the tenth does."""
+    """Return torch's norm, computed so that no power leaves the range of fp64, as 1e35 to the tenth would."""
     if math.inf in {order, -order}:
         exact: Tensor = vector_norm(x, order)
         return exact
-    # in units of what weighs most
+    # in units of the element that dominates
     size = x.abs()
     unit = size.amax() if order > 0.0 else size.amin()
     unit = torch.where((unit > 0.0) & (unit < math.inf), unit, 1.0)
@@ -140,7 +140,7 @@ def _wide(tensor: Tensor) -> Iterator[Tensor]:
     x = tensor.as_subclass(Tensor) if is_plain_subclass(type(tensor)) else tensor
     if x.layout == torch.sparse_coo:
         values = x.coalesce().values()
-        # for all zeros that are not stored
+        # one zero for all zeros that are not stored
         zeros = values.new_zeros(1 if values.numel() < x.numel() else 0)
         x = torch.cat([values.reshape(-1), zeros])
     for piece in x.reshape(-1).split(_PIECE):

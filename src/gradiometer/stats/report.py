@@ -69,13 +69,13 @@ class Report(HostValues):
 
     Attributes:
         names: the tensors' names.
-        thresholds: where the flags begin.
+        thresholds: limits of the flags.
         skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
         total: a `TensorReport` of all tensors together, named ``"total"``.
         is_reduced: whether these are statistics of all ranks, see `TensorStats.reduce`.
-        is_local: whether tensors are cut over ranks, and these are statistics of this rank's parts alone.
-        ranks: of statistics of all ranks: the first rank that has a NaN or Inf in its part of a tensor, by
-            the tensor's name.
+        is_local: whether tensors are sharded over ranks, and these are statistics of this rank's shards only.
+        ranks: for statistics of all ranks: tensor name -> the first rank with a NaN or Inf in its part of the
+            tensor.
 
     >>> import torch, gradiometer as gm
     >>> report = gm.collect({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([float("inf")])}).materialize()
@@ -95,9 +95,9 @@ class Report(HostValues):
         ranks: Mapping[str, int] | None = None,
         is_local: bool = False,
     ) -> None:
-        """``packed``: ``(T, C + 1) float64`` on the host, the raw columns and then the flags.
+        """Create a report from ``packed``, ``(T, C + 1) float64`` on the host: raw columns, then flags.
 
-        ``ranks``: None, where the statistics are not of all ranks.
+        ``ranks`` is None if the statistics are not those of all ranks.
         """
         self.names = names
         self.thresholds = thresholds
@@ -107,7 +107,7 @@ class Report(HostValues):
         self.ranks = dict(ranks or {})
         self._packed = packed
 
-    # made when it is asked for: the Python values of a thousand rows take milliseconds
+    # created on demand: the Python values of a thousand rows take milliseconds
     @cached_property
     def _by_name(self) -> dict[str, TensorReport]:
         return {row.name: row for row in rows(self.names, self._columns, self._flags.tolist())}
@@ -125,7 +125,7 @@ class Report(HostValues):
         return name in self.names
 
     def __iter__(self) -> Iterator[TensorReport]:
-        """Go over the tensors in the order of the model."""
+        """Iterate over the tensors in the order of the model."""
         return iter(self._by_name.values())
 
     def __len__(self) -> int:
@@ -133,11 +133,11 @@ class Report(HostValues):
         return len(self.names)
 
     def by_module(self, depth: int | None = None) -> ModuleReports:
-        """Roll the tensors up the tree of modules: module -> `Report` of the tensors below it.
+        """Merge tensors by module: module name -> `Report` of the tensors below it.
 
         Args:
-            depth: how many steps down from the root; None for the modules that own the tensors.
-                What the root itself owns is in ``""``.
+            depth: number of levels down from the root; None for the modules that own the tensors.
+                Tensors that the root itself owns are in ``""``.
 
         >>> import torch, gradiometer as gm
         >>> report = gm.collect({"mlp.0.w": torch.ones(9), "mlp.1.w": torch.ones(16)}).materialize()
@@ -166,7 +166,7 @@ class Report(HostValues):
     def worst_first(self) -> list[TensorReport]:
         """Return the tensors, worst first.
 
-        Not finite, exploding, dead, vanishing (the smallest first), then the rest, each by falling norm.
+        Non-finite, exploding, dead, vanishing (smallest first), then the rest; each by decreasing norm.
         """
         ranks = (Flag.NAN | Flag.INF, Flag.EXPLODING, Flag.DEAD, Flag.VANISHING)
 
@@ -178,7 +178,7 @@ class Report(HostValues):
         return sorted(self, key=key)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain Python values: of all tensors, and a dict per tensor. Norms may be NaN or inf."""
+        """Return plain Python values: totals, and a dict per tensor. Norms may be NaN or inf."""
         return {
             **{name: getattr(self, name) for name in _SUMMARY},
             "ranks": dict(self.ranks),
@@ -193,7 +193,7 @@ class Report(HostValues):
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas DataFrame, a row per tensor, indexed by name.
 
-        Of all ranks it has one column more, ``rank``, as in ``ranks``; -1: everything is finite.
+        Statistics of all ranks have one more column, ``rank``, as in ``ranks``; -1 means that all is finite.
 
         Raises:
             ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
@@ -209,24 +209,24 @@ class Report(HostValues):
         """Return the table that ``print`` shows, worst first.
 
         Args:
-            max_rows: how many tensors at most; None for all.
+            max_rows: maximum number of tensors; None for all.
         """
         if not self.measured:
             return _WHEN
         return text_table.render(self._headline(), self.worst_first(), self.total, max_rows, self.ranks)
 
     def __str__(self) -> str:
-        """Return a table, worst first, long models abridged."""
+        """Return a table, worst first, truncated for long models."""
         return self.to_string()
 
     def __repr__(self) -> str:
-        """Return one line."""
+        """Return a one-line summary."""
         return f"<Report: {self._headline()}>"
 
     def _headline(self) -> str:
         if not self.measured:
             return _NOTHING
-        # rounded down: 1.00 says that nothing is flagged
+        # rounded down, so that 1.00 means that nothing is flagged
         health = math.floor(100 * self.health) / 100
         where = " of all ranks" if self.is_reduced else f", {_LOCAL}" if self.is_local else ""
         return (
@@ -240,7 +240,7 @@ class Report(HostValues):
 
 
 def _found(report: Report) -> list[str]:
-    """Return such as ``2 with NaN``, ``1 dead``."""
+    """Return phrases such as ``2 with NaN``, ``1 dead``."""
     found = {
         "with NaN": report.nan,
         "with Inf": report.inf,
@@ -252,13 +252,13 @@ def _found(report: Report) -> list[str]:
 
 
 class ModuleReports(Mapping[str, Report]):
-    """Reports of the modules of a model, in its order: a mapping module -> `Report` of its tensors.
+    """A mapping from a model's modules, in its order, to a `Report` of each module's tensors.
 
-    ``print`` shows a table, a row per module; `to_frame` and `to_dict` have the same values.
+    ``print`` shows a table with a row per module; `to_frame` and `to_dict` return the same values.
     """
 
     def __init__(self, reports: Mapping[str, Report]) -> None:
-        """``reports``: module -> report of the tensors below it."""
+        """Create the mapping from ``reports``: module -> report of the tensors below it."""
         self._reports = dict(reports)
 
     def __getitem__(self, module: str) -> Report:
@@ -270,7 +270,7 @@ class ModuleReports(Mapping[str, Report]):
             raise KeyError(msg) from None
 
     def __iter__(self) -> Iterator[str]:
-        """Go over the modules' names."""
+        """Iterate over the modules' names."""
         return iter(self._reports)
 
     def __len__(self) -> int:
@@ -306,11 +306,11 @@ class ModuleReports(Mapping[str, Report]):
         return "\n".join([*local, lines[0], rule, *lines[1:]])
 
     def __repr__(self) -> str:
-        """Return one line."""
+        """Return a one-line summary."""
         return f"<ModuleReports: {len(self)} {'module' if len(self) == 1 else 'modules'}>"
 
 
-# field -> where it is found in a module's report
+# field -> function that reads it from a module's report
 _MODULE_FIELDS: Final[dict[str, Callable[[Report], Any]]] = {
     "tensors": len,
     "numel": attrgetter("total.numel"),
@@ -325,7 +325,7 @@ _MODULE_FIELDS: Final[dict[str, Callable[[Report], Any]]] = {
     "zero_fraction": attrgetter("zero_fraction"),
     "n_nan": attrgetter("n_nan"),
     "n_inf": attrgetter("n_inf"),
-    # shares of its tensors that are too small, and too large
+    # shares of the module's tensors with each flag
     "vanishing_fraction": lambda report: len(report.vanishing) / len(report),
     "exploding_fraction": lambda report: len(report.exploding) / len(report),
     "dead_fraction": lambda report: len(report.dead) / len(report),
@@ -343,7 +343,7 @@ def _module_cells(module: str, report: Report) -> tuple[str, ...]:
         text_table.printable(module) or "(root)",
         text_table.count(len(report)),
         text_table.count(total.numel),
-        # a digit fewer: there are many columns
+        # one digit fewer, since there are many columns
         *(text_table.number(x, digits=2) for x in (total.norm, report.min_norm, report.max_norm)),
         *(text_table.of_finite(total, x, digits=2) for x in (total.rms, total.mean, total.std)),
         text_table.percent(report.zero_fraction),

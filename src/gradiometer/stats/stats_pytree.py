@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-# The structure of stats as plain values; strict torch.export cannot rebuild other constants. It holds names,
-# thresholds, skip_nonfinite, the sharding, () for None, and whether there is an origin.
+# The structure of stats as plain values, since strict torch.export cannot rebuild other constants: names,
+# thresholds, skip_nonfinite, the sharding (() for None), and whether there is an origin.
 _Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...], bool]
 
 
@@ -56,7 +56,7 @@ def _flatten_with_keys(stats: Any) -> tuple[list[tuple[Any, Any]], _Context]:
 
 
 def register(kind: type) -> None:
-    """Register `TensorStats`, once."""
+    """Register `TensorStats` as a pytree node. Call it once."""
 
     def unflatten(children: Iterable[Any], context: _Context) -> Any:
         names, thresholds, skip_nonfinite, plain, is_reduced = context

@@ -25,8 +25,8 @@ _COUNTS: Final = frozenset({"numel", "n_zero", "n_nan", "n_posinf", "n_neginf", 
 class TensorReport:
     """One tensor's statistics. Means, norms and extremes are those of its finite elements.
 
-    ``norm`` alone is as torch would say it: NaN with any NaN, inf with any Inf. ``std`` is of the
-    population.
+    Only ``norm`` is as torch defines it: NaN with any NaN, inf with any Inf. ``std`` is the population
+    standard deviation.
     """
 
     name: str
@@ -49,10 +49,10 @@ class TensorReport:
     flags: Flag
 
 
-# what a row has of its columns, in its own order
+# the fields of a row that come from its columns, in the order of the row
 _VALUES: Final = tuple([field.name for field in fields(TensorReport) if field.name not in {"name", "flags"}])
 
-# a report has a handful of different flags, and an IntFlag takes microseconds to make and to take apart
+# a report has few distinct flags, and creating or decomposing an IntFlag takes microseconds
 _flag = lru_cache(maxsize=64)(Flag)
 
 
@@ -62,13 +62,13 @@ def _flag_names(bits: int) -> tuple[str | None, ...]:
 
 
 def rows(names: tuple[str, ...], columns: Tensor, flags: list[int]) -> Iterator[TensorReport]:
-    """Return a row for each name. ``columns (T, C) float64`` on the host, and the flags of each row."""
+    """Return a row per name, from ``columns (T, C) float64`` on the host and the flags of each row."""
     return map(TensorReport, names, *_values(columns), map(_flag, flags))
 
 
 def dicts(names: tuple[str, ...], columns: Tensor, flags: list[int]) -> dict[str, dict[str, Any]]:
-    """Return what `row_to_dict` returns of each row, by name."""
-    # lists of their own, which may be changed
+    """Return `row_to_dict` of each row, by name."""
+    # new lists, since callers may change them
     flag_names = [[*_flag_names(bits)] for bits in flags]
     found = zip(*_values(columns), flag_names, strict=True)
     keys = (*_VALUES, "flags")
@@ -76,7 +76,7 @@ def dicts(names: tuple[str, ...], columns: Tensor, flags: list[int]) -> dict[str
 
 
 def row_to_dict(row: TensorReport) -> dict[str, Any]:
-    """Return plain Python values, the flags by their names."""
+    """Return a row as plain Python values, with its flags as names."""
     values = dict(vars(row))
     del values["name"]
     values["flags"] = list(_flag_names(int(row.flags)))
@@ -84,7 +84,7 @@ def row_to_dict(row: TensorReport) -> dict[str, Any]:
 
 
 def _values(columns: Tensor) -> list[list[Any]]:
-    """Return the values of all rows, field by field: a call for each element would take most of the time."""
+    """Return the values of all rows, field by field; one call per element would take most of the time."""
     values = [derived.value(columns, name) for name in _VALUES]
     return [
         (x.to(torch.int64) if name in _COUNTS else x).tolist()
@@ -93,7 +93,7 @@ def _values(columns: Tensor) -> list[list[Any]]:
 
 
 def frame(rows: Mapping[str, Mapping[str, Any]], index: str, names: list[str]) -> pd.DataFrame:
-    """Return a pandas DataFrame of rows by their labels; an ImportError says how to get pandas."""
+    """Return rows by label as a pandas DataFrame; an ImportError says how to get pandas."""
     try:
         import pandas as pd  # optional, and slow to import
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""TensorStats: the raw columns of named tensors on the device, and what is derived from them."""
+"""TensorStats: the raw columns of named tensors on the device, and the values derived from them."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ __all__ = ["TensorStats"]
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class TensorStats(DeviceValues):
-    """Statistics of T named tensors, on their device. Nothing here waits for the device.
+    """Statistics of T named tensors, on their device. Only `materialize` waits for the device.
 
-    A pytree: a compiled function can take it and return it. A snapshot: later changes of the
+    It is a pytree, so compiled functions can take and return it. It is a snapshot: later changes of the
     tensors do not change it.
 
     Attributes:
-        names: T names, one a row.
+        names: T names, one per row.
         columns: ``(T, C) float64``, the raw columns in the order of ``gm.COLUMNS``.
         flags: ``(T,) int32``, bits of `gradiometer.Flag`.
-        thresholds: where the flags begin.
+        thresholds: limits of the flags.
         skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
-        sharding: what this process holds of all the model's tensors, measured or not, where there are several
-            ranks: how `reduce` knows copies from shards. None with one rank, and after `reduce`.
-        origin: ``(T,) float64``, after `reduce`: the first rank that has a NaN or Inf in its part of the
-            tensor, by its place in the group; -1 where none has; -2 where no rank has measured it. None
-            before: these are statistics of what this process holds.
-        local: after `reduce`: the statistics of what this process holds, as they were; None before, and of
-            groups that were made after it.
+        sharding: with several ranks: the part of all the model's tensors, measured or not, that this process
+            holds. It tells `reduce` copies from shards. None with one rank, and after `reduce`.
+        origin: ``(T,) float64``, after `reduce`: the first rank, by its index in the group, with a NaN or Inf
+            in its part of the tensor; -1 if none has; -2 if no rank measured it. None before `reduce`, when
+            these are statistics of this process alone.
+        local: after `reduce`: the statistics of this process before it. None before `reduce`, and for
+            groups made after it.
 
     Every raw column and derived value is a property too, ``(T,) float64``:
 
@@ -93,14 +93,14 @@ class TensorStats(DeviceValues):
         object.__setattr__(self, "flags", flags)
         object.__setattr__(self, "thresholds", thresholds)
         object.__setattr__(self, "skip_nonfinite", skip_nonfinite)
-        # The class has the defaults. In a graph of torch 2.12 to 2.14, an attribute that is None may come out
-        # as a gradient: Dynamo shares one None, which it believes to be the new value of some ``p.grad``.
+        # Defaults stay on the class. In a graph of torch 2.12 to 2.14, an attribute that is None may come out
+        # as a gradient: Dynamo shares one None, and takes it for the new value of some ``p.grad``.
         for name, value in (("sharding", sharding), ("origin", origin), ("local", local)):
             if value is not None:
                 object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        """Return one line. Never waits for the device."""
+        """Return a one-line summary. Never waits for the device."""
         tensors = "1 tensor" if len(self.names) == 1 else f"{len(self.names)} tensors"
         if self.is_reduced:
             tensors += " of all ranks"
@@ -120,16 +120,16 @@ class TensorStats(DeviceValues):
 
     @property
     def is_local(self) -> bool:
-        """Whether tensors are cut over ranks, and these are statistics of this rank's parts alone."""
+        """Whether tensors are sharded over ranks, and these are statistics of this rank's shards only."""
         return self.origin is None and self.sharding is not None and self.sharding.is_sharded
 
     @property
     def skipped(self) -> Tensor:
-        """Whether this step is skipped: ``skip_nonfinite``, and an element is not finite; 0-d bool."""
+        """Whether this step is skipped: ``skip_nonfinite`` is set and an element is not finite; 0-d bool."""
         found = self.found_inf > 0
         return found if self.skip_nonfinite else torch.zeros_like(found)
 
-    # towards other stats
+    # operations that return stats
 
     def group(
         self,
@@ -140,19 +140,19 @@ class TensorStats(DeviceValues):
         r"""Merge rows into groups, without a second read of the tensors.
 
         Args:
-            rules: group name -> which rows belong to it: a regular expression that is searched
-                in the row's name, a predicate of the name, a collection of names, or a module of
-                the model or several. A row may belong to several groups or to none. A group
+            rules: group name -> rule for the rows that belong to it: a regular expression searched
+                in the row's name, a predicate of the name, a collection of names, or one or more
+                modules of the model. A row may belong to several groups or to none. A group
                 without rows has numel 0 and norm 0.
-            model: the model whose parameters or gradients these are; where a rule is a module.
+            model: the model whose parameters or gradients these are; needed if a rule is a module.
 
         Returns:
             TensorStats with a row per group; flags are those of the merged rows.
 
         Raises:
-            ValueError: for a group name that stands twice or is no string; for a module that has
-                parameters, but none of the model's; for a model none of whose names is a row's.
-            TypeError: for a rule that is none of these; for a module without ``model``.
+            ValueError: for a group name that is a duplicate or not a string; for a module that has
+                parameters, but none of the model's; for a model whose names match no row.
+            TypeError: for any other rule; for a module without ``model``.
 
         >>> import torch, gradiometer as gm
         >>> stats = gm.collect({"encoder.w": torch.ones(9), "head.w": torch.ones(4), "head.b": torch.ones(5)})
@@ -166,15 +166,15 @@ class TensorStats(DeviceValues):
                 for group, rule in grouping.pairs_of(rules)
             }
         )
-        # a group is there without rows too
+        # a group exists even if none of its rows was measured
         return grouped if grouped.origin is None else replace(grouped, origin=grouped.origin.clamp(min=-1.0))
 
     def by_module(self, depth: int | None = None) -> TensorStats:
-        """Merge rows up the tree of modules, a row per module in the order of the model.
+        """Merge rows by module; the result has a row per module in the order of the model.
 
         Args:
-            depth: how many steps down from the root; None for the modules that own the tensors.
-                What the root itself owns is in ``""``.
+            depth: number of levels down from the root; None for the modules that own the tensors.
+                Tensors that the root itself owns are in ``""``.
 
         >>> import torch, gradiometer as gm
         >>> gm.collect({"mlp.0.w": torch.ones(9), "mlp.1.w": torch.ones(16)}).by_module(1).norm
@@ -183,26 +183,27 @@ class TensorStats(DeviceValues):
         return self._grouped(grouping.by_module(self.names, depth))
 
     def reduce(self, ranks: Ranks | None = None) -> TensorStats:
-        """Merge with what the other ranks have measured: the statistics of the whole model, on every rank.
+        """Merge with the statistics of the other ranks; every rank gets those of the whole model.
 
-        Two collectives, ``(T, 7)`` and ``(T + 1, 2)`` float64, whatever the model; nothing is gathered.
-        All ranks have to call it, those without any gradient too. Rows are those of all ranks' models, in
-        the same order everywhere; one that no rank has measured has numel 0, and is in no report.
+        It takes two collectives, ``(T, 7)`` and ``(T + 1, 2)`` float64, for any model; nothing is gathered.
+        All ranks have to call it, including ranks without gradients. Rows are those of all ranks' models, in
+        the same order on every rank. A row that no rank has measured has numel 0 and is left out of reports.
 
         Args:
-            ranks: what the ranks have agreed on, `gradiometer.Ranks`. Without it they agree when they come
-                here for the first time with this model. Needed in a compiled step.
+            ranks: the ranks' agreement, `gradiometer.Ranks`. Without it the ranks agree on their first call
+                with this model. Required in a compiled step.
 
         Returns:
-            TensorStats with ``origin`` and ``local``; these ones, if they are reduced, or there is one rank
-            and no ``ranks``. They are where these ones are, or on the device of the ``ranks``, the first of
-            their model that is not the CPU.
+            TensorStats with ``origin`` and ``local``; these stats themselves if they are already reduced, or
+            with one rank and no ``ranks``. The result is on the same device or, with ``ranks``, on their
+            device, the first of their model that is not the CPU.
 
         Raises:
-            RankError: where the ranks differ, or one does not answer.
+            RankError: if the ranks differ, or one does not answer.
             RuntimeError: in a compiled function without ``ranks``.
-            ValueError: of groups of this rank's shards: reduce before you group; of shards from a compiled
-                function without ``ranks``; for a name that the ranks have not agreed on.
+            ValueError: for groups of this rank's shards, since groups have to be made after `reduce`; for
+                shards from a compiled function without ``ranks``; for a name that the ranks have not agreed
+                on.
 
         >>> import torch, gradiometer as gm
         >>> gm.collect([torch.tensor([3.0, 4.0])]).reduce().total_norm  # with one rank
@@ -218,19 +219,19 @@ class TensorStats(DeviceValues):
         return self.reduced_by(ranks, "reduce")
 
     def reduced_by(self, ranks: Ranks, what: str) -> TensorStats:
-        """Do what `reduce` does in a function of this name, the same on all ranks."""
+        """Do the work of `reduce`; ``what`` names the calling function, which is the same on all ranks."""
         if not torch.compiler.is_compiling():
             what = f"{what}({self.thresholds}, skip_nonfinite={self.skip_nonfinite})"
         columns, origin = ranks.reduce(self.names, self.columns, kind=what)
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
-        # copies that differ: of what is not counted no more is known than that
+        # replicas disagree; only the presence of a non-finite value is known
         odd = (origin >= 0) & (derived.value(columns, "n_nonfinite") == 0)
         flags = torch.where(odd, flags | Flag.NAN, flags)
         merged = replace(self, columns=columns, flags=flags, origin=origin)
         return replace(merged, names=ranks.names, sharding=None, local=self)
 
     def _agreeable(self) -> Sharding:
-        """Return the sharding of these rows, for ranks to agree on."""
+        """Return the sharding of these rows for the ranks to agree on."""
         sharding = self.sharding
         if sharding == UNKNOWN:
             msg = "reduce: these shards were measured in a compiled function; pass ranks = gm.Ranks(model)"
@@ -243,14 +244,14 @@ class TensorStats(DeviceValues):
         return plain_sharding(self.names)
 
     def merge(self, other: TensorStats) -> TensorStats:
-        """Merge with stats of the same names, as if the tensors had been concatenated, name by name.
+        """Merge with stats of the same names, as if tensors of the same name were concatenated.
 
-        Thresholds and ``skip_nonfinite`` are those of this one. Of two devices the result is on the first
-        that is not the CPU.
+        Thresholds and ``skip_nonfinite`` are taken from these stats. With two devices the result is on the
+        first that is not the CPU.
 
         Raises:
-            ValueError: where the names differ.
-            TypeError: for what are no stats.
+            ValueError: if the names differ.
+            TypeError: if ``other`` is not TensorStats.
         """
         if not isinstance(other, TensorStats):
             msg = f"merge: expected TensorStats, got {type(other).__name__}"
@@ -262,7 +263,7 @@ class TensorStats(DeviceValues):
         if (self.origin is None) != (other.origin is None):
             msg = "merge: one of the two is of this rank alone, the other of all ranks; reduce both"
             raise ValueError(msg)
-        # a copy to the CPU would have to wait for the device
+        # copying to the CPU would wait for the device
         home = (other if self.columns.device.type == "cpu" else self).columns.device
         columns = derived.merge(*[stats.columns.to(home, non_blocking=True) for stats in (self, other)])
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
@@ -276,7 +277,7 @@ class TensorStats(DeviceValues):
             local = self.local.merge(other.local)
         return replace(self, columns=columns, flags=flags, origin=origin, local=local)
 
-    # towards the host
+    # copies to the host
 
     def materialize(self) -> Report:
         """Copy everything to the host in one transfer and return it as a `Report`. Waits for the device.
@@ -289,7 +290,7 @@ class TensorStats(DeviceValues):
         return self.report(*fetch([self.packed()]))
 
     def materialize_async(self) -> Pending[Report]:
-        """Start that copy and return at once.
+        """Start the copy that `materialize` makes, and return at once.
 
         ``pending.ready()`` never waits; ``pending.result()`` returns the `Report` and waits if it must.
 
@@ -300,7 +301,7 @@ class TensorStats(DeviceValues):
         return Pending([self.packed()], lambda copies: self.report(*copies))
 
     def packed(self) -> Tensor:
-        """Return columns, flags and, after `reduce`, origins as one matrix, which one transfer carries.
+        """Return columns, flags and, after `reduce`, origins as one matrix, for a single transfer.
 
         ``(T, C + 1) float64``, or ``(T, C + 2)``.
         """
@@ -310,13 +311,13 @@ class TensorStats(DeviceValues):
         return torch.cat(parts, dim=1)
 
     def report(self, packed: Tensor) -> Report:
-        """Return the `Report` of what `packed` returned, copied to the host."""
+        """Return the `Report` of a `packed` matrix that was copied to the host."""
         names, ranks = self.names, None
         if self.origin is not None:
             if bool(packed[:, 0].isnan().any()):
                 msg = "reduce: the ranks did not reduce the same: every rank has to, in the same order"
                 raise RankError(msg)
-            # what no rank has measured has no row, as with one rank
+            # a tensor that no rank has measured gets no row, as with one rank
             keep = packed[:, -1] > -2
             names, packed = tuple(compress(names, keep.tolist())), packed[keep]
             ranks = {
@@ -332,7 +333,7 @@ class TensorStats(DeviceValues):
         origin = self.origin
         if origin is not None:
             origin = derived.merge_groups(origin, groups, derived.first_rank)
-        # the sharding is that of the tensors still: groups of shards are of shards
+        # the sharding is still that of the tensors: groups of shards count as shards
         grouped = replace(self, columns=columns, flags=flags, origin=origin)
         return replace(grouped, names=tuple(indices), local=None)
 

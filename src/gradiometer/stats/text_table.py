@@ -1,4 +1,4 @@
-"""Text tables: rows of tensors, and how names, counts and numbers look in them."""
+"""Text tables: rows of tensors, and the format of names, counts and numbers in them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 _HEADER: Final = ("name", "elements", "norm", "rms", "abs max", "zero %", "NaN", "±Inf", "flags")
 _LONGEST_NAME: Final = 44
 _UNITS: Final = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
-# that are named in one cell
+# maximum number of ranks in one cell
 _RANKS: Final = 3
 
 
@@ -38,9 +38,9 @@ def render(
     max_rows: int | None,
     ranks: Mapping[str, int],
 ) -> str:
-    """Return the headline, a row per tensor, at most ``max_rows`` of them, and a row of all.
+    """Return the headline, a row for each of at most ``max_rows`` tensors, and a row for all tensors.
 
-    Where ranks have what is not finite, a column tells which: the first rank of a tensor, all of the total.
+    If ranks have non-finite values, a column names them: the first rank per tensor, all of them in the total.
     """
     if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
         msg = f"max_rows must be a whole number, 0 or more, or None for all; got {max_rows!r}"
@@ -48,7 +48,7 @@ def render(
     shown = rows if max_rows is None else rows[:max_rows]
     rest = rows[len(shown) :]
     flagged = sum(bool(row.flags) for row in rows)
-    # the flags of the merged row would hold a whole model against one tensor's thresholds
+    # no flags of the merged row, which would compare a whole model with one tensor's thresholds
     last = (*_cells(total)[:-1], f"{flagged} flagged" if flagged else "")
     cells = [_HEADER, *with_short_names([_cells(row) for row in shown]), last]
     if ranks:
@@ -66,25 +66,25 @@ def with_short_names(cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def with_ranks(cells: Sequence[tuple[str, ...]], at: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the cells with a column for the ranks before that of the flags."""
+    """Return the cells with a column for the ranks before the flags."""
     return [(*row[:-1], rank, row[-1]) for row, rank in zip(cells, ["rank", *at], strict=True)]
 
 
 def named_ranks(ranks: Mapping[str, int]) -> str:
-    """Return the ranks of a mapping from names, the first few of them."""
+    """Return the first few ranks of a mapping from names to ranks, as text."""
     found = sorted(set(ranks.values()))
     more = "…" if len(found) > _RANKS else ""
     return ", ".join(map(str, found[:_RANKS])) + more or "-"
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> tuple[list[str], str]:
-    """Return the rows as lines, and a rule as wide as they are."""
+    """Return the rows as aligned lines, and a horizontal rule of the same width."""
     widths = [max(_width(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [_line(row, widths) for row in cells], "─" * (sum(widths) + 2 * (len(widths) - 1))
 
 
 def printable(name: str) -> str:
-    """Return a name without characters that a terminal would act on."""
+    """Return a name without characters that a terminal would interpret."""
     return name if name.isprintable() else repr(name)[1:-1]
 
 
@@ -119,9 +119,9 @@ def _rest(rows: Sequence[TensorReport]) -> str:
 
 
 def _shorten(names: list[str]) -> list[str]:
-    """Shorten long names, but not so that two look the same."""
+    """Shorten long names, but keep them distinct."""
     first, last = (min(names), max(names)) if names else ("", "")
-    # what the first and the last in order share, all share
+    # a prefix that the first and last in sorted order share is common to all
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
     common = first[: first.rfind(".", 0, same) + 1]
     for shortened in (
@@ -134,7 +134,7 @@ def _shorten(names: list[str]) -> list[str]:
 
 
 def _cut(name: str) -> str:
-    # the end of a name tells more than its beginning
+    # keep more of the end of a name, which tells more than its beginning
     if len(name) <= _LONGEST_NAME:
         return name
     head = _LONGEST_NAME // 3
@@ -142,7 +142,7 @@ def _cut(name: str) -> str:
 
 
 def _width(text: str) -> int:
-    # in columns of a terminal: wide characters take two, combining ones none
+    # in terminal columns: wide characters take two, combining characters none
     if text.isascii():
         return len(text)
     return sum(
@@ -151,7 +151,7 @@ def _width(text: str) -> int:
 
 
 def number(x: float, digits: int = 3) -> str:
-    """Return ``1.234e-05``, or 0."""
+    """Return a number as ``1.234e-05``, or as ``0``."""
     return "0" if x == 0 else f"{x:.{digits}e}"
 
 
@@ -161,7 +161,7 @@ def of_finite(row: TensorReport, x: float, digits: int = 3) -> str:
 
 
 def amount(n: int, *, exact: int = 10**4, gap: str = " ") -> str:
-    """Return a count: ``12``, ``1,207``, ``4.2 M``; in full below ``exact``."""
+    """Return a count as ``12``, ``1,207`` or ``4.2 M``; below ``exact`` it is written in full."""
     if n < exact:
         return f"{n:,}"
     # the first unit in which it does not round to four digits
@@ -170,7 +170,7 @@ def amount(n: int, *, exact: int = 10**4, gap: str = " ") -> str:
 
 
 def count(n: int) -> str:
-    """Return a count for a cell: ``98,304``, ``4.2M``."""
+    """Return a count for a table cell: ``98,304``, ``4.2M``."""
     return amount(n, exact=10**5, gap="")
 
 
@@ -178,5 +178,5 @@ def percent(fraction: float) -> str:
     """Return a share in percent."""
     if fraction in (0.0, 1.0):
         return f"{100 * fraction:.0f}"
-    # nothing but an exact 0 or 100 is shown as one
+    # only an exact 0 or 100 is shown as such
     return "<0.1" if fraction < 0.001 else f"{min(100 * fraction, 99.9):.1f}"
