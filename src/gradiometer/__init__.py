@@ -1,8 +1,8 @@
 """gradiometer: the instrument panel of a PyTorch training step.
 
-Every gradient, weight and update, at every step, inside the compiled graph: norms that do not
-overflow, NaN and Inf by parameter name, vanishing and exploding layers, in one read of memory and
-without waiting for the device.
+It measures every gradient, weight and update at every step, inside the compiled graph. It reports norms
+that do not overflow, NaN and Inf by parameter name, and vanishing and exploding layers. It reads memory
+once and does not wait for the device.
 """
 
 from gradiometer import rules, sinks

@@ -1,4 +1,4 @@
-"""Packages that are installed by an extra: a clear word where one is missing."""
+"""Import optional dependencies with an actionable error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def require(module: str, extra: str, what: str) -> Any:
     """Import a module of an optional package and return it.
 
     Args:
-        module: such as ``"pyarrow.parquet"``.
+        module: the module, such as ``"pyarrow.parquet"``.
         extra: the extra of this package that installs it.
-        what: who needs it, for the message.
+        what: the feature that needs it, for the message.
 
     Raises:
         ImportError: if it is not installed; the message says what to install.
@@ -24,6 +24,6 @@ def require(module: str, extra: str, what: str) -> Any:
     except ImportError as error:
         package = module.partition(".")[0]
         if error.name is not None and error.name.partition(".")[0] != package:
-            raise  # it is there, and lacks something of its own
+            raise  # the package is installed, but one of its own dependencies is missing
         msg = f"{what} needs {package}, which is not installed: pip install 'gradiometer[{extra}]'"
         raise ImportError(msg, name=error.name) from None

@@ -1,4 +1,4 @@
-"""The version, in one place."""
+"""The version of the package."""
 
 __all__ = ["__version__"]
 

@@ -1,4 +1,4 @@
-"""The demo: a small training run that is recorded, two faults that are named, and a page to look at.
+"""The demo: a small recorded training run with two faults, and its report page.
 
 ``python -m gradiometer.demo`` runs it. Nothing else imports it.
 """

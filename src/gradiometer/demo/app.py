@@ -1,10 +1,10 @@
-"""The demo: a small training run that is recorded, two faults that are named, and a page to look at.
+"""The demo: a small recorded training run with two faults, and its report page.
 
 ``python -m gradiometer.demo`` trains a character-level transformer on the sources of Python's own
 standard library. Forward, backward, recording and AdamW are one compiled graph. Then an Inf is put
-into one gradient, later the learning rate is raised a thousandfold; the rules name the tensors where it
-shows, with their step, and all of it is on disk, with a page. Every figure is measured in the run; a
-failed check exits with 1.
+into one gradient, and later the learning rate is raised a thousandfold. The rules name the affected
+tensors and steps, and the run is written to disk with a page. Every figure is measured in the run; if a
+check fails, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ MIN_ROUNDS, MAX_ROUNDS, TIMING_SECONDS = 5, 60, 10.0
 # findings of one fault, and rows of the table
 SHOWN: Final = 2
 ROWS: Final = 4
-# of a line of text
+# of a line of text, in characters
 WIDTH: Final = 96
 # for the run record and the page
 PACKAGES: Final = ("pyarrow", "plotly")
 
 
 class _Run:
-    """Takes watched steps, shows them, and returns what was recorded of them."""
+    """Runs watched steps, prints them, and returns their records."""
 
     def __init__(self, step: Step, monitor: gm.Monitor, records: list[gm.StepRecord]) -> None:
         self._step, self._monitor, self._records = step, monitor, records
@@ -60,7 +60,7 @@ class _Run:
     def advance(
         self, steps: int, *, every: int | None = None, until_nonfinite: bool = False
     ) -> list[gm.StepRecord]:
-        """Take some steps. Show, and wait for, one in ``every`` and the last; on a terminal one in 5."""
+        """Run some steps. Print, and wait for, one in ``every`` (on a terminal one in 5) and the last."""
         every = 5 if self._tty else every or steps
         first, start = self.next, time.perf_counter()
         shown = first
@@ -82,7 +82,7 @@ class _Run:
             f"  step {record.step:4}   loss {record.scalars['loss']:8.3f}   grad norm {record.total():9.3g}"
             f"   {milliseconds:7.1f} ms/step"
         )
-        # a terminal sees one line, rewritten
+        # on a terminal, rewrite one line
         print(f"\r{line:76}" if self._tty else line, end="" if self._tty and not last else "\n", flush=True)
 
 
@@ -171,14 +171,14 @@ def _check_syncs(training: Training, backend: Backend, step: Step, checks: _Chec
     backend.probe = None
     syncs = probe.syncs
     if training.device.type == "cuda":
-        # what CUDA itself calls one, below the operators
+        # count the syncs that CUDA itself reports, below the operators
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             step()
             torch.cuda.set_sync_debug_mode("default")
         syncs += sum("called a synchronizing" in str(warning.message) for warning in caught)
-    # a counter that never counts would find nothing too
+    # make sure that the counter counts: a broken one would find no sync either
     with Probe() as control:
         training.lr.item()
     found = f"{syncs} among {probe.operators} operators, the recording one of them"
@@ -187,7 +187,7 @@ def _check_syncs(training: Training, backend: Backend, step: Step, checks: _Chec
 
 
 def _show_times(training: Training, watched: Step, plain: Step) -> int:
-    """Time the two steps in turn, each to its end on the device; show medians, return how many turns."""
+    """Time the two steps alternately, waiting for the device; print medians, return the number of rounds."""
     times: dict[Step, list[float]] = {watched: [], plain: []}
     deadline = time.perf_counter() + TIMING_SECONDS
     rounds = 0
@@ -210,8 +210,8 @@ def _show_times(training: Training, watched: Step, plain: Step) -> int:
 
 
 def _write_page(folder: Path, steps: int, checks: _Checks) -> None:
-    """Write the page of the run, and read back what is on disk."""
-    from gradiometer.runs import read_run  # noqa: PLC0415 needs what may not be installed
+    """Write the page of the run, and check the run record on disk."""
+    from gradiometer.runs import read_run  # noqa: PLC0415 needs optional packages
     from gradiometer.web import write_page  # noqa: PLC0415 likewise
 
     run = read_run(folder)
@@ -250,7 +250,7 @@ def _demo(training: Training, name: str, steps: int, folder: Path | None) -> boo
 
 
 def _inductor_problem(device: torch.device) -> str | None:
-    """Compile something small: only so does it show whether there is a compiler that works."""
+    """Return why Inductor does not work here, or None; only compiling something shows it."""
     try:
         torch.compile(torch.sin, backend="inductor")(torch.ones(8, device=device))
     except RuntimeError as error:
@@ -292,9 +292,9 @@ def _parse(
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m gradiometer.demo") -> int:
-    """Run the demo, called ``prog``; return 0, or 1 if a check failed."""
-    # One core stays free: a step of short parallel loops takes ten times as long where a thread must
-    # wait for a core that something else is using. More threads than a few gain nothing at this size.
+    """Run the demo under the name ``prog``; return 0, or 1 if a check failed."""
+    # Leave one core free: a step of short parallel loops takes ten times as long if a thread must wait
+    # for a core that another process is using. At this size, more than a few threads gain nothing.
     torch.set_num_threads(max(1, min(MAX_THREADS, torch.get_num_threads() - 1)))
     device, backend, options = _parse(argv, prog)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m gradiometer.d
             " pip install 'gradiometer[monitor]'\n"
         )
     if device.type == "cuda":
-        # what Inductor otherwise advises in a warning
+        # otherwise Inductor advises it in a warning
         torch.set_float32_matmul_precision("high")
     training = Training(device, options.seed)
     threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""

@@ -1,4 +1,4 @@
-"""What the demo trains: a character-level transformer, and a compiled step that is watched or not."""
+"""The training of the demo: a character-level transformer, and a compiled step with or without a monitor."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ FAULTY: Final = "blocks.1.up.weight"
 SYNCS: Final = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"}
 
 if TYPE_CHECKING:
-    # takes a step and returns the loss
+    # runs a step and returns the loss
     Step = Callable[[], Tensor]
 
 
 def corpus(characters: int = CHARACTERS) -> Tensor:
     """Return the text of Python's standard library, ``(characters,) uint8`` below 128.
 
-    The top-level modules in the order of their names; what is not ASCII reads as 127.
+    The text is that of the top-level modules in the order of their names; non-ASCII bytes become 127.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     # names that begin with an underscore differ from build to build
@@ -85,7 +85,7 @@ class _Model(nn.Module):
 
 
 class Probe(TorchDispatchMode):
-    """Counts operators, and those that wait for the device or copy from it to the host."""
+    """Counts operators, and the ones that wait for the device or copy from it to the host."""
 
     supports_higher_order_operators = True
 
@@ -95,7 +95,7 @@ class Probe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # one that changes its arguments comes wrapped, unless Inductor has unwrapped it
+        # an operator that changes its arguments is wrapped, unless Inductor has unwrapped it
         called = args[0] if isinstance(func, HigherOrderOperator) else func
         namespace, name = called.name().split(".")[0].split("::")
         to_host = isinstance(result, Tensor) and result.is_cpu
@@ -107,7 +107,7 @@ class Probe(TorchDispatchMode):
 
 
 class Backend:
-    """A backend of torch.compile that counts the graphs it is given, and can run them under a probe."""
+    """A backend of torch.compile that counts the graphs it compiles, and can run them under a probe."""
 
     def __init__(self, name: str) -> None:
         self.graphs = 0
@@ -115,12 +115,12 @@ class Backend:
         self._compile: Callable[..., Any] = torch._dynamo.lookup_backend(name)  # noqa: SLF001 no public way
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        """Compile a graph, as torch.compile asks."""
+        """Compile a graph; torch.compile calls this."""
         self.graphs += 1
         compiled = self._compile(graph, inputs)
 
         def run(*args: Any) -> Any:
-            # in here, since torch.compile itself does not run under a dispatch mode
+            # the probe is entered here, since torch.compile itself does not run under a dispatch mode
             with self.probe or nullcontext():
                 return compiled(*args)
 
@@ -139,12 +139,12 @@ class Training:
         self.count = torch.zeros((), device=device)
         self.text = corpus().to(device)
         self.generator = torch.Generator(device).manual_seed(seed)
-        # inputs of the step: nothing is compiled again when their values change
+        # inputs of the step, so that a change of their values does not recompile it
         self.lr = torch.tensor(LR, device=device)
         self.fault = torch.zeros_like(self.model.get_parameter(FAULTY).data)
 
     def compile(self, backend: Backend, monitor: Monitor | None) -> Step:
-        """Compile the step and take it once: forward, backward, recording and update in one graph."""
+        """Compile the step and run it once: forward, backward, recording and update in one graph."""
         faulty = self.model.get_parameter(FAULTY)
 
         def step(tokens: Tensor, targets: Tensor, lr: Tensor, fault: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Training:
 
     @torch.no_grad()
     def _update(self, lr: Tensor, skip: Tensor | None) -> None:
-        """AdamW, written out. Where ``skip`` is true nothing changes, and the host need not know."""
+        """Apply AdamW, written out. Where ``skip`` is true nothing changes, without a host sync."""
         count = self.count + 1
         new = [(self.count, count)]
         for p, (first, second) in zip(self.parameters, self.moments, strict=True):
@@ -194,10 +194,10 @@ class Training:
             old.copy_(value if skip is None else torch.where(skip, old, value))
 
     def wait(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until the device has finished its work."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def state(self) -> list[Tensor]:
-        """Return all that a step changes."""
+        """Return all tensors that a step changes."""
         return [self.count, *(p.data for p in self.parameters), *(m for pair in self.moments for m in pair)]

@@ -1,6 +1,6 @@
-"""Callbacks for training frameworks, a module for each: a `Monitor` in a loop that is not yours.
+"""Callbacks that add a `Monitor` to a training framework; one module per framework.
 
-Importing this imports no framework.
+Importing this package does not import a framework.
 """
 
 __all__: list[str] = []

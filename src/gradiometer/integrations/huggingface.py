@@ -22,37 +22,37 @@ __all__ = ["MonitorCallback"]
 
 TrainerCallback: Any = require("transformers", "transformers", "MonitorCallback").TrainerCallback
 
-# in a checkpoint's folder
+# the file of the state in a checkpoint's folder
 STATE_NAME: Final = "gradiometer.pt"
 
-# where the parameters that the model has are not those that are trained, if they are no DTensors
+# with these, the model's parameters are not the trained ones unless they are DTensors
 _SHARDED: Final = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"})
 
 
 class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     """Watches every training run of a Trainer with a `Monitor`.
 
-    Gradients are measured when the last micro-batch of a step has been through ``backward``: accumulated,
-    not yet clipped, and with a GradScaler's scale taken out. The step's loss is what the Trainer adds up,
-    on the device. Steps are counted from 0: the step s leads to ``global_step`` s + 1.
+    Gradients are measured after the last ``backward`` of a step: accumulated, before clipping, and without
+    a GradScaler's scale. The step's loss is the sum that the Trainer computes, on the device. Steps are
+    counted from 0: step s leads to ``global_step`` s + 1.
 
-    The monitor's state is a file ``gradiometer.pt`` in the Trainer's checkpoints, and
-    ``train(resume_from_checkpoint=...)`` takes it up. An exception or Ctrl-C in ``train`` leaves a black box.
+    The Trainer's checkpoints contain the monitor's state, in the file ``gradiometer.pt``;
+    ``train(resume_from_checkpoint=...)`` restores it. An exception or Ctrl-C in ``train`` writes a black box.
 
-    On several ranks all watch, and the first one's sinks get the steps of the whole job, whose loss is the
-    mean: under DDP, and where parameters are DTensors, as with version 2 of FSDP and tensor parallelism.
-    With version 1, DeepSpeed or Megatron-LM it warns once and does nothing. ``ranks=False``: each rank by
-    itself.
+    With several ranks, all are watched, and the first rank's sinks get the steps of the whole job, with the
+    mean loss. This works with DDP, and with DTensor parameters, as in FSDP version 2 and tensor parallelism.
+    With FSDP version 1, DeepSpeed or Megatron-LM it warns once and does nothing. With ``ranks=False`` each
+    rank is watched separately.
 
     Args:
-        trainer: whose ``training_step`` and ``train`` are wrapped. Add the callback to it afterwards.
-        options: of `Monitor`, but for the model. Sinks are started for each ``train`` anew.
+        trainer: the Trainer; its ``training_step`` and ``train`` are wrapped. Then add the callback to it.
+        options: arguments of `Monitor`, except the model. Sinks are started again for each ``train``.
 
     Attributes:
-        monitor: of the current run or the last one; None before the first.
+        monitor: the monitor of the current or last run; None before the first.
 
     Raises:
-        TypeError: for an option that Monitor does not have, or without the Trainer.
+        TypeError: for an unknown option, or if ``trainer`` is not a Trainer.
 
     ::
 
@@ -71,19 +71,19 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self._session = Session("MonitorCallback", options)
         self._trainer = trainer
         self._checkpoint: Path | None = None
-        # callbacks see neither the loss nor the gradients before they are clipped, nor how a run ends
+        # callbacks see neither the loss, nor the gradients before clipping, nor how a run ends
         trainer.training_step = self._observed(trainer.training_step)
         trainer.train = self._guarded(trainer.train)
 
     @property
     def monitor(self) -> Monitor | None:
-        """The monitor of the current run or the last one; None before the first."""
+        """The monitor of the current or last run; None before the first."""
         return self._session.monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
-        """Start to watch; where the checkpoint that is resumed has a state, from there."""
+        """Start to watch, from the state in the resumed checkpoint if it has one."""
         del args, control, kwargs
-        # an attempt that ran out of memory, with auto_find_batch_size, was another run
+        # with auto_find_batch_size, an earlier attempt that ran out of memory was a separate run
         self._session.end()
         if not (state.is_world_process_zero or distributed.is_active()):
             return
@@ -100,15 +100,15 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
 
     @while_running
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go on to the next step."""
+        """End the step."""
         del args, state, control, kwargs
         self._session.advance()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put the monitor's state, on several ranks the first one's, into the checkpoint just written."""
+        """Save the monitor's state, of the first rank, in the checkpoint just written."""
         del control, kwargs
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        # on all ranks: the first one's steps wait for the others'
+        # on all ranks, because the first rank waits for the steps of the others
         values = self._session.state_dict()
         if values and folder.is_dir() and state.is_world_process_zero:
             try:
@@ -126,8 +126,8 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError:
-            return None  # of a run without this callback
-        except Exception as error:  # noqa: BLE001 a damaged file raises what it likes
+            return None  # a checkpoint without this callback
+        except Exception as error:  # noqa: BLE001 a damaged file may raise anything
             self._session.say(f"cannot read {path} ({error}); the history begins anew")
             return None
 
@@ -165,5 +165,5 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
                 "transformers.trainer_utils", "transformers", "MonitorCallback"
             ).get_last_checkpoint
             folder = self._trainer.args.output_dir
-            checkpoint = last(folder) if os.path.isdir(folder) else None  # noqa: PTH112 a remote path is no Path
+            checkpoint = last(folder) if os.path.isdir(folder) else None  # noqa: PTH112 may be remote
         return Path(checkpoint) if checkpoint else None

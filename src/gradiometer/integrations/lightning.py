@@ -1,4 +1,4 @@
-"""A `Monitor` for the Trainer of Lightning, be it ``lightning`` or ``pytorch_lightning``."""
+"""A `Monitor` for the Trainer of ``lightning`` or ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MonitorCallback"]
 
-# one package under two names; a program has imported the one that it uses
+# two names of one package; use the one that the program has imported
 _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 
-# where the parameters that the module has are not those that are trained
+# with these, the module's parameters are not the trained ones unless they are DTensors
 _SHARDED: Final = frozenset({"FSDPStrategy", "DeepSpeedStrategy", "XLAFSDPStrategy"})
 
 
@@ -43,25 +43,25 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     without a GradScaler's scale. The step's loss is the mean of its micro-batches, on the device. Steps are
     counted from 0.
 
-    With manual optimization a batch is a step, and each optimizer's own parameters are measured when it is
-    about to update them. What you clip yourself before ``optimizer.step()`` is measured as you leave it,
-    clipped; the loss is what ``training_step`` returns.
+    With manual optimization a batch is a step, and each optimizer's parameters are measured just before it
+    updates them. If you clip gradients before ``optimizer.step()``, the clipped gradients are measured. The
+    loss is the return value of ``training_step``.
 
-    The monitor's state is part of Lightning's checkpoints. An exception or Ctrl-C in ``fit`` leaves a black
-    box.
+    Lightning's checkpoints contain the monitor's state. An exception or Ctrl-C in ``fit`` writes a black box.
 
-    On several ranks all watch, and the first one's sinks get the steps of the whole job, whose loss is the
-    mean: under DDP, and where parameters are DTensors, as with ModelParallelStrategy. With FSDPStrategy or
-    DeepSpeed it warns once and does nothing. ``ranks=False``: each rank by itself.
+    With several ranks, all are watched, and the first rank's sinks get the steps of the whole job, with the
+    mean loss. This works with DDP, and with DTensor parameters, as in ModelParallelStrategy. With
+    FSDPStrategy or DeepSpeed it warns once and does nothing. With ``ranks=False`` each rank is watched
+    separately.
 
     Args:
-        options: of `Monitor`, but for the model. Sinks are started for each ``fit`` anew.
+        options: arguments of `Monitor`, except the model. Sinks are started again for each ``fit``.
 
     Attributes:
-        monitor: of the current run or the last one; None before the first.
+        monitor: the monitor of the current or last run; None before the first.
 
     Raises:
-        TypeError: for an option that Monitor does not have.
+        TypeError: for an unknown option.
 
     ::
 
@@ -76,11 +76,11 @@ class MonitorCallback(Callback):  # type: ignore[misc]
 
     @property
     def monitor(self) -> Monitor | None:
-        """The monitor of the current run or the last one; None before the first."""
+        """The monitor of the current or last run; None before the first."""
         return self._session.monitor
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start to watch, on the module's device; where a checkpoint has a state, from there."""
+        """Start to watch, on the module's device, from the state in a checkpoint if it has one."""
         self._session.end()
         resumed, self._resumed = self._resumed, None
         if not (trainer.is_global_zero or distributed.is_active()):
@@ -92,7 +92,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
             reason = f"with {kind} a rank has no whole gradients, nor DTensors, as with ModelParallelStrategy"
             self._session.give_up(reason, for_all=True)
             return
-        # with manual optimization each optimizer's update counts
+        # with manual optimization, `global_step` counts each optimizer's update
         step = trainer.global_step // (
             1 if pl_module.automatic_optimization else max(len(trainer.optimizers), 1)
         )
@@ -100,9 +100,9 @@ class MonitorCallback(Callback):  # type: ignore[misc]
 
     @while_running
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Measure what this optimizer is about to use."""
+        """Measure the gradients that this optimizer is about to use."""
         del pl_module
-        # Lightning has undone the scale already, but for an optimizer that does it itself
+        # Lightning has unscaled the gradients already, except for an optimizer that does it itself
         scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
         scaler = scaler_of(trainer.precision_plugin) if scaled else None
         several = len(trainer.optimizers) > 1
@@ -114,7 +114,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the loss; go on to the next step if there was an update."""
+        """Record the loss, and end the step if there was an update."""
         del trainer, batch, batch_idx
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if pl_module.automatic_optimization:
@@ -129,7 +129,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         self._session.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Write the black box: after Ctrl-C too, which Lightning does not raise again."""
+        """Write the black box, also after Ctrl-C, which Lightning does not re-raise."""
         del trainer, pl_module
         self._session.end(exception)
 
@@ -138,7 +138,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         return self._session.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep a state for the monitor that ``fit`` makes."""
+        """Keep a state for the monitor that ``fit`` creates."""
         self._resumed = state_dict
 
 

@@ -1,4 +1,4 @@
-"""What the callbacks share: a `Monitor` for each training run, which cannot stop that run."""
+"""The session that callbacks share: a `Monitor` for each training run, whose errors do not stop the run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["Session", "has_whole_gradients", "is_first", "scaler_of", "while_run
 
 _LOG = logging.getLogger("gradiometer")
 
-# seconds for other ranks to have made their Monitor, in which they may wait for one another for a minute
+# seconds to wait for other ranks to create their Monitor, which may itself wait a minute for other ranks
 _TIMEOUT = 75.0
 _MOMENT = 10.0
 
-# what wraps a model so that its parameters are not those that are trained, nor DTensors
+# wrappers of a model whose parameters are neither the trained ones nor DTensors
 _ENGINES: Final = frozenset(
     {"FullyShardedDataParallel", "XlaFullyShardedDataParallel", "DeepSpeedEngine", "MegatronEngine"}
 )
@@ -40,7 +40,7 @@ _Hook = TypeVar("_Hook", bound="Callable[..., None]")
 
 
 def while_running(hook: _Hook) -> _Hook:
-    """Let a callback's hook do nothing while there is nothing to watch; an error in it ends the watching."""
+    """Skip a callback's hook while no run is watched; an error in the hook ends the watching."""
 
     @wraps(hook)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -49,29 +49,29 @@ def while_running(hook: _Hook) -> _Hook:
             return
         try:
             hook(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 whatever it is, training goes on
+        except Exception as error:  # noqa: BLE001 training goes on
             session.give_up(f"{type(error).__name__}: {error}")
 
     return guarded  # type: ignore[return-value]
 
 
 class Session:
-    """One training run after the other under a `Monitor` each.
+    """Watches consecutive training runs, each with its own `Monitor`.
 
     Args:
         what: the name of the callback, for messages.
-        options: of `Monitor`, but for its model.
+        options: arguments of `Monitor`, except the model.
 
     Attributes:
-        monitor: of the current run or the last one; None before the first.
-        running: whether there is a run that is being watched.
+        monitor: the monitor of the current or last run; None before the first.
+        running: whether a run is being watched.
 
     Raises:
-        TypeError: for an option that Monitor does not have.
+        TypeError: for an unknown option.
     """
 
     def __init__(self, what: str, options: Mapping[str, Any]) -> None:
-        # a misspelt option is said here, not when training begins
+        # report a misspelt option here, not when training begins
         inspect.signature(Monitor).bind(None, **options)
         self.monitor: Monitor | None = None
         self.running = False
@@ -84,13 +84,13 @@ class Session:
     def begin(
         self, model: nn.Module, *, scaler: GradScaler | None, step: int, state: Mapping[str, Any] | None
     ) -> None:
-        """Start to watch a model, from this step on, or from where the state of an earlier monitor ends.
+        """Start to watch a model, from this step on, or from the state of an earlier monitor.
 
-        A step is marked as skipped where the scaler skips it: nothing else there heeds ``skip_step``.
+        Steps are marked as skipped only with a scaler, because nothing else here acts on ``skip_step``.
 
         Raises:
             ValueError: for a value that Monitor refuses.
-            ImportError: for a run record or a sink whose package is not there.
+            ImportError: for a run record or a sink whose package is not installed.
         """
         self.end()
         self._names = {p: name for name, p in model.named_parameters()}
@@ -101,11 +101,11 @@ class Session:
             self.monitor.skips = scaler is not None
             self.running = True
         except (ValueError, ImportError):
-            raise  # an option that cannot be had: to be put right before training begins
+            raise  # an invalid option, to be corrected before training begins
         except Exception as error:  # noqa: BLE001 such as a parameter that cannot be measured
             failure = error
         ranks = self._options.get("ranks", True)
-        # a checkpoint has what the first rank remembers, which is none of a rank's by itself
+        # a checkpoint has the state of the first rank, which does not fit other ranks that run separately
         state = state if is_first() else None
         if ranks is False or not distributed.is_active():
             if failure is None:
@@ -119,16 +119,16 @@ class Session:
     def _begin_together(
         self, failure: Exception | None, state: Mapping[str, Any] | None, step: int
     ) -> Exception | None:
-        """Go on where the first rank does; return why this run is not watched, on all ranks the same."""
+        """Continue where the first rank does; return why this run is not watched, the same on all ranks."""
         group = distributed.group_of(None)
-        # who has waited for others in vain already does not do so again for long
+        # a rank that has already waited for others in vain waits only briefly now
         timeout = _MOMENT if isinstance(failure, RankError) else _TIMEOUT
         try:
             distributed.rendezvous(group, timeout, self._what)
             told = distributed.share(_description(failure), group)
             failed = [(of_all, rank, text) for rank, (text, of_all) in enumerate(told) if text]
             if failed:
-                # most ranks know no more than that another one has failed
+                # prefer the rank that failed itself: most ranks only know that another one failed
                 of_all, rank, text = min(failed)
                 return RankError(text if of_all else f"rank {rank}: {text}")
             assert self.monitor is not None  # noqa: S101 for the type checker
@@ -137,12 +137,12 @@ class Session:
             state, step = distributed.tell((state, self.monitor.step), 0, group)
             if not is_first():
                 self._resume(state, step)
-        except Exception as error:  # noqa: BLE001 a store that is gone, say: training goes on
+        except Exception as error:  # noqa: BLE001 such as a lost store; training goes on
             return failure or error
         return None
 
     def _resume(self, state: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
-        """Take up a state, if there is one and it can be; return it then."""
+        """Load a state and return it; without one, or if that fails, set the step and return None."""
         assert self.monitor is not None  # noqa: S101 for the type checker
         if state is not None and self._take_up(state):
             return state
@@ -154,14 +154,14 @@ class Session:
         assert self.monitor is not None  # noqa: S101 for the type checker
         try:
             self.monitor.load_state_dict(state)
-        except Exception as error:  # noqa: BLE001 a state from elsewhere may hold anything
+        except Exception as error:  # noqa: BLE001 a foreign state may hold anything
             what = f"{type(error).__name__}: {error}"
             self.say(f"cannot take up the state in the checkpoint ({what}); the history begins anew")
             return False
         return True
 
     def record(self, scaler: GradScaler | None = None, only: Iterable[Tensor] | None = None) -> None:
-        """Measure the gradients, of these parameters only, before a clip; multiplied by the scaler or not."""
+        """Measure the gradients, ``only`` of these parameters if given, unscaled if given a ``scaler``."""
         assert self.monitor is not None  # noqa: S101 for the type checker
         inv_scale = None if scaler is None else inverse_scale(scaler)
         if only is None:
@@ -173,10 +173,10 @@ class Session:
         self._measured = True
 
     def note(self, **scalars: Any) -> None:
-        """Keep scalars for the step, as they are: tensors stay on their device."""
+        """Keep scalars for the step; tensors stay on their device."""
         for name, value in scalars.items():
             if isinstance(value, Tensor):
-                # a snapshot: a scheduler changes a learning rate in place
+                # clone, because a scheduler may change a learning rate in place
                 self._scalars[name] = _whole(value).clone()
             elif value is not None:
                 self._scalars[name] = float(value)
@@ -188,7 +188,7 @@ class Session:
             self._scalars["loss"] = now if before is None else before + now
 
     def advance(self) -> None:
-        """Go on to the next step, if in this one gradients were measured."""
+        """End the step if its gradients were measured."""
         assert self.monitor is not None  # noqa: S101 for the type checker
         if self._measured:
             self._measured = False
@@ -196,7 +196,7 @@ class Session:
             self.monitor.advance(**scalars)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the monitor's state; empty if nothing is watched. Fails as little as the rest."""
+        """Return the monitor's state; empty if nothing is watched or on an error. Never raises."""
         try:
             return dict(self.monitor.state_dict()) if self.running and self.monitor is not None else {}
         except Exception as error:  # noqa: BLE001 a checkpoint must be written
@@ -204,7 +204,7 @@ class Session:
             return {}
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the monitor; after an error with a black box."""
+        """Close the monitor; after an error, write a black box."""
         running, self.running = self.running, False
         if not running or self.monitor is None:
             return
@@ -213,22 +213,22 @@ class Session:
                 self.monitor.close()
             else:
                 self.monitor.__exit__(type(error), error, None)
-        except Exception as failure:  # noqa: BLE001 the training has its result, or its own error
+        except Exception as failure:  # noqa: BLE001 training has its result, or its own error
             self.say(f"{type(failure).__name__}: {failure}; the last steps may not be written")
 
     def give_up(self, reason: str, *, for_all: bool = False) -> None:
-        """Say why, and watch no more of this run. What all ranks give up ``for_all``, the first one says."""
+        """Log the reason and stop watching this run; with ``for_all`` only the first rank logs it."""
         if not for_all or is_first():
             self.say(f"{reason}; training goes on unwatched")
         self.end()
 
     def say(self, message: str) -> None:
-        """Log a warning: one by `warnings` would end the training where they are made errors."""
+        """Log a warning. `warnings` is not used, because a filter may turn its warnings into errors."""
         _LOG.warning("%s: %s", self._what, message)
 
 
 def _description(failure: Exception | None) -> tuple[str, bool]:
-    """Return what has failed, and whether that is of other ranks."""
+    """Return the text of a failure, and whether it concerns other ranks."""
     if failure is None:
         return "", False
     if isinstance(failure, RankError):
@@ -237,28 +237,28 @@ def _description(failure: Exception | None) -> tuple[str, bool]:
 
 
 def _measurable(model: nn.Module) -> nn.Module | list[tuple[str, nn.Parameter]]:
-    """Return the model; of one with quantized weights, the parameters that can have gradients."""
+    """Return the model; if it has quantized weights, only the parameters that can have gradients."""
     pairs = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()]
     return model if len(pairs) == sum(1 for _ in model.parameters()) else pairs
 
 
 def _whole(value: Tensor) -> Tensor:
-    """Return a scalar without its graph; of a DTensor its value, for which summands are added up."""
+    """Return a scalar without its graph; a DTensor is reduced to its full value."""
     value = value.detach()
     return value.full_tensor() if is_dtensor(type(value)) else value  # type: ignore[attr-defined]
 
 
 def is_first() -> bool:
-    """Tell whether this process is the first of its job, which speaks for all."""
+    """Return whether this process is the first rank of its job, which logs for all."""
     return not distributed.is_active() or distributed.ranks_of(distributed.group_of(None))[0] == 0
 
 
 def has_whole_gradients(model: Any, *, sharded: bool) -> bool:
-    """Tell whether a rank has gradients, or DTensors of them, once backward is through.
+    """Return whether a rank has full gradients, or DTensors, after backward.
 
     Args:
-        model: what is trained, with all that is wrapped around it.
-        sharded: whether the framework says that ranks hold parts.
+        model: the trained model with all its wrappers.
+        sharded: whether the framework reports that ranks hold parts.
     """
     if not isinstance(model, nn.Module):
         return not sharded
@@ -269,6 +269,6 @@ def has_whole_gradients(model: Any, *, sharded: bool) -> bool:
 
 
 def scaler_of(owner: Any) -> Any:
-    """Return the GradScaler of an accelerator or precision plugin, if it has one in use."""
+    """Return the GradScaler of an accelerator or precision plugin, if it has an enabled one."""
     scaler = getattr(owner, "scaler", None)
     return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None

@@ -1,4 +1,4 @@
-"""The black box: the last steps, where the first non-finite value was, and why the run ended."""
+"""The black box: the last steps, the first non-finite value, and why the run ended."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 __all__ = ["BlackBox"]
 
-# steps that a fault shows: the last ones, and those before the first non-finite one
+# steps in a fault: the last ones, and those up to the first non-finite one
 _LAST: Final = 64
 _BEFORE: Final = 16
 
 
 class BlackBox:
-    """Sees every record, on the background thread, and keeps what a fault is made of.
+    """Sees every record on the background thread and keeps the data for a fault report.
 
-    Where the run is not finite now, the first non-finite step is the one with which that began; a step
-    that was overcome earlier, such as one that a GradScaler skipped, is named only while there is no other.
+    The first non-finite step is the one where the current non-finite phase began. An earlier step from
+    which the run recovered, such as one that a GradScaler skipped, is named only if there is no later one.
 
     Args:
-        rank: whose steps it sees, where each rank has one of its own.
+        rank: the rank whose steps it sees, if each rank has its own black box.
 
     Attributes:
-        lost_the_loss: whether the record seen last is the run's first with a loss that is not finite.
+        lost_the_loss: whether the last record is the first of the run with a non-finite loss.
     """
 
     def __init__(self, rank: int | None = None) -> None:
@@ -44,7 +44,7 @@ class BlackBox:
         self._had_bad_loss = False
 
     def see(self, record: StepRecord) -> None:
-        """Take the next record."""
+        """Add the next record."""
         self._recent.append(record)
         bad_loss = record.loss is not None and not math.isfinite(record.loss)
         self.lost_the_loss = bad_loss and not self._had_bad_loss
@@ -61,16 +61,16 @@ class BlackBox:
             self._before = list(self._recent)[-_BEFORE:]
 
     def fault(self, reason: str, message: str, step: int, findings: Sequence[Finding]) -> Fault:
-        """Return what is known now."""
+        """Return a fault with all that is known now."""
         steps = {record.step: record for record in [*self._before, *self._recent]}
         last = [steps[number] for number in sorted(steps)]
         return Fault(reason, message, step, self._first, tuple(findings), tuple(last), self._rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with."""
+        """Return the state for a resumed run."""
         return {"first": self._first, "is_broken": self._is_broken, "had_bad_loss": self._had_bad_loss}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a `state_dict`."""
         self._first, self._is_broken = state["first"], state["is_broken"]
         self._had_bad_loss = state["had_bad_loss"]

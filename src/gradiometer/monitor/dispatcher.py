@@ -1,4 +1,4 @@
-"""The background threads: recorded steps go through the rules on one, and on to each sink on its own."""
+"""The background threads: one runs the rules on recorded steps, and each sink has its own."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["Dispatcher"]
 
 
 class Dispatcher:
-    """Runs rules and the black box on a thread of its own, in the order of the steps, and sinks on others.
+    """Runs rules and the black box on one thread, in the order of the steps, and each sink on its own.
 
-    A sink that is slow, or hangs, costs the rules and the other sinks nothing.
+    A sink that is slow or hangs does not delay the rules or the other sinks.
 
     Args:
-        rules, sinks: what is run; errors in them are counted in ``failures`` and stop nothing.
-        limit: steps that may wait for the rules, and as many for each sink. Of more the oldest are dropped.
+        rules, sinks: the rules and sinks to run; their errors are counted in ``failures`` and stop nothing.
+        limit: steps that may wait for the rules, and for each sink; a full queue drops its oldest steps.
         box: sees every record.
         failures: counts errors, and the steps dropped by each queue.
 
     Attributes:
-        ledger: what the rules found.
+        ledger: the findings of the rules.
 
     >>> from gradiometer.monitor.blackbox import BlackBox
     >>> from gradiometer.columns import DEFAULT_THRESHOLDS
@@ -55,7 +55,7 @@ class Dispatcher:
     ) -> None:
         self._rules = [(getattr(rule, "name", type(rule).__name__), rule) for rule in rules]
         self.ledger = Ledger()
-        # held while rules run: who has it sees their history at rest
+        # held while rules run, so that its holder sees a consistent history
         self._state = threading.Lock()
         self._box = box
         self._failures = failures
@@ -63,37 +63,38 @@ class Dispatcher:
             SinkThread(name, Calls.of(sink), limit, failures) for name, sink in _named(list(sinks)).items()
         ]
         own = Calls(self._open_sinks, self._look, self._tell_made, self._close_sinks)
-        # where all steps pass first; what fails there beside a rule is counted, and it goes on
+        # all steps pass this thread first; it counts its errors and goes on
         self._first = SinkThread("the rules", own, limit, failures)
 
     def start(self, info: RunInfo) -> None:
-        """Start the threads; a sink's opens it first."""
+        """Start the threads; each sink's thread first opens the sink."""
         self.ledger.span(info.every)
         self._first.start(info)
 
     def put(self, records: Sequence[StepRecord]) -> None:
-        """Hand over steps, in order. Never waits for rules or sinks."""
+        """Add steps, in order. Never waits for rules or sinks."""
         self._first.put((record, ()) for record in records)
 
     def put_fault(self, make: Callable[[], Fault]) -> None:
-        """Hand over a fault, made when all steps so far have passed the rules; sinks get it after them."""
+        """Add a fault, built when all steps so far have passed the rules; sinks get it after those steps."""
         self._first.put_fault(make)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all that was handed over has been written or dropped; tell whether it has.
+        """Wait until everything added so far has been written or dropped; return whether it has.
 
-        On one of its own threads it does not wait.
+        It does not wait if called on one of its own threads.
         """
         if self._is_own_thread():
             timeout = 0.0
         end = _deadline(timeout)
-        # first what brings steps to the others
+        # first the thread that feeds the others
         return all([thread.wait(_left(end)) for thread in [self._first, *self._sink_threads]])
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Let the threads write all that waits, close the sinks and end; tell whether all have.
+        """Let the threads write all waiting steps, close the sinks and end; return whether all have ended.
 
-        Those that have not in so many seconds are left behind. After an interrupt it may be called again.
+        Threads that have not ended after ``timeout`` seconds are abandoned. It may be called again after an
+        interrupt.
         """
         self._first.finish()
         if self._is_own_thread():
@@ -103,11 +104,11 @@ class Dispatcher:
 
     @property
     def dropped(self) -> int:
-        """Steps dropped by all queues together: one that two sinks miss counts twice."""
+        """Steps dropped by all queues together; a step that two sinks miss counts twice."""
         return sum(thread.dropped for thread in [self._first, *self._sink_threads])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the rules remember, and the findings."""
+        """Return the history of the rules, and the findings."""
         with self._state:
             return {
                 "rules": [(name, rule.state_dict()) for name, rule in self._rules],
@@ -115,7 +116,7 @@ class Dispatcher:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. A rule takes up the history of one with its name; the others begin anew."""
+        """Continue from a `state_dict`. A rule restores the history saved under its name, if there is one."""
         histories: dict[str, list[Any]] = {}
         for name, history in state["rules"]:
             histories.setdefault(name, []).append(history)
@@ -134,7 +135,7 @@ class Dispatcher:
                 try:
                     self._box.see(record)
                     if self._box.lost_the_loss:
-                        # of what was known then: the batch goes on
+                        # build it now, because later steps of the batch change what is known
                         faults.append(
                             self._box.fault(
                                 "non-finite loss",
@@ -143,7 +144,7 @@ class Dispatcher:
                                 self.ledger.findings,
                             )
                         )
-                except BaseException as error:  # noqa: BLE001 the sinks get the step all the same
+                except BaseException as error:  # noqa: BLE001 the sinks must still get the step
                     self._failures.add("black box", error)
         for thread in self._sink_threads:
             thread.put(steps)
@@ -170,7 +171,7 @@ class Dispatcher:
     def _tell(self, fault: Fault) -> None:
         for thread in self._sink_threads:
             thread.put_fault(fault)
-        # a process that ended in order, and found nothing, has nothing to say
+        # a process that ended normally without a non-finite value logs nothing
         if fault.reason != "exit" or fault.first_nonfinite is not None:
             LOG.warning("%s", fault)
 

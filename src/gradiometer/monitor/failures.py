@@ -1,4 +1,4 @@
-"""Errors of sinks and rules: reported once, counted; and their descriptions."""
+"""Errors in the telemetry: log each kind once, count all, and describe them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["LOG", "Failures", "describe", "is_quiet", "reason_of"]
 
 
 def reason_of(error: BaseException) -> tuple[str, str]:
-    """Return the reason and the message of a fault that ends a run with this exception.
+    """Return the reason and the message of the fault for an exception that ends a run.
 
     >>> reason_of(ZeroDivisionError("division by zero"))
     ('exception', 'ZeroDivisionError: division by zero')
@@ -22,15 +22,15 @@ def reason_of(error: BaseException) -> tuple[str, str]:
 
 
 def is_quiet(error: BaseException) -> bool:
-    """Tell whether an exception is no more than the end of a program that went well: ``sys.exit(0)``."""
+    """Return whether an exception is a successful exit: ``sys.exit(0)``."""
     return isinstance(error, SystemExit) and error.code in {None, 0}
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's class and message; the class alone, where its message is an error itself."""
+    """Return an exception's class and message; only the class if its ``str`` raises."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 whatever it is, there is nothing to say
+    except Exception:  # noqa: BLE001 `__str__` may raise anything
         return type(error).__name__
 
 
@@ -38,7 +38,7 @@ LOG = logging.getLogger("gradiometer")
 
 
 class Failures:
-    """What went wrong in the telemetry: each kind is logged once, as a warning, and counted.
+    """Failures of the telemetry: each kind is logged once, as a warning, and counted.
 
     >>> failures = Failures()
     >>> failures.add("record", ValueError("no such name"))
@@ -51,7 +51,7 @@ class Failures:
         self._lock = threading.Lock()
 
     def add(self, what: str, error: BaseException | str, times: int = 1) -> None:
-        """Count a failure; say so, if it is the first of its kind."""
+        """Count a failure; log it if it is the first of its kind."""
         with self._lock:
             first = what not in self.counts
             self.counts[what] = self.counts.get(what, 0) + times

@@ -1,6 +1,6 @@
-"""Windows: some steps of all ranks at once, in two vectors, one to be summed and one to be maximized.
+"""Windows: several steps of all ranks, packed into one vector for a SUM and one for a MAX all-reduce.
 
-Of each step its scalars and marks, and, where it was recorded, a row for each tensor.
+Each step contributes its scalars and marks and, if it was recorded, a row for each tensor.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ if TYPE_CHECKING:
 
 __all__ = ["MergeWindow", "Told"]
 
-# scalars that are merged by name; of more the first rank's count
+# scalars that are merged by name, at most; further ones keep the first rank's value
 _SCALARS: Final = 256
-# bytes of tensors' rows in one window
+# bytes of tensors' rows in one window, at most
 _BYTES: Final = 1 << 24
 
-# marks of a step, beside its scalars: what is summed, and what is maximized
-_SUMMED: Final = 1  # ranks that recorded it
-_MAXIMIZED: Final = 4  # whether it was skipped, who has a loss that is not finite, its number, and minus that
+# marks of a step, in addition to its scalars, that are summed and that are maximized
+_SUMMED: Final = 1  # the number of ranks that recorded it
+_MAXIMIZED: Final = 4  # whether it was skipped, a rank with a non-finite loss, its number, and minus that
 
 
 class Told(NamedTuple):
-    """What a rank tells beside its steps; of all ranks the maximum is heard.
+    """The numbers that a rank sends in addition to its steps; ranks receive the maximum over all ranks.
 
-    Where a rank is told of it is ``size - rank``, so that the first is heard, and 0 for none.
+    A rank is encoded as ``size - rank``, so that the maximum is the first such rank; 0 stands for none.
     """
 
-    fewest: float  # minus the steps that wait
-    most: float  # the steps that wait
-    behind: float  # a rank for which none waits
-    leaves: float  # a rank that takes part no longer
+    fewest: float  # minus the number of waiting steps
+    most: float  # the number of waiting steps
+    behind: float  # a rank without waiting steps
+    leaves: float  # a rank that no longer takes part
     fault: float  # a rank that ends with a fault
     is_closing: float
-    is_flooded: float  # more steps wait than may
-    is_unplaced: float  # a scalar has no place
+    is_flooded: float  # more steps wait than the limit
+    is_unplaced: float  # a scalar has no place yet
 
 
 class MergeWindow:
-    """Packs this rank's part of a window, and makes the job's steps of what comes back.
+    """Packs this rank's part of a window, and unpacks the reduced window into the job's steps.
 
-    Merged scalars are the mean over the ranks that gave one, or what all gave, to the bit; NaN and infinities
-    stay. A step that only some ranks recorded has those tensors that are whole or not finite. It was skipped
-    if it was on any rank.
+    Scalars are averaged over reporting ranks; identical values are kept bit-exact, and NaN and infinities
+    stay. A step that only some ranks recorded keeps the tensors that are complete or non-finite. A step
+    counts as skipped if any rank skipped it.
 
     Args:
-        ranks: what they have agreed on.
-        local: what this rank records, of the same tensors.
-        thresholds: where flags begin.
+        ranks: the agreement of the ranks.
+        local: the roster of this rank, with the same tensors.
+        thresholds: the thresholds of the flags.
 
     Attributes:
-        roster: of merged steps: all tensors of all ranks.
-        scalars: names with a place in a window, on all ranks the same.
-        most: recorded steps that a window may hold.
+        roster: the roster of merged steps: all tensors of all ranks.
+        scalars: the names with a place in a window, the same on all ranks.
+        most: the maximum number of recorded steps in a window.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -83,7 +83,7 @@ class MergeWindow:
         self._ranks, self._local, self._thresholds = ranks, local, thresholds
         specs = ranks.plan.specs
         parts = dict(zip(local.names, local.shapes, strict=True))
-        # of plain tensors that are parts of something the whole is not known
+        # the full size is unknown for plain tensors that are parts of a larger one
         shapes = [
             parts.get(n, ()) if h.shape is None else h.shape for n, h in zip(ranks.names, specs, strict=True)
         ]
@@ -94,21 +94,21 @@ class MergeWindow:
         self.most = max(1, _BYTES // (8 * NUM_COLUMNS * max(1, self.roster.num_rows)))
 
     def unplaced(self, steps: Iterable[StepRecord]) -> list[str]:
-        """Return names of scalars that have no place yet, and can have one."""
+        """Return names of scalars that have no place yet but can get one."""
         names = dict.fromkeys([name for step in steps for name in step.scalars])
         return [name for name in names if name not in self.scalars][: _SCALARS - len(self.scalars)]
 
     def place(self, names: Iterable[str]) -> None:
-        """Give them a place; on all ranks the same names in the same order."""
+        """Give the names a place; all ranks must pass the same names in the same order."""
         new = [name for name in dict.fromkeys(names) if name not in self.scalars]
         self.scalars += new[: _SCALARS - len(self.scalars)]
 
     def pack(self, steps: Sequence[StepRecord], carried: Sequence[bool]) -> tuple[Tensor, Tensor]:
-        """Return what is to be summed and to be maximized, two vectors of float64.
+        """Return the vector to sum and the vector to maximize, both float64.
 
         Args:
-            steps: of this rank; fewer than ``carried``, where it has no more.
-            carried: for each step whether rows of tensors travel with it.
+            steps: this rank's steps; fewer than ``carried`` if it has no more.
+            carried: for each step, whether the window includes its rows of tensors.
         """
         local, names = self._local, self._local.names
         rows = torch.zeros((len(names), sum(carried), len(local.kinds), NUM_COLUMNS), dtype=torch.float64)
@@ -143,7 +143,7 @@ class MergeWindow:
         return torch.tensor(summed, dtype=torch.float64), torch.tensor(maximized, dtype=torch.float64)
 
     def differ(self, tops: Tensor, size: int) -> bool:
-        """Tell whether ranks have different steps at the same place of a window that came back."""
+        """Return whether ranks have different steps at the same place of a reduced window."""
         numbers = self._maximized(tops, size)[:, 2:_MAXIMIZED]
         return bool((numbers[:, 0] != -numbers[:, 1]).any())
 
@@ -153,10 +153,10 @@ class MergeWindow:
         """Return the steps of the job.
 
         Args:
-            sums: what `pack` made, summed over the ranks.
-            tops: likewise, maximized.
-            carried: as they were packed.
-            mine: this rank's steps, for their time, and for scalars that have no place.
+            sums: the first vector of `pack`, summed over the ranks.
+            tops: the second vector of `pack`, maximized over the ranks.
+            carried: as passed to `pack`.
+            mine: this rank's steps, which give the time, and scalars that have no place.
         """
         values, origins = self._tensors(sums, tops, sum(carried))
         width = _SUMMED + 2 * len(self.scalars)
@@ -176,14 +176,14 @@ class MergeWindow:
             if travels and adds[0]:
                 found = values[place] if adds[0] == self._ranks.size else self._whole_or_bad(values[place])
                 if derived.value(found, "numel").any() or adds[0] == self._ranks.size:
-                    # of its own: who keeps one record does not keep the window
+                    # clone, so that keeping one record does not keep the whole window alive
                     origin = origins[place].clone()
                     record = replace(record, values=found.clone(), origin=origin, ranks=self._ranks)
             merged.append(record)
         return merged
 
     def _tensors(self, sums: Tensor, tops: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return rows of so many steps with flags, ``(S, K, T, C + 1)``, and where they are not finite."""
+        """Return rows with flags, ``(S, K, T, C + 1)``, and the first non-finite rank of each, or -1."""
         kinds, names = len(self.roster.kinds), len(self.roster.names)
         cells, maxima = names * size * kinds, NUM_COLUMNS - NUM_SUM_COLUMNS
         columns = torch.cat(
@@ -199,13 +199,13 @@ class MergeWindow:
         return torch.cat([columns, flags.unsqueeze(-1)], dim=-1), origins
 
     def _whole_or_bad(self, values: Tensor) -> Tensor:
-        """Return the rows of a step that not all ranks recorded: a part is not taken for the whole tensor."""
+        """Zero the rows of incomplete, finite tensors in a step that only some ranks recorded."""
         part = derived.value(values, "numel") != self._whole
         absent = part & (derived.value(values, "n_nonfinite") == 0)
         return torch.where(absent.unsqueeze(-1), 0.0, values)
 
     def alone(self, step: StepRecord) -> StepRecord:
-        """Return a step of this rank as one of the job's, without its tensors."""
+        """Return a step of this rank as a step of the job, without its tensors."""
         return StepRecord(
             step.step, step.time, step.scalars, self.roster, None, step.skipped, self._thresholds
         )
@@ -226,5 +226,5 @@ class MergeWindow:
 
 
 def _carried(steps: Sequence[StepRecord], carried: Sequence[bool]) -> list[StepRecord | None]:
-    """Return the steps whose rows travel; None for one that this rank does not have."""
+    """Return the steps whose rows the window includes; None for steps that this rank does not have."""
     return [steps[i] if i < len(steps) else None for i, travels in enumerate(carried) if travels]

@@ -1,4 +1,4 @@
-"""The monitor: a recorder, the way of its steps to the host, and what rules and sinks make of them."""
+"""The monitor: a recorder, the transfer of its steps to the host, and the rules and sinks."""
 
 from __future__ import annotations
 
@@ -43,66 +43,66 @@ if TYPE_CHECKING:
 
 __all__ = ["Monitor"]
 
-# seconds between two looks at whose parameters they are
+# seconds between checks for replaced parameters
 _PARAMETER_CHECK = 1.0
 
 
 class Monitor:
-    """Watches a training run: records every step, looks at it with rules, and hands it to sinks.
+    """Watches a training run: records every step, checks it with rules, and passes it to sinks.
 
-    `record` goes into the step, compiled or not, after the last ``backward()`` and before gradients are
-    cleared; `advance` outside, once per optimizer step. Neither waits for the device, a rule or a sink, and
-    neither raises because of telemetry: what fails there is logged once, as a warning of the logger
+    Call `record` inside the step, compiled or not, after the last ``backward()`` and before gradients are
+    cleared. Call `advance` outside, once per optimizer step. Neither waits for the device, a rule or a sink,
+    and neither raises because of telemetry: each kind of failure is logged once, as a warning of the logger
     ``gradiometer``, and counted in `failures`.
 
-    Steps travel to the host every 0.2 s, or when half of the ring is full, in one asynchronous copy; a
-    later `advance` hands what has arrived to background threads: one for the rules, and one for each sink.
+    Steps are copied to the host every 0.2 s, or when half of the ring is full, in one asynchronous copy. A
+    later `advance` passes the copied steps to background threads: one for the rules, and one for each sink.
 
-    In a ``with`` block the end of the run is told to the sinks: an exception, Ctrl-C, SIGTERM or
-    ``sys.exit`` is a `gradiometer.rules.Fault` with the last steps and the first non-finite tensor, and goes
-    on its way. SIGTERM raises SystemExit(143) in the main thread, unless a handler was there before,
-    which is then called. Without ``with`` call `close`, or the end of the process will.
+    In a ``with`` block the sinks are told how the run ended: an exception, Ctrl-C, SIGTERM or ``sys.exit``
+    becomes a `gradiometer.rules.Fault` with the last steps and the first non-finite tensor, and then
+    propagates. SIGTERM raises SystemExit(143) in the main thread, unless a handler was installed before,
+    which is then called. Without ``with``, call `close`; otherwise it happens at the end of the process.
 
-    Of a job of several ranks each makes the monitor, and calls its methods, at the same place; it then
-    watches the whole job. Steps stay local until a background thread brings those of all ranks together,
-    some at once; rules and sinks see the job's, on the first rank, with the rank and shard of what is not
-    finite. Scalars are means over the ranks. Another rank has no `findings`, its ``sinks`` are not called,
-    and its faults go to the log and ``blackbox.rank-00005.json``. Where a rank ends early or does not answer,
-    training goes on, `failures` says so, and from then on steps have their scalars and no tensors.
+    In a job of several ranks, every rank creates the monitor and calls its methods at the same place. A
+    background thread merges the steps of all ranks, several at once. Rules and sinks run on the first rank
+    and see the steps of the whole job, with the rank and shard of non-finite values. Scalars are averaged
+    over the ranks. Other ranks have no `findings`, their ``sinks`` are not called, and their faults go to
+    the log and ``blackbox.rank-00005.json``. If a rank ends early or does not answer, training goes on,
+    `failures` reports it, and later steps have scalars but no tensors.
 
-    Gradients that are accumulated: record once per micro-batch or once, advance once. Several models:
-    a mapping of names to modules; record after each one's ``backward()``. A process that is forked from
-    this one watches nothing: make the monitor in the process that trains.
+    With accumulated gradients, call `record` once per micro-batch or once per step, and `advance` once per
+    step. For several models, pass a mapping of names to modules and call `record` after each ``backward()``.
+    Create the monitor in the process that trains; it does nothing in a forked process.
 
     Args:
-        model: a module, what `gradiometer.collect_grads` takes, or a mapping of names to modules.
-        run_dir: where to keep a run record, for `gradiometer.read_run`; needs ``gradiometer[monitor]``.
-        every: record the steps that this divides, and those with a NaN, an Inf or a norm above
-            ``skip_above``. Every step has a `StepRecord` with its scalars.
-        capacity: steps that the ring on the device holds: ``(R + 1) * 72`` bytes each, R tensors.
+        model: a module, any input of `gradiometer.collect_grads`, or a mapping of names to modules.
+        run_dir: the folder for a run record, for `gradiometer.read_run`; needs ``gradiometer[monitor]``.
+        every: record steps divisible by this, and steps with a NaN, an Inf or a norm above ``skip_above``.
+            Every step has a `StepRecord` with its scalars.
+        capacity: steps in the ring buffer on the device, of ``(R + 1) * 72`` bytes each for R tensors.
         weights: also measure the parameters.
-        updates: also measure what each due step adds to them, at the cost of a copy of the weights.
-        rules: what to look for; None: `gradiometer.rules.default_rules`; ``()``: nothing.
-        sinks: of `gradiometer.sinks`, or functions of a `StepRecord`.
-        thresholds: where flags begin.
+        updates: also measure the change of the parameters in each due step; this keeps a copy of the weights.
+        rules: the rules to run; None for `gradiometer.rules.default_rules`, ``()`` for none.
+        sinks: sinks from `gradiometer.sinks`, or functions of a `StepRecord`.
+        thresholds: the thresholds of the flags.
         skip_nonfinite: whether `skip_step` is true after a NaN or Inf in a gradient.
-        skip_above: and of a total gradient norm above this; of several ranks, of all. (Whether a step that
-            ``every`` leaves out is recorded for it, each rank decides by its own part.)
-        queue: steps that may wait on the host for each sink, ``R * 72`` bytes each. Of more the oldest are
-            dropped for that sink, and counted in `dropped`, once for each sink that misses one. As many may
-            wait for slower ranks; of more the oldest lose their tensors, and are counted too.
-        ranks: whether the job's ranks are merged, where there are several; or what they have agreed on,
-            `gradiometer.Ranks`. False: each is for itself, with a run record in ``run_dir/rank-00005``.
+        skip_above: `skip_step` is also true if the total gradient norm, over all ranks, exceeds this. (Each
+            rank uses its own part to decide whether to record a step that ``every`` leaves out.)
+        queue: steps that may wait on the host for each sink, of ``R * 72`` bytes each. A full queue drops its
+            oldest steps, and `dropped` counts them for each sink. As many steps may wait for slower ranks;
+            beyond that the oldest lose their tensors and are counted too.
+        ranks: whether to merge the ranks of a job; may be a `gradiometer.Ranks` that they agreed on. With
+            False each rank is watched separately, with a run record in ``run_dir/rank-00005``.
 
     Attributes:
-        skips: whether a step is skipped where `skip_step` is true, as its record then says. Reading
-            `skip_step` and giving an ``inv_scale`` make it true; set it where something else skips them.
+        skips: whether your loop skips the update when `skip_step` is true, so that records are marked as
+            skipped. Reading `skip_step` or passing ``inv_scale`` sets it; set it if other code skips updates.
 
     Raises:
-        TypeError: for a parameter that cannot be measured, or a sink that is none; the message says which.
-        ValueError: without parameters, or for a number out of range.
+        TypeError: for a parameter that cannot be measured, or an invalid sink; the message names it.
+        ValueError: if there are no parameters, or for a number out of range.
         ImportError: for a run record without pyarrow; the message says what to install.
-        RankError: on every rank, where one does not come, or makes it another way.
+        RankError: on every rank, if a rank does not create its monitor or uses other settings.
 
     >>> import torch, gradiometer as gm
     >>> model, losses = torch.nn.Linear(2, 1), []
@@ -145,7 +145,7 @@ class Monitor:
             if not isinstance(queue, int) or queue < 1:
                 msg = f"Monitor(queue={queue!r}): a number of steps, at least 1"
                 raise ValueError(msg)
-            # all that record() looks at inside a compiled step
+            # the only state that record() reads inside a compiled step
             self._recorder = recorder = Recorder(
                 model,
                 weights=weights,
@@ -160,7 +160,7 @@ class Monitor:
             merger = None
             if agreed is not None and group is not None:
                 merger = RankMerger(agreed, recorder.roster, thresholds, queue, self._failures, group)
-            # what sees the job's steps is on its first rank
+            # only the first rank sees the job's steps
             is_first = merger is None or merger.is_first
             if merger is not None and is_first:
                 rank = None
@@ -181,7 +181,7 @@ class Monitor:
             merger,
             rank,
         )
-        # forgotten without being closed: what has been recorded is not lost for that
+        # a monitor that is collected without close() must not lose recorded steps
         weakref.finalize(self, pipeline.forget).atexit = False
 
     def __repr__(self) -> str:
@@ -190,12 +190,13 @@ class Monitor:
         return f"<Monitor: step {self.step}, {tensors} tensors, {len(self.findings)} findings>"
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
-        """Measure the gradients, and the weights if asked, and write them into the current step's row.
+        """Measure the gradients, and the weights if requested, into the current step's row.
 
-        Inside or outside of a compiled step. Once more in the same step writes over what it measures.
+        It may be called inside or outside of a compiled step. A second call in the same step overwrites the
+        values that it measures again.
 
         Args:
-            stats: gradients that were measured already, by the model's names: they are not read again.
+            stats: statistics of gradients measured already, by the model's names; these are not read again.
             inv_scale: ``1 / scale`` of a GradScaler, see `gradiometer.inverse_scale`.
         """
         if inv_scale is not None:
@@ -210,19 +211,20 @@ class Monitor:
 
     @property
     def skip_step(self) -> Tensor:
-        """Whether to skip this step's update, 0-d bool on the device; after `record`, in the same step."""
+        """Whether to skip this step's update, a 0-d bool on the device; read it after `record`."""
         self.skips = True
         return self._recorder.skip_step
 
     def advance(self, loss: Any = None, lr: Any = None, **scalars: Any) -> None:
-        """End the step. Once per optimizer step, outside of a compiled function. Never waits, never raises.
+        """End the step.
 
-        What is given may be a number, or a tensor of one element, which travels with the next copy.
+        Call it once per optimizer step, outside of compiled functions. It never waits and never raises.
+        Values are numbers, or tensors of one element, which are copied to the host with the next steps.
 
         Args:
-            loss: of the step. The first one that is not finite is a fault, and told to the sinks.
+            loss: the loss of the step. The run's first non-finite loss is reported to the sinks as a fault.
             lr: the learning rate.
-            **scalars: others, by name.
+            **scalars: other values, by name.
         """
         if not self._pipeline.is_open():
             return
@@ -243,7 +245,7 @@ class Monitor:
 
     @property
     def step(self) -> int:
-        """The number of the current step; may be set, best before the first `advance`."""
+        """The number of the current step; it can be set, preferably before the first `advance`."""
         return self._pipeline.reader.step
 
     @step.setter
@@ -254,7 +256,7 @@ class Monitor:
 
     @property
     def every(self) -> int:
-        """Steps that this divides are recorded; may be set at any time, and nothing is compiled again."""
+        """Steps divisible by this are recorded; it can be set at any time without a recompile."""
         return self._every
 
     @every.setter
@@ -265,61 +267,62 @@ class Monitor:
 
     @property
     def findings(self) -> list[Finding]:
-        """What the rules have found so far, in the order in which it began."""
+        """The findings of the rules so far, in the order in which they began."""
         return list(self._pipeline.dispatcher.ledger.findings)
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest step that has arrived: of the job on its first rank, of this one on others."""
+        """The newest step on the host: a step of the job on the first rank, of this rank on others."""
         return self._pipeline.last
 
     @property
     def dropped(self) -> int:
-        """Steps that were not kept: the sinks were too slow for them, or their tensors were lost."""
+        """The number of steps that a slow sink missed, or whose tensors were lost."""
         merger = self._pipeline.merger
         unmerged = 0 if merger is None else merger.lost
         return self._pipeline.dispatcher.dropped + self._pipeline.reader.lost + unmerged
 
     @property
     def failures(self) -> dict[str, int]:
-        """What failed in the telemetry, and how often."""
+        """The kinds of telemetry failures, and the count of each."""
         return dict(self._failures.counts)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all steps so far have reached the sinks; tell whether they have, in so many seconds.
+        """Wait until all steps so far have reached the sinks; return whether they did in ``timeout`` seconds.
 
-        Call it on all ranks at the same place: one that does not bring its steps holds the others up.
+        Call it on all ranks at the same place; a rank that does not call it delays the others.
         """
         return self._pipeline.flush(timeout)
 
     def close(self) -> None:
-        """Bring all to the sinks and close them. Waits for them, up to a minute. Once more does nothing."""
+        """Write all steps to the sinks and close them, waiting up to a minute. A second call does nothing."""
         if not self._has_advanced:
             self._try("advance", self._see_what_was_forgotten)
         self._pipeline.end()
 
     def __enter__(self) -> Self:
-        """Tell this monitor of SIGTERM from here on."""
+        """Handle SIGTERM from here on."""
         subscribe(self._pipeline)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Tell the sinks how the run ended, and close; an exception goes on its way."""
+        """Tell the sinks how the run ended, and close; an exception propagates."""
         if error is None or is_quiet(error):
             self.close()
         else:
             self._pipeline.end(reason_of(error))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with: the step, the cadence, what rules remember, the findings.
+        """Return the state for a resumed run: the step, ``every``, the history of the rules, the findings.
 
-        Waits until all steps so far have reached the rules. Of several ranks the first one's state is the
-        job's, and all load it. Called there alone it waits 5 s for steps of the others, and may lack those.
+        Waits until all steps so far have reached the rules. With several ranks, the first rank's state is the
+        job's, and all ranks load it. If only the first rank calls it, it waits 5 s for steps of the others,
+        and the state may lack them.
         """
         return {"every": self._every, **self._pipeline.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`; best before the first `advance`. A later one goes back to its step."""
+        """Continue from a `state_dict`, preferably before the first `advance`; later it rewinds the step."""
         missing = [key for key in ("step", "every", "black_box", "rules", "findings") if key not in state]
         if missing:
             msg = f"Monitor.load_state_dict: this is no state of a Monitor, it has no {', '.join(missing)}"
@@ -329,7 +332,7 @@ class Monitor:
         self.every = state["every"]
 
     def _see_what_was_forgotten(self) -> None:
-        # the run is over: a wait for one number costs nothing
+        # the run is over, so a host sync costs nothing
         if float(self._recorder.cursor[Cursor.COUNT]):
             text = "steps were recorded, and none ended: call advance() once per step, after the optimizer's"
             self._failures.add("advance", text)

@@ -1,4 +1,4 @@
-"""Check whether a model's parameters are still those that were there when its recorder was made."""
+"""Check whether a model still has the parameters that its recorder was created with."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["ParameterCheck"]
 
 
 class ParameterCheck:
-    """Says once which parameters were replaced, added or moved since: the recorder does not see them.
+    """Reports once which parameters were replaced, added or moved; the recorder does not see them.
 
-    FSDP puts a whole parameter in the place of its shard while it computes, and back: that is no other one.
+    While FSDP computes, it substitutes the full parameter for its shard; that does not count as replaced.
 
     Args:
-        model: what the recorder was made with. Of what is no module only moves are noticed.
-        recorder: has the parameters.
-        failures: is told.
+        model: the model of the recorder. If it is not a module, only moves are detected.
+        recorder: the recorder of the parameters.
+        failures: receives the report.
 
     >>> import torch, gradiometer as gm
     >>> from gradiometer.monitor.failures import Failures
@@ -47,7 +47,7 @@ class ParameterCheck:
         self._has_told = False
 
     def __call__(self) -> None:
-        """Look, and tell, if there is something to tell for the first time."""
+        """Check the parameters, and report the first change."""
         if self._has_told:
             return
         tracked = self._recorder.parameters_tracked
@@ -77,7 +77,7 @@ class ParameterCheck:
 
 
 def _modules(model: object) -> dict[str, nn.Module]:
-    """Return the modules by what stands before their parameters' names."""
+    """Return the modules by the prefix of their parameters' names."""
     if isinstance(model, nn.Module):
         return {"": model}
     if isinstance(model, Mapping):
@@ -92,7 +92,7 @@ def _parameters(modules: dict[str, nn.Module]) -> Iterable[tuple[str, Tensor]]:
 
 
 def _sharded(parameter: Tensor, tracked: Any) -> Any:
-    """Return the tracked parameter, where this one is its shards put together."""
+    """Return the tracked parameter if this one is its unsharded form, otherwise this one."""
     if (
         tracked is None
         or parameter is tracked
@@ -100,6 +100,6 @@ def _sharded(parameter: Tensor, tracked: Any) -> Any:
         or parameter.shape != tracked.shape
     ):
         return parameter
-    # with tensor parallelism a DTensor still, of fewer dimensions
+    # with tensor parallelism it is still a DTensor, on a mesh of fewer dimensions
     mesh = getattr(parameter, "device_mesh", None)
     return parameter if mesh == tracked.device_mesh else tracked

@@ -1,4 +1,4 @@
-"""The way of a step from the ring on the device to rules and sinks, and how it ends."""
+"""The pipeline of steps from the ring buffer on the device to rules and sinks, and its end."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
-# seconds between two copies to the host, where the ring has room for longer
+# seconds between two copies to the host, unless the ring fills earlier
 INTERVAL = 0.2
-# copies that do not arrive are not added to, before the ring is half full again
+# with this many copies under way, the next one starts only when the ring is half full
 UNDER_WAY = 4
-# seconds that the end of a run waits for a device, for other ranks and for sinks
+# seconds to wait at the end of a run for a device, for other ranks and for sinks
 PATIENCE = 60.0
-# and, in the middle of a run, for other ranks
+# seconds to wait during a run for other ranks
 RANKS_PATIENCE = 5.0
 
 
 class Pipeline:
     """A ring reader, a dispatcher and a black box, from the first step to the end.
 
-    Only the process that made it uses it. It ends by `end`; or with the process, if that was forgotten.
+    Only the process that created it uses it. It ends by `end`, or with the process if `end` was not called.
 
     Args:
-        recorder: whose steps are delivered.
-        rules, sinks: to whom.
+        recorder: the recorder whose steps are delivered.
+        rules, sinks: the rules and sinks that receive them.
         queue: steps that may wait for them.
-        failures: counts what fails.
-        describe: makes the sinks' information of the run, of its first step.
-        merger: with other ranks; then rules and sinks get the job's steps on the first rank. On the others
-            they get this rank's own, for the sake of its black box.
-        rank: that the black box speaks of; None: all, or the only one.
+        failures: counts failures.
+        describe: returns the run's information for the sinks, given its first step.
+        merger: merges steps with other ranks; then rules and sinks get the job's steps on the first rank. On
+            other ranks they get this rank's own steps, which its black box needs.
+        rank: the rank in the black box's reports; None for all ranks, or the only one.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Pipeline:
         self.merger = merger
         self.last: StepRecord | None = None
         self.reader = RingReader(recorder, self._pass_on, failures)
-        # the reader belongs to the training's thread, except where that waits for a rank that ends
+        # the reader belongs to the training thread, except while that waits for a rank that ends
         self._draining = threading.RLock()
         self._failures = failures
         self._describe = describe
@@ -81,12 +81,12 @@ class Pipeline:
         self._has_told_signal = self._has_told_end = False
         self._deadline: float | None = None
         if merger is not None:
-            # the other ranks wait for answers of this one, whether it takes steps or not
+            # the other ranks wait for answers of this one, even if it takes no steps
             _open[self] = None
             merger.start(self._put, partial(self._tell, "other rank"), self._poll)
 
     def is_open(self) -> bool:
-        """Tell whether steps are taken; where somebody else's or none any more are offered, say so."""
+        """Return whether steps are accepted; report steps of a forked process or after the end."""
         if os.getpid() != self._pid:
             self._failures.add("fork", "the monitor was made in the parent process; make it where it is used")
         elif self._is_ended:
@@ -96,7 +96,7 @@ class Pipeline:
         return False
 
     def take(self, scalars: Mapping[str, Any]) -> None:
-        """Take a step that has ended, start a copy if one is due, and deliver what has arrived."""
+        """Add a step that has ended, start a copy if one is due, and deliver copies that have arrived."""
         if not self._is_started:
             self._start()
         reader = self.reader
@@ -109,12 +109,12 @@ class Pipeline:
             if reader.under_way:
                 reader.poll()
         if self._signal is not None and not self._has_told_signal:
-            # a handler of somebody else's let training go on
+            # the previous handler returned, so training goes on
             self._has_told_signal = True
             self._tell(self._signal, "")
 
     def flush(self, timeout: float | None) -> bool:
-        """Wait until all that was taken has been written; tell whether it has."""
+        """Wait until all steps so far have been written; return whether they have."""
         if self._is_ended or os.getpid() != self._pid:
             return True
         if not self._is_started:
@@ -123,23 +123,23 @@ class Pipeline:
         with self._draining:
             arrived = self.reader.bring(deadline)
         if self.merger is not None:
-            # not for ever: of this alone other ranks know nothing
+            # a bounded wait: other ranks may not be flushing
             arrived &= self.merger.wait(min(max(0.0, deadline - time.monotonic()), PATIENCE))
         remaining = None if timeout is None else max(0.0, deadline - time.monotonic())
         return self.dispatcher.wait(remaining) and arrived
 
     def end(self, fault: tuple[str, str] | None = None) -> None:
-        """Bring all to the sinks, with the reason and message of a fault if there is one, and close them."""
+        """Write all steps, and a fault with this reason and message if given, to the sinks; close them."""
         if self._is_ended or os.getpid() != self._pid:
             return
         if self._signal is not None and (fault is None or fault[0] == "exit"):
             fault = (self._signal, "")
         if fault is not None and not self._is_started:
             self._start()
-        # what interrupts this may come here once more: it has no more time for that
+        # an interrupt may call this again; both calls share one deadline
         if self._deadline is None:
             self._deadline = time.monotonic() + PATIENCE
-        # a device that does not answer leaves half of the time to the sinks
+        # keep half of the time for the sinks, in case the device does not answer
         with self._draining:
             if self._is_started and not self.reader.bring(self._deadline - PATIENCE / 2, cut=True):
                 self.reader.give_up()
@@ -156,21 +156,21 @@ class Pipeline:
         unsubscribe(self)
 
     def forget(self) -> None:
-        """End it, as nobody can any more; may be called on any thread."""
+        """End a pipeline whose monitor was collected; may be called on any thread."""
         if self.merger is None or threading.current_thread() is threading.main_thread():
             self.end()
         else:
-            # garbage is collected anywhere: on a thread whose end this waits for, say
+            # garbage collection may run on any thread, even on one that `end` joins
             threading.Thread(target=self.end, name="gradiometer end", daemon=True).start()
 
     def _end_merger(
         self, merger: RankMerger, fault: tuple[str, str] | None, deadline: float
     ) -> tuple[str, str] | None:
-        """Leave the other ranks; return the fault, with what is known of theirs."""
+        """Leave the other ranks; return the fault, extended by the news of theirs."""
         left = max(0.0, deadline - time.monotonic())
         said = None if fault is None or fault[0] == "exit" else f"{fault[0]}, {fault[1]}".removesuffix(", ")
         merger.finish(said, left / 2)
-        # a quarter for the sinks
+        # keep a quarter for the sinks
         if not merger.join(left * 3 / 4):
             self._failures.add("ranks", "another rank has not answered at the end, and is not waited for")
         if fault is not None and merger.news is not None and (said or fault[0]) not in merger.news:
@@ -179,25 +179,25 @@ class Pipeline:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has taken a step, or been asked to bring what there is."""
+        """Whether it has taken a step or was flushed."""
         return self._is_started
 
     def note_signal(self, name: str) -> None:
-        """Take note of a signal that ends the run; called by its handler."""
+        """Record a signal that ends the run; called by its handler."""
         self._signal = name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with. Waits until all steps so far have reached the rules."""
+        """Return the state for a resumed run. Waits until all steps so far have reached the rules."""
         self._settle()
         return {"step": self.reader.step, "black_box": self.box.state_dict(), **self.dispatcher.state_dict()}
 
     def rewind(self, step: int) -> None:
-        """Go on with another step, when all so far have reached the rules."""
+        """Continue at another step, after all steps so far have reached the rules."""
         self._settle()
         self.reader.rewind(step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, at a step to which it was rewound."""
+        """Continue from a `state_dict`; call `rewind` first to set the step."""
         self.box.load_state_dict(state["black_box"])
         if self.merger is None or self.merger.is_first:
             self.dispatcher.load_state_dict(state)
@@ -207,14 +207,14 @@ class Pipeline:
             self.flush(PATIENCE if self.merger is None else RANKS_PATIENCE)
 
     def _pass_on(self, records: list[StepRecord]) -> None:
-        """Take this rank's steps as they arrive."""
+        """Pass this rank's steps on as they arrive."""
         if self.merger is None or not self.merger.is_first:
             self._put(records)
         if self.merger is not None:
             self.merger.put(records)
 
     def _poll(self) -> None:
-        """Take what has arrived, from another thread, unless the training's is about to."""
+        """Deliver arrived copies from another thread, unless the training thread uses the reader."""
         if self._draining.acquire(blocking=False):
             try:
                 self.reader.poll()
@@ -227,7 +227,7 @@ class Pipeline:
 
     def _start(self) -> None:
         self._is_started = True
-        # from here on there is something to lose
+        # from here on there are steps to lose
         _open[self] = None
         subscribe(self)
         try:
@@ -240,14 +240,14 @@ class Pipeline:
         self.dispatcher.put_fault(lambda: box.fault(reason, message, step, ledger.findings))
 
 
-# those that have begun and not ended; in order, as on other ranks: else each waits for another one's end
+# pipelines to end at exit, in order: all ranks must end them in the same order, or they wait for one another
 _open: dict[Pipeline, None] = {}
 
 
 @atexit.register
 def _at_exit() -> None:
     record_only()
-    # what the interpreter has printed
+    # the exception that the interpreter has printed
     error = getattr(sys, "last_value", None)
     fault = ("exit", "the process ended before the monitor was closed")
     for pipeline in list(_open):

@@ -1,4 +1,4 @@
-"""The steps of all ranks become those of the job, on a thread of its own, beside training."""
+"""Merge the steps of all ranks into the steps of the job, on a background thread."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ __all__ = ["RankMerger"]
 
 # steps of a window, at most
 _STEPS: Final = 64
-# seconds between two windows, while little waits
+# seconds between two windows, while few steps wait
 _INTERVAL = 0.2
-# seconds after which a rank without a step says that it is there
+# seconds after which a rank without a step signals that it is alive
 _BEAT = 1.0
-# seconds that a rank which ends with a fault waits for others to have its last steps
+# seconds that a rank which ends with a fault waits for others to merge its last steps
 _GRACE = 2.0
 _WITHOUT: Final = "; steps have no tensors from here on"
 
 
 class RankMerger:
-    """Brings steps of this rank together with those of the others, and hands the job's to the first rank.
+    """Merges the steps of this rank with those of the others, and delivers the job's steps on the first rank.
 
-    A window of steps takes one sum and one maximum over the ranks. How many steps the next window has follows
-    from what all have heard: as many as wait on every rank; where one has none, one step, for which all
-    others wait here, in the background. A rank that has none for a second says no more than that it is
-    there, in a maximum of some numbers, so that only one that is gone leaves the others without an answer.
+    A window of steps takes one SUM and one MAX all-reduce. All ranks compute the size of the next window
+    from the same numbers: the steps that wait on every rank, or one step if a rank has none; the others
+    then wait for it here, in the background. A rank without a step for a second only signals that it is
+    alive, in a MAX of a few numbers, so that only a rank that is gone leaves the others without an answer.
 
-    Where a rank ends or is gone, what the others still have comes once more as far as they have it; from then
-    on steps have their scalars and no tensors.
+    When a rank ends, the remaining steps are merged once more from the ranks that have them. After that, or
+    when a rank is gone, steps have scalars but no tensors.
 
-    All ranks make it, start it, and `finish` it.
+    All ranks must create it, `start` it and `finish` it.
 
     Args:
-        ranks: what they have agreed on.
-        local: what this rank records.
-        thresholds: where flags begin.
-        limit: steps that may wait; of more the oldest lose their tensors.
-        failures: counts what goes wrong.
-        group: a group of its own, on the CPU.
+        ranks: the agreement of the ranks.
+        local: the roster of this rank.
+        thresholds: the thresholds of the flags.
+        limit: steps that may wait; beyond that the oldest lose their tensors.
+        failures: counts failures.
+        group: a separate process group on the CPU.
 
     Attributes:
-        lost: steps of this rank that were not merged.
-        roster: of the job's steps.
-        news: why another rank ended, or does not answer.
+        lost: the number of recorded steps of this rank that were not merged.
+        roster: the roster of the job's steps.
+        news: why another rank ended or does not answer.
     """
 
     def __init__(
@@ -76,38 +76,38 @@ class RankMerger:
         self._ranks, self._limit, self._failures, self._group = ranks, limit, failures, group
         self._window = MergeWindow(ranks, local, thresholds)
         self.roster = self._window.roster
-        # where the first rank's steps go
+        # the callbacks of `start`
         self._deliver: Callable[[list[StepRecord]], None] = _to_nobody
         self._tell: Callable[[str], None] = _to_nobody
         self._poll: Callable[[], None] = _to_nobody
         self._queue: deque[StepRecord] = deque()
-        self._stripped = 0  # of the queue, from its head on
-        self._missed = 0  # steps of which the last window was without this rank's
+        self._stripped = 0  # steps at the head of the queue that have lost their tensors
+        self._missed = 0  # steps that the last window merged before this rank had them
         self._given = self._done = 0
-        self._hurried = 0  # who waits here for steps to be merged
+        self._hurried = 0  # callers that wait for steps to be merged
         self._leaves_at = math.inf
         self._fault: str | None = None
         self._has_fault = False
-        # why steps will be merged no longer; and why they are not
+        # the reason if merging stops; and the reason once it has stopped
         self._why = "another rank has closed its Monitor"
         self._over: str | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-        # of the next window, for each step whether its tensors travel; at first one step
+        # for each step of the next window, whether its tensors are included; at first one step
         self._carried: tuple[bool, ...] = (True,)
-        # whether ranks wait long for a step; whether they meet for the first time since the last window
+        # whether ranks wait long for a step; whether this is the first round since the last window
         self._is_slow, self._is_first_try = False, True
         self._next = self._stalls_at = 0.0
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that has the job's steps."""
+        """Whether this is the rank that gets the job's steps."""
         return self._ranks.rank == 0
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks."""
         return self._ranks.size
 
     def start(
@@ -116,13 +116,13 @@ class RankMerger:
         tell: Callable[[str], None],
         poll: Callable[[], None],
     ) -> None:
-        """Begin to answer the other ranks.
+        """Start the thread that answers the other ranks.
 
         Args:
-            deliver: is called with the job's steps, on the first rank, in order.
-            tell: and with `news`, unless this rank ends with a fault itself.
-            poll: is called where another rank ends, which this one may wait for in a step: hands over the
-                steps that have arrived.
+            deliver: called on the first rank with the job's steps, in order.
+            tell: called on the first rank with `news`, unless this rank ends with a fault itself.
+            poll: called when another rank is closing, while this one may wait for it inside a step; it must
+                `put` the steps that have arrived.
         """
         self._poll = poll
         if self.is_first:
@@ -131,9 +131,9 @@ class RankMerger:
         self._thread.start()
 
     def put(self, records: Sequence[StepRecord]) -> None:
-        """Hand over this rank's steps, in order, none left out. Never waits for other ranks."""
+        """Add this rank's steps, in order and without gaps. Never waits for other ranks."""
         with self._changed:
-            # what came without this rank, at the end, does not come twice
+            # steps that the last window merged without this rank are not delivered again
             missed, self._missed = self._missed, max(0, self._missed - len(records))
             records = records[missed:]
             self._given += len(records)
@@ -154,7 +154,7 @@ class RankMerger:
             self._failures.add("queue for other ranks", text, self.lost - before)
 
     def wait(self, timeout: float) -> bool:
-        """Wait until all steps so far have been merged; tell whether they have."""
+        """Wait until all steps so far have been merged; return whether they have."""
         with self._changed:
             goal = self._given
             self._hurried += 1
@@ -165,9 +165,9 @@ class RankMerger:
                 self._hurried -= 1
 
     def finish(self, fault: str | None, patience: float) -> None:
-        """Take part until all that this rank has is merged, but no longer than so many seconds.
+        """Leave once all steps of this rank are merged, or after ``patience`` seconds. Does not wait.
 
-        With a fault, which the first rank is told, only a moment. Does not wait.
+        A fault is reported to the first rank and shortens the time to a moment.
         """
         with self._changed:
             self._fault, self._has_fault = fault, fault is not None
@@ -175,10 +175,10 @@ class RankMerger:
             self._changed.notify_all()
 
     def join(self, timeout: float) -> bool:
-        """Wait until that has ended; tell whether it has."""
+        """Wait until the thread has ended; return whether it has."""
         return self._thread is None or self._ended.wait(timeout)
 
-    # on its thread from here on
+    # the methods below run on its thread
 
     def _run(self) -> None:
         try:
@@ -195,7 +195,7 @@ class RankMerger:
             group, self._group = self._group, None
             with suppress(Exception):
                 distributed.close(group)
-            # nobody holds it any more: ranks that wait for this one hear that it is gone
+            # drop the last reference, so that ranks that wait for this one notice that it is gone
             del group
             self._ended.set()
 
@@ -204,7 +204,7 @@ class RankMerger:
         if distributed.is_active():
             self.news = text
         else:
-            # a script that ends so has no fault
+            # a script that ends this way has no fault
             text = "the process group was destroyed before the Monitor was closed: close it first"
         self._over = text = text + _WITHOUT
         self._failures.add("ranks", text)
@@ -220,7 +220,7 @@ class RankMerger:
         self._changed.notify_all()
 
     def _round(self) -> bool:
-        """Meet the other ranks once; tell whether there is a next time."""
+        """Run one round with the other ranks; return whether there is another."""
         self._await_turn()
         now = time.monotonic()
         with self._changed:
@@ -271,7 +271,7 @@ class RankMerger:
         return False
 
     def _await_turn(self) -> None:
-        """Wait for the steps of the window, but not so long that others doubt whether this rank is there."""
+        """Wait for the steps of the window, but at most `_BEAT` s, so that others see this rank alive."""
         beat = time.monotonic() + _BEAT
         needed = max(1, len(self._carried))
         with self._changed:
@@ -285,7 +285,7 @@ class RankMerger:
                 self._changed.wait(until - now)
 
     def _meet(self, queue: Sequence[StepRecord], told: Told) -> tuple[Tensor, Tensor, Told, list[bool]]:
-        """Return a window's sums and maxima, what is heard, and which of the steps that wait are recorded."""
+        """Return a window's sums and maxima, the maximum of `Told`, and which waiting steps are recorded."""
         carried = self._carried
         sums, tops = self._window.pack(queue[: len(carried)], carried)
         ahead = [float(step.recorded) for step in queue]
@@ -303,7 +303,7 @@ class RankMerger:
         return sums, tops, heard, [number > 0 for number in numbers[len(told) :]]
 
     def _merge(self, sums: Tensor, tops: Tensor, mine: Sequence[StepRecord]) -> None:
-        """Deliver a window for which all ranks had their steps."""
+        """Deliver a window to which all ranks contributed their steps."""
         if self._window.differ(tops, len(self._carried)):
             raise self._difference(mine)
         merged = self._window.unpack(sums, tops, self._carried, mine) if self.is_first else []
@@ -317,7 +317,7 @@ class RankMerger:
             self._changed.notify_all()
 
     def _choose(self, fewest: int, recorded: Sequence[bool], *, closes: bool) -> None:
-        """Choose the next window; from what all have heard, so that all choose the same."""
+        """Choose the next window from the reduced numbers, so that all ranks choose the same."""
         if fewest:
             ahead = recorded[: min(fewest, _STEPS)]
             fits = [count <= self._window.most for count in itertools.accumulate(ahead)]
@@ -326,10 +326,10 @@ class RankMerger:
             self._carried = () if self._is_slow or closes else (True,)
 
     def _part(self) -> None:
-        """Bring together what is left, as far as each rank has it, for the last time."""
+        """Merge the remaining steps one last time, from the ranks that have them."""
         with self._changed:
             queue = list(self._queue)
-        # steps may have come since ranks told of theirs
+        # ranks may have got more steps since they last sent their counts
         self._carried = ()
         told = Told(*[0.0] * len(Told._fields))._replace(most=len(queue))
         most = int(self._meet([], told)[2].most)
@@ -347,7 +347,7 @@ class RankMerger:
             self.lost += sum([step.recorded for step in queue[: most - size]])
             for _ in queue[:most]:
                 self._queue.popleft()
-            # those that have come since are behind it
+            # steps that arrived since are at the end of the queue
             self._missed = max(0, most - len(queue))
             for _ in range(min(self._missed, len(self._queue))):
                 self._queue.popleft()
@@ -355,7 +355,7 @@ class RankMerger:
             self._deliver(before + merged)
 
     def _hear(self, fault: str | None) -> None:
-        """Hear why ranks end; all ranks come here."""
+        """Learn why ranks end; all ranks call this."""
         told = distributed.share(fault, self._group)
         for rank, text in zip(self._ranks.global_ranks, told, strict=True):
             if text is not None and self.news is None and rank != self._ranks.global_ranks[self._ranks.rank]:
@@ -364,7 +364,7 @@ class RankMerger:
             self._fault = None
 
     def _watch(self, heard: Told, step: StepRecord, now: float) -> None:
-        """Say so, if a rank makes the others wait for long."""
+        """Report a rank that makes the others wait for long."""
         self._stalls_at = self._stalls_at or now + self._ranks.timeout
         if now >= self._stalls_at:
             self._stalls_at = math.inf
@@ -374,7 +374,7 @@ class RankMerger:
             self._failures.add("slow rank", text + "after others: until it has, steps are not delivered")
 
     def _difference(self, mine: Sequence[StepRecord]) -> RankError:
-        """Find out who is where. All ranks come here, as all see the same numbers."""
+        """Return the error for ranks in different steps. All ranks call this, as all see the same numbers."""
         told = distributed.share([step.step for step in mine], self._group)
         rank = next((rank for rank, steps in enumerate(told) if steps != told[0]), 0)
         pairs = zip(told[rank], told[0], strict=True)

@@ -1,4 +1,4 @@
-"""What lies in a recorder's ring, on its way to the host: which slots are new, and whose they are."""
+"""Copy the new slots of a recorder's ring buffer to the host, and assign them to their steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RingReader"]
 
-# due steps without one that was recorded, after which something is said
+# due steps without a recorded one before a warning
 _FORGOTTEN = 50
 
 
 class _Taken(NamedTuple):
-    """What the host knows of a step: scalars, and the places of those that are on a device, by name."""
+    """A step as the host knows it: its scalars, and the places of scalars that are on a device, by name."""
 
     step: int
     time: float
@@ -37,7 +37,7 @@ class _Taken(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A copy under way: of the cursor, of slots from number ``first`` on, and of scalars."""
+    """A copy under way of the cursor, of slots from number ``first`` on, and of scalars."""
 
     pending: Pending[list[Tensor]]
     first: int
@@ -47,23 +47,23 @@ class _Flight(NamedTuple):
 
 
 class RingReader:
-    """Copies new slots of a ring to the host, with the steps' scalars, and makes records of what arrived.
+    """Copies new slots of a ring to the host, with the steps' scalars, and makes records of them.
 
-    A step writes one slot at most. So of the slots written since the cursor was last seen there are no more
-    than steps since; a copy of that many, from there on, has them all. Which they are the cursor tells that
-    travels with them. Nothing here waits for the device, but `poll` where it is told to.
+    A step writes at most one slot, so the slots written since the cursor was last read are no more than the
+    steps since then. A copy of that many slots includes all of them; the cursor that is copied along tells
+    which ones are new. Only `bring` waits for the device.
 
     Args:
-        recorder: whose ring it is.
-        deliver: is called with the records that have arrived, in the order of their steps.
-        failures: counts what goes wrong: scalars that are no numbers, a device that is gone.
+        recorder: the recorder that owns the ring.
+        deliver: called with the records that have arrived, in the order of their steps.
+        failures: counts failures, such as scalars that are not numbers, or a lost device.
 
     Attributes:
         step: the number of the current step.
         last: the newest record that has arrived.
-        skips: whether steps that are to be skipped are.
-        lost: steps whose tensors were given up, or written over before they were read: none, while a read
-            starts whenever `is_full` says so.
+        skips: whether updates are skipped where `Recorder.skip_step` is true.
+        lost: steps whose tensors were given up, or overwritten before they were read. It stays 0 if a read
+            starts whenever `is_full` is true.
 
     >>> import torch, gradiometer as gm
     >>> from gradiometer.monitor.failures import Failures
@@ -91,19 +91,19 @@ class RingReader:
         self._recorder = recorder
         self._deliver = deliver
         self._failures = failures
-        # half of the ring: as much again may be written before the host comes round to it
+        # half of the ring: the other half may be written before the copy runs
         self._room = max(1, recorder.capacity // 2)
         self._advances = 0
-        # steps before this were given up: they are not delivered once more, with their tensors
+        # steps before this were given up and delivered; they must not be delivered again with tensors
         self._floor = 0
-        # slots that were read, and the steps that had ended when the cursor said so
+        # slots that were read, and the steps that had ended when that cursor was copied
         self._count = self._mark = 0
         self._taken: list[_Taken] = []
         self._away: dict[str, Tensor] = {}
         self._flights: deque[_Flight] = deque()
 
     def take(self, scalars: Mapping[str, Any]) -> None:
-        """Note that the step has ended. Scalars: numbers, or tensors of one element on any device."""
+        """End the step. Scalars are numbers, or tensors of one element on any device."""
         taken = _Taken(self.step, time.time(), {}, {})
         for name, value in scalars.items():
             try:
@@ -111,14 +111,14 @@ class RingReader:
                     taken.away[name] = self._keep(name, value.detach())
                 else:
                     taken.scalars[name] = float(value.detach() if isinstance(value, Tensor) else value)
-            except Exception as error:  # noqa: BLE001 what is no number is no reason to stop
+            except Exception as error:  # noqa: BLE001 an invalid scalar must not stop training
                 self._failures.add(f"scalar {name!r}", error)
         self._taken.append(taken)
         self._advances += 1
         self.step += 1
 
     def _keep(self, name: str, value: Tensor) -> int:
-        # a copy: the next replay of a CUDA graph writes over the loss
+        # copy, because the next replay of a CUDA graph overwrites the loss
         if name not in self._away:
             self._away[name] = torch.empty(self._room, dtype=torch.float64, device=value.device)
         place = len(self._taken)
@@ -127,23 +127,23 @@ class RingReader:
 
     @property
     def is_full(self) -> bool:
-        """Whether a read must start before the next step, lest a slot be written over unread."""
+        """Whether a read must start before the next step, so that no slot is overwritten unread."""
         return len(self._taken) >= self._room
 
     @property
     def under_way(self) -> int:
-        """Copies that were started and have not arrived."""
+        """The number of copies that were started and have not arrived."""
         return len(self._flights)
 
     def start(self, *, in_step: bool = False) -> None:
-        """Start to copy what is new. ``in_step``: the current step may have been recorded already."""
+        """Start to copy new slots. ``in_step``: the current step may have been recorded already."""
         try:
             self._start(in_step=in_step)
-        except Exception as error:  # noqa: BLE001 a device that is gone is no reason to stop
+        except Exception as error:  # noqa: BLE001 a lost device must not stop training
             self._surrender(error)
 
     def poll(self, *, cut: bool = False) -> None:
-        """Deliver what has arrived; never waits. ``cut``: a step that was recorded and has not ended, too."""
+        """Deliver what has arrived, without waiting. ``cut``: include a recorded step that has not ended."""
         try:
             while self._flights and self._flights[0].pending.ready():
                 records = self._decode(self._flights[0], cut=cut)
@@ -153,7 +153,7 @@ class RingReader:
             self._surrender(error)
 
     def bring(self, deadline: float = math.inf, *, cut: bool = False) -> bool:
-        """Copy all that is new and wait until it is here, or ``time.monotonic()`` is past the deadline."""
+        """Copy all new slots and wait until they arrive or ``time.monotonic()`` passes the deadline."""
         self.start(in_step=True)
         self.poll(cut=cut)
         while self._flights and time.monotonic() < deadline:
@@ -162,13 +162,13 @@ class RingReader:
         return not self._flights
 
     def give_up(self) -> None:
-        """Wait for a device no more that has not answered."""
+        """Stop waiting for a device that does not answer."""
         self._surrender("the device has not answered: the tensors of its last steps are not there")
 
     def rewind(self, step: int) -> None:
-        """Go on with another step; all that was recorded has been brought."""
+        """Continue at another step; all recorded steps must have been delivered."""
         self.step, self._floor = step, 0
-        # a step of the same number is not the one that the ring has
+        # a new step may have the same number as an old one in the ring, so clear the numbers
         self._recorder.ring[:, 0, HEADER_STEP].fill_(-1)
         self._recorder.configure_(step=step)
 
@@ -176,7 +176,7 @@ class RingReader:
         recorder = self._recorder
         slots = _slots(recorder.ring, self._count, self._advances - self._mark + in_step)
         tensors = [recorder.cursor, *slots, *self._away.values()]
-        # what is copied is kept alive until it has arrived
+        # keep the sources alive until the copy has arrived
         pending = Pending(tensors, partial(_keep_alive, tensors))
         flight = _Flight(pending, self._count, self._advances, self._taken, tuple(self._away))
         self._flights.append(flight)
@@ -188,7 +188,7 @@ class RingReader:
             self._deliver(records)
 
     def _surrender(self, error: Exception | str) -> None:
-        """Give up what has not arrived: deliver its steps with the scalars that the host knows."""
+        """Give up copies that have not arrived; deliver their steps with the scalars that the host knows."""
         self._failures.add("ring reader", error)
         given_up = [taken for flight in self._flights for taken in flight.taken] + self._taken
         self._flights.clear()
@@ -204,7 +204,7 @@ class RingReader:
         cursor, *blocks = host[:split]
         columns = {name: x.tolist() for name, x in zip(flight.names, host[split:], strict=True)}
         block = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-        # a ring that was copied as a whole begins with its own first slot
+        # a full copy of the ring begins with slot 0
         origin = 0 if len(block) == capacity else flight.first
         count, current = int(cursor[Cursor.COUNT]), int(cursor[Cursor.STEP])
         first = max(flight.first, self._count)
@@ -223,9 +223,9 @@ class RingReader:
             slot = block[(i - origin) % capacity]
             step = int(slot[0, HEADER_STEP])
             if step == current and not cut:
-                count = i  # not ended: it comes with a later read
+                count = i  # not ended; a later read delivers it
             elif step >= self._floor:
-                # of its own: who keeps one record does not keep all that came with it
+                # clone, so that keeping one record does not keep the whole copy alive
                 slots[step] = slot.clone()
         self._count, self._mark = count, flight.advances
 
@@ -233,7 +233,7 @@ class RingReader:
             x.step: (x.time, x.scalars | {name: columns[name][at] for name, at in x.away.items()})
             for x in flight.taken
         }
-        # a step cut short
+        # a step that did not end has no scalars
         missing: tuple[float, dict[str, float]] = (time.time(), {})
         steps = sorted({*known, *slots})
         records = [self._recorder.as_record(x, *known.get(x, missing), slots.get(x)) for x in steps]
@@ -241,7 +241,7 @@ class RingReader:
 
 
 def _slots(ring: Tensor, first: int, new: int) -> list[Tensor]:
-    """Return so many slots, from number ``first`` on, as views; the ring itself, where all may be new."""
+    """Return ``new`` slots, from number ``first`` on, as views; the whole ring if all may be new."""
     capacity = len(ring)
     if new >= capacity:
         return [ring]

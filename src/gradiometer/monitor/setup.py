@@ -1,4 +1,4 @@
-"""What a monitor begins with: rules, sinks, and what is known of the run."""
+"""Prepare the arguments of a monitor: rules, sinks, ranks, and the information about the run."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ __all__ = [
     "together",
 ]
 
-# seconds for other ranks to come
+# seconds to wait for other ranks
 TIMEOUT = 60.0
-# classes that are named of a mapping of models
+# models of a mapping whose classes are named, at most
 _NAMED = 8
 
 
 def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
-    """Return the rules; the default ones for None.
+    """Return the rules; the default rules for None.
 
     Raises:
-        TypeError: for what is no rule.
+        TypeError: for an object that is not a rule.
     """
     if rules is None:
-        from gradiometer.rules import default_rules  # noqa: PLC0415 only where it is needed
+        from gradiometer.rules import default_rules  # noqa: PLC0415 only when needed
 
         return default_rules()
     given = list(rules) if isinstance(rules, Iterable) else [rules]
@@ -66,13 +66,13 @@ def prepare_sinks(
     *,
     is_merged: bool = False,
 ) -> list[Sink]:
-    """Return the sinks, functions made into sinks, the run record first.
+    """Return the sinks, with the run record first and functions wrapped as sinks.
 
-    Of ranks that are merged all but the first keep their black box, and nothing else; of ranks that are not
-    each has a run record of its own.
+    If ranks are merged, all but the first write only their black box. If they are not merged, each has its
+    own run record.
 
     Raises:
-        TypeError: for what is neither a sink nor a function of a step.
+        TypeError: for an object that is neither a sink nor a function of a step.
     """
     from gradiometer.sinks import Function, RunRecord  # noqa: PLC0415 likewise
 
@@ -91,12 +91,12 @@ def prepare_sinks(
     return made
 
 
-def prepare_ranks(ranks: Ranks | bool, model: Any) -> Ranks | None:  # noqa: FBT001 what Monitor is given
-    """Return what the ranks of the job have agreed on; None where there is one, or each is for itself.
+def prepare_ranks(ranks: Ranks | bool, model: Any) -> Ranks | None:  # noqa: FBT001 an argument of Monitor
+    """Return the agreement of the job's ranks; None without a process group or with ``ranks=False``.
 
     Raises:
-        TypeError: for what is neither.
-        RankError: where other ranks do not come, or have another model.
+        TypeError: if ``ranks`` is neither a bool nor a `Ranks`.
+        RankError: if other ranks do not answer, or have another model.
     """
     if isinstance(ranks, Ranks):
         return ranks
@@ -114,7 +114,7 @@ def prepare_ranks(ranks: Ranks | bool, model: Any) -> Ranks | None:  # noqa: FBT
 
 
 def rank_here(ranks: Ranks | None) -> int | None:
-    """Return the global rank of this process, where there are several; None where there are not."""
+    """Return the global rank of this process; None without other ranks."""
     if ranks is not None:
         return ranks.global_ranks[ranks.rank] if ranks.size > 1 else None
     if not distributed.is_active():
@@ -125,12 +125,12 @@ def rank_here(ranks: Ranks | None) -> int | None:
 
 @contextmanager
 def together(ranks: Ranks | None, settings: Mapping[str, Any]) -> Iterator[Any]:
-    """Give a group for the background, None where there is one rank; then compare what ranks were given.
+    """Yield a process group for the background, or None for one rank; then compare the ranks' settings.
 
-    Where one raises in between, all do.
+    If the body raises on one rank, all ranks raise.
 
     Raises:
-        RankError: on ranks that could go on, while another could not, or has other settings.
+        RankError: if another rank raised, or has other settings.
     """
     if ranks is None or ranks.size == 1:
         yield None
@@ -140,7 +140,7 @@ def together(ranks: Ranks | None, settings: Mapping[str, Any]) -> Iterator[Any]:
         try:
             yield group
         except Exception as error:
-            # the others wait for this one
+            # tell the other ranks, which wait for this one
             with suppress(RankError):
                 distributed.share((describe(error), {}), group)
             raise
@@ -166,7 +166,7 @@ def _compare(told: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequence[
 def run_info(
     recorder: Recorder, model: str, every: int, merger: RankMerger | None, first_step: int
 ) -> RunInfo:
-    """Return what sinks are told at the start."""
+    """Return the information about the run for sinks."""
     versions = {"python": platform.python_version()}
     versions["gradiometer"] = __version__
     for package in ("torch", "triton"):
@@ -187,7 +187,7 @@ def run_info(
 
 
 def class_names(model: Any) -> str:
-    """Return the class of a model, or of several models; of a compiled one that of what was compiled.
+    """Return the class of a model, or of several models; for a compiled model its original class.
 
     >>> import torch
     >>> class_names({"a": torch.nn.Linear(2, 1), "b": torch.nn.GELU()})

@@ -1,4 +1,4 @@
-"""SIGTERM: tell the monitors, then go on as the process would have without them."""
+"""Handle SIGTERM: notify the monitors, then continue as the process would without them."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class _Subscriber(Protocol):
 
 
 _subscribers: list[weakref.ref[_Subscriber]] = []
-# the handler that is set here, which knows the one before it
+# the handler that is installed here, which holds the previous one
 _handler: Any = None
-# whether the process ends by itself: nothing is left to be ended by SIGTERM
+# whether the process is already ending, so that SIGTERM need not end it
 _is_ending = False
 
 
 def subscribe(subscriber: _Subscriber) -> None:
     """Call ``subscriber.note_signal`` on SIGTERM, until `unsubscribe`. Only the main thread can subscribe.
 
-    Then a handler that was there before is called; if it returns, so does training. Without one SystemExit
-    is raised, with code 143: ``with`` blocks and ``finally`` clauses run, as they do after Ctrl-C.
-    A SIGTERM that is ignored stays so.
+    Then the previous handler is called; if it returns, training goes on. Without a previous handler,
+    SystemExit is raised with code 143, so that ``with`` blocks and ``finally`` clauses run, as after Ctrl-C.
+    A process that ignores SIGTERM still ignores it.
     """
     global _handler  # noqa: PLW0603 a process has one handler
     is_known = any(ref() is subscriber for ref in _subscribers)
     if is_known or threading.current_thread() is not threading.main_thread():
         return
     now = signal.getsignal(signal.SIGTERM)
-    # None: a handler that is not Python's, which could not be put back
+    # None: a handler that was not installed from Python, which could not be restored
     if now is None or now is signal.SIG_IGN:
         return
     if now is not _handler:
-        # each its own: one on top of an earlier one of ours may call that
+        # a new handler each time: `now` may itself call an earlier one of ours
         _handler = partial(_on_sigterm, now)
         signal.signal(signal.SIGTERM, _handler)
     _subscribers.append(weakref.ref(subscriber))
@@ -57,13 +57,13 @@ def unsubscribe(subscriber: _Subscriber) -> None:
 
 
 def record_only() -> None:
-    """From now on, only record SIGTERM: the process is ending, and has to write what there is."""
+    """From now on, only record SIGTERM: the process is ending and must still write its steps."""
     global _is_ending  # noqa: PLW0603 a process ends once
     _is_ending = True
 
 
 def _put_back() -> None:
-    # another one in its place may call it: it stays where it is
+    # if another handler has replaced ours, leave it: it may call ours
     if _handler is not None and bool(signal.getsignal(signal.SIGTERM) == _handler):
         signal.signal(signal.SIGTERM, _handler.args[0])
 
@@ -78,13 +78,13 @@ def _on_sigterm(previous: Any, number: int, frame: FrameType | None) -> None:
         if not _is_ending:
             raise SystemExit(128 + number)
     else:
-        # as if it had never been here
+        # restore the default and deliver the signal again
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 def _after_fork() -> None:
-    # a worker of a data loader is no training process
+    # a data loader's worker does not train
     _subscribers.clear()
     _put_back()
 

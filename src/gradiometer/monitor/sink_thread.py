@@ -1,4 +1,4 @@
-"""A bounded queue of steps, and the thread that brings them to one sink."""
+"""A bounded queue of steps, and the thread that passes them to one sink."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Calls", "SinkThread"]
 
-# steps that a sink is given at once
+# steps in one call of a sink, at most
 _BATCH: Final = 64
-# seconds without a step after which a sink is asked to write what waits
+# seconds without a step after which a sink's `tick` is called
 _TICK = 1.0
 
 
 class Calls(NamedTuple):
-    """What a thread calls, one at a time and in order: the methods of a sink, or the dispatcher's own."""
+    """The functions that a thread calls: the methods of a sink, or the dispatcher's own."""
 
     start: Callable[[RunInfo], object]
     write: Callable[[Sequence[StepRecord], Sequence[Finding]], object]
@@ -39,17 +39,17 @@ class Calls(NamedTuple):
 class SinkThread:
     """Calls the methods of one sink on a thread of its own, one at a time and in order.
 
-    Who hands over never waits. Of too many steps the oldest go, and what was found in them comes with the
-    next; faults are kept. An error in the sink is counted, and the thread goes on.
+    Producers never block. A full queue drops its oldest steps, whose findings are passed with the next step;
+    faults are kept. An error in the sink is counted, and the thread goes on.
 
     Args:
-        name: what failures call it.
-        calls: what is called.
+        name: its name in failures.
+        calls: the functions to call.
         limit: steps that may wait.
-        failures: counts errors, and the steps that were dropped.
+        failures: counts errors, and dropped steps.
 
     Attributes:
-        dropped: steps that were dropped.
+        dropped: the number of dropped steps.
 
     >>> from gradiometer.monitor.failures import Failures
     >>> seen = []
@@ -71,29 +71,29 @@ class SinkThread:
     def __init__(self, name: str, calls: Calls, limit: int, failures: Failures) -> None:
         self.dropped = 0
         self._name, self._calls, self._limit, self._failures = name, calls, limit, failures
-        # in order: a number, a step with what was found in it, or a fault with None
+        # in order: a number, and a step with its findings or a fault with None
         self._items: deque[tuple[int, Any, Sequence[Finding] | None]] = deque()
-        self._steps = 0  # of the items
-        self._homeless: dict[tuple[Any, ...], Finding] = {}  # found in steps that were dropped
-        self._given = self._done = 0  # all items up to this number
+        self._steps = 0  # the number of steps in the items
+        self._homeless: dict[tuple[Any, ...], Finding] = {}  # findings of dropped steps
+        self._given = self._done = 0  # the numbers of the last item added, and of the last one done
         self._finishing = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        # not the thread's own word: an interrupted join() of Python 3.12 and before calls it ended
+        # not Thread.is_alive(): up to Python 3.12 an interrupted join() marks the thread as ended
         self._ended = threading.Event()
 
     def start(self, info: RunInfo) -> None:
-        """Start the thread, which opens the sink first. A sink that cannot open takes nothing."""
+        """Start the thread, which first opens the sink. A sink that fails to open gets no steps."""
         name = f"gradiometer {self._name}"
         self._thread = threading.Thread(target=self._run, args=(info,), name=name, daemon=True)
         try:
             self._thread.start()
-        except Exception as error:  # noqa: BLE001 no thread to be had; the others go on
+        except Exception as error:  # noqa: BLE001 the thread cannot start; the others go on
             self._failures.add(self._name, error)
             self._end()
 
     def put(self, steps: Iterable[tuple[StepRecord, Sequence[Finding]]]) -> None:
-        """Hand over steps, in order, each with the findings that are new or have changed with it."""
+        """Add steps, in order, each with the findings that are new or have changed with it."""
         with self._changed:
             if self._ended.is_set():
                 return
@@ -109,31 +109,31 @@ class SinkThread:
             self._failures.add(f"queue of {self._name}", text, excess)
 
     def put_fault(self, fault: Any) -> None:
-        """Hand over a fault. It comes after all steps so far."""
+        """Add a fault, which follows all steps so far."""
         with self._changed:
             if not self._ended.is_set():
                 self._append(fault, None)
                 self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all that was handed over has been written or dropped; tell whether it has."""
+        """Wait until everything added so far has been written or dropped; return whether it has."""
         with self._changed:
             goal = self._given
             return self._changed.wait_for(lambda: self._done >= goal or self._ended.is_set(), timeout)
 
     def finish(self) -> None:
-        """Let the thread write all that waits, close the sink and end. Does not wait for it."""
+        """Let the thread write all waiting steps, close the sink and end. Does not wait for it."""
         with self._changed:
             self._finishing = True
             self._changed.notify_all()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the thread has ended; tell whether it has. A thread that never began has."""
+        """Wait until the thread has ended; return whether it has, or was never started."""
         return self._thread is None or self._ended.wait(timeout)
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether this is called on this thread."""
+        """Whether the current thread is this one."""
         return self._thread is threading.current_thread()
 
     def _append(self, what: Any, findings: Sequence[Finding] | None) -> None:
@@ -163,7 +163,7 @@ class SinkThread:
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._finishing, _TICK)
             items = self._items
-            # little at a time, so that what is full soon has room
+            # small batches, so that a full queue soon has room
             while items and (found := items[0][2]) is not None and len(records) < _BATCH:
                 records.append(items.popleft()[1])
                 findings |= _by_key(found)
@@ -179,7 +179,7 @@ class SinkThread:
         elif fault:
             self._guard(self._calls.fault, *fault)
         elif self._calls.tick is not None:
-            # what a sink writes by the clock is not held up by a step that hangs
+            # a sink that writes by the clock must not wait for a step that hangs
             self._guard(self._calls.tick)
         with self._changed:
             self._done = self._items[0][0] - 1 if self._items else self._given

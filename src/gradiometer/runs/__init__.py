@@ -1,7 +1,7 @@
 """The run record on disk: its format, its writer, its reader, and the comparison of two.
 
-Steps and findings come in and become Parquet and JSON files of a folder; `Run` reads them back, from a run
-that is still going, too. Nothing here knows of devices or threads.
+Steps and findings are written to Parquet and JSON files in a folder. `Run` reads them back, also while the
+run is still going. This package does not use devices or threads.
 """
 
 from gradiometer.runs.diff import Comparison, Difference, Side, compare

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step, and the tensors of it in the order in which a step makes them."""
+"""Compare two runs: find the first step that differs, and its tensors in the order they are computed."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "Difference", "Side", "compare"]
 
-# as a step makes them: the loss from the weights, gradients from the loss, updates from those
+# the order of computation: the loss from the weights, gradients from the loss, updates from gradients
 _ORDER: Final[tuple[Kind | None, ...]] = ("weights", None, "grads", "updates")
 
-# so many rows of the two runs are compared at once
+# rows of the two runs that are compared at once
 _BLOCK: Final = 1000
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor, or one scalar, that is not the same in both runs.
+    """One tensor, or one scalar, that differs between two runs.
 
     Attributes:
         step: the first step where it differs.
-        name: ``blocks.3.w.grad``, or ``loss``; ``skipped`` is 1 where the update was skipped.
-        kind: of the tensor; None for a scalar.
-        values: the raw columns that differ, in A and in B; of a scalar ``"value"``. None: not there.
+        name: such as ``blocks.3.w.grad`` or ``loss``; ``skipped`` is 1 where the update was skipped.
+        kind: the tensor's kind; None for a scalar.
+        values: the raw columns that differ, in A and in B; ``"value"`` for a scalar. None where missing.
     """
 
     step: int
@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Side:
-    """What one run has: its folder, its first and last step, and how many steps and how many with tensors."""
+    """One run: its folder, its first and last step, the number of steps, and of those with tensors."""
 
     path: str
     first: int | None
@@ -63,22 +63,22 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs, A and B, step by step.
+    """The result of comparing two runs, A and B, step by step.
 
     Attributes:
         a, b: the runs.
-        rtol: what was allowed, see `compare`.
-        common: steps that both have.
-        compared: those of them that have tensors in both, up to the first that differs.
-        tensors: tensors that both have.
-        kinds: what only A, and only B, has recorded.
-        only_a, only_b: names of tensors that one run lacks, of kinds that both have recorded.
-        shapes: tensors of another shape or dtype, in A and in B; they are compared all the same.
-        missing: steps between the first and last common one that A, or B, has and the other has not.
-        first: what differs in the first step that differs, in the order in which a step makes it: weights,
-            then scalars, gradients from the last of the model to the first, and updates.
-        scalars: where each scalar first differs.
-        total_norm: of the gradients in the last step that has tensors in both: the step, and A's and B's.
+        rtol: the relative tolerance, see `compare`.
+        common: the number of steps that both have.
+        compared: the number of common steps with tensors in both, up to the first that differs.
+        tensors: the number of tensors that both have.
+        kinds: the kinds that only A, and only B, has recorded.
+        only_a, only_b: names of tensors that the other run lacks, of kinds that both have recorded.
+        shapes: the shape and dtype in A and in B where they differ; such tensors are still compared.
+        missing: steps that only A, and only B, has, between the first and the last common step.
+        first: the differences in the first step that differs, in the order of computation: weights,
+            scalars, gradients from the model's last to its first, and updates.
+        scalars: the first difference of each scalar.
+        total_norm: the last step with tensors in both, and its total gradient norm in A and in B.
     """
 
     a: Side
@@ -98,12 +98,12 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether both have the same tensors, and all that both have, at least one step, is the same."""
+        """Whether both have the same tensors, and at least one step was compared and none differs."""
         return not (self.first or self.only_a or self.only_b or self.shapes) and self.compared > 0
 
     @property
     def step(self) -> int | None:
-        """The first step where they part."""
+        """The first step that differs; None if none does."""
         return self.first[0].step if self.first else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,10 +117,10 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
     Args:
         a: one run.
         b: the other.
-        rtol: how much may differ. 0: nothing, to the bit. Otherwise it is relative to the larger of two
-            norms, magnitudes and scalars; of ``sum`` to ``sqrt(numel * sumsq)``, which it cannot exceed, and
-            of ``n_zero`` to ``numel``. Elements, NaN and Inf are counted exactly all the same.
-        ignore: leaves out tensors and scalars in whose name it is found.
+        rtol: the relative tolerance. With 0, values must be bitwise equal. Otherwise norms, magnitudes and
+            scalars are compared relative to the larger one, ``sum`` relative to ``sqrt(numel * sumsq)``,
+            which it cannot exceed, and ``n_zero`` to ``numel``. Counts of elements, NaN and Inf stay exact.
+        ignore: tensors and scalars whose name matches it (`re.Pattern.search`) are left out.
     """
     kinds = set(a.roster.kinds) & set(b.roster.kinds)
     rows = [_labels(run.roster, kinds, ignore) for run in (a, b)]
@@ -134,13 +134,13 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
     common = sorted(steps[0].keys() & steps[1].keys())
     recorded = [s for s in common if steps[0][s] and steps[1][s]]
     scalars = _scalars(a, b, common, rtol, ignore)
-    # scalars are cheap to read: no tensor is looked at beyond the step where one of them parts
+    # scalars are cheap to read, so no tensor is read after the first step where a scalar differs
     stop = min((d.step for d in scalars), default=None)
     upto = [s for s in recorded if stop is None or s <= stop]
     found, compared = _tensors(a, b, upto, (rows[0], rows[1]), shared, rtol)
     step = min((d.step for d in (*found, *scalars)), default=None)
     first = [d for d in found if d.step == step] + [d for d in scalars if d.step == step]
-    # whether the step is skipped is decided when the gradients are known
+    # `skipped` is decided after the gradients
     first.sort(key=lambda d: _ORDER.index(d.kind) + 1.5 * (d.kind is None and d.name == "skipped"))
     return Comparison(
         a=_side(a, steps[0]),
@@ -170,7 +170,7 @@ def _beyond(roster: Roster, kinds: Collection[Kind]) -> tuple[Kind, ...]:
 
 
 def _labels(roster: Roster, kinds: Collection[Kind], ignore: re.Pattern[str] | None) -> _Rows:
-    """Return where each tensor stands, by label, in the order in which a step makes them."""
+    """Return the kind and row of each tensor by label, in the order of computation."""
     rows: _Rows = {}
     for kind in _ORDER:
         if kind is None or kind not in kinds:
@@ -197,7 +197,7 @@ def _side(run: Run, steps: _Steps) -> Side:
 
 
 def _missing(here: _Steps, there: _Steps, common: list[int]) -> tuple[int, ...]:
-    """Return the steps that ``here`` has and ``there`` has not, between the first and last common one."""
+    """Return the steps in ``here`` but not in ``there``, between the first and the last common step."""
     if not common:
         return ()
     return tuple(s for s in sorted(here.keys() - there.keys()) if common[0] < s < common[-1])
@@ -206,12 +206,12 @@ def _missing(here: _Steps, there: _Steps, common: list[int]) -> tuple[int, ...]:
 def _scalars(
     a: Run, b: Run, common: list[int], rtol: float, ignore: re.Pattern[str] | None
 ) -> list[Difference]:
-    """Return where each scalar first differs."""
+    """Return the first difference of each scalar."""
     found: dict[str, Difference] = {}
     tables = [_rows_of(run, common) for run in (a, b)]
     for start in range(0, len(common), _BLOCK):
         here, there = (table.slice(start, _BLOCK) for table in tables)
-        # most are the same, and Arrow sees it a hundred times sooner
+        # most blocks are equal, and Arrow detects that a hundred times faster
         if here.equals(there):
             continue
         for step, one, other in zip(common[start:], _given(here), _given(there), strict=False):
@@ -224,7 +224,7 @@ def _scalars(
 
 
 def _rows_of(run: Run, steps: list[int]) -> pa.Table:
-    """Return the scalars of some steps, which the run has."""
+    """Return the scalars of steps that are in the run."""
     compute = require("pyarrow.compute", "monitor", "A run record")
     rows = run.steps.select(["step", "lr", "loss", "scalars", "skipped"])
     if len(rows) != len(steps):
@@ -249,7 +249,7 @@ def _is_close(x: float | None, y: float | None, rtol: float) -> bool:
 def _tensors(
     a: Run, b: Run, steps: list[int], rows: tuple[_Rows, _Rows], shared: list[str], rtol: float
 ) -> tuple[list[Difference], int]:
-    """Return what differs in the first step in which a tensor does, and how many steps were compared."""
+    """Return the tensors that differ in the first step where any does, and the number of compared steps."""
     if not steps or not shared:
         return [], 0
     wanted, compared = set(steps), 0
@@ -285,17 +285,17 @@ def _values(here: Tensor, there: Tensor, differ: Tensor) -> dict[str, tuple[floa
 
 
 def _differ(a: Tensor, b: Tensor, rtol: float) -> Tensor:
-    """Tell which values differ by more than is allowed. ``(M, C), (M, C) -> (M, C) bool``."""
+    """Return which values differ by more than the tolerance. ``(M, C), (M, C) -> (M, C) bool``."""
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     if rtol == 0:
         return unequal
     larger = torch.maximum(a.abs(), b.abs())
     numel, sumsq = larger[:, COLUMN_INDEX["numel"]], larger[:, COLUMN_INDEX["sumsq"]]
     allowed = torch.zeros_like(larger)
-    # of the norm rtol, of its square twice that
+    # rtol of the norm is twice as much of its square
     allowed[:, COLUMN_INDEX["sumsq"]] = 2 * rtol * sumsq
     allowed[:, COLUMN_INDEX["abs_max"]] = rtol * larger[:, COLUMN_INDEX["abs_max"]]
-    # terms cancel in a sum: it may be small where they are not
+    # terms cancel in a sum, so the sum may be small where its terms are not
     allowed[:, COLUMN_INDEX["sum"]] = rtol * derived.sqrt(numel * sumsq)
     allowed[:, COLUMN_INDEX["n_zero"]] = rtol * numel
     return unequal & ~((a - b).abs() <= allowed.nan_to_num(posinf=0.0))

@@ -1,4 +1,4 @@
-"""A folder that one process writes: its lock, and files that are whole at every moment."""
+"""A folder that one process writes: its lock, and the atomic replacement of its files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["prepare", "release", "remove_leftovers", "take"]
 
-# what this process writes: its locks keep others out, not itself
+# folders that this process writes; a process's locks do not exclude the process itself
 _ours: set[Path] = set()
 
 
 def take(run: Path) -> Any:
-    """Lock a folder and return the lock, which ends with the process, however that ends.
+    """Lock a folder and return the lock, which is released when the process ends for any reason.
 
     Raises:
-        RunError: if somebody has it.
+        RunError: if it is locked already.
     """
     home = run.resolve()
     if home in _ours:
@@ -31,12 +31,12 @@ def take(run: Path) -> Any:
         raise RunError(msg)
     file = (run / ".lock").open("a+", encoding="utf-8")
     try:
-        import fcntl  # noqa: PLC0415 none on MergeWindow, where two processes are not kept apart
+        import fcntl  # noqa: PLC0415 not on Windows, where two processes are not kept apart
     except ImportError:
         fcntl = None  # type: ignore[assignment]
     if fcntl is not None:
         try:
-            # unlike flock not shared with forked workers, which may outlive a process that was killed
+            # unlike flock, lockf is not inherited by forked workers, which may outlive a killed process
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             file.seek(0)
@@ -54,15 +54,15 @@ def take(run: Path) -> Any:
 
 
 def release(run: Path, lock: Any) -> None:
-    """Let go of a folder."""
+    """Unlock a folder."""
     _ours.discard(run.resolve())
     lock.close()
 
 
 def prepare(run: Path, path: Path, data: Any, *, sync: bool) -> Callable[[], None]:
-    """Write bytes to a hidden file of the folder; return what puts it in its place, at once.
+    """Write bytes to a hidden file in the folder and return a function that renames it to ``path``.
 
-    With ``sync`` the file outlives a power failure.
+    The rename is atomic. With ``sync`` the file survives a power failure.
     """
     temporary = run / f".{path.name}.{os.getpid()}.tmp"
     try:
@@ -79,7 +79,7 @@ def prepare(run: Path, path: Path, data: Any, *, sync: bool) -> Callable[[], Non
     def put() -> None:
         temporary.replace(path)
         if sync and os.name == "posix":
-            # so that its new name does too
+            # the new name must survive a power failure too
             folder = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
@@ -90,6 +90,6 @@ def prepare(run: Path, path: Path, data: Any, *, sync: bool) -> Callable[[], Non
 
 
 def remove_leftovers(run: Path) -> None:
-    """Remove the hidden files of a process that was killed while it wrote."""
+    """Remove the hidden files that a process left when it was killed while writing."""
     for path in run.glob(".*.tmp"):
         path.unlink(missing_ok=True)

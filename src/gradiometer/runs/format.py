@@ -1,4 +1,4 @@
-"""A run on disk: its folder, its files, their columns. ``docs/reference/run-record.md`` is the manual."""
+"""The format of a run on disk: folder, files, columns. ``docs/reference/run-record.md`` describes it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ VERSION: Final = 1
 
 
 class RunError(ValueError):
-    """A run that cannot be read or written: one line, which says what to do."""
+    """A run cannot be read or written; the message is one line and says what to do."""
 
 
 class Field(NamedTuple):
-    """A column of a Parquet file: its Arrow type, its unit, whether it may be null, what it is."""
+    """A column of a Parquet file: its name, Arrow type, unit, whether it may be null, and its meaning."""
 
     name: str
     type: str
@@ -58,7 +58,7 @@ class Field(NamedTuple):
     meaning: str
 
 
-# one row a step
+# one row per step
 STEPS: Final = (
     Field("step", "int64", "", False, "the step's number"),
     Field("attempt", "int32", "", False, "which start of the run wrote the row, from 1"),
@@ -68,7 +68,7 @@ STEPS: Final = (
     Field("loss", "double", "", True, "as given to `advance`; null: none was given; NaN stays NaN"),
     Field("lr", "double", "", True, "likewise"),
     Field("scalars", "map<string, double>", "", False, "the other scalars given to `advance`, by name"),
-    # of all gradients together; null where the step was not recorded
+    # over all gradients; null where the step was not recorded
     Field("total_norm", "double", "", True, "L2 norm; NaN with any NaN, else inf with any Inf"),
     Field("finite_norm", "double", "", True, "L2 norm of the finite elements"),
     Field("abs_max", "double", "", True, "largest finite magnitude"),
@@ -83,10 +83,10 @@ STEPS: Final = (
     Field("updates_norm", "double", "", True, "L2 norm of all updates"),
 )
 
-# the type of a column of words
+# the type of a column of names
 NAMES: Final = "dictionary<values=string, indices=int32, ordered=0>"
 
-# one row for each step, kind and parameter that was measured
+# one row per step, kind and measured parameter
 TENSORS: Final = (
     Field("step", "int64", "", False, "the step's number"),
     Field("attempt", "int32", "", False, "which start of the run wrote the row, from 1"),
@@ -118,12 +118,12 @@ def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
 
 
 def segment_path(run: Path, table: str, attempt: int, first_step: int) -> Path:
-    """Return where a segment of ``"steps"`` or ``"tensors"`` is."""
+    """Return the path of a segment of ``"steps"`` or ``"tensors"``."""
     return run / table / f"{table}-{attempt:04d}-{first_step:010d}.parquet"
 
 
 def list_segments(run: Path) -> dict[tuple[int, int], Any]:
-    """Return the segments by attempt and first step, ascending, and of each its `stamp`."""
+    """Return the `stamp` of each segment, by attempt and first step, ascending."""
     found = {}
     for path in (run / "steps").glob("steps-*.parquet"):
         if match := re.fullmatch(r"steps-(\d+)-(\d+)\.parquet", path.name):
@@ -132,7 +132,7 @@ def list_segments(run: Path) -> dict[tuple[int, int], Any]:
 
 
 def encodable(text: str) -> str:
-    """Return text that UTF-8 can hold: half of a surrogate pair, which is no character, by its number."""
+    """Return text that UTF-8 can encode; a lone surrogate becomes a backslash escape."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -140,7 +140,7 @@ _NONFINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.i
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON can hold: for what is not finite ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
+    """Return a value for JSON; non-finite numbers become ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, dict):
@@ -153,12 +153,12 @@ def plain(value: Any) -> Any:
 
 
 def to_json(value: Any, *, indent: int | None = 1) -> str:
-    """Return JSON that every reader takes: NaN and infinities as the strings that JavaScript has for them."""
+    """Return strict JSON; NaN and infinities become the strings that JavaScript uses for them."""
     return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
 def from_json(value: Any) -> Any:
-    """Return what `to_json` was given: its strings for numbers that are not finite as floats."""
+    """Undo `plain`: convert its strings for non-finite numbers back to floats."""
     if isinstance(value, dict):
         return {key: from_json(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -167,7 +167,7 @@ def from_json(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Return what is in a JSON file of a run; None if there is none."""
+    """Return the content of a run's JSON file; None if the file is missing."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -178,12 +178,12 @@ def read_json(path: Path) -> Any:
 
 
 def pyarrow() -> Any:
-    """Return the package; an ImportError says how to get it."""
+    """Return the package; if it is missing, the ImportError says how to install it."""
     return require("pyarrow", "monitor", "A run record")
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """Return run.json, after a check of its version and of what every reader goes by."""
+    """Return run.json, after checking its version and the fields that every reader needs."""
     info: dict[str, Any] | None = read_json(path / "run.json")
     if info is None:
         there = "it is a file, not a folder" if path.exists() else "there is no such folder"
@@ -211,7 +211,7 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def read_findings(path: Path) -> list[dict[str, Any]]:
-    """Return findings.json, each finding with the attempt that saw it last."""
+    """Return findings.json; each finding has the attempt that saw it last."""
     found = read_json(path / "findings.json")
     found = [] if found is None else found
     keys = {"attempt", "rule", "kind", "tensor", "first_step", "last_step", "value", "threshold"}
@@ -221,12 +221,12 @@ def read_findings(path: Path) -> list[dict[str, Any]]:
 
 
 def unfit(path: Path, said: object) -> RunError:
-    """Return the error of a JSON file that holds something else than it should."""
+    """Return the error for a JSON file with unexpected content."""
     return RunError(f"{path} is not as a run's should be ({said}): mend or remove it")
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is replaced; None if there is none."""
+    """Return a value that changes when a file is replaced; None if the file is missing."""
     try:
         stat = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -235,5 +235,5 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def summary(error: Exception) -> str:
-    """Return the first line of what an error says."""
+    """Return the first line of an error's message."""
     return str(error).split("\n", 1)[0].strip() or type(error).__name__

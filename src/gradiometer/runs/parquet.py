@@ -1,4 +1,4 @@
-"""Steps as Parquet: records, their columns, and a file of each of the two tables."""
+"""Write steps as Parquet: records to Arrow tables, and a table to a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["steps_table", "tensors_table", "to_parquet"]
 
 
 def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -> pa.Table:
-    """Return a row for each step, kind and name that was measured, in that order."""
+    """Return one row per step, kind and measured parameter, in that order."""
     pa = pyarrow()
     schema = arrow_schema(TENSORS)
     recorded = [record for record in records if record.values is not None]
@@ -56,7 +56,7 @@ def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -
 
 
 def steps_table(records: Sequence[StepRecord], attempt: int) -> pa.Table:
-    """Return a row for each step."""
+    """Return one row per step."""
     columns: dict[str, list[Any]] = {
         "step": [record.step for record in records],
         "attempt": [attempt] * len(records),
@@ -86,7 +86,7 @@ def steps_table(records: Sequence[StepRecord], attempt: int) -> pa.Table:
 
 
 def to_parquet(table: pa.Table) -> pa.Buffer:
-    """Return a Parquet file of one of the two tables."""
+    """Return one of the two tables as the content of a Parquet file."""
     pq = require("pyarrow.parquet", "monitor", "A run record")
     floats = [field.name for field in table.schema if field.type == "double"]
     others = [field.name for field in table.schema if field.name not in floats]
@@ -99,18 +99,18 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
         compression_level=1,
         use_byte_stream_split=floats,
         use_dictionary=others,
-        # those of floats leave NaN out, and DuckDB takes from them that there is none
+        # statistics of floats leave NaN out, and DuckDB then assumes that there is none
         write_statistics=others,
-        # a dictionary of ten thousand names is still one
+        # a dictionary of ten thousand names must still fit into one page
         dictionary_pagesize_limit=1 << 26,
-        # one step is read without the rest of its segment
+        # small row groups, so that one step can be read without the rest of its segment
         row_group_size=1 << 17,
     )
     return out.getvalue()
 
 
 def _totals(records: Sequence[StepRecord], kind: Kind) -> dict[str, list[Any]]:
-    """Return what all tensors of a kind together have, a value for each record."""
+    """Return the statistics of all tensors of a kind together, one value per record."""
     merged = torch.zeros((len(records), NUM_COLUMNS), dtype=torch.float64)
     counts = torch.zeros((len(records), 2), dtype=torch.int32)
     for i, record in enumerate(records):
@@ -135,7 +135,7 @@ def _words(codes: Tensor, words: Sequence[str]) -> pa.Array:
 
 
 def _array(numbers: Tensor) -> pa.Array:
-    """Return a vector as an Arrow array, in the same memory."""
+    """Return a vector as an Arrow array that shares its memory."""
     pa = pyarrow()
     numbers = numbers.contiguous()
     types = {torch.int64: pa.int64(), torch.int32: pa.int32(), torch.float64: pa.float64()}

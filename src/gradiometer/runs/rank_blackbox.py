@@ -1,4 +1,4 @@
-"""The black box of one rank of many, as a file beside the job's run record."""
+"""The black box of one of several ranks, as a file beside the job's run record."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["RankBlackbox"]
 
 
 class RankBlackbox:
-    """A sink that writes a fault, and nothing else, to ``blackbox.rank-00005.json``.
+    """A sink that writes only faults, to ``blackbox.rank-00005.json``.
 
     Args:
-        run_dir: of the job; made if there is none.
-        rank: whose faults they are.
+        run_dir: the job's folder, created if missing.
+        rank: the rank that has the faults.
     """
 
     name = "rank_box"
@@ -38,7 +38,7 @@ class RankBlackbox:
         """Do nothing."""
 
     def fault(self, fault: Fault) -> None:
-        """Write the report; over that of an earlier one."""
+        """Write the report, replacing an earlier one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = to_json(fault.to_dict() | {"time": time.time()})
         prepare(self.path.parent, self.path, text.encode(), sync=True)()

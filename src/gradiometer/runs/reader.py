@@ -1,4 +1,4 @@
-"""A run on disk, read: tables, matrices, records. ``docs/reference/run-record.md`` is the manual."""
+"""Read a run on disk: tables, matrices, records. ``docs/reference/run-record.md`` describes the format."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run"]
 
 _FOREVER: Final = 2**63 - 1
-# the columns of `TENSORS` that say whose the rest is
+# the columns of `TENSORS` that identify a row
 _PLACE: Final = ("step", "kind", "name")
 _STORED: Final = (*COLUMN_NAMES, "flags", "norm")
 
 
 def read_run(path: Path | str) -> Run:
-    """Open a run. Cheap: its tables are read when they are asked for.
+    """Open a run on disk; its tables are read when they are accessed.
 
     Raises:
-        RunError: if there is no run, or one of a newer version. Whatever reads a file later raises it too,
-            where the file is missing or torn.
-        ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` brings it.
+        RunError: if there is no run, or its version is newer than this package reads. Methods that read a
+            file later raise it too, if the file is missing or damaged.
+        ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` installs it.
 
     >>> import tempfile, torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -71,16 +71,16 @@ def read_run(path: Path | str) -> Run:
 
 
 class Run:
-    """A run on disk, as it was when it was opened or last refreshed.
+    """A run on disk, as of when it was opened or last refreshed.
 
-    Rows that a later attempt has superseded are left out: it began at step s, and what earlier ones
-    wrote of s and later is no part of the run any more.
+    Rows that a later attempt has superseded are left out: if that attempt began at step s, rows of
+    earlier attempts for step s and later no longer belong to the run.
 
     Attributes:
         path: the folder.
-        info: what run.json holds.
+        info: the content of run.json.
         roster: the tensors.
-        thresholds: where flags begin.
+        thresholds: the thresholds of the flags.
     """
 
     info: dict[str, Any]
@@ -90,21 +90,21 @@ class Run:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._seen: Any = None
-        # a segment is known by its attempt and its first step
+        # a segment is identified by its attempt and its first step
         self._segments: list[tuple[int, int]] = []
         self._stamps: Mapping[tuple[int, int], Any] = {}
-        self._ends: dict[int, int] = {}  # of an attempt: the first step that counts no more
+        self._ends: dict[int, int] = {}  # for each attempt, its first superseded step
         self._kept: dict[tuple[int, int], tuple[Any, pa.Table]] = {}
         self._steps: pa.Table | None = None
         pyarrow()
         self.refresh()
 
     def __repr__(self) -> str:
-        """Return one line. Reads nothing."""
+        """Return one line, without reading files."""
         return f"<Run: {self.path}, {len(self._segments)} segments, {len(self.roster.names)} tensors>"
 
     def refresh(self) -> bool:
-        """Look for what has been written since; tell whether there is anything. Reads only what is new."""
+        """Load what was written since; return whether there was anything. Only new files are read."""
         segments = list_segments(self.path)
         files = [stamp(self.path / name) for name in ("run.json", "findings.json", "blackbox.json")]
         if (segments, files) == self._seen:
@@ -117,7 +117,7 @@ class Run:
             msg = f"{self.path / 'run.json'} is not as a run's should be ({error!r}): mend it"
             raise RunError(msg) from None
         self.info, self.roster, self.thresholds = info, roster, thresholds
-        # by what it wrote, so that one which wrote nothing supersedes nothing
+        # from the written segments, so that an attempt that wrote nothing supersedes nothing
         begins: dict[int, int] = {}
         for attempt, first in segments:
             begins.setdefault(attempt, first)
@@ -131,7 +131,7 @@ class Run:
 
     @property
     def steps(self) -> pa.Table:
-        """One row a step, ascending; the columns are `STEPS`."""
+        """One row per step, ascending; the columns are `STEPS`."""
         if self._steps is None:
             tables = [arrow_schema(STEPS).empty_table(), *map(self._steps_of, self._segments)]
             self._steps = pyarrow().concat_tables(tables)
@@ -146,14 +146,14 @@ class Run:
         first: int | None = None,
         last: int | None = None,
     ) -> pa.Table:
-        """Return a row for each step, kind and name that was measured, in that order.
+        """Return one row per step, kind and measured parameter, in that order.
 
         Args:
-            columns: of `TENSORS`; None for all.
-            kind: only this one.
-            names: only these; one may be given alone.
+            columns: names of columns in `TENSORS`; None for all.
+            kind: only rows of this kind.
+            names: only rows of these parameters; a string is one name.
             first: only from this step on.
-            last: only up to this step, which is included.
+            last: only up to and including this step.
         """
         schema = arrow_schema(TENSORS)
         columns = schema.names if columns is None else list(columns)
@@ -182,14 +182,14 @@ class Run:
 
         Args:
             statistic: a raw column, a derived value such as ``"rms"``, or ``"flags"``.
-            kind: of `KINDS`.
+            kind: one of `KINDS`.
             first: only from this step on.
-            last: only up to this step, which is included.
+            last: only up to and including this step.
 
         Returns:
-            S steps, ascending, and ``(S, N) float64``. NaN: the parameter was not measured in that
-            step. A norm is NaN, or inf, too where the tensor has a NaN, or an Inf: ``matrix("n_nan")``
-            tells, and ``matrix("finite_norm")`` is that of its finite elements.
+            S steps, ascending, and ``(S, N) float64``. NaN where the parameter was not measured in that
+            step. A norm is also NaN or inf where the tensor has a NaN or Inf; ``matrix("n_nan")``
+            distinguishes the cases, and ``matrix("finite_norm")`` is the norm of the finite elements.
         """
         steps, found = self.matrices([statistic], kind, first=first, last=last)
         return steps, found[statistic]
@@ -202,7 +202,7 @@ class Run:
         first: int | None = None,
         last: int | None = None,
     ) -> tuple[list[int], dict[str, Tensor]]:
-        """Return several statistics, each as `matrix` does, by name; the files are read once for all."""
+        """Return several statistics by name, each as `matrix` returns it; files are read only once."""
         for statistic in statistics:
             if statistic not in _STORED and statistic not in derived.DERIVED:
                 names = ", ".join(dict.fromkeys([*_STORED, *derived.DERIVED]))
@@ -219,7 +219,7 @@ class Run:
             table = self._tensors_of(key, columns, first, last)
             values = {name: numbers(table[name]).to(torch.float64) for name in columns}
             matrix = torch.stack([values[name] for name in raw], dim=1) if raw else None
-            # of the kinds this one alone has a place
+            # rows of other kinds get no place
             places = self._places(table, steps, (kind,))
             for name, to in out.items():
                 found = values[name] if matrix is None or name in stored else derived.value(matrix, name)
@@ -240,7 +240,7 @@ class Run:
         raise RunError(msg)
 
     def records(self, first: int | None = None, last: int | None = None) -> Iterator[StepRecord]:
-        """Go over the steps, ascending, from ``first`` to ``last``, both included. Reads as it goes."""
+        """Iterate over the steps, ascending, from ``first`` to ``last`` inclusive. Files are read lazily."""
         for key in self._between(first, last):
             rows = cut(self._steps_of(key), first, last)
             values = self._dense(key, numbers(rows["step"]))
@@ -253,7 +253,7 @@ class Run:
 
     @property
     def findings(self) -> list[Finding]:
-        """What the rules found; without what later attempts have superseded."""
+        """The findings of the rules, without those that later attempts have superseded."""
         known = []
         try:
             for values in read_findings(self.path):
@@ -274,18 +274,18 @@ class Run:
 
     @property
     def blackbox(self) -> dict[str, Any] | None:
-        """The report of the last fault, in whichever attempt it was; None without one."""
+        """The report of the last fault in any attempt; None if there was none."""
         found: dict[str, Any] | None = from_json(read_json(self.path / "blackbox.json"))
         if not isinstance(found, dict | None):
             raise unfit(self.path / "blackbox.json", f"{found!r:.40}")
         return found
 
     def _steps_of(self, key: tuple[int, int]) -> pa.Table:
-        """Return the rows of a segment that count."""
+        """Return the rows of a segment that are not superseded."""
         seen = self._stamps[key], self._ends[key[0]]
         if key not in self._kept or self._kept[key][0] != seen:
             table = read_table(segment_path(self.path, "steps", *key))
-            # a column may be younger than the segment, or than this reader
+            # a column may be newer than the segment, or newer than this reader
             none = arrow_schema(STEPS).empty_table()
             try:
                 table = pyarrow().concat_tables([none, table], promote_options="default")
@@ -297,15 +297,15 @@ class Run:
 
     def _between(self, first: int | None, last: int | None) -> list[tuple[int, int]]:
         """Return the segments that may have steps from ``first`` to ``last``."""
-        # those that count follow one another, whatever their attempt
+        # segments that are not superseded are in the order of steps, whatever their attempt
         starts = [start for _, start in self._segments]
         low = 0 if first is None else max(bisect.bisect_right(starts, first) - 1, 0)
         high = len(starts) if last is None else bisect.bisect_right(starts, last)
         return self._segments[low:high]
 
     def _bounds(self, key: tuple[int, int], first: int | None, last: int | None) -> tuple[int, int]:
-        """Return the steps of a segment to read, both included."""
-        # as its steps say: its tensors may go further, if their writer was killed between the two
+        """Return the first and last step to read from a segment, inclusive."""
+        # from the steps file: the tensors file has more, if the writer was killed between the two
         known = self._steps_of(key)["step"]
         low, high = (known[0].as_py(), known[-1].as_py()) if len(known) else (0, -1)
         return low if first is None else max(low, first), high if last is None else min(high, last)
@@ -317,7 +317,7 @@ class Run:
     def _tensors_of(
         self, key: tuple[int, int], columns: Sequence[str], first: int | None, last: int | None
     ) -> pa.Table:
-        """Return rows of a segment, and where they belong; rows of other steps may be among them."""
+        """Return rows of a segment with the columns that identify them; other steps may be included."""
         path, where = segment_path(self.path, "tensors", *key), None
         low, high = self._bounds(key, first, last)
         if (low, high) != self._bounds(key, None, None):
@@ -326,7 +326,7 @@ class Run:
         return read_table(path, [*_PLACE, *columns], where)
 
     def _places(self, table: pa.Table, steps: Tensor, kinds: Sequence[str]) -> tuple[Tensor, ...]:
-        """Return the place of each row's step, kind and name; -1 for what is not among them."""
+        """Return the indices of each row's step, kind and name; -1 for one that is not in the lists."""
         found = numbers(table["step"])
         if len(steps):
             rows = torch.searchsorted(steps, found).clamp_(max=len(steps) - 1)
@@ -337,7 +337,7 @@ class Run:
         return rows, codes(table["kind"], kind_index), codes(table["name"], self.roster.index)
 
     def _dense(self, key: tuple[int, int], steps: Tensor) -> Tensor:
-        """Return ``(S, K, N, C + 1) float64`` of steps of a segment; zeros where nothing was measured."""
+        """Return ``(S, K, N, C + 1) float64`` for steps of a segment; 0 where nothing was measured."""
         size = len(steps), len(self.roster.kinds), len(self.roster.names), NUM_COLUMNS + 1
         out = torch.zeros(size, dtype=torch.float64)
         if len(steps):

@@ -1,4 +1,4 @@
-"""Parquet files of a run record as Arrow tables, and their columns as tensors."""
+"""Read Parquet files of a run record as Arrow tables, and their columns as tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def scalars_of(rows: pa.Table) -> list[dict[str, float]]:
     found = []
     others: list[dict[str, float]] = []
     for chunk in rows["scalars"].chunks:
-        # one list of all: a map made of each row alone takes thirty times as long
+        # convert the whole chunk at once: converting each row's map alone takes thirty times as long
         ends = chunk.offsets.to_pylist()
         low, high = ends[0], ends[-1]
         names, numbers = (x.slice(low, high - low).to_pylist() for x in (chunk.keys, chunk.items))
@@ -81,7 +81,7 @@ def numbers(column: pa.ChunkedArray) -> Tensor:
 
 
 def codes(column: pa.ChunkedArray, index: Mapping[str, int]) -> Tensor:
-    """Return the place of each word of a dictionary column, ``(n,) int64``; -1 for one without a place."""
+    """Return the index of each word of a dictionary column, ``(n,) int64``; -1 for unknown words."""
     parts = [torch.empty(0, dtype=torch.int64)]
     for chunk in column.chunks:
         if len(chunk):
@@ -91,7 +91,7 @@ def codes(column: pa.ChunkedArray, index: Mapping[str, int]) -> Tensor:
 
 
 def put(out: Tensor, values: Tensor, places: tuple[Tensor, ...]) -> None:
-    """Write ``(n, ...)`` values to their places ``(S, K, N)`` in out; those without a place are left."""
+    """Write ``(n, ...)`` values to their places ``(S, K, N)`` in ``out``; skip rows with an index of -1."""
     rows, kinds, names = places
     bad = (rows | kinds | names) < 0
     if bad.any():

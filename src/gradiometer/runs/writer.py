@@ -1,4 +1,4 @@
-"""The run record: every step in Parquet files, which `gradiometer.read_run` reads."""
+"""Write the run record: Parquet files with every step, for `gradiometer.read_run`."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ if TYPE_CHECKING:
 __all__ = ["RunRecord"]
 
 _LOG = logging.getLogger("gradiometer")
-# a disk that fails is tried again at once, then after 1 s, 2 s, 4 s, and so many at most
+# seconds; a failed write is retried at once, then after 1 s, 2 s, 4 s, up to this pause
 _LONGEST_PAUSE: Final = 60.0
-# segments' worth of steps that wait for it
+# segments' worth of steps that may wait for the disk
 _WAITING: Final = 4
 
 
 class RunRecord:
-    """A sink that writes a run: see ``docs/reference/run-record.md``.
+    """A sink that writes a run record, see ``docs/reference/run-record.md``.
 
-    Steps gather in a segment. Every ``segment_seconds`` its two files are replaced by longer ones, each
-    complete at every moment; once it is full they are not touched any more, and the next one begins. So a
-    killed process loses the last ``segment_seconds``, or ``segment_steps``, at most.
+    Steps are collected in a segment. Every ``segment_seconds`` its two files are replaced by longer ones;
+    the replacement is atomic. A full segment is not written again, and the next one begins. A killed process
+    therefore loses at most the last ``segment_seconds`` or ``segment_steps``.
 
     Args:
-        run_dir: the folder; made if there is none. One that holds a run is gone on with: what it has of
-            the first step that is written, and of later ones, is superseded.
-        segment_steps: a segment is full with so many steps,
-        segment_rows: or with so many rows of tensors.
-        segment_seconds: how long a step may wait to be written; 0: until the end of `write`.
-        fsync: whether what was written outlives a power failure too, not only the process.
+        run_dir: the folder, created if missing. A run that it already holds is continued: its rows from
+            the first newly written step on are superseded.
+        segment_steps: steps in a full segment.
+        segment_rows: rows of tensors in a full segment; the limit that is reached first counts.
+        segment_seconds: how long a step may wait to be written; with 0, `write` writes it.
+        fsync: whether written steps survive a power failure, not only the end of the process.
 
     Attributes:
         lost: steps that were dropped because the disk failed for too long.
 
     Raises:
-        ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` brings it.
+        ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` installs it.
         ValueError: for a number out of range.
     """
 
@@ -91,7 +91,7 @@ class RunRecord:
         self._attempt = 0
         self._has_written = False  # in this attempt
         self._info_changed = False
-        # the segment that is being filled, and how much of it is on disk, since when
+        # the steps of the current segment, how many of them are on disk, and when they were written
         self._pending: list[StepRecord] = []
         self._saved = 0
         self._saved_at = 0.0
@@ -102,11 +102,11 @@ class RunRecord:
         self._pause_until = -math.inf
 
     def start(self, info: RunInfo) -> None:
-        """Take the folder, and begin an attempt.
+        """Lock the folder and begin an attempt.
 
         Raises:
-            RunError: if somebody else is writing there, or what is there is no run that can be gone on with.
-            OSError: the disk failed; there is no run record then.
+            RunError: if the folder is already being written, or its content cannot be continued as a run.
+            OSError: if the disk failed; there is no run record then.
         """
         try:
             for table in ("steps", "tensors"):
@@ -114,7 +114,7 @@ class RunRecord:
         except (FileExistsError, NotADirectoryError) as error:
             msg = f"{error.filename} is in the way of a run's folder: give another run_dir"
             raise RunError(msg) from None
-        # with this object, if nobody closes it; not at exit, where it may still be closed
+        # unlock when this object is collected without close(); not at exit, where close() may still come
         self._free = weakref.finalize(self, release, self.path, take(self.path))
         self._free.atexit = False
         try:
@@ -155,7 +155,7 @@ class RunRecord:
         self._write_info()
 
     def _begin(self, first_step: int, started: float) -> None:
-        """Begin another attempt, whatever the disk says: run.json is written with its first steps."""
+        """Begin another attempt without writing to disk; run.json is written with its first steps."""
         self._attempt += 1
         self._has_written = False
         entry = {"attempt": self._attempt, "started": started, "first_step": first_step, "ended": None}
@@ -164,11 +164,11 @@ class RunRecord:
         self._saved_at = time.monotonic()
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
-        """Take steps and findings; write what is due.
+        """Add steps and findings, and write the segment if it is due.
 
         Raises:
-            OSError: the disk failed. What was to be written is kept and tried again by a later call, up to
-                four segments of steps; beyond that the oldest are dropped, and counted in ``lost``.
+            OSError: if the disk failed. Up to four segments of steps are kept, and a later call tries to
+                write them again; beyond that the oldest are dropped and counted in ``lost``.
         """
         for finding in findings:
             entry = finding.to_dict() | {"attempt": self._attempt}
@@ -178,7 +178,7 @@ class RunRecord:
         for record in records:
             try:
                 self._add(record, full=not errors)
-            except Exception as error:  # noqa: BLE001 the other steps are taken all the same
+            except Exception as error:  # noqa: BLE001 the other steps must still be added
                 errors.append(error)
         waits = len(self._pending) > self._saved or self._findings_changed or self._info_changed
         if waits and not errors and time.monotonic() - self._saved_at >= self._seconds:
@@ -188,17 +188,17 @@ class RunRecord:
             raise errors[0]
 
     def _add(self, record: StepRecord, *, full: bool) -> None:
-        """Take one step; with ``full`` write a segment that is full with it."""
+        """Add one step; with ``full``, write the segment if this step fills it."""
         if record.roster is not self._roster and record.roster != self._roster:
             self.lost += 1
             msg = f"RunRecord: step {record.step} is of other tensors than the run was started with"
             raise ValueError(msg)
         failed: Exception | None = None
         if record.step <= self._last_step:
-            # back at a checkpoint, in the same process: what is not on disk now is superseded as well
+            # the same process went back to a checkpoint: steps that cannot be written now are superseded
             try:
                 self._flush(now=True)
-            except Exception as error:  # noqa: BLE001 raised once the step is taken
+            except Exception as error:  # noqa: BLE001 raised after the step is added
                 failed = error
             self.lost += len(self._pending) - self._saved
             self._pending, self._saved = [], 0
@@ -211,11 +211,11 @@ class RunRecord:
             self._flush()
 
     def tick(self) -> None:
-        """Write what is due by the clock, where no step comes."""
+        """Write the segment if it is due although no step arrives."""
         self.write([], [])
 
     def fault(self, fault: Fault) -> None:
-        """Write all, and the report of the fault."""
+        """Write all steps and findings, and the report of the fault."""
         try:
             self._flush(now=True)
         finally:
@@ -223,7 +223,7 @@ class RunRecord:
             self._replace(self.path / "blackbox.json", to_json(report))
 
     def close(self) -> None:
-        """Write all, and that the run is closed; let go of the folder."""
+        """Write all steps and findings, mark the run as closed, and unlock the folder."""
         if self._free is None or not self._free.alive:
             return
         try:
@@ -239,13 +239,13 @@ class RunRecord:
                 self._free()
 
     def _holds(self, segments: int) -> bool:
-        """Tell whether as many steps, or rows, are there as so many segments have."""
+        """Return whether the pending steps, or their rows, fill ``segments`` segments."""
         steps, rows = self._limits
         recorded = sum([record.values is not None for record in self._pending])
         return len(self._pending) >= segments * steps or recorded * self._roster.num_rows >= segments * rows
 
     def _flush(self, *, now: bool = False) -> None:
-        """Write the segment that is being filled, and the findings."""
+        """Write the current segment and the findings."""
         if not now and time.monotonic() < self._pause_until:
             return
         try:
@@ -267,13 +267,13 @@ class RunRecord:
             self._pending, self._saved = [], 0
 
     def _save(self) -> None:
-        """Replace the files of the segment by longer ones."""
+        """Replace the segment's files with longer ones."""
         first = self._pending[0].step
         files = {
             "tensors": to_parquet(tensors_table(self._pending, self._attempt, self._roster)),
             "steps": to_parquet(steps_table(self._pending, self._attempt)),
         }
-        # the tensors first, so that no step is without them; both are written before either is replaced
+        # tensors before steps, so that no step lacks its tensors; both are written before either is replaced
         ready = [
             prepare(self.path, segment_path(self.path, name, self._attempt, first), data, sync=self._fsync)
             for name, data in files.items()
@@ -285,7 +285,7 @@ class RunRecord:
             self._has_written = self._info_changed = True
             self._info["attempts"][-1]["first_step"] = first
             if all(start >= first for _, start in list_segments(self.path)):
-                # what others wrote is superseded, all of it
+                # everything that earlier attempts wrote is superseded
                 self._info["roster"] = _roster(self._roster, None)
 
     def _write_info(self) -> None:
@@ -293,9 +293,9 @@ class RunRecord:
         self._info_changed = False
 
     def _drop(self) -> None:
-        """Let go of the oldest steps, if too many wait for the disk."""
+        """Drop the oldest steps if too many wait for the disk."""
         while self._holds(_WAITING) and len(self._pending) > 1:
-            # what is on disk is not lost: the next segment begins after it
+            # saved steps are on disk and not lost; the next segment begins after them
             gone = max(self._saved, 1)
             self.lost += gone - self._saved
             del self._pending[:gone]
@@ -306,7 +306,7 @@ class RunRecord:
 
 
 def _roster(roster: Roster, old: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a roster for run.json: these tensors, then those that only earlier attempts had."""
+    """Return the roster for run.json: these tensors, then those that only earlier attempts had."""
     names, shapes, dtypes = [encodable(x) for x in roster.names], list(roster.shapes), list(roster.dtypes)
     kinds = set(roster.kinds)
     if old is not None:

@@ -1,7 +1,7 @@
-"""Sinks: where the steps of a run go. Each is one file, and imports its package when it is made.
+"""Sinks: where the steps of a run go. Each sink is one file and imports its package when it is created.
 
-A sink is any object with the methods of `gradiometer.sinks.Sink`; a plain callable will do too. Steps,
-findings and faults come in, in order, on a thread of the sink's own. Nothing here waits for training.
+A sink is any object with the methods of `gradiometer.sinks.Sink`, or a plain callable. It receives steps,
+findings and faults in order, on its own thread. Sinks do not wait for training.
 """
 
 from gradiometer.runs import RunRecord

@@ -1,4 +1,4 @@
-"""The console: a line from time to time, findings at once, a fault as a panel."""
+"""The console sink: a line every few seconds, findings at once, a fault as a panel."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _FINDINGS: Final = 4
 
 
 class Console:
-    """Prints to stderr: the newest step every few seconds, findings at once and once, a fault as a panel.
+    """Prints the newest step every few seconds, each finding once, and faults as a panel, to stderr.
 
-    A terminal gets colours, a file plain text; the lines stay, above a progress bar of tqdm or rich.
+    Output is coloured on a terminal, plain text in a file. Lines stay above a progress bar of tqdm or rich.
 
     Args:
-        show: the keys that are shown, in this order, as in `gradiometer.sinks.selection`; one tensor's too:
+        show: keys to show, in this order, as in `gradiometer.sinks.selection`. A key may name one tensor:
             ``"grads/head.weight/norm"``.
-        seconds: the least time between two lines of steps.
+        seconds: the minimum time between two lines of steps.
         severity: findings below it are not printed.
-        most: findings that are printed at a time; of more, the worst, and how many there are.
-        file: instead of what ``sys.stderr`` is when a line is printed.
+        most: the maximum number of findings printed at once: the worst ones, and a count of the rest.
+        file: the output file; by default the value of ``sys.stderr`` when a line is printed.
 
     Raises:
-        ImportError: without rich; ``pip install 'gradiometer[monitor]'`` brings it.
-        ValueError: for something that can be no key.
+        ImportError: without rich; ``pip install 'gradiometer[monitor]'`` installs it.
+        ValueError: for an invalid key.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Console:
         self._news = News()
         self._widths = dict.fromkeys(self.show, 0)
         self._due = -math.inf
-        self._last: StepRecord | None = None  # that was shown
+        self._last: StepRecord | None = None  # the last one shown
         self._newest: StepRecord | None = None
         self._printed: dict[tuple[object, ...], Severity] = {}
 
@@ -79,14 +79,14 @@ class Console:
         return "Console()"
 
     def start(self, info: RunInfo) -> None:
-        """Say what is watched."""
+        """Print what is watched."""
         tensors = len(info.roster.names)
         every = "every step" if info.every == 1 else f"every {info.every} steps"
         text = f"watching {info.model}: {', '.join(info.roster.kinds)} of {tensors} tensors, {every}"
         self._print(self._text((text, "dim")))
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
-        """Print the findings that are news, and the newest step if one is due."""
+        """Print new findings, and the newest step if a line is due."""
         new = [finding for finding in self._news.take(findings) if finding.severity >= self._severity]
         if new:
             self._print_findings(new)
@@ -95,7 +95,7 @@ class Console:
         self._newest = records[-1]
         now = time.monotonic()
         if now >= self._due:
-            # one with gradients says more than a newer one without
+            # a step with gradients is more useful than a newer one without
             recorded = [record for record in records if record.recorded]
             self._print_step((recorded or records)[-1])
             self._due = now + self._seconds
@@ -106,7 +106,7 @@ class Console:
             self._print(_panel(fault))
 
     def close(self) -> None:
-        """Print the last step, and how many findings there were."""
+        """Print the last step and the number of findings."""
         if self._newest is not None and (self._last is None or self._newest.step > self._last.step):
             self._print_step(self._newest)
         counts = {
@@ -124,7 +124,7 @@ class Console:
         for key in self.show:
             value = lookup(record, key)
             cell = "-" if value is None else _number(value)
-            # columns keep their place once something wide was there
+            # columns only grow, so that they stay aligned
             self._widths[key] = max(self._widths[key], len(cell))
             bad = value is not None and not math.isfinite(value)
             name = _SHORT.get(key, key.removeprefix("train/"))
@@ -145,7 +145,7 @@ class Console:
             style = _STYLES[finding.severity]
             head = f"{finding.severity!s:7}  step {finding.first_step}: "
             self._print(self._text((head, style), (finding.message, "")))
-            # the same advice once, not for each of a hundred tensors
+            # print the same advice once, not for each of a hundred tensors
             if finding.advice and finding.advice not in advised:
                 advised.add(finding.advice)
                 self._print(self._text((f"         try: {finding.advice}", "dim")))
@@ -157,7 +157,7 @@ class Console:
             self._print(self._text((f"         and {len(worst) - self._most} more: {rest}", "dim")))
 
     def _text(self, *parts: tuple[str, str]) -> Any:
-        # a Text takes names as they are: brackets in them are no markup
+        # a Text does not parse markup, so brackets in names are safe
         text = require("rich.text", "monitor", "sinks.Console")
         return text.Text.assemble(*parts, no_wrap=True, overflow="ignore")
 
@@ -166,7 +166,7 @@ class Console:
         if file is None:  # a program without a console
             return
         rich = require("rich.console", "monitor", "sinks.Console")
-        # rendered here and written as text: so rich's own progress bar puts it above itself
+        # render here and write text, so that rich's progress bar puts it above itself
         inner = getattr(file, "rich_proxied_file", file)
         size = rich.Console(file=inner)
         page = io.StringIO()
@@ -187,7 +187,7 @@ def _write(file: TextIO, text: str) -> None:
     if tqdm is None:
         file.write(text)
     else:
-        # takes bars away and puts them back below
+        # clears the bars and redraws them below
         with tqdm.external_write_mode(file=file):
             file.write(text)
     file.flush()
@@ -209,7 +209,7 @@ def _state(record: StepRecord) -> list[tuple[str, str]]:
         return [("   not recorded", "dim")]
     flags = record.flags()
     counts = {word: int((flags & int(flag) != 0).sum()) for flag, word in _WORDS.items()}
-    # what is not finite counts as exploding too: once is enough
+    # non-finite tensors are flagged as exploding too; count them only once
     counts["exploding"] = int(
         ((flags & int(Flag.EXPLODING | Flag.NAN | Flag.INF)) == int(Flag.EXPLODING)).sum()
     )

@@ -20,12 +20,12 @@ class Function:
     """Calls a function for each step, on the background thread.
 
     Args:
-        function: ``f(record)``, or ``f(record, findings)``: the second gets the findings that are new or
-            have changed with this step, often none. An error that it raises is counted as a sink's.
-        every: call it for the steps that this divides. Findings of the others come with the next.
+        function: ``f(record)`` or ``f(record, findings)``, where ``findings`` are those that this step
+            added or changed, often none. An error that it raises is counted as an error of this sink.
+        every: call it for steps divisible by this. Findings of other steps are passed with the next call.
 
     Raises:
-        TypeError: for something that cannot be called so.
+        TypeError: for an object that cannot be called this way.
     """
 
     def __init__(self, function: Callable[..., object], *, every: int = 1) -> None:
@@ -33,7 +33,7 @@ class Function:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every={every!r}: a whole number of steps, at least 1")
         self.function = function
-        # what a report of failures calls it
+        # the name in reports of failures
         self.name = getattr(function, "__qualname__", None) or type(function).__name__
         self.every = every
         self._held: list[Finding] = []
@@ -46,7 +46,7 @@ class Function:
         """Do nothing."""
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
-        """Call the function for each step; of those that raise, the first error is passed on at the end."""
+        """Call the function for each step; if calls raise, re-raise the first error after the last step."""
         self._held += findings
         failure: Exception | None = None
         last = records[-1] if records else None
@@ -55,13 +55,13 @@ class Function:
                 continue
             arguments: tuple[Any, ...] = (record,)
             if self._takes_findings:
-                # of a batch each step gets its own; the last one whatever is left
+                # each step of a batch gets its own findings, and the last one also the rest
                 due = [f for f in self._held if f.last_step <= record.step or record is last]
                 self._held = [f for f in self._held if f not in due]
                 arguments = (record, due)
             try:
                 self.function(*arguments)
-            except Exception as error:  # noqa: BLE001 one bad step does not cost the others of its batch
+            except Exception as error:  # noqa: BLE001 the other steps of the batch must still be passed
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -78,7 +78,7 @@ def _takes_findings(function: object) -> bool:
         raise TypeError(f"Function: {function!r} cannot be called")
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a builtin that does not tell
+    except ValueError:  # a builtin without a signature
         return False
     positional = [p for p in parameters if p.kind in _POSITIONAL]
     required = [p for p in positional if p.default is p.empty]

@@ -1,4 +1,4 @@
-"""JSON lines: a line a step, for anything that reads text."""
+"""JSON Lines: one line per step."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ _TAIL = 2**16
 
 
 class JSONLines:
-    """Appends a line of JSON a step: ``step``, ``time``, ``skipped``, and a value for each key.
+    """Appends one line of JSON per step: ``step``, ``time``, ``skipped``, and a value for each key.
 
-    JSON has no NaN: what is not finite is the string ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``, which
-    Python's ``float()`` and JavaScript's ``Number()`` take back. A step in which findings began or
-    became worse has them in ``findings``. A fault is a line of its own, the only one with ``fault``.
+    JSON has no NaN, so non-finite values are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which
+    Python's ``float()`` and JavaScript's ``Number()`` accept. If findings began or became worse in a step,
+    its line has them in ``findings``. A fault is a separate line with the key ``fault``.
 
-    Lines are complete or not there: each batch is one write, what a killed process left unfinished is cut
-    off when the file is opened again, and a resumed run goes on below. Of a step that is there twice
-    the last line counts.
+    Each batch is one write. A line that a killed process left incomplete is cut off when the file is opened
+    again, and a resumed run appends to the file. If a step occurs twice, use the last line.
 
     Args:
-        path: of the file; folders are made.
-        **options: which steps and values, as for `gradiometer.sinks.Selection`.
+        path: the path of the file; missing folders are created.
+        **options: which steps and values to write, as for `gradiometer.sinks.Selection`.
     """
 
     def __init__(self, path: str | os.PathLike[str], **options: Unpack[Options]) -> None:
@@ -61,7 +60,7 @@ class JSONLines:
         lines = []
         for record in records:
             due = [f for f in self._waiting if f.first_step <= record.step]
-            # a step with a finding has a line, whatever `every` says
+            # a step with a finding always has a line, regardless of `every`
             if not due and not self.selection.takes(record):
                 continue
             line: dict[str, Any] = {"step": record.step, "time": record.time, "skipped": record.skipped}
@@ -92,13 +91,13 @@ class JSONLines:
             while left:
                 left = left[os.write(self._file, left) :]
         except OSError:
-            # a full disk takes half a line
+            # a full disk may have taken half a line
             os.ftruncate(self._file, size)
             raise
 
 
 def _cut_torn_line(file: int) -> None:
-    """Cut off what follows the last line break."""
+    """Cut off the text after the last line break."""
     end = size = os.fstat(file).st_size
     while end > 0:
         begin = max(0, end - _TAIL)

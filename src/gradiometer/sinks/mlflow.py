@@ -1,4 +1,4 @@
-"""MLflow."""
+"""The MLflow sink."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MLflow", "legal"]
 
-# limits of MLflow: metrics of one request, and the lengths of a metric's name and of a tag
+# limits of MLflow: metrics per request, and the lengths of a metric's name and of a tag
 _BATCH: Final = 1000
 _LONGEST_NAME: Final = 250
 _LONGEST_TAG: Final = 5000
@@ -29,26 +29,25 @@ _STATUS: Final = {"exception": "FAILED", "interrupt": "KILLED", "SIGTERM": "KILL
 
 
 class MLflow:
-    """Logs metrics to a run of MLflow: to the active one, or to one of its own.
+    """Logs metrics to an MLflow run: the active run, or a new one.
 
-    Metrics are collected and sent up to 1000 a request, when so many are there, or ``seconds`` after the last
-    request, at a fault and at the end. Characters that MLflow refuses in a name become ``_``; SQL stores
-    keep an infinity as the largest double. Findings and a fault become tags, ``gradiometer.findings`` and
-    ``gradiometer.fault``.
+    Metrics are sent in requests of up to 1000: when 1000 are waiting, when ``seconds`` have passed since the
+    last request, at a fault, and at the end. Characters that MLflow refuses in a name become ``_``. SQL
+    stores keep an infinity as the largest double. Findings and a fault are stored in the tags
+    ``gradiometer.findings`` and ``gradiometer.fault``.
 
-    Make it in the thread that has the active run: MLflow knows of it there alone.
+    Create the sink in the thread that started the active run; MLflow keeps the active run per thread.
 
     Args:
-        experiment: the name of the experiment for a run of its own, made if it is not there; it is ended
-            by `close`.
-        run_id: of a run, instead of the active one.
-        tracking_uri: of the server or store; by default what MLflow is set to.
-        seconds: the least time between two requests for fewer than 1000 metrics.
-        **options: which steps and values, as for `gradiometer.sinks.Selection`.
+        experiment: the experiment for a new run, created if missing; `close` ends that run.
+        run_id: the id of a run to use instead of the active one.
+        tracking_uri: the URI of the server or store; by default MLflow's setting.
+        seconds: the minimum time between two requests with fewer than 1000 metrics.
+        **options: which steps and values to log, as for `gradiometer.sinks.Selection`.
 
     Raises:
-        ImportError: without mlflow; ``pip install 'gradiometer[mlflow]'`` brings it.
-        ValueError: without an experiment where there is no run.
+        ImportError: without mlflow; ``pip install 'gradiometer[mlflow]'`` installs it.
+        ValueError: if there is no run and no experiment was given.
     """
 
     def __init__(
@@ -86,10 +85,10 @@ class MLflow:
         return f"MLflow({self._run_id!r})"
 
     def start(self, info: RunInfo) -> None:
-        """Do nothing: the run is there."""
+        """Do nothing; the run exists already."""
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
-        """Collect the steps, and send what is due."""
+        """Collect the steps, and send the metrics if a request is due."""
         for record in records:
             if self.selection.takes(record):
                 milliseconds = int(record.time * 1e3)
@@ -101,14 +100,14 @@ class MLflow:
             self._send()
 
     def fault(self, fault: Fault) -> None:
-        """Send all, and the fault as a tag."""
+        """Send all metrics, and the fault as a tag."""
         self._send()
         self._client.set_tag(self._run_id, "gradiometer.fault", encodable(str(fault))[:_LONGEST_TAG])
-        # after a loss that is not finite the run goes on
+        # the run goes on after a non-finite loss, which keeps the status
         self._status = _STATUS.get(fault.reason, self._status)
 
     def close(self) -> None:
-        """Send all, and end the run if it is this sink's own."""
+        """Send all metrics, and end the run if this sink created it."""
         try:
             self._send()
         finally:
@@ -125,7 +124,7 @@ class MLflow:
         self._sent = time.monotonic()
         while self._waiting:
             batch, self._waiting = self._waiting[:_BATCH], self._waiting[_BATCH:]
-            # what cannot be sent is lost: the error counts, and memory does not grow while a server is away
+            # a batch that cannot be sent is lost: the error is counted, and memory stays bounded
             self._client.log_batch(self._run_id, metrics=batch)
         if len(self._lines) > self._told:
             text = "\n".join(self._lines)[:_LONGEST_TAG]
@@ -134,14 +133,14 @@ class MLflow:
 
 
 def legal(key: str) -> str:
-    """Return a name that MLflow takes; two keys that differ keep names that differ."""
+    """Return a name that MLflow accepts; different keys get different names."""
     name = re.sub(r"[^\w\-. :/]", "_", key)
-    # no name may look like another path
+    # MLflow refuses names that are not normalized paths
     name = posixpath.normpath(name).lstrip("/")
     while name.startswith(".."):
         name = "__" + name[2:]
     if name == key and len(name) <= _LONGEST_NAME:
         return name
-    # what it was told apart by may be what is gone
+    # the replaced or cut characters may be what distinguished the key, so append a hash
     mark = "_" + hashlib.blake2s(key.encode("utf-8", "backslashreplace"), digest_size=3).hexdigest()
     return name[: _LONGEST_NAME - len(mark)] + mark

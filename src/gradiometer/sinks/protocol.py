@@ -1,4 +1,4 @@
-"""The protocol of a sink: any object with these methods."""
+"""The protocol of a sink."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ __all__ = ["Sink"]
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes what was recorded. Every method runs on a thread of the sink's own, one at a time.
+    """Receives recorded steps, findings and faults.
 
-    An error is reported once and counted; training goes on, and so do the other sinks. A sink may have a
-    method ``tick()`` too, which is called in every second without a step: a time to write what waits.
+    All methods are called on the sink's own thread, one at a time. An error is reported once and counted;
+    training and the other sinks go on. An optional method ``tick()`` is called in every second without a
+    step, for example to write buffered steps.
     """
 
     def start(self, info: RunInfo) -> None:
-        """Open; called once, before anything else."""
+        """Open the sink; called once, before any other method."""
         ...
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
-        """Take steps, in order, and the findings that are new or have changed with them."""
+        """Write steps, in order, and the findings that are new or have changed with them."""
         ...
 
     def fault(self, fault: Fault) -> None:
-        """Take the report of a fault: what was written before it is to be on disk when this returns."""
+        """Write a fault; on return, all that was written before must be on disk."""
         ...
 
     def close(self) -> None:
-        """Write all and close; called once, at the end."""
+        """Write everything and close the sink; called once, at the end."""
         ...

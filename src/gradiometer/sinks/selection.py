@@ -1,12 +1,12 @@
-"""Which steps and values a sink takes, and their keys: the one place.
+"""The selection of steps and values that a sink writes, and their keys.
 
 ==========================  =============================================================
 key                         value
 ==========================  =============================================================
 ``grads/total_norm``        the norm of all gradients together
-``grads/n_nonfinite``       any other statistic of all of them
+``grads/n_nonfinite``       any other statistic of all gradients
 ``grads/<name>/norm``       a statistic of one tensor; also ``weights/...``, ``updates/...``
-``train/loss``              a scalar that was given to ``advance``, by its name
+``train/loss``              a scalar that was passed to ``advance``, by its name
 ==========================  =============================================================
 """
 
@@ -35,7 +35,7 @@ _Name = TypeVar("_Name", bound=str)
 
 
 class Options(TypedDict, total=False):
-    """The arguments of `Selection`, which most sinks take too."""
+    """The arguments of `Selection`, which most sinks accept too."""
 
     tensors: Pattern
     statistics: str | Sequence[str]
@@ -46,16 +46,16 @@ class Options(TypedDict, total=False):
 
 
 class Selection:
-    """Which steps and values are taken. Totals always are; tensors only when they are asked for.
+    """Selects the steps and values that a sink writes: totals, and single tensors on request.
 
     Args:
-        tensors: a regular expression, searched in the names of the parameters: those that match get values of
-            their own, ``""`` all of them. None: none.
-        statistics: of each such tensor: names, or one regular expression that whole names match.
-        totals: statistics of all tensors together.
-        scalars: a regular expression, searched in the names given to ``advance``; None: none of them.
-        kinds: ``"grads"``, ``"weights"``, ``"updates"``; what was not recorded is left out.
-        every: steps that this divides are taken, and those with a NaN or Inf.
+        tensors: a regular expression, searched in the parameters' names; each parameter that matches gets
+            its own values. ``""`` selects all, None selects none.
+        statistics: the statistics of each selected tensor: names, or a regular expression for full names.
+        totals: the statistics of all tensors together.
+        scalars: a regular expression, searched in the names passed to ``advance``; None selects none.
+        kinds: ``"grads"``, ``"weights"``, ``"updates"``; kinds that were not recorded are left out.
+        every: select steps divisible by this, and steps with a NaN or Inf.
 
     Raises:
         ValueError: for a bad regular expression, or an unknown statistic or kind.
@@ -85,16 +85,16 @@ class Selection:
         self._rows: list[int] = []
 
     def __repr__(self) -> str:
-        """Return what was asked for."""
+        """Return the main arguments."""
         tensors = self.tensors and self.tensors.pattern
         return f"Selection(tensors={tensors!r}, statistics={self.statistics!r}, every={self.every})"
 
     def takes(self, record: StepRecord) -> bool:
-        """Tell whether this step is taken."""
+        """Return whether this step is selected."""
         return record.step % self.every == 0 or (record.recorded and record.total("n_nonfinite") > 0)
 
     def values(self, record: StepRecord) -> dict[str, float]:
-        """Return key -> value of one step, which may be NaN or infinite; of what was measured alone."""
+        """Return the selected values of one step by key, only of measured tensors; they may be non-finite."""
         values = {
             f"train/{encodable(name)}": x for name, x in record.scalars.items() if _found(self.scalars, name)
         }
@@ -106,7 +106,7 @@ class Selection:
                 continue
             values |= {total_key(kind, name): record.total(name, kind) for name in self.totals}
             rows = [i for i in self._selected(record.roster) if measured[i]]
-            # one list a statistic: an item() each would cost more than all the rest
+            # one tolist() per statistic; an item() per value would dominate the cost
             for statistic in self.statistics if rows else ():
                 column = record.value(statistic, kind).tolist()
                 for i in rows:
@@ -126,7 +126,7 @@ def total_key(kind: str, statistic: str) -> str:
 
 
 def check_key(key: str) -> None:
-    """Raise a ValueError for what can be no key."""
+    """Raise a ValueError for an invalid key."""
     group, _, rest = key.partition("/")
     _, _, statistic = rest.rpartition("/")
     if group == "train" and rest:
@@ -139,7 +139,7 @@ def check_key(key: str) -> None:
 
 
 def lookup(record: StepRecord, key: str) -> float | None:
-    """Return the value of a key in one step; None where it has none."""
+    """Return the value of a key in one step; None if the step does not have it."""
     group, _, rest = key.partition("/")
     if group == "train":
         return record.scalars.get(rest)
@@ -157,13 +157,13 @@ def lookup(record: StepRecord, key: str) -> float | None:
 
 
 class News:
-    """Tells findings that were not there before, or have become worse, from those that go on."""
+    """Keeps only new or escalated findings."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Severity] = {}
 
     def take(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Return those that are news."""
+        """Return the findings that are new or have become more severe."""
         new = []
         for finding in findings:
             key = (*finding.key, finding.first_step)
@@ -197,7 +197,7 @@ def _statistics(asked: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _known(what: str, asked: Sequence[_Name], known: Sequence[str]) -> tuple[_Name, ...]:
-    # a string is a sequence too, of letters
+    # a string is a sequence of characters, so treat it as one name
     names: Sequence[_Name] = [asked] if isinstance(asked, str) else asked  # type: ignore[list-item]
     for name in names:
         if name not in known:

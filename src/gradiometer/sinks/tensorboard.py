@@ -1,4 +1,4 @@
-"""TensorBoard: scalars in an event file."""
+"""The TensorBoard sink."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _PROTO = "tensorboard.compat.proto"
 
 
 class TensorBoard:
-    """Writes scalars into a new event file in a folder; findings and a fault into the tab Text.
+    """Writes scalars to a new TensorBoard event file; findings and faults appear in the Text tab.
 
-    One event a step, with the step's own number and time, by TensorBoard's own writer: neither TensorFlow nor
-    ``torch.utils.tensorboard`` is needed. Its scalars are float32: what is above 3.4e38 is an Inf there.
+    Each step is one event with the step's number and time. It uses TensorBoard's own writer and needs
+    neither TensorFlow nor ``torch.utils.tensorboard``. Scalars are float32: values above 3.4e38 become Inf.
 
     Args:
-        log_dir: the folder, one for each run; one that another writer uses will do too.
-        **options: which steps and values, as for `gradiometer.sinks.Selection`.
+        log_dir: the folder, one per run; another writer may use it too.
+        **options: which steps and values to write, as for `gradiometer.sinks.Selection`.
 
     Raises:
-        ImportError: without tensorboard; ``pip install 'gradiometer[tensorboard]'`` brings it.
+        ImportError: without tensorboard; ``pip install 'gradiometer[tensorboard]'`` installs it.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], **options: Unpack[Options]) -> None:
@@ -77,7 +77,7 @@ class TensorBoard:
             self._writer = None
 
     def _add_text(self, tag: str, text: str, step: int) -> None:
-        # it is shown as Markdown, where a name's underscores would be emphasis: indented it is code
+        # TensorBoard renders Markdown; indented text is code, so underscores in names are not emphasis
         text = "\n".join("    " + line for line in text.splitlines())
         tensor = self._tensor(dtype="DT_STRING", string_val=[text.encode("utf-8", "backslashreplace")])
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The Weights & Biases sink."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _SHOWN: Final = 50
 
 
 class WeightsAndBiases:
-    """Logs to a run of Weights & Biases: to the active one, or to one of its own.
+    """Logs to a Weights & Biases run: the active run, or a new one.
 
-    What it logs arrives some steps late, and so has an axis of its own, ``gradiometer/step``, which its
-    plots use. In a run that is there already the loss and other scalars are left to whoever made it, unless
-    ``scalars=`` asks for them. Findings are listed in the run's summary.
+    Values arrive some steps late, so they are plotted over a separate axis, ``gradiometer/step``. In an
+    existing run the loss and other scalars are left to your own logging, unless ``scalars=`` selects them.
+    Findings are listed in the run's summary.
 
-    Each step is a row of the run's history and counts for its internal step, like every ``wandb.log``. Code
-    that logs with ``wandb.log(..., step=n)`` itself would have rows refused: see ``commit``.
+    Each step is a row of the run's history and increments its internal step, like every ``wandb.log``. If
+    your code calls ``wandb.log(..., step=n)``, wandb would refuse some of its rows; see ``commit``.
 
     Args:
-        project: for a run of its own, if none is active; it is finished by `close`.
-        run: a run, instead of the active one.
-        commit: False: nothing becomes a row of its own. The newest step joins the next row that you log;
-            those between are left out. For code that passes ``step=``.
-        alerts: also send ``run.alert`` for findings from this severity on; None for none.
-        init: more arguments of ``wandb.init``, for a run of its own.
-        **options: which steps and values, as for `gradiometer.sinks.Selection`.
+        project: the project for a new run, if none is active; `close` finishes that run.
+        run: a run to use instead of the active one.
+        commit: if False, steps do not become rows. The newest step is added to the next row that you log,
+            and steps between are left out. Use it with code that passes ``step=``.
+        alerts: also call ``run.alert`` for findings of at least this severity; None for no alerts.
+        init: further arguments of ``wandb.init`` for a new run.
+        **options: which steps and values to log, as for `gradiometer.sinks.Selection`.
 
     Raises:
-        ImportError: without wandb; ``pip install 'gradiometer[wandb]'`` brings it.
-        ValueError: without a project where there is no run.
+        ImportError: without wandb; ``pip install 'gradiometer[wandb]'`` installs it.
+        ValueError: if there is no run and no project was given.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class WeightsAndBiases:
                 "WeightsAndBiases: there is no active run; call wandb.init first, or give project=..."
             )
         if self._owned:
-            # here and not on the background thread: it may ask for a key
+            # not on the background thread, because it may prompt for an API key
             self._run = wandb.init(project=project, **(init or {}))
         self._alerts = alerts
         self._commit = commit
@@ -89,7 +89,7 @@ class WeightsAndBiases:
             self._run.define_metric(f"{prefix}/*", step_metric=_STEP, step_sync=False)
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:
-        """Log the steps; wandb sends them on a process of its own."""
+        """Log the steps; wandb sends them from a separate process."""
         taken = [record for record in records if self.selection.takes(record)]
         for record in taken if self._commit else taken[-1:]:
             values = self.selection.values(record)
@@ -106,11 +106,11 @@ class WeightsAndBiases:
 
     def fault(self, fault: Fault) -> None:
         """Put the fault into the summary."""
-        # after a loss that is not finite the run goes on
+        # the run goes on after a non-finite loss
         self._failed |= fault.reason not in {"exit", "non-finite loss"}
         self._run.summary["gradiometer/fault"] = encodable(str(fault))
 
     def close(self) -> None:
-        """Finish the run, if it is this sink's own."""
+        """Finish the run if this sink created it."""
         if self._owned:
             self._run.finish(exit_code=int(self._failed))

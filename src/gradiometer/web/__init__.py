@@ -1,7 +1,7 @@
-"""The page of a run: one HTML file that opens offline.
+"""The report page of a run: one HTML file that opens offline.
 
-A `Run` comes in, a file goes out: tables are computed here, and drawn by Plotly in the browser. Nothing here
-knows of training.
+The input is a `Run`, the output a file. Tables are computed here and drawn by Plotly in the browser. This
+package is independent of training.
 """
 
 from gradiometer.web.page import write_page

@@ -1,4 +1,4 @@
-// Matrices of codes, kept compressed until they are looked at, and the picture of one.
+// Matrices of codes, kept compressed until they are shown, and the picture of one.
 
 const decoded = new Map();
 function matrix(kind, statistic) {
@@ -15,7 +15,7 @@ async function decode({ id, low, high, linear }) {
   for (let i = 0; i < packed.length; i++) packed[i] = text.charCodeAt(i);
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
-  const codes = new Uint16Array(bytes.length / 2); // all high bytes, then all low ones
+  const codes = new Uint16Array(bytes.length / 2); // all high bytes, then all low bytes
   for (let i = 0; i < codes.length; i++) codes[i] = (bytes[i] << 8) | bytes[codes.length + i];
   return { codes, low, high, linear };
 }
@@ -42,7 +42,7 @@ function valueOf({ low, high, linear }, code) {
 }
 const cellValue = (m, row, c) => valueOf(m, m.codes[row * C + c]);
 
-// The span of colours: all but the outermost 0.5 % of the values, and at least one decade.
+// The range of colours: all values but the outermost 0.5 %, and at least one decade.
 function span(m) {
   if (m.span) return m.span;
   if (m.linear) return (m.span = [0, 1]);
@@ -58,7 +58,7 @@ function span(m) {
   return (m.span = [low, high]);
 }
 
-// A column reaches half-way to its neighbours; a gap that is wider than usual stays blank.
+// A column extends half-way to its neighbours; a gap that is wider than usual stays blank.
 const edges = (() => {
   const gaps = columns.first.slice(1).map((first, c) => first - columns.last[c]);
   const usual = gaps.length ? gaps.toSorted((a, b) => a - b)[gaps.length >> 1] : 1;
@@ -95,7 +95,7 @@ function measure() {
   frame.width = Math.max(outer - frame.left - frame.right, 40);
   const rows = Math.max(yRange()[1] - yRange()[0], 1), most = Math.max(360, Math.min(600, 0.65 * innerHeight));
   frame.ratio = Math.min(devicePixelRatio || 1, 2);
-  // whole pixels a row, or whole rows a pixel: otherwise weights and biases by turns make stripes
+  // whole pixels per row, or whole rows per pixel: otherwise alternating weights and biases make stripes
   const room = Math.floor(Math.min(rows * 18, most) * frame.ratio);
   frame.height = (rows <= room ? rows * Math.floor(room / rows) : Math.ceil(rows / Math.ceil(rows / room))) / frame.ratio;
   const [width, height] = [outer, frame.height + frame.top + frame.bottom];
@@ -122,7 +122,7 @@ function palette(m) {
   return mixed;
 }
 
-// Every cell in view takes part: of those that share a pixel the largest code wins.
+// Every cell in view counts: if several share a pixel, the largest code wins.
 function drawCells() {
   measure();
   const m = state.matrix;
@@ -166,7 +166,7 @@ function drawCells() {
     }
     last = top;
   }
-  // one cell among a million is to be seen: no mark of NaN or Inf is smaller than this
+  // one cell among a million must be visible: no mark of NaN or Inf is smaller than this
   const grow = (size) => Math.max(0, Math.round(2.5 * frame.ratio - size / 2));
   const across = grow(W / Math.max(1, columnAfter(x1) - columnAfter(x0))), down = hasGaps ? 0 : grow(1 / each);
   for (const [q, p] of broken) {

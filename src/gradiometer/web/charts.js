@@ -21,7 +21,7 @@ function layout(height, axes, shapes = []) {
   }
   return made;
 }
-// The range of what is in view; on a log axis of exponents.
+// The range of the values in view; on a log axis the range of exponents.
 function yLimits(xs, ys, log) {
   const [x0, x1] = xRange();
   let [low, high] = [Infinity, -Infinity];
@@ -46,7 +46,7 @@ function logTicks(low, high) {
   }
   return { tickvals: found, ticktext: found.map(number) };
 }
-// A line; where y is null it has a gap, and what is alone between two gaps is a dot.
+// A line. It has a gap where y is null; a single point between two gaps is a dot.
 function series(xs, ys, name, ink, yaxis, format) {
   const sizes = ys.map((y, k) => (ys.length <= 80 || (y !== null && (ys[k - 1] ?? ys[k + 1] ?? null) === null) ? 4 : 0));
   return {
@@ -61,7 +61,7 @@ function spans(ranges, at, ink, name, yaxis) {
     hovertemplate: `step %{x}: ${name}<extra></extra>`,
   };
 }
-const isWild = (values) => { // a loss that would flatten itself on a linear axis
+const isWild = (values) => { // a loss that would look flat on a linear axis
   const kept = values.filter((y) => y !== null).sort((a, b) => a - b);
   return kept.length > 0 && kept[0] > 0 && kept.at(-1) > 50 * kept[kept.length >> 1];
 };

@@ -1,8 +1,8 @@
-"""What the report page holds of a run: plain values, and a matrix of codes for each kind and statistic.
+"""The data of the report page: plain values, and a matrix of codes for each kind and statistic.
 
-Of each statistic the page has a row per tensor and a column per recorded step, or per few of them. A cell is
-a code of 16 bits: 0 not measured, 1 exactly 0, up to 65533 a value, 65534 Inf, 65535 NaN. The larger
-code is the worse, so that both here and in the page cells merge by the largest.
+A matrix has a row per tensor and a column per recorded step, or per group of consecutive ones. A cell is a
+16-bit code: 0 not measured, 1 exactly 0, 2 to 65533 a value, 65534 Inf, 65535 NaN. A larger code is worse, so
+that merged cells take the maximum, here and in the page.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["Page", "page_of"]
 
 MOST_COLUMNS: Final = 1250
-MOST_CELLS: Final = 2_400_000  # of a statistic, in all kinds; 2.7 bytes each on the page, or less
-MOST_POINTS: Final = 5000  # of a line
+MOST_CELLS: Final = 2_400_000  # per statistic, over all kinds; at most 2.7 bytes each on the page
+MOST_POINTS: Final = 5000  # per line
 MOST_FINDINGS: Final = 1000
 MOST_RANGES: Final = 1000
-MOST_LETTERS: Final = 600  # of a message
+MOST_LETTERS: Final = 600  # per message
 _WINDOW: Final = 1_000_000  # cells that are read at once
 
 ZERO, SMALLEST, LARGEST, INF, NAN = 1, 2, 65533, 65534, 65535
-_UNMEASURED: Final = -1.0  # among values, which are not negative
+_UNMEASURED: Final = -1.0  # marks a missing value; values are not negative
 _TIMES: Final = " \u00d7 "
 _FLAGS: Final = {
     "NaN": Flag.NAN,
@@ -48,11 +48,11 @@ _FLAGS: Final = {
 
 
 class Page(NamedTuple):
-    """What a page is made of.
+    """The data of a page.
 
     Attributes:
-        values: plain values for JSON; no NaN among them.
-        matrices: base64 of deflated codes, by the id that the values give them.
+        values: plain values for JSON, without NaN.
+        matrices: deflated codes in base64, by the id that ``values`` gives them.
     """
 
     values: dict[str, Any]
@@ -60,7 +60,7 @@ class Page(NamedTuple):
 
 
 def page_of(run: Run) -> Page:
-    """Return what the page of a run holds."""
+    """Return the data of a run's page."""
     steps = run.steps
     step = torch.tensor(steps["step"].to_pylist(), dtype=torch.int64)
     recorded = step[_truth(steps["recorded"])]
@@ -81,7 +81,7 @@ def page_of(run: Run) -> Page:
         ],
         "kinds": kinds,
         "thresholds": {
-            # null is infinity, which JSON lacks
+            # null stands for infinity, which JSON lacks
             name: x if math.isfinite(x := getattr(run.thresholds, name)) else None
             for name in ("vanishing", "exploding", "dead")
         },
@@ -128,7 +128,7 @@ def page_of(run: Run) -> Page:
 def _read(
     run: Run, kind: Kind, recorded: Tensor, binned: int
 ) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """Return the matrices of a kind and what to say of each tensor.
+    """Return the matrices of a kind, and a summary of each tensor.
 
     A matrix is ``(columns, N) float64``, with `_UNMEASURED`.
     """
@@ -150,14 +150,14 @@ def _read(
             top[name] = torch.maximum(top[name], largest)
         broken += (measured & ~finite).sum(dim=0)
         for word, flag in _FLAGS.items():
-            # a norm that is not finite is exploding too: that goes without saying
+            # non-finite norms are flagged as exploding too; do not count them twice
             where = finite if flag == Flag.EXPLODING else measured
             flagged[word] += ((flags & int(flag)) > 0).logical_and(where).sum(dim=0)
         least = torch.minimum(least, torch.where(measured, size, math.inf).amin(dim=0))
         numel = torch.maximum(numel, size.amax(dim=0))
     found = {name: torch.cat(parts) for name, parts in columns.items() if parts}
     if (least >= numel).all():
-        found.pop("rms", None)  # the page has it from the norm
+        found.pop("rms", None)  # the page computes it from the norm
     words = torch.stack(list(flagged.values()), dim=1).tolist()
     return found, {
         **{name: _largest(value) for name, value in top.items()},
@@ -169,17 +169,17 @@ def _read(
 
 
 def _windows(recorded: Tensor, binned: int, n: int) -> Iterator[Tensor]:
-    """Yield the recorded steps, some at a time, without parting what shares a column."""
+    """Yield the recorded steps in blocks, without splitting the steps of one column."""
     size = max(1, _WINDOW // max(n * binned, 1)) * binned
     for start in range(0, len(recorded), size):
         yield recorded[start : start + size]
 
 
 def _cells(run: Run, kind: Kind, window: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return the values, flags and elements of some steps, each ``(S, N)``."""
+    """Return the values, flags and element counts of some steps, each ``(S, N)``."""
     names = ("numel", "norm", "abs_max", "n_zero", "flags")
     _, read = run.matrices(names, kind, first=int(window[0]), last=int(window[-1]))
-    # NaN, where nothing was measured
+    # NaN where nothing was measured
     size, norm = read["numel"].nan_to_num_(nan=0.0), read["norm"]
     measured, some = size > 0, size.clamp(min=1.0)
     values = {
@@ -188,7 +188,7 @@ def _cells(run: Run, kind: Kind, window: Tensor) -> tuple[dict[str, Tensor], Ten
         "abs_max": read["abs_max"],
         "zero_fraction": read["n_zero"] / some,
     }
-    # what is not finite is so in every statistic
+    # a tensor that is not finite is non-finite in every statistic
     broken = ~norm.isfinite()
     cells = {
         name: torch.where(measured, torch.where(broken, norm, value), _UNMEASURED)
@@ -198,7 +198,7 @@ def _cells(run: Run, kind: Kind, window: Tensor) -> tuple[dict[str, Tensor], Ten
 
 
 def _worst(values: Tensor, binned: int) -> Tensor:
-    """Return the largest of every few rows, NaN before all. ``(S, N) -> (columns, N)``."""
+    """Return the maximum of every ``binned`` rows; NaN wins. ``(S, N) -> (columns, N)``."""
     if binned == 1:
         return values
     missing = -len(values) % binned
@@ -207,11 +207,11 @@ def _worst(values: Tensor, binned: int) -> Tensor:
 
 
 def _encode(values: Tensor, *, linear: bool) -> tuple[str, float, float]:
-    """Return codes, tensor by tensor, deflated and in base64, and what the outermost values stand for.
+    """Return deflated codes in base64, tensor by tensor, and the values of the lowest and highest code.
 
     Args:
         values: ``(columns, N) float64``.
-        linear: between 0 and 1; otherwise the codes are even in the logarithm to base 10.
+        linear: whether codes are linear between 0 and 1; otherwise they are linear in log10.
     """
     values = values.T.contiguous()
     is_value = (values > 0) & values.isfinite()
@@ -224,7 +224,7 @@ def _encode(values: Tensor, *, linear: bool) -> tuple[str, float, float]:
     codes = SMALLEST + (share * (LARGEST - SMALLEST)).round().nan_to_num_(nan=0.0).to(torch.int32)
     codes = torch.where(is_value, codes, torch.where(values == 0, ZERO, 0))
     codes = torch.where(values.isnan(), NAN, torch.where(values == math.inf, INF, codes))
-    # high bytes and low bytes apart: the high ones are much alike
+    # store high and low bytes apart: similar high bytes compress well
     planes = torch.stack([codes >> 8, codes & 255]).to(torch.uint8)
     raw = bytearray(planes.numel())
     if raw:
@@ -233,7 +233,7 @@ def _encode(values: Tensor, *, linear: bool) -> tuple[str, float, float]:
 
 
 def _numbers(column: Any) -> Tensor:
-    """Return an Arrow column of numbers, ``(S,) float64``; NaN where it is null."""
+    """Return an Arrow column of numbers as ``(S,) float64``; NaN where it is null."""
     return torch.tensor([math.nan if x is None else x for x in column.to_pylist()], dtype=torch.float64)
 
 
@@ -249,13 +249,13 @@ def _lasts(recorded: Tensor, binned: int) -> Tensor:
 
 
 def _line(step: Tensor, values: Tensor, bad: Tensor) -> dict[str, list[Any]]:
-    """Return the points of a line: the finite ones, or where they are too many the extremes of every few.
+    """Return the points of a line: all finite ones, or the minimum and maximum of each group if too many.
 
     Args:
-        step: numbers, ``(S,) int64``.
+        step: step numbers, ``(S,) int64``.
         values: ``(S,) float64``, NaN where none was given.
-        bad: which were given and are not finite: the first of some in a row is a point without a value, so
-            that the line has a gap.
+        bad: which values were given and are not finite. The first of consecutive ones becomes a point without
+            a value, so that the line has a gap.
     """
     keep = values.isfinite().nonzero().flatten()
     if not len(keep):
@@ -274,7 +274,7 @@ def _line(step: Tensor, values: Tensor, bad: Tensor) -> dict[str, list[Any]]:
 
 
 def _ranges(step: Tensor, where: Tensor) -> list[list[int]]:
-    """Return the first and last step of every run of true; close ones are joined if they are too many."""
+    """Return the first and last step of each range of true; join close ranges if there are too many."""
     places = where.nonzero().flatten()
     gap = 1
     while len(places):

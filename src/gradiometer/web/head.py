@@ -1,4 +1,4 @@
-"""The head of the report page: what was run, how it ended, and what the black box says of a fault."""
+"""The head of the report page: the run, how it ended, and the fault in the black box."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MOST_LETTERS: Final = 2000  # of a fault's message
 
 
 def head_of(run: Run, step: Tensor, recorded: Tensor, loss: Tensor, skipped: int) -> dict[str, Any]:
-    """Return what the head of the page says.
+    """Return the values of the page's head.
 
     Args:
         run: the run.
         step: all steps, ``(S,) int64``.
-        recorded: those with tensors.
-        loss: of each step that was given one, NaN where it was NaN.
-        skipped: how many updates were.
+        recorded: the steps with tensors.
+        loss: the loss of each step that was given one; it may be NaN.
+        skipped: the number of skipped updates.
     """
     info, n = run.info, len(run.roster.names)
     attempts = info.get("attempts") or []
@@ -52,7 +52,7 @@ def head_of(run: Run, step: Tensor, recorded: Tensor, loss: Tensor, skipped: int
 
 
 def _ending(run: Run, loss: Tensor) -> dict[str, Any]:
-    """Return how the run stands, and the lines that say what the black box has of a fault; None without."""
+    """Return the state of the run, and lines about the fault in the black box; None without a fault."""
     attempts = run.info.get("attempts") or []
     state = {"text": "✓ closed", "mood": "good"}
     if not run.info.get("closed"):

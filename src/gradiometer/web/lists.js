@@ -27,7 +27,7 @@ function runRows() {
     flags: Object.entries(all.flags[row]).map(([word, n]) => `${word} × ${whole(n)}`).join(", "),
   }));
 }
-// null stands for infinity, which JSON lacks; compared as it is, it would be 0
+// null stands for infinity, which JSON lacks; a comparison would treat null as 0
 const thresholds = Object.fromEntries(Object.entries(page.thresholds).map(([name, x]) => [name, x ?? Infinity]));
 async function stepRows(c) {
   const found = await Promise.all(Object.keys(STATISTICS).map((statistic) => matrix(state.kind, statistic)));
@@ -48,7 +48,7 @@ async function drawTable() {
   const mine = ++tables;
   const at = state.scope === "step" ? state.cell : null, { key, down } = state.sort;
   const rows = at ? await stepRows(at.c) : runRows();
-  if (mine !== tables) return; // another was asked for meanwhile
+  if (mine !== tables) return; // another one was requested meanwhile
   const byKey = (a, b) => (key === "name" ? a.row - b.row : rank(a[key]) - rank(b[key]) || rank(a.broken) - rank(b.broken) || rank(a.norm) - rank(b.norm) || 0);
   rows.sort((a, b) => (down ? byKey(b, a) : byKey(a, b)));
   const fields = TABLE.filter(([id]) => !at || (id !== "at" && id !== "broken"));

@@ -1,9 +1,9 @@
-// The map around its cells: names, steps, outlines, marks, the legend, pointer and keys.
+// The map apart from its cells: names, steps, outlines, marks, the legend, pointer and keys.
 
 const toX = (step) => frame.left + ((step - xRange()[0]) / (xRange()[1] - xRange()[0])) * frame.width;
 const toY = (i) => frame.top + ((i - yRange()[0]) / (yRange()[1] - yRange()[0])) * frame.height;
 
-// What lies over the cells: names, steps, outlines and marks of findings.
+// The layer over the cells: names, steps, outlines and marks of findings.
 function paint() {
   const context = canvas.getContext("2d");
   const { left, top, width, height, ratio } = frame, bottom = top + height, right = left + width;
@@ -49,7 +49,7 @@ function paint() {
   context.restore();
 }
 function outline(context, x, y, w, h) {
-  const grow = Math.max(0, 5 - h) / 2; // a thin row is still seen
+  const grow = Math.max(0, 5 - h) / 2; // a thin row stays visible
   for (const [style, line] of [["#000", 3], ["#fff", 1.5]]) {
     context.strokeStyle = style;
     context.lineWidth = line;
@@ -58,11 +58,11 @@ function outline(context, x, y, w, h) {
 }
 function fit(context, text, room) {
   if (context.measureText(text).width <= room) return text;
-  let keep = Math.min(text.length, 80); // the end of a name tells more than its beginning
+  let keep = Math.min(text.length, 80); // the end of a name is more specific than its beginning
   while (keep > 1 && context.measureText(`…${text.slice(-keep)}`).width > room) keep--;
   return `…${text.slice(-keep)}`;
 }
-// Every name where there is room, otherwise the modules of the finest level that fits.
+// All names if there is room, otherwise the modules of the finest level that fits.
 function rowLabels() {
   const [y0, y1] = yRange(), rows = state.shown.slice(y0, y1), high = frame.height / rows.length;
   if (high >= 12) return rows.map((row, i) => [names[row], toY(y0 + i + 0.5), null]);
@@ -75,7 +75,7 @@ function rowLabels() {
       groups.at(-1).size++;
     });
     const fits = groups.length * 13 <= frame.height;
-    if (fits || found.length < 4) found = groups; // too many: those that have room are named
+    if (fits || found.length < 4) found = groups; // too many: only those with room are named
     if (!fits) break;
   }
   let taken = -Infinity;

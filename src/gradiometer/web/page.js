@@ -1,4 +1,4 @@
-// What a user does, and the beginning.
+// User input, and the start of the page.
 
 function choices(id, options, chosen, choose, disabled = []) {
   const focused = $(id).contains(document.activeElement);
@@ -6,7 +6,7 @@ function choices(id, options, chosen, choose, disabled = []) {
     type: "button", "aria-pressed": String(key === chosen), disabled: disabled.includes(key) ? "" : null, onclick: () => choose(key) }, text)));
   if (focused) $(id).querySelector("[aria-pressed=true]")?.focus();
 }
-// Take what has changed, and draw what depends on it.
+// Apply a change of the state, and redraw the parts that depend on it.
 async function set(change) {
   Object.assign(state, change);
   const has = (...keys) => keys.some((key) => key in change);
@@ -103,7 +103,7 @@ else {
   new ResizeObserver(() => { if (canvas.parentElement.clientWidth !== Math.round(canvas.width / frame.ratio)) redraw(); }).observe($("map"));
   document.addEventListener("DOMContentLoaded", drawCharts);
   set({ kind: state.kind, statistic: state.statistic }).then(() => requestAnimationFrame(() => {
-    performance.mark("map"); // what "opens in" means
+    performance.mark("map"); // the time to open the page is measured up to here
     document.documentElement.dataset.ready = "map";
   }));
 }

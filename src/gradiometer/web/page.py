@@ -1,4 +1,4 @@
-"""The report page: one HTML file that holds a run, and opens offline."""
+"""Write the report page: one HTML file that holds a run and opens offline."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gradiometer.web.data import page_of
 
 __all__ = ["write_page"]
 
-# in the order in which the page has them, in one function
+# in the order of the page, where they form one function
 _SCRIPTS: Final = ("state", "cells", "map", "charts", "lists", "page")
 
-# Nothing is loaded. Of scripts only those that are written here run; plotly sets styles as it draws.
+# Nothing is loaded. Only the scripts that are written here run. Plotly sets styles while it draws.
 _POLICY: Final = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "connect-src 'none'; base-uri 'none'; form-action 'none'"
@@ -30,15 +30,15 @@ _POLICY: Final = (
 
 
 def write_page(run: Run | Path | str, path: Path | str | None = None) -> Path:
-    """Write the report page of a run and return where it is.
+    """Write the report page of a run and return its path.
 
     Args:
         run: a run, or its folder.
-        path: of the page; ``report.html`` in the run's folder without one.
+        path: the path of the page; by default ``report.html`` in the run's folder.
 
     Raises:
         RunError: if there is no run to read.
-        ImportError: without pyarrow or plotly; ``pip install 'gradiometer[monitor]'`` brings both.
+        ImportError: without pyarrow or plotly; ``pip install 'gradiometer[monitor]'`` installs both.
 
     >>> from gradiometer.web import write_page
     >>> write_page("runs/mine")                                # doctest: +SKIP
@@ -65,9 +65,9 @@ def write_page(run: Run | Path | str, path: Path | str | None = None) -> Path:
             for name, code in matrices.items()
         ),
     }
-    # once over the template, so that what is put in is not looked at again
+    # one pass over the template, so that inserted text is not substituted again
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text("page.html"))
-    # whole or not at all: a page is often written anew while a browser has it open
+    # replace atomically: a page is often rewritten while a browser has it open
     written = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         written.write_bytes(page.encode("utf-8", "replace"))
@@ -82,7 +82,7 @@ def _text(name: str) -> str:
 
 
 def _script(text: str) -> str:
-    """Return a script as it may stand between two tags, with the line ends that a parser makes of it."""
+    """Return a script that is safe between two tags, with line ends as the HTML parser normalizes them."""
     text = re.sub(r"</(script)", r"<\\/\1", text, flags=re.IGNORECASE)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -92,6 +92,6 @@ def _hash(script: str) -> str:
 
 
 def _json(values: dict[str, Any]) -> str:
-    """Return JSON that holds no markup: in ASCII, with escapes for what HTML would read."""
+    """Return JSON in ASCII, with characters that have a meaning in HTML escaped."""
     text = json.dumps(values, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

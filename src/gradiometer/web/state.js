@@ -1,8 +1,8 @@
-// What the page holds, what is chosen, and how it is put into words.
+// The data of the page, the current selection, and the formatting of both.
 //
-// The scripts of this folder are written into the page one after the other, in one function. All that comes
-// from a run reaches the document as text (textContent, canvas text), and plotly, which reads some HTML in
-// labels, through `plain`.
+// The scripts of this folder are written into the page one after the other, in one function. All data of a
+// run enters the document as text (textContent, canvas text). Labels for plotly, which interprets some HTML,
+// pass through `plain`.
 
 const $ = (id) => document.getElementById(id);
 const page = JSON.parse($("data").textContent);
@@ -21,8 +21,8 @@ const VIRIDIS = ["#440154", "#482475", "#414487", "#355f8d", "#2a788e", "#21918c
 
 const state = {
   kind: page.kinds[0], statistic: "norm",
-  matrix: null, // of these, once decoded
-  x: null, y: null, // what is zoomed to: steps, and places among the rows; null for all
+  matrix: null, // the decoded matrix of these
+  x: null, y: null, // the zoom: a range of steps and of rows; null for all
   shown: names.map((_, i) => i), // the tensors that are rows of the map
   hover: null, cell: null, // { i, c }: a row and a column
   tensor: null, finding: null, drag: null,
@@ -39,14 +39,14 @@ function number(x) {
 }
 function percent(x) {
   if (x === null || x === undefined || !Number.isFinite(x)) return number(x);
-  if (x === 0 || x === 1) return x ? "100" : "0"; // nothing but an exact 0 or 100 is shown as one
+  if (x === 0 || x === 1) return x ? "100" : "0"; // only an exact 0 or 100 is shown as such
   return x < 0.001 ? "<0.1" : Math.min(99.9, 100 * x).toFixed(1);
 }
 const shownAs = (statistic, x) => (statistic === "zero_fraction" ? percent(x) + (x === null ? "" : " %") : number(x));
 const steps = (first, last) => (first === last ? `step ${whole(first)}` : `steps ${whole(first)} to ${whole(last)}`);
 const plural = (n, one, many = `${one}s`) => `${whole(n)} ${n === 1 ? one : many}`;
 const label = (kind, i) => names[i] + { grads: ".grad", weights: "", updates: ".update" }[kind];
-// plotly takes <b>, <a href=...> and entities in text for markup
+// plotly interprets <b>, <a href=...> and entities in text as markup
 const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const cut = (text, n) => (text.length > n ? `${text.slice(0, n / 2)}…${text.slice(-n / 2)}` : text);
 
