@@ -47,9 +47,10 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unwritten_is_nan() -> Iterator[None]:
     """Fill what kernels are given to write, so that a partial or a column that they leave out shows."""
     if not INTERPRETED:
+        yield
         return
     from gradiometer.ops import library
 
@@ -64,7 +65,9 @@ def _unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(torch, "empty", filled)
             return run_kernels(*args, **options)
 
-    monkeypatch.setattr(library, "_run_kernels", run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_run_kernels", run)
+        yield
 
 
 @pytest.fixture

@@ -81,8 +81,8 @@ def steps(monitor, model, count, factor=1.0, **scalars):
         monitor.advance(**scalars)
 
 
-def made():
-    model, sink = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), Keeps()
+def made(sink=None):
+    model, sink = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), sink or Keeps()
     return model, sink, Monitor(model, rules=(), sinks=[sink])
 
 
@@ -254,8 +254,9 @@ def test_a_loss_that_is_not_finite_is_told_while_training_goes_on(caplog):
 
 
 def test_an_error_while_the_end_is_told_does_not_hide_the_first():
-    model, sink, monitor = made()
-    sink.close = sink.fault = lambda *_: 1 / 0
+    broken = Keeps()
+    broken.close = broken.fault = lambda *_: 1 / 0
+    model, _, monitor = made(broken)
     steps(monitor, model, 1)
     with pytest.raises(ValueError, match="the real one"), monitor:
         raise ValueError("the real one")

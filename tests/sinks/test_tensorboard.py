@@ -104,18 +104,19 @@ def test_half_of_a_surrogate_pair_is_written_by_its_number(tmp_path):
     assert r"grads/w\ud800/norm" in read(tmp_path).Tags()["scalars"]
 
 
-def test_an_error_of_the_writer_comes_out_of_write(tmp_path):
+def test_an_error_of_the_writer_comes_out_of_write(tmp_path, monkeypatch):
     sink = opened(tmp_path)
     steps = list(make_records(ROSTER, 2))
     sink.write(steps[:1], [])
 
-    def full(data):
-        del data
+    def full():
         raise OSError(28, "No space left on device")
 
-    sink._writer._async_writer._writer.flush = lambda: full(None)
-    with pytest.raises(OSError, match="No space left"):
-        sink.write(steps[1:], [])
+    # put back afterwards: a thread of the writer flushes by the clock
+    with monkeypatch.context() as patch:
+        patch.setattr(sink._writer._async_writer._writer, "flush", full)
+        with pytest.raises(OSError, match="No space left"):
+            sink.write(steps[1:], [])
 
 
 def test_a_folder_that_cannot_be_made_raises(tmp_path):
