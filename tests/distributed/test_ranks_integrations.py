@@ -559,17 +559,17 @@ def test_lightning_resumes_from_what_the_first_rank_remembers(ranks, tmp_path, k
 
 def run_the_page(rank, folder):
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from test_recipes import PAGE, sections
 
-    from support.pages import blocks
+    from support.pages import blocks, sections
 
+    page = "docs/how-to/hugging-face.md"
     logged = []
     with quiet(logged) as patch:
         patch.chdir(folder)
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         scope = {}
-        for code in (blocks(PAGE)[0], *sections()["Accelerate"]):
+        for code in (blocks(page)[0], *sections(page)["Accelerate"]):
             exec(code, scope)  # noqa: S102 the page's own code
     return logged, scope["monitor"].failures
 
