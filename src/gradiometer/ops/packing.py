@@ -129,7 +129,7 @@ class LaunchPlan:
         device: the device of all tensors.
         direct: whether they are guarded, ordinary tensors whose memory the kernels can read as it is.
         cut: the chunk size and the maximum number of chunks that ``chunk_map`` was made for.
-        eager: the `reference.Plan` of a direct list.
+        eager: the `eager_plan.Plan` of a direct list.
         source, kept: tables in pinned memory, and on the device.
     """
 

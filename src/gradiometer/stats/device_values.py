@@ -43,10 +43,6 @@ class _Value:
     def __get__(self, stats: DeviceValues | None, owner: type) -> Self | Tensor:
         return self if stats is None else self._compute(self._name, stats.columns, stats.flags)
 
-    def __set__(self, stats: DeviceValues, value: object) -> None:
-        msg = f"{type(stats).__name__}.{self._name} is computed and cannot be set"
-        raise AttributeError(msg)
-
 
 def _of_rows(name: str, columns: Tensor, _: Tensor) -> Tensor:
     return derived.value(columns, name)
