@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import threading
 import time
 
@@ -99,15 +100,24 @@ class Broken(Odd):
         raise ZeroDivisionError(f"step {record.step}")
 
 
-def make(*sinks, rules=(), limit=100):
-    dispatcher = Dispatcher(rules, sinks, limit, BlackBox(), Failures())
+def make(*sinks, rules=(), limit=100, box=None, failures=None):
+    dispatcher = Dispatcher(rules, sinks, limit, box or BlackBox(), failures or Failures())
     dispatcher.start(INFO)
     return dispatcher
 
 
-def test_steps_pass_rules_and_sinks_in_order_on_a_thread_of_its_own():
+def fault(reason="exception", message="", step=0):
+    return BlackBox().fault(reason, message, step, ())
+
+
+@pytest.fixture
+def failures():
+    return Failures()
+
+
+def test_steps_pass_rules_and_sinks_in_order_on_a_thread_of_its_own(failures):
     log, rule = Log(), Odd()
-    dispatcher = make(log, rules=[rule])
+    dispatcher = make(log, rules=[rule], failures=failures)
     for step in range(0, 30, 3):
         dispatcher.put([record(step), record(step + 1), record(step + 2)])
     assert dispatcher.wait(60)
@@ -120,7 +130,7 @@ def test_steps_pass_rules_and_sinks_in_order_on_a_thread_of_its_own():
     (finding,) = dispatcher.ledger.findings
     assert (finding.first_step, finding.last_step, finding.count) == (1, 29, 15)
     assert log.findings[-1] == finding
-    assert dispatcher._failures.counts == {}
+    assert failures.counts == {}
 
 
 class Record(Log):
@@ -141,16 +151,16 @@ def put_each(dispatcher, good, steps):
         until(lambda: good.steps[-1:] == [step])  # noqa: B023 called at once
 
 
-def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog):
+def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog, failures):
     slow, good = Log(), Record()
     slow.go.clear()
-    dispatcher = make(slow, good, limit=10)
+    dispatcher = make(slow, good, limit=10, failures=failures)
     put_each(dispatcher, good, [0])
     assert slow.entered.wait(60)
     put_each(dispatcher, good, range(1, 40))
     assert good.steps == list(range(40))
     assert dispatcher.dropped == 29
-    assert dispatcher._failures.counts == {"queue of sink Log": 29}
+    assert failures.counts == {"queue of sink Log": 29}
     assert caplog.text.count("sink Log can't keep up, the oldest of 10 steps go") == 1
     assert not dispatcher.wait(0.01)
     slow.go.set()
@@ -172,7 +182,7 @@ def test_of_a_slow_sink_all_that_waits_is_written_at_the_end():
     assert slow.calls[-1] == good.calls[-1] == "close"
 
 
-def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog):
+def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog, failures):
     entered, go = threading.Event(), threading.Event()
 
     class Slow(Odd):
@@ -182,7 +192,7 @@ def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog):
             return super().check(record)
 
     rule = Slow()
-    dispatcher = make(rules=[rule], limit=10)
+    dispatcher = make(rules=[rule], limit=10, failures=failures)
     dispatcher.put([record(0)])
     assert entered.wait(60)
     for step in range(1, 40):
@@ -193,7 +203,7 @@ def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog):
     assert dispatcher.stop(60)
     assert rule.seen == [0, *range(30, 40)]
     assert "the rules can't keep up, the oldest of 10 steps go" in caplog.text
-    assert dispatcher._failures.counts == {"queue of the rules": 29}
+    assert failures.counts == {"queue of the rules": 29}
 
 
 def test_what_waits_for_a_sink_is_not_taken_for_written_when_later_steps_push_others_out():
@@ -226,7 +236,7 @@ def test_a_sink_that_hangs_for_ever_costs_the_others_nothing(where):
     hangs, good = Hangs(), Record()
     dispatcher = make(hangs, good, limit=4)
     put_each(dispatcher, good, range(40))
-    dispatcher.put_fault(lambda: dispatcher._box.fault("exception", "", 40, ()))
+    dispatcher.put_fault(fault)
     began = time.perf_counter()
     assert not dispatcher.stop(0.5)
     # far from the time that it hangs
@@ -240,21 +250,24 @@ def test_a_sink_that_hangs_for_ever_costs_the_others_nothing(where):
     assert hangs.calls[-1] == "close"
 
 
-def test_an_interrupted_stop_can_be_called_again(monkeypatch):
+def test_an_interrupted_stop_can_be_called_again():
     slow, good = Log(), Record()
     slow.go.clear()
     dispatcher = make(slow, good)
     dispatcher.put([record(0)])
     assert slow.entered.wait(60)
-    ended = dispatcher._sink_threads[0]._ended
+    interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
 
-    def interrupted(_=None):
-        raise KeyboardInterrupt
+    def stop():
+        interrupt.start()
+        dispatcher.stop(60)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ended, "wait", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
         with pytest.raises(KeyboardInterrupt):
-            dispatcher.stop(60)
+            stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not dispatcher.stop(0.01)
     slow.go.set()
     assert dispatcher.stop(60)
@@ -268,7 +281,7 @@ def test_findings_and_faults_outlive_the_steps_that_are_dropped():
     put_each(dispatcher, good, [0])
     assert slow.entered.wait(60)
     put_each(dispatcher, good, range(1, 10))
-    dispatcher.put_fault(lambda: dispatcher._box.fault("exception", "first", 10, ()))
+    dispatcher.put_fault(lambda: fault(message="first"))
     until(lambda: good.faults)
     put_each(dispatcher, good, range(10, 20))
     slow.go.set()
@@ -293,38 +306,38 @@ def test_more_at_once_than_may_wait():
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), SystemExit(3), KeyboardInterrupt()]
 )
-def test_a_failing_sink_is_said_once_and_counted_and_the_others_go_on(caplog, error):
+def test_a_failing_sink_is_said_once_and_counted_and_the_others_go_on(caplog, error, failures):
     bad, good = Log(fails={"write", "fault", "close"}, error=error), Log()
-    dispatcher = make(bad, good)
+    dispatcher = make(bad, good, failures=failures)
     for step in range(5):
         dispatcher.put([record(step)])
         assert dispatcher.wait(60)
-    dispatcher.put_fault(lambda: dispatcher._box.fault("exception", "", 5, ()))
+    dispatcher.put_fault(fault)
     assert dispatcher.stop(60)
     assert good.steps == [0, 1, 2, 3, 4]
     assert len(good.faults) == 1
     assert bad.calls == ["start", *["write"] * 5, "fault", "close"]
-    assert dispatcher._failures.counts == {"sink Log": 7}
+    assert failures.counts == {"sink Log": 7}
     assert [r.levelno for r in caplog.records if "sink Log" in r.message] == [logging.WARNING]
 
 
-def test_a_sink_that_cannot_start_is_left_out():
+def test_a_sink_that_cannot_start_is_left_out(failures):
     bad, good = Log(fails={"start"}), Log()
-    dispatcher = make(good, bad)
+    dispatcher = make(good, bad, failures=failures)
     dispatcher.put([record(0)])
     assert dispatcher.stop(60)
     # of two of one name the second has a number
-    assert dispatcher._failures.counts == {"sink Log 2": 1}
+    assert failures.counts == {"sink Log 2": 1}
     assert bad.calls == ["start"]
     assert good.steps == [0]
 
 
-def test_a_failing_rule_is_counted_and_the_others_go_on():
+def test_a_failing_rule_is_counted_and_the_others_go_on(failures):
     rule, log = Odd(), Log()
-    dispatcher = make(log, rules=[Broken(), rule])
+    dispatcher = make(log, rules=[Broken(), rule], failures=failures)
     dispatcher.put([record(step) for step in range(6)])
     assert dispatcher.stop(60)
-    assert dispatcher._failures.counts == {"rule broken": 6}
+    assert failures.counts == {"rule broken": 6}
     assert rule.seen == log.steps == list(range(6))
 
 
@@ -346,10 +359,11 @@ def test_the_first_loss_that_is_not_finite_is_told_once_after_its_step_was_writt
 def test_a_fault_comes_after_all_steps_before_it():
     log = Log()
     log.go.clear()
-    dispatcher = make(log, limit=1000)
+    box = BlackBox()
+    dispatcher = make(log, limit=1000, box=box)
     dispatcher.put([record(step) for step in range(300)])
     assert log.entered.wait(60)
-    dispatcher.put_fault(lambda: dispatcher._box.fault("exception", "x", 300, ()))
+    dispatcher.put_fault(lambda: box.fault("exception", "x", 300, ()))
     log.go.set()
     assert dispatcher.stop(60)
     assert log.calls[-2:] == ["fault", "close"]
@@ -445,7 +459,7 @@ def test_a_sink_that_hangs_does_not_hold_up_the_clock_of_another(monkeypatch):
     assert dispatcher.stop(60)
 
 
-def test_a_rule_without_a_name_and_an_error_without_a_text_end_nothing(caplog):
+def test_a_rule_without_a_name_and_an_error_without_a_text_end_nothing(caplog, failures):
     class NoTextError(Exception):
         def __str__(self):
             raise ValueError
@@ -458,24 +472,24 @@ def test_a_rule_without_a_name_and_an_error_without_a_text_end_nothing(caplog):
             return {}
 
     log = Log()
-    dispatcher = make(log, rules=[Nameless()])
+    dispatcher = make(log, rules=[Nameless()], failures=failures)
     dispatcher.put([record(0), record(1)])
     assert dispatcher.wait(60)
     assert dispatcher.state_dict()["rules"] == [("Nameless", {})]
     assert dispatcher.stop(60)
     assert log.steps == [0, 1]
-    assert dispatcher._failures.counts == {"rule Nameless": 2}
+    assert failures.counts == {"rule Nameless": 2}
     assert "rule Nameless: NoTextError" in caplog.text
 
 
-def test_whatever_else_fails_is_counted_and_the_thread_goes_on(monkeypatch):
+def test_whatever_else_fails_is_counted_and_the_thread_goes_on(monkeypatch, failures):
     log = Log()
-    dispatcher = make(log)
+    dispatcher = make(log, failures=failures)
     with monkeypatch.context() as patch:
         patch.setattr(dispatcher, "_check", lambda _: 1 / 0)
         dispatcher.put([record(0)])
         assert dispatcher.wait(60)
-    assert dispatcher._failures.counts == {"the rules": 1}
+    assert failures.counts == {"the rules": 1}
     dispatcher.put([record(1)])
     assert dispatcher.stop(60)
     assert log.steps == [1]
@@ -487,7 +501,7 @@ def test_whatever_else_fails_is_counted_and_the_thread_goes_on(monkeypatch):
 )
 def test_an_abnormal_end_is_one_warning_even_where_all_is_finite(caplog, reason, said):
     dispatcher = make(Log(), Record())
-    dispatcher.put_fault(lambda: dispatcher._box.fault(reason, "why", 7, ()))
+    dispatcher.put_fault(lambda: fault(reason, "why", 7))
     assert dispatcher.stop(60)
     lines = [(entry.levelno, entry.message) for entry in caplog.records]
     assert lines == [(logging.WARNING, f"{reason} in step 7: why")] * said
