@@ -1,1 +1,1 @@
-"""Benchmarks of gradiometer, each a module that is run by ``python -m``; README.md lists them."""
+"""Benchmarks of gradiometer. Run each module with ``python -m``; README.md lists them."""

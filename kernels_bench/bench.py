@@ -33,7 +33,7 @@ from kernels_bench.providers import GROUPS, PROVIDERS
 MODULE = "kernels_bench"
 OUT = scripts.ROOT / "build" / "bench"
 SECONDS = {"cpu": 4.0, "cuda": 2.0}
-SAMPLE_MS = 5.0  # a sample is as many calls as take this long, up to MOST_CALLS
+SAMPLE_MS = 5.0  # a sample makes as many calls as fit into this time, up to MOST_CALLS
 MOST_CALLS = 100
 ROUNDS, CHECK_ROUNDS = (5, 100), (9, 100)
 FIGURES = ("ms", "ms_low", "ms_high", "gb_s", "ceiling_gb_s", "ceiling_share")
@@ -62,7 +62,7 @@ def main(argv=None):
                 rows = run_case(CASES[name], args, other)
                 result["rows"] += rows
                 show(rows)
-                write(result, args.out)  # a run that is interrupted keeps its finished cases
+                write(result, args.out)  # an interrupted run keeps its finished cases
     except BaseError as failure:
         print(f"bench: {failure}", file=sys.stderr)
         return 2
@@ -96,12 +96,12 @@ def parse(argv):
     if args.device == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: torch sees no GPU here; try --device cpu")
     if args.device == "cuda" and (args.check or args.memory):
-        refuse("--check and --memory are about the CPU path: leave out --device cuda")
+        refuse("--check and --memory measure the CPU path: leave out --device cuda")
     bounded = {*MEMORY_CASES, *(case for case, _, _ in BOUNDS)}
     if args.check and args.cases and not bounded & {*args.cases.split(",")}:
         refuse(f"--check: none of these cases has a bound; {', '.join(sorted(bounded))} have")
     if args.memory and not can_read_peaks():
-        refuse("--memory reads peaks from Linux's /proc, which is not here")
+        refuse("--memory needs Linux: it reads peaks from /proc")
     if args.seconds is not None and not 0 < args.seconds < math.inf:
         refuse(f"--seconds must be a positive number, got {args.seconds}")
     args.seconds = args.seconds or SECONDS[args.device]
@@ -117,7 +117,7 @@ def parse(argv):
 
 
 def chosen(text, table, groups, what):
-    """Return the names that a list with commas stands for, each once."""
+    """Return the names in a comma-separated list, each once."""
     wanted = [name.strip() for name in (text or "").split(",") if name.strip()]
     for name in wanted:
         if name not in table and name not in groups:
@@ -140,9 +140,9 @@ def default_providers(args):
 
 
 def scale_of(case, device="cpu", share=1):
-    """Return the divisor of a case on this machine. ``share``: how many processes hold it at once."""
+    """Return a case's divisor on this machine. ``share``: how many processes hold it at once."""
     if case.only:
-        return 1  # such a case is for a CPU, and is never divided
+        return 1  # the memory cases are for a CPU, and are never divided
     limit = cases_.CPU_LIMIT
     if device == "cuda":
         limit = torch.cuda.mem_get_info()[0] * cases_.GPU_SHARE / share
@@ -199,7 +199,7 @@ def run_case(case, args, other=None):
                 raise
             except Exception as failure:  # noqa: BLE001 a failure belongs to the peer's row
                 rows[label]["error"] = reason_of(failure)
-    except (RuntimeError, MemoryError) as failure:  # no peer's: the case itself may not fit
+    except (RuntimeError, MemoryError) as failure:  # the case itself does not fit
         for row in rows.values():
             row["error"] = row["error"] or reason_of(failure)
     finally:
@@ -213,9 +213,9 @@ def run_case(case, args, other=None):
 
 
 def rounds(turns, first, rows, args):
-    """Let every provider run once in each round, so that a noisy neighbour meets them all.
+    """Run every provider once in each round, so that other load on the machine affects all of them.
 
-    Returns its times in ms a call, a median of which is what a row says.
+    Returns each provider's times in ms a call; the tables show their medians.
     """
     counts = {label: min(MOST_CALLS, math.ceil(SAMPLE_MS / max(ms, 1e-3))) for label, ms in first.items()}
     one = sum(counts[label] * ms for label, ms in first.items()) / 1e3
@@ -225,7 +225,7 @@ def rounds(turns, first, rows, args):
     position = 0
     order = random.Random(0)  # noqa: S311 no secret
     for _ in range(1 + wanted):
-        # a new order, so that no provider always runs on the caches that the same other one leaves
+        # a new random order in each round, so that no provider always runs after the same other one
         for label in order.sample(list(times), len(times)):
             bench, name = turns[label]
             try:
@@ -236,14 +236,14 @@ def rounds(turns, first, rows, args):
                 rows[label]["error"] = reason_of(failure)
                 del times[label], first[label]
                 bench.drop(name)
-            # the next provider begins at the copy that was read longest ago
+            # the next provider begins at the least recently read copy
             position += counts[label]
     # the first round warms up
     return {label: values[1:] for label, values in times.items()}
 
 
 def fill(rows, times):
-    """Write times, and what follows from them, into the rows."""
+    """Write times, and the figures computed from them, into the rows."""
     ceiling = statistics.median(times["ceiling"]) if "ceiling" in times else None
     for label, values in times.items():
         row = rows[label]
@@ -254,7 +254,7 @@ def fill(rows, times):
 
 
 def memory(names, providers):
-    """Return peak resident growth, measured in a process of its own: earlier peaks would hide it."""
+    """Return peak resident growth, measured in a fresh process: earlier peaks would hide it."""
     wanted = ["--cases", ",".join(names), "--providers", ",".join(providers)]
     command = scripts.command(MODULE, "--memory", *wanted)
     ended = subprocess.run(command, env=scripts.environment(), stdout=subprocess.PIPE, text=True, check=False)
@@ -291,7 +291,7 @@ def shower():
         from rich.console import Console
     except ImportError:
         return lambda rows: print(tables.case_markdown(rows)), lambda _: None
-    # a narrower table would cut the columns that matter
+    # a narrower table would cut off important columns
     console = Console(width=max(120, Console().width) if sys.stdout.isatty() else 120)
     return lambda rows: tables.show(rows, console), lambda rows: tables.show_overview(rows, console)
 
@@ -313,7 +313,7 @@ def draw(result, out):
     drawn = plot.draw(result, out / "bench.png")
     print(f"{out}/bench.json, bench.md{' and bench.png' if drawn else ''} are written")
     if not drawn:
-        print("no picture: nothing but the ceiling was measured", file=sys.stderr)
+        print("no picture: only the ceiling was measured", file=sys.stderr)
 
 
 def print_lists():

@@ -1,7 +1,7 @@
 """The cases: lists of tensors as they occur in models, and the bounds of the CPU path.
 
-A case is made on a device, when it is needed, from a seed: random normal values. If the machine cannot hold
-it, every tensor's first dimension is divided by a power of two, and the row says so: "llama-1b / 16".
+A case is made on a device when it is needed: random normal values from a fixed seed. If it does not fit on
+the machine, every tensor's first dimension is divided by a power of two; the row shows it: "llama-1b / 16".
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-# tensors begin where a caching allocator would put them
-ALIGNMENT = 512  # bytes
-# largest inputs on a CPU: a few cores read them in milliseconds, and they exceed the caches
-CPU_LIMIT = 40 * 2**20  # bytes
+# tensors begin where a caching allocator would put them: multiples of this many bytes
+ALIGNMENT = 512
+# largest inputs on a CPU, in bytes: a few cores read them in milliseconds, and they exceed the caches
+CPU_LIMIT = 40 * 2**20
 # largest share of a GPU's memory for the inputs: the provider `flatten` takes about six times as much again
 GPU_SHARE = 1 / 8
 MOST_COPIES = 256
@@ -24,10 +24,10 @@ MOST_COPIES = 256
 class Case(NamedTuple):
     """A list of tensors of one dtype.
 
-    ``blocks``: (shape, how often). ``misaligned``: tensor i begins 1 + i mod k elements after a 16-byte
-    boundary, never on one. ``zeros``: share of elements that are 0. ``only``: "cpu" runs whole, on a CPU;
-    "memory" serves the check of memory alone. ``compiled``: on a GPU the equal-work functions are compiled
-    for it although it is long.
+    ``blocks``: pairs of (shape, count). ``misaligned``: tensor i begins 1 + i mod k elements after a 16-byte
+    boundary, never on one. ``zeros``: the share of elements that are 0. ``only``: "cpu" is for a CPU, whole;
+    "memory" is for the memory check. ``compiled``: on a GPU, compile the equal-work functions
+    for it although the list is long.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 class Data(NamedTuple):
     """A case on a device.
 
-    ``sets``: copies of the list, to rotate through; ``flats``: of each copy one flat tensor of equal size.
+    ``sets``: copies of the list, to rotate through; ``flats``: for each copy, one flat tensor of equal size.
     """
 
     case: Case
@@ -53,7 +53,7 @@ class Data(NamedTuple):
 
 
 def _gpt2():
-    """GPT-2 124M as its config has it: the head is tied to wte, every linear layer has a bias."""
+    """GPT-2 124M as in its config: the head is tied to wte, and every linear layer has a bias."""
     d, layers, vocabulary, context = 768, 12, 50257, 1024
     norm = (((d,), 1), ((d,), 1))
     layer = (*norm, ((d, 3 * d), 1), ((3 * d,), 1), ((d, d), 1), ((d,), 1))
@@ -62,7 +62,7 @@ def _gpt2():
 
 
 def _llama_1b():
-    """Llama 3.2 1B as its config has it: grouped queries, a gated MLP, no biases, the head tied."""
+    """Llama 3.2 1B as in its config: grouped queries, a gated MLP, no biases, a tied head."""
     d, hidden, layers, keys, vocabulary = 2048, 8192, 16, 512, 128256
     attention = (((d, d), 1), ((keys, d), 2), ((d, d), 1))
     mlp = (((hidden, d), 2), ((d, hidden), 1))
@@ -70,7 +70,7 @@ def _llama_1b():
 
 
 def _moe():
-    """Eight layers of 128 experts, with a row for each routed token: few get most rows, and some get none."""
+    """Eight layers of 128 experts, a row for each routed token: a few experts get most, some get none."""
     d, layers, experts, tokens = 2048, 8, 128, 2**14
     rows = [int(tokens / (i + 1) ** 1.5) for i in range(experts)]
     return tuple(((n if n >= 16 else 0, d), 1) for n in rows) * layers
@@ -97,7 +97,7 @@ CASES = {
     )
 }
 
-# (case, peer, the most that ours-eager may take, as a multiple of the peer's time): on a CPU
+# (case, peer, bound) on a CPU: ours-eager may take at most this multiple of the peer's time
 BOUNDS = (
     ("64m-fp32", "foreach64", 2.0),
     ("64m-fp32", "flatten", 1 / 8),
@@ -107,7 +107,7 @@ BOUNDS = (
     ("1000x1000-fp32", "foreach64", 2.0),
     ("1000x1000-bf16", "foreach64", 2.0),
 )
-# peak resident growth of one collection, MiB, and where it is looked at
+# the bound on the peak resident growth of one collection, in MiB, and the cases to check
 BOUND_MEMORY = 4.0
 MEMORY_CASES = ("64m-fp32", "64m-bf16", "100m-fp32", "1000x1000-fp32")
 
@@ -140,7 +140,7 @@ def title(case, scale):
 
 
 def make(case, device, scale=1, copies=1, seed=0):
-    """Make ``copies`` equal lists of tensors, each in a flat buffer of its own. Returns Data."""
+    """Make ``copies`` equal lists of tensors, each in its own flat buffer. Returns Data."""
     unit = ALIGNMENT // case.dtype.itemsize
     per_16_bytes = 16 // case.dtype.itemsize
     wanted, places, end = shapes(case, scale), [], 0
@@ -151,7 +151,7 @@ def make(case, device, scale=1, copies=1, seed=0):
 
     generator = torch.Generator(device).manual_seed(seed)
     flat = torch.empty(end, dtype=case.dtype, device=device)
-    for part in flat.split(2**26):  # far from where 32-bit indices end, and no large temporary
+    for part in flat.split(2**26):  # in parts, so that indices stay within 32 bits and temporaries small
         part.normal_(generator=generator)
         if case.zeros:
             part[torch.rand(part.shape, generator=generator, device=device) < case.zeros] = 0

@@ -4,8 +4,8 @@
     python -m kernels_bench.clip --device cuda --json PATH
 
 Ours reads the gradients once in fp64, and writes them only if the norm is above the bound; torch's reads
-them in their own precision and always writes. Both run once a round, in turns and on new gradients. The
-table compares medians; a time includes the wait for the device at the end of the call.
+them in their own precision and always writes. In each round both run once, in alternating order, on fresh
+gradients. The table compares medians; a time includes the wait for the device at the end of the call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels_bench import cases, machine, scripts
 
 CASES = ("gpt2", "1000x1000-fp32")
 CLIPS = {"ours": clip_grad_norm_, "torch": nn.utils.clip_grad_norm_}
-# the norm of the gradients is in the thousands: only the first bound clips
+# the norm of the gradients is in the thousands, so only the first bound clips
 BOUNDS = {"clipped": 1.0, "not clipped": 1e9}
 WARM_UP = 3
 
@@ -37,7 +37,7 @@ def parameters_of(data):
 
 
 def measure(data, bound, rounds, device):
-    """Return each contender's times in ms, and the norms that they return."""
+    """Return each contender's times in ms, and the norms it returned."""
     parameters, fresh = parameters_of(data), data.sets[0]
     grads = [parameter.grad for parameter in parameters]
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None

@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     torch._inductor.config.force_disable_caches = True
-    # the first compilation does work that is done once in a process
+    # the first compilation also does once-per-process work
     for step in steps(2).values():
         seconds(step, args.backend)
     made = steps(args.modules)

@@ -4,9 +4,9 @@
     python -m kernels_bench.cpu_bounds --check            # exit code 1 if a bound is missed
     python -m kernels_bench.cpu_bounds --only busy,step
 
-Every bound is a ratio of medians of one run: our time over a peer's, with every contender once a round. The
+Every bound is a ratio of medians of one run: our time over a peer's. Every contender runs once a round. The
 peers square in fp64 too: `get_total_norm` is `torch.nn.utils.get_total_norm` of fp64 copies, `foreach64` is
-`torch._foreach_norm(dtype=float64)`. In the busy case as many other processes as there are cores run a
+`torch._foreach_norm(dtype=float64)`. In the busy case one other process per core runs a busy
 loop. The compiled step is a small model's forward, backward and update in one graph, with and without
 collection.
 """

@@ -1,8 +1,8 @@
-"""Another commit of gradiometer, measured in a process of its own that takes its turn in the same rounds.
+"""Measure another commit of gradiometer in a separate process, interleaved in the same rounds.
 
-The process runs the benchmark of this tree; only the package `gradiometer` is that of the other commit. So
+The process runs the benchmark of this tree; only the package `gradiometer` comes from the other commit. So
 the layout of the other commit's benchmark does not matter. Its package needs the names that `providers.py`
-uses. `git archive` writes its sources to a temporary folder, and the clone stays as it is.
+uses. `git archive` writes its sources to a temporary folder; the clone is unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BaseError(Exception):
 
 @contextmanager
 def sources(ref, root=scripts.ROOT):
-    """Yield the folder that another commit's package is imported from, and the commit's short name."""
+    """Yield the folder to import another commit's package from, and the commit's short name."""
 
     def git(*arguments):
         try:
@@ -40,7 +40,7 @@ def sources(ref, root=scripts.ROOT):
 
     commit = git("rev-parse", "--verify", "--quiet", "--short", "--end-of-options", f"{ref}^{{commit}}")
     if commit.returncode:
-        raise BaseError(f"--base: no commit {ref!r} in {root}; `git log --oneline` lists some")
+        raise BaseError(f"--base: no commit {ref!r} in {root}; `git log --oneline` lists commits")
     name = commit.stdout.decode().strip()
     archive = git("archive", "--format=tar", name, "src")
     if archive.returncode:
@@ -55,7 +55,7 @@ class Remote:
     """A `measure.Bench` in another process: each call sends a line of JSON and waits for the answer."""
 
     def __init__(self, source):
-        # -P: Python would put the working directory, src of this tree perhaps, before the other sources
+        # -P: Python would put the working directory, perhaps src of this tree, before the other sources
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kernels_bench", "--worker"],
             env=scripts.environment(source),
@@ -89,7 +89,7 @@ class Remote:
             raise BaseError("the other commit's process has ended; its error is above")
         result, error = json.loads(line)
         if error is not None:
-            raise RuntimeError(error)  # one row fails, and the run goes on
+            raise RuntimeError(error)  # only this row fails; the run continues
         return result
 
     def close(self):

@@ -1,4 +1,4 @@
-"""Measure the host's time of a call without the kernels: the fixed part, and the part for each tensor.
+"""Measure the host time of a call without the kernels: the fixed part, and the part per tensor.
 
     python -m kernels_bench.host_path                     # the table
     python -m kernels_bench.host_path --check --json PATH # exit code 1 if the bound is missed
@@ -6,8 +6,8 @@
 Tensors have one element and launches are stubbed. The rest is Python, the dispatcher, and on a GPU
 allocations, copies and the device guard. Without a GPU, CPU tensors take the kernels' path. `foreach_norm`
 is torch's own norm of the same list; its time includes launches and, on a CPU, the arithmetic of one
-element. The bound is a ratio of one run. It is on the time of `ops.tensor_stats` with unchanged addresses,
-beyond the list of `data_ptr()` that every table of pointers begins with: at most a fifth of
+element. The bound is a ratio within one run. It limits the time of `ops.tensor_stats` with unchanged
+addresses, beyond the list of `data_ptr()` that every pointer table begins with: at most a fifth of
 `foreach_norm`'s time for lists of 1000 tensors and more. Every contender runs once a round; the table
 compares medians.
 """
@@ -33,13 +33,13 @@ from gradiometer.ops import library, packing
 from kernels_bench import scripts
 
 COUNTS = (1, 148, 1000, 2000)
-# share of foreach_norm's time, for lists of this many tensors and more; launches of a list of one dtype
+# share of foreach_norm's time, the smallest list it applies to, and the launches for a list of one dtype
 BOUND_SHARE, BOUND_COUNT, BOUND_LAUNCHES = 0.2, 1000, 2
 BARE, OURS, PEER = "list of data_ptr()", "ops.tensor_stats", "foreach_norm"
 
 
 class Stub:
-    """Stands for both launchers, and counts their calls."""
+    """Replaces both launchers, and counts their calls."""
 
     def __init__(self, count, device):
         self.launches = 0
@@ -78,7 +78,7 @@ def model_of(tensors):
 
 
 def contenders_of(tensors):
-    """Return name -> (a call before, which is not timed, or None; the timed call)."""
+    """Return name -> (an untimed call before it, or None; the timed call)."""
     other = [tensor.clone() for tensor in tensors]
     named = {f"blocks.{i}.attention.weight": tensor for i, tensor in enumerate(tensors)}
     model = model_of(tensors)
@@ -133,7 +133,7 @@ def measure(count, device, rounds):
 
 
 def verdicts_of(medians, counted):
-    """Return the time of a call on a long list beyond the bare list, its limit, and its launches."""
+    """Return, for each long list, our time beyond the bare list, its limit, and the launches."""
     verdicts = {}
     for count in [count for count in COUNTS if count >= BOUND_COUNT]:
         beyond = medians[count][OURS] - medians[count][BARE]
@@ -193,7 +193,7 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     args = parser.parse_args()
     if importlib.util.find_spec("triton") is None:
-        sys.exit("host_path: no triton here, and the kernels' path is what is measured; pip install triton")
+        sys.exit("host_path: triton is not installed, and the kernels' path needs it; pip install triton")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("host_path: --device cuda: torch sees no GPU here; leave it out")

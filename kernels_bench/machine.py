@@ -51,7 +51,7 @@ def one_line(machine):
 def _cpu():
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", info.read_text(encoding="utf-8")) if info.exists() else None
-    # /proc/cpuinfo of other architectures names no model
+    # on other architectures /proc/cpuinfo has no model name
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 

@@ -1,7 +1,7 @@
-"""How one provider is measured on one case: its result is checked, then its time, launches and memory.
+"""Measure one provider on one case: check its result, then take its time, launches and memory.
 
-`Bench` holds one case and its providers in this process. JSON can hold everything it returns, so a Bench of
-another commit can live in a process of its own (`git_base.py`) and take its turn in the same rounds.
+`Bench` holds one case and its providers in this process. It returns only JSON values, so a Bench of
+another commit can run in a separate process (`git_base.py`) and take part in the same rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels_bench.cases import CASES, FP32, Case, make
 from kernels_bench.providers import MIB, PROVIDERS, tolerance
 
 PROC = Path("/proc/self")
-CACHES_FILLED = 4  # the copies of a case fill the last cache so many times, so that reads miss it
+CACHES_FILLED = 4  # the copies of a case are this many times the last cache, so that reads miss it
 DEFAULT_CACHE = 32 * MIB
 HOST_SECONDS, HOST_CALLS = 0.2, 20
 
@@ -36,7 +36,7 @@ class Bench:
         self.calls: dict = {}
 
     def build(self, name: str) -> dict:
-        """Build a provider and check its first result. Returns ``ms`` of a second call, and errors."""
+        """Build a provider and check its first result. Returns the ``ms`` of a second call, and errors."""
         provider = PROVIDERS[name]
         reason = provider.needs(self.data)
         if reason:
@@ -44,7 +44,7 @@ class Bench:
         try:
             calls = provider.build(self.data)
             error = deviation(provider, calls[0](), self.truth)
-            # a first estimate, by the host's clock
+            # a first estimate, by the host clock
             self.synchronize()
             start = time.perf_counter()
             calls[-1]()
@@ -52,14 +52,14 @@ class Bench:
         except Exception as failure:  # noqa: BLE001 the run goes on, whatever a peer raises
             return {"error": reason_of(failure)}
         self.calls[name] = calls
-        # a NaN is no small error
+        # a NaN fails this comparison
         fine = error is None or error <= tolerance(provider, self.data.case.dtype)
         told = error if error is None or math.isfinite(error) else None  # JSON has no NaN
         built = {"ms": (time.perf_counter() - start) * 1e3, "relative_error": told}
         return built | {"error": None if fine else f"wrong: {error:.0e}"}
 
     def sample(self, name: str, count: int, first: int) -> float:
-        """Call a provider ``count`` times, on the copies from number ``first`` on. Returns ms a call."""
+        """Call a provider ``count`` times, starting with copy number ``first``. Returns ms a call."""
         calls = self.calls[name]
         turn = [calls[i % len(calls)] for i in range(first, first + count)]
         if self.device.type != "cuda":
@@ -76,20 +76,20 @@ class Bench:
         return begin.elapsed_time(end) / count
 
     def finish(self, name: str) -> dict:
-        """Return launches, copies, host time and extra memory of one call; nothing on a CPU."""
+        """Return launches, copies, host time and extra memory of one call; empty on a CPU."""
         if self.device.type != "cuda":
             return {}
         call = self.calls[name][0]
         return {"host_us": self._host_us(name), **launches(call), "extra_mib": _extra_mib(call)}
 
     def drop(self, name: str | None = None) -> None:
-        """Free what a provider, or the case, holds."""
+        """Free the memory of a provider, or of the case."""
         if name is not None:
             self.calls.pop(name, None)
         else:
             self.calls, self.data, self.truth = {}, None, None
             if "torch._dynamo" in sys.modules:
-                torch.compiler.reset()  # a list of another length is another graph, and Dynamo keeps few
+                torch.compiler.reset()  # each list length is another graph, and Dynamo keeps only a few
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -99,7 +99,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def _host_us(self, name):
-        """Return the median time until a call returns; the device's queue is empty when it starts."""
+        """Return the median time until a call returns; the device's queue is empty at the start."""
         calls, times, stop = self.calls[name], [], time.perf_counter() + HOST_SECONDS
         while not times or (len(times) < HOST_CALLS and time.perf_counter() < stop):
             self.synchronize()
@@ -111,7 +111,7 @@ class Bench:
 
 
 def truth(tensors):
-    """Return the true values for the tensors, from fp64 sums over short parts, on the CPU."""
+    """Return the exact values for the tensors, from fp64 sums over short parts, on the CPU."""
     norms, largest = [], []
     for x in tensors:
         squares, most = [], 0.0
@@ -126,7 +126,7 @@ def truth(tensors):
 
 
 def deviation(provider, result, expected):
-    """Return a result's largest relative error, None if it is not compared."""
+    """Return a result's largest relative error, or None if it is not compared."""
     if not provider.gives:
         return None
     got = provider.read(result).detach().double().cpu().reshape(-1)
@@ -144,7 +144,7 @@ def reason_of(failure):
 
 
 def launches(call):
-    """Count the kernels and the copies (and fills) of one call on the device, by the profiler."""
+    """Count the kernels and the copies (and fills) of one call on the device, with the profiler."""
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
@@ -162,7 +162,7 @@ def launches(call):
 
 
 def _extra_mib(call):
-    if hasattr(call, "extra_mib"):  # its capture allocated the memory
+    if hasattr(call, "extra_mib"):  # its capture has allocated the memory already
         return call.extra_mib
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -173,7 +173,7 @@ def _extra_mib(call):
 
 
 def cache_bytes(device):
-    """Return the size of the last cache before memory: a GPU's L2, or what Linux reports of a CPU."""
+    """Return the size of the last cache before memory: a GPU's L2, or the CPU cache that Linux reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     found = [
@@ -207,7 +207,7 @@ def peak_growth(cases, names, scale_of):
         data = make(case, torch.device("cpu"), scale_of(case))
         for name in names:
             provider, value = PROVIDERS[name], None
-            # a compiled one would be compiled here again
+            # compiled providers would be compiled here again
             if provider.level in {"eager", "op"} and not provider.needs(data):
                 try:
                     # loads code and starts threads before the measured call

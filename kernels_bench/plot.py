@@ -1,4 +1,4 @@
-"""Draw a run as one picture: each provider's time as a multiple of the read ceiling's, case by case.
+"""Plot a run as one picture: each provider's time as a multiple of the read ceiling's, case by case.
 
 python -m kernels_bench.plot build/bench/bench.json   # draws bench.png beside it
 """
@@ -57,9 +57,7 @@ def draw(result, path):
         )
     marks += [
         Line2D([], [], color=PEER, marker="o", ls="", label="peers, all columns"),
-        Line2D(
-            [], [], color=PEER, marker="o", mfc="white", ls="", label="peers, less: norms, a maximum, a flag"
-        ),
+        Line2D([], [], color=PEER, marker="o", mfc="white", ls="", label="peers, fewer columns"),
     ]
     figure.legend(
         handles=marks,

@@ -1,7 +1,7 @@
-"""The providers: gradiometer by level, the read ceiling, and other implementations that give such figures.
+"""The providers: gradiometer by level, the read ceiling, and other implementations of such statistics.
 
-A provider's ``build`` takes Data and returns one call for each copy of the inputs. ``read`` turns the
-result of a call into what is compared with the truth: L2 norms, the norm of all, largest magnitudes, or
+A provider's ``build`` takes Data and returns one call for each copy of the inputs. ``read`` converts the
+result of a call into the values to check: L2 norms, the total norm, largest magnitudes, or
 found_inf.
 """
 
@@ -22,19 +22,19 @@ from gradiometer import ops
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# functions that compute all columns are compiled for lists up to this length: a long one takes minutes
+# functions that compute all columns are compiled for lists up to this length: longer ones take minutes
 COMPILED_TENSORS = 16
 MIB = 2**20
-# from public names only: another commit has them, though its modules may be elsewhere (git_base.py)
+# only public names, so that it works with other commits, whose modules may differ (git_base.py)
 THRESHOLDS = gm.Thresholds()
 SUMSQ = [column.name for column in gm.COLUMNS].index("sumsq")
 
 
 @dataclass(frozen=True)
 class Provider:
-    """``full``: gives all columns. ``gives``, ``precise``: what is compared with the truth, and how closely.
+    """``full``: gives all columns. ``gives``, ``precise``: the checked values, and how closely they must fit.
 
-    ``needs``: takes Data and returns why it does not run there, or None.
+    ``needs``: takes Data and returns the reason why the provider does not run there, or None.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Provider:
 def tolerance(provider, dtype):
     """Return the largest relative error that a correct result may have."""
     if provider.family == "ours":
-        return 1e-12  # documented: 1e-13; the truth is itself a sum of fp64 sums
+        return 1e-12  # documented: 1e-13; the reference is itself a sum of fp64 sums
     if provider.precise:
-        return 1e-10  # squares in fp64, one after another
-    # fp32 sums of long runs drift by some 1e-4; half results are rounded once or twice
+        return 1e-10  # sequential fp64 sums of squares
+    # fp32 sums of long runs drift by about 1e-4; half-precision results are rounded once or twice
     return 1e-3 if dtype.itemsize >= 4 else 2.0**-6
 
 
@@ -71,7 +71,7 @@ def all_columns(tensors):
     """Return ``(T, 7) float64``: norm, sum, zeros, NaN, +Inf, -Inf, largest magnitude."""
     rows = []
     for x in tensors:
-        if x.numel() == 0:  # it has no largest element
+        if x.numel() == 0:  # there is no largest element
             rows.append(torch.zeros(7, dtype=torch.float64, device=x.device))
             continue
         finite = torch.where(x.isfinite(), x, 0)
@@ -126,7 +126,7 @@ def _short_on_cuda(data):
 
 @dataclass(frozen=True)
 class Replay:
-    """A captured call. ``extra_mib``: what its capture allocated."""
+    """A captured call. ``extra_mib``: the memory that its capture allocated."""
 
     graph: torch.cuda.CUDAGraph
     result: object
@@ -204,7 +204,7 @@ def _lightning_total(norms):
 
 
 def multi_tensor(module):
-    """Return a build for apex's operator and its descendants: per-tensor norms, 64Ki elements a block."""
+    """Return a build for apex's operator and its derivatives: per-tensor norms, 64Ki elements a block."""
 
     def build(data):
         l2norm = importlib.import_module(module).multi_tensor_l2norm

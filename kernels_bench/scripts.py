@@ -1,4 +1,4 @@
-"""How a script of this package is named in a command, and how it is started in a process of its own."""
+"""How scripts of this package are named in commands, and how they start in a separate process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def parser(module: str, doc: str) -> argparse.ArgumentParser:
-    """Return a parser whose usage names the command, described by the first line of the module's text."""
+    """Return a parser with the module's command as its usage, described by the docstring's first line."""
     return argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
 
 
 def command_line(module: str, argv: list[str] | None = None) -> str:
-    """Return the command of this run, to print. ``argv``: what ``main`` got; None for ``sys.argv``."""
+    """Return this run's command, to print. ``argv``: the arguments of ``main``; None for ``sys.argv``."""
     return shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)])
 
 
@@ -30,7 +30,7 @@ def command(module: str, *arguments: object) -> list[str]:
 def environment(*sources: Path) -> dict[str, str]:
     """Return this process's environment, with ``sources`` and then this package on Python's path.
 
-    With it a command works in every working directory.
+    With it, a command works in every working directory.
     """
     paths = [*map(str, sources), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

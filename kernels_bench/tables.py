@@ -6,7 +6,7 @@ import re
 
 from kernels_bench.machine import one_line
 
-# (heading, on which devices, how it is aligned)
+# (heading, on which devices, alignment)
 COLUMNS = (
     ("provider", "any", "left"),
     ("computes", "any", "left"),
@@ -21,11 +21,11 @@ COLUMNS = (
 )
 
 OVERVIEW = "Our time, and as a multiple of each peer's"
-UNSTEADY = "~: the middle half is wider than a third of the median; the machine is busy, trust no such ratio"
+UNSTEADY = "~: the middle half is wider than a third of the median; the machine is busy, ignore the ratio"
 
 
 def ratio(row, rows):
-    """Return ours over a peer or another commit of ours, at its own level; None if either has no time."""
+    """Return ours over a peer or another commit of ours, at the same level; None if either has no time."""
     if row["family"] not in {"peer", "base"} or not row["ms"]:
         return None
     # if ours was not measured at the peer's level, the eager call is compared
@@ -38,7 +38,7 @@ def ratio(row, rows):
 
 
 def is_unsteady(row):
-    """Tell whether the middle half of a row's times is wider than a third of their median."""
+    """Return whether the middle half of a row's times is wider than a third of their median."""
     return bool(row["ms"]) and row["ms_high"] - row["ms_low"] > row["ms"] / 3
 
 
@@ -75,7 +75,7 @@ def by_case(rows):
 
 
 def heading(rows):
-    """Return what one case is: "gpt2 / 8: 148 float32 tensors, 15.6 M elements, 59.3 MiB"."""
+    """Return a case's description: "gpt2 / 8: 148 float32 tensors, 15.6 M elements, 59.3 MiB"."""
     row = rows[0]
     tensors = "1 tensor" if row["tensors"] == 1 else f"{row['tensors']} tensors"
     size = f"{row['elements'] / 1e6:,.1f} M elements, {row['bytes'] / 2**20:,.1f} MiB"

@@ -5,8 +5,8 @@
     python -m kernels_bench.distributed.bench --parts setup,model --ranks 8,16384 --tensors 100 --json PATH
 
 `measured`: processes of this machine time `collect_grads(reduce=ranks)`, its two all-reduces alone, and
-other ways to do it with DTensors. It counts collectives, their bytes, and the bytes that the sockets
-receive. `setup`: one process runs the agreement of thousands of ranks. `model`: NCCL's own cost model
+alternatives that use DTensors. It counts collectives, their bytes, and the bytes that the sockets
+receive. `setup`: one process simulates the set-up of thousands of ranks. `model`: NCCL's own cost model
 predicts the time of the two all-reduces. Tables are Markdown.
 """
 
@@ -25,9 +25,9 @@ from kernels_bench.distributed.processes import SHAPE, fit, measure
 PARTS = ("measured", "setup", "model")
 PROCESSES = (2, 4, 8)
 RANKS, TENSORS = (8, 64, 512, 4096, 16_384), (100, 1000, 10_000)
-# steps that a Monitor's background thread merges at once
+# steps that a Monitor's background thread merges in one exchange
 WINDOW = 16
-# a gradient's size, beside which the statistics of a tensor are small: a million elements of bfloat16
+# a gradient's size, for comparison with the statistics of a tensor: a million elements of bfloat16
 GRADIENT_BYTES = 2 * 2**20
 CALLS = {
     "ours": "gm.collect_grads(model, reduce=ranks)",
@@ -80,7 +80,7 @@ def show_measured(rows):
         clock, cpu = row["ratio_ms"], row["ratio_cpu_ms"]
         ratios = [f"{clock[name]:.2g} ({cpu[name]:.2g})" if name in clock else "" for name in others]
         cells.append([f"{row['ranks']} x {row['tensors']}", *ratios])
-    title = "Our time over theirs by the clock, and of the CPU; medians of the rounds"
+    title = "Our time over theirs, wall (CPU); medians of the rounds"
     show(title, ["ranks x tensors", *others], cells)
 
     cells = []
@@ -100,11 +100,11 @@ def show_measured(rows):
                 [where, str(one["collectives"]), f"{one['payload']:,}", f"{one['sent']:,.0f}", *seen]
             )
     headings = ["ranks x tensors, call", "collectives", "given to them", "a ring sends", "sockets received"]
-    show("Bytes of a call, each rank", [*headings, "beyond a ring, a collective"], cells)
+    show("Bytes of a call, per rank", [*headings, "more than a ring, per collective"], cells)
 
 
 def fitted(hop_us, gb_s, worst_miss):
-    bandwidth = "no bandwidth to be seen" if gb_s is None else f"{gb_s:.2g} GB/s"
+    bandwidth = "bandwidth not measurable" if gb_s is None else f"{gb_s:.2g} GB/s"
     return f"the pair, fitted: {hop_us:.0f} µs a hop, {bandwidth}; the largest miss is {worst_miss:.0%}"
 
 
@@ -124,7 +124,7 @@ def show_setup(rows):
     ]
     headings = ["ranks = stages x replicas x shards x TP", "tensors", "kinds of layout", "members, bytes"]
     headings += ["layouts, bytes", "meet, CPU ms", "agree", "count", "peak memory", "the store sends"]
-    show("Set-up, simulated: what a rank gets and does, once", headings, cells)
+    show("Set-up, simulated: work and traffic of one rank, once", headings, cells)
 
 
 def model_rows(all_ranks, all_tensors, hop_us, tcp_gb_s, **network):
@@ -139,15 +139,15 @@ def model_rows(all_ranks, all_tensors, hop_us, tcp_gb_s, **network):
                 "of_gradients": payload / (tensors * GRADIENT_BYTES),
                 "us": cost_model.pair_us(tensors, ranks, **network),
                 "by": cost_model.nccl_us(cost_model.payload(tensors)[0], ranks, **network)[1],
-                # one all-reduce of a sum of squares for each tensor, with no wait for the host
+                # one all-reduce of a sum of squares for each tensor, without waiting for the host
                 "apart_us": tensors * cost_model.nccl_us(cost_model.DOUBLE, ranks, **network)[0],
                 "window_us": cost_model.gloo_pair_us(tensors, ranks, WINDOW, hop_us, tcp_gb_s),
             }
 
 
 def show_model(rows, args):
-    title = f"A step on paper, by NCCL's cost model; {args.per_node} GPUs and {args.gb_s:g} GB/s a node are "
-    title += f"assumed, and of Gloo {args.hop_us:g} µs a hop and {args.tcp_gb_s:g} GB/s"
+    title = f"A step predicted by NCCL's cost model, assuming {args.per_node} GPUs and {args.gb_s:g} GB/s "
+    title += f"a node, and for Gloo {args.hop_us:g} µs a hop and {args.tcp_gb_s:g} GB/s"
     cells = [
         [
             f"{row['ranks']:,}",
@@ -179,10 +179,10 @@ def main():
     parser.add_argument("--ranks", type=numbers, default=RANKS, help="ranks to simulate, such as 8,16384")
     parser.add_argument("--tensors", type=numbers, default=TENSORS, help="such as 100,1000")
     parser.add_argument("--rounds", type=int, help="timed rounds; default 20, with --quick 5")
-    parser.add_argument("--per-node", type=int, default=cost_model.PER_NODE, help="GPUs of a node")
-    parser.add_argument("--gb-s", type=float, default=cost_model.NODE_GB_S, help="GB/s of a node")
+    parser.add_argument("--per-node", type=int, default=cost_model.PER_NODE, help="GPUs in a node")
+    parser.add_argument("--gb-s", type=float, default=cost_model.NODE_GB_S, help="GB/s of a node's network")
     parser.add_argument(
-        "--hop-us", type=float, default=cost_model.HOP_US, help="µs of a hop of Gloo over TCP"
+        "--hop-us", type=float, default=cost_model.HOP_US, help="µs for a hop of Gloo over TCP"
     )
     parser.add_argument("--tcp-gb-s", type=float, default=cost_model.TCP_GB_S, help="GB/s of Gloo over TCP")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -193,10 +193,10 @@ def main():
     rounds = args.rounds or (5 if args.quick else 20)
     for wrong, text in (
         ([part for part in parts if part not in PARTS], f"no such part; there are {', '.join(PARTS)}"),
-        ([n for n in processes if n < 2 or SHAPE[0] % n], f"--processes are 2 or more and divide {SHAPE[0]}"),
-        ([n for n in args.ranks if n < 8 or n & (n - 1)], "--ranks are 8 or more and powers of two"),
-        ([n for n in tensors if n < 8], "--tensors are 8 or more"),
-        ([n for n in [rounds] if n < 2], "--rounds are 2 or more"),
+        ([n for n in processes if n < 2 or SHAPE[0] % n], f"--processes must be >= 2 and divide {SHAPE[0]}"),
+        ([n for n in args.ranks if n < 8 or n & (n - 1)], "--ranks must be 8 or more and powers of two"),
+        ([n for n in tensors if n < 8], "--tensors must be 8 or more"),
+        ([n for n in [rounds] if n < 2], "--rounds must be 2 or more"),
     ):
         if wrong:
             sys.exit(f"distributed.bench: {wrong[0]}: {text}")

@@ -1,7 +1,7 @@
-"""Many ranks without many machines: their plan in one process, and the predicted time of a collective.
+"""Many ranks without many machines: set-up simulated in one process, and predicted times of collectives.
 
-`simulate` makes what each of up to 16,384 ranks would send, and runs `gm.Ranks` as the last of them.
-`nccl_us` is the time that NCCL expects of an all-reduce; `sent` is what a rank sends in any library.
+`simulate` generates the messages of up to 16,384 ranks, and runs `gm.Ranks` as the last of them.
+`nccl_us` is the time that NCCL predicts for an all-reduce; `sent` is the minimum that a rank sends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SUMS, TOPS = 7, 2
 PER_NODE = 8
 # assumed: 8 network cards of 400 Gbit/s
 NODE_GB_S = 400.0
-# assumed, of Gloo over TCP between machines
+# assumed for Gloo over TCP between machines
 HOP_US, TCP_GB_S = 30.0, 1.0
-# NCCL's own table, by algorithm and protocol: µs of a call, of a hop over NVLink, of one over the network
+# NCCL's own table, by algorithm and protocol: µs of a call, of a hop over NVLink, of a hop over the network
 # (NVIDIA/nccl, src/graph/tuning.cc, baseLat and hwLat, commit b6475625)
 LATENCIES = {
     ("tree", "LL"): (6.8, 0.6, 5.0),
@@ -34,13 +34,13 @@ LATENCIES = {
     ("ring", "LL128"): (14.0, 1.9, 4.0),
     ("ring", "Simple"): (8.4, 3.4, 14.0),
 }
-# from the same file: the share of the bandwidth that a protocol reaches, and LL's most GB/s beyond two nodes
+# from the same file: each protocol's share of the bandwidth, and LL's maximum GB/s beyond two nodes
 SHARES = {"LL": 1 / 4, "LL128": 0.92, "Simple": 1.0}
 LL_GB_S = 20.4
 
 
 def payload(tensors, steps=1):
-    """Return the bytes of the sum and of the maximum for this many tensors and steps at once."""
+    """Return the bytes of the SUM and of the MAX all-reduce for this many tensors and steps at once."""
     return DOUBLE * SUMS * tensors * steps, DOUBLE * TOPS * (tensors * steps + 1)
 
 
@@ -50,7 +50,7 @@ def sent(nbytes, ranks):
 
 
 def nccl_us(nbytes, ranks, per_node=PER_NODE, gb_s=NODE_GB_S):
-    """Return the µs that NCCL's own cost model gives an all-reduce, and by which algorithm and protocol."""
+    """Return the µs that NCCL's cost model predicts for an all-reduce, with its algorithm and protocol."""
     nodes = ceil(ranks / per_node)
     inside = min(ranks, per_node)
     found = {}
@@ -72,12 +72,12 @@ def nccl_us(nbytes, ranks, per_node=PER_NODE, gb_s=NODE_GB_S):
 
 
 def pair_us(tensors, ranks, **network):
-    """Return the µs of our two all-reduces, one after the other."""
+    """Return the µs of our two all-reduces in sequence."""
     return sum(nccl_us(nbytes, ranks, **network)[0] for nbytes in payload(tensors))
 
 
 def gloo_pair_us(tensors, ranks, steps, hop_us=HOP_US, gb_s=TCP_GB_S):
-    """Return the µs of the pair for this many steps at once by Gloo, whose all-reduce is a ring."""
+    """Return the µs of both all-reduces for this many steps at once with Gloo, which uses a ring."""
     return sum(2 * (ranks - 1) * hop_us + sent(n, ranks) / gb_s / 1e3 for n in payload(tensors, steps))
 
 
@@ -91,7 +91,7 @@ class Job(NamedTuple):
 
 
 def job(ranks):
-    """Return a job: tensor parallel within a node, up to 8 stages, up to 64 shards, and replicas of that."""
+    """Return a job: tensor parallel within a node, up to 8 stages, up to 64 shards; the rest are replicas."""
     tensor = 8 if ranks >= 64 else 2
     stages = 8 if ranks >= 512 else 1
     shards = min(64, ranks // (tensor * stages))
@@ -99,10 +99,10 @@ def job(ranks):
 
 
 def members_of(ranks, tensors):
-    """Return what each rank sends about itself, and the shardings by digest."""
+    """Return the description that each rank sends, and the shardings by digest."""
     stages, replicas, shards, tensor = job(ranks)
     names = [f"model.layers.{i // 9}.feed_forward.w{i % 9}.weight" for i in range(tensors)]
-    # as FSDP2 over tensor parallel: both cut some tensors, only the shards cut norms
+    # as FSDP2 over tensor parallelism: both cut some tensors, only FSDP2 cuts norms
     cuts = (("R", "_S(0, 2)", "S(0)"), ("R", "S(0)", "S(1)"), ("R", "S(0)", "R"))
     digests, shardings = [], {}
     for stage in range(stages):
@@ -123,7 +123,7 @@ def members_of(ranks, tensors):
 
 
 class Book:
-    """The store of a job, to which all ranks but the last have written."""
+    """The store of a job in which all ranks but the last have written."""
 
     def __init__(self, key, told):
         self.values = {f"{key}/{rank}": value for rank, value in enumerate(told[:-1])}
@@ -152,7 +152,7 @@ class Book:
 
 
 def heard(told):
-    """Meet as the last rank, which joins what all ranks wrote; return that, and its bytes."""
+    """Exchange descriptions as the last rank; return all ranks' descriptions, and their bytes."""
     told = [pickle.dumps(value) for value in told]
     book, ranks = Book("meeting", told), range(len(told))
     _, values = exchange(book, "meeting", ranks[-1], ranks, told[-1], 1.0)
@@ -160,7 +160,7 @@ def heard(told):
 
 
 def simulate(ranks, tensors):
-    """Agree as the last of this many ranks; return CPU seconds, bytes that each rank gets, peak memory."""
+    """Run the set-up as the last of this many ranks; return CPU seconds, bytes per rank, peak memory."""
     members, shardings = members_of(ranks, tensors)
     firsts = {member.digest: place for place, member in reversed([*enumerate(members)])}
     told = [None] * ranks
@@ -175,7 +175,7 @@ def simulate(ranks, tensors):
         met = time.process_time()
         plan = make_global_plan(found, {sharding.digest: sharding for sharding in layout_values if sharding})
         agreed = time.process_time()
-        # the last rank has the most other ranks to look at
+        # the last rank has the most earlier ranks to compare with
         plan.counts(ranks - 1)
         seconds = {
             "meet": met - start,

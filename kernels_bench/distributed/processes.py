@@ -1,7 +1,7 @@
 """Ranks as processes on this machine, with Gloo over the loopback device: times, collectives, bytes.
 
-Each process is a rank that holds its rows of every gradient, as with FSDP2. All calls take a turn in every
-round, and begin on all ranks together. The slowest rank of a round counts: its wall time, and the CPU time
+Each process is a rank that holds its rows of every gradient, as with FSDP2. In every round each call runs
+once, and starts on all ranks together. The slowest rank of a round counts: its wall time, and the CPU time
 of its threads, which is the better figure on a busy machine.
 """
 
@@ -25,12 +25,12 @@ import gradiometer as gm
 from kernels_bench.distributed import cost_model
 
 SHAPE = (64, 64)
-# these need a collective for each tensor: seconds a call, so they have fewer rounds and a limit
+# these need a collective for each tensor and take seconds a call: fewer rounds, and a limit on the size
 APART = ("norms apart", "gathered")
 APART_ROUNDS = 3
 MOST_APART = 4000  # ranks x tensors
 WARM_UP = 2
-SETTLED = 0.2  # seconds after which the last call has no traffic
+SETTLED = 0.2  # seconds after a call until its traffic has ended
 COLLECTIVES = ("reduce", "gather", "broadcast", "scatter", "all_to_all", "alltoall")
 
 
@@ -88,7 +88,7 @@ def on_the_wire():
         for path in Path("/proc/self/fd").iterdir():
             try:
                 number = os.dup(int(path.name))
-            except OSError:  # the descriptor of the folder itself
+            except OSError:  # the descriptor of /proc/self/fd itself
                 continue
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 os.close(number)
@@ -104,7 +104,7 @@ def on_the_wire():
 
 
 def received(call):
-    """Return the bytes on this rank's sockets because of one call."""
+    """Return the bytes that one call adds on this rank's sockets."""
     dist.barrier()
     time.sleep(SETTLED)
     before = on_the_wire()
@@ -131,7 +131,7 @@ def sharded(tensors, size):
 def rank_main(rank, size, folder, all_tensors, rounds):
     """Measure on one rank; the figures go into a file."""
     torch.set_num_threads(1)
-    # a file store, so that all TCP traffic is Gloo's
+    # a file store, so that all TCP traffic comes from Gloo
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
     found = {}
     for tensors in all_tensors:
@@ -176,7 +176,7 @@ def measure(size, all_tensors, rounds):
         row = {"ranks": size, "tensors": tensors, "traffic": cells[0]["traffic"]}
         row["setup_ms"] = statistics.median(map(max, zip(*[cell["setup_ms"] for cell in cells], strict=True)))
         for i, what in enumerate(("ms", "cpu_ms")):
-            # a call ends when the slowest rank ends it
+            # a call lasts as long as on its slowest rank
             slowest = {
                 name: [max(taken[i] for taken in turn) for turn in zip(*runs, strict=True)]
                 for name in cells[0]["times"]
@@ -196,16 +196,16 @@ def measure(size, all_tensors, rounds):
 
 
 def fit(rows):
-    """Return µs a hop, bytes a µs and the largest miss of ``hops * a + bytes / b`` fitted to the pairs."""
+    """Return µs a hop, bytes a µs and the largest relative error of the fit ``hops * a + bytes / b``."""
     times = torch.tensor([row["ms"]["pair"] * 1e3 for row in rows], dtype=torch.float64)
     hops = torch.tensor([2.0 * 2 * (row["ranks"] - 1) for row in rows], dtype=torch.float64)
     moved = torch.tensor([row["traffic"]["pair"]["sent"] for row in rows], dtype=torch.float64)
-    # relative misses, because the times span orders of magnitude
+    # relative errors, because the times span orders of magnitude
     terms = torch.stack([hops, moved], dim=1) / times[:, None]
     ones = torch.ones_like(times)[:, None]
     factors = torch.linalg.lstsq(terms, ones).solution[:, 0]
     if (factors <= 0).any():
-        # too few bytes, or a machine that is too busy: fit hops alone
+        # too few bytes, or a busy machine: fit hops alone
         factors = torch.tensor([torch.linalg.lstsq(terms[:, :1], ones).solution.item(), 0.0]).double()
     hop_us, us_a_byte = factors.tolist()
     worst = (terms @ factors - 1).abs().max().item()

@@ -1,1 +1,1 @@
-"""What needs a GPU: one command that runs all of it, a training step of GPT-2, and tuning."""
+"""Benchmarks that need a GPU: one command that runs them all, a training step of GPT-2, and tuning."""

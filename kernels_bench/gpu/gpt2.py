@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     import argparse
 
 MIB = 2**20
-# the first mode has the figure to reach, so it is measured even if time runs out
+# the bound applies to the first mode, so it is measured even if time runs out
 MODES = ("compiled", "reduce-overhead", "eager")
 COLLECTS = ("nothing", "grads", "grads+weights")
 # the second call records a CUDA graph
 WARM_UP = 4
 MIN_TURNS, SECONDS_OF_A_TURN = 5, 0.1
-# a step of the full model takes longer
+# a shorter step has a small model
 SMALL_MS = 15.0
 LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 # torch's own norm in fp64 is off by up to 4e-11
@@ -100,9 +100,9 @@ class Training:
         self.first = [torch.zeros_like(p.data) for p in self.parameters]
         self.second = [torch.zeros_like(p.data) for p in self.parameters]
         self.count = torch.zeros((), device=self.device)
-        # an input of the graph: `check` changes it without a new compilation
+        # an input of the graph: `check` changes it without a recompilation
         self.beta = torch.full((), BETAS[0], device=self.device)
-        # a CUDA graph writes to fixed addresses
+        # CUDA graphs write to fixed addresses
         for tensor in (*self.first, *self.second, self.count):
             torch._dynamo.mark_static_address(tensor)
 
@@ -119,7 +119,7 @@ class Training:
 
     @torch.no_grad()
     def update(self) -> None:
-        """AdamW in operators that the compiler fuses."""
+        """AdamW written out in operators that the compiler fuses."""
         grads = [p.grad for p in self.parameters]
         self.count += 1
         torch._foreach_mul_(self.first, self.beta)
@@ -148,14 +148,14 @@ class Training:
             self.update()
             return loss.detach(), stats
 
-        # a code object of its own: Dynamo keeps graphs by code, and would search those of the other steps
+        # its own code object: Dynamo caches graphs by code object, and would search those of other steps
         whole.__code__ = whole.__code__.replace(co_name=f"step_with_{what}")
         compiled = torch.compile(
             whole, fullgraph=True, dynamic=False, mode=None if mode == "compiled" else mode
         )
 
         def run():
-            # the results of the previous step are dead
+            # the previous step's results are no longer needed
             torch.compiler.cudagraph_mark_step_begin()
             return compiled(self.tokens, self.targets)[1]
 
@@ -183,7 +183,7 @@ def check(training: Training, mode: str, step) -> None:
     hook = training.optimizer.register_step_pre_hook(
         lambda *_: grads.extend([p.grad.clone() for p in training.parameters])
     )
-    # now the first moments of the written-out update are the gradients, which no longer exist
+    # with beta 0, the first moments of the written-out update equal the gradients, which are freed by then
     training.beta.zero_()
     stats = step()
     hook.remove()
@@ -193,12 +193,12 @@ def check(training: Training, mode: str, step) -> None:
             raise AssertionError("a step's statistics differ from those of an eager call on its tensors")
         norms = torch.stack([x.double().norm() for x in tensors])
         if not (norms > 0).any() or not torch.all((found.norm - norms).abs() <= NORM_TOLERANCE * norms):
-            raise AssertionError("norms are not those that torch finds in fp64")
+            raise AssertionError("norms differ from those that torch computes in fp64")
     training.beta.fill_(BETAS[0])
 
 
 def take_turns(training: Training, steps: dict, seconds: float) -> dict[str, list[float]]:
-    """Return seconds a step of each in every turn; a turn is a few steps, with a wait at its end."""
+    """Return each step's seconds in every turn; a turn is a few steps, and ends with a synchronization."""
     times = {what: [] for what in steps}
 
     def timed(step, count):
@@ -214,7 +214,7 @@ def take_turns(training: Training, steps: dict, seconds: float) -> dict[str, lis
     while len(times["nothing"]) < MIN_TURNS or time.perf_counter() < deadline:
         for what in order:
             times[what].append(timed(steps[what], count))
-        # so that none always follows the same other one
+        # so that no step always follows the same other one
         order.reverse()
     return times
 
@@ -239,7 +239,7 @@ def measure(mode: str, options: argparse.Namespace) -> list[dict]:
     counters.clear()
     training, steps, rows = Training(options), {}, []
     for what in options.collects:
-        # compile another step only if there is time; the first two give the figure to reach
+        # compile another step only if there is time; the first two are needed for the bound
         if what not in COLLECTS[:2] and not options.clock.has_time_for(mode, 1):
             rows.append({"mode": mode, "collects": what, "left_out": "no time was left"})
             continue
@@ -310,7 +310,7 @@ def markdown(result: dict) -> str:
     if min((row["ms"] for row in result["rows"] if "ms" in row), default=SMALL_MS) < SMALL_MS:
         lines += [
             "",
-            "A step this short is mostly the host's overhead: it tests the code, not what collection costs.",
+            "A step this short mostly measures host overhead: it tests the code, not the cost of collection.",
         ]
     return "\n".join(lines) + "\n"
 
@@ -339,12 +339,12 @@ def parse(argv) -> argparse.Namespace:
     if options.collects[0] != "nothing" and not options.warm:
         parser.error("--collects must begin with nothing, which the others are compared with")
     if options.width % options.heads:
-        parser.error(f"--width {options.width} is no multiple of --heads {options.heads}")
+        parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
     return options
 
 
 def save(result: dict, options: argparse.Namespace) -> None:
-    """Write the results so far, after every mode: a run that is cut off keeps them."""
+    """Write the results so far after every mode, so that an interrupted run keeps them."""
     if options.out and not options.warm:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "gpt2.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -1,9 +1,9 @@
-"""Collect from tensors that have an allocation each, so that a memory checker knows where they end.
+"""Collect from tensors with one allocation each, so that a memory checker sees where each one ends.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 \\
         python -m kernels_bench.gpu.odd_sizes
 
-The sizes lie around the tile and the chunk, in every dtype; some tensors begin off 16 bytes or hold NaN.
+The sizes lie around the tile and chunk sizes, in every dtype; some tensors are misaligned or hold NaN.
 The exit code is 3 if a result differs from that of the CPU.
 """
 
@@ -18,7 +18,7 @@ from kernels_bench import scripts
 
 SIZES = (0, 1, 3, 17, 1023, 2049, 2**15 - 1, 2**15 + 1, 70_001)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# not 1, which is an exception's exit code
+# 1 is the exit code of an exception
 WRONG = 3
 EXACT = ("numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "abs_max")
 

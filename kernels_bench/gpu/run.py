@@ -3,10 +3,10 @@
     make gpu PY=python3              # on a GPU machine with torch 2.11 or newer; needs no network
     python -m kernels_bench.gpu.run --sweep --out build/gpu
 
-Each part is a process with a time limit. A part that overruns is cut off; what it has written counts, and
-the other parts still run. Writes gpu.json and gpu.md, with the figures to reach and whether they are met.
-The exit code is 1 if a test or a part failed. A missed figure and a benchmark that is cut off are reported
-and fail nothing. Without a GPU the script says so, collects the tests, and takes a small step on the CPU.
+Each part is a process with a time limit. A part that overruns is stopped; its written results count, and
+the other parts still run. Writes gpu.json and gpu.md, with the figures and whether they meet their bounds.
+The exit code is 1 if a test or a part failed. A missed bound or a stopped benchmark is reported, but does
+not fail the run. Without a GPU the script collects the tests and takes a small step on the CPU.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from kernels_bench.gpu import odd_sizes
 from kernels_bench.scripts import ROOT
 
 SECONDS = 460
-# stands for a part's seconds in its command, less MARGIN to start and to end
+# LIMIT is replaced by a part's seconds in its command, less MARGIN for its start and end
 LIMIT, MARGIN = "{limit}", 15
 # the memory checker's exit code if it found something
 FOUND = 9
-# bytes: the figures are those of larger lists
+# bytes: the bounds apply to larger lists
 LARGE = 256e6
-# short cases and those that a figure needs come first, because the last ones may be cut off
+# short cases and those with a bound come first, because the last ones may be cut off
 CASES = "one-1.5e9,2000x1m,2000x1k,gpt2,llama-1b,moe,misaligned,beyond-2^31"
-# files that a run leaves in its folder, besides logs
+# files that a run writes to its folder, besides logs
 WRITTEN = [f"{name}.{kind}" for name in ("gpu", "bench", "gpt2", "sweep") for kind in ("json", "md")]
 WRITTEN += ["host.json", "tests.xml", "bench.png"]
 SMALL = "--layers 1 --width 32 --heads 2 --vocabulary 64 --context 16 --batch 2 --seconds 0.2"
 
 
-# tools of compute-sanitizer, and their seconds
+# tools of compute-sanitizer, and their time limits in seconds
 CHECKERS = {"memcheck": 35, "racecheck": 20}
 
 
 class Part(NamedTuple):
-    """A command, and how many seconds it may take; unused seconds of earlier parts are added."""
+    """A command, and its time limit in seconds; unused seconds of earlier parts are added."""
 
     name: str
     command: list[str]
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """``reached`` is None if it was not measured; ``most``: the bound is an upper one."""
+    """``reached`` is None if it was not measured; ``most``: whether the bound is an upper one."""
 
     what: str
     reached: float | None
@@ -83,14 +83,14 @@ def parts(out: Path, *, sweep: bool, sanitizer: str | None) -> list[Part]:
     tests += ["--continue-on-collection-errors", f"--junitxml={out / 'tests.xml'}", str(ROOT / "tests")]
     if importlib.util.find_spec("pytest_timeout"):
         tests += ["-p", "timeout"]
-    if importlib.util.find_spec("xdist"):  # the tests mostly compile
+    if importlib.util.find_spec("xdist"):  # most of the tests' time is compilation
         tests += ["-p", "xdist", "-n", "4"]
     # other installed plugins may warn, and warnings are errors
     listed = [Part("tests", tests, 130, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})]
     for tool, seconds in CHECKERS.items() if sanitizer else ():
         command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)]
         command += scripts.command("kernels_bench.gpu.odd_sizes")
-        # with the caching allocator a read beyond a tensor would be a read of its neighbour
+        # with the caching allocator a read beyond a tensor would read its neighbor, undetected
         listed.append(Part(tool, command, seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
     host = scripts.command("kernels_bench.host_path", "--device", "cuda", "--json", out / "host.json")
     bench = ["--device", "cuda", "--cases", CASES, "--seconds", 1, "--out", out]
@@ -108,7 +108,7 @@ def parts(out: Path, *, sweep: bool, sanitizer: str | None) -> list[Part]:
 
 
 def warm_ups(out: Path) -> list[list[str]]:
-    """Return commands that compile beside the tests, so that later parts find the compiler's cache filled."""
+    """Return commands that compile while the tests run, so that later parts find a warm compiler cache."""
     bench = ("--device", "cuda", "--cases", "gpt2", "--providers", "inductor,inductor-combo,ours-compiled")
     modes = ("compiled", "reduce-overhead")
     return [
@@ -120,7 +120,7 @@ def warm_ups(out: Path) -> list[list[str]]:
 def start(command: list[str], log: Path | None = None, **env: str) -> subprocess.Popen:
     env = {**scripts.environment(ROOT / "src"), "PYTHONUNBUFFERED": "1", **env}
     env.pop("TRITON_INTERPRET", None)
-    # a process group of its own, so that its compilers end with it
+    # its own process group, so that its compiler processes end with it
     with log.open("wb") if log else open(os.devnull, "wb") as sink:  # noqa: PTH123
         return subprocess.Popen(
             command,
@@ -171,7 +171,7 @@ def failed(part: dict) -> bool:
 
 
 def counts(xml: Path) -> dict[str, int]:
-    """Return how many tests there were, failed and were skipped; empty without the file."""
+    """Return the numbers of all, failed and skipped tests; empty without the file."""
     if not xml.exists():
         return {}
     suites = ET.parse(xml).getroot().iter("testsuite")  # noqa: S314 pytest wrote it
@@ -183,7 +183,7 @@ def counts(xml: Path) -> dict[str, int]:
 
 
 def figures(bench: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
-    """Return the figures to reach, from the rows of bench.json and gpt2.json, and host.json's bounds."""
+    """Return the figures that have a bound, from the rows of bench.json and gpt2.json, and from host.json."""
     ms = {(row["case"], row["provider"]): row["ms"] for row in bench if row["ms"] and not row["error"]}
     ours = [row for row in bench if row["provider"] == "ours-eager" and (row["case"], "ours-eager") in ms]
     large = [row for row in ours if row["bytes"] > LARGE]
@@ -229,7 +229,7 @@ def figures(bench: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
     steps = {(row["mode"], row["collects"]): row for row in gpt2 if "ms" in row}
     added = steps.get(("compiled", "grads"), {}).get("added_percent")
     found.append(Figure("% of a compiled step of GPT-2", added, 1.0, True, "gpu.gpt2"))
-    # the count that is nearest to its bound
+    # the number of tensors that is nearest to its bound
     count = max(host, key=lambda count: host[count]["beyond_us"] / host[count]["limit_us"], default="")
     beyond, limit = (host[count]["beyond_us"], host[count]["limit_us"]) if host else (None, math.nan)
     where = f"host_path, {count} tensors" if host else "host_path"
@@ -303,7 +303,7 @@ def main(argv=None) -> int:
         for part in parts(out, sweep=options.sweep, sanitizer=shutil.which("compute-sanitizer")):
             granted += part.seconds
             if part.name == "bench":
-                # they may use the rest of the tests' time, and must not disturb the benchmark
+                # they may use the rest of the tests' time, but must not disturb the benchmark
                 while (
                     any(p.poll() is None for p in beside)
                     and time.perf_counter() - begin < granted - part.seconds

@@ -1,11 +1,11 @@
-"""Tune the kernels: time other chunks, tiles, loads in flight, threads and registers than those of tuning.py.
+"""Tune the kernels: time chunks, tiles, loads in flight, threads and registers other than in tuning.py.
 
     python -m kernels_bench.gpu.sweep --out build/gpu   # on a GPU, two minutes
-    TRITON_INTERPRET=1 python -m kernels_bench.gpu.sweep --device cpu --divide 100000 --tensors 3  # its logic
+    TRITON_INTERPRET=1 python -m kernels_bench.gpu.sweep --device cpu --divide 100000 --tensors 3  # a test
 
 For each dtype the search changes one value at a time and keeps the best so far. A candidate counts only if
-its norms are right. Its time is that of replays of a CUDA graph, in turns with those of the present table.
-Writes sweep.json and sweep.md; change the table itself by hand.
+its norms are right. Its time is measured with a CUDA graph, alternating with the current table.
+Writes sweep.json and sweep.md; edit the table itself by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import argparse
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# name -> elements of each tensor, by the size of one in bytes
+# name -> a function from an element's size in bytes to the elements of each tensor
 LISTS = {
     "1 GiB": lambda itemsize: [2**30 // itemsize],
     "64 MiB": lambda itemsize: [2**26 // itemsize],
@@ -138,7 +138,7 @@ def sample(call, device: str) -> float:
 
 
 def compare(inputs: dict, dtype: torch.dtype, change: dict, options: argparse.Namespace) -> list[dict]:
-    """Time one candidate against the present table, in turns, on every list; return a row for each."""
+    """Time one candidate against the current table, alternating, on every list; return a row for each."""
     rows = []
     for name, (tensors, norms) in inputs.items():
         row = {"list": name, **described(dtype, change)}
@@ -164,7 +164,7 @@ def described(dtype: torch.dtype, change: dict) -> dict:
 
 
 def score(rows: list[dict]) -> float:
-    """Return the geometric mean of times, as multiples of the table's; infinite if a list failed."""
+    """Return the geometric mean of the times relative to the table's; infinite if a list failed."""
     return math.inf if any("error" in row for row in rows) else geometric_mean(row["ratio"] for row in rows)
 
 
@@ -210,7 +210,7 @@ def markdown(result: dict) -> str:
             lines.append(f"| {' | '.join(map(str, cells))} |")
     failed = sum("error" in row for row in result["rows"])
     if not torch.cuda.is_available():
-        lines += ["", "Interpreted, to see that it runs: these times say nothing about a GPU."]
+        lines += ["", "Interpreted, to test the code: these times say nothing about a GPU."]
     lines += ["", f"{len(result['rows'])} timings of candidates, {failed} of them failed."]
     return "\n".join(lines) + "\n"
 
@@ -219,11 +219,11 @@ def main(argv=None) -> int:
     parser = scripts.parser("kernels_bench.gpu.sweep", __doc__)
     parser.add_argument("--device", default="cuda")
     names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-    parser.add_argument("--dtypes", default=",".join(names), help="the search goes in this order")
+    parser.add_argument("--dtypes", default=",".join(names), help="searched in this order")
     parser.add_argument("--seconds", type=float, default=120.0, help="for the whole search")
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--divide", type=int, default=1, help="make every tensor smaller by this")
-    parser.add_argument("--tensors", type=int, help="most tensors of a list")
+    parser.add_argument("--divide", type=int, default=1, help="divide the size of every tensor by this")
+    parser.add_argument("--tensors", type=int, help="maximum number of tensors in a list")
     parser.add_argument("--out", type=Path, help="a folder for sweep.json and sweep.md")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
@@ -239,7 +239,7 @@ def main(argv=None) -> int:
     torch.manual_seed(0)
     start = time.perf_counter()
     for i, dtype in enumerate(dtypes):
-        # each dtype has its share, and what earlier ones left
+        # each dtype gets an equal share of the time, plus what earlier ones left
         rows, best = sweep(dtype, start + options.seconds * (i + 1) / len(dtypes), options)
         result["rows"] += rows
         result["table"].append(described(dtype, {}))

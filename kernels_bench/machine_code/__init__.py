@@ -1,1 +1,1 @@
-"""What the kernels compile to on each target, and the bound that follows for each GPU."""
+"""The machine code of the kernels on each target, and the resulting bound for each GPU."""

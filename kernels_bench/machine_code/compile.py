@@ -1,8 +1,8 @@
 """Compile kernels for devices that this machine does not have, and read the code.
 
-The package's own launchers run on CPU tensors. A launch is recorded, not made; its arguments decide types,
-constants and options exactly as on a device. Triton then compiles for any target, and its wheel has the
-disassembler.
+The package's own launchers run on CPU tensors. A launch is recorded, but not executed; its arguments decide
+types, constants and options exactly as on a device. Triton then compiles for any target, and its wheel
+includes the disassembler.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Launch:
         return {k: v for k, v in self.kwargs.items() if k in self.kernel.signature.parameters}
 
     def variant_of(self, target: str) -> tuple[Any, ...]:
-        """Return the key of Triton's cache: launches with two keys are two compilations."""
+        """Return the key of Triton's cache: launches with different keys are different compilations."""
         _, specialization, _ = self.bind(target)
         options = {k: v for k, v in self.kwargs.items() if k not in self.constants}
         return self.kernel, repr(specialization), repr(options), repr(self.constants)
@@ -93,7 +93,7 @@ class Launch:
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Record launches of Triton kernels and do not make them."""
+    """Record launches of Triton kernels instead of executing them."""
     launches: list[Launch] = []
 
     def record(kernel, *args, grid, warmup, **kwargs):
@@ -112,7 +112,7 @@ def launches_of(
 ) -> list[Launch]:
     """Return the launches that measuring these tensors makes on such a GPU."""
     limits = (thresholds.vanishing, thresholds.exploding, thresholds.dead)
-    # the launchers ask torch how wide a warp is
+    # the launchers ask torch for the warp size
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
     with recorded_launches() as launches, hip, mock.patch.object(library, "uses_kernels", return_value=True):
         torch.ops.gradiometer.tensor_stats(list(tensors), *limits, inv_scale)
@@ -131,7 +131,7 @@ def moments_code(target: str, dtype: torch.dtype) -> Code:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One compilation of a kernel: the dtype it reads, and one of the launches that need it."""
+    """One compilation of a kernel: the dtype it reads, and a launch that needs it."""
 
     kernel: str
     dtype: torch.dtype
@@ -141,7 +141,7 @@ class Variant:
 
 def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Variant]:
     """Return every variant of every kernel that tensors of these dtypes can need."""
-    # the launchers may distinguish: 16-byte aligned or not, one chunk or several, one row or several
+    # the launchers may distinguish these: 16-byte aligned or not, one chunk or several, one row or several
     inputs = [([16], 0), ([9], 1), ([100_000] * 3, 0), ([100_000] * 3, 1), ([2**21], 0)]
     found: dict[tuple[Any, ...], Variant] = {}
     for dtype in dtypes:
@@ -158,7 +158,7 @@ def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Varian
 
 
 def _with_constants_told(all_variants: list[Variant]) -> list[Variant]:
-    """Name the constants by which variants of the same kernel and dtype differ."""
+    """Name the constants that distinguish variants of the same kernel and dtype."""
     told = []
     for variant in all_variants:
         alike = [v.launch.constants for v in all_variants if _title(v) == _title(variant)]
@@ -186,16 +186,16 @@ class Code:
     target: str
     signature: dict[str, str]
     ttir: str
-    # PTX, or LLVM's code without PTX: the operations before an assembler expands them
+    # PTX, or LLVM's code for targets without PTX: the operations before an assembler expands them
     portable: str
     text: str
     listing: Listing
     registers: int
     # bytes of memory that a thread uses for values that do not fit into registers
     stack: int
-    # registers saved there, or instructions that save them
+    # registers spilled there, or instructions that spill them
     spills: int
-    # bytes of a block
+    # bytes per block
     shared: int
 
     @property

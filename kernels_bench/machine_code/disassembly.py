@@ -1,6 +1,6 @@
 """Read machine code as text: NVIDIA's as cuobjdump prints it, AMD's as LLVM does.
 
-The result is opcodes and innermost loops, and what a loop does for each element that it loads.
+The result is opcodes and innermost loops, and the work of a loop for each element that it loads.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Loop:
-    """The body of one loop, and what it does per element read. A predicated instruction counts as one."""
+    """The body of one loop, and its work per element read. A predicated instruction counts as one."""
 
     opcodes: list[str]
 
     @property
     def loads(self) -> list[int]:
-        """Bytes a thread reads by each load from global memory."""
+        """Bytes that a thread reads in each load from global memory."""
         return [size for size in map(load_size, self.opcodes) if size]
 
     @property
@@ -29,7 +29,7 @@ class Loop:
 
     @property
     def talk(self) -> list[str]:
-        """Instructions that pass values between the threads of a block, or make them wait."""
+        """Instructions that exchange values between the threads of a block, or synchronize them."""
         return [opcode for opcode in self.opcodes if is_talk(opcode)]
 
     def elements(self, itemsize: int) -> int:
@@ -41,10 +41,10 @@ class Loop:
 
     @property
     def slots(self) -> int:
-        """Issue slots of one iteration: each of NVIDIA's instructions takes one.
+        """Issue slots of one iteration: each NVIDIA instruction takes one.
 
-        On CDNA the vector unit's are counted, in passes: scalar, memory and branch instructions of other
-        waves issue beside them, and LLVM's SISchedule.td gives fp16 <-> fp32 conversions four passes.
+        On CDNA only the vector unit's instructions count, in passes: scalar, memory and branch instructions
+        of other waves issue beside them; LLVM's SISchedule.td gives fp16 <-> fp32 conversions four passes.
         """
         if not any(opcode.startswith(("v_", "s_")) for opcode in self.opcodes):
             return len(self.opcodes)
@@ -70,8 +70,8 @@ class Loop:
 class Listing(NamedTuple):
     """Machine code as text: opcodes, the line of each, and innermost loops.
 
-    Opcodes are mnemonics with their modifiers, in the order of their addresses. A span is a loop's first
-    and last place in that list.
+    Opcodes are mnemonics with their modifiers, in address order. A span is a loop's first
+    and last position in that list.
     """
 
     opcodes: list[str]
@@ -84,9 +84,9 @@ class Listing(NamedTuple):
 
     @property
     def main_span(self) -> tuple[int, int]:
-        """The innermost loop that reads most of global memory in an iteration; of equals the first.
+        """The innermost loop that reads most of global memory in an iteration; the first one on a tie.
 
-        Loops over what an unrolled one leaves, and the counting path's, read no more than that one.
+        The remainder loop of an unrolled loop, and the counting path's loop, never read more than that one.
         """
         sizes = [sum(loop.loads) for loop in self.loops]
         if not any(sizes):
@@ -133,7 +133,7 @@ def parse_amdgcn(text: str) -> Listing:
 
 
 def _innermost(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    # two branches back to one place are one loop
+    # two branches back to the same address are one loop
     longest = {start: max(end for s, end in spans if s == start) for start, _ in spans}
     return sorted(
         (start, end)
@@ -143,9 +143,9 @@ def _innermost(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def load_size(opcode: str) -> int:
-    """Return the bytes that a thread reads by this load from global memory; 0 for any other instruction."""
+    """Return the bytes that a thread reads with this load from global memory; 0 for other instructions."""
     if re.match(r"(LDG|LD|LDGSTS)\.", opcode):
-        # the width is a modifier of its own: LTC128B is none
+        # the width is a separate modifier: LTC128B is not one
         sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
         return next((sizes[part] for part in reversed(opcode.split(".")) if part in sizes), 4)
     if match := re.match(r"(?:global|flat|buffer)_load_(?:lds_)?(\w+)", opcode):

@@ -1,11 +1,11 @@
-"""Report what the kernels compile to, and the bound that follows for each GPU; no GPU is needed.
+"""Report the machine code of the kernels, and the resulting bound for each GPU; no GPU is needed.
 
     python -m kernels_bench.machine_code.report [--out build/machine-code]
     python -m kernels_bench.machine_code.report --targets sm_90,sm_100 --dtypes float32 --kernels moments
     python -m kernels_bench.machine_code.report --targets sm_90 --sass build/sass   # writes the disassembly
     python -m kernels_bench.machine_code.report --join A/report.json B/report.json  # compares two compilers
 
-Prints what the main loops do, the predicted bounds, and the rates behind them; writes the same as
+Prints the work of the main loops, the predicted bounds, and the rates they use; writes the same to
 `report.json` and `report.md`.
 """
 
@@ -56,17 +56,17 @@ def code_rows(target: str, dtypes: list[str], kernels: list[str], sass: Path | N
 
 
 def in_own_process(target: str, dtypes: list[str], kernels: list[str], sass: Path | None) -> list[dict]:
-    """Run `code_rows` in a process of its own: LLVM ends the process for what it does not know."""
+    """Run `code_rows` in a separate process: LLVM aborts the process on an unsupported operation."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(code_rows, target, dtypes, kernels, sass).result()
         except BrokenProcessPool:
-            error = "the compiler ended the process; what it said is above"
+            error = "the compiler ended the process; its message is above"
             return [{"target": target, "kernel": "", "dtype": "", "variant": "", "error": error}]
 
 
 def measures(code, itemsize: int) -> dict:
-    """Return a row's figures: of the main loop per element of ``itemsize`` bytes, and of the whole kernel."""
+    """Return a row's figures: the main loop's per element of ``itemsize`` bytes, and the whole kernel's."""
     loop = code.main_loop
     elements = loop.elements(itemsize)
     return {
@@ -87,7 +87,7 @@ def measures(code, itemsize: int) -> dict:
 
 
 def bound_rows(rows: list[dict]) -> list[dict]:
-    """Predict a pass over memory by each dtype's moments kernel, for each GPU whose target was compiled."""
+    """Predict the time of each dtype's moments kernel on each GPU whose target was compiled."""
     first = {}
     for row in rows:
         if row["kernel"] == "moments" and "error" not in row:
@@ -104,7 +104,7 @@ def bound_rows(rows: list[dict]) -> list[dict]:
                     {"gpu": gpu.name, "target": gpu.target, "dtype": dtype, "bound": binding(seconds)}
                     | {"milliseconds": {name: 1e3 * value for name, value in seconds.items()}}
                     | {"bytes_per_second": rate, "share": rate / gpu.bandwidth}
-                    # at a lower clock memory is no longer the bound
+                    # below this clock, memory bandwidth is no longer the bottleneck
                     | {"clock_needed": gpu.clock * others / seconds["memory"]}
                 )
     return bounds
@@ -137,12 +137,12 @@ def main() -> int:
     parser.add_argument("--join", type=Path, nargs="+", help="report.json of several compilers, to compare")
     args = parser.parse_args()
     if missing := [str(path) for path in args.join or () if not path.is_file()]:
-        sys.exit(f"machine_code.report: no report at {', '.join(missing)}; make one with --out")
+        sys.exit(f"machine_code.report: no report at {', '.join(missing)}; write one with --out")
     if args.join:
         try:
             print(joined([json.loads(path.read_text()) for path in args.join]))
         except (ValueError, KeyError, TypeError):
-            sys.exit("machine_code.report: --join takes what --out has written, report.json of each compiler")
+            sys.exit("machine_code.report: --join takes the files report.json that --out has written")
         return 0
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         sys.exit("machine_code.report: unset TRITON_INTERPRET; interpreted kernels have no machine code")

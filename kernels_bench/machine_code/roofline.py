@@ -1,4 +1,4 @@
-"""What a GPU can do at best: rates of its units with their sources, and the least time of a pass over memory.
+"""The best possible time of a pass over memory on each GPU, from the rates of its units and their sources.
 
 This is a prediction from tables and machine code, not a measurement.
 """
@@ -19,13 +19,13 @@ _SCHEDULERS = "4 schedulers an SM, each issues one instruction of 32 lanes a clo
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates are per clock of one processor: an SM, or a CU of AMD's. Each has a source."""
+    """Rates are per clock of one processor: an SM, or a CU on AMD. Each has a source."""
 
     name: str
-    # the target that its kernels are compiled for
+    # the target to compile kernels for
     target: str
     processors: int
-    # Hz, the highest that the vendor states
+    # Hz, the vendor's maximum
     clock: float
     # bytes/s, as specified
     bandwidth: float
@@ -140,8 +140,8 @@ def times(
     """Return the least seconds that each resource needs to read ``elements`` elements once.
 
     ``T >= t_launch + max(N*s / (0.90*BW), N*i / (lanes*SM*f), N*k / (R64*SM*f), N*c / (Rcvt*SM*f))``: the
-    roofline model with issue slots, fp64 units and converters as further roofs. Units overlap perfectly
-    in it, clocks never fall, and what a kernel does outside its main loop costs nothing: no kernel
+    roofline model with issue slots, fp64 units and converters as further roofs. It assumes that units overlap
+    perfectly, that clocks never fall, and that code outside the main loop costs nothing: no kernel
     is faster, and a real one is slower.
 
     Args:

@@ -23,7 +23,7 @@ BOUND_HEAD = [
     *("bound", "GB/s", "of spec", "MHz needed"),
 ]
 RATE_HEAD = ["GPU", "rate", "value", "source"]
-RATES_OF = "Rates, per clock of one SM or CU where no unit stands"
+RATES_OF = "Rates, per clock of one SM or CU unless a unit is given"
 
 PREDICTED = f"""\
 **Predicted**, not measured: the least ms of each resource for 10⁹ elements, memory at {REACHABLE:.0%} of the

@@ -1,1 +1,1 @@
-"""What a monitor, a recorder and a run record add to a training step."""
+"""The cost of a monitor, a recorder and a run record in a training step."""

@@ -1,14 +1,14 @@
-"""Measure what a monitor adds to a training step, beside no monitor and beside other telemetry.
+"""Measure the cost of a monitor in a training step, beside no monitor and beside other telemetry.
 
     python -m kernels_bench.monitoring.monitor            # eager steps of two models
     python -m kernels_bench.monitoring.monitor --modes eager,compiled --models transformer --json PATH
 
-Every contender trains a model of its own, from the same weights on the same batches. In each round all take
-a turn of some steps, and turns of one round are compared. A turn of the monitor lasts until its background
-thread is done, so its later work counts too; the work of wandb's own process does not count. All contenders
-must end with the same weights and the same norm, or the run fails.
+Every contender trains its own model, from the same weights on the same batches. In each round every contender
+runs some steps, its turn, and turns of one round are compared. A turn of the monitor lasts until its
+background thread is done, so its later work counts too; the work of wandb's own process does not count. All
+contenders must end with the same weights and the same norm, or the run fails.
 
-On a CPU one core is left free: threads that share theirs with anything else take many times as long.
+On a CPU one core is left free: threads that share theirs with other work take many times as long.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kernels_bench.measure import reason_of
 
 DEPTH, WIDTH = 200, 32
 WARM_UP = 2
-QUIET_SECONDS = 0.05  # after a turn, for work that another process still does
+QUIET_SECONDS = 0.05  # after a turn, for the remaining work of other processes
 
 
 class Deep(nn.Module):
@@ -74,10 +74,10 @@ class Plain:
         self.norm = None  # the last total norm
 
     def outside(self, loss):
-        """Run after the optimizer's step."""
+        """Called after the optimizer's step."""
 
     def before_update(self):
-        """Run between backward and the optimizer's step, outside of the compiled step."""
+        """Called between backward and the optimizer's step, outside of the compiled step."""
 
     def finish_turn(self):
         """Wait until all work is done."""
@@ -188,12 +188,11 @@ class Training:
         self.step = torch.compile(step, fullgraph=True) if mode == "compiled" else step
 
     def turn(self, steps):
-        """Take some steps; return ms a step: wall time, and CPU time of all threads of this process."""
+        """Run some steps; return ms a step: wall time, and CPU time of all threads of this process."""
         batches = [self.batch(self.generator, self.device) for _ in range(steps)]
         self.wait()
         start, cpu = time.perf_counter(), time.process_time()
         for x, y in batches:
-            # in place: a compiled step that allocates gradients would return them from its graph
             self.optimizer.zero_grad()
             loss = self.step(x, y)
             self.telemetry.before_update()
@@ -227,7 +226,7 @@ def measure(model_name, mode, names, args, folder):
             failed[name] = reason_of(failure)
     times = {name: [] for name in trainings}
     for i in range(args.rounds + 1):
-        # the order turns, so that none always follows the same one
+        # the order rotates, so that no contender always follows the same one
         order = [*trainings][i % len(trainings) :] + [*trainings][: i % len(trainings)]
         for name in order:
             times[name].append(trainings[name].turn(args.steps))
@@ -235,7 +234,7 @@ def measure(model_name, mode, names, args, folder):
     for name, training in trainings.items():
         try:
             training.telemetry.close()
-        except RuntimeError as failure:  # telemetry that does not log is no contender
+        except RuntimeError as failure:  # telemetry that failed to log is not compared
             times.pop(name)
             failed[name] = reason_of(failure)
     return {name: values[1:] for name, values in times.items()}, failed
@@ -247,7 +246,7 @@ def check(trainings):
     norms = {}
     for name, training in trainings.items():
         if not torch.allclose(training.weights(), weights, rtol=1e-4, atol=1e-6):
-            sys.exit(f"monitoring.monitor: the weights of {name!r} are not those of {PLAIN!r}")
+            sys.exit(f"monitoring.monitor: the weights of {name!r} differ from those of {PLAIN!r}")
         if training.telemetry.norm is not None:
             norms[name] = training.telemetry.norm
     if norms and max(norms.values()) > min(norms.values()) * (1 + 1e-4):
@@ -274,7 +273,7 @@ def show(rows, failed, device):
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"a training step, watched; {device}, torch {torch.__version__}; medians")
+    table = Table(title=f"a training step with telemetry; {device}, torch {torch.__version__}; medians")
     left = {"step", "watched by"}
     headings = ("step", "watched by", "ms", "extra", "middle half", "CPU ms", "extra", "middle half")
     for heading in headings:

@@ -1,10 +1,10 @@
-"""Measure what recording adds to a collection: `Recorder.record` and `advance` against `collect_grads`.
+"""Measure the cost of recording over a collection: `Recorder.record` and `advance` against `collect_grads`.
 
     python -m kernels_bench.monitoring.recorder           # on the CPU; exit code 1 above 5 %
     python -m kernels_bench.monitoring.recorder --device cuda --json PATH
 
-Both read the same gradients of the same model in eager code, and the script waits for both. Each is called
-once a round, in an order that alternates; the ratio is the median over the rounds.
+Both read the same gradients of the same model in eager mode, and the script waits for both. In each round
+both run once, in alternating order; the ratio is the median over the rounds.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Measure the run record: speed of writing and reading, pauses of other threads, bytes by tensor and step.
+"""Measure the run record: speed of writing and reading, pauses of other threads, bytes per tensor and step.
 
     python -m kernels_bench.monitoring.run_record                     # 1000 tensors, 2000 steps
     python -m kernels_bench.monitoring.run_record --check --json PATH # exit code 1 if a bound is missed
 
-The script writes made-up numbers, all of them noise, and those of a small transformer that it trains; real
-numbers are smaller on disk. Times are of one core: one thread of torch and one of pyarrow. CPU time is what
-writing takes from a training process; wall time also includes the wait for the disk. A pause is how long a
-thread that only looks at the clock is stopped while another one writes 50 steps/s. The interpreter switches
-threads after 5 ms, so a longer pause means that the lock was held. On Linux a pause does not include the
+The script writes random numbers, and those of a small transformer that it trains; the real numbers take
+less space on disk. Times are of one core: one thread of torch and one of pyarrow. CPU time is the cost
+of writing for a training process; wall time also includes the wait for the disk. A pause is how long a
+thread that only reads the clock is stopped while another one writes 50 steps/s. The interpreter switches
+threads after 5 ms, so a longer pause means that the GIL was held. On Linux a pause excludes the
 wait for a core.
 """
 
@@ -37,12 +37,12 @@ from gradiometer.runs.writer import RunRecord
 from kernels_bench import scripts
 
 RATE = 50  # steps/s, of 1000 tensors
-# the most that writing at RATE may take of a core; the most seconds to read a matrix of 1000 x 5000
+# the largest share of a core for writing at RATE; the most seconds for reading a matrix of 1000 x 5000
 BOUND_SHARE, BOUND_MATRIX = 0.5, 2.0
 
 
 def made_up(tensors, steps):
-    """Return records of noise."""
+    """Return records of random numbers."""
     names = tuple([f"model.layers.{i}.attention.weight" for i in range(tensors)])
     roster = Roster(names, ((64, 64),) * tensors, ("float32",) * tensors)
     random = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def made_up(tensors, steps):
 
 
 def trained(steps):
-    """Return records of a transformer that learns to copy, gradients and weights."""
+    """Return records of gradients and weights of a transformer that learns to copy."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     model = nn.Sequential(nn.Embedding(32, 32), nn.TransformerEncoder(layer, 4), nn.Linear(32, 32))
@@ -88,7 +88,7 @@ def start(path, records, **options):
 
 
 def write(path, records, batch=16, **options):
-    """Return wall and CPU seconds, and bytes, of writing all records."""
+    """Return wall and CPU seconds, and bytes, for writing all records."""
     sink = start(path, records, **options)
     wall, cpu = time.perf_counter(), time.process_time()
     for i in range(0, len(records), batch):
@@ -102,7 +102,7 @@ def write(path, records, batch=16, **options):
 
 
 def cost(path, records):
-    """Return the figures of writing these records."""
+    """Return the figures for writing these records."""
     found = write(path, records, segment_seconds=math.inf)
     rows = len(records) * records[0].roster.num_rows
     per_step = found["cpu_s"] / len(records)
@@ -117,7 +117,7 @@ def cost(path, records):
 
 
 def share(path, records):
-    """Return the share of a core that writing at RATE takes, with open segments written again."""
+    """Return the share of a core for writing at RATE, including rewriting of open segments."""
     sink = start(path, records)
     begin, cpu = time.perf_counter(), time.process_time()
     for i, record in enumerate(records):
@@ -129,7 +129,7 @@ def share(path, records):
 
 
 def pauses(seconds, work=None):
-    """Return the longest gaps, in ms, between two looks at the clock while ``work`` runs in a thread."""
+    """Return the longest gaps, in ms, between two clock reads while ``work`` runs in another thread."""
     thread = threading.Thread(target=work or (lambda: time.sleep(seconds)))
     with contextlib.ExitStack() as stack:
         try:
@@ -147,7 +147,7 @@ def pauses(seconds, work=None):
 
 
 def now(file):
-    """Return the time, and how long this thread has waited for a core so far, in s."""
+    """Return the time, and this thread's total wait for a core so far, in s."""
     queued = int(os.pread(file.fileno(), 100, 0).split()[1]) * 1e-9 if file else 0.0
     return time.perf_counter(), queued
 
@@ -175,7 +175,7 @@ def reading(path):
 
 
 def layouts(records):
-    """Return bytes a row and CPU s a million rows of several ways to write; the first is in use."""
+    """Return bytes a row and CPU s a million rows of several ways to write; the first is the one in use."""
     table = tensors_table(records, 1, records[0].roster)
     floats = [field.name for field in table.schema if field.type == "double"]
     words = [name for name in table.column_names if name not in floats]
@@ -227,7 +227,7 @@ def show(result):
     for label, of in rows.items():
         table.add_row(label, of(result["made_up"]), of(result["trained"]))
     console.print(table)
-    table = Table("", "bytes a row", "CPU s a million rows", title="ways to write what was trained here")
+    table = Table("", "bytes a row", "CPU s a million rows", title="ways to write the trained records")
     for name, way in result["layouts"].items():
         table.add_row(name, f"{way['bytes_per_row']:.1f}", f"{way['cpu_s_per_million']:.2f}")
     console.print(table)
@@ -276,7 +276,7 @@ def main():
 
 
 def over(result, rows):
-    """Return the names of the figures that are over their bound."""
+    """Return the names of the figures that exceed their bound."""
     # the bound of the matrix is for 5 million rows
     limits = {"share": BOUND_SHARE, "matrix_norm": BOUND_MATRIX * max(rows / 5e6, 0.1)}
     found = {"share": result["share"], "matrix_norm": result["read_s"]["matrix_norm"]}

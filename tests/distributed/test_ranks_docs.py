@@ -1,6 +1,6 @@
-"""The files in many-ranks.md and torchtitan.md run as they stand, and say what the pages say.
+"""The files in many-ranks.md and torchtitan.md run unchanged, and give the results on the pages.
 
-The first one by torchrun itself; the others in forked ranks, which have what torchrun gives them.
+torchrun itself runs the first one; the others run in forked ranks with the environment that torchrun sets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TITAN = "docs/how-to/torchtitan.md"
 
 
 def files():
-    """Return the page's files, by the title above each."""
+    """Return the page's files by the title above each."""
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     found = {}
     for part in text.split("\n### ")[1:]:
@@ -43,7 +43,7 @@ def files():
 
 
 def run(tmp_path, title, *, by_torchrun=False):
-    """Run a file as two ranks; return what it printed."""
+    """Run a file as two ranks; return its output."""
     path = tmp_path / "file.py"
     path.write_text(files()[title], encoding="utf-8")
     return torchrun(path).stdout if by_torchrun else scripted(path)
@@ -72,7 +72,7 @@ def test_fsdp(tmp_path):
 
 def test_tensor_parallelism(tmp_path):
     printed = run(tmp_path, "Tensor parallelism")
-    # gradients that ranks share in every way, as one process has them
+    # gradients that ranks share in every way, compared with those of one process
     model = torch.nn.Sequential()
     torch.manual_seed(0)
     for name, layer in {
@@ -97,7 +97,7 @@ def test_a_pipeline(tmp_path):
 
 
 def test_experts(tmp_path):
-    # the first rank's experts got no token: the others' are counted all the same, and nobody waits
+    # the first rank's experts got no token: the others are counted all the same, and no rank waits
     assert run(tmp_path, "Experts and other plain shards") == "64 of the router, 256 of the experts\n"
 
 
@@ -154,7 +154,7 @@ def test_fsdp_version_1_is_told_by_shards(two_ranks):
     two_ranks.run(fsdp_1)
 
 
-# what is said of scale
+# statements about scale
 
 
 @pytest.mark.parametrize(("ranks", "tensors"), [(8, 100), (64, 30), (512, 64)])
@@ -168,13 +168,13 @@ def test_of_many_ranks_every_part_is_counted_once(ranks, tensors):
             counted[name] += counts
     _, _, shards, tensor = job(ranks)
     for name, holding in zip(plan.names, plan.specs, strict=True):
-        # norms are copied over tensor parallelism
+        # norms are replicated over tensor parallelism
         assert counted[name] == shards * (1 if holding.placements[2] == "R" else tensor), name
 
 
 def test_what_ranks_get_at_set_up():
     few, many = simulate(64, 50), simulate(4096, 50)
-    # some bytes a rank, and a layout for each of 8 stages
+    # some bytes per rank, and a layout for each of 8 stages
     assert few["member_bytes"] < many["member_bytes"] < 4096 * 10
     assert many["shardings"] == 8
     assert many["layout_bytes"] < 8 * few["layout_bytes"]
@@ -183,7 +183,7 @@ def test_what_ranks_get_at_set_up():
 def test_a_collective_on_paper():
     assert payload(17) == (17 * 56, 18 * 16)
     assert [sent(1000, ranks) for ranks in (2, 4, 1000)] == [1000, 1500, 1998]
-    # twice as many nodes are one more hop of a tree, up and down
+    # twice as many nodes add one hop of a tree, up and down
     times = [nccl_us(56, ranks)[0] for ranks in (64, 128, 256)]
     assert times[1] - times[0] == pytest.approx(10.0)
     assert times[2] - times[1] == pytest.approx(10.0)
@@ -196,7 +196,7 @@ def test_what_is_sent_is_what_is_said():
     assert ours["collectives"] == 2
     assert ours["payload"] == sum(payload(8)) == 72 * 8 + 16
     if ours["received"] is not None:
-        # besides it, Gloo's own messages
+        # Gloo's own messages come on top
         assert sent(ours["payload"], 2) < ours["received"] < sent(ours["payload"], 2) + 4096
     assert row["traffic"]["norms apart"]["collectives"] == row["traffic"]["gathered"]["collectives"] == 8
     assert row["traffic"]["pair"]["payload"] == ours["payload"]
@@ -226,5 +226,5 @@ def test_the_script_prints_its_tables(capsys, monkeypatch, tmp_path):
         "model",
     }
     monkeypatch.setattr(sys, "argv", ["bench", "--processes", "3"])
-    with pytest.raises(SystemExit, match=r"distributed\.bench: 3: --processes are 2 or more and divide 64"):
+    with pytest.raises(SystemExit, match=r"distributed\.bench: 3: --processes must be >= 2 and divide 64"):
         bench.main()

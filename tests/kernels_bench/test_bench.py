@@ -1,4 +1,4 @@
-"""The benchmark: its cases, that its providers tell the truth, and what it writes, on tiny inputs."""
+"""The benchmark: its cases, the results of its providers, and its output, on tiny inputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kernels_bench.cases import BF16, FP32, Case
 
 CPU = torch.device("cpu")
 TINY = Case("tiny", "a few small tensors, one empty", FP32, (((40, 30), 3), ((0, 5), 1), ((7,), 2)))
-# without an empty tensor, of which there is no largest magnitude, and with every dtype that peers take
+# without an empty tensor, which has no largest magnitude, and with every dtype that peers take
 WHOLE = Case("whole", "", FP32, (((40, 30), 3), ((5000,), 1), ((7,), 2)))
 HALF = Case("half", "", BF16, WHOLE.blocks)
-# what has no compiler to wait for
+# providers that need no compiler
 QUICK = "ours-eager,ours-op,foreach64,loop,flatten,ours-graph"
 
 
@@ -97,7 +97,7 @@ def test_every_provider_tells_the_truth(case):
     before = [x.clone() for x in here.data.sets[0]]
     compared = []
     for name, provider in providers.PROVIDERS.items():
-        if provider.level == "compiled":  # tests/test_compile.py is about that
+        if provider.level == "compiled":  # tested in tests/test_compile.py
             continue
         built = here.build(name)
         if "ms" in built:
@@ -109,7 +109,7 @@ def test_every_provider_tells_the_truth(case):
         compared
     )
     assert {"total-norm", "total-norm-loop", "clip-grad-norm", "amp-unscale"} <= set(compared)
-    # those that write their inputs leave the values as they were
+    # providers that write their inputs leave the values unchanged
     assert all(torch.equal(a, b) for a, b in zip(before, here.data.sets[0], strict=True))
 
 
@@ -196,7 +196,7 @@ def test_another_commit_takes_its_turn(tmp_path, monkeypatch):
     cloned = subprocess.run(command, capture_output=True, check=False)
     if cloned.returncode:
         pytest.skip("not in a clone")
-    # the package of the working directory is not the one that is asked for
+    # a package in the working directory must not be used instead
     monkeypatch.chdir(scripts.ROOT / "src")
     arguments = (
         "--cases",
@@ -287,7 +287,7 @@ def test_ratios_compare_the_same_level():
     rows = [row("ours", "eager", 2.0), row("ours", "graph", 1.0), row("ours", "eager", 9.0, "b")]
     assert tables.ratio(row("peer", "graph", 4.0), rows) == 0.25
     assert tables.ratio(row("peer", "eager", 4.0), rows) == 0.5
-    assert tables.ratio(row("peer", "compiled", 4.0), rows) == 0.5  # no compiled one of ours: the eager call
+    assert tables.ratio(row("peer", "compiled", 4.0), rows) == 0.5  # ours has none: the eager call
     assert tables.ratio(row("peer", "eager", None), rows) is None
     assert tables.ratio(rows[0], rows) is None
 
@@ -302,7 +302,7 @@ def test_all_cases_stand_in_one_table(tmp_path, capsys):
     ms = {(row["case"], row["provider"]): row["ms"] for row in result["rows"]}
     for line in table:
         for name, text in zip(head[3:], line[3:], strict=True):
-            # on a busy machine it says so
+            # on a busy machine, "~" marks the ratio
             assert float(text.lstrip("~")) == pytest.approx(
                 ms[line[0], "ours-eager"] / ms[line[0], name], rel=0.06
             )

@@ -1,4 +1,4 @@
-"""The script that holds the CPU path to its bounds: what it measures, and that a bound can be missed."""
+"""The script that checks the bounds of the CPU path: its contenders, and that a bound can be missed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels_bench import cpu_bounds
 def test_every_contender_of_a_bound_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(cpu_bounds, "BUSY_ELEMENTS", 2**12)
     monkeypatch.setattr(cpu_bounds.os, "cpu_count", lambda: 1)
-    # a compiled step takes a minute of a compiler's time
+    # compiling a step takes a minute
     cases = {bound.case for bound in cpu_bounds.BOUNDS} - {"step"}
     cpu_bounds.main(["--only", ",".join(cases), "--rounds", "2"])
     lines = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""The scripts of `make gpu`, as far as a machine without one can run them: each line at least once."""
+"""The scripts of `make gpu`, as far as they run without a GPU: each line at least once."""
 
 import argparse
 import importlib.util
@@ -28,7 +28,7 @@ def rows_of(folder, name):
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    # the same graphs, with no compiler behind them
+    # the same graphs without Inductor
     compile_ = torch.compile
 
     def without_mode(function, **options):
@@ -43,7 +43,7 @@ def no_compiler(monkeypatch):
 
 @pytest.fixture
 def cuda_that_counts(monkeypatch):
-    """Stands for the memory statistics of a device that is not there."""
+    """Replaces the memory statistics of a GPU."""
     for name, value in {"memory_allocated": 2**20, "max_memory_allocated": 3 * 2**20}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
@@ -55,7 +55,7 @@ def cuda_that_counts(monkeypatch):
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_step_is_timed_with_and_without_collection_in_every_mode(tmp_path, capsys, monkeypatch):
-    # on a busy machine it is not that short
+    # on a busy machine the step takes longer
     monkeypatch.setattr(gpt2, "SMALL_MS", math.inf)
     assert gpt2.main([*SMALL, "--out", str(tmp_path)]) == 0, capsys.readouterr().out
     rows = rows_of(tmp_path, "gpt2")
@@ -70,7 +70,7 @@ def test_a_step_is_timed_with_and_without_collection_in_every_mode(tmp_path, cap
     table = (tmp_path / "gpt2.md").read_text(encoding="utf-8")
     assert table in capsys.readouterr().out
     assert sum(line.startswith("| ") for line in table.splitlines()) == 1 + len(rows)
-    assert "tests the code, not what collection costs" in table
+    assert "tests the code, not the cost of collection" in table
 
 
 def test_steps_for_which_there_is_no_time_are_left_out(tmp_path, capsys):
@@ -84,7 +84,7 @@ def test_steps_for_which_there_is_no_time_are_left_out(tmp_path, capsys):
 def test_it_is_gpt2():
     model = gpt2.GPT2(layers=1, width=8, heads=2, vocabulary=16, context=4)
     assert sum(p.numel() for p in model.parameters()) == (16 + 4) * 8 + 12 * 64 + 13 * 8 + 2 * 8
-    # the published 124,439,808, and 47 rows that fill up the vocabulary
+    # the published 124,439,808 parameters, and 47 rows that pad the vocabulary
     with torch.device("meta"):
         model = gpt2.GPT2(layers=12, width=768, heads=12, vocabulary=50304, context=1024)
     assert sum(p.numel() for p in model.parameters()) == 124_439_808 + 47 * 768
@@ -131,7 +131,7 @@ def test_memory_is_counted_where_torch_counts_it():
     [
         (["--modes", "fast"], "unknown: fast; modes are compiled, reduce-overhead, eager"),
         (["--collects", "grads"], "--collects must begin with nothing"),
-        (["--heads", "5"], "--width 32 is no multiple of --heads 5"),
+        (["--heads", "5"], "--width 32 is not a multiple of --heads 5"),
         (["--device", "cuda"], "--device cuda: there is no GPU here"),
     ],
 )
@@ -183,7 +183,7 @@ def test_figures_are_computed_from_the_rows():
         [0.98, 0.96, 1.0, 4.5, 11.0, 0.5, 0.5, 170.0]
     )
     assert (found[-1].bound, found[-1].where) == (180.0, "host_path, 1000 tensors")
-    # of all lists, the worst
+    # the worst of all lists
     assert found[1].where == "llama-1b"
 
 
@@ -248,7 +248,7 @@ def test_all_parts_run_whatever_one_of_them_does(monkeypatch, tmp_path, capsys):
         run.Part("sweep", python("import sys; raise SystemExit(0 if float(sys.argv[1]) > 1 else 3)"), 30),
     ]
     listed[3].command.append(run.LIMIT)
-    # what tests left is the next part's: here none of it, so that this one is cut off
+    # the time that the tests leave goes to the next part: here there is none, so that part is cut off
     monkeypatch.setattr(run, "parts", lambda *_, **__: [listed[0]._replace(seconds=3), *listed[1:]])
     monkeypatch.setattr(run, "warm_ups", lambda _: [python("import time; time.sleep(60)")])
     begin = time.perf_counter()
@@ -262,7 +262,7 @@ def test_all_parts_run_whatever_one_of_them_does(monkeypatch, tmp_path, capsys):
     assert result["tests"] == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1}
     table = (out / "gpu.md").read_text(encoding="utf-8")
     assert table in capsys.readouterr().out
-    # what the part had started ended with it
+    # a process that the part started ended with it
     time.sleep(max(0.0, 5 - (time.perf_counter() - begin)))
     assert not left.exists()
 
@@ -325,7 +325,7 @@ def test_a_checker_that_cannot_attach_has_found_nothing(status, ended, tmp_path)
 
 
 class FakeGraph:
-    """Stands for what records and times on a device; a call of a recording takes no time but its own."""
+    """Replaces the capture and timing of a device; a call of a capture takes only its own time."""
 
     def __init__(self, *_, **__):
         pass
@@ -355,7 +355,7 @@ def sweep(monkeypatch):
     from kernels_bench.gpu import sweep
 
     monkeypatch.setattr(ops, "uses_kernels", lambda _: True)
-    # the numbers of the CPU path, whatever the table says
+    # the CPU path gives the numbers, whatever the table says
     monkeypatch.setattr(
         sweep, "measure", lambda tensors: reference.tensor_stats(tensors, DEFAULT_THRESHOLDS, None)
     )

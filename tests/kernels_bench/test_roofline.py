@@ -1,4 +1,4 @@
-"""The roofline model by hand-computed values, and the report of the machine code."""
+"""The roofline model against hand-computed values, and the report of the machine code."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_report_says_what_was_not_compiled():
     assert "triton 3.7.1" in page
     used = [gpu for gpu in GPUS if gpu.target == "sm_90"]
     assert all(source in page for gpu in used for source in gpu.sources.values())
-    # every row of a table has as many cells as its head
+    # every row of a table has as many cells as its header
     blocks = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
     assert len(blocks) == 3
     assert all(len({line.count("|") for line in table}) == 1 for table in blocks)
