@@ -1,108 +1,108 @@
-# Everything is installed into $(VENV), once; `make help` lists what there is to run.
+# Everything is installed into $(VENV), once; `make help` lists the targets.
 PYTHON ?= python3
 VENV ?= .venv
 PY ?= $(VENV)/bin/python
-# these two belong together; `make test-matrix` knows the other pairs
+# matching versions; tests/matrix.py lists the other supported pairs
 TORCH ?= 2.13.0
 TRITON ?= 3.7.1
 JOBS ?= auto
 
-# test files whose bodies run a second time on interpreted kernels
+# test files that also run on interpreted kernels
 INTERPRETED = tests/ops/test_library.py tests/test_laws.py tests/inputs/test_inputs.py tests/test_numerics.py tests/ops/test_packing.py \
               tests/ops/test_host_path.py tests/control/test_clip.py tests/control/test_check_finite.py tests/control/test_grad_scaler.py tests/recorder/test_recorder.py \
               tests/columns/test_roots.py
 
-# what `make test` is made of
+# the parts of `make test`
 PARTS = plain interpreted ranks
 
-# tests that start processes, each a rank
+# tests that start a process for each rank
 RANKS = tests/distributed
 
 export HYPOTHESIS_PROFILE ?= ci
 CORE = $(VENV)/.core-$(TORCH)-$(TRITON)
 DEV = $(VENV)/.dev-$(TORCH)-$(TRITON)
 DOCS = $(VENV)/.docs
-# a Python of yours has what it has: `make bench PY=python3` installs nothing
+# with your own Python, such as `make bench PY=python3`, nothing is installed
 TOOLS = $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-# neighbours stay together, since they share what a file computes or compiles once, until one worker has nothing left
+# worksteal keeps neighboring tests on one worker, which share per-file computations and compilations, until another is idle
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(PYTEST_FLAGS)
 
 .PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-ranks lint format check docs compare compare-ranks bench bench-cpu bench-host bench-monitor bench-ranks machine-code gpu clean
 .NOTPARALLEL:
 
-help: ## this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(CORE) ## a small training run, recorded, on this machine, and a page of it
+demo: $(CORE) ## record a small training run on this machine and write its report page
 	@rm -rf build/demo
-	@$(PY) -W 'ignore:Failed to initialize NumPy' -m gradiometer.demo --run-dir build/demo  # torch says so of itself; nothing here needs NumPy
+	@$(PY) -W 'ignore:Failed to initialize NumPy' -m gradiometer.demo --run-dir build/demo  # a warning of torch; nothing here needs NumPy
 
-test: $(DEV) ## every test, the shared ones on interpreted kernels, those of many ranks: all parts, even where one fails
+test: $(DEV) ## run all tests: plain, on interpreted kernels, and on many ranks; continue if a part fails
 	@$(PY) tests/parts.py $(PARTS)
 
-test-distributed: $(DEV) run-ranks ## those of many ranks: processes on this machine
+test-distributed: $(DEV) run-ranks ## run the tests of many ranks, with processes on this machine
 
-test-deep: ## the same with thousands of examples a property
+test-deep: ## run all tests with thousands of examples per property
 	@$(MAKE) --no-print-directory test HYPOTHESIS_PROFILE=deep PYTEST_FLAGS='$(PYTEST_FLAGS) --timeout=0'
 
-test-matrix: ## the same on every supported pair of torch and triton, each in an environment of its own
+test-matrix: ## run all tests on every supported pair of torch and triton, each in its own environment
 	@$(PYTHON) tests/matrix.py $(MATRIX_FLAGS)
 
 run-plain:
 	$(PYTEST) --ignore=$(RANKS)
 
-# each file's processes once
+# one worker per file, so that each file starts its processes once
 run-ranks:
 	$(PYTEST) --dist loadfile $(RANKS)
 
 run-interpreted:
 	$(if $(wildcard $(INTERPRETED)),TRITON_INTERPRET=1 $(PYTEST) $(wildcard $(INTERPRETED)))
 
-lint: $(DEV) ## ruff, mypy, import rules; edits nothing
+lint: $(DEV) ## check with ruff, mypy and import-linter, without edits
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-format: $(DEV) ## let ruff edit
+format: $(DEV) ## fix and format with ruff
 	$(PY) -m ruff check --fix-only
 	$(PY) -m ruff format
 
-check: $(DEV) ## lint and test, both even where one fails: what continuous integration runs
+check: $(DEV) ## run lint and test, both even if one fails, as in continuous integration
 	@$(PY) tests/parts.py lint $(PARTS)
 
-docs: $(DOCS) ## the documentation site, in build/site; a dead link fails
+docs: $(DOCS) ## build the documentation site in build/site; a dead link fails
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --config-file docs/.site/mkdocs.yml
 
-compare: $(TOOLS) ## ours beside home-grown telemetry: values, errors, waits, times
+compare: $(TOOLS) ## compare with home-grown telemetry: values, errors, waits, times
 	PYTHONPATH=src $(PY) tests/compare_home_grown.py $(COMPARE_FLAGS)
 
-compare-ranks: $(TOOLS) ## statistics of two and four ranks beside those of one process
+compare-ranks: $(TOOLS) ## compare statistics of two and four ranks with those of one process
 	PYTHONPATH=src $(PY) tests/compare_ranks.py $(COMPARE_FLAGS)
 
-bench: $(TOOLS) ## ours against its peers on this machine: a table, JSON and a picture in build/bench
+bench: $(TOOLS) ## benchmark against other implementations: a table, JSON and a picture in build/bench
 	PYTHONPATH=src $(PY) -m kernels_bench $(BENCH_FLAGS)
 
-bench-cpu: $(TOOLS) ## the CPU path against its bounds
+bench-cpu: $(TOOLS) ## check the time and memory bounds of the CPU path
 	PYTHONPATH=src $(PY) -m kernels_bench --device cpu --check $(BENCH_FLAGS)
 	PYTHONPATH=src $(PY) -m kernels_bench.cpu_bounds --check
 
-bench-host: $(TOOLS) ## the host's time of a call, without the kernels
+bench-host: $(TOOLS) ## measure the host time of a call, without the kernels
 	PYTHONPATH=src $(PY) -m kernels_bench.host_path $(BENCH_HOST_FLAGS)
 
-bench-monitor: $(TOOLS) ## a training step with a monitor against other telemetry; recording against collecting; the run record
+bench-monitor: $(TOOLS) ## measure a training step with a monitor and other telemetry, the recorder, and the run record
 	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.monitor $(BENCH_FLAGS)
 	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.recorder
 	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.run_record
 
-bench-ranks: $(TOOLS) ## a reduction over ranks beside its peers, and what it takes at more ranks than there are here
+bench-ranks: $(TOOLS) ## measure a reduction over ranks and alternatives, and predict it for thousands of ranks
 	PYTHONPATH=src $(PY) -m kernels_bench.distributed.bench $(BENCH_FLAGS)
 
-machine-code: $(TOOLS) ## what the kernels compile to, and the bound that follows for each GPU
+machine-code: $(TOOLS) ## report the machine code of the kernels, and the resulting bound for each GPU
 	PYTHONPATH=src $(PY) -m kernels_bench.machine_code.report $(MACHINE_CODE_FLAGS)
 
-gpu: $(TOOLS) ## on a GPU machine: tests, benchmark, a training step
+gpu: $(TOOLS) ## on a GPU machine, run the GPU tests, the benchmark and a training step
 	PYTHONPATH=src $(PY) -m kernels_bench.gpu.run $(GPU_FLAGS)
 
 clean: ## remove environments, builds and caches
@@ -118,19 +118,19 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv --clear $(VENV)
 
 $(CORE): $(VENV)/bin/python pyproject.toml
-	@echo "installing gradiometer with torch $(TORCH) into $(VENV), the first time this takes a minute or two"
+	@echo "installing gradiometer with torch $(TORCH) into $(VENV): a minute or two the first time"
 	@rm -f $(VENV)/.core-* $(VENV)/.dev-*
 	@$(INSTALL) 'torch==$(TORCH)' $(if $(TRITON),"triton==$(TRITON); platform_system == 'Linux'") --editable '.[monitor]'
 	@touch $@
 
-# no torch: the site's packages alone
+# without torch: only the packages for the site
 $(DOCS): $(VENV)/bin/python pyproject.toml
-	@echo "installing what the documentation needs"
+	@echo "installing the packages for the documentation"
 	@$(VENV)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS)-requirements
 	@$(INSTALL) --requirement $(DOCS)-requirements
 	@touch $@
 
 $(DEV): $(CORE)
-	@echo "installing what the tests and linters need"
+	@echo "installing the packages for tests and linters"
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@

@@ -1,8 +1,8 @@
-"""Draw docs/report.svg: what `make demo` prints, as a picture of a terminal.
+"""Draw docs/report.svg: the output of `make demo`, as a picture of a terminal.
 
     make demo | tee demo.txt; python docs/picture.py demo.txt
 
-Needs rich, which is one of the development tools.
+Needs rich, one of the development tools.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STYLES = {
     r"^[─]+$": "dim",
     r"^… .*": "dim",
 }
-# the same monospaced letters wherever it is looked at, fetched from nowhere
+# system monospace fonts, so that viewing the picture loads nothing
 FONT = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 
 

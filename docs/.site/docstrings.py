@@ -1,4 +1,4 @@
-"""Docstrings as Markdown, for mkdocstrings: fenced examples, and links to names of this package."""
+"""Convert docstrings to Markdown for mkdocstrings: fenced examples, and links to names of this package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import griffe
 from public_names import entries
 
-# an indented block after two colons; an example and what it prints, up to the next empty line
+# an indented block after two colons; an example and its output, up to the next empty line
 LITERAL = re.compile(r"^(.*)::\n\n((?:(?: +.*)?\n)+(?: +.*)?)", re.MULTILINE)
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n(?! *$).+)*", re.MULTILINE)
 NAME = re.compile(r"(?<!`)`(?:gradiometer\.|gm\.)?([\w.]+)`(?!`)")
@@ -19,7 +19,7 @@ class Markdown(griffe.Extension):
     """Rewrites each docstring before it is parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Take one object, of any kind."""
+        """Convert the docstring of one object of any kind."""
         if obj.docstring is not None:
             obj.docstring.value = _markdown(obj.docstring.value)
 
@@ -38,7 +38,7 @@ def _link(found: re.Match[str]) -> str:
             return f"[{found[0]}][{entry.path}]"
         owner = entry.shown.rpartition(".")[2]
         if not entry.is_package and name.startswith(f"{owner}.") and name.count(".") == 1:
-            # what has no docstring of its own has no place to link to
+            # a member without a docstring has no anchor to link to
             member = f"{entry.path}.{name.partition('.')[2]}"
             return f'<autoref optional identifier="{member}"><code>{found[0].strip("`")}</code></autoref>'
     return found[0]

@@ -1,4 +1,4 @@
-"""What mkdocs runs: a page for each public name, links to them, and two checks that mkdocs does not make."""
+"""Hooks for mkdocs: a page for each public name, links to them, and two checks that mkdocs lacks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from public_names import ROOT, entries
 if TYPE_CHECKING:
     from public_names import Entry
 
-# a warning fails the build
+# a logged warning fails the build
 LOG = logging.getLogger("mkdocs.hooks.gradiometer")
 HERE = Path(__file__).parent
 REPOSITORY = "https://github.com/gradiometer/gradiometer"
 # files of this folder that the site publishes
 ASSETS = ("extra.css", "favicon.svg", "iframe-worker.js")
-# on reference/index.md
+# the place of the table on reference/index.md
 PLACE_OF_THE_TABLE = "*The site lists every public name here.*"
-# what a browser would load by itself when it shows the page
+# markup that makes a browser load a resource when it shows the page
 LOADS = re.compile(
     r"""<(?:script|img|iframe|source|video)\b[^>]*\ssrc=["']?(?:https?:)?//[^>]*>"""
     r"""|<link\b(?=[^>]*\srel=["']?(?:stylesheet|preload|preconnect|icon|manifest))[^>]*\shref=["']?(?:https?:)?//[^>]*>"""
@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Warn of what a page would load from elsewhere."""
+    """Warn about every external resource that a page would load."""
     for path in sorted(Path(config.site_dir).rglob("*")):
         if path.suffix in {".html", ".css", ".svg"}:
             for found in LOADS.findall(path.read_text(encoding="utf-8")):
@@ -80,16 +80,16 @@ def _page(entry: Entry) -> str:
         return f"# {entry.shown}\n\n::: {entry.path}\n{options}\n{_table(inner, '')}"
     options = f"    options:\n      heading: {entry.shown}\n      toc_label: {entry.shown}\n"
     if entry.shown.rpartition(".")[2].isupper() or entry.title == "__version__":
-        # of a constant the value is what counts
+        # show the value of a constant
         options += "      show_attribute_values: true\n"
     return f"---\ntitle: {entry.shown}\n---\n\n::: {entry.path}\n{options}"
 
 
 def _table(listed: list[Entry], folder: str) -> str:
-    lines = ["| name | what it is |", "|---|---|"]
+    lines = ["| name | description |", "|---|---|"]
     for entry in listed:
         summary = entry.summary.replace("``", "`").replace("|", "\\|")
-        # the folder of this page's folder
+        # relative to the parent folder of this page's folder
         target = folder + entry.page.removeprefix("api/")
         lines.append(f"| [`{entry.shown}`]({target}) | {summary} |")
     return "\n".join([*lines, ""])

@@ -1,6 +1,6 @@
-"""The public names of gradiometer, by what they are for, and where each is defined.
+"""The public names of gradiometer by purpose, and where each one is defined.
 
-Sources are read, never imported: the site is built without torch.
+Sources are parsed, never imported: the site is built without torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
     """A page of the reference."""
 
     group: str
-    # as the user writes it: gm.collect_grads
+    # as users write it: gm.collect_grads
     shown: str
     # where it is defined: gradiometer.stats.collect.collect_grads
     path: str
@@ -71,20 +71,20 @@ class Entry(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its short name, for the navigation."""
+        """The short name, for the navigation."""
         if self.group == "Callbacks":
             return self.path.split(".")[-2]
         return self.shown.rpartition(".")[2]
 
     @property
     def page(self) -> str:
-        """The file of its page, below ``reference/``."""
+        """The file of the page, below ``reference/``."""
         name = self.shown.removeprefix("gradiometer.").removeprefix("gm.")
         return f"api/{name.strip('_') if name == '__version__' else name}.md"
 
     @property
     def is_package(self) -> bool:
-        """Whether it is a package of public names."""
+        """Whether the entry is a package of public names."""
         return self.shown in {"gm.rules", "gm.sinks"}
 
 
@@ -113,7 +113,7 @@ def exported(module: str) -> tuple[str, ...]:
 
 
 def defined(module: str, name: str) -> tuple[str, ast.AST]:
-    """Return the path under which a name of a module is defined, and its node, through all imports."""
+    """Return the path where a name of a module is defined, through all imports, and its node."""
     found = None
     for node in _tree(module).body:
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -121,7 +121,7 @@ def defined(module: str, name: str) -> tuple[str, ast.AST]:
                 inner = f"{node.module}.{name}"
                 return (inner, _tree(inner)) if _path(inner).is_dir() else defined(node.module, name)
         elif getattr(node, "name", None) == name or name in _assigned(node):
-            # of several overloads the last is the function
+            # the last of several overloads is the implementation
             found = f"{module}.{name}", node
     if found is None:
         msg = f"{module} has no {name}: public_names.py lists it"
@@ -138,7 +138,7 @@ def _entry(group: str, module: str, name: str, shown: str) -> Entry:
 def _docstring(module: str, node: ast.AST) -> str:
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
         return ast.get_docstring(node) or ""
-    # a constant's is the text that follows it
+    # the docstring of a constant is the string that follows it
     body = _tree(module).body
     after = body[body.index(node) + 1 :][:1]  # type: ignore[arg-type]
     value = after[0].value if after and isinstance(after[0], ast.Expr) else None
