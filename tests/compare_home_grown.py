@@ -1,9 +1,9 @@
-"""Ours beside home-grown telemetry, on gradients of every kind: values, errors, transfers, time.
+"""Compare ours with home-grown telemetry on gradients of every kind: values, errors, transfers, time.
 
     PYTHONPATH=src python tests/compare_home_grown.py [--only WORD …] [--rounds N]
 
-Values are those on the CPU; transfers are counted on a fake device (tests/support/transfers.py). A call
-of ours makes the whole report, of which the value is one. Times are the least of interleaved calls.
+Values are computed on the CPU; transfers are counted on a fake device (tests/support/transfers.py). A call
+of ours makes the whole report, which includes the compared value. Times are the minimum of interleaved calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from support.oracle import exact
 from support.transfers import count_transfers
 
 GROUPS = {"host": r"^host\.", "seed": r"^seed\."}
-# a value is called right within the roundings of fp32
+# a value within fp32 rounding counts as correct
 FINE = 1e-6
 WHOSE = ("theirs", "ours")
 
@@ -38,7 +38,7 @@ def ratio(model):
     return gm.group_ratio(gm.collect_grads(model).group(GROUPS), "seed", "host").item()
 
 
-# what the exact value is, from the gradients by name
+# the exact values, from the gradients by name
 
 
 def exact_norm(grads):
@@ -69,7 +69,7 @@ def exact_ratio(grads):
 
 
 def not_finite(model):
-    """Return in how many tensors the check finds NaN or Inf."""
+    """Return the number of tensors in which the check finds NaN or Inf."""
     issues = home_grown.stability_issues(model)
     return float(len({issue.split()[-1] for issue in issues if issue[:3] in {"NaN", "Inf"}}))
 
@@ -93,7 +93,7 @@ FUNCTIONS = (
         exact_norm,
     ),
     (
-        # the norm that clip_grad_norm_ clips by and returns
+        # the norm that clip_grad_norm_ uses and returns
         "get_total_norm",
         lambda model: float(torch.nn.utils.get_total_norm(grads_of(model).values())),
         lambda model: float(gm.total_norm(grads_of(model))),
@@ -117,7 +117,7 @@ FUNCTIONS = (
 
 
 def attempt(call, model):
-    """Return what a call gives, or the error that it raises."""
+    """Return a call's result, or the error that it raises."""
     try:
         return call(model)
     except Exception as error:  # noqa: BLE001 that it fails is what is shown
@@ -125,7 +125,7 @@ def attempt(call, model):
 
 
 def measure(calls, model, rounds):
-    """Return the least times of calls in us, each round in turn; None for one that fails."""
+    """Return the minimum times of calls in us, interleaved; None for a call that fails."""
     times: list[list[float]] = [[] for _ in calls]
     working = [not isinstance(attempt(call, model), Exception) for call in calls]
     for _ in range(rounds):
@@ -165,7 +165,7 @@ def compare(only, rounds):
 
 
 def error_of(value, true):
-    """Return the relative error: 0 where both are NaN or the same inf, None where there is no value."""
+    """Return the relative error: 0 if both are NaN or the same inf, None if there is no value."""
     if isinstance(value, Exception):
         return None
     if value == true or (math.isnan(value) and math.isnan(true)):
@@ -198,8 +198,8 @@ def show(rows, console):
         )
     console.print(table)
     console.print(
-        f"error: relative; red above {FINE:.0e}. waits: of the same tensors on a device. "
-        "µs: on this CPU, the least.",
+        f"error: relative; red above {FINE:.0e}. waits: for the same tensors on a device. "
+        "µs: on this CPU, the minimum.",
         style="dim",
         highlight=False,
     )
@@ -215,8 +215,8 @@ def _mark(text, error):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="rows that have these words")
-    parser.add_argument("--rounds", type=int, default=30, help="calls of each that are timed")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="only rows with these words")
+    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each function")
     args = parser.parse_args()
     show(compare(args.only, args.rounds), Console(width=max(110, Console().width)))
 

@@ -1,9 +1,9 @@
-"""Ours on several ranks beside one process, and beside what one rank says by itself.
+"""Compare statistics of several ranks with those of one process, and with those of a single rank's shards.
 
     PYTHONPATH=src python tests/compare_ranks.py [--only WORD …]
 
-Each way to share a model trains one step in processes of its own, on the CPU with Gloo, on the same weights
-and data as one process does. Exit code 1 if an equality fails.
+Each way to share a model trains one step in separate processes, on the CPU with Gloo, with the same weights
+and data as one process. Exit code 1 if an equality fails.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from support.oracle import COUNTS, exact
 from support.rank_models import CASES, KINDS, Collectives, alone, names_and_parameters
 from support.rank_pool import RankPool
 
-# of norms, relative; so are sums, by what is added up
+# the relative bound for norms; for sums, relative to the sum of magnitudes
 BOUND = 1e-13
 
 
 def local_norm(grads):
-    """What a rank says that looks at its own memory alone."""
+    """Return a rank's result from its own memory alone."""
     shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     return float(nn.utils.get_total_norm(shards))
 
 
 def torch_norm(grads):
-    """What torch's norm of the same gradients is, read as it comes; or the error that it raises."""
+    """Return torch's norm of the same gradients, used as is; or the error that it raises."""
     try:
         norm = nn.utils.get_total_norm(grads)
     except Exception as error:  # noqa: BLE001 that it fails is what is shown
@@ -47,14 +47,14 @@ def torch_norm(grads):
 
 
 def measured(rank, kind, size):
-    """Return what one rank of a job finds."""
+    """Return the results of one rank of a job."""
     model = KINDS[kind][0](rank, size, torch.float64)
     ranks = gm.Ranks(model)
     with Collectives() as collectives:
         stats = gm.collect_grads(model, reduce=ranks)
     report = stats.materialize()
     grads = [parameter.grad for _, parameter in names_and_parameters(model)]
-    # advice of torch's on its own norm
+    # silence torch's warnings about its own norm
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     with Collectives() as others:
         theirs = torch_norm(grads)
@@ -71,7 +71,7 @@ def measured(rank, kind, size):
 
 
 def compare(kind, size, found):
-    """Return a row: how what the ranks have found differs from one process."""
+    """Return a row: how the ranks' results differ from those of one process."""
     model = alone(torch.float64)
     report = gm.collect_grads(model).materialize()
     expected = {name: exact(parameter.grad) for name, parameter in model.named_parameters()}
@@ -130,18 +130,18 @@ def show(rows, console):
         )
     console.print(table)
     console.print(
-        "off: from one process on the same weights and data; counts that differ, and the largest relative"
-        f" difference of any tensor's and rank's norm and sum (bound {BOUND:.0e}). calls, bytes: collectives"
-        " of one reduction, as each rank gives them; a third one adds up gradients that are summands still. "
-        "own shards, torch: the total norm that a rank's shards have, and torch.nn.utils.get_total_norm of "
-        "its gradients, by the true one, from the least to the most of the ranks; its calls.",
+        "off: difference from one process on the same weights and data; differing counts, and the largest"
+        f" relative difference of any tensor's and rank's norm and sum (bound {BOUND:.0e}). calls, bytes:"
+        " collectives of one reduction, and their bytes per rank; a third one adds up partial gradients. "
+        "own shards, torch: the total norm of a rank's shards, and torch.nn.utils.get_total_norm of "
+        "its gradients, each over the true norm, from the smallest to the largest of the ranks; its calls.",
         style="dim",
         highlight=False,
     )
 
 
 def _spread(values):
-    """Return the least and the largest of ratios as text; red where one is off."""
+    """Return the smallest and the largest ratio as text; red if one is wrong."""
     words = [value for value in values if isinstance(value, str)]
     if words:
         return f"[red]{words[0]}[/red]"
@@ -152,11 +152,11 @@ def _spread(values):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="rows that have these words")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="only rows with these words")
     args = parser.parse_args()
     cases = [(kind, size) for kind, size in CASES if all(word in f"{kind} {size}" for word in args.only)]
     if not cases:
-        parser.error(f"no row has all of {args.only}; there are {', '.join(KINDS)}")
+        parser.error(f"no row contains all of {args.only}; the rows are {', '.join(KINDS)}")
     rows = []
     for size in sorted({size for _, size in cases}):
         pool = RankPool(size)

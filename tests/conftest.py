@@ -1,4 +1,4 @@
-"""What every test shares: Hypothesis profiles, the `gpu` marker, and where the kernels run."""
+"""Shared by all tests: Hypothesis profiles, the `gpu` marker, and where the kernels run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-# pytest listens to each logger that passes nothing on, and where anybody listens torch writes a trace of each
-# compilation: a thousand lines of a test that fails
+# pytest attaches handlers to every logger that does not propagate, and torch writes a trace of each
+# compilation to a logger with handlers: a thousand lines for a failing test
 logging.getLogger("torch.__trace").propagate = True
 
-# Inductor compiles a kernel or two in a test: its pool of processes takes seconds to start, in each of ours
+# a test compiles a kernel or two with Inductor: its process pool takes seconds to start in each worker
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# the whole path (pack, pointer table, kernels, op) runs on CPU tensors under the interpreter
+# under the interpreter the whole path (pack, pointer table, kernels, op) runs on CPU tensors
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 if INTERPRETED:
     interpreter.find_builtins_once()
 
 _relaxed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-# an example takes the interpreter a hundred times as long
+# an example takes a hundred times as long under the interpreter
 settings.register_profile("ci", derandomize=True, max_examples=5 if INTERPRETED else 60, **_relaxed)
 settings.register_profile("deep", max_examples=2000, **_relaxed)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
@@ -48,7 +48,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _unwritten_is_nan() -> Iterator[None]:
-    """Fill what kernels are given to write, so that a partial or a column that they leave out shows."""
+    """Fill the kernels' output buffers, so that a partial or column that they do not write is noticed."""
     if not INTERPRETED:
         yield
         return
@@ -72,10 +72,10 @@ def _unwritten_is_nan() -> Iterator[None]:
 
 @pytest.fixture
 def _dynamo() -> Iterator[None]:
-    """Backward in the graph, and nothing left of what others compiled."""
+    """Trace backward into the graph, and start without other tests' compilations."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    # off by default: without it `loss.backward()` is a graph break
+    # off by default: `loss.backward()` would be a graph break
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         yield
     torch._dynamo.reset()
@@ -83,13 +83,13 @@ def _dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def _eager_backend(_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # what a page shows does not depend on the backend, and this one compiles in a second
+    # the pages' results do not depend on the backend, and this one compiles in a second
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.fixture
 def _one_thread() -> Iterator[None]:
-    """A step of short parallel loops waits for cores that others use."""
+    """Limit torch to one thread: short parallel loops would wait for cores that other processes use."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -98,7 +98,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
-    """Give wandb, offline, with its files in the test's folder."""
+    """Return wandb in offline mode, with its files in the test's folder."""
     module = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -109,10 +109,10 @@ def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
     module.teardown()
 
 
-# of each file its own: what one leaves behind, as ranks that have met more often than others, is no other's
+# a pool per file, so that its leftovers (such as ranks that have met more often) do not affect other files
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[RankPool]:
-    """Two processes that are the ranks of a job; for tests that leave them alive."""
+    """Two processes that are the ranks of a job; for tests that do not kill them."""
     pool = RankPool(2)
     yield pool
     pool.close()
@@ -128,7 +128,7 @@ def four_ranks() -> Iterator[RankPool]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if INTERPRETED and PROFILE != "deep":
-        # they ask nothing of the kernels that others do not ask: what a compiler makes of an op is the same
+        # they exercise the kernels no further than other tests do: a compiler treats an op the same
         # whatever runs below it
         once = [item for item in items if "once" in item.keywords]
         config.hook.pytest_deselected(items=once)
@@ -142,13 +142,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # modules and thousands of tests live to the end: the collector, often woken by a trace, may pass them by
+    # collect once and freeze: modules and thousands of test objects live to the end, and every later
+    # collection would traverse them, often while a graph is being traced
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the table of compiled steps, where its test has run."""
+    """Print the table of compiled steps if its test has run."""
     reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind]
     calls = [report for report in reports if getattr(report, "when", None) == "call"]
     properties = [pair for report in calls for pair in report.user_properties]

@@ -1,16 +1,16 @@
 """Run the whole suite on every supported pair of torch and triton, and print a table.
 
-Each pair gets a fresh virtual environment with the package and the test tools, and the parts that
-`make test` makes: plain, on interpreted kernels, and those of many ranks. A CUDA build of torch takes
-about 5 GB, so an environment is removed when its parts are over, unless it is to be kept.
+Each pair gets a fresh virtual environment with the package and the test tools, and runs the parts of
+`make test`: plain, on interpreted kernels, and many ranks. A CUDA build of torch takes
+about 5 GB, so an environment is removed after its parts, unless --keep is given.
 
-A pair that pip's settings on this machine refuse, as by a file of constraints, is in the table as refused,
-with pip's reason, and the other pairs run. The exit code is 1 if a part failed, or if no pair could run.
+If pip's settings on this machine refuse a pair, for example by a constraints file, the table lists it as
+refused, with pip's reason, and the other pairs run. The exit code is 1 if a part failed, or if no pair
 
     python3 tests/matrix.py                                     all pairs, fresh environments
     python3 tests/matrix.py --only 2.15 --keep                  one pair, its environment stays
-    python3 tests/matrix.py --reuse                             what an earlier --keep left
-    python3 tests/matrix.py --python ~/torch215/bin/python      that environment for its pair
+    python3 tests/matrix.py --reuse                             environments that an earlier --keep left
+    python3 tests/matrix.py --python ~/torch215/bin/python      use that environment for its pair
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from parts import HEADER, ROOT, Part, make, table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# torch and the triton it is released with; 2.13.0 is the Makefile's default
+# torch and the triton released with it; 2.13.0 is the Makefile's default
 PAIRS = (("2.11.0", "3.6.0"), ("2.13.0", "3.7.1"), ("2.14.1", "3.8.0"), ("2.15.0", "3.9.0"))
 PARTS = ("plain", "interpreted", "ranks")
 
 VERSIONS = "import torch, triton; print(torch.__version__, triton.__version__)"
-# what pip says of a conflict with the machine's own constraints, and says it of nothing else
+# pip's message about a conflict with the machine's own constraints, and about nothing else
 CONSTRAINT = re.compile(r"^ *(The user requested \(constraint\) .*\S)", re.MULTILINE)
 
 
 class RefusedError(Exception):
-    """The machine's package settings do not let this pair be installed."""
+    """The machine's package settings refuse to install this pair."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Run:
 
 
 def versions(python: Path) -> tuple[str, str] | None:
-    """Return the exact versions of torch and triton in an environment, None where they don't import."""
+    """Return the exact versions of torch and triton in an environment, None if they cannot be imported."""
     if not python.exists():
         return None
     asked = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=False)
@@ -68,7 +68,7 @@ def versions(python: Path) -> tuple[str, str] | None:
 
 
 def release(version: str) -> str:
-    """Return a version without its build: 2.13.0 of 2.13.0+cpu."""
+    """Return a version without its build tag: 2.13.0 of 2.13.0+cpu."""
     return version.partition("+")[0]
 
 
@@ -78,7 +78,7 @@ def matches(python: Path, pair: tuple[str, str]) -> bool:
 
 
 def install(env: Path, pair: tuple[str, str], *, reuse: bool) -> Path:
-    """Return the interpreter of an environment with exactly this pair and the package as it is now."""
+    """Return the Python of an environment with exactly this pair and the current package."""
     python = env / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--progress-bar", "off", "--disable-pip-version-check"]
     pins = [f"torch=={pair[0]}", f"triton=={pair[1]}"]
@@ -86,13 +86,13 @@ def install(env: Path, pair: tuple[str, str], *, reuse: bool) -> Path:
         print(f"installing {' '.join(pins)} into {env}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", env], check=True)
     _pip([*pip, *pins, f"{ROOT}[test]"])
-    # the version says nothing about a source tree that changed
+    # the version alone does not show that the sources have changed
     _pip([*pip, "--force-reinstall", "--no-deps", ROOT])
     return python
 
 
 def _pip(command: Sequence[str | Path]) -> None:
-    # quiet, pip gives no reason
+    # without --quiet, which would hide pip's reason
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode == 0:
         return
@@ -103,12 +103,12 @@ def _pip(command: Sequence[str | Path]) -> None:
 
 
 def measure(pair: tuple[str, str], given: Path | None, args: argparse.Namespace) -> list[Run]:
-    """Make all parts on one pair."""
+    """Run all parts on one pair."""
     env = args.env_dir.resolve() / f"torch-{pair[0]}"
     extra = {}
     try:
         if given:
-            # that environment is not ours to change: the package comes from the source tree
+            # do not change a given environment: the package comes from the source tree
             python = given
             extra["PYTHONPATH"] = str(ROOT / "src")
         else:
@@ -134,20 +134,20 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--only", action="append", metavar="TORCH", help="a pair by its torch, 2.15 say")
+    parser.add_argument("--only", action="append", metavar="TORCH", help="a torch version, such as 2.15")
     parser.add_argument("--env-dir", type=Path, default=ROOT / ".matrix", metavar="DIR")
-    parser.add_argument("--keep", action="store_true", help="leave the environments where they are")
-    parser.add_argument("--reuse", action="store_true", help="use what was kept, and keep it")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument("--reuse", action="store_true", help="use kept environments, and keep them")
     parser.add_argument(
-        "--python", action="append", type=Path, default=[], metavar="PATH", help="an environment to use"
+        "--python", action="append", type=Path, default=[], metavar="PATH", help="a Python to use"
     )
     args = parser.parse_args(given)
     args.pairs = [pair for pair in PAIRS if not args.only or any(pair[0].startswith(o) for o in args.only)]
     if not args.pairs:
-        parser.error(f"--only: there are {', '.join(torch for torch, _ in PAIRS)}")
+        parser.error(f"--only: the versions are {', '.join(torch for torch, _ in PAIRS)}")
     args.given = {}
     for python in args.python:
-        # absolute, but not resolved: a virtual environment is known by the link to its interpreter
+        # absolute, but not resolved: a virtual environment is identified by its symlink to the interpreter
         path = Path(os.path.abspath(python.expanduser()))  # noqa: PTH100
         pair = next((pair for pair in args.pairs if matches(path, pair)), None)
         if pair is None:

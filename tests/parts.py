@@ -1,9 +1,9 @@
-"""Make parts of the suite one after the other, even where one fails, and print a line for each.
+"""Run parts of the suite one after the other, even if one fails, and print a line for each.
 
-    python tests/parts.py plain interpreted ranks       what `make test` makes
-    python tests/parts.py lint plain interpreted ranks  what `make check` makes
+    python tests/parts.py plain interpreted ranks       the parts of `make test`
+    python tests/parts.py lint plain interpreted ranks  the parts of `make check`
 
-The exit code is 1 if a part failed. `tests/matrix.py` makes the same parts on other versions of torch.
+The exit code is 1 if a part failed. `tests/matrix.py` runs the same parts with other versions of torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
-# minutes on a machine with two cores and nothing else to do
+# minutes on an idle machine with two cores
 MINUTES = {"lint": 1, "plain": 9, "interpreted": 3, "ranks": 6}
 OUTCOMES = ("passed", "failed", "skipped")
 HEADER = ("part", *OUTCOMES, "seconds", "result")
@@ -33,7 +33,7 @@ COLOR = re.compile(r"\x1b\[[\d;]*m")
 
 @dataclass
 class Part:
-    """One part of the suite: what became of its tests."""
+    """One part of the suite: the outcome of its tests."""
 
     name: str
     ok: bool = False
@@ -50,7 +50,7 @@ class Part:
 def make(
     name: str, variables: Sequence[str] = (), extra: Mapping[str, str] | None = None, root: Path = ROOT
 ) -> Part:
-    """Make one part by its target in the Makefile; show what it prints, and count its tests."""
+    """Run one part by its target in the Makefile; show its output, and count its tests."""
     part = Part(name)
     target = name if name == "lint" else f"run-{name}"
     color = {"PY_COLORS": "1"} if sys.stdout.isatty() else {}
@@ -94,7 +94,7 @@ def table(rows: Iterable[tuple[str, ...]]) -> str:
 
 def duration(names: Sequence[str]) -> str:
     if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
-        return "2,000 examples a property take minutes plain and hours interpreted"
+        return "2,000 examples per property take minutes plain and hours interpreted"
     return f"about {sum(MINUTES.get(name, 0) for name in names)} minutes on two cores"
 
 

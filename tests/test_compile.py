@@ -1,7 +1,7 @@
 """Collection inside a compiled step: one graph, compiled once, with the results of an eager call.
 
-Gradients of a compiled step are those of its compiler, so what is compared bit for bit are the
-statistics of the very gradients that the step returns.
+A compiled step's gradients depend on its compiler, so the bitwise comparison uses the statistics of the
+gradients that the step itself returns.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_a_compiled_update_measures_gradients_made_outside(backend):
 
     def update(scale: Tensor) -> tuple[gm.TensorStats, Tensor]:
         stats = gm.collect_grads(model)
-        # the usual clipping: a norm from the same read
+        # the usual clipping, with a norm from the same read
         factor = (scale / (stats.total_norm + 1e-6)).clamp(max=1.0).float()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -146,7 +146,7 @@ def test_a_compiled_update_measures_gradients_made_outside(backend):
     step = torch.compile(update, fullgraph=True, backend=backend)
     for i in range(STEPS):
         x, y = batch()
-        # the buffers of the gradients stay, as an optimizer with set_to_none=False leaves them
+        # the gradient buffers stay, as with an optimizer and set_to_none=False
         mse_loss(model(x), y).backward()
         before = [p.detach().clone() for p in model.parameters()]
         expected = gm.collect_grads(model)
@@ -171,7 +171,7 @@ def test_changed_addresses_are_read_and_do_not_recompile():
     kept = []
     for i in range(5):
         for parameter in model.parameters():
-            # earlier gradients are alive, so these are elsewhere
+            # earlier gradients are kept alive, so these have other addresses
             kept.append(parameter.grad)
             parameter.grad = torch.full_like(parameter, i)
         if i == 0:
@@ -201,7 +201,7 @@ def test_changing_batch_sizes_do_not_recompile(how):
         hidden = model(x)
         mse_loss(hidden, y).backward()
         grads = gradients(model)
-        # static shapes and dynamic ones in one call
+        # static and dynamic shapes in one call
         stats = gm.collect({"hidden": hidden, "error": (hidden - y).T, **grads})
         for parameter in model.parameters():
             parameter.grad = None
@@ -244,11 +244,11 @@ def test_changing_batch_sizes_do_not_recompile_with_inductor():
         assert columns[0, 0] == size * 4 + 4
 
 
-# what is collected
+# collected values
 
 
 def run_once(function: Callable[..., Any], *args: Any) -> tuple[Any, Kept]:
-    """Run a function compiled, twice; return the second result and the graphs."""
+    """Compile a function and run it twice; return the second result and the graphs."""
     kept = Kept()
     step = torch.compile(function, fullgraph=True, backend=kept.backend)
     step(*args)
@@ -325,7 +325,7 @@ def test_everything_derived_is_computed_in_the_graph():
 )
 def test_groups_are_formed_inside(rule):
     model = with_gradients(small_model())
-    # what the module has compiled before is not compiled again
+    # clear the cache of earlier compilations
     re.purge()
     grouped, kept = run_once(lambda: gm.collect_grads(model).group({"first": rule}))
     assert_same(grouped, gm.collect_grads(model).group({"first": rule}))
@@ -424,7 +424,7 @@ def test_a_gradient_that_appears_later_is_measured():
     step = torch.compile(lambda: gm.collect_grads(model), fullgraph=True, backend="aot_eager")
     assert step().names == ()
     with_gradients(model)
-    # another set of tensors is another graph, once
+    # another set of tensors is another graph, compiled once
     assert_same(step(), gm.collect_grads(model))
     model[0].bias.grad = None
     assert step().names == ("0.weight", "2.weight", "2.bias")
@@ -433,7 +433,7 @@ def test_a_gradient_that_appears_later_is_measured():
 
 
 class Checkpointed(nn.Module):
-    """Activations of the block are recomputed in its backward pass."""
+    """The backward pass recomputes the activations of the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -502,7 +502,7 @@ def test_an_inv_scale_tensor_is_read_at_every_call():
             with no_recompile():
                 stats = step(torch.tensor(scale))
         assert_same(stats, gm.collect_grads(model, inv_scale=torch.tensor(1.0 / scale)))
-        # a power of 2 changes no bit of the fraction
+        # a power of 2 changes no bit of the mantissa
         assert torch.equal(stats.norm * scale, unscaled.norm)
     assert kept.op_calls() == 1
 
@@ -580,7 +580,7 @@ def test_gradients_are_neither_copied_nor_changed():
     (graph,) = kept.graphs
     calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     op = torch.ops.gradiometer.tensor_stats.default
-    # nothing comes before it but views of the gradients
+    # only views of the gradients come before it
     before = calls[: calls.index(op)]
     assert all(target in {torch.ops.aten.detach.default, torch.ops.aten.alias.default} for target in before)
     assert torch.ops.aten.copy_.default not in calls

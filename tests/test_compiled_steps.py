@@ -1,10 +1,10 @@
-"""Ordinary compiled steps, a line of the table a case: each is one graph and gives what an eager call gives.
+"""Ordinary compiled steps, one per table row: each is one graph with the results of an eager call.
 
-Of each case it is held that:
+Each case checks that:
 
 - there is no graph break, and no recompilation after the second call;
-- what comes out of the graph has the bits of an eager call on the gradients that the step returns;
-- every attribute and method of it can be used;
+- the graph's results have the bits of an eager call on the gradients that the step returns;
+- every attribute and method of the results can be used;
 - the weights have the bits of the same compiled step without telemetry.
 
 ``pytest tests/test_compiled_steps.py`` prints the table at its end.
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.usefixtures("_dynamo", "_one_thread"),
-    # Dynamo makes one while it traces a function of autograd
+    # Dynamo creates one while it traces an autograd function
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
@@ -88,7 +88,7 @@ class Tied(nn.Module):
 
 
 class Partly(nn.Module):
-    """A model of which a part is not used."""
+    """A model with an unused part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Attention(nn.Module):
 
 
 class Watching(torch.autograd.Function):
-    """An identity, which measures the gradient in its backward pass."""
+    """An identity that measures the gradient in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class Watched(nn.Module):
 
 
 class Language(nn.Module):
-    """A language model of the library transformers, of random weights."""
+    """A language model of the transformers library with random weights."""
 
     def __init__(self, config: str, model: str, **sizes: int) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def marked(i: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-# what is asked in the step: of a model, a function that gives what the step returns
+# telemetry in the step: a function of a model that returns a function, whose result the step returns
 
 Tell = Callable[[], Any]
 
@@ -409,8 +409,8 @@ def watched(model: nn.Module) -> Any:
     return model.found.clone(), gm.collect_grads(model)
 
 
-# the rest of a step: of a model and what is asked, a function of a batch. It returns what was told and, for
-# the comparison, the gradients, or () where they are the parameters' still: no None, which torch may lose
+# steps: functions of a model and its telemetry that return a function of a batch. That one returns the result
+# of the telemetry and the gradients to compare, or () if the parameters still have them: torch may lose None
 
 
 Told = tuple[Any, Mapping[str, Tensor] | tuple[()]]
@@ -423,7 +423,7 @@ def gradients(model: nn.Module, *, copied: bool = False) -> dict[str, Tensor]:
 
 
 def trained(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that get a gradient: torch compiles no step that clears another one first."""
+    """Return the parameters that get a gradient: torch cannot compile a step that first clears others."""
     return [p for name, p in model.named_parameters() if p.requires_grad and "unused" not in name]
 
 
@@ -549,7 +549,7 @@ def cleared_outside(model: nn.Module, tell: Tell, *, set_to_none: bool = True) -
 
 
 def cleared_elsewhere(model: nn.Module, tell: Tell) -> Step:
-    """A compiled function clears and trains, another one measures."""
+    """One compiled function clears and trains, another one measures."""
 
     @compiled
     def train(x: Tensor, y: Tensor) -> Tensor:
@@ -570,7 +570,7 @@ def cleared_elsewhere(model: nn.Module, tell: Tell) -> Step:
 
 
 def measured_after(model: nn.Module, tell: Tell) -> Step:
-    """The backward pass runs outside; the compiled function measures and clears in place."""
+    """Backward runs outside; the compiled function measures and clears in place."""
 
     @compiled
     def measure() -> Told:
@@ -623,7 +623,7 @@ def kept(model: nn.Module, tell: Tell, *, on: str) -> Step:
         inside(x, y)
         told = {"module": lambda: model.notes, "list": notes.pop, "dict": lambda: table.pop("stats")}[on]()
         if on == "module":
-            # it is the compiled function's own attribute; as training code would, read it and let go
+            # the compiled function has set this attribute; read and delete it, as training code would
             del model.notes
         update(model)
         return told, gradients(model)
@@ -698,7 +698,7 @@ def of_one_of_two(model: nn.Module, tell: Tell) -> Step:
 
 
 def functional(model: nn.Module, tell: Tell, *, how: str) -> Step:
-    """Gradients that are no attribute of a parameter."""
+    """Gradients that are not attributes of parameters."""
     parameters = dict(model.named_parameters())
 
     def loss_of(values: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -745,7 +745,7 @@ def under_autocast_whole(model: nn.Module, tell: Tell) -> Step:
 
 
 def decided(model: nn.Module, tell: Tell) -> Step:
-    """The step skips its own update where a gradient is not finite."""
+    """The step skips its own update if a gradient is not finite."""
 
     def step(x: Tensor, y: Tensor) -> Told:
         clear(model)
@@ -761,7 +761,7 @@ def decided(model: nn.Module, tell: Tell) -> Step:
 
 
 def poisoned(model: nn.Module, tell: Tell, *, reset: bool) -> Step:
-    """Someone else's compiled step, which clears its gradients first, was there before."""
+    """Before it, compile an unrelated step that clears its gradients first."""
     other = nn.Linear(4, 3)
 
     def others(x: Tensor) -> Tensor:
@@ -795,11 +795,11 @@ def tokens_of(model: nn.Module, tell: Tell) -> Step:
 
 @dataclass(frozen=True)
 class Case:
-    """A step: what it does, of which model, and what it asks.
+    """A step: its code, its model, and its telemetry.
 
-    ``acts``: what is asked changes the gradients, so that weights are not those without it.
-    ``replayed``: the eager call takes the backward pass too. ``whole``: the step is compiled as a whole, and
-    not functions inside of it.
+    ``acts``: the telemetry changes the gradients, so that the weights differ from those without it.
+    ``replayed``: the eager call includes the backward pass. ``whole``: the whole step is compiled, instead of
+    functions inside of it.
     """
 
     name: str
@@ -830,7 +830,7 @@ CASES = (
     Case("cleared outside, in place", part(cleared_outside, set_to_none=False), whole=False),
     Case("cleared in another compiled function", cleared_elsewhere, whole=False),
     Case("backward outside", measured_after, whole=False),
-    # what becomes of the result
+    # how the result is used
     Case("returned alone", alone, whole=False),
     Case("returned nested", tell=asked(nested)),
     Case("returned twice", tell=asked(twice)),
@@ -895,7 +895,7 @@ CASES = (
     Case("sizes that change", batch=sized),
     Case("after someone else's poisoned compile", part(poisoned, reset=False), model=with_zero_grads),
     Case("after that and dynamo.reset()", part(poisoned, reset=True), model=with_zero_grads),
-    # what else is done in the graph
+    # other work in the graph
     Case("every value", tell=asked(every_value)),
     Case("NaN and Inf", tell=asked(not_finite)),
     Case("inv_scale", tell=asked(scaled)),
@@ -923,7 +923,7 @@ CASES = (
     Case("Inductor, reduce-overhead", options={"mode": "reduce-overhead", **INDUCTOR}),
 )
 
-# how functions that a step compiles itself are compiled, set by each case
+# options for functions that a step compiles itself, set by each case
 _OPTIONS: dict[str, Any] = {}
 
 
@@ -932,7 +932,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepared(case: Case, tell: Callable[[nn.Module], Tell]) -> tuple[nn.Module, Step]:
-    """Return a case's model, of the same weights each time, and its compiled step."""
+    """Return a case's model, always with the same weights, and its compiled step."""
     torch.manual_seed(1)
     model = case.model()
     step = case.body(model, tell(model))
@@ -940,9 +940,9 @@ def prepared(case: Case, tell: Callable[[nn.Module], Tell]) -> tuple[nn.Module, 
 
 
 def forget_none() -> None:
-    """Undo what a step that clears gradients first does to torch 2.12 to 2.14, for the whole process.
+    """In torch 2.12 to 2.14, undo the process-wide effect of a step that clears its gradients first.
 
-    A second compiled function that ends with ``p.grad = None`` is broken by it, with or without telemetry.
+    It breaks a second compiled function that ends with ``p.grad = None``, with or without telemetry.
     """
     constant.CONSTANT_VARIABLE_NONE.source = None
 
@@ -952,7 +952,7 @@ def no_recompile() -> AbstractContextManager[Any]:
 
 
 def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
-    """Return a case's batches, the same each time."""
+    """Return a case's batches, always the same."""
     torch.manual_seed(1)
     case.model()
     found = []
@@ -962,12 +962,12 @@ def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-# weights after each step without telemetry: a third of the cases train the same, and are compiled for it once
+# weights after each step without telemetry: a third of the cases share a training, which is compiled once
 _BARE: dict[tuple[Any, ...], list[Mapping[str, Tensor]]] = {}
 
 
 def weights_without_telemetry(case: Case) -> list[Mapping[str, Tensor]]:
-    """Return what the same compiled step makes of the weights where nothing is asked, after each step."""
+    """Return the weights after each step of the same compiled step without telemetry."""
     key = (case.body, case.model, case.batch, repr(case.options), repr(case.config), case.whole)
     if key not in _BARE:
         model, step = prepared(case, lambda _: nothing)
@@ -978,7 +978,7 @@ def weights_without_telemetry(case: Case) -> list[Mapping[str, Tensor]]:
             forget_none()
             weights.append(copy.deepcopy(model.state_dict()))
         _BARE[key] = weights
-        # the step with telemetry begins as if nothing had been compiled: sizes, too, are not known to change
+        # the step with telemetry starts from scratch: no sizes have been seen to change
         torch._dynamo.reset()
     return _BARE[key]
 
@@ -1012,7 +1012,7 @@ def test_a_compiled_step(case, monkeypatch, record_property):
             if isinstance(told, Around):
                 twin.load_state_dict(model.state_dict())
                 expected = Around(expected, gm.collect_weights(twin))
-            # what a first call returns, and what any later one does
+            # the results of the first call, and of a later one
             if i in {0, STEPS - 1}:
                 assert_usable(told)
             assert_same(told, expected)
@@ -1050,7 +1050,7 @@ def assert_same(told: Any, expected: Any) -> None:
         elif isinstance(y, Tensor):
             assert_bits(x, y)
         else:
-            # a None of the step's own, which torch 2.12 to 2.14 may lose, is not ours
+            # a None returned by the step itself, which torch 2.12 to 2.14 may lose, is not checked
             assert y is None
 
 
@@ -1059,9 +1059,9 @@ def assert_bits(x: Tensor, y: Tensor) -> None:
     assert torch.equal(x.nan_to_num(nan=-7.0), y.nan_to_num(nan=-7.0)), (x, y)
 
 
-# what comes out of a graph can be used like any other
+# results of a graph can be used like any others
 
-# properties that are tensors, and what the methods are called with
+# tensor properties, and the arguments for methods
 VALUES = {
     name
     for name, value in vars(gm.TensorStats).items()
@@ -1108,7 +1108,7 @@ def assert_stats_usable(stats: gm.TensorStats) -> None:
     assert (stats.is_reduced, stats.is_local, stats.measured) == (False, False, len(stats.names) > 0)
     for name in VALUES:
         assert not getattr(stats, name).requires_grad
-    # a method that is new is looked at here too
+    # new methods must be listed here too
     methods = {name for name in dir(stats) if not name.startswith("_") and callable(getattr(stats, name))}
     assert methods == CALLS.keys()
     for call in CALLS.values():
@@ -1127,17 +1127,17 @@ def assert_stats_usable(stats: gm.TensorStats) -> None:
         assert set(vars(each)) == set(vars(stats))
 
 
-# what torch refuses
+# steps that torch refuses
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_dynamo_refuses_recurrent_modules_itself(kind, record_property):
-    """With or without telemetry. What goes: cells, or a collection compiled apart from the backward pass."""
+    """With or without telemetry. Alternatives: cells, or a collection compiled apart from the backward."""
     model = Recurrent(kind)
     for tell in (nothing, grads_of(model)):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="RNN, GRU, or LSTM"):
             compiled(cleared_first(model, tell))(*batch(0))
-    # the pairs: Dynamo does not walk through such a module
+    # named pairs, because Dynamo does not look into such a module
     named = list(model.named_parameters())
     apart = compiled(lambda: gm.collect_grads(named))
     for i in range(STEPS):
@@ -1153,7 +1153,7 @@ def test_dynamo_refuses_recurrent_modules_itself(kind, record_property):
 
 
 def test_torch_refuses_sparse_gradients_itself(record_property):
-    """With or without telemetry; eager calls measure them."""
+    """With or without telemetry; eager calls measure sparse gradients."""
     model = nn.Embedding(5, 3, sparse=True)
     tokens = torch.tensor([0, 1, 1])
 
@@ -1182,7 +1182,7 @@ def test_a_traced_backward_calls_no_parameter_hooks():
     assert called == ["after"]
 
 
-# programs that are exported
+# exported programs
 
 
 class Exported(nn.Module):
@@ -1208,7 +1208,7 @@ class Regrouped(nn.Module):
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 def test_a_program_is_exported(strict, record_property):
-    # strict export of any nested result is broken by it too, on its own
+    # strict export of any nested result fails for the same reason
     forget_none()
     model, x = Exported(), torch.randn(5, 4)
     with torch.no_grad():
@@ -1242,7 +1242,7 @@ def test_a_program_is_compiled_ahead_of_time(tmp_path, record_property):
     record_property("compiled step", ("AOTInductor", "inductor", f"{time.monotonic() - start:.1f} s"))
 
 
-# numbers that change, and the size of graphs
+# changing numbers, and the size of graphs
 
 
 def numbers(model: nn.Module) -> dict[str, Callable[[float], Any]]:
@@ -1276,7 +1276,7 @@ def test_a_number_that_changes_is_compiled_twice_at_most(name):
 
 
 def graph_nodes(function: Callable[[], Any]) -> int:
-    """Return the calls in the graph that a backend is given."""
+    """Return the number of calls in the graph that the backend receives."""
     counts: list[int] = []
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -1290,18 +1290,18 @@ def graph_nodes(function: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_graph_has_few_nodes_a_tensor(bias):
-    """The time to compile grows with the nodes; ``kernels_bench.compile_time`` measures it."""
+    """Compile time grows with the number of nodes; ``kernels_bench.compile_time`` measures it."""
     model = nn.Sequential(*[nn.Linear(3, 3, bias=bias or i % 2 > 0) for i in range(20)])
     tensors = list(model.parameters())
     for p in tensors:
         p.grad = torch.ones_like(p)
-    # on torch 2.13: torch 2 a tensor and 8; ours 2 a tensor and 49
+    # with torch 2.13: torch needs 2 per tensor plus 8, and ours 2 per tensor plus 49
     torchs = graph_nodes(lambda: nn.utils.clip_grad_norm_(tensors, 1.0))
-    # 50 besides: the coefficient, and what is once in a graph
+    # 50 more: the coefficient, and the nodes that occur once per graph
     assert graph_nodes(lambda: gm.clip_grad_norm_(tensors, 1.0)) <= torchs + 50
     assert graph_nodes(lambda: gm.collect_and_clip_(tensors, 1.0).norm) <= torchs + 60
     assert graph_nodes(lambda: gm.collect_grads(model)) <= 10
-    # modules of one size are merged together; of several, each is put in its place
+    # modules of one size are merged together; with several sizes, each module is put in its place
     assert graph_nodes(lambda: gm.collect_grads(model).by_module()) <= (60 if bias else 60 + 2 * 20)
 
 
@@ -1309,5 +1309,5 @@ def test_a_graph_has_few_nodes_a_tensor(bias):
 def test_inductor_computes_a_coefficient_once():
     model = with_zero_grads()
     _, codes = run_and_get_code(torch.compile(lambda: gm.clip_grad_norm_(model, 1.0), fullgraph=True))
-    # the least number of fp32, by which it is taken apart, is not in each multiplication
+    # the smallest fp32 number, used to split the coefficient, does not occur in each multiplication
     assert 1 <= sum(code.count("1.1754943508222875e-38") for code in codes) <= 4

@@ -1,4 +1,4 @@
-"""What a whole report costs: one transfer to the host for any number of tensors, and no copy of them."""
+"""The cost of a whole report: one transfer to the host for any number of tensors, and no copy of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model_of(parameters):
     return with_grads({f"{'host' if i % 2 else 'seed'}.{i}": torch.ones(3, 2) for i in range(parameters)})
 
 
-# the counter: what it sees is what a device would have waited for
+# the counter detects all waits that a device would cause
 
 READS = {
     "item": (1, lambda _, loss: loss.item()),
@@ -83,7 +83,7 @@ OURS = {
     "several collections": everything,
 }
 
-# of n parameters: the number of waits
+# for n parameters: the number of waits
 HOME_GROWN = {
     "norm_by_item": (lambda n: n, lambda model, _: home_grown.norm_by_item(model)),
     "norm_of_squares": (lambda _: 1, lambda model, _: float(home_grown.norm_of_squares(model.parameters()))),
@@ -160,7 +160,7 @@ print(json.dumps({name: grown(lambda: call(model)) for name, call in calls.items
 
 def test_a_hundred_million_gradients_are_measured_in_four_mebibytes():
     pytest.importorskip("resource")
-    # a process of its own: it has had no higher peak, which would hide what is added
+    # a fresh process: an earlier, higher peak would hide the growth
     paths = [str(ROOT / "src"), str(ROOT / "tests")]
     command = [
         sys.executable,
@@ -172,5 +172,5 @@ def test_a_hundred_million_gradients_are_measured_in_four_mebibytes():
     grown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert grown["report"] <= 4 * 2**20
     assert grown["norm"] <= 4 * 2**20
-    # the same peak shows a copy of them all
+    # a flattened copy of all gradients shows in the same peak
     assert grown["flat"] >= 4 * ELEMENTS

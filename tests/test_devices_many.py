@@ -1,7 +1,7 @@
-"""Tensors of several devices in one call, as in model parallelism by hand: one op a device, one result.
+"""Tensors of several devices in one call, as in manual model parallelism: one op per device, one result.
 
-The devices are fake, so that each op and each copy is a call of the dispatcher that a mode sees. Numbers
-are compared where one memory says that it is several devices; on real ones in `test_gpu_devices.py`.
+The devices are fake, so that a mode sees each op and each copy as a call of the dispatcher. Numbers
+are compared on CPU memory that claims to be several devices; `test_gpu_devices.py` uses real ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 A, B, C, HOST = "cuda:0", "cuda:1", "cuda:2", "cpu"
-# where tensors are, one after the other
+# the device of each tensor in turn
 PLACES = {
     "halves": (A, A, A, B, B, B),
     "the second first": (B, B, A),
@@ -45,12 +45,12 @@ every_place = pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 
 
 class Seen(TorchDispatchMode):
-    """Notes each of this library's ops and its device, each copy between devices, and counts all calls."""
+    """Records each of this library's ops and its device, each copy between devices, and counts all calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[tuple[str, str]] = []
-        # from, to, and whether it goes on at once
+        # (source, target, whether it is non-blocking)
         self.copies: list[tuple[str, str, bool]] = []
         self.calls = 0
 
@@ -60,7 +60,7 @@ class Seen(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        # where a fake tensor is, it tells by a call too
+        # a fake tensor answers the query of its device by a call too
         self.calls += func is not torch.ops.prim.device.default
         if func.namespace == "gradiometer":
             (device,) = {str(x.device) for x in pytree.tree_leaves(args) if isinstance(x, Tensor)}
@@ -71,12 +71,12 @@ class Seen(TorchDispatchMode):
 
 
 def measured_on(seen: Seen) -> list[str]:
-    """Return on which devices tensors were read, in order."""
+    """Return the devices on which tensors were read, in order."""
     return [device for op, device in seen.ops if op == "tensor_stats"]
 
 
 def in_order(places: Iterable[str]) -> list[str]:
-    """Return the devices in the order of their appearance, the host last."""
+    """Return the devices in order of appearance, the host last."""
     return sorted(dict.fromkeys(places), key=lambda place: place == HOST)
 
 
@@ -87,7 +87,7 @@ def _fake() -> Iterator[None]:
 
 
 def parameters_on(places: Sequence[str], shape: tuple[int, ...] = (3,)) -> dict[str, nn.Parameter]:
-    """Return parameters with gradients, a layer a place."""
+    """Return parameters with gradients: one layer for each device in ``places``."""
     found = {}
     for i, place in enumerate(places):
         parameter = nn.Parameter(torch.ones(shape, device=place))
@@ -96,7 +96,7 @@ def parameters_on(places: Sequence[str], shape: tuple[int, ...] = (3,)) -> dict[
     return found
 
 
-# one op a device
+# one op per device
 
 COLLECTIONS: dict[str, Callable[[dict[str, nn.Parameter]], gm.TensorStats]] = {
     "collect_grads": gm.collect_grads,
@@ -129,17 +129,17 @@ def test_each_device_is_read_once_and_its_rows_travel_once(name, places):
 @pytest.mark.usefixtures("_fake")
 def test_there_are_as_many_calls_whatever_the_number_of_tensors(times, pattern):
     model = parameters_on(pattern * times)
-    # the first call in a process finds out what torch's guards tell
+    # the first call in a process tests torch's guards
     gm.collect_grads(model)
     with Seen() as seen:
         gm.collect_grads(model)
     devices = len(set(pattern))
-    # of each device an op and two cuts, of each but the first two copies; and both are put together
+    # for each device an op and two slices, for each but the first two copies; and two concatenations
     assert seen.calls == 3 * devices + 2 * (devices - 1) + 2
 
 
 class Placed(Tensor):
-    """A tensor of the CPU that says that it is on another device, one that is the CPU's too."""
+    """A CPU tensor that claims to be on another device, which is the CPU too."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     place: torch.device
@@ -150,7 +150,7 @@ class Placed(Tensor):
 
 
 class Away(Tensor):
-    """A tensor of the CPU that says that it is on a GPU."""
+    """A CPU tensor that claims to be on a GPU."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = torch.device(A)
@@ -158,7 +158,7 @@ class Away(Tensor):
 
 @pytest.fixture
 def several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Give what measures tensors at these places, places that are the CPU all."""
+    """Return a function that measures tensors on these devices, all of which are the CPU."""
     read = ops.tensor_stats
 
     def read_there(tensors: Sequence[Tensor], *args: Any) -> tuple[Tensor, Tensor]:
@@ -166,7 +166,7 @@ def several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Tens
         return read([tensor.as_subclass(Tensor) for tensor in tensors], *args)
 
     monkeypatch.setattr(ops, "tensor_stats", read_there)
-    # the package's attribute of this name is the function
+    # the package attribute of this name is the function, not the module
     measure = importlib.import_module("gradiometer.stats.measure")._measure_tensors
 
     def measured(tensors: Sequence[Tensor], places: Sequence[int], scale: Any) -> tuple[Tensor, Tensor]:
@@ -192,7 +192,7 @@ def test_the_rows_are_those_of_the_tensors_in_their_order(several, seed):
     assert torch.equal(flags, expected.flags)
 
 
-# the scale
+# inv_scale
 
 
 def test_a_scale_that_the_rows_meet_later_is_the_same_scale(several):
@@ -225,7 +225,7 @@ def test_where_all_is_on_the_host_a_scale_has_to_arrive():
     model = parameters_on((HOST, HOST))
     with Seen() as seen:
         stats = gm.collect_grads(model, inv_scale=torch.ones((), device=A))
-    # it is multiplied with at once
+    # a blocking copy, because it is used at once
     assert seen.copies == [(A, HOST, False)]
     assert str(stats.columns.device) == HOST
 
@@ -252,7 +252,7 @@ def test_without_gradients_the_result_is_where_it_would_be_with_them(places):
     assert gm.clip_grad_norm_(model, 1.0).device == there.columns.device
 
 
-# what is made of it
+# uses of the statistics
 
 
 @every_place
@@ -288,7 +288,7 @@ def test_groups_and_modules_stay_on_the_first_device():
 @pytest.mark.parametrize(("first", "second", "home"), [(A, B, A), (B, A, B), (HOST, B, B), (B, HOST, B)])
 @pytest.mark.usefixtures("_fake")
 def test_stats_of_two_devices_merge_without_a_wait(first, second, home):
-    # replicas by hand, say
+    # such as manual replicas
     one, two = [gm.collect({"w": torch.ones(3, device=device)}) for device in (first, second)]
     with watch() as waits:
         merged = one.merge(two)
@@ -371,14 +371,14 @@ def test_which_parts_count_is_told_to_rows_on_any_device():
     model = parameters_on((A, B))
     ranks = gm.Ranks(model)
     assert str(gm.collect_grads(model, reduce=ranks).columns.device) == A
-    # as where another rank has a copy that counts
+    # as if another rank had a copy that counts
     ranks._counts_all = False
     for device in (A, B, HOST):
         with Seen() as seen:
             ranks.to_rows(
                 ranks.local_names, torch.ones(2, len(gm.COLUMNS), dtype=torch.float64, device=device)
             )
-        # on the host it is used at once
+        # on the host it is used at once, so that copy blocks
         assert seen.copies == ([] if device == A else [(A, device, device != HOST)])
 
 
@@ -413,7 +413,7 @@ def test_a_shard_is_measured_beside_tensors_of_other_devices(two_ranks):
     assert two_ranks.run(_shards_beside_others) == [(expected, B, [3, len(gm.COLUMNS)])] * 2
 
 
-# in the graph
+# in a graph
 
 
 @pytest.mark.usefixtures("_dynamo")

@@ -1,7 +1,7 @@
-"""Ours against home-grown telemetry: equal where that is right, and for a reason where it is not.
+"""Ours against home-grown telemetry: equal where that is right, and different for a known reason elsewhere.
 
-The home-grown sums of n elements of an fp32 or narrower dtype are made in fp32 and then rounded to that
-dtype: off by at most n * 2**-24, and by the dtype's eps.
+For n elements of an fp32 or narrower dtype, home-grown code sums in fp32 and then rounds to that
+dtype: the error is at most n * 2**-24, plus the dtype's eps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.home_grown import GradientCollector, MovingAverage, with_grads
 from support.oracle import NORM_BOUND, exact
 
 CASES = home_grown.cases()
-# where no home-grown total norm overflows, underflows, or adds up so many that their rounding shows
+# inputs for which no home-grown total norm overflows, underflows, or has visible rounding errors
 RIGHT = (
     "random",
     "a million",
@@ -33,7 +33,7 @@ RIGHT = (
     "frozen, tied",
 )
 
-# ways to a total norm
+# ways to compute a total norm
 NORMS = {
     "norm_by_item": home_grown.norm_by_item,
     "norm_of_squares": lambda model: float(home_grown.norm_of_squares(model.parameters())),
@@ -112,7 +112,7 @@ def models(draw):
     grads = {}
     for i, (numel, dtype) in enumerate(parts):
         grad = torch.randn(numel, generator=generator) * scale
-        # what is left in fp16 of squares below its least number is not rounding
+        # squares below the smallest fp16 number would lose more than rounding
         grad = grad.sign() * grad.abs().clamp(min=1e-2 * scale, max=4 * scale)
         grad[torch.rand(numel, generator=generator) < draw(st.sampled_from([0.0, 0.5]))] = 0.0
         grads[f"{'host' if i % 2 else 'seed'}.{i}"] = grad.to(dtype)
@@ -132,7 +132,7 @@ def test_any_model_of_moderate_gradients_is_measured_alike(model):
     assert same(ratio, gm.group_ratio(grouped, "seed", "host").item(), 3 * error)
 
 
-# where they are not
+# where they are wrong
 
 
 @pytest.mark.parametrize("way", NORMS)
@@ -145,12 +145,12 @@ def test_squares_of_1e20_overflow_in_fp32(way):
 def test_a_square_of_300_overflows_in_fp16():
     model = CASES["fp16, 300"]
     assert NORMS["norm_of_squares"](model) == math.inf
-    # the norm fits, rounded to multiples of 32, on the way too: how depends on the number of threads
+    # the norm fits, rounded to multiples of 32, also in between: this depends on the number of threads
     assert NORMS["norm_of_flat"](model) == pytest.approx(60000.0, abs=32)
     assert gm.grad_norm(model) == pytest.approx(300 * math.sqrt(40016), rel=NORM_BOUND)
 
 
-# a sum of squares is added up in a tree, a norm in a row
+# a sum of squares is added up in a tree, a norm sequentially
 @pytest.mark.parametrize("way", sorted({*NORMS} - {"norm_of_squares"}))
 def test_a_million_equal_elements_show_the_rounding_of_fp32(way):
     model = CASES["constant"]
@@ -221,9 +221,9 @@ def test_nothing_to_measure_has_many_types():
     [
         # the host's norm is inf in fp32
         ("1e20", 0.0, 1e18 / 1e20),
-        # rounded sums of a million and of a thousand
+        # rounded sums of a million and of a thousand elements
         ("constant", pytest.approx(1.0, abs=1e-3), 1.0),
-        # below the floor, in both
+        # below the floor in both
         ("1e15, 1e-10", 0.0, 0.0),
         ("no gradient", 0.0, 0.0),
         ("NaN", 0.0, math.nan),
@@ -274,6 +274,6 @@ def test_a_moving_average_that_begins_at_its_first_value_stays_near_it():
     for x in values:
         theirs.update(x)
         mean, _ = ours(torch.tensor(x))
-    # the share of the first of ten values
+    # the weight of the first of ten values
     assert theirs.mean == pytest.approx(1 + 9 * 0.9**9)
     assert mean == pytest.approx(1 + 9 * 0.1 * 0.9**9 / (1 - 0.9**10))

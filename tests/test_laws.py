@@ -1,4 +1,4 @@
-"""Laws that hold between measurements, whatever the numbers are."""
+"""Laws that hold between measurements for any values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradiometer import ops
 from support import oracle, strategies
 from support.strategies import Recipe, lists, recipes
 
-# the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
+# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
 )
@@ -28,7 +28,7 @@ MERGED = 2 * oracle.U
 
 
 def bits(tensor):
-    """Distinguish -0 from 0 and a NaN from another; numbers, so that a failure shows where."""
+    """Compare values, and distinguish -0 from 0 and one NaN from another, so that a failure shows where."""
     return tensor.view(torch.int32 if tensor.dtype == torch.int32 else torch.int64).tolist()
 
 
@@ -93,7 +93,7 @@ def test_grouping_all_rows_is_the_total(some):
     assert stats.found_inf.item() == float(grouped.n_nonfinite[0] > 0)
 
 
-# the values
+# values
 
 
 @given(
@@ -135,7 +135,7 @@ def test_a_transposed_tensor_is_measured_like_its_memory_in_order(recipe):
     oracle.assert_within_bounds(row(contiguous), expected)
 
 
-# the same bits
+# identical bits
 
 STRANGERS = (
     Recipe(torch.float32, (33,), values="nonfinite", seed=1),

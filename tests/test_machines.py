@@ -1,7 +1,7 @@
-"""The same on other machines: what another processor would run is chosen here, in processes of their own.
+"""The same tests with the instructions of other processors, selected here in separate processes.
 
-PyTorch picks its loops, and Intel's library its own, by the instructions that the processor has. Variables of
-the environment make both act as on an older one, or as on one of another make.
+PyTorch and Intel's library choose their loops by the instructions of the processor. Environment variables
+make both act as on an older one, or as on one of another vendor.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from conftest import INTERPRETED
 
 HERE = Path(__file__).parent
 
-# two older processors, as both libraries see them, and one of another make
+# two older processors, set for both libraries, and one of another vendor
 SETTINGS = (
     "ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2",
     "ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2",
     "MKL_CBWR=COMPATIBLE",
 )
-# a process takes some 15 seconds: each library by itself, as none is on a processor, is for the deep profile
+# a process takes about 15 seconds: the deep profile also sets one library alone, as on no real processor
 if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
     SETTINGS += tuple(part for both in SETTINGS[:2] for part in both.split())
 
-# roots, flags at their thresholds, bounds of sums, and laws of the same bits
+# roots, flags at their thresholds, error bounds of sums, and bitwise laws
 TESTS = (
     *[
         f"columns/test_roots.py::test_a_million_roots_are_correctly_rounded[{path}]"
@@ -42,7 +42,7 @@ TESTS = (
     "test_laws.py::test_the_number_of_threads_changes_no_bit[dtype0-nonfinite]",
     "test_laws.py::test_a_compiled_call_gives_the_bits_of_an_eager_one[mixed-True]",
 )
-# its code has nothing of Intel's library, and is compiled for the instructions that PyTorch takes
+# its code does not use Intel's library, and is compiled for the instructions that PyTorch chooses
 INDUCTOR = "columns/test_roots.py::test_a_million_roots_are_correctly_rounded[inductor]"
 
 
@@ -51,11 +51,11 @@ INDUCTOR = "columns/test_roots.py::test_a_million_roots_are_correctly_rounded[in
 def test_numbers_are_right_on_a_processor_with_other_instructions(setting, tmp_path):
     variables = dict(part.split("=") for part in setting.split())
     tests = (*TESTS, INDUCTOR) if "ATEN_CPU_CAPABILITY" in variables else TESTS
-    # Inductor's cache does not tell these settings apart, and would give code for other instructions
+    # Inductor's cache does not distinguish these settings, and would return code for other instructions
     changes = variables | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    # to try out which instructions the processor has, and to prepare headers, takes longer than one kernel
+    # testing the processor's instructions and precompiling headers take longer than one kernel
     changes |= {"TORCHINDUCTOR_VEC_ISA_OK": "1", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
-    # another one may be in force here, and the workers of this run are not those of that one
+    # remove settings in force here, and the variables of this run's pytest workers
     left_out = {part.split("=")[0] for both in SETTINGS for part in both.split()}
     left_out |= {"PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"}
     environment = {key: text for key, text in os.environ.items() if key not in left_out}

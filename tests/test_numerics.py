@@ -1,4 +1,4 @@
-"""Numbers against the oracle: exact counts, bounds from arithmetic, flags by a plain formula."""
+"""Numbers against the oracle: exact counts, error bounds, flags by a plain formula."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradiometer import Flag, Thresholds
 from support import oracle, strategies
 from support.strategies import Recipe, recipes
 
-# the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
+# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
 )
@@ -54,7 +54,7 @@ def test_a_sparse_tensor_is_measured_with_its_zeros(recipe):
     x = recipe.tensor()
     assume(x.dim() > 0)
     expected = oracle.exact(x)
-    # the conversion leaves out zeros, so that all of them are implicit
+    # the conversion drops zeros, so that all of them are implicit
     measured = measure(x.to_sparse())
     oracle.assert_same_counts(measured, expected)
     oracle.assert_within_bounds(measured, expected)
@@ -84,14 +84,14 @@ def test_a_large_constant_tensor_has_the_norm_of_the_closed_form(dtype, value):
 
 @pytest.mark.parametrize("values", ["normal", "wide", "some zeros"])
 def test_a_large_tensor_of_repeated_blocks_adds_up_like_one_block_many_times(values):
-    # a NaN or Inf in each block would have every piece counted, which takes several times longer
+    # a NaN or Inf in each block would make the slow counting path run for each piece
     block = Recipe(torch.float32, (2**12 + 3,), values=values).tensor()
     times = CONSTANT_NUMEL // len(block)
     measured, one = measure(block.repeat(times)), oracle.exact(block)
     for name in oracle.COUNTS:
         assert measured[name] == times * getattr(one, name)
     assert measured["abs_max"] == one.abs_max
-    # U for the rounding of the oracle's own sum, once more for the product
+    # U for the rounding of the oracle's own sum, and U for the product
     assert close(measured["sumsq"], times * one.sumsq, 2 * oracle.NORM_BOUND + 2 * oracle.U)
     bound = (oracle.SUM_BOUND + 2 * oracle.U) * times * one.abs_sum
     assert abs(measured["sum"] - times * one.sum) <= bound
@@ -106,7 +106,7 @@ def test_gradients_of_1e20_do_not_overflow(dtype):
 
 
 def test_the_norm_of_large_fp16_gradients_is_exact():
-    # 300**2 is beyond fp16; so are 40000 of them; integers of this size are exact in fp64
+    # 300**2 overflows fp16, and so does the sum of 40000; integers of this size are exact in fp64
     assert measure(torch.full((40_000,), 300.0, dtype=torch.float16))["norm"] == 300.0 * 200.0
 
 
@@ -145,7 +145,7 @@ def test_counts_of_fp64_hold_where_its_squares_leave_the_range(value, n):
 @pytest.mark.parametrize("dtype", strategies.FLOATS)
 def test_subnormal_numbers_are_no_zeros(dtype):
     if INTERPRETED and dtype == torch.bfloat16:
-        pytest.skip("the interpreter takes subnormal bf16 for 0")
+        pytest.skip("the interpreter flushes subnormal bf16 to 0")
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     x = torch.full((40,), smallest, dtype=dtype)
     measured = measure(x)
@@ -162,7 +162,7 @@ def test_norm_says_what_torch_says_of_the_same_numbers_in_double(recipe):
     assert math.isnan(ours) == math.isnan(theirs)
     assert math.isinf(ours) == math.isinf(theirs)
     if math.isfinite(ours):
-        # theirs may add one by one: n roundings of u, half of that in the root
+        # theirs may add sequentially: n roundings of u, half of that in the root
         assert close(ours, theirs, oracle.NORM_BOUND + x.numel() * oracle.U)
 
 
@@ -172,7 +172,7 @@ def test_derived_values_follow_from_the_oracle(recipe):
     measured, expected = measure(x), oracle.exact(x)
     for name in ("n_inf", "n_nonfinite", "zero_fraction"):
         assert measured[name] == getattr(expected, name), name
-    # a quotient and a root of what is within its bound: two more roundings each, here and in the oracle
+    # a quotient and a root of values within their bounds: two more roundings each, here and in the oracle
     slack = 4 * oracle.U
     assert close(measured["finite_norm"], expected.finite_norm, oracle.NORM_BOUND + slack)
     assert close(measured["rms"], expected.rms, oracle.NORM_BOUND + slack)
@@ -186,8 +186,8 @@ def test_derived_values_follow_from_the_oracle(recipe):
 def test_std_is_that_of_the_population(recipe):
     x = recipe.tensor()
     expected = oracle.exact(x)
-    # variance = rms**2 - mean**2: the first is off by 2 * 1e-13 of rms**2; so is the second, since
-    # |mean| <= mean |x| <= rms; then some roundings of numbers not above rms**2
+    # variance = rms**2 - mean**2: the error of the first is 2 * 1e-13 of rms**2; so is that of the second,
+    # since |mean| <= mean |x| <= rms; then some roundings of numbers not above rms**2
     bound = (2 * oracle.NORM_BOUND + 2 * oracle.SUM_BOUND + 16 * oracle.U) * expected.rms**2
     assert abs(measure(x)["std"] ** 2 - oracle.std(x) ** 2) <= bound
 
@@ -253,14 +253,14 @@ def test_a_norm_equal_to_the_threshold_is_neither_vanishing_nor_exploding(dtype)
 @pytest.mark.parametrize(
     ("values", "thresholds", "flags"),
     [
-        # as fp32 1e-7 is 1.0000000117e-7
+        # in fp32, 1e-7 is 1.0000000117e-7
         ([1.00000001e-7], Thresholds(vanishing=1e-7), 0),
         ([0.99999999e-7], Thresholds(vanishing=1e-7), Flag.VANISHING),
-        # as fp32 0.1 is 0.1000000015
+        # in fp32, 0.1 is 0.1000000015
         ([0.1000000007], Thresholds(exploding=0.1), Flag.EXPLODING),
         ([0.1], Thresholds(exploding=0.1), 0),
         ([1.0] * 9 + [0.0], Thresholds(dead=0.1), Flag.DEAD),
-        # as fp32 1e-46 is 0 and 1e39 is inf
+        # in fp32, 1e-46 is 0 and 1e39 is inf
         ([0.0], Thresholds(vanishing=1e-46, dead=2.0), Flag.VANISHING),
         ([2e39], Thresholds(exploding=1e39), Flag.EXPLODING),
     ],
@@ -314,7 +314,7 @@ def test_inv_scale_scales_norm_sum_and_largest_magnitude(recipe, scale):
     measured, expected = measure(x, inv_scale=scale), oracle.exact(x)
     for name in oracle.COUNTS:
         assert measured[name] == getattr(expected, name)
-    # two products on sumsq, one on the others; then the oracle's own product below
+    # two products for sumsq, one for the others; then the oracle's own product below
     slack = 4 * oracle.U
     assert close(measured["finite_norm"], expected.finite_norm * scale, oracle.NORM_BOUND + slack)
     bound = (oracle.SUM_BOUND + slack) * expected.abs_sum * scale
@@ -322,7 +322,7 @@ def test_inv_scale_scales_norm_sum_and_largest_magnitude(recipe, scale):
     assert measured["abs_max"] == expected.abs_max * scale
 
 
-# a tensor beyond 2**27 elements has longer chunks, rather than more of them
+# a tensor beyond 2**27 elements has longer chunks instead of more
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the eager path has no chunks")

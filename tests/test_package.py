@@ -1,4 +1,4 @@
-"""The package as a whole: what its import costs and needs, its public names, and its examples."""
+"""The package as a whole: the cost and requirements of its import, its public names, and its examples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODULES = [
 
 
 def in_fresh_process(code: str) -> str:
-    """Run code in an interpreter that has imported nothing, and return what it prints."""
+    """Run code in an interpreter that has imported nothing, and return its output."""
     source = str(Path(gm.__file__).parents[1])
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -89,7 +89,7 @@ sys.meta_path.insert(0, Blocked())
 }
 
 
-# without triton and others
+# without triton and other packages
 
 
 @pytest.mark.parametrize("blocker", BLOCKERS.values(), ids=BLOCKERS)
@@ -115,7 +115,7 @@ def test_collection_and_reports_need_no_numpy_and_no_pandas(name: str) -> None:
     assert in_fresh_process(f"sys.modules[{name!r}] = None\n{COLLECT}") == "collected\n"
 
 
-# what an import costs
+# the cost of an import
 
 
 def test_an_import_brings_only_the_package_itself() -> None:
@@ -128,7 +128,7 @@ print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()
     new, cuda_initialized = json.loads(in_fresh_process(code))
     assert "gradiometer.stats" in new
     others = {name for name in new if name.split(".")[0] != "gradiometer"}
-    # not triton, pandas, numpy, nor a part of torch that torch itself does not load, such as
+    # not triton, pandas, numpy, nor a part of torch that torch itself does not import, such as
     # torch._dynamo or torch.distributed
     assert {name for name in others if name.split(".")[0] not in sys.stdlib_module_names} == set()
     assert not {name for name in new if name.startswith(("gradiometer.kernels", "gradiometer.demo"))}
@@ -211,7 +211,7 @@ def test_the_version_is_a_string_of_numbers() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_module_run(name: str) -> None:
-    # the package's attribute `collect` is the function, so modules are taken by their full name
+    # the package attribute `collect` is the function, so import modules by their full name
     module = importlib.import_module(name)
     assert doctest.testmod(module).failed == 0
 

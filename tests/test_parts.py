@@ -1,4 +1,4 @@
-"""`make test`, `make check` and `make test-matrix` make every part, and a failure never looks like a pass."""
+"""`make test`, `make check` and `make test-matrix` run every part, and a failure never looks like a pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAIRS = (("1.0.0", "0.5.0"), ("2.0.0", "0.6.0"))
 REASON = "The user requested (constraint) torch<=1.5"
 
-needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 MAKEFILE = """
 run-good:
@@ -79,7 +79,7 @@ def test_it_is_said_beforehand_how_long_it_takes(tmp_path, capfd, monkeypatch, p
 
 
 def make_target(target, folder, *variables):
-    """Make a target of the real Makefile with tests and linters that only say that they ran."""
+    """Run a target of the real Makefile with fake tests and linters, which only report that they ran."""
     environment = {
         name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL"}
     }
@@ -134,13 +134,13 @@ def test_the_deep_profile_reaches_every_part(tmp_path):
 
 
 def results(capfd):
-    """Return the rows of the table and what stands below it."""
+    """Return the rows of the table and the text below it."""
     rows, _, below = capfd.readouterr().out.rpartition("torch  ")[2].partition("\n\n")
     return [row.split(maxsplit=7) for row in rows.splitlines()[1:]], below.strip()
 
 
 def matrix_of(monkeypatch, tmp_path, refused, *, ok=True):
-    """Run the matrix on two pairs, of which these are refused by pip."""
+    """Run the matrix on two pairs; pip refuses those in ``refused``."""
 
     def install(env, pair, *, reuse):
         assert not reuse
@@ -183,7 +183,7 @@ def test_without_a_refusal_nothing_is_said_of_one(monkeypatch, tmp_path, capfd):
 
 
 def wheel(folder, name, version):
-    """Write a package that holds nothing."""
+    """Write an empty package."""
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
         file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -197,7 +197,7 @@ def test_what_pip_says_of_a_constraint_is_the_reason(tmp_path, monkeypatch, limi
     for version in ("1.0.0", "2.0.0"):
         wheel(tmp_path, "torch", version)
     (tmp_path / "constraints.txt").write_text(limit)
-    # nothing of this machine's settings, and no network
+    # independent of this machine's settings, and no network
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -217,7 +217,7 @@ def test_what_pip_says_of_a_constraint_is_the_reason(tmp_path, monkeypatch, limi
     error = matrix.RefusedError if refused else subprocess.CalledProcessError
     with pytest.raises(error) as raised:
         matrix._pip([*pip, wanted])
-    # a version that is not there is no setting of this machine
+    # a missing version is not a setting of this machine
     assert (str(raised.value) == REASON) == refused
     matrix._pip([*pip, "torch==1.0.0"])
     assert (tmp_path / "env" / "torch-1.0.0.dist-info").is_dir()

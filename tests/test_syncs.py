@@ -1,7 +1,7 @@
-"""Nothing waits for the device until a report is asked for, and then there is one copy.
+"""Nothing waits for the device until a report is requested, which then takes one copy.
 
-A GPU is not needed to see a wait: on fake tensors a copy from "cuda" to the CPU and a value that
-Python asks for are calls like any others, and a dispatch mode sees them.
+Waits can be detected without a GPU: on fake tensors a copy from "cuda" to the CPU, or reading a value
+in Python, is a call like any other, and a dispatch mode sees it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from support.fake_device import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# every property of TensorStats that is a tensor
+# all tensor properties of TensorStats
 PROPERTIES = (*COLUMN_NAMES, *derived.DERIVED, *HEALTH, "total", "total_norm", "found_inf", "skipped")
 
 
-# the watch itself
+# the detection itself
 
 FORBIDDEN: dict[str, Callable[[Tensor], object]] = {
     "item": lambda t: t[0].item(),
@@ -75,7 +75,7 @@ def test_the_watch_sees_a_wait(device, name):
         with watch(), pytest.raises(HostWaitError):
             FORBIDDEN[name](t)
         with Watch():
-            # an index is no mask
+            # an index is not a mask
             t[torch.tensor([0, 2], device=d)] + t.sum()
 
 
@@ -143,7 +143,7 @@ def test_grouping_and_merging_never_wait_nor_read_the_tensors_again(device):
     with device_of(device) as d:
         found = gm.collect_grads(Model(d))
         with watch() as seen:
-            # runs of neighbours, scattered rows, one row, all, none
+            # adjacent rows, scattered rows, one row, all, none
             rules = {"run": r"w[0-2]$", "odd": r"w[135]", "one": "w4", "all": ".", "none": "x"}
             grouped = found.group(rules)
             again = grouped.merge(grouped).merge(grouped)
@@ -198,12 +198,12 @@ def test_an_inv_scale_that_is_a_number_needs_no_copy():
         assert seen.to_device == []
 
 
-# towards the host
+# transfers to the host
 
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Matrices that reports are made from; a report of fake values cannot be made."""
+    """Return the matrices that reports are made from; a report cannot be made from fake values."""
     seen: list[Tensor] = []
 
     def fake_report(names: tuple[str, ...], matrix: Tensor, *_: object, **__: object) -> str:

@@ -1,4 +1,4 @@
-"""The command line: what each command prints, as a table and as JSON, and how it ends."""
+"""The command line: the output of each command, as a table and as JSON, and exit codes."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_watch_once(call, call_json, run):
     assert code == Exit.OK
     assert "closed" in out
     assert call_json("watch", run, "--once")["step"] == 19
-    # a closed run ends by itself
+    # the run is closed, so watch ends without --once
     assert call("watch", run)[1].startswith("step 19  ")
 
 
@@ -414,7 +414,7 @@ def test_without_another_package_one_line_says_so(call, run, monkeypatch, packag
 )
 def test_a_reader_that_leaves_is_no_error(run, tmp_path, command, reader):
     big = write_run(tmp_path / "big", steps=2, tensors=400) if "big" in command else None
-    # the reader ends first, so that what is written meets a pipe without one
+    # the reader exits first, so that the command writes to a pipe without a reader
     script = f"({reader}); exec 0<&-; sleep 0.1"
     command = f"{sys.executable} -m gradiometer {command.format(run=run, big=big)}"
     done = subprocess.run(
@@ -457,7 +457,7 @@ def test_python_m_is_the_same(run):
 
 
 def in_terminal(*arguments, end_with):
-    """Run a command in a terminal, send it a signal when it shows a frame; return its code and output."""
+    """Run a command in a terminal, send it a signal once it shows a frame; return exit code and output."""
     master, slave = pty.openpty()
     size = {"PYTHONPATH": SOURCE, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
     child = subprocess.Popen(
@@ -480,14 +480,14 @@ def in_terminal(*arguments, end_with):
             shown += part
         if not sent and b"worst first" in shown:
             child.send_signal(end_with)
-            # a machine that is busy took its time until here, and may for the rest
+            # a busy machine may have needed most of the time before the signal: extend the deadline
             sent, deadline = True, time.monotonic() + 200
     try:
         code = child.wait(60)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-        pytest.fail(f"{'no end after the signal' if sent else 'no frame'}: {shown.decode()!r}")
+        pytest.fail(f"{'still running after the signal' if sent else 'no frame'}: {shown.decode()!r}")
     finally:
         os.close(master)
     return code, shown.decode()
@@ -506,7 +506,7 @@ def test_ctrl_c_ends_a_watch_quietly(tmp_path):
 
 @pytest.fixture
 def _sigint():
-    # a shell that starts this in the background has SIGINT ignored
+    # a shell that starts pytest in the background ignores SIGINT
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

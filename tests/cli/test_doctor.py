@@ -1,4 +1,4 @@
-"""The doctor tells what is there, and names what is wrong with what to do about it."""
+"""The doctor lists the environment, and names each problem together with a remedy."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ EXAMINE = devices.examine
 
 @pytest.fixture(scope="module")
 def healthy():
-    """What is found here, as if nothing of this machine were wrong."""
+    """The facts about this machine, without any problem that it may have."""
     found = doctor.examine()
     return replace(found, compiler="/usr/bin/g++", interpreted=False, trace_autograd_ops=True, problems=[])
 
 
 @pytest.fixture(autouse=True)
 def _no_nvidia(monkeypatch, tmp_path, healthy):
-    # what the devices are has been measured once
+    # examine the devices only once
     monkeypatch.setattr(devices, "examine", lambda: (healthy.devices, []))
     monkeypatch.setattr(doctor, "_NVIDIA", tmp_path / "none")
 

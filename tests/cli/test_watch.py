@@ -1,4 +1,4 @@
-"""A run is followed while it is written: what is seen of it, and when watching ends."""
+"""Watching a run while it is written: the frames shown, and when watching ends."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_pace_is_that_of_the_last_attempt(tmp_path):
     seen = watch.look(run)
 
     assert seen.attempt == 2
-    # between the attempts two seconds have passed
+    # the two seconds between the attempts are not counted
     assert seen.steps_per_second == pytest.approx(10)
     assert "attempt 2" in text(seen)
 
@@ -150,7 +150,7 @@ def test_curves(values, width, drawn):
 
 
 class _Acts:
-    """Stands in for time.sleep: does one thing after the other instead of waiting, then Ctrl-C."""
+    """Replaces time.sleep: instead of waiting, performs one action per call, then raises Ctrl-C."""
 
     def __init__(self, *acts):
         self.acts = list(acts)
@@ -221,7 +221,7 @@ def test_where_nothing_is_new_nothing_is_read(run, monkeypatch):
     watch.watch(run, console(terminal=True))
 
     assert (len(read), len(shown)) == (2, 4)
-    # but it is older each time
+    # only its age grows
     assert [seen.age - shown[0].age for seen in shown[:3]] == [0, 10, 20]
 
 

@@ -14,7 +14,7 @@ from gradiometer.columns.health import HEALTH
 
 VALUES = st.sampled_from([0.0, 1e-12, 1e-9, 0.5, 3.0, 99.0, 1e4, 1e20, math.nan, math.inf, -math.inf])
 TENSORS = st.lists(st.lists(VALUES, max_size=4).map(torch.tensor), max_size=6)
-# where the report names it otherwise
+# columns that have another name in the report
 REPORTED = {"total_zero_fraction": "zero_fraction", "total_n_nan": "n_nan", "total_n_inf": "n_inf"}
 
 
@@ -26,7 +26,7 @@ def norm_of(tensor):
 
 
 def expected_of(tensors):
-    """Every value, from Python lists alone."""
+    """Compute every value from Python lists, without tensors."""
     count = len(tensors)
     norms = [norm_of(x) for x in tensors]
     filled = [norm for norm, x in zip(norms, tensors, strict=True) if len(x)]
@@ -64,7 +64,7 @@ def test_health_is_what_its_formulas_say_on_the_device_and_in_the_report(tensors
         assert on_device.shape == ()
         assert on_device.dtype == (torch.bool if isinstance(value, bool) else torch.float64), name
         assert type(reported) is type(value), name
-        # norms and shares: a few roundings apart
+        # norms and fractions may differ by a few roundings
         assert reported == pytest.approx(value, rel=1e-14, abs=1e-300, nan_ok=True), name
         assert on_device.item() == pytest.approx(float(reported), rel=0, abs=0, nan_ok=True), name
 
@@ -137,7 +137,7 @@ def test_the_limits_of_a_healthy_step_can_be_chosen(compiled):
         found = function(tensors, limits)
         assert (found.dtype, found.shape, found.item()) == (torch.bool, (), expected)
         assert gm.collect(tensors).materialize().is_healthy_within(**limits) is expected
-    # what is not finite or explodes is not healthy within any
+    # NaN, Inf and exploding tensors are unhealthy whatever the limits
     for bad in (math.nan, math.inf, 1e9):
         stats = gm.collect([torch.tensor([bad])])
         limits = {"norm_ratio": math.inf, "zero_fraction": math.inf}
@@ -226,7 +226,7 @@ def test_what_is_skipped_does_not_explode(compiled):
     assert "exploding" not in str(stats.group({"bad": "inf|nan"}).materialize())
     assert report.total_norm != report.total_norm  # NaN: nothing is hidden
     assert "step skipped: 1 with NaN, 1 with Inf, 1 exploding" in str(report)
-    # without it, the same tensors explode, and nothing is skipped
+    # without skipping, the same tensors explode
     plain = gm.collect(tensors).materialize()
     assert (plain.skipped, plain.exploding) == (False, ["inf", "nan", "large"])
     assert "skipped" not in str(plain)

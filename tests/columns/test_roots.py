@@ -29,7 +29,7 @@ def to_float(bits):
 
 @cache
 def values():
-    """Return a million random doubles of every magnitude, and all that is special, ``(N,)``."""
+    """Return a million random doubles of every magnitude, and all special values, ``(N,)``."""
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randint, generator=generator, dtype=torch.int64)
     largest, infinity = 0x7FEF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000
@@ -37,7 +37,7 @@ def values():
     neighbours = torch.cat([powers.view(torch.int64) + step for step in (-1, 0, 1)])
     return torch.cat(
         [
-            # of uniform bits the logarithm is uniform
+            # uniform bits have a uniform logarithm
             to_float(draw(infinity, (10**6,))),
             to_float(neighbours.clamp(max=largest)),
             to_float(draw(1, 2**52, (10_000,))),  # subnormal
@@ -97,7 +97,7 @@ def test_strided_and_empty_tensors_have_roots_too(path):
     x = torch.tensor([[4.0, -1.0], [2.0, -1.0], [3.0, -1.0]], dtype=torch.float64)[:, 0]
     root = PATHS[path](x)
     assert root.tolist() == [2.0, math.sqrt(2.0), math.sqrt(3.0)]
-    # collectives take nothing else; vmap sees one element at a time
+    # collectives need contiguous tensors; under vmap the function sees one element at a time
     assert root.is_contiguous() or "vmap" in path
     assert PATHS[path](x[:0]).shape == (0,)
 
@@ -128,7 +128,7 @@ def test_where_inductor_learns_nothing_it_calls_the_op(monkeypatch):
     monkeypatch.delitem(lowerings, torch.ops.gradiometer.sqrt.default, raising=False)
     with torch._inductor.utils.fresh_inductor_cache():
         root, (code,) = run_and_get_code(PATHS["inductor"], values()[:2000])
-    # made by Inductor in this test
+    # Inductor added it in this test
     lowerings.pop(torch.ops.gradiometer.sqrt.default, None)
     assert_same(root, expected()[:2000])
     assert "gradiometer.sqrt" in code
@@ -166,7 +166,7 @@ def test_a_build_without_vector_math_takes_the_plain_root(monkeypatch):
     assert calls == []
 
 
-# what is told to users
+# values that users see
 
 
 def stats_of(sumsq):
@@ -195,13 +195,13 @@ def test_norms_of_a_report_are_roots_of_their_squares():
     assert_same(found, expected()[::100])
 
 
-# from columns that no kernel has written
+# from columns that did not come from a kernel
 @pytest.mark.once
 @pytest.mark.parametrize("compiler", [None, inductor, "aot_eager"])
 def test_total_norms_are_roots_of_all_squares(compiler):
     function = norms if compiler is None else torch.compile(norms, fullgraph=True, backend=compiler)
     for i in range(FEW):
-        # all squares but one are 0: nothing is rounded before the root
+        # all squares but one are 0, so nothing is rounded before the root
         stats = stats_of(torch.cat([values()[i : i + 1], torch.zeros(3, dtype=torch.float64)]))
         for found in function(stats)[:3]:
             assert found[0] == expected()[i]
@@ -224,7 +224,7 @@ def test_norms_of_tensors_are_roots_of_their_squares(compiler):
 
     function = measure if compiler is None else torch.compile(measure, fullgraph=True, backend=compiler)
     for _ in range(3):
-        # more take Dynamo long
+        # longer lists take Dynamo long
         tensors = [torch.randn(3, dtype=torch.float64) for _ in range(8)]
         sumsq, norm, finite_norm, _, total_norm, total, alone = function(tensors)
         wanted = torch.tensor([math.sqrt(x) for x in sumsq.tolist()], dtype=torch.float64)
@@ -244,7 +244,7 @@ def test_clipping_returns_the_root():
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_norm_at_its_threshold_has_no_flag_and_its_neighbours_have(grouped):
-    # of 2 the vector math library of some machines has another root
+    # on some machines the vector math library returns another root of 2
     for n in range(1, FEW):
         x, norm = torch.ones(n), math.sqrt(n)
         above, below = (math.nextafter(norm, to) for to in (math.inf, 0.0))
@@ -274,7 +274,7 @@ if INTERPRETED:
         tl.store(out_ptr + offs, tl.sqrt(tl.load(x_ptr + offs, mask=mask, other=0.0)), mask=mask)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's root; test_machine_code.py reads the others")
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's root; test_machine_code.py tests the others")
 def test_a_million_roots_of_the_interpreter_are_correctly_rounded():
     found = torch.empty_like(values())
     _root_kernel[(1,)](values(), found, len(found), TILE=2**20)

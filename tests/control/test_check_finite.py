@@ -1,4 +1,4 @@
-"""NaN and Inf in weights, gradients, buffers and the loss: by name, in one transfer; what is said of it."""
+"""check_finite: NaN and Inf in weights, gradients, buffers and the loss, by name; one transfer; its text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conftest import INTERPRETED
 from gradiometer import FiniteReport, check_finite
 from support.fake_device import DEVICES, device_of, watch
 
-# NumPy under the kernel interpreter warns about what a test puts into tensors on purpose
+# under the kernel interpreter NumPy warns about overflows and NaN that the tests cause on purpose
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
 )
@@ -30,7 +30,7 @@ ISSUES = ("nan_weights", "inf_weights", "nan_grads", "inf_grads", "nan_buffers",
 
 
 class Net(nn.Module):
-    """Three layers whose values are known, with gradients of 1, and buffers of several kinds."""
+    """Three layers with known values, gradients of 1, and buffers of several kinds."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def issues(report: FiniteReport) -> dict[str, list[str]]:
     return {name: found for name in ISSUES if (found := getattr(report, name))}
 
 
-# what is found
+# findings
 
 
 def test_a_finite_model_has_no_issues():
@@ -78,7 +78,7 @@ def test_what_is_not_finite_is_named(dtype, value, kind):
     report = check_finite({"w": w, "b": b})
     assert issues(report) == {f"{kind}_weights": ["w"], f"{kind}_grads": ["b"]}
     assert report.has_issues is True
-    # of the finite ones
+    # maxima are over finite elements
     assert (report.max_weight, report.max_grad) == (2.0, 1.0)
 
 
@@ -103,7 +103,7 @@ def test_lists_and_maxima_are_those_of_the_obvious_formula(tensors, all_have_gra
         expected[f"max_{kind}"] = max(finite, default=0.0)
     expected["has_issues"] = not expected["loss_is_finite"] or any(expected[name] for name in ISSUES)
     found = check_finite(parameters, loss).to_dict()
-    # NaN is no number that equals itself, but the same word
+    # NaN does not equal itself, so compare its text
     assert repr(found.pop("loss")) == repr(loss)
     assert found == expected
 
@@ -137,7 +137,7 @@ def test_nothing_to_look_at_is_fine():
 def test_a_model_is_what_collect_weights_takes():
     net = Net()
     net.l2.bias.grad[0] = INF
-    # an iterator can be read once
+    # an iterator can be read only once
     assert check_finite(net.parameters()).inf_grads == ["5"]
     assert check_finite(net.named_parameters()).inf_grads == ["l2.bias"]
     assert check_finite(dict(net.named_parameters())).inf_grads == ["l2.bias"]
@@ -225,7 +225,7 @@ def test_buffers_need_a_module(model):
         check_finite(model, buffers=True)
 
 
-# what is refused, and what stays as it is
+# refused arguments, and unchanged state
 
 
 def test_what_cannot_be_measured_is_refused_by_name_and_kind():
@@ -261,7 +261,7 @@ def test_everything_stays_as_it_is():
         assert p.grad._version == grad_version
     for p, (value, grad) in zip(net.parameters(), before, strict=True):
         torch.testing.assert_close((p.detach(), p.grad), (value, grad), rtol=0, atol=0, equal_nan=True)
-    # its graph is still there
+    # the autograd graph of the loss still exists
     loss.backward()
 
 
@@ -275,16 +275,16 @@ def test_a_report_is_a_snapshot_and_frozen():
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
 
 
-# waits
+# waits for the device
 
 
 class ArrivedError(Exception):
-    """What is needed from the device is on the host."""
+    """Raised when the transfer to the host has happened."""
 
 
 @pytest.fixture
 def ends_on_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
-    """End after the transfer: a report of fake values cannot be made, and is made on the host alone."""
+    """Stop after the transfer: the report is made on the host, and cannot be made from fake values."""
     module = importlib.import_module("gradiometer.control.check_finite")
     fetch = module.fetch
 
@@ -313,7 +313,7 @@ def test_there_is_one_transfer_and_no_wait_before_it(device, loss, buffers):
         }
         with watch() as seen, pytest.raises(ArrivedError):
             check_finite(net, losses[loss], buffers=buffers)
-        # blocking, into ordinary memory
+        # a blocking copy, into ordinary memory
         assert seen.to_host == ([] if device == "cpu" else [(True, False)])
         assert seen.to_device == []
         assert seen.op_calls == (2 if (device, loss) == ("cuda", "host") else 1)
@@ -330,7 +330,7 @@ def test_there_is_one_transfer_from_several_devices_too():
         assert not any(blocking for blocking, _ in seen.to_device)
 
 
-# what is printed
+# printed text
 
 WELL = "all finite: loss 0.5; 6 weights, largest 2 in l0.weight; 6 gradients, largest 1 in l0.weight"
 FORWARD = (
@@ -341,7 +341,7 @@ EARLIER = "The weights are non-finite already, and with them all they compute: l
 
 
 def net_with(**tensors: dict[int, float]) -> Net:
-    """Return a Net with values put into weights, gradients (``grad_...``) and buffers, by flat position."""
+    """Return a Net with values put into weights, gradients (``grad_...``) and buffers, by flat index."""
     net = Net()
     held = {name.replace(".", "_"): p for name, p in (*net.named_parameters(), *net.named_buffers())}
     for name, values in tensors.items():
@@ -500,7 +500,7 @@ def test_before_backward_a_loss_blames_the_forward_pass():
     assert str(check_finite(net, NAN)) == f"not finite: loss\n  loss  nan\n{FORWARD}"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="what is printed is not the kernels'")
+@pytest.mark.skipif(INTERPRETED, reason="the text does not depend on the kernels")
 def test_a_long_list_is_abridged():
     weights = {f"w{i}": torch.full((2,), NAN if i else 1.0) for i in range(31)}
     lines = str(check_finite(weights)).splitlines()
@@ -512,13 +512,13 @@ def test_a_long_list_is_abridged():
     assert len(report.to_string(max_rows=None).splitlines()) == 33
     assert "… 30 more" in report.to_string(max_rows=0)
     assert "… 29 more" in report.to_string(max_rows=1)
-    # every one of them follows from the loss, but the names are there for who asks
+    # they all follow from the loss, but their names are still available
     weights["w0"].fill_(NAN)
     assert "all 31  62 NaN of 62" in str(check_finite(weights, INF))
     assert "w30" in check_finite(weights, INF).to_string(max_rows=None)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="what is printed is not the kernels'")
+@pytest.mark.skipif(INTERPRETED, reason="the text does not depend on the kernels")
 def test_one_of_one_and_large_counts_and_names_that_cannot_be_printed():
     report = check_finite({"a\nb": torch.full((1234567,), NAN)})
     assert (

@@ -1,7 +1,7 @@
 """Clipping: torch's results where torch is right, and finite gradients where it is not.
 
-What `torch.nn.utils.clip_grad_norm_` is tested for by its own authors is held here too. The oracle
-is torch itself on fp64 copies. Under the interpreter the same tests go to the kernel.
+The cases of torch's own tests of `torch.nn.utils.clip_grad_norm_` are included. The oracle
+is torch on fp64 copies. Under the interpreter the same tests run the kernel.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from support.fake_device import DEVICES, HostWaitError, Model, device_of, watch
 from support.gradients import assert_unchanged, bits, grads_of, real, with_grads
 from support.strategies import ALL_DTYPES, COMPLEX, FLOATS, FP8, LAYOUTS, VALUES, recipes
 
-# the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
+# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:(overflow|invalid value|All-NaN slice|underflow) encountered:RuntimeWarning"
     ),
-    # said once where half complex numbers are made
+    # torch warns once when a half complex tensor is made
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
 
 INF, NAN = math.inf, math.nan
 ORDERS = (0, 0.1, 0.5, 1, 1.5, 2, 3.5, 4, INF, "inf", -0.1, -1, -2, -3.5, -INF)
 every_order = pytest.mark.parametrize("order", ORDERS, ids=repr)
-# what torch adds to the norm before it divides
+# the constant that torch adds to the norm before dividing
 EPS = 1e-6
 IN_PLACE = tuple(layout for layout in LAYOUTS if layout not in {"expanded", "overlapping"})
 FINITE = tuple(values for values in VALUES if values != "nonfinite")
-# a format without zero, sign and subnormals rounds in its own way
+# a format without zero, sign and subnormals needs its own rounding bounds
 SCALED_DTYPES = tuple(dtype for dtype in ALL_DTYPES if dtype != torch.float8_e8m0fnu)
 
 
@@ -72,7 +72,7 @@ def norm_of(tensors, order=2.0):
 def rounding(dtype):
     """Return the largest relative rounding error of a format, and its smallest number."""
     info = torch.finfo(dtype)
-    # torch's finfo is wrong for one of the two
+    # torch's finfo is wrong for one of them
     eps = 0.25 if dtype in {torch.float8_e5m2, torch.float8_e5m2fnuz} else info.eps
     return eps / 2, info.smallest_normal * eps
 
@@ -81,7 +81,7 @@ def linear():
     return nn.Linear(10, 10)
 
 
-# what torch is tested for: test_nn.py, test_clip_grad_norm and its relatives
+# torch's own cases: test_clip_grad_norm and related tests in test_nn.py
 
 LARGE = torch.arange(1.0, 101).view(10, 10), torch.ones(10) / 1000
 torchs_orders = pytest.mark.parametrize("order", [0.5, 1.5, 2, 4, "inf"])
@@ -134,7 +134,7 @@ def test_an_exhausted_generator_is_warned_of_and_an_empty_list_is_not():
     said = "`parameters` is an empty generator, no gradient clipping will occur."
     with pytest.warns(UserWarning, match=said) as record:
         assert clip_grad_norm_(exhausted, 2) == 0
-    # the line of the caller is shown
+    # the warning points at the caller's line
     assert [warning.filename for warning in record] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -144,9 +144,10 @@ def test_an_exhausted_generator_is_warned_of_and_an_empty_list_is_not():
 
 POSITIVE, NEGATIVE = (0.1, 1, 2, 3.5, INF), (-0.1, -1, -2, -3.5)
 BUT_0, ALL = (*POSITIVE, *NEGATIVE), (*POSITIVE, *NEGATIVE, 0)
-# the kernels have no part in the other orders
+# the kernels only compute these orders
 ORDERS = (0, 2, INF) if INTERPRETED else ALL
-# (only one of ten elements is that number, a gradient of 1 comes first, numbers, orders that are not finite)
+# (whether only 1 of 10 elements has the value, whether a gradient of 1 comes first, values, orders whose
+# norm is not finite)
 NONFINITE = [
     (False, False, (INF, -INF), BUT_0),
     (False, True, (INF, -INF), POSITIVE),
@@ -154,12 +155,12 @@ NONFINITE = [
     (True, True, (INF, -INF), POSITIVE),
     *((one, first, (NAN,), BUT_0) for one in (False, True) for first in (False, True)),
     *((one, first, (2e22, -2e22), ()) for one in (False, True) for first in (False, True)),
-    # torch's powers leave fp64 for 3.5, and where all are so large for -2 and -3.5, too
+    # torch's powers overflow fp64 for order 3.5, and if all elements are this large, for -2 and -3.5
     *((one, first, (2e200, -2e200), (2,)) for one in (False, True) for first in (False, True)),
 ]
 
 
-# whether a second tensor comes first, and how many elements are not finite, is nothing to the norm's error
+# neither a preceding tensor nor the number of non-finite elements changes the norm's error
 @pytest.mark.parametrize(
     ("one", "first", "numbers", "nonfinite"),
     [pytest.param(*case, marks=pytest.mark.once if case[0] or case[1] else []) for case in NONFINITE],
@@ -196,7 +197,7 @@ def test_measuring_and_scaling_apart_is_clipping(order):
         torch.testing.assert_close(coefficient, 2 / (total + EPS), rtol=1e-15, atol=0.0)
 
 
-# against torch, on fp64 copies
+# comparison with torch on fp64 copies
 
 
 @every_order
@@ -207,9 +208,9 @@ def test_it_does_what_torch_does_in_fp64(order, dtype, max_norm):
     twins = with_grads(*(g.double().clone() for g in grads))
     said = torchs_clip(twins, max_norm, norm_type=order)
     norm = clip_grad_norm_(with_grads(*grads), max_norm, norm_type=order)
-    # ours adds in another order; torch divides by a product with the inverse
+    # ours adds in another order; torch multiplies with the inverse
     torch.testing.assert_close(norm, said, rtol=1e-12, atol=0.0)
-    # c rounded to the format, and the product rounded once
+    # one rounding of c to the format, and one of the product
     tolerance = 1e-12 if dtype == torch.float64 else 2**-23 * 1.01
     for ours, theirs in zip(grads, twins, strict=True):
         least = 2.0**-1074 if dtype == torch.float64 else 2.0**-149
@@ -244,13 +245,13 @@ def test_a_model_is_clipped_as_by_torch_in_fp32(max_norm):
     for parameter, grad in zip(model.parameters(), before, strict=True):
         parameter.grad.copy_(grad)
     norm = clip_grad_norm_(model.parameters(), max_norm)
-    # torch adds some 1500 squares in fp32, in lanes
+    # torch adds about 1500 squares in fp32, in SIMD lanes
     torch.testing.assert_close(norm.float(), said, rtol=1e-5, atol=0.0)
     for ours, other in zip(model.parameters(), theirs, strict=True):
         torch.testing.assert_close(ours.grad, other, rtol=2e-5, atol=0.0)
 
 
-# where torch is wrong: finite gradients that it clips to 0, or to NaN
+# finite gradients that torch clips to 0 or NaN
 
 HUGE = {
     "the norm leaves fp16": ([torch.full((40_000,), 300.0).half()] * 1, 4, 1.0, 1.2e5),
@@ -280,7 +281,7 @@ def test_finite_gradients_are_not_clipped_to_zero(case, order):
     after = norm_of(grads, order)
     assert all(g.count_nonzero() == g.numel() and g.isfinite().all() for g in grads)
     if case == "the norm leaves fp64":
-        # the largest number stands for the norm
+        # the largest finite number is used as the norm
         assert after <= max_norm * math.sqrt(100)
     else:
         assert after <= max_norm * (1 + 2**-8)
@@ -304,7 +305,7 @@ def test_powers_of_other_orders_leave_no_range(order, value, dtype):
     numbers = g.double().abs().div(value).tolist()
     expected = math.fsum(x**order for x in numbers) ** (1 / order) * value
     norm = clip_grad_norm_(with_grads(g), expected / 4, norm_type=order)
-    # where torch's own overflows with its powers
+    # torch's own powers overflow here
     assert norm.item() == pytest.approx(expected, rel=1e-13)
     # torch's formula adds 1e-6 to the norm
     factor = expected / 4 / (expected + 1e-6)
@@ -342,7 +343,7 @@ def test_clipped_gradients_are_within_the_norm_and_keep_their_direction(recipe, 
     top = stats.abs_max.max() if with_inf_norm else stats.total_norm
     max_norm = share * top.item()
     if with_inf_norm and x.is_complex():
-        # the largest magnitude of a complex number is not that of its parts
+        # the largest magnitude of a complex number differs from that of its parts
         norm = clip_grad_norm_(with_grads(x), max_norm, norm_type=order)
         c = (max_norm / (norm + EPS)).clamp(max=1.0)
     else:
@@ -352,7 +353,7 @@ def test_clipped_gradients_are_within_the_norm_and_keep_their_direction(recipe, 
     if c == 1.0:
         assert_unchanged([x], [start])
     after, (u, smallest) = wide(x), rounding(x.dtype)
-    # the format's own, after that of c to fp32 and of the product; in fp64 also that of what is compared
+    # one rounding to the format, one of c to fp32, one of the product; fp64 adds the error of the comparison
     u += 2 * 2**-53 if u == 2**-53 else 2 * 2**-24
     assert not after.isnan().any()
     assert torch.all((after - before * c).abs() <= u * (before * c).abs() + smallest)
@@ -475,7 +476,7 @@ def test_the_error_says_where_only_the_norm_is_not_finite():
     assert clip_grad_norm_(with_grads(torch.ones(4)), 1.0, error_if_nonfinite=True) == 2
 
 
-# what is scaled
+# scaled gradients
 
 
 def test_gradients_of_every_dtype_and_layout_are_scaled_together():
@@ -554,7 +555,7 @@ def test_pieces_of_one_buffer_are_gradients_like_others():
 
 
 def test_a_default_device_changes_nothing_about_the_way():
-    # a default device is a mode of functions, and those who look at dispatched calls are others
+    # a default device is a function mode; modes that observe dispatched calls are different
     g = torch.full((4,), 0.1)
     with torch.device("cpu"):
         clip_grad_norm_(with_grads(g), 1e9)
@@ -632,7 +633,7 @@ def test_gradients_of_inference_mode_are_clipped_there():
     assert grad[0].item() == pytest.approx(0.5)
 
 
-# by a norm that was computed before
+# clip_grads_with_norm_: by a precomputed norm
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 1e6, 0.0, INF])
@@ -664,7 +665,7 @@ def test_any_number_is_a_norm(kind):
     torch.nn.utils.clip_grads_with_norm_(theirs, 5.0, torch.tensor(10.0))
     for ours, other in zip((x, y), grads_of(theirs), strict=True):
         torch.testing.assert_close(ours, other)
-    # one tensor is taken like a list of one
+    # a single tensor is treated like a list of one
     theirs[0].grad = torch.tensor([3.0, -8.0])
     clip_grads_with_norm_(theirs[0], 5.0, NORMS[kind])
     assert torch.equal(theirs[0].grad, x)
@@ -692,7 +693,7 @@ def test_by_a_norm_elements_that_are_not_finite_stay():
 
 
 def test_by_a_norm_finite_gradients_are_not_clipped_to_zero():
-    # of torch's formula in fp16 the coefficient is 0
+    # torch's formula in fp16 has a coefficient of 0
     x = torch.full((1000,), 6e4).half()
     clip_grads_with_norm_(with_grads(x), 0.05, gm.total_norm([x]))
     assert norm_of([x]).item() == pytest.approx(0.05, rel=2**-8)
@@ -773,7 +774,7 @@ def test_clipping_by_a_norm_is_in_the_graph_of_a_step(backend):
     torch._dynamo.reset()
 
 
-# one read for both
+# statistics and clipping from one read
 
 
 def test_stats_are_those_before_clipping():
@@ -857,7 +858,7 @@ def test_a_bound_in_a_tensor_that_is_no_bound_makes_no_nan(bound, factor):
     assert (x == factor).all()
 
 
-# what is refused, before anything is written
+# refused arguments: nothing is written
 
 
 def expanded(*shape):
@@ -927,13 +928,13 @@ UNFIT = {
 def test_a_gradient_that_cannot_be_scaled_is_named_before_the_first_is(case, place):
     make, said = UNFIT[case]
     if INTERPRETED and case == "from inference":
-        pytest.skip("the kernel writes it as it writes any memory")
+        pytest.skip("the kernel can write any memory")
     good, bad = torch.full((40,), 5.0), nn.Module()
     bad.grad = make()
     before = bits(good)
 
     class Holder(Tensor):
-        """A parameter whose gradient is what torch would not let it be."""
+        """A parameter with a gradient that torch would refuse to assign."""
 
         @property
         def grad(self):
@@ -957,7 +958,7 @@ def test_a_refusal_says_what_to_do():
     assert clip_grad_norm_([parameter], 1.0).item() == pytest.approx(math.sqrt(15))
 
 
-# waits
+# waits for the device
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -978,7 +979,7 @@ def test_clipping_never_waits(device):
 def test_asking_for_an_error_takes_one_transfer():
     with device_of("cuda") as d, watch() as seen, pytest.raises(HostWaitError):
         clip_grad_norm_(Model(d), 1.0, error_if_nonfinite=True)
-    # what is then looked at is on the host
+    # the error's details are then read on the host
     assert len(seen.to_host) == 1
 
 
@@ -997,7 +998,7 @@ def test_a_gradient_on_the_host_beside_others_waits_for_the_coefficient():
         with watch() as seen:
             norm = clip_grad_norm_(with_grads(*grads), 1.0)
         assert norm.device.type == "cuda"
-        # not non-blocking: it is multiplied with at once
+        # a blocking copy, since the coefficient is used at once
         assert seen.to_host == [(True, False)]
 
 
@@ -1031,7 +1032,7 @@ def test_there_is_one_launch_a_dtype_from_the_first_call_on(scalings):
     for _ in range(3):
         clip_grad_norm_(parameters, 1.0)
     assert scalings == list(FLOATS[:2]) * 3
-    # memory with gaps is for torch's operators
+    # non-contiguous memory is scaled by torch's operators
     clip_grad_norm_(with_grads(torch.ones(40, 40)[3:-3, 5:-5]), 1.0)
     assert len(scalings) == 6
 
@@ -1050,7 +1051,7 @@ def test_the_kernels_path_never_waits(scalings, monkeypatch):
 
 @needs_kernels
 def test_the_kernel_touches_nothing_where_nothing_is_clipped(scalings):
-    # a signalling NaN turns quiet in any multiplication
+    # any multiplication turns a signalling NaN into a quiet one
     x = torch.full((5000,), 0x7FA00001, dtype=torch.int32).view(torch.float32)
     before = bits(x)
     clip_grad_norm_(with_grads(x), INF)
@@ -1079,7 +1080,7 @@ def test_the_kernel_writes_what_it_should_and_nothing_beside(scalings, dtype, fi
     assert torch.equal(memory[first + size :], before[first + size :])
 
 
-# compiled
+# compiled steps
 
 
 def train_step(model, x, y, max_norm, clip):
@@ -1114,7 +1115,7 @@ CLIPS = {
             for clip, as_tensor in product(CLIPS, [False, True])
             if (clip, as_tensor) != ("collect_and_clip_", True)
         ),
-        # Inductor takes long, and makes code of its own for the scaling alone
+        # Inductor takes long, and generates its own code only for the scaling
         pytest.param("inductor", "clip_grad_norm_", True, marks=[needs_compiler, pytest.mark.once]),
         pytest.param("inductor", "collect_and_clip_", True, marks=[needs_compiler, pytest.mark.once]),
     ],

@@ -26,7 +26,7 @@ INF, NAN = math.inf, math.nan
 
 
 def counted(tensors: list[Tensor], value: float) -> list[int]:
-    """Count, in Python, what is above the bound as a number of its own format."""
+    """Count in Python the elements above the bound, which is first rounded to the element's format."""
     return [
         sum(
             abs(y) > torch.tensor(value, dtype=torch.float64).to(x.dtype).item() for y in x.flatten().tolist()
@@ -44,14 +44,14 @@ def test_it_does_what_torch_does_and_counts_what_that_changes(some, value):
     twins, before = with_grads(*(x.clone() for x in tensors)), [x.clone() for x in tensors]
     found = gm.clip_grad_value_(with_grads(*tensors), value)
     for twin in twins:
-        # of an empty list it makes an error
+        # torch raises for an empty list
         torch.nn.utils.clip_grad_value_(twin, value)
     assert found.names == tuple(map(str, range(len(tensors))))
     assert (found.counts.dtype, found.counts.shape) == (torch.int64, (len(tensors),))
     assert found.counts.tolist() == counted(before, value)
     for x, twin, old, count in zip(tensors, grads_of(twins), before, found.counts.tolist(), strict=True):
         torch.testing.assert_close(x, twin, rtol=0.0, atol=0.0, equal_nan=True)
-        # -0 is 0 for both
+        # -0 counts as 0 for both
         assert count == int(((x != old) & ~x.isnan()).sum())
 
 
@@ -64,7 +64,7 @@ def test_counts_are_by_name_and_in_total():
     found = gm.clip_grad_value_(model.named_parameters(), 1.0)
     assert found.to_dict() == {"weight": 0, "bias": 1}
     assert (found.total.item(), found.total.dtype, found.total.shape) == (1, torch.int64, ())
-    # a snapshot
+    # the counts are a snapshot
     gm.clip_grad_value_(model, 0.0)
     assert found.to_dict() == {"weight": 0, "bias": 1}
     assert gm.materialize({"clipped": found})["clipped"].to_dict() == found.to_dict()
@@ -84,7 +84,7 @@ def test_a_bound_that_a_format_has_no_number_for():
     x = torch.tensor([6e4, INF, -1.0]).half()
     assert gm.clip_grad_value_(with_grads(x), 1e6).counts.tolist() == [0]
     assert x.tolist() == [6e4, INF, -1.0]
-    # 0.3 is 0.30078125 there, so that such an element is not above it
+    # 0.3 rounds to 0.30078125 in this format, so that such an element is not above it
     y = torch.tensor([0.3, 0.31, -0.2]).bfloat16()
     assert gm.clip_grad_value_(with_grads(y), 0.3).counts.tolist() == [1]
     assert y.tolist() == torch.tensor([0.3, 0.3, -0.2]).bfloat16().tolist()
@@ -194,7 +194,7 @@ def test_it_is_in_the_graph_of_a_step_and_another_bound_is_no_other_graph(backen
         return found, grads
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
-    # the second number makes the bound an input of the graph
+    # the second value turns the bound into an input of the graph
     for bound in (0.5, 0.25):
         compiled(torch.randn(5, 4), bound)
     with no_recompile():
@@ -203,7 +203,7 @@ def test_it_is_in_the_graph_of_a_step_and_another_bound_is_no_other_graph(backen
             found, grads = compiled(x, bound)
             expected, same = step(x, bound)
             assert found.names == expected.names == ("0.weight", "0.bias", "2.weight", "2.bias")
-            # Inductor's gradients differ in their last bits
+            # gradients of Inductor differ in their last bits
             assert (found.counts - expected.counts).abs().max() <= 1
             for a, b in zip(grads, same, strict=True):
                 assert a.abs().max() <= torch.tensor(bound)

@@ -1,6 +1,6 @@
 """Mixed precision: statistics of scaled gradients, and steps that a GradScaler skips.
 
-With real GradScalers on the CPU, fp16 autocast included: the scale overflows as it does on a GPU.
+Real GradScalers on the CPU are used, fp16 autocast included: the scale overflows as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from support.fake_device import HostWaitError, device_of, watch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
+# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
 )
 
 COUNTS = ("numel", "n_nan", "n_posinf", "n_neginf")
-# what fp32 rounds once, relatively
+# the relative error of one rounding to fp32
 HALF_ULP = 2.0**-24
 
 
 def used(scaler: GradScaler) -> GradScaler:
-    """Let it make its tensors, which it does at the first loss."""
+    """Make the scaler create its tensors, which it does at the first loss."""
     scaler.scale(torch.ones(()))
     return scaler
 
@@ -63,7 +63,7 @@ def assert_same_bits(a: list[Tensor], b: list[Tensor]) -> None:
         assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
-# the scale
+# inverse_scale
 
 
 @pytest.mark.parametrize("scale", [2.0**16, 1.0, 2.0**-3, 3.0, 1000.0, 65537.0, 1e-3])
@@ -84,16 +84,16 @@ def test_it_is_what_unscale_multiplies_by(scale):
 
 def test_a_scaler_that_is_disabled_scales_by_one():
     assert gm.inverse_scale(GradScaler("cpu", enabled=False)).item() == 1.0
-    # it says that it is on a device that may not be there
+    # it may be made for a device that this machine does not have
     assert gm.inverse_scale(GradScaler("cuda", enabled=False)).item() == 1.0
-    # unscale_ does nothing then, whatever the scale was
+    # unscale_ does nothing then, whatever the scale was before
     scaler = used(GradScaler("cpu", init_scale=8.0))
     scaler._enabled = False
     assert gm.inverse_scale(scaler).item() == 1.0
 
 
 def test_the_scaler_of_fsdp_is_one():
-    # named in a string: there are builds of torch without it, and this package does without it too
+    # imported by name: some builds of torch lack it, and this package works without it
     sharded = pytest.importorskip("torch.distributed.fsdp.sharded_grad_scaler")
     scaler = sharded.ShardedGradScaler("cpu", init_scale=8.0)
     assert gm.inverse_scale(scaler).item() == 0.125
@@ -127,7 +127,7 @@ def test_a_scale_of_one_element_is_one_number():
 
 def test_a_scaler_that_keeps_its_scale_elsewhere_is_asked_for_it():
     class Renamed:
-        # of no meaning without _scale
+        # not used without _scale
         _init_scale = 2.0
 
         def get_scale(self) -> float:
@@ -145,7 +145,7 @@ def test_what_is_no_scaler_is_refused(wrong):
 
 def test_nothing_waits():
     with device_of("cuda") as d:
-        # a GradScaler for cuda disables itself without one; its scale is where its first loss is
+        # a GradScaler for cuda is disabled without a GPU; its scale is on the device of its first loss
         scaler = GradScaler("cpu")
         scaler.scale(torch.ones((), device=d))
         x = {"x": torch.ones(3, device=d)}
@@ -156,11 +156,11 @@ def test_nothing_waits():
         assert (inv_scale.device.type, inv_scale.shape) == ("cuda", ())
         assert (seen.to_host, seen.to_device) == ([], [])
         with watch(), pytest.raises(HostWaitError):
-            # what it stands for
+            # the alternative, which waits
             scaler.get_scale()
 
 
-# what ranks share; in several processes: tests/distributed/test_ranks_clip.py
+# found_inf shared by ranks; with several processes: tests/distributed/test_ranks_clip.py
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])
@@ -214,7 +214,7 @@ def test_a_compiled_step_reads_the_scale_of_the_moment(state):
         expected = gm.collect_grads(model, inv_scale=1 / scaler.get_scale())
         assert torch.equal(stats.columns, expected.columns)
         if state == "used":
-            # in place, as always
+            # in place, as GradScaler does
             scaler.update(new_scale=float(2**i))
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
@@ -244,7 +244,7 @@ def test_a_whole_compiled_step_takes_the_scale_as_an_input():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-# before unscale_ and after
+# before and after unscale_
 
 
 def before_and_after(
@@ -266,11 +266,11 @@ def test_statistics_before_unscale_are_those_after_it(scale, dtype):
     scaler = GradScaler("cpu", init_scale=scale)
     optimizer = torch.optim.SGD(model.parameters())
     backward(model, scaler, dtype)
-    # what the gradients of a half-precision layer hold: some are 0, one tensor is not finite
+    # as in a half-precision layer: some gradients are 0, and one tensor is not finite
     model[0].weight.grad[:, 1] = 0.0
     model[0].bias.grad[:3] = torch.tensor([math.nan, math.inf, -math.inf])
     before, after = before_and_after(model, scaler, optimizer)
-    # a power of two rounds nothing, so every column is the same to the bit
+    # a power of two causes no rounding, so every column is bit-identical
     for name in COLUMN_NAMES:
         assert torch.equal(getattr(before, name), getattr(after, name)), name
     assert torch.equal(before.flags, after.flags)
@@ -290,7 +290,7 @@ def test_for_any_other_scale_they_differ_by_what_unscale_rounds(scale, exponent)
     after = gm.collect([parameter.grad])
     for name in (*COUNTS, "n_zero"):
         assert torch.equal(getattr(before, name), getattr(after, name)), name
-    # every element is rounded once
+    # each element is rounded once
     for name in ("norm", "abs_max"):
         torch.testing.assert_close(getattr(before, name), getattr(after, name), rtol=1.01 * HALF_ULP, atol=0)
     assert abs(before.sum - after.sum).item() <= 1.01 * HALF_ULP * magnitudes
@@ -300,7 +300,7 @@ def test_numbers_that_unscale_rounds_to_zero_are_measured_before_it():
     parameter = nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([parameter])
     scaler = used(GradScaler("cpu", init_scale=2.0**16))
-    # 2**-136 is a subnormal of fp32, 2**-156 is none of its numbers
+    # 2**-136 is a subnormal of fp32; 2**-156 is below its smallest subnormal
     parameter.grad = torch.tensor([2.0**-120, 2.0**-140, 0.0, 1.0])
     inv_scale = gm.inverse_scale(scaler)
     before = gm.collect([parameter.grad], inv_scale=inv_scale)
@@ -324,7 +324,7 @@ def test_clipping_scaled_gradients_is_clipping_before_they_are_scaled(max_norm):
     scaler.unscale_(optimizer)
     after = collect_and_clip_(model, max_norm, skip_nonfinite=True)
     assert torch.equal(stats.columns, after.columns)
-    # a power of two commutes with rounding
+    # multiplication by a power of two commutes with rounding
     assert_same_bits([grad * inv_scale for grad in clipped], gradients(model))
     assert torch.equal(clipped[0], scaled[0]) is (max_norm == 1e3)
 
@@ -337,7 +337,7 @@ def test_without_inv_scale_norms_are_as_many_times_too_large_as_the_scale():
     assert torch.equal(gm.collect_grads(model).total_norm, right * 2.0**12)
 
 
-# what found_inf is for
+# uses of found_inf
 
 
 def overflowing_run(steps: int, optimizer_of: Any = torch.optim.SGD) -> Iterator[dict[str, Any]]:
@@ -345,7 +345,7 @@ def overflowing_run(steps: int, optimizer_of: Any = torch.optim.SGD) -> Iterator
     torch.manual_seed(0)
     model = small_model()
     optimizer = optimizer_of(model.parameters(), lr=1e-3)
-    # from far too large down to what fits, and back up every four steps
+    # from a scale that overflows down to one that fits, and doubled again every four steps
     scaler = GradScaler("cpu", init_scale=2.0**28, growth_interval=4)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -363,7 +363,7 @@ def overflowing_run(steps: int, optimizer_of: Any = torch.optim.SGD) -> Iterator
 
 @cache
 def an_overflowing_run() -> list[dict[str, Any]]:
-    """Return 48 steps of one; what three tests look at is computed once."""
+    """Return 48 training steps; three tests share this computation."""
     return list(overflowing_run(48))
 
 
@@ -391,7 +391,7 @@ def test_a_skipped_step_is_skipped_and_does_not_explode():
         assert report.exploding == []
         assert not report.has_exploding
     assert reported == skipped
-    # at the beginning, and then as often as the scale grows beyond what fp16 holds
+    # at the beginning, and then whenever the scale grows beyond the range of fp16
     assert skipped[:3] == [0, 1, 2]
     assert 3 < len([i for i in skipped if i >= 20]) < 20
 
@@ -401,7 +401,7 @@ def test_what_explodes_in_a_step_that_is_not_skipped_still_does():
     parameter.grad = torch.full((4,), 1e3)
     for skip in (False, True):
         assert gm.collect_grads({"w": parameter}, skip_nonfinite=skip).materialize().exploding == ["w"]
-    # unscaled they are small
+    # unscaled, the values are small
     assert not gm.collect_grads({"w": parameter}, inv_scale=2.0**-10, skip_nonfinite=True).has_exploding
 
 
@@ -428,7 +428,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def fused_step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> None:
-    """Step without GradScaler.step, and without a wait: the kernel reads both tensors."""
+    """Step without GradScaler.step and without a wait: the kernel reads both tensors."""
     inv_scale = None if scaler is None else gm.inverse_scale(scaler)
     stats = gm.collect_grads(model, inv_scale=inv_scale)
     optimizer.found_inf = stats.found_inf

@@ -1,4 +1,4 @@
-"""The demo names what was put into its run, measures what it says, and fails when a check fails."""
+"""The demo names the injected faults, measures the figures it prints, and fails if a check fails."""
 
 import gc
 import importlib.util
@@ -19,10 +19,10 @@ FAULTY = "blocks.1.up.weight"
 
 @pytest.fixture(autouse=True)
 def _fresh_process():
-    # a process runs the demo once: it sets the number of threads, and its graphs stay cached
+    # the demo runs once per process: it sets the number of threads, and its graphs stay cached
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    # monitors that other tests forgot end here, and not within a step whose operators are counted
+    # collect monitors that other tests leaked now, and not within a step whose operators are counted
     gc.collect()
     torch._dynamo.reset()
     yield
@@ -32,7 +32,7 @@ def _fresh_process():
 
 @pytest.fixture
 def small(monkeypatch):
-    # so small a model is stable: only a larger jump breaks it
+    # so small a model is stable: only a larger jump of the learning rate breaks it
     sizes = {"LAYERS": 2, "WIDTH": 48, "HEADS": 2, "CONTEXT": 32, "BATCH": 4}
     for name, value in sizes.items():
         monkeypatch.setattr(training, name, value)
@@ -42,7 +42,7 @@ def small(monkeypatch):
 
 @pytest.fixture
 def _graphs_run_as_they_are(monkeypatch):
-    # what a backend makes of the graphs is the first test's; here they only have to be there
+    # the first test checks the real backend; here the graphs only have to exist
     monkeypatch.setattr(demo, "Backend", lambda _: training.Backend("eager"))
 
 
@@ -81,7 +81,7 @@ def test_the_demo_names_both_faults_with_their_steps_and_leaves_a_page(run):
     assert re.match(r"0 among [1-9]\d\d operators", found["host syncs in the step"][1])
     assert found["lost by the monitor"][1] == "0 steps, 0 failures"
     assert len(output.splitlines()) <= 60
-    # but for the path of the page, which may be long
+    # except for the path of the page, which may be long
     lines = [line for line in output.splitlines() if str(folder) not in line]
     assert [line for line in lines if len(line) > 100] == []
 

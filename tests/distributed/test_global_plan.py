@@ -1,4 +1,4 @@
-"""What ranks agree on, with ranks that are simulated: every part of every tensor is counted once."""
+"""The plan that ranks agree on, with simulated ranks: every part of every tensor is counted once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ AXES = ("pp", "ep", "dp_replicate", "dp_shard", "tp")
 class Tensor(NamedTuple):
     """One tensor of a job whose ranks form a grid.
 
-    ``stages``: the places along pp that have it; None: all. ``axes``: those of its mesh, in which other axes
-    of the grid are not; None: a plain tensor. ``cut``: the axes over which it is cut.
+    ``stages``: the coordinates along pp that have it; None: all. ``axes``: the axes of its mesh, which may
+    leave out axes of the grid; None: a plain tensor. ``cut``: the axes over which it is sharded.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Tensor(NamedTuple):
         return self.stages is None or place["pp"] in self.stages
 
     def part(self, place):
-        """Return what tells different parts apart: stages have copies of what several of them have."""
+        """Return the coordinates that distinguish parts: several stages may hold copies of the same part."""
         return tuple(place[axis] for axis in self.axes or () if axis in self.cut)
 
 
 def job(grid, tensors):
-    """Return the places of all ranks in a grid, what each tells of itself, and the shardings."""
+    """Return the coordinates of all ranks in a grid, the description that each sends, and the shardings."""
     places = [dict(zip(grid, place, strict=True)) for place in product(*[range(n) for n in grid.values()])]
     shardings, stages, members = {}, {}, []
     own = [[] for _ in range(grid["pp"])]
@@ -48,7 +48,7 @@ def job(grid, tensors):
         for stage in tensor.stages or range(grid["pp"]):
             own[stage].append(tensor)
     for place in places:
-        # what ranks of one stage have differs in their coordinates alone
+        # ranks of one stage differ only in their coordinates
         if place["pp"] not in stages:
             sharding = layout_at(place, grid, own[place["pp"]])
             stages[place["pp"]] = shardings.setdefault(sharding.digest, sharding)
@@ -73,7 +73,7 @@ def layout_at(place, grid, own):
 
 
 def counters(found, places, tensors):
-    """Return for each part of each tensor which ranks count it."""
+    """Return for each part of each tensor the ranks that count it."""
     who = {}
     for rank, place in enumerate(places):
         own = [tensor for tensor in tensors if tensor.has(place)]
@@ -138,11 +138,11 @@ def test_who_counts_what(tensor, ranks):
 
 
 def test_experts_of_which_each_rank_has_its_own():
-    """By name, beside what all have."""
+    """Experts are matched by name, beside tensors that all ranks have."""
     shardings = {}
     members = []
     for rank in range(6):
-        # two ranks of each name
+        # two ranks for each expert name
         names = ("gate", f"experts.{rank // 2}.w", "head")
         sharding = Sharding(names, (ShardSpec((3,), "float32"),) * 3)
         shardings[sharding.digest] = sharding
@@ -176,11 +176,11 @@ def test_where_a_rank_stands():
     found = make_global_plan(members, shardings)
     assert found.where(0, 13) == "rank 13, dp_shard 0 of 2, tp 1 of 2"
     assert found.where(1, 3) == "rank 3"
-    # it has no such tensor
+    # this rank does not have the tensor
     assert found.where(1, 13) == "rank 13"
 
 
-# the order of names
+# the merged order of names
 
 MODEL = (
     "embed.w",
@@ -192,7 +192,7 @@ MODEL = (
 
 @st.composite
 def stages(draw):
-    """Return a model dealt out to stages in any way, each in the order of the model."""
+    """Return a model split into arbitrary stages, each in the order of the model."""
     count = draw(st.integers(1, 4))
     layers = draw(st.lists(st.integers(0, count - 1), min_size=12, max_size=12))
     first, last = draw(st.integers(0, count - 1)), draw(st.integers(0, count - 1))
@@ -208,7 +208,7 @@ def stages(draw):
 def test_the_order_is_the_models_where_the_stages_tell_it(parts):
     found = global_plan._in_order(parts)
     assert sorted(found) == sorted(MODEL)
-    # on each rank as it has them, and layers by their numbers
+    # each rank's own order is kept, and layers are ordered by number
     for part in parts:
         assert [name for name in found if name in part] == list(part)
     assert [name for name in found if name.startswith("layers.")] == list(MODEL[1:-2])
@@ -218,13 +218,13 @@ def test_the_order_is_the_models_where_the_stages_tell_it(parts):
     "parts",
     [
         [("embed.w", *MODEL[1:10]), MODEL[10:]],
-        # dealt out in turns
+        # interleaved stages
         [("embed.w", *MODEL[1:4], *MODEL[7:10]), (*MODEL[4:7], *MODEL[10:])],
-        # there and back
+        # a V-shaped schedule: the first stage also has the last layers
         [("embed.w", *MODEL[1:4], *MODEL[-5:]), MODEL[4:-5]],
         [(*MODEL[-5:],), ("embed.w", *MODEL[1:4]), MODEL[4:-5]],
         [MODEL[:1], MODEL[1:-2], MODEL[-2:]],
-        # what several have
+        # tensors that several stages have
         [("embed.w", "head"), (*MODEL[1:-2], "norm.w", "head")],
         [MODEL[4:], MODEL],
         [(), MODEL],
@@ -283,7 +283,7 @@ def test_the_first_difference_is_named(other, words):
 
 
 def test_names_of_other_axes_are_no_difference():
-    """What is cut in the same way may be so over meshes of other names and numbers of dimensions."""
+    """Tensors sharded alike may be on meshes with other axis names and numbers of dimensions."""
     other = Sharding(
         BASE.names,
         (ShardSpec((4, 3), "float32", 0, ("R", "S(0)")), ShardSpec((4,), "float32")),
@@ -309,7 +309,7 @@ def test_layouts_are_equal_by_value():
     again = Sharding(BASE.names, BASE.specs, (MESH,))
     assert (again, hash(again)) == (BASE, hash(BASE))
     elsewhere = Sharding(BASE.names, BASE.specs, (MESH._replace(coordinate=(1,)),))
-    # the same sharding, at another place
+    # the same sharding in another object
     assert elsewhere.digest == BASE.digest
     assert elsewhere != BASE
     assert Sharding.from_plain(json.loads(json.dumps(BASE.to_plain()))) == BASE
@@ -322,7 +322,7 @@ def test_layouts_are_equal_by_value():
 LARGE = {
     "one stage": ({"pp": 1, "ep": 1, "dp_replicate": 16, "dp_shard": 128, "tp": 8}, 10_000, 0),
     "a pipeline": ({"pp": 16, "ep": 1, "dp_replicate": 8, "dp_shard": 16, "tp": 8}, 10_000, 0),
-    # experts of other names in each of 256 places, beside what all have
+    # 256 groups of ranks whose experts have different names, beside tensors that all ranks have
     "experts": ({"pp": 256, "ep": 1, "dp_replicate": 1, "dp_shard": 64, "tp": 1}, 7_500, 2_500),
 }
 
@@ -344,10 +344,10 @@ def large_job(grid, count, shared):
 
 @pytest.mark.parametrize(("grid", "count", "shared"), LARGE.values(), ids=LARGE)
 def test_sixteen_thousand_ranks_and_ten_thousand_tensors(grid, count, shared):
-    """One rank's work, which every rank does by itself."""
+    """One rank's work, which each rank does independently."""
     assert math.prod(grid.values()) == 16_384
     _, members, shardings = large_job(grid, count, shared)
-    # of this process alone, however many others share the machine
+    # CPU time of this process, independent of other load on the machine
     start = time.process_time()
     found = make_global_plan(members, shardings)
     counted = found.counts(len(members) - 1)
@@ -355,7 +355,7 @@ def test_sixteen_thousand_ranks_and_ten_thousand_tensors(grid, count, shared):
     assert len(found.names) == count + shared
     assert len(counted) == len(shardings[members[-1].digest].names)
     assert seconds < 10
-    # a row of each tensor and a line of each rank, no table of the two
+    # memory proportional to tensors plus ranks, not to their product
     assert (
         len({id(pattern) for pattern in found.patterns}) == len(set(found.patterns)) <= 4 * (grid["pp"] + 1)
     )

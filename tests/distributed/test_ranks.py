@@ -1,4 +1,4 @@
-"""`gradiometer.Ranks`: what it takes and says; reduced statistics do what those of one process do."""
+"""`gradiometer.Ranks`: arguments and errors; reduced statistics behave like those of one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYERS = 4
 
 
 def parameters(*, cut=None, part=slice(None)):
-    """Return parameters with gradients, of which some vanish, explode or are 0, and one has none."""
+    """Return parameters with gradients: some vanish, explode or are 0, and one has none."""
     torch.manual_seed(0)
     found = {}
     for i, factor in enumerate([1.0, 1e-9, 1e3, 0.0]):
@@ -120,7 +120,7 @@ def test_reduce_takes_nothing_else(reduce):
 
 
 def values(stats):
-    """Return all that a report tells but where it comes from."""
+    """Return the contents of a report, except where it comes from."""
     report = stats.materialize()
     told = report.to_dict()
     for name in ("is_local", "is_reduced", "ranks"):
@@ -193,7 +193,7 @@ def test_reduced_statistics_do_what_those_of_one_process_do(two_ranks):
         for of_ranks, alone in told["health"].values():
             close_to(of_ranks, alone)
         names = tuple(parameters())
-        # of the last there is no gradient, and no row in a report
+        # the last parameter has no gradient, so it has no row in a report
         assert told["names"] == (names, [-1.0] * LAYERS + [-2.0], names[:-1], LAYERS)
         assert told["local"] == 12
         assert told["back"] == (names, told["names"][1], names[:-1], True)
@@ -230,7 +230,7 @@ def test_experts_of_one_name_that_are_sharded_themselves_all_count(four_ranks):
     for rank, (numel, squares, where, copies) in enumerate(four_ranks.run(experts_that_are_sharded)):
         assert (numel, squares) == ([6.0, 5.0], [sumsq, 5.0])
         assert where == f"rank {rank}, expert {rank // 2} of 2, dp {rank % 2} of 2"
-        # unless it is told, those of other ranks pass for copies
+        # without `shards`, the experts of other ranks count as copies
         assert copies == [3.0, 5.0]
 
 
@@ -317,7 +317,7 @@ def compiled_on_one(rank):
     compiled = torch.compile(collect, backend="eager", fullgraph=True)
     step = compiled if rank == 0 else collect
     found = [step().total_norm.item() for _ in range(3)] == [pytest.approx(gm.grad_norm(own), rel=1e-13)] * 3
-    # where one fails nothing is raised in the other's graph, but its numbers are refused
+    # if one rank fails, the other's graph raises nothing, but its numbers are refused
     if rank == 1:
         with pytest.raises(ValueError, match="inv_scale must be one positive"):
             gm.collect_grads(own, reduce=ranks, inv_scale=-1.0)
@@ -328,7 +328,7 @@ def compiled_on_one(rank):
 
 
 def test_a_rank_in_a_compiled_function_meets_one_outside(two_ranks):
-    """As where one rank has compiled too often, and goes on without."""
+    """One rank may have exceeded its recompile limit, and run this step in eager mode."""
     assert two_ranks.run(compiled_on_one) == [True, True]
 
 
@@ -358,7 +358,7 @@ def test_a_group_may_be_a_mesh_of_any_dimensions(four_ranks):
         assert found == [of_all, of_all, of_all, of_row, of_column, of_row, of_row]
 
 
-# a world that ends, and another one
+# process groups that are destroyed and made again
 
 
 def again(rank, ports):
@@ -367,7 +367,7 @@ def again(rank, ports):
     for port in ports:
         old = weakref.ref(dist.group.WORLD)
         kept = gm.Ranks(own, timeout=30)
-        # agreed on as they come: what is kept of it must not outlive the group
+        # an implicit agreement, without gm.Ranks: its cache must not outlive the group
         first = gm.collect_grads(own, reduce=True)
         dist.destroy_process_group()
         gc.collect()
@@ -384,7 +384,7 @@ def again(rank, ports):
         )
         with pytest.raises(gm.RankError, match="the process group of these Ranks was destroyed"):
             gm.collect_grads(own, reduce=kept)
-        # where only one has kept something of the old world, the other would wait
+        # if only one rank had kept a cache of the old group, the other would wait
         second = gm.collect_grads(own if rank else parameters(), reduce=True)
         found.append(first.columns.equal(second.columns))
     return found

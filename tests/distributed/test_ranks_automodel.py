@@ -1,7 +1,7 @@
-"""The clipping cases of NVIDIA NeMo Automodel, as a table: summands, mixed meshes, empty shards, experts.
+"""The clipping cases of NVIDIA NeMo Automodel as a table: partial sums, mixed meshes, empty shards, experts.
 
-They are those of its `run_clip_grad_norm_correctness.py`, `test_clip_grad_norm_ep.py` and
-`test_train_utils.py`, and further placements. Gradients are whole numbers, so that their parts add up
+They come from its `run_clip_grad_norm_correctness.py`, `test_clip_grad_norm_ep.py` and
+`test_train_utils.py`; further placements are added. Gradients are whole numbers, so that their parts add up
 exactly; the expected norm is that of the whole gradients, each counted once.
 """
 
@@ -26,14 +26,14 @@ PLACEMENTS = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
 
 
 class Held(NamedTuple):
-    """A tensor: its shape, its mesh, how the parameter is placed, and how the gradient is; "" for plain."""
+    """A tensor: its shape, its mesh, and the placements of parameter and gradient; "" for plain."""
 
     shape: tuple[int, ...]
     mesh: Any
     parameter: str
-    # None: as the parameter
+    # None: the same as the parameter
     gradient: str | None = None
-    # ranks of the pipeline stage that has it; None: all
+    # ranks of the pipeline stages that have it; None: all
     ranks: tuple[int, ...] | None = None
 
     @property
@@ -49,7 +49,7 @@ def square(size, first, second):
     return (size // 2, 2), (first, second)
 
 
-# name -> the tensors of the case on so many ranks
+# name -> the tensors of the case for a number of ranks
 CASES = {
     "TP": lambda n: [
         Held((8, 6), line(n, "tp"), "S0"),
@@ -129,7 +129,7 @@ CASES = {
         Held((3, 2 * n), line(n, "m"), "S1", "P"),
     ],
     "a whole gradient of a parameter of summands": lambda n: [
-        # that is what autograd makes of one
+        # autograd makes such a gradient
         Held((4, 3), line(n, "m"), "P", "R"),
         Held((4, 3), line(n, "m"), "R", "R"),
     ],
@@ -153,7 +153,7 @@ CASES = {
         Held((4, 3), line(n, "m"), "P", ""),
     ],
 }
-# of a plain parameter nothing tells that ranks have to meet
+# a plain parameter alone does not show that ranks must reduce: these cases pass gm.Ranks
 TOLD = {
     "a sharded gradient of a plain parameter": lambda n: [Held((n + 1, 3), line(n, "m"), "", "S0")],
     "summands of a plain parameter": lambda n: [
@@ -178,13 +178,13 @@ def whole_of(place, shape):
 
 
 def part_of(whole, mesh, dimension):
-    """Return this rank's summand of what ranks of a dimension add up to a tensor."""
+    """Return this rank's summand of a tensor; the ranks of a mesh dimension add up to the whole."""
     parts = [2.0 * whole + place + 1.0 for place in range(mesh.size(dimension) - 1)]
     return [*parts, whole - sum(parts)][mesh.get_local_rank(dimension)]
 
 
 def placed(whole, held, how):
-    """Return this rank's part of a whole tensor, as a DTensor of these placements; "" for plain."""
+    """Return this rank's part of a whole tensor as a DTensor with these placements; "" for plain."""
     if not how:
         return whole.clone()
     shape, names, *sub = held.mesh
@@ -221,7 +221,7 @@ def wholes(model):
 
 
 def measured(rank, size, case):
-    """Return what every function says of the case, and the whole gradients that clipping leaves."""
+    """Return the result of every function for the case, and the gradients after clipping."""
     told = case in TOLD
     model = build(rank, size, case)
     ranks = gm.Ranks(model)
@@ -274,11 +274,11 @@ def test_every_rank_has_the_norm_of_the_whole_gradients_and_clips_by_it(request,
         for order, clipped in left:
             factor = MAX_NORM / (norm_of(expected.values(), order) + 1e-6)
             for name, grad in clipped.items():
-                # the parts of a sum are larger than it
+                # the partial summands are larger than their sum, so allow an absolute error
                 torch.testing.assert_close(grad, expected[name] * factor, rtol=1e-13, atol=1e-13)
 
 
-# what is said of ranks decides
+# without gm.Ranks, partial gradients of plain parameters are refused
 
 
 def without_ranks(rank, case):
@@ -332,11 +332,11 @@ def test_a_gradient_on_another_mesh_than_its_parameter_is_refused_by_name(two_ra
         )
 
 
-# experts of which each rank has others, of the same names
+# experts with equal names on different ranks
 
 
 def expert_model(rank, size, kind):
-    """Return a model with experts, and the tensors that say which ranks hold other ones."""
+    """Return a model with experts, and the tensors that show which ranks hold different ones."""
     mesh = mesh_of((size,), ("dp_shard",))
     model = {"dense": nn.Parameter(distribute_tensor(torch.zeros(2 * size, 4), mesh, [Shard(0)]))}
     model["dense"].grad = distribute_tensor(torch.ones(2 * size, 4), mesh, [Shard(0)])
@@ -368,7 +368,7 @@ def local(grad):
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-# elements of 10 and of 0.1 among all experts
+# the numbers of elements equal to 10 and to 0.1 among all experts
 EXPERTS = {"plain": (16, 48), "sharded": (16, 16), "on one rank": (16, 0)}
 
 
@@ -388,7 +388,7 @@ def test_experts_outside_of_their_mesh_count_on_every_rank(four_ranks, kind, ord
             torch.testing.assert_close(expert, factor.expand(expert.shape), rtol=1e-6, atol=0.0)
 
 
-# values
+# extreme values
 
 
 def clip_value(_rank, values, max_norm, order):
@@ -405,7 +405,7 @@ def clip_value(_rank, values, max_norm, order):
     [
         ([3.0, 4.0], {2.0: 5.0, INF: 4.0, 1.0: 7.0}),
         ([0.0, 0.0], {2.0: 0.0, INF: 0.0, 1.0: 0.0}),
-        # the square is out of fp32
+        # its square overflows fp32
         ([6e31, 4.0], {2.0: 6e31, INF: 6e31, 1.0: 6e31}),
         ([INF, 1.0], {2.0: INF, INF: INF, 1.0: INF}),
         ([NAN, 1.0], {2.0: NAN, INF: NAN, 1.0: NAN}),

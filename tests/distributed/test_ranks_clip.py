@@ -1,4 +1,4 @@
-"""Clipping, check_finite and GradScalers in several processes: all ranks do what one process would do."""
+"""Clipping, check_finite and GradScalers in several processes: all ranks act as one process would."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from support.pages import blocks
 from support.rank_models import CASES, KINDS, Collectives, alone, mesh_of
 from support.rank_pool import RankFailedError
 
-# far below the norms of the gradients
+# far below the norms of the gradients, so that clipping happens
 MAX_NORM = 0.1
-# of sums in another order: of some tens of summands
+# relative error of sums in another order, of some tens of summands
 SUMS = {torch.float64: 1e-14, torch.float32: 1e-5}
 NAN, INF = math.nan, math.inf
 
@@ -32,7 +32,7 @@ def pool_of(request, size):
 
 
 def held(grad):
-    """Return what this rank holds, in the gradient's own memory."""
+    """Return the part that this rank holds, in the gradient's own memory."""
     return grad._local_tensor if isinstance(grad, DTensor) else grad
 
 
@@ -48,7 +48,7 @@ def gm_named(model):
     return getattr(model, "module", model).named_parameters()
 
 
-# expert parallelism: some tensors on a mesh of their own
+# expert parallelism: some tensors are on their own mesh
 
 
 class Expert(nn.Module):
@@ -70,7 +70,7 @@ def distributed(model, name, mesh, placements):
 
 
 def experts(size):
-    """Experts that are cut over `ep`, with a copy in each group of it; the others cut over all ranks."""
+    """Experts are sharded over `ep` and replicated across its groups; others are sharded over all ranks."""
     model = Expert()
     mesh = mesh_of((size // 2, 2), ("dp_mod_ep", "ep"))
     for name in ("router", "head"):
@@ -80,7 +80,7 @@ def experts(size):
 
 
 def experts_fsdp(size):
-    """Experts that are cut over `ep`, and each over the ranks that share it."""
+    """Experts are sharded over `ep`, and each one over the ranks that share it."""
     model = experts(size)
     model.experts = Expert().experts
     mesh = mesh_of((size // 2, 2), ("dp_mod_ep", "ep"))
@@ -89,7 +89,7 @@ def experts_fsdp(size):
 
 
 EXPERTS = {"EP": experts, "EP x FSDP": experts_fsdp}
-# a rank without rows: torch has no largest element of nothing
+# cases in which some rank's shard is empty: torch has no maximum of an empty tensor
 EMPTY = {("FSDP2", 4), ("HSDP", 4), ("TP", 4), ("FSDP2 x TP", 4), ("EP", 4), ("EP x FSDP", 4)}
 
 
@@ -97,7 +97,7 @@ def model_of(kind, rank, size, dtype=torch.float64):
     return EXPERTS[kind](size) if kind in EXPERTS else KINDS[kind][0](rank, size, dtype)
 
 
-# the rule of torchtitan's loops, by torch's own functions
+# the clipping of torchtitan's loops, with torch's own functions
 
 
 def norm_of(parameters, order):
@@ -105,7 +105,7 @@ def norm_of(parameters, order):
 
 
 def loops_clip_(model, order, stages):
-    """Clip as such a loop does: norms of experts and of the others by themselves, then over the stages."""
+    """Clip as such a loop does: norms of experts and other tensors separately, then over the stages."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     kinds = {}
     for p in parameters:
@@ -131,13 +131,13 @@ def stages_of(kind, size):
 
 
 def clip_each_way(rank, size, kind, dtype, orders):
-    """Return for each order both norms, the gradients that ours leaves, and what theirs differ by."""
+    """Return for each order both norms, our clipped gradients, and the difference from theirs."""
     model = model_of(kind, rank, size, dtype)
     before = {name: held(grad).clone() for name, grad in grads_of(model).items()}
     ranks = gm.Ranks(model)
     found = []
     for order in orders:
-        # for which torch has no norm of a shard without elements
+        # torch has no such norm of an empty shard
         said = None
         if order != INF or (kind, size) not in EMPTY:
             said = float(loops_clip_(model, order, stages_of(kind, size)))
@@ -157,7 +157,7 @@ def clip_each_way(rank, size, kind, dtype, orders):
 
 
 def is_left_by_torch(grad):
-    # torch 2.11 does not clip summands, and does not say so
+    # torch 2.11 silently does not clip partial gradients
     summands = isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
     return summands and torch.__version__ < "2.13"
 
@@ -168,7 +168,7 @@ def restore(model, before):
 
 
 def difference(a, b):
-    """Return the largest difference in units of what differs."""
+    """Return the largest difference, relative to the values."""
     return float(((a - b).abs() / b.abs().clamp(min=torch.finfo(b.dtype).tiny)).max()) if b.numel() else 0.0
 
 
@@ -195,12 +195,12 @@ def test_every_rank_clips_as_torchtitans_loops_and_one_process_do(request, kind,
         norm, single = alone_clipped(kind, dtype, order)
         for rank in told:
             theirs, ours, clipped, off, same = rank[i]
-            # on every rank the same bits: otherwise copies would drift apart
+            # bit-identical on every rank: otherwise copies would drift apart
             assert ours == told[0][i][1]
             assert ours == pytest.approx(norm, rel=10 * SUMS[dtype])
             if theirs is not None:
                 assert ours == pytest.approx(theirs, rel=1e-13 if dtype == torch.float64 else 10 * eps)
-            # the coefficient's last digits, and one rounding
+            # errors of the coefficient's last digits, and one rounding
             assert off <= 10 * eps
             assert same
             for name, grad in clipped.items():
@@ -210,7 +210,7 @@ def test_every_rank_clips_as_torchtitans_loops_and_one_process_do(request, kind,
 
 
 def test_torch_alone_clips_no_mixed_meshes(two_ranks):
-    # when it does, say so in docs/how-to/many-ranks.md
+    # if a new torch supports this, change docs/how-to/many-ranks.md
     with pytest.raises(RankFailedError, match="mesh"):
         two_ranks.run(torchs_own_clip, 2)
 
@@ -219,7 +219,7 @@ def torchs_own_clip(_, size):
     nn.utils.clip_grad_norm_(experts(size).parameters(), MAX_NORM)
 
 
-# drop-in: nothing is said of ranks
+# drop-in use: without gm.Ranks
 
 
 def drop_in(rank, size, kind):
@@ -265,11 +265,11 @@ def test_there_are_two_collectives_and_two_numbers_more_for_another_order(two_ra
         assert found == [pair, pair, [*pair, (), ()], []]
 
 
-# what is not finite, and what is refused: the same everywhere, or nothing
+# non-finite gradients and refusals: the same on every rank
 
 
 def stage(rank, *, dtype=torch.float32):
-    """Return a stage of two: other names on each rank."""
+    """Return one of two stages, whose names differ."""
     model = nn.ModuleDict({f"stage{rank}": nn.Linear(3, 2, dtype=dtype)})
     for p in model.parameters():
         p.grad = torch.full_like(p, rank + 1.0)
@@ -330,7 +330,7 @@ def clip_what_one_rank_cannot(rank, fault):
     except (TypeError, RuntimeError) as raised:
         error = type(raised).__name__ + ": " + str(raised)
     unchanged = torch.equal(bias.grad, torch.full((2,), rank + 1.0))
-    # they are together again
+    # the ranks still work together afterwards
     again = stage(rank)
     return error, unchanged, float(gm.clip_grad_norm_(again, MAX_NORM, reduce=True))
 
@@ -348,7 +348,7 @@ def test_what_one_rank_refuses_no_rank_clips(two_ranks, fault, here, there):
     assert re.match(there, first[0])
     assert first[1]
     assert second[1]
-    # a weight and a bias of 1 on one rank and of 2 on the other
+    # the weight and bias are 1 on one rank and 2 on the other
     assert first[2] == second[2] == pytest.approx(math.sqrt(8 * 1.0 + 8 * 4.0), rel=1e-13)
 
 
@@ -402,12 +402,12 @@ def test_a_rank_without_gradients_waits_for_nobody(two_ranks, order):
 
 
 def norms_of_all(rank, orders):
-    """Return the norms of cut, copied and missing tensors, and what clipping by them leaves."""
+    """Return the norms of sharded, replicated and missing tensors, and the gradients clipped by them."""
     mesh = mesh_of((2,), ("tp",))
     wholes = {
         "cut": torch.tensor([[3.0, 0.5], [2.0, -1.0], [0.25, 7.0]], dtype=torch.float64),
         "copied": torch.tensor([1.5, -4.0], dtype=torch.float64),
-        # nothing of it is on the second rank
+        # the second rank holds no part of it
         "row": torch.tensor([[2.5, 1.25]], dtype=torch.float64),
         "zeros": torch.zeros(3, dtype=torch.float64),
     }
@@ -427,7 +427,7 @@ def norms_of_all(rank, orders):
             clipped = torch.cat([parameter.grad.full_tensor().view(-1) for parameter in parameters.values()])
             single = {name: wholes[name].clone() for name in names}
             found.append(([float(x) for x in said], clipped, single, order))
-    # a stage of a pipeline without a tensor
+    # a pipeline stage without tensors
     stage = {"last": torch.full((2,), 3.0)} if rank else {}
     ranks = gm.Ranks(stage)
     return found, [float(gm.total_norm(stage, order, reduce=ranks)) for order in orders]
@@ -450,7 +450,7 @@ def test_norms_of_every_order_are_those_of_one_process(two_ranks):
         assert stages == pytest.approx(expected, rel=1e-14)
 
 
-# by a norm that was computed before, and by value
+# clipping by a precomputed norm, and by value
 
 
 def clip_otherwise(rank):
@@ -556,7 +556,7 @@ def test_a_compiled_function_is_told_to_agree_outside(two_ranks):
 def check(rank, kind, reduce):
     model = model_of(kind, rank, 2)
     if rank == 1:
-        # of the head, which is cut: of copies that of the first rank is read
+        # in the head, which is sharded: of replicated tensors only the first rank's copy is read
         *_, (_, last) = gm_named(model)
         held(last.grad).view(-1)[0] = INF
         held(last.data).view(-1)[0] = NAN
@@ -581,7 +581,7 @@ def test_check_finite_names_the_rank_on_every_rank(two_ranks, kind, reduce):
     assert weight_ranks == {nan[0]: 1}
     assert grad_ranks == {inf[0]: 1}
     assert len(nan) == len(inf) == 1
-    # what is local stays local
+    # without reduce, the result stays local
     assert (loss, other_loss) == (True, False)
     assert fetched == 1
     assert re.search(rf"weight +{re.escape(nan[0])} +1 NaN of \d+, first on rank 1", text)
@@ -670,9 +670,9 @@ def test_all_scalers_skip_together_and_stay_equal(request, kind, size, order, fu
             assert not any(moved)
         else:
             assert moved == (True, True, False, True, True)
-        # two good steps double it, a skipped one halves it and begins the count again
+        # two good steps double the scale; a skipped step halves it and restarts the count
         assert scales == (8.0, 16.0, 8.0, 8.0, 16.0)
-        # the Inf is where it was put
+        # only the rank with the Inf sees it
         assert all(math.isfinite(x) for x in norms) == (rank != size - 1)
 
 
@@ -688,7 +688,7 @@ def test_the_scaler_of_fsdp_agrees(two_ranks):
 
 
 class Louder(nn.Module):
-    """A model that overflows earlier on the last rank; parts have a name of their own on each."""
+    """A model that overflows earlier on the last rank; its parts have different names on each rank."""
 
     def __init__(self, model, rank):
         super().__init__()
@@ -716,7 +716,7 @@ def test_the_loop_of_the_page_keeps_scales_equal(two_ranks):
     assert first[0] == second[0]
     assert len(set(first[0])) > 1
     assert torch.equal(first[1], second[1])
-    # and without it they part
+    # without the agreement the scales differ
     assert alone[0] != other[0]
 
 
@@ -740,7 +740,7 @@ def torch_alone(rank, case):
 
 @pytest.mark.parametrize("case", ["plain", "cut", "copied, cut", "mixed", "none"])
 def test_what_torch_agrees_on_alone_is_as_the_page_says(two_ranks, case):
-    # where this fails in a new torch, docs/how-to/amp.md needs another word
+    # if this fails with a new torch, update docs/how-to/amp.md
     said = {"mixed": "mixed torch.Tensor and DTensor", "none": "No inf checks were recorded"}
     scales = {"plain": [8.0, 4.0], "cut": [4.0, 4.0], "copied, cut": [8.0, 4.0]}
     for rank, (failed, value) in enumerate(two_ranks.outcomes(torch_alone, case)):

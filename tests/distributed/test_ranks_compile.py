@@ -22,7 +22,7 @@ from support.rank_models import KINDS, alone, backward, batch, loss_of, mesh_of,
 
 DOUBLE = torch.float64
 STEPS = 4
-# of the norm, which is above it
+# a bound below the norm
 LIMIT = 0.5
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -33,7 +33,7 @@ backward_of_dtensors = pytest.mark.skipif(
 
 @contextmanager
 def one_graph(backend="aot_eager", graphs=1):
-    """Give `torch.compile`; at the end there was no graph break, and so many graphs, each compiled once."""
+    """Yield `torch.compile`; afterwards check: no graph break, and this many graphs, each compiled once."""
     torch._dynamo.reset()
     counters.clear()
     config = {"trace_autograd_ops": True, "error_on_recompile": True}
@@ -44,7 +44,7 @@ def one_graph(backend="aot_eager", graphs=1):
 
 
 def collectives(kept):
-    """Return the collectives of a graph that was kept: each is waited for."""
+    """Return the collectives of a captured graph; check that each one is waited for."""
     (graph,) = kept.graphs
     names = [str(node.target).removeprefix("_c10d_functional.") for node in graph.graph.nodes]
     found = [name for name in names if name.startswith("all_")]
@@ -53,7 +53,7 @@ def collectives(kept):
 
 
 def step_again(model, rank, size, kind):
-    """Make new gradients: each step's are half as large again."""
+    """Make new gradients: each step's are 1.5 times those of the step before."""
     for p in model.parameters():
         p.grad = None
     with torch.no_grad():
@@ -82,7 +82,7 @@ def spoil(model, name="layers.0.up.weight"):
         (grad.to_local() if hasattr(grad, "to_local") else grad).view(-1)[0] = math.nan
 
 
-# after the backward
+# calls after the backward
 
 
 def after_backward(rank, size, kind, backend):
@@ -95,7 +95,7 @@ def after_backward(rank, size, kind, backend):
         @compiled
         def collect(limit):
             if backend == "inductor":
-                # what clips are as many kernels to compile as there are gradients, and none of them new
+                # compiling the clip is slow, one kernel per gradient, and the other cases cover it
                 stats = gm.collect_grads(model, reduce=ranks)
             else:
                 stats = gm.collect_and_clip_(model, limit, reduce=ranks)
@@ -106,7 +106,7 @@ def after_backward(rank, size, kind, backend):
 
         norms, skips = [], []
         for i in range(STEPS):
-            # of copies the first rank's counts
+            # only the first rank's copy counts
             if i == 2 and (rank == 1 or kind == "DDP"):
                 spoil(model)
             expected = gm.collect_grads(model, reduce=ranks)
@@ -136,7 +136,7 @@ def check_after_backward(pool, kind, backend):
         assert norms[:2] + norms[3:] == pytest.approx(expected[:2] + expected[3:], rel=1e-12)
         assert skips == [False, False, True, False]
         assert origin == {}
-        # the sum and the maximum, one of the recorder, and one of what is partial
+        # SUM and MAX, one of the recorder, and one per partial gradient
         assert backend != "kept" or calls == ["all_reduce.default"] * (3 + KINDS[kind][2])
 
 
@@ -151,7 +151,7 @@ def test_inductor_compiles_the_same(two_ranks):
 
 
 def records_alone(rank, size, kind):
-    """The recorder measures by itself: the local shards by its op, and two numbers over the ranks."""
+    """The recorder measures the local shards with its own op, and reduces two numbers over the ranks."""
     model = KINDS[kind][0](rank, size, DOUBLE)
     ranks = gm.Ranks(model)
     recorder = Recorder(model, weights=True, ranks=ranks)
@@ -188,7 +188,7 @@ def test_a_recorder_in_a_graph_asks_the_ranks_once(request, kind, size):
         assert ops == ["gradiometer.record_.default", "gradiometer.append_.default"]
 
 
-# the whole step
+# the whole step in one graph
 
 
 def tensor_parallel_step(_rank, size, backend, dtype):
@@ -236,7 +236,7 @@ def test_a_tensor_parallel_step_with_its_backward_is_one_graph(two_ranks):
 
 
 def data_parallel_step(rank, size, dtype):
-    """Average the gradients by hand, in the step: replicas of one model, each on its share of the batch."""
+    """Average gradients by hand in the step: replicas of one model, each with its share of the batch."""
     model = whole(dtype)
     ranks = gm.Ranks(model) if size > 1 else None
     kept = Kept()
@@ -259,7 +259,7 @@ def data_parallel_step(rank, size, dtype):
 
         shares = [part.chunk(size)[rank] for part in batch()]
         norms = [step(*shares).materialize().total_norm for _ in range(STEPS)]
-    # where the gradients are averaged, and two more
+    # the collectives besides the averaging: two
     return norms, len(collectives(kept)) - (len(list(model.parameters())) if size > 1 else 0)
 
 
@@ -271,7 +271,7 @@ def test_data_parallelism_by_hand_is_one_graph(two_ranks):
         assert more == 2
 
 
-# what PyTorch breaks, and who is at fault
+# graph breaks of PyTorch itself, and that collection adds none
 
 
 def blockwise(rank, size):
@@ -310,7 +310,7 @@ def test_collection_adds_no_break_to_a_model_compiled_block_by_block(two_ranks):
 
 
 def whole_model(rank, size):
-    """Break where PyTorch cannot trace FSDP's hooks, with a collection in the same function and without."""
+    """Break at FSDP's hooks, which PyTorch cannot trace, with and without a collection in the function."""
     model = KINDS["FSDP2"][0](rank, size, DOUBLE)
     ranks = gm.Ranks(model)
     shares = [part.chunk(size)[rank] for part in batch()]
@@ -371,7 +371,7 @@ def test_what_takes_an_agreement_says_so_in_a_graph(two_ranks):
 
 
 def disagree(rank):
-    """Reduce other tensors on one rank than on the other: as many, so that the collectives fit."""
+    """Reduce different tensors on each rank, equal in number, so that the collectives fit."""
     models = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in ("a", "b")]
     both = [gm.Ranks(model) for model in models]
     for model in models:
@@ -412,7 +412,7 @@ def test_one_rank_may_compile_what_another_does_not(two_ranks):
 
 
 def without_a_gradient(rank):
-    """One rank has no gradient of a tensor, and another graph with the same collectives."""
+    """One rank lacks a tensor's gradient, and has another graph with the same collectives."""
     model = whole(DOUBLE)
     backward(model)
     if rank == 0:
@@ -433,7 +433,7 @@ def test_a_rank_without_a_gradient_waits_for_nobody(two_ranks):
             assert norm == pytest.approx(float(expected[name].grad.norm()) * math.sqrt(copies), rel=1e-12)
 
 
-# what PyTorch itself cannot trace, as the page says
+# steps that PyTorch itself cannot trace, as the page says
 
 
 def traced_by_pytorch(rank, size, kind):
@@ -450,7 +450,7 @@ def test_pytorch_traces_neither_the_hooks_of_fsdp_nor_ddp(two_ranks):
 
 
 def page(rank, size, kind, code):
-    """Run what the page shows with our model, on each rank's share."""
+    """Run the page's code with our model, on each rank's share of the batch."""
     model = KINDS[kind][0](rank, size, DOUBLE)
     model.zero_grad()
     place, places = (0, 1) if kind == "TP" else (rank, size)

@@ -1,4 +1,4 @@
-"""Statistics of several ranks equal those of one process, in each way to share a model."""
+"""Statistics of several ranks equal those of one process, for each way to share a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pool(request, size):
 
 @functools.cache
 def found_of(pool, kind, size, dtype=torch.float64):
-    """Return what each rank finds, for tests that look at different sides of it."""
+    """Return each rank's results; several tests check different aspects of them."""
     return pool.run(collected, kind, size, dtype, "reduce=ranks")
 
 
@@ -57,7 +57,7 @@ def shard_of(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# the gradients of a step
+# gradients of a step
 
 
 def collected(rank, kind, size, dtype, how):
@@ -71,7 +71,7 @@ def collected(rank, kind, size, dtype, how):
         else:
             stats = gm.collect_grads(model).reduce()
     if how != "reduce=ranks":
-        # what is agreed on, the first time, is for the next ones too
+        # the agreement of the first call serves the later ones too
         with Collectives() as collectives:
             again = gm.collect_grads(model, reduce=True)
         assert torch.equal(again.columns, stats.columns)
@@ -103,7 +103,7 @@ def test_two_small_collectives_and_nothing_is_gathered(pool, kind, size):
         *before, sums, tops = one["collectives"]
         assert sums == ("allreduce_", [((TENSORS, NUM_SUM_COLUMNS), torch.float64)])
         assert tops == ("allreduce_", [((TENSORS + 1, NUM_COLUMNS - NUM_SUM_COLUMNS + 1), torch.float64)])
-        # summands of gradients of normalization, which nothing else adds up
+        # the partial gradients of normalization weights are added up first, one all-reduce each
         assert [name for name, _ in before] == ["allreduce_"] * KINDS[kind][2]
 
 
@@ -115,7 +115,7 @@ def test_in_other_dtypes_they_are_those_of_the_gathered_gradients(pool, kind, si
     for one in reversed(found):
         tensors |= one["full"]
     ordered = {name: tensors[name] for name, _ in whole(dtype).named_parameters()}
-    # summands are added up in that dtype, and in which order depends on how many are added up at once
+    # partial gradients are added up in that dtype, in an order that depends on how many are reduced at once
     assert_equal(found, ordered, slacks=dict.fromkeys(found[0]["partial"], 8 * torch.finfo(dtype).eps))
 
 
@@ -130,7 +130,7 @@ def test_ranks_agree_as_they_come(pool, kind, size, how):
 def partial_gradients(rank, size):
     model = build("TP", rank, size)
     found = seen(gm.collect_grads(model, reduce=True))
-    # a gradient stays as it is
+    # the gradient itself stays partial
     assert is_partial(model.norm.weight.grad)
     with pytest.raises(TypeError, match=r"norm\.weight.*summands.*gm\.Ranks"):
         gm.collect_grads(model)
@@ -142,7 +142,7 @@ def test_summands_are_added_up_or_refused_by_name(pool, size):
     assert_equal(pool.run(partial_gradients, size), expected_of(alone(torch.float64)), SLACK)
 
 
-# beside the plain case
+# further cases
 
 
 def weights(rank, kind, size):
@@ -160,7 +160,7 @@ def weights(rank, kind, size):
         )
     ]
     assert repr(found[1:]) == repr(found[:-1])
-    # none has a gradient: no row in a report, and no rank waits
+    # no parameter has a gradient: no rows in a report, and no rank waits
     assert gm.collect_grads(model, reduce=ranks).materialize().names == ()
     assert gm.grad_norm(model, empty=None) is None
     return found[0]
@@ -179,7 +179,7 @@ def scaled(rank, kind, size, inv_scale):
         for _, parameter in names_and_parameters(model):
             parameter.grad.mul_(inv_scale)
     assert stats.skip_nonfinite
-    # of a power of two, exactly; sums of summands too
+    # exact because of powers of two, partial sums too
     assert torch.equal(stats.columns, gm.collect_grads(model, reduce=True).columns)
     norms = [gm.grad_norm(model, reduce=True), gm.grad_norm(model, reduce=gm.Ranks(model))]
     if KINDS[kind][2] == 0:
@@ -196,11 +196,11 @@ def test_norms_and_scales(pool, kind, size):
         assert norms == pytest.approx([expected] * len(norms), rel=SLACK)
 
 
-# (kind, ranks that each plant one, the first of them that counts its part)
+# (kind, ranks that each set one element, the first of them that counts its part)
 PLANTED = [
     ("FSDP2", 4, (3,), 3, "rank 3, dp_shard 3 of 4"),
     ("FSDP2", 4, (1, 2), 1, "rank 1, dp_shard 1 of 4"),
-    # ranks 2 and 3 hold copies of what ranks 0 and 1 have
+    # ranks 2 and 3 hold copies of the parts of ranks 0 and 1
     ("HSDP", 4, (1, 3), 1, "rank 1, dp_shard 1 of 2"),
     ("FSDP2 x TP", 4, (2,), 2, "rank 2, dp_shard 1 of 2, tp 0 of 2"),
     ("FSDP2 x TP", 4, (0, 3), 0, "rank 0, dp_shard 0 of 2, tp 0 of 2"),
@@ -233,7 +233,7 @@ def plant(rank, kind, size, places, name, value):
 def test_what_is_not_finite_is_counted_once_and_its_rank_is_named(
     pool, kind, size, places, first, where, value
 ):
-    # each rank has some of it, in the first stage of a pipeline
+    # each rank of the first pipeline stage has a part of it
     name = "layers.0.up.weight"
     found = pool.run(plant, kind, size, places, name, value)
     copies = {"DDP": 4, "HSDP": 2}.get(kind, 1)
@@ -253,11 +253,11 @@ def test_what_is_not_finite_is_counted_once_and_its_rank_is_named(
         assert math.isnan(one["total_norm"]) if math.isnan(value) else one["total_norm"] == math.inf
 
 
-# ranks that lack something
+# ranks without some tensors
 
 
 def without(rank, kind, size, lacking, frozen):
-    """``lacking``: rank -> parts of names whose gradients are missing there; ``frozen``: nowhere any."""
+    """``lacking``: rank -> parts of names whose gradients are missing there; ``frozen``: missing on each."""
     model = build(kind, rank, size)
     ranks = gm.Ranks(model)
     for name, parameter in names_and_parameters(model):
@@ -312,7 +312,7 @@ def test_a_rank_without_gradients_adds_nothing_and_nobody_waits(four_ranks, lack
 
 
 def several(rank):
-    """Ranks of which one has no model, and one of which has a tensor of its own."""
+    """One rank has no model, and one has an additional tensor."""
     parameters = {f"layer.{i}": nn.Parameter(torch.full((3,), float(i + 1))) for i in range(3)}
     parameters = [parameters, {}, {**parameters, "own": nn.Parameter(torch.ones(7))}, parameters][rank]
     for parameter in parameters.values():
@@ -327,13 +327,13 @@ def test_a_rank_without_a_model_and_one_with_more(four_ranks):
     assert_equal(four_ranks.run(several), {**tensors, "own": torch.ones(7)})
 
 
-# tensors that are no gradients of a model
+# tensors other than a model's gradients
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.float8_e5m2)
 
 
 def special(dtype):
-    """Return a tensor with something of everything, (WORDS, CLASSES)."""
+    """Return a tensor with values of every kind, (WORDS, CLASSES)."""
     x = torch.randn(WORDS, CLASSES, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     x[0, 0], x[5, 1], x[7, 2], x[12, 0] = math.nan, math.inf, -math.inf, 0.0
     return (torch.complex(x, 2 * x) if dtype.is_complex else x).to(dtype)
@@ -343,7 +343,7 @@ def dtypes(rank, size):
     mesh = mesh_of((size,), ("dp_shard",))
     tensors = {}
     for dtype in DTYPES:
-        # some of these cannot be cut by torch
+        # torch cannot shard some of these dtypes
         here = special(dtype).chunk(size)
         local = here[rank] if rank < len(here) else special(dtype)[:0]
         shape = torch.Size((WORDS, CLASSES))
@@ -359,7 +359,7 @@ def test_halves_and_complex_numbers(pool, size):
 
 
 def experts(rank):
-    """Experts of the same names, other ones on each rank; of each, two ranks have a copy."""
+    """Experts with the same names but different ones on each rank; two ranks hold a copy of each."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     generator = torch.Generator().manual_seed(rank % 2)
     parameters = {
@@ -396,7 +396,7 @@ def test_experts_of_the_same_names_are_parts_of_one_row(four_ranks):
 
 
 def flat(rank, size):
-    """Flat parameters, cut without DTensors, the last rank's shorter."""
+    """Flat parameters, sharded without DTensors; the last rank's shard is shorter."""
     whole_of = torch.arange(1.0, 8.0)
     chunks = whole_of.chunk(size)
     part = nn.Parameter(chunks[rank] if rank < len(chunks) else whole_of[:0])
@@ -410,7 +410,7 @@ def test_shards_that_are_no_dtensors(pool, size):
 
 
 def half(rank):
-    """Two groups of two ranks, each with a model of its own."""
+    """Two groups of two ranks, each with its own model."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[rank // 2]
     mesh = mesh_of((2, 2), ("pp", "dp_shard"))["dp_shard"]
@@ -431,7 +431,7 @@ def test_groups_of_ranks(four_ranks):
 
 
 def misplaced(_rank, size):
-    """Gradients that are whole on each rank, of parameters that are cut."""
+    """Gradients that are whole on each rank, of sharded parameters."""
     mesh = mesh_of((size,), ("tp",))
     parameter = nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)]))
     parameter.grad = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Replicate()])
@@ -447,7 +447,7 @@ def test_gradients_that_are_placed_otherwise_than_their_parameters(pool, size):
 
 
 def summarized(rank, size):
-    """One parameter is vanishing, one exploding, one has no elements and one no gradient."""
+    """One parameter vanishes, one explodes, one has no elements and one has no gradient."""
     mesh = mesh_of((size,), ("dp_shard",))
     values = {"fine": torch.ones(5), "small": torch.full((3,), 1e-9), "large": torch.full((7,), 1e3)}
     values |= {"empty": torch.ones(0), "without": torch.ones(6), "alone": torch.ones(2)}
@@ -471,9 +471,9 @@ def summarized(rank, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_is_said_of_all_together(pool, size):
-    """What nobody has measured does not count, what has no elements does, as with one process."""
+    """As with one process, unmeasured tensors do not count, and tensors without elements do."""
     for (one, groups, modules, merged), on_device in pool.run(summarized, size):
-        # the shard of the last of four ranks has no elements
+        # the last of four ranks has an empty shard
         assert one.names == merged.names == ("fine", "small", "large", "empty", "alone")
         assert groups.names == ("some", "lost", "none")
         assert [row.numel for row in groups] == [8, 0, 0]
@@ -486,7 +486,7 @@ def test_what_is_said_of_all_together(pool, size):
 
 
 def gathers(rank, size):
-    """What the count of collectives must not miss."""
+    """A gather, which the count of collectives must detect."""
     model = build("FSDP2", rank, size)
     weight = model.embed.weight
     with Collectives() as collectives:
@@ -509,7 +509,7 @@ def huge(_rank):
 
 
 def test_copies_whose_squares_overflow_are_left_out_too(two_ranks):
-    """By choice, not by a product: 0 * inf is NaN."""
+    """Copies are left out by selection, not by multiplication with 0: 0 * inf is NaN."""
     for one in two_ranks.run(huge):
         row = dict(zip(COLUMN_INDEX, one["columns"]["w"], strict=True))
         assert (row["numel"], row["sumsq"], row["sum"], row["n_nan"]) == (2, math.inf, 1e200, 0)

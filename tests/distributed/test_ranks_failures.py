@@ -1,4 +1,4 @@
-"""No rank waits for ever: where one is gone, late or does something else, the others say so, and name it."""
+"""No rank waits forever: if one has died, is late or calls something else, the others raise and name it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from gradiometer.distributed import collectives
 from gradiometer.distributed import ranks as ranks_module
 from support.rank_pool import RankPool
 
-# seconds that ranks wait in these tests, and within which they have to be done
+# seconds that ranks wait in these tests
 TIMEOUT = 2.0
-# for a busy machine; less than the time-outs that must not be waited for
+# seconds for a busy machine; less than the time-outs that must not be waited for
 SLACK = 25.0
 
 
@@ -38,7 +38,7 @@ def tensors(prefix="layer", count=3):
 
 
 def attempt(function):
-    """Return what was raised, as (kind, message), or (None, result)."""
+    """Return the exception as (kind, message), or (None, result)."""
     try:
         return None, function()
     except Exception as error:  # noqa: BLE001 what is raised is what is tested
@@ -50,12 +50,12 @@ def norm(stats):
 
 
 def one(found):
-    """Return the one thing that all ranks found."""
+    """Return the single outcome, which must be the same on all ranks."""
     assert found == found[:1] * len(found), found
     return found[0]
 
 
-# what ranks have
+# differences in the tensors of ranks
 
 
 def differing(rank, kind):
@@ -100,7 +100,7 @@ def test_every_rank_names_the_first_difference(two_ranks, kind, said):
     assert then == pytest.approx(18**0.5)
 
 
-# what ranks do
+# differences in the calls of ranks
 
 
 def failing(rank):
@@ -183,7 +183,7 @@ def cut_afterwards(_):
 
 
 def test_what_was_sharded_after_the_ranks_agreed_is_refused(two_ranks):
-    """Each rank's shard would pass for a copy of the whole."""
+    """Otherwise each rank's shard would count as a copy of the whole."""
     (first, second), (also, _) = two_ranks.run(cut_afterwards)
     assert first == also
     assert first[0] == "ValueError"
@@ -194,7 +194,7 @@ def test_what_was_sharded_after_the_ranks_agreed_is_refused(two_ranks):
 
 def without_a_backend(_):
     group = dist.new_group(backend="cuda:gloo")
-    # a rank that ends it would break the connections of one that still makes it
+    # a rank that destroys the group early would break connections that another one is still making
     dist.barrier()
     found = attempt(lambda: collectives.all_reduce(torch.ones(2), "sum", group, 10))
     dist.destroy_process_group(group)
@@ -209,7 +209,7 @@ def test_a_group_that_cannot_do_it_is_no_rank_that_does_not_answer(two_ranks):
     assert gone[1].startswith("this process group was destroyed")
 
 
-# ranks that are late, stuck or gone: each of these tests has processes of its own
+# ranks that are late, hang or have died: each of these tests has its own processes
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def pool():
 
 
 def over(rank, size, port):
-    """Begin anew with a store that rank 0 holds, as torchrun does."""
+    """Reinitialize with a store in rank 0, as torchrun does."""
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",
@@ -328,7 +328,7 @@ def test_survivors_of_a_killed_rank_name_it(pool, over_tcp, victim, function):
         assert (failed, raised) == (False, "RankError"), text
         assert max(seconds) < SLACK
         if over_tcp and victim == 0:
-            # nobody can tell who is gone with the store
+            # without the store, no rank can find out which one has died
             assert "the store of the process group" in text
             assert re.search("which rank 0 may hold|the rank that held it, often 0", text), text
         else:
@@ -348,7 +348,7 @@ def stop_within(rank, victim):
 @pytest.mark.parametrize("over_tcp", [False, True], ids=["a file holds the store", "rank 0 holds the store"])
 def test_a_rank_that_hangs_is_named_within_the_time_out(pool, over_tcp):
     three = pool(3, over_tcp=over_tcp)
-    # the one that hangs gives no answer
+    # the rank that hangs returns nothing
     found = three.outcomes(stop_within, 0, timeout=8.0)
     for failed, (raised, text, seconds, until_destroyed) in found[1:]:
         assert (failed, raised) == (False, "RankError"), text
@@ -358,7 +358,7 @@ def test_a_rank_that_hangs_is_named_within_the_time_out(pool, over_tcp):
 
 
 def give_up_in_two_ways(rank):
-    """Rank 0 sees Gloo give up, and rank 2, at the same time, has waited for too long; rank 1 is late."""
+    """Gloo fails on rank 0 while rank 2 reaches its timeout; rank 1 is late."""
     group = dist.new_group(timeout=timedelta(seconds=2.5))
     called, collectives._is_called = collectives._is_called, lambda *_: False
     try:
@@ -372,7 +372,7 @@ def give_up_in_two_ways(rank):
 
 
 def one_is_further(rank):
-    """Rank 2 waits in the next reduction already, and rank 1, which rank 0 waits for, is late."""
+    """Rank 2 already waits in the next reduction; rank 1, which rank 0 waits for, is late."""
     group = dist.new_group()
     if rank == 1:
         time.sleep(5.0)
@@ -416,7 +416,7 @@ def new_on_one(rank):
 
 
 def test_tensors_that_are_new_on_one_rank_alone(pool):
-    """What ranks agreed on by themselves holds for the others, who wait elsewhere."""
+    """The other ranks keep their implicit agreement, and wait in another collective."""
     (first, waits), (also, (raised, text)) = pool(2).run(new_on_one)
     assert first == also == pytest.approx(18**0.5)
     assert waits == ("RankError", "rank 1 did not come to this reduction within 2 s")
@@ -449,7 +449,7 @@ except gm.RankError as error:
 
 
 def test_after_an_error_a_process_ends_by_itself(tmp_path):
-    """Of a rank that still hangs; one thread waits for it on and on, in a group beside that was closed."""
+    """A rank still hangs; one thread keeps waiting for it in a closed side group."""
     store = str(tmp_path / "store")
     environment = os.environ | {"PYTHONPATH": str(Path(gm.__file__).parents[1])}
     start = partial(

@@ -1,4 +1,4 @@
-"""The callbacks for the Trainers of Transformers and Lightning in jobs of two ranks: Gloo, on the CPU."""
+"""The callbacks for the Trainers of Transformers and Lightning with two ranks: Gloo, on the CPU."""
 
 # ruff: noqa: ARG001, ARG002 the libraries name the arguments
 
@@ -19,7 +19,7 @@ from torch import nn
 from support.rank_pool import RankPool, torchrun
 from support.watching import Counter
 
-# not imported here: that takes seconds
+# checked, not imported here: importing takes seconds
 for _package in ("pyarrow", "transformers", "accelerate", "pytorch_lightning"):
     if find_spec(_package) is None:
         pytest.skip(f"no {_package}", allow_module_level=True)
@@ -28,13 +28,13 @@ from gradiometer.integrations.session import Session, has_whole_gradients  # noq
 from gradiometer.runs.reader import read_run  # noqa: E402
 
 STEPS = 3
-# float32 gradients, summed in another order by another number of processes
+# relative: float32 gradients, summed in another order with another number of processes
 CLOSE = 1e-4
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    """Two processes of this file's own: the frameworks keep a state in theirs."""
+    """Two processes for this file: the frameworks keep state in theirs."""
     pool = RankPool(2)
     yield pool
     pool.close()
@@ -42,7 +42,7 @@ def ranks():
 
 @contextmanager
 def quiet(logged=()):
-    """Ignore what the frameworks warn of; keep what is logged here, and make our own warnings errors."""
+    """Ignore the frameworks' warnings; keep our log messages, and make our warnings errors."""
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("gradiometer").addHandler(handler)
@@ -78,7 +78,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def llama(folder, kind):
-    """Return a model without dropout, the same in every process; cut by Transformers itself where asked."""
+    """Return a model without dropout, the same in every process; sharded by Transformers if requested."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -104,7 +104,7 @@ def llama(folder, kind):
 
 
 def pretend(patch, kind):
-    """Let libraries that cut models on a GPU alone do so on the CPU."""
+    """Let libraries that shard models only on GPUs do so on the CPU."""
     from accelerate import ParallelismConfig
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -120,7 +120,7 @@ def trainer_of(folder, kind, **arguments):
     import transformers
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    # they are kept for the next Trainer of a process
+    # these singletons would be kept for the next Trainer of the process
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     transformers.logging.set_verbosity_error()
@@ -151,7 +151,7 @@ def trainer_of(folder, kind, **arguments):
 
 
 def train(rank, folder, kind, size=2, arguments=(), options=(), prepare=None, resume=None):
-    """Train under a Trainer; return the messages logged, the loss of each step here, and what is asked."""
+    """Train with a Trainer; return log messages, this rank's losses, and the state of the monitor."""
     from gradiometer.integrations.huggingface import MonitorCallback
 
     folder, logged, losses = Path(folder), [], []
@@ -183,7 +183,7 @@ def train(rank, folder, kind, size=2, arguments=(), options=(), prepare=None, re
 
 
 def recorded(folder):
-    """Return what the run record of a job has: steps, total norms, losses, names."""
+    """Return the contents of a job's run record: steps, total norms, losses, names."""
     run = read_run(Path(folder) / "run")
     records = list(run.records())
     return {
@@ -202,7 +202,7 @@ def mean_losses(results):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Return what one process records of the same training, by its batch size."""
+    """Return the record of the same training in one process, by batch size."""
     kept = {}
 
     def train_alone(function, size, *args):
@@ -240,7 +240,7 @@ def test_a_trainer_of_transformers_leaves_one_record_of_the_whole_job(ranks, alo
 
 
 def module_of(kind):
-    """Return a module that keeps its losses, cut as the strategy wants it."""
+    """Return a module that keeps its losses, sharded as the strategy needs it."""
     import pytorch_lightning as pl
 
     class Module(pl.LightningModule):
@@ -275,7 +275,7 @@ def strategy_of(kind):
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
     class FSDPStrategy(DDPStrategy):
-        """By its name what shards a model; the real one wants a GPU."""
+        """Has the name of a strategy that shards a model; the real one needs a GPU."""
 
     if kind in {"fsdp", "tp"}:
         data, tensor = (2, 1) if kind == "fsdp" else (1, 2)
@@ -285,7 +285,7 @@ def strategy_of(kind):
 
 
 def fit(rank, folder, kind, size=2, arguments=(), options=(), prepare=None, resume=None):
-    """Train under Lightning; return what `train` does."""
+    """Train with Lightning; return the same as `train`."""
     import pytorch_lightning as pl
     from pytorch_lightning.plugins.environments import LightningEnvironment
 
@@ -316,7 +316,7 @@ def fit(rank, folder, kind, size=2, arguments=(), options=(), prepare=None, resu
         )
         if prepare is not None:
             prepare(rank, trainer, patch)
-        # in order; Lightning's own would shuffle
+        # in order; Lightning's default sampler would shuffle
         sampler = torch.utils.data.DistributedSampler(data, 2, rank, shuffle=False)
         whole = kind in {"one", "tp"}
         loader = torch.utils.data.DataLoader(data, batch_size=size, sampler=None if whole else sampler)
@@ -344,11 +344,11 @@ def test_lightning_leaves_one_record_of_the_whole_job(ranks, alone, tmp_path, ki
         assert results[0]["losses"] != pytest.approx(results[1]["losses"], rel=CLOSE)
 
 
-# --- what goes wrong
+# --- failures
 
 
 def hurry(patch):
-    """Wait for other ranks for a second where it would be a minute."""
+    """Wait one second for other ranks instead of a minute."""
     from gradiometer.integrations import session
     from gradiometer.monitor import setup
 
@@ -358,7 +358,7 @@ def hurry(patch):
 
 
 def break_one(rank, trainer, patch):
-    """Let the monitor of the second rank fail where it is made."""
+    """Make the monitor of the second rank fail at construction."""
     from gradiometer.monitor import monitor
 
     def broken(*args, **kwargs):
@@ -370,7 +370,7 @@ def break_one(rank, trainer, patch):
 
 
 def forget_one(rank, trainer, patch):
-    """Let the second rank have no callback, and the first wait for it a moment."""
+    """Give the second rank no callback, and let the first wait for it briefly."""
     hurry(patch)
     if rank == 1:
         callbacks = getattr(trainer, "callback_handler", trainer).callbacks
@@ -381,7 +381,7 @@ FUNCTIONS = {"transformers": train, "lightning": fit}
 
 
 def import_all(rank):
-    """Import what takes seconds, in which one rank would have lost the other already."""
+    """Import slow modules in advance: a rank would otherwise reach its timeout during the imports."""
     import pytorch_lightning  # noqa: F401
     from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
@@ -390,7 +390,7 @@ def import_all(rank):
 
 @pytest.fixture
 def lost_ranks():
-    """Two processes that may lose one another; collectives give up soon."""
+    """Two processes that may lose one another; collectives time out soon."""
     pool = RankPool(2, timeout=6.0)
     pool.run(import_all)
     yield pool
@@ -430,7 +430,7 @@ def test_what_has_neither_whole_gradients_nor_dtensors_is_refused_once(
 
 
 def fail_one(rank, trainer, patch):
-    """Let a batch of the third step not be there for the second rank."""
+    """Make the third batch fail to load on the second rank."""
     import pytorch_lightning as pl
 
     seen = []
@@ -452,7 +452,7 @@ def fail_one(rank, trainer, patch):
 
 @pytest.mark.parametrize("framework", FUNCTIONS)
 def test_an_exception_on_one_rank_keeps_no_other_waiting_for_us(lost_ranks, tmp_path, framework):
-    # the first rank waits in DDP for the second, until Gloo gives up
+    # the first rank waits in DDP for the second, until Gloo times out
     function = FUNCTIONS[framework]
     outcomes = lost_ranks.outcomes(function, tmp_path, "ddp", 2, (), (), fail_one, timeout=45.0)
     assert [failed for failed, _ in outcomes] == [True, True]
@@ -485,7 +485,7 @@ def test_an_engine_that_trains_other_parameters_is_known_by_its_name():
 
 
 def watch_dtensors(rank, folder):
-    """Watch a sharded model, of which an optimizer has one parameter, and a loss that is not added up."""
+    """Watch a sharded model with one parameter in the optimizer, and a loss that is a partial sum."""
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
@@ -513,7 +513,7 @@ def test_of_some_dtensors_the_whole_ones_are_recorded_and_a_loss_is_added_up(ran
 
 
 def forget_the_state(rank, trainer, patch):
-    """Let the checkpoint of the second rank, on a disk of its own, have no state of a monitor."""
+    """Let the second rank, on another disk, have no monitor state in its checkpoint."""
     from gradiometer.integrations import huggingface
 
     if rank == 1:
@@ -577,7 +577,7 @@ def run_the_page(rank, folder):
 def test_what_the_page_says_of_accelerate_is_the_same_on_every_rank(ranks, tmp_path):
     assert ranks.run(run_the_page, tmp_path) == [([], {})] * 2
     run = read_run(tmp_path / "runs/accelerate")
-    # a half of the 8 batches for each rank, two to a step
+    # each rank gets half of the 8 batches, two per step
     assert run.steps["step"].to_pylist() == [0, 1]
 
 
@@ -594,7 +594,7 @@ if __name__ == "__main__":
 
 
 def test_a_job_of_torchrun(tmp_path, alone):
-    """Process groups are made by the framework, and end with the job."""
+    """The framework makes the process groups, and they end with the job."""
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     torchrun(script, str(tmp_path))

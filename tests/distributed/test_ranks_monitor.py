@@ -1,4 +1,4 @@
-"""The monitor of several ranks: one run record of the job, nothing on the step's way, and how it ends."""
+"""The monitor of several ranks: one run record of the job, no blocking of steps, and how it ends."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def batch(step):
 
 
 def train(model, monitor, rank, size, steps, before=None):
-    """Train on this rank's part of each batch; the loss of ranks differs, and its mean is the batch's."""
+    """Train on this rank's part of each batch; the mean of the ranks' losses is the loss of the batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         if before is not None:
@@ -116,11 +116,11 @@ def test_one_run_record_as_of_a_single_process(two_ranks, tmp_path, kind):
     ]
 
 
-# the way of many steps
+# many steps
 
 
 def sharded(rank, size, rows=2):
-    """Return a layer whose parameters are cut, and what gives it a gradient: as fast as a step can be."""
+    """Return a layer with sharded parameters, and a function that gives it gradients as fast as possible."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
     model = nn.Linear(3, rows * size, dtype=torch.float64)
 
@@ -139,7 +139,7 @@ def sharded(rank, size, rows=2):
 
 @contextmanager
 def counted():
-    """Count what the ranks ask of each other: steps in pairs of sums and maxima, and maxima alone."""
+    """Count the exchanges between ranks: pairs of SUM and MAX for steps, and single MAX all-reduces."""
     counts = Counter()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce_pair", "all_reduce"):
@@ -154,7 +154,7 @@ def counted():
 
 
 def many(rank, run_dir, steps, pause=0.0, slow=-1, every=1):
-    """Run through steps whose numbers tell rank and step; return how ranks met."""
+    """Run steps whose values encode rank and step; return how ranks met."""
     size = dist.get_world_size()
     model, give = sharded(rank, size)
     failures = None
@@ -197,7 +197,7 @@ def test_fast_loops_lose_nothing_and_meet_seldom(two_ranks, tmp_path):
     for failures, dropped, windows, _ in found:
         assert failures == {}
         assert dropped == 0
-        # few: advance() has not waited for any
+        # few, because advance() has not waited for any
         assert windows < steps / 10
     assert_many(tmp_path, steps, 2)
 
@@ -209,7 +209,7 @@ def test_steps_off_the_cadence_travel_without_tensors(four_ranks, tmp_path):
 
 
 def met(rank, run_dir, steps, pause, slow):
-    """Run through a slow loop whose ranks say sooner than usual that they are there."""
+    """Run a slow loop whose ranks announce themselves sooner than usual."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_merger, "_BEAT", 0.4)
         return many(rank, run_dir, steps, pause, slow)
@@ -219,17 +219,17 @@ def test_slow_loops_meet_once_a_step_and_a_slow_rank_is_waited_for(two_ranks, tm
     found = two_ranks.run(met, str(tmp_path), 8, 0.25, 4)
     for failures, dropped, windows, beats in found:
         assert (failures, dropped) == ({}, 0)
-        # one a step; and at first, at the end, and before the late step one in vain
+        # one per step, and up to three that find nothing: at first, at the end, and before the late step
         assert 8 <= windows <= 11
         assert beats >= 1
     assert_many(tmp_path, 8, 2)
 
 
-# what is not finite
+# non-finite values
 
 
 def spoiled(rank, run_dir, bad_rank, bad_step, every, weights):
-    """Give one rank a NaN in one step, and return what this rank knows of it."""
+    """Give one rank a NaN in one step, and return this rank's knowledge of it."""
     size = dist.get_world_size()
     model, give = sharded(rank, size)
     monitor = Monitor(model, run_dir=run_dir, every=every, weights=weights)
@@ -264,7 +264,7 @@ def test_rank_and_shard_of_a_nan_are_named(four_ranks, tmp_path, every):
     expected = list(range(24)) if every == 1 else [0, 10, 13, 20]
     assert [x["step"] for x in run.steps.to_pylist() if x["recorded"]] == expected
     record = run.record(13)
-    # of a step that one rank has recorded its shards are not taken for whole tensors
+    # if only one rank recorded a step, its shards are not presented as whole tensors
     assert record.columns()[:, 0].tolist() == ([24.0, 8.0] if every == 1 else [0.0, 2.0])
     assert record.value("n_nan").tolist() == [0.0, 1.0]
 
@@ -275,7 +275,7 @@ def bad_batch(rank, kind, run_dir):
         for step in range(6):
             model.zero_grad()
             loss = model(batch(step).chunk(2)[rank]).square().mean()
-            # as of one rank's batch: by what ranks add up, all have it
+            # from one rank's batch: every rank gets it through reduced gradients
             loss = loss * math.nan if (rank, step) == (1, 3) else loss
             loss.backward()
             monitor.record()
@@ -312,7 +312,7 @@ def raises(rank, run_dir, sleeps):
                 monitor.advance(loss=1.0)
                 time.sleep(0.01)
                 if rank != 1 and step == 19:
-                    # as in a collective that the other one will never come to
+                    # as if in a collective that the other rank never joins
                     for _ in range(600):
                         time.sleep(0.1)
                         if sleeps and (Path(run_dir) / "blackbox.json").exists():
@@ -358,7 +358,7 @@ def terminated(rank, run_dir):
 def test_sigterm_on_all_ranks(four_ranks, tmp_path):
     for code, seconds, failures in four_ranks.run(terminated, str(tmp_path)):
         assert code == 143
-        # nobody is waited for, which ends after 45
+        # waiting for a rank would end only after 45 s
         assert seconds < 30
         assert failures == {}
     run = read_run(tmp_path)
@@ -373,11 +373,11 @@ def test_sigterm_on_all_ranks(four_ranks, tmp_path):
     ]
 
 
-# the protocol alone, in one process
+# the protocol alone, with threads of one process
 
 
 class Side:
-    """Stands for the module `distributed`: as many threads are the ranks, and meet here."""
+    """Replaces the module `distributed`: the ranks are threads, and meet here."""
 
     def __init__(self, size):
         self.size, self.given, self.results = size, {}, None
@@ -416,7 +416,7 @@ class Side:
 
 
 class Agreed:
-    """Stands for `Ranks`: ``w`` is cut, and ``b`` is on all ranks, where the first counts it."""
+    """Replaces `Ranks`: ``w`` is sharded, and ``b`` is on all ranks, where the first counts it."""
 
     def __init__(self, rank, size):
         specs = (ShardSpec((size, 2), "float32", 0, ("S(0)",)), ShardSpec((3,), "float32"))
@@ -458,7 +458,7 @@ def test_every_step_is_merged_once_and_in_order_whenever_it_comes(monkeypatch, s
 
         one._run = as_rank
         mergings.append(one)
-    # that one rank has beyond the others
+    # how many more steps one rank takes than the others
     longer, more = choose.choice([0, size - 1]), choose.choice([3, 100])
     all_there = threading.Barrier(size, timeout=60)
 
@@ -482,7 +482,7 @@ def test_every_step_is_merged_once_and_in_order_whenever_it_comes(monkeypatch, s
     for thread in threads:
         thread.join(90)
     assert [one._failures.counts for one in mergings] == [{}] * size
-    # what one rank alone has comes too: all that the first one has; of another the last window
+    # steps of a single rank arrive too: all of the first rank's; of another rank only the last window
     kept = more if longer == 0 else min(more, 64)
     late = list(range(steps + more - kept, steps + more))
     assert [record.step for record in delivered] == [*range(steps), *late]
@@ -500,12 +500,12 @@ def test_every_step_is_merged_once_and_in_order_whenever_it_comes(monkeypatch, s
             assert record.value("numel").tolist() == [2 * size, 3]
             assert record.value("sumsq").tolist() == [sum(2 * (number + r) for r in range(size)), 3 * number]
     for record in delivered[-min(more, 64) :]:
-        # and of that what is whole
+        # and only the whole tensors
         there = longer == 0 and record.step % every == 0
         assert record.value("numel").tolist() == ([0, 3] if there else [0, 0])
     assert not any(record.recorded for record in delivered[steps:-64])
     if longer:
-        # what the first rank had under way then does not come twice
+        # steps that the first rank had in flight are not delivered twice
         mine = [step_of(0, size, steps + number, 1, {}) for number in range(more + 2)]
         mergings[0].put(mine[:2])
         mergings[0].put(mine[2:])
@@ -551,7 +551,7 @@ def test_scalars_of_ranks(given, expected):
     assert repr(record.loss) == repr(expected)
 
 
-# ranks that are gone, or were never there
+# ranks that died, or were never there
 
 
 def loses(rank, run_dir, victim, how):
@@ -637,7 +637,7 @@ def unlike(rank, what):
     began = time.monotonic()
     try:
         if what == "absent" and rank:
-            # too late, which is an error here as well: ranks are together again
+            # longer than the timeout, which counts as an error here too; then the ranks meet again
             time.sleep(4.0)
         if what == "settings":
             Monitor(model, every=1 + rank, ranks=gm.Ranks(model, timeout=30.0))
@@ -715,7 +715,7 @@ def resumes(rank, run_dir):
 def test_a_job_is_resumed_from_the_first_ranks_state(two_ranks, tmp_path):
     found = two_ranks.run(resumes, str(tmp_path))
     assert [(failures, step) for failures, step, _ in found] == [({}, 20)] * 2
-    # of the first rank alone it is no reason to wait for long
+    # if only the first rank has a state, no rank waits long
     assert found[0][2] < 30
     run = read_run(tmp_path)
     assert run.steps["attempt"].to_pylist() == [1] * 10 + [2] * 10
@@ -723,7 +723,7 @@ def test_a_job_is_resumed_from_the_first_ranks_state(two_ranks, tmp_path):
 
 
 def forgets(rank, run_dir):
-    """Let a monitor's garbage be collected on the thread that merges."""
+    """Let a monitor be garbage-collected on the thread that merges."""
     model, give = sharded(rank, dist.get_world_size())
     give("weight", 1.0)
     monitor = Monitor(model, run_dir=run_dir, rules=())
@@ -788,7 +788,7 @@ end[0] = time.monotonic()
 @pytest.mark.parametrize("how", ["unclosed", "destroyed"])
 def test_scripts_that_end_without_closing_first(tmp_path, how):
     script = tmp_path / "script.py"
-    # another order of addresses, and so of what a set holds, on each rank
+    # other addresses, and so another order of sets, on each rank
     script.write_text(
         "import os\njunk = [object() for _ in range(int(os.environ['RANK']) * 997)]\n" + _SCRIPT
     )
@@ -799,7 +799,7 @@ def test_scripts_that_end_without_closing_first(tmp_path, how):
     for place in range(4):
         run = read_run(tmp_path / str(place))
         assert run.steps["recorded"].to_pylist() == [True] * 20
-        # to destroy the group first is no fault
+        # destroying the group first is not an error
         assert (run.blackbox is None) == (how == "destroyed")
     assert done.stderr.count("the process group was destroyed before") == (8 if how == "destroyed" else 0)
     assert "other rank" not in done.stderr

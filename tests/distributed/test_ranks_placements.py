@@ -1,4 +1,4 @@
-"""Whatever the placements of a DTensor: its shards, merged, are the whole tensor."""
+"""Whatever the placements of a DTensor, its merged shards equal the whole tensor."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SIZES = st.sampled_from((0, 1, 1, 2, 3, 3, 4, 5, 7, 13))
 
 
 class Placed(NamedTuple):
-    """A tensor and, for each dimension of the mesh, along which of its own it is cut; None: copied."""
+    """A tensor, and for each mesh dimension the tensor dimension that it shards; None: replicated."""
 
     recipe: Recipe
     cuts: tuple[int | None, ...]
-    # cut over the last dimension of the mesh first, as tensor parallelism before FSDP2 does
+    # sharded over the last mesh dimension first, as tensor parallelism before FSDP2 does
     strided: bool = False
 
 
@@ -99,7 +99,7 @@ def check(pool, example):
             values = dict(zip(COLUMN_INDEX, columns[row], strict=True))
             assert_same_counts(values, expected)
             assert_within_bounds(values, expected)
-            # copies of what is not finite are on several ranks
+            # several ranks hold copies of the non-finite element
             assert origin[row] == min(bad, default=-1)
             assert (origin[row] >= 0) == (expected.n_nonfinite > 0)
 
@@ -115,7 +115,7 @@ def test_four_ranks(four_ranks, example):
 
 
 def test_the_parts_of_a_strided_cut_are_those_of_torch(four_ranks):
-    """What the examples build by hand is what tensor parallelism and FSDP2 make of each other."""
+    """The placements that the examples build by hand equal those of tensor parallelism with FSDP2."""
     found = four_ranks.run(by_torch)
     assert math.prod(found) > 0
 

@@ -1,4 +1,4 @@
-"""A recorder on each of several ranks: its ring has what its rank holds, and all skip the same steps."""
+"""A recorder on each of several ranks: its ring holds that rank's shards, and all skip the same steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shard_of(tensor):
 
 
 def spoil(model, value=math.nan):
-    """Put a value into this rank's part of a gradient of which every rank has some."""
+    """Put a value into this rank's part of a gradient that is sharded over all ranks."""
     model = getattr(model, "module", model)
     with torch.no_grad():
         shard_of(model.layers["0"].up.weight.grad).view(-1)[0] = value
@@ -60,7 +60,7 @@ def records(rank, size, kind):
     assert record.roster.names == ranks.local_names
     assert record.roster.shapes == tuple([tuple(p.shape) for p in whole(DOUBLE).parameters()])
     assert len(calls) == 1
-    # what was measured before is recorded alike
+    # stats that were measured before are recorded in the same way
     recorder.advance()
     recorder.record(gm.collect_grads(model, reduce=ranks))
     assert torch.equal(recorder.read()[-1].values, record.values)
@@ -69,7 +69,7 @@ def records(rank, size, kind):
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2", "TP"])
 def test_the_rows_are_those_of_local_shards(two_ranks, kind):
-    # alone what is partial is added up
+    # only partial gradients are added up
     assert two_ranks.run(records, 2, kind) == [KINDS[kind][2]] * 2
 
 
@@ -112,11 +112,11 @@ def test_what_is_no_ranks_own_is_refused(two_ranks):
     two_ranks.run(groups_of_all_ranks, 2)
 
 
-# what is skipped
+# skipped steps
 
 
 def decide(rank, size, kind, options, values):
-    """Record a step for each value, which rank 1 alone puts into a gradient."""
+    """Record a step for each value, which only rank 1 puts into a gradient."""
     model = build(kind, rank, size)
     recorder = Recorder(model, ranks=gm.Ranks(model), **options)
     skipped = []
@@ -143,7 +143,7 @@ def test_what_one_rank_finds_all_skip_and_say_so(two_ranks, kind):
 def test_what_was_not_recorded_is_skipped_all_the_same(two_ranks):
     found = two_ranks.run(decide, 2, "FSDP2", {"every": 3}, [None, None, math.nan, None])
     assert [skipped for skipped, _ in found] == [[False, False, True, False]] * 2
-    # the rank that has seen it keeps the step
+    # the rank that has the NaN keeps the step
     assert [recorded for _, recorded in found] == [
         {0: False, 3: False},
         {0: False, 2: True, 3: False},
@@ -159,7 +159,7 @@ def test_where_a_nan_is_no_reason_it_is_none_on_any_rank(two_ranks):
 
 
 def above(rank, size, kind):
-    """Return what is decided at limits around each rank's own norm and that of all."""
+    """Return the decisions for limits around each rank's own norm and the total norm."""
     model = build(kind, rank, size)
     ranks = gm.Ranks(model)
     stats = gm.collect_grads(model, reduce=ranks)
@@ -168,7 +168,7 @@ def above(rank, size, kind):
     found = []
     for limit in (total * (1 - 1e-9), total * (1 + 1e-9)):
         recorder.configure_(skip_above=limit)
-        # measured here, and before
+        # measured by record, and passed as stats
         for given in (None, stats):
             recorder.record(given)
             found.append(bool(recorder.skip_step))
@@ -182,18 +182,18 @@ def test_the_norm_of_all_ranks_is_what_the_limit_is_for(request, kind, size):
     alone = gm.grad_norm(backward(whole(DOUBLE)))
     for total, own, found, recorded in pool.run(above, size, kind):
         assert total == pytest.approx(alone, rel=1e-12)
-        # copies are not added up, and where there are shards no rank sees the norm
+        # replicated gradients are not added up; with shards, no single rank's norm is the total
         assert own == total if kind == "DDP" else own < total * (1 - 1e-6)
         assert found == recorded == [True, True, False, False]
 
 
 def beyond(rank, size):
-    """Squares beyond float64, on a rank whose gradients are copies."""
+    """Squares that overflow float64, on a rank whose gradients are copies."""
     model = build("DDP", rank, size)
     recorder = Recorder(model, ranks=gm.Ranks(model))
     found = []
     for value, limit in ((0.0, math.inf), (1e200, math.inf), (1e200, 1e9), (0.0, 1e9)):
-        # a limit that comes later
+        # a limit that is set later
         recorder.configure_(skip_above=limit)
         spoil(model, value)
         recorder.record()
@@ -228,7 +228,7 @@ def test_ranks_are_asked_once_a_step_if_at_all(two_ranks):
 
 
 def several_records(rank, size):
-    """The verdict is on what was measured last."""
+    """The verdict covers the latest measurement."""
     model = build("FSDP2", rank, size)
     recorder = Recorder(model, ranks=gm.Ranks(model), skip_above=1e6)
     found = []
@@ -263,7 +263,7 @@ def test_a_checkpoint_is_that_of_one_rank(two_ranks):
         assert skip == (norm > 1.0)
 
 
-# what a monitor has beside
+# additional measurements of a monitor
 
 
 def updates(rank, size, kind):
@@ -293,7 +293,7 @@ def test_updates_are_those_of_local_shards(two_ranks, kind):
 
 
 def calls(_rank, size):
-    """Look while FSDP has its shards put together, after the step, and after a parameter was replaced."""
+    """Look while FSDP has gathered its shards, after the step, and after a parameter was replaced."""
     told = []
     model = sharded(whole(DOUBLE), mesh_of((size,), ("dp_shard",)))
     model.set_reshard_after_forward(False)

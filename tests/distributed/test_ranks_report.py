@@ -1,4 +1,4 @@
-"""What is printed of several ranks: whose statistics these are, and which rank has a NaN."""
+"""The printed text of several ranks: whose statistics these are, and which rank has a NaN."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 import gradiometer as gm
 
-# how each gradient is cut; a tensor without is one that every rank has
+# how each gradient is sharded; every rank has a copy of the other tensors
 CUTS = {"0.weight": 0, "0.bias": 0, "1.weight": 1}
 
 
 def model_of(rank: int) -> nn.Module:
-    """Return a model that is cut over all ranks; the last of them has a NaN in its first gradient."""
+    """Return a model sharded over all ranks; the last rank has a NaN in its first gradient."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
     for name, whole in [(name, torch.full_like(p, 2.0)) for name, p in model.named_parameters()]:
@@ -67,7 +67,7 @@ def _reports(rank):
 
 def test_a_report_says_whose_it_is_and_which_rank_has_a_nan(two_ranks):
     for local, merged in two_ranks.run(_reports):
-        # it was pickled on its way here
+        # it was pickled to get here
         assert str(local).startswith(LOCAL)
         assert repr(local).startswith(f"<Report: {LOCAL}")
         assert str(local.by_module(1)).startswith("this rank's shards only (reduce() merges them)\nmodule")
@@ -101,7 +101,7 @@ def _compiled(rank):
 
 
 def test_shards_that_reduce_knows_nothing_of_are_refused(two_ranks):
-    # as copies they would count once: a norm that is too small
+    # counted once, as copies, they would give too small a norm
     for (compiled, grouped_in_compiled, grouped), *tables in two_ranks.run(_compiled):
         assert compiled == grouped_in_compiled
         assert compiled.endswith("were measured in a compiled function; pass ranks = gm.Ranks(model)")
@@ -117,7 +117,7 @@ def _same_everywhere(_):
         parameter.grad = torch.full_like(parameter, 3.0)
     stats = gm.collect_grads(model)
     assert not stats.is_local
-    # groups of copies are copies
+    # groups of replicated tensors are replicated too
     return stats.group({"all": "."}).reduce().materialize().total_norm, stats.materialize().is_local
 
 

@@ -1,4 +1,4 @@
-"""The code in docs/how-to/amp.md runs as it stands there, and says what the page says."""
+"""The code in docs/how-to/amp.md runs unchanged, and gives the results on the page."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_block_of_the_page_runs_and_says_what_it_says(capsys):
         report = scope["stats"].materialize()
         assert not report.skipped
         assert 0.0 < report.total_norm < 100.0
-        # no gradient stays for the next step to add to
+        # no gradient is left for the next step to accumulate into
         assert all(p.grad is None for p in scope["model"].parameters())
 
     # the guard

@@ -1,4 +1,4 @@
-"""The code in README.md and docs/ runs as it stands there."""
+"""The code in README.md and docs/ runs unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
         r"```text\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
     )
     assert close(capsys.readouterr().out, table)
-    # in eager mode it says the same
+    # eager mode gives the same result
     eager = copy.deepcopy({name: scope[name] for name in ("model", "batches")}) | {"torch": torch, "gm": gm}
     exec(undecorated(step), eager)  # noqa: S102
     exec(step, scope)  # noqa: S102
@@ -60,7 +60,7 @@ def test_the_page_on_statistics_runs_and_says_what_it_prints(capsys):
 
 
 def close(one, other):
-    """Tell whether two printed tables say the same, to three digits."""
+    """Return whether two printed tables agree, to three digits."""
     words = [page.replace(",", "").split() for page in (one, other)]
     pairs = list(zip(*words, strict=True))
     return all(a == b or float(a) == pytest.approx(float(b), rel=5e-3) for a, b in pairs)
@@ -73,12 +73,12 @@ def test_of_two_norms_the_page_says_which_is_right(capsys):
     assert "a model" in capsys.readouterr().out
     for name, (ours, theirs) in scope["errors"].items():
         assert ours <= 1e-13, name
-        # at the least the rounding of the result to fp32, unless that is exact by chance
+        # theirs errs at least by the rounding of the result to fp32, unless that is exact by chance
         assert theirs >= ours, name
 
 
 def test_every_way_to_compile_a_step_runs():
-    # of several ranks the last two, in test_ranks_compile.py
+    # the last two are for several ranks: see test_ranks_compile.py
     *blocks_of_page, _, _ = blocks("docs/how-to/compile.md")
     assert len(blocks_of_page) == 5
     model = torch.nn.Linear(4, 2)
@@ -110,7 +110,7 @@ def test_every_way_to_compile_a_step_runs():
 
 
 def check_the_whole_step(code, scope):
-    """Take it in eager and compiled: one trace, the same numbers, and a step with a NaN is skipped."""
+    """Run it in eager mode and compiled: one trace, the same numbers, and a step with a NaN is skipped."""
     scopes = [scope | {"model": copy.deepcopy(scope["model"])} for _ in range(2)]
     for own, text in zip(scopes, (undecorated(code), code), strict=True):
         own["model"].zero_grad()

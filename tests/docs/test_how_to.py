@@ -1,4 +1,4 @@
-"""The tutorial and the pages on training loops run as they stand, and say what the pages say."""
+"""The tutorial and the pages on training loops run unchanged, and give the results on the pages."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_tutorial(capsys):
     assert "no flags" in table
     assert "6 tensors, 5,313 elements" in text(page)
     _, *said = rest.splitlines()
-    # the finding, and what comments beside the calls say
+    # the finding, and the values in the comments beside the calls
     finding, *values = said
     assert f"```text\n{finding}\n```" in text(page)
     assert values == ["1.0 0.0", "['0.weight', '0.bias']", "[30]", "True"]
@@ -106,7 +106,7 @@ def test_compiled_steps():
 def test_accumulation():
     scope = run("docs/how-to/accumulation.md")
     assert len(totals("runs/accumulated")) == 10
-    # micro-batches by themselves: the columns of all four
+    # separate micro-batches: the columns of all four add up
     assert scope["merged"].sumsq.sum().item() == pytest.approx((scope["norms"] ** 2).sum().item(), rel=1e-12)
 
 
@@ -121,7 +121,7 @@ def test_clipping():
 
 
 def test_cuda_graphs(monkeypatch):
-    # the mode is Inductor's; on the CPU there is nothing to record
+    # the mode is Inductor's; on the CPU there is nothing to capture
     compiled, modes = torch.compile, []
 
     def compiled_without(*args, mode=None, **options):
@@ -141,7 +141,7 @@ def test_cuda_graphs(monkeypatch):
 def test_mixed_precision():
     scope = run(LOOPS, "Mixed precision")
     records = list(read_run("runs/amp").records())
-    # scales of 65536 and less, of which nothing is left in the norms
+    # scales up to 65536, which must not appear in the norms
     assert all(0 < record.total() < 1e3 for record in records if not record.skipped)
     assert records[-1].scalars["scale"] == scope["scaler"].get_scale()
 

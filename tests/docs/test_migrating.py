@@ -15,12 +15,12 @@ import gradiometer as gm
 from support.pages import code_of, text
 
 PAGE = text("docs/how-to/migrating.md")
-# heading -> its blocks: before, after, and another after
+# heading -> its blocks: before, after, and an alternative after
 SECTIONS = {
     title: code_of(body)
     for title, body in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
 }
-# of sums of a few elements in fp32
+# relative error of sums of a few elements in fp32
 FINE = 1e-6
 
 
@@ -141,7 +141,7 @@ def test_a_stability_check_names_what_is_not_finite(value, word):
     assert f"{word} in gradient encoder.weight" in before.issues
     assert (after.found.nan_grads if word == "NaN" else after.found.inf_grads) == ["encoder.weight"]
     assert after.found.nan_weights == after.found.inf_weights == []
-    # an Inf is no finite magnitude
+    # an Inf does not count as a large finite magnitude
     assert after.large == []
 
 
@@ -182,7 +182,7 @@ def test_a_collector_and_what_is_not_finite():
     assert (before.found["exploding"], after.found["exploding"]) == (0, 1)
     assert before.found["nan_count"] == after.found["nan_count"] == 1
     assert math.isnan(after.found["max_norm"])
-    # it stands first, and no comparison with it is true
+    # the NaN comes first, and no comparison with it is true
     assert math.isnan(before.found["max_norm"])
     before, after = both(COLLECTOR, put(math.nan, "head.bias"))
     assert math.isfinite(before.found["max_norm"])
@@ -301,14 +301,14 @@ def test_clipping_by_value(value):
 
 
 def summary_of(run):
-    # a second model watched in a process has a prefix of its own
+    # a second watched model in the process has its own prefix
     return {
         re.sub(r"^gradients/graph_\d+", "gradients/", key): value for key, value in dict(run.summary).items()
     }
 
 
 def logged(block, spoil=None):
-    """Return what a block has logged; ``spoil`` changes gradients while they are made."""
+    """Return the values logged by a block; ``spoil`` changes gradients while they are computed."""
 
     def loss_fn(prediction, target):
         return nn.functional.mse_loss(prediction, target) * (1.0 if spoil is None else spoil)
@@ -385,7 +385,7 @@ def train(block):
 
 
 @pytest.mark.filterwarnings(
-    # Lightning's own
+    # Lightning's own warnings
     "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",
     "ignore:The 'train_dataloader' does not have many workers",
 )
@@ -395,7 +395,7 @@ def test_lightning():
     assert "grad_2.0_norm_total" in after
     for key, value in before.items():
         assert value.item() == near(after[key].item())
-        # what Lightning keeps
+        # Lightning's own type
         assert after[key].dtype == torch.float32
 
 

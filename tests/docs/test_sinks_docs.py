@@ -1,4 +1,4 @@
-"""docs/how-to/sinks.md: every block runs as it stands there."""
+"""docs/how-to/sinks.md: every block runs unchanged."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_ones_own_sink_writes(scope):
     run(scope, "Your own")
     rows = [line.split(",") for line in Path("run.csv").read_text(encoding="utf-8").splitlines()]
     assert [int(row[0]) for row in rows] == list(range(0, 20, 2))
-    # the step, loss and lr, norm and rms
+    # step, loss, lr, norm and rms
     assert {len(row) for row in rows} == {5}
     assert json.loads(rows[-1][3]) > 0
 

@@ -1,4 +1,4 @@
-"""The site: every public name has its page, every page is found, and no link of the repository is dead."""
+"""The site: every public name has its page, every page is reachable, and no link is dead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPOSITORY = "https://github.com/gradiometer/gradiometer"
 def load_public_names():
     spec = importlib.util.spec_from_file_location("public_names", SITE / "public_names.py")
     module = importlib.util.module_from_spec(spec)
-    # a class of its own looks its module up
+    # classes look up their module in sys.modules
     sys.modules["public_names"] = module
     spec.loader.exec_module(module)
     return module
@@ -85,7 +85,7 @@ def without_code(markdown):
 
 
 def anchors(page):
-    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    """Return the anchors of a page's headings, as GitHub and the site generate them."""
     markdown = re.sub(r"^```.*?^```", "", text(page), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*?) *$", markdown, flags=re.MULTILINE)
     titles = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in titles]
@@ -117,7 +117,7 @@ def test_no_link_is_dead(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_needs_nothing_from_elsewhere(page):
-    # pictures are files of the repository: Mermaid would come from a server
+    # diagrams are files of the repository: Mermaid would be loaded from a server
     assert "```mermaid" not in text(page)
     assert not re.search(r"!\[.*?\]\(https?:|<(?:script|img|iframe|link)\b", without_code(text(page)))
 

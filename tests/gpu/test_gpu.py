@@ -1,6 +1,6 @@
-"""The kernels on a real device: their numbers, and what only a device shows.
+"""The kernels on a real device: their numbers, and behavior that only a device shows.
 
-Streams, graph capture and replay, addresses that are used again, tables that later calls must not
+Streams, graph capture and replay, reused addresses, tables that later calls must not
 change, and waits that only a driver notices: in every test here a collection that waits for the
 device is an error.
 """
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("_dynamo"),
-    # shown, not raised: drivers and Inductor advise on machines that nobody has tried
+    # shown, not raised: drivers and Inductor give advice that depends on the machine
     pytest.mark.filterwarnings("default"),
 ]
 
 EXACT = ("numel", "n_zero", "n_nan", "n_posinf", "n_neginf", "abs_max")
-# of the exact value, for the kernels and for the CPU alike
+# relative to the exact value, for the kernels and for the CPU alike
 TOLERANCE = 1e-13
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -46,7 +46,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 def without_waits(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Dynamo traces this, and the mode is none of its business
+        # Dynamo traces this, and must not see the change of mode
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         with no_waits():
@@ -66,7 +66,7 @@ def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def assert_measured(stats: gm.TensorStats, tensors: dict[str, Tensor], **options: Any) -> None:
-    """Compare with what the CPU says of the same numbers."""
+    """Compare with the CPU's results for the same numbers."""
     expected = gm.collect(to_host(tensors), **options)
     assert stats.names == expected.names
     assert stats.columns.device.type == torch.device(DEVICE).type
@@ -74,18 +74,18 @@ def assert_measured(stats: gm.TensorStats, tensors: dict[str, Tensor], **options
     for name in EXACT:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     torch.testing.assert_close(found.finite_norm, expected.finite_norm, rtol=2 * TOLERANCE, atol=0.0)
-    # an error of the sum is measured against the sum of magnitudes, which Cauchy and Schwarz bound
+    # an error of the sum is relative to the sum of magnitudes, which the Cauchy-Schwarz inequality bounds
     magnitudes = expected.finite_norm * expected.numel.sqrt()
     assert torch.all((found.sum - expected.sum).abs() <= 2 * TOLERANCE * magnitudes)
     assert torch.equal(found.flags, expected.flags)
 
 
 def assert_near(a: Tensor, b: Tensor) -> None:
-    """Compare what two compilers make of the same step."""
+    """Compare the results of two compilers for the same step."""
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-# numbers
+# values
 
 
 @every_dtype
@@ -135,7 +135,7 @@ def test_all_strides_and_kinds_agree_with_the_cpu():
         "e4m3": values(3000).to(torch.float8_e4m3fn),
         "e5m2": values(3000).to(torch.float8_e5m2),
     }
-    # torch sums up the coordinates of a sparse tensor, and waits to learn how many there are
+    # torch coalesces a sparse tensor, and waits to learn the number of coordinates
     stats = gm.collect.__wrapped__(tensors)
     tensors["sparse"] = sparse.to_dense()
     assert_measured(stats, tensors)
@@ -146,7 +146,7 @@ def test_nan_and_inf_are_counted_wherever_they_are(dtype):
     tensors = {}
     for bad in (math.nan, math.inf, -math.inf):
         for place in (0, 1, 1023, 1024, 2**15 - 1, 2**15, 2 * 2**15 + 5, -1):
-            # neither the beginning nor the end is aligned
+            # unaligned at both ends
             x = values(3 * 2**15 + 1030, dtype)[1:-1]
             x[place] = bad
             tensors[f"{bad} at {place}"] = x
@@ -166,7 +166,7 @@ def test_nan_and_inf_are_counted_wherever_they_are(dtype):
 @every_dtype
 def test_the_smallest_and_largest_numbers_keep_their_value(dtype):
     info = torch.finfo(dtype)
-    # the square of a float64 beyond these leaves its range
+    # outside of these limits the square of a float64 overflows or underflows
     low, high = (1e-150, 1e150) if dtype == torch.float64 else (info.smallest_normal / 2, info.max)
     tensors = {
         "low": torch.full((5000,), low, dtype=dtype, device=DEVICE),
@@ -181,7 +181,7 @@ def test_the_smallest_and_largest_numbers_keep_their_value(dtype):
 
 
 def test_thresholds_are_compared_in_fp64():
-    # as fp32 it is above 0.1
+    # rounded to fp32 it is above 0.1
     x = torch.tensor([0.1], dtype=torch.float64, device=DEVICE)
     below = math.nextafter(0.1, 0.0)
     above = math.nextafter(0.1, 1.0)
@@ -202,7 +202,7 @@ def test_an_inv_scale_tensor_is_applied(dtype):
     assert_measured(stats, tensors, inv_scale=inv_scale)
 
 
-# bits
+# bit-identical results
 
 
 def test_a_row_has_the_same_bits_in_any_company():
@@ -226,7 +226,7 @@ def test_a_copy_elsewhere_has_the_same_bits():
     assert_same_bits(gm.collect({name: x.clone() for name, x in tensors.items()}), stats)
 
 
-# waiting
+# waits for the device
 
 
 class Model(nn.Module):
@@ -275,7 +275,7 @@ def test_nothing_waits_for_the_device():
     pending = []
     with no_waits():
         for factor in (1.0, 2.0, 3.0):
-            # other addresses, so other tables
+            # other addresses need other tables
             model.renew_gradients(factor)
             stats = gm.collect_grads(model)
             for name in (
@@ -303,7 +303,7 @@ def test_nothing_waits_for_the_device():
     reports = [p.result() for p in pending[::2]]
     assert all(p.ready() for p in pending)
     one = gm.collect(model.gradients()).total_norm.item() / 3
-    # each is of its own step, whatever was computed since
+    # each report is of its own step, whatever was computed later
     for factor, report in zip((1.0, 2.0, 3.0), reports, strict=True):
         assert report.total_norm == pytest.approx(one * factor, rel=1e-2)
 
@@ -317,7 +317,7 @@ def test_pending_reports_are_those_of_their_step():
     assert [p.result()["x"].abs_max for p in pending] == list(range(30))
 
 
-# tables
+# pointer tables
 
 
 def test_tables_are_uploaded_when_an_address_changed_and_only_then(monkeypatch):
@@ -327,7 +327,7 @@ def test_tables_are_uploaded_when_an_address_changed_and_only_then(monkeypatch):
         packing, "_upload", lambda host, device: (uploads.append(host.is_pinned()), upload(host, device))[1]
     )
     tensors = {str(size): values(size) for size in SIZES}
-    # met, then kept
+    # the first call meets the list, the second one keeps its table
     gm.collect(tensors)
     gm.collect(tensors)
     assert uploads
@@ -347,7 +347,7 @@ def test_addresses_that_are_used_again_are_read_again():
     seen: set[int] = set()
     again = 0
     for i in range(40):
-        # freed and allocated in another order: most addresses come back, for other tensors
+        # freed and allocated in another order: most addresses are reused for other tensors
         tensors = {str(size): torch.full((size,), float(i + size), device=DEVICE) for size in SIZES}
         if i % 3 == 0:
             tensors = dict(sorted(tensors.items(), reverse=True))
@@ -382,7 +382,7 @@ def test_a_steady_call_copies_nothing_and_launches_twice(monkeypatch):
 
 
 def test_tables_that_are_replaced_are_not_written_while_they_are_read():
-    # the device is kept busy, so that all calls are queued before the first has run
+    # keep the device busy, so that all calls are queued before the first one runs
     busy = torch.ones(4000, 4000, device=DEVICE)
     for _ in range(20):
         busy = busy @ busy * 1e-4
@@ -391,7 +391,7 @@ def test_tables_that_are_replaced_are_not_written_while_they_are_read():
         tensors = [torch.full((n,), float(i), device=DEVICE) for n in (5, 70_000, 333)]
         results.append(ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0])
         expected.append([float(i)] * 3)
-        # given back, so that later lists and tables may take its place
+        # freed, so that later lists and tables may reuse the memory
         del tensors
     assert [columns[:, COLUMN_INDEX["abs_max"]].tolist() for columns in results] == expected
 
@@ -438,7 +438,7 @@ def test_a_call_runs_on_the_current_stream():
         for k, stream in enumerate(streams):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                # long enough that the other stream's call is queued before it is done
+                # long enough that the other stream's call is queued before it finishes
                 x = torch.full((30_000_000,), 1.0, device=DEVICE)
                 for _ in range(5):
                     x.add_(1.0)
@@ -457,7 +457,7 @@ def test_one_list_is_measured_on_several_streams_in_turn():
     for i in range(30):
         with torch.cuda.stream(streams[i % 3]):
             if i % 5 == 4:
-                # at another address from now on, when nothing reads the old one any more
+                # moved to another address, when no call reads the old one any more
                 torch.cuda.synchronize()
                 tensors["1025"] = tensors["1025"].clone()
                 torch.cuda.synchronize()
@@ -477,7 +477,7 @@ def test_tables_of_one_stream_are_not_read_on_another():
         stream = streams[i % 3]
         stream.wait_stream(torch.cuda.default_stream())
         with torch.cuda.stream(stream):
-            # whatever is copied on this stream comes after this
+            # later copies on this stream run after this
             torch.cuda._sleep(20_000_000)
             results.append(ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0])
     torch.cuda.synchronize()
@@ -504,7 +504,7 @@ def test_weights_and_gradients_on_two_threads_keep_to_themselves():
     assert failures == []
 
 
-# graphs recorded by hand
+# manually captured graphs
 
 
 def test_a_recorded_step_measures_what_each_replay_computes():
@@ -513,7 +513,7 @@ def test_a_recorded_step_measures_what_each_replay_computes():
     x, y = torch.randn(8, 16, device=DEVICE), torch.randn(8, 5, device=DEVICE)
 
     def step() -> gm.TensorStats:
-        # gradients are allocated by the recording, and stay where they are
+        # the capture allocates the gradients, and they keep their addresses
         for parameter in model.parameters():
             parameter.grad = None
         mse_loss(model(x), y).backward()
@@ -539,7 +539,7 @@ def test_replays_are_not_changed_by_calls_in_between(tensors):
     for i in range(5):
         for x in fixed.values():
             x.fill_(float(i + 1))
-        # the same shapes, so the same kept tables, with other addresses; and what they occupied
+        # the same shapes, so the same cached tables, with other addresses; and their memory is overwritten
         others = {name: torch.full_like(x, 100.0) for name, x in fixed.items()}
         assert_measured(gm.collect(others), others)
         del others
@@ -558,7 +558,7 @@ def test_a_graph_recorded_after_steady_calls_has_tables_of_its_own():
     for _ in range(3):
         gm.collect(fixed)
     graph, stats = record(lambda: gm.collect(fixed))
-    # all that steady calls have left is dropped and written over
+    # drop and overwrite everything that steady calls have left
     packing.clear()
     gc.collect()
     rubbish = [
@@ -576,7 +576,7 @@ def test_a_graph_recorded_after_steady_calls_has_tables_of_its_own():
 def test_several_recordings_live_side_by_side():
     inputs = [{name: values(size) for name, size in (("a", 40_000), ("b", 1023))} for _ in range(3)]
     recorded = [record(lambda tensors=tensors: gm.collect(tensors)) for tensors in inputs]
-    # two of one set of tensors
+    # two captures of one set of tensors
     recorded.append(record(lambda: gm.collect(inputs[0])))
     inputs.append(inputs[0])
     for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 0, 0)):
@@ -606,7 +606,7 @@ def test_graphs_are_replayed_on_two_streams_at_once():
                     x.fill_(float(1 + i + 10 * k))
                 graph.replay()
                 found.append(stats.materialize_async())
-                # of the same shapes, on the stream where a replay is under way
+                # the same shapes, on the stream where a replay is running
                 gm.collect(tensors)
         torch.cuda.synchronize()
         for k, ((_, tensors, _, stats), pending) in enumerate(zip(sides, found, strict=True)):
@@ -636,7 +636,7 @@ def test_gradients_of_others_come_and_go_between_replays():
     graph, stats = record(lambda: gm.collect_grads(recorded))
     kept = []
     for i in range(10):
-        # freed, and allocated where the other's were
+        # freed, and allocated at the other model's addresses
         other.zero_grad()
         kept.append(torch.empty(17 * (i + 1), device=DEVICE))
         mse_loss(other(x + i), y).backward()
@@ -733,7 +733,7 @@ def test_a_compiled_step_measures_what_it_computes(mode, step, monkeypatch):
     for i in range(20):
         x, y = torch.randn(8, 16, device=DEVICE), torch.randn(8, 5, device=DEVICE)
         torch.compiler.cudagraph_mark_step_begin()
-        # compiled, warmed up and recorded by then
+        # by then it is compiled, warmed up and captured
         waits = no_waits() if i >= 5 else nullcontext()
         with torch._dynamo.config.patch(error_on_recompile=i > 0), waits:
             loss, stats, grads = compiled(model, x, y)
@@ -743,20 +743,20 @@ def test_a_compiled_step_measures_what_it_computes(mode, step, monkeypatch):
         same_loss, same_stats, _ = step(twin, x, y)
         assert_near(loss, same_loss)
         assert_near(stats.norm, same_stats.norm)
-        # calls in between, of the same shapes
+        # calls in between, with the same shapes
         others = {name: torch.ones_like(grad) for name, grad in grads.items()}
         assert gm.collect(others).abs_max.tolist() == [1.0] * 4
         del loss, stats, grads
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     if mode == "reduce-overhead" and step is measured_step:
-        # the op is no reason to leave CUDA graphs, nor are tables that a warm-up run has left behind
+        # neither the op nor the tables left by a warm-up run prevent CUDA graphs
         assert counters["inductor"]["cudagraph_skips"] == 0
         assert len(replays) >= 10
 
 
 def test_a_compiled_step_between_steady_calls_keeps_its_pool_clean():
-    # weights are measured in eager before, between and after steps that Inductor records
+    # weights are measured in eager mode before, between and after steps that Inductor captures
     model = small_model()
     compiled = torch.compile(measured_step, fullgraph=True, mode="reduce-overhead")
     for _ in range(12):
@@ -771,7 +771,7 @@ def test_a_compiled_step_between_steady_calls_keeps_its_pool_clean():
 
 
 def test_a_call_inside_an_op_of_a_recorded_graph_leaves_nothing_in_its_pool():
-    # its implementation is ordinary eager code, run while Inductor warms up and records
+    # its implementation is ordinary eager code, run while Inductor warms up and captures
     @torch.library.custom_op("gradiometer_tests::measured_sum", mutates_args=())
     def measured_sum(x: Tensor) -> Tensor:
         return gm.collect([x, weight]).sum.sum()
@@ -843,7 +843,7 @@ def test_gradients_made_outside_are_measured_by_a_compiled_update(mode, freed):
     rubbish = []
     for i in range(10):
         x, y = torch.randn(8, 16, device=DEVICE), torch.randn(8, 5, device=DEVICE)
-        # freed and allocated again, elsewhere or where another one was; or kept in their place
+        # freed and reallocated, at new addresses or those of other gradients; or kept in place
         model.zero_grad(set_to_none=freed)
         rubbish.append(torch.empty(13 * (i + 1), device=DEVICE))
         mse_loss(model(x), y).backward()
@@ -854,7 +854,7 @@ def test_gradients_made_outside_are_measured_by_a_compiled_update(mode, freed):
         assert_same_bits(gm.collect_grads(model), expected)
 
 
-# size
+# large tensors
 
 
 def free_memory() -> int:
@@ -885,11 +885,11 @@ def test_measuring_takes_little_memory():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     gm.collect(tensors)
-    # 1 GB was read: seven numbers a chunk, and tables
+    # 1 GB was read; the extra memory is seven numbers per chunk, and tables
     assert torch.cuda.max_memory_allocated() - before < 4 * 2**20
 
 
-# devices
+# several devices
 
 
 def test_the_current_device_is_not_changed_and_need_not_be_that_of_the_tensors():
@@ -934,7 +934,7 @@ def with_grads(*grads: Tensor) -> list[nn.Parameter]:
 
 
 def clipped_on_the_host(x: Tensor, norm: Tensor, max_norm: float) -> Tensor:
-    """Return what a gradient becomes, from its copy on the host: to the bit, given the norm."""
+    """Return the expected gradient, bit for bit, from its copy on the host, given the norm."""
     limit = torch.full((), max_norm, dtype=torch.float64)
     factor = (limit / (norm.cpu() + 1e-6)).clamp(max=1.0)
     if x.dtype == torch.float64:
@@ -955,7 +955,7 @@ def test_the_scale_kernel_leaves_the_bits_that_the_cpu_leaves(dtype, first, max_
     for memory, old in zip(memories, before, strict=True):
         expected = old.clone()
         expected[first:-9] = clipped_on_the_host(old[first:-9], norm, max_norm)
-        # on either side of the view nothing is written
+        # nothing is written on either side of the view
         assert torch.equal(memory.cpu(), expected)
 
 
@@ -987,7 +987,7 @@ def test_finite_gradients_that_overflow_half_precision_are_not_clipped_to_zero()
 
 
 def test_nothing_is_written_where_nothing_is_clipped():
-    # a signalling NaN turns quiet in any multiplication
+    # any multiplication turns a signalling NaN into a quiet one
     word = 0x7FA00001
     x = torch.full((100_000,), word, dtype=torch.int32, device=DEVICE).view(torch.float32)
     clip = without_waits(clip_grad_norm_)
@@ -1041,7 +1041,7 @@ def test_clipping_is_captured_and_replayed():
         for grad, new in zip(grads, fresh, strict=True):
             grad.copy_(new * factor)
         bound.fill_(factor)
-        # a later call must not change what the replay reads
+        # a later call must not change the memory that the replay reads
         clip_grad_norm_(with_grads(*[grad.clone() for grad in grads]), 0.1)
         before = [grad.cpu() for grad in grads]
         expected = gm.collect(grads)

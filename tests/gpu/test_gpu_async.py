@@ -1,7 +1,7 @@
-"""Reports on their way to the host, and mixed precision, on a real device.
+"""Reports in flight to the host, and mixed precision, on a real device.
 
-The device is kept busy while things are queued behind it: what has to come later then does come later,
-and a call that waits for the device is seen by the device being done when it returns.
+The tests keep the device busy while they queue work, so that the order of the queued work shows. A call that
+waited for the device is detected because the device is idle when it returns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.gpu,
-    # shown, not raised: drivers and Inductor advise on machines that nobody has tried
+    # shown, not raised: drivers and Inductor give advice that depends on the machine
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -45,7 +45,7 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU"
 @pytest.fixture(autouse=True)
 def _clean(_dynamo: None) -> Iterator[None]:
     yield
-    # the next test starts with a device that has nothing to do
+    # the next test starts with an idle device
     torch.cuda.synchronize()
 
 
@@ -54,7 +54,7 @@ def tensors_of(factor: float = 1.0) -> dict[str, Tensor]:
 
 
 def collections_of(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return all that a step may want to see: slots, groups, ratios, a loss, flags."""
+    """Return all results that a step may request: slots, groups, ratios, a loss, flags."""
     stats = gm.collect(tensors, skip_nonfinite=True)
     grouped = stats.group({"odd": r"[13579]$", "even": r"[02468]$"})
     return {
@@ -71,7 +71,7 @@ def collections_of(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def near(value: Tensor) -> Any:
-    """Compare what the device has computed with what the host makes of the same columns."""
+    """Compare the device's results with the host's computation from the same columns."""
     # a few sums of fp64, in another order
     return pytest.approx(value.tolist(), rel=1e-14)
 
@@ -102,13 +102,13 @@ def test_a_busy_device_is_busy():
     busy.synchronize()
     assert busy.query()
     assert time.perf_counter() - start > 0.1
-    # and a wait inside `queued` would be seen
+    # and a wait inside `queued` would be detected
     x = values(3)
     with pytest.raises((AssertionError, RuntimeError)):
         queued(lambda: x.sum().item())
 
 
-# several collections at once
+# several collections in one transfer
 
 
 def test_a_tree_of_collections_arrives_as_it_was():
@@ -137,7 +137,7 @@ def test_all_groups_and_slots_take_one_copy_into_pinned_memory():
     names = [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
     if not names:
         pytest.skip("the profiler sees nothing of this device")
-    # as CUDA and ROCm call it
+    # the names of copies to the host in CUDA and ROCm
     copies = [name for name in names if "DtoH" in name or "DeviceToHost" in name]
     assert len(copies) == 1, names
     assert "Pageable" not in copies[0]
@@ -161,7 +161,7 @@ def test_a_report_of_its_own_is_pinned_too(monkeypatch):
     assert pending.result().to_dict() == stats.materialize().to_dict()
 
 
-# who waits
+# which calls wait
 
 
 def test_ready_never_blocks():
@@ -172,11 +172,11 @@ def test_ready_never_blocks():
         start = time.perf_counter()
         assert not pending.ready()
         took.append(time.perf_counter() - start)
-    # it would be done if any of them had waited for it
+    # it would be done if any of the calls had waited for it
     assert not busy.query()
     assert sorted(took)[50] < 1e-3
     busy.synchronize()
-    # the copy comes right behind
+    # the copy follows right after
     while not pending.ready():
         time.sleep(1e-4)
     start = time.perf_counter()
@@ -201,7 +201,7 @@ def test_a_result_waits_for_its_own_copy_only():
         pending = gm.collect(tensors).materialize_async()
         return pending, keep_busy()
 
-    # what is loaded or pinned at a first call is by then
+    # the first call loads kernels and pins memory
     copy_then_work()
     torch.cuda.synchronize()
     pending, busy = copy_then_work()
@@ -247,7 +247,7 @@ def test_many_are_under_way_at_once():
     x = torch.empty(5000, device=DEVICE)
 
     def many() -> list[gm.Pending[Any]]:
-        # some twenty launches each; the queue of launches holds a thousand before the host has to wait
+        # about twenty launches each; the launch queue holds a thousand before the host has to wait
         pendings = []
         for i in range(20):
             x.fill_(i)
@@ -257,7 +257,7 @@ def test_many_are_under_way_at_once():
 
     _, pendings = queued(many)
     assert not any(pending.ready() for pending in pendings)
-    # the last first: all others have arrived by then
+    # the last one first: all others have arrived by then
     for i in reversed(range(20)):
         found = pendings[i].result()
         assert (found["step"], found["stats"]["x"].abs_max) == (i, i)
@@ -272,7 +272,7 @@ def test_one_that_nobody_reads_is_dropped_without_a_wait():
     def dropped() -> gm.Pending[gm.Report]:
         for _ in range(10):
             stats.materialize_async()
-        # its pinned memory must not be one of theirs, which are still to be written
+        # its pinned memory must not be reused by the others, which are still to be written
         return stats.group({"all": "."}).materialize_async()
 
     _, pending = queued(dropped)
@@ -280,7 +280,7 @@ def test_one_that_nobody_reads_is_dropped_without_a_wait():
     assert stats.materialize_async().result().to_dict() == expected
 
 
-# a snapshot
+# snapshots
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["main stream", "side stream"])
@@ -294,7 +294,7 @@ def test_what_training_does_next_changes_nothing(side):
         mse_loss(model(x), y).backward()
         stats = gm.collect_grads(model)
         tree = {"grads": stats, "weights": gm.collect_weights(model), "first": stats.norm}
-        # what it is, put aside by an ordinary copy in the order of the stream
+        # the expected values, copied in stream order
         aside = [t.clone() for t in (stats.columns, tree["weights"].columns)]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -357,7 +357,7 @@ def test_memory_of_another_stream_is_kept_until_the_copy_has_been_made():
             torch.cuda._sleep(LONG // 4)
             pending = gm.materialize_async({"stats": stats, "norm": norm})
         del stats, norm
-        # on the main stream at once, while the side stream still has to read
+        # allocated on the main stream at once, while the side stream still has to read
         rubbish = [
             torch.full(shape, math.nan, dtype=torch.float64, device=DEVICE)
             for shape in ((len(SIZES), NUM_COLUMNS), (len(SIZES),), ())
@@ -406,7 +406,7 @@ def test_reports_of_a_compiled_step_are_those_of_their_step(mode):
         torch.compiler.cudagraph_mark_step_begin()
         stats, loss = step(model, x, y)
         expected.append((stats.norm.clone(), loss.clone()))
-        # outputs of a replay are written over by the next one
+        # the next replay overwrites the outputs of this one
         pendings.append(gm.materialize_async({"stats": stats, "loss": loss}))
         del stats, loss
     for pending, (norm, loss) in zip(pendings, expected, strict=True):
@@ -491,7 +491,7 @@ def test_statistics_before_unscale_are_those_after_it():
         assert torch.equal(p.grad.view(torch.int32), grad.view(torch.int32))
     scaler.unscale_(optimizer)
     after = gm.collect_grads(model, skip_nonfinite=True)
-    # the scale is a power of two
+    # the scale is a power of two, so the results are bit-identical
     assert_same_bits(before, after)
     assert before.skipped.item() is True
     assert before.materialize().exploding == []
@@ -500,7 +500,7 @@ def test_statistics_before_unscale_are_those_after_it():
 def test_a_half_precision_step_with_a_fused_optimizer_never_waits():
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    # far too large, and back up every four steps
+    # starts far too large, and doubles every four good steps
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**28, growth_interval=4)
     pendings = []
 
@@ -518,7 +518,7 @@ def test_a_half_precision_step_with_a_fused_optimizer_never_waits():
 
     for i in range(60):
         if i < 3:
-            # kernels are loaded, states of the optimizer made
+            # the first steps load kernels and make the optimizer's state
             step()
             continue
         with no_waits():

@@ -1,7 +1,7 @@
-"""Several real devices in one call: a GPU beside the CPU, and two GPUs where there are two.
+"""Several real devices in one call: a GPU with the CPU, and two GPUs where available.
 
-As in `test_gpu.py` a collection that waits for a device is an error; what is on the CPU is measured by the
-host while the GPU is at work.
+As in `test_gpu.py`, a collection that waits for a device is an error; the host measures the CPU's tensors
+while the GPU works.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.gpu,
-    # shown, not raised: drivers and Inductor advise on machines that nobody has tried
+    # shown, not raised: drivers and Inductor give advice that depends on the machine
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -33,7 +33,7 @@ TWO = [pytest.param((FIRST, SECOND), marks=two_devices), pytest.param((SECOND, F
 # the device of the result, and the other one
 every_pair = pytest.mark.parametrize("pair", [(FIRST, HOST), *TWO], ids=lambda pair: "+".join(map(str, pair)))
 two_gpus = pytest.mark.parametrize("pair", TWO, ids=lambda pair: "+".join(map(str, pair)))
-# which of the two, one tensor after the other
+# the device of each tensor in turn, as an index into the pair
 PATTERNS = {"halves": [0] * 8 + [1] * 8, "one by one": [0, 1] * 8, "the other last": [0] * 15 + [1]}
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 
@@ -57,7 +57,7 @@ def tensors_on(pair: tuple[torch.device, ...], pattern: list[int]) -> dict[str, 
 
 
 def alone(tensors: dict[str, Tensor], **options: Any) -> dict[str, tuple[list[float], int]]:
-    """Return the columns and flags of each tensor, measured with those of its own device."""
+    """Return the columns and flags of each tensor, measured with the other tensors of its device."""
     found = {}
     for device in {tensor.device for tensor in tensors.values()}:
         own = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
@@ -71,7 +71,7 @@ def rows(stats: gm.TensorStats) -> dict[str, tuple[list[float], int]]:
 
 
 def parameters_of(tensors: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Return parameters whose gradients these are."""
+    """Return parameters with these gradients."""
     found = {}
     for name, tensor in tensors.items():
         parameter = nn.Parameter(torch.zeros_like(tensor))
@@ -80,7 +80,7 @@ def parameters_of(tensors: dict[str, Tensor]) -> dict[str, nn.Parameter]:
     return found
 
 
-# numbers
+# values
 
 
 @every_pair
@@ -135,7 +135,7 @@ def test_each_gpu_is_launched_on_as_if_it_were_alone(pair, monkeypatch):
 
 
 def test_the_gpu_is_at_work_while_the_host_measures_its_own():
-    # the CPU's come first in the list, and are measured last
+    # the CPU's tensors come first in the list, and are measured last
     tensors = {"host": values(1_000_003, device=HOST), "device": values(1_000_003, device=FIRST)}
     order = []
     on_host, on_device = reference.tensor_stats, library._run_kernels
@@ -146,7 +146,7 @@ def test_the_gpu_is_at_work_while_the_host_measures_its_own():
     assert order == ["device", "host"]
 
 
-# order
+# stream order
 
 
 @two_gpus
@@ -178,7 +178,7 @@ def test_each_device_reads_on_its_current_stream(pair):
             with torch.cuda.stream(side):
                 keep_busy()
                 tensor.fill_(5.0)
-        # `torch.cuda.stream` sets the stream of its own device alone
+        # `torch.cuda.stream` sets the stream of its own device only
         assert [torch.cuda.current_stream(device) for device in pair] == sides
         stats = gm.collect(tensors)
         found = stats.abs_max.tolist()
@@ -196,7 +196,7 @@ def test_many_calls_in_a_row_keep_their_numbers(pair):
         assert stats.abs_max.tolist() == [float(i + k) for k in range(8)]
 
 
-# what is made of it
+# uses of the statistics
 
 
 @every_pair
@@ -268,7 +268,7 @@ def test_a_report_takes_one_transfer_that_nothing_waits_for(pair):
     assert pending.result().to_string() == expected
 
 
-# compiled
+# compiled steps
 
 
 @every_pair
@@ -287,7 +287,7 @@ def test_a_compiled_collection_has_the_same_bits(pair, backend):
 
 
 class TwoParts(nn.Module):
-    """Model parallel by hand: the first and the last layer on one device, the second on the other."""
+    """Manual model parallelism: the first and the last layer on one device, the second on the other."""
 
     def __init__(self, pair: tuple[torch.device, ...]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks on real devices, with NCCL: the same numbers as one process, without a wait, and in CUDA graphs."""
+"""Ranks on real devices with NCCL: the same numbers as one process, without a wait, and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from support.rank_pool import RankPool
 
 pytestmark = [
     pytest.mark.gpu,
-    # shown, not raised: drivers and NCCL advise on machines that nobody has tried
+    # shown, not raised: drivers and NCCL give advice that depends on the machine
     pytest.mark.filterwarnings("default"),
 ]
 
 DEVICE, BACKENDS = "cuda", "cpu:gloo,cuda:nccl"
-# devices of this machine; those of a process without any are never asked for more
+# the devices of this machine; a process without a GPU must not query their number
 COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 of_two = pytest.mark.skipif(COUNT < 2, reason="fewer than two GPUs")
 
 
 class NoWaits:
-    """Makes an error of whatever CUDA says waits for the device."""
+    """Turns every operation that CUDA reports as a wait for the device into an error."""
 
     def __enter__(self):
         self.before = torch.cuda.get_sync_debug_mode()
@@ -94,7 +94,7 @@ def test_nccl_collectives_are_captured_and_do_not_wait():
     group = distributed.group_of(None)
     x = torch.arange(14.0, dtype=torch.float64, device=DEVICE).view(2, 7)
     parts = [(x, "sum"), (x[:, :2], "max")]
-    # communicators are made at the first call
+    # communicators are created at the first call
     distributed.all_reduce_pair(parts, group, 60.0)
     with NoWaits():
         found = distributed.all_reduce_pair(parts, group, 60.0)
@@ -108,7 +108,7 @@ def test_nccl_collectives_are_captured_and_do_not_wait():
 
 
 def captured(function):
-    """Return what a captured call returns, and what replays it."""
+    """Return the result of a captured call, and a function that replays it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -117,7 +117,7 @@ def captured(function):
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # watchdogs of other threads query events meanwhile
+    # watchdogs of other threads query events during the capture
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = function()
 
@@ -128,7 +128,7 @@ def captured(function):
     return result, replay
 
 
-# several devices: a process each
+# several devices: a process for each
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def gpu_ranks(tmp_path_factory):
 
 
 def start(rank, size, store):
-    """Leave the job on the CPU for one on devices."""
+    """Leave the CPU job and join one on GPUs."""
     dist.destroy_process_group()
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
@@ -217,7 +217,7 @@ def test_a_replayed_reduction(gpu_ranks):
 
 
 def out_of_step(rank, size):
-    """One rank has reduced once more by itself: nothing waits for its mark, and nobody believes the sums."""
+    """One rank has made one more reduction alone: no rank waits for it, and the sums are refused."""
     parameters, ranks = shards(size)
     ranks._calls += rank
     stats = gm.collect_grads(parameters, reduce=ranks)

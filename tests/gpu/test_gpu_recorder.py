@@ -1,4 +1,4 @@
-"""The recorder on a real device: exact in eager, compiled and replayed steps, and never waited for."""
+"""The recorder on a real device: exact in eager, compiled and replayed steps, without waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.gpu,
-    # shown, not raised: drivers and Inductor advise on machines that nobody has tried
+    # shown, not raised: drivers and Inductor give advice that depends on the machine
     pytest.mark.filterwarnings("default"),
 ]
 

@@ -1,4 +1,4 @@
-"""What may be measured, each against a plain double-precision formula; and what is refused, by name."""
+"""Supported inputs, each against a plain double-precision formula; and unsupported ones, refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DENSE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPLEX_DTYPES = (torch.complex128, torch.complex64, torch.complex32)
-# format -> exponent bits, mantissa bits, bias, codes of NaN, codes of infinity (0x80 is added for the sign)
+# format -> exponent bits, mantissa bits, bias, codes of NaN, codes of infinity (add 0x80 for the sign)
 FP8_FORMATS = {
     torch.float8_e4m3fn: (4, 3, 7, {0x7F, 0xFF}, set()),
     torch.float8_e4m3fnuz: (4, 3, 8, {0x80}, set()),
@@ -36,18 +36,18 @@ FP8_FORMATS = {
     torch.float8_e5m2fnuz: (5, 2, 16, {0x80}, set()),
 }
 FP8_DTYPES = (*FP8_FORMATS, torch.float8_e8m0fnu)
-# one of a few elements and one that spans several rows of the eager path's buffer
+# a tensor of a few elements, and one that spans several rows of the eager path's buffer
 SIZES = (7, 5003)
 
 
 def numbers(count: int, seed: int = 0) -> list[float]:
-    """Distinct enough, both signs, some zeros; exact in every dtype down to fp16's and bf16's 8 bits."""
+    """Many values of both signs, and some zeros; exact in every dtype down to the 8 bits of bf16."""
     source = random.Random(seed)  # noqa: S311 test data
     return [source.randrange(-128, 128) / 16 for _ in range(count)]
 
 
 def assert_row(stats: gm.TensorStats, name: str, values: list[float]) -> None:
-    """Compare a row with the obvious formulas. Counts, extremes: exact. Sums: 1e-13, the design's bound."""
+    """Compare a row with plain formulas. Counts, extremes: exact. Sums: 1e-13, the documented bound."""
     row = {
         column.name: float(x)
         for column, x in zip(gm.COLUMNS, stats.columns[stats.names.index(name)], strict=True)
@@ -65,7 +65,7 @@ def assert_row(stats: gm.TensorStats, name: str, values: list[float]) -> None:
 
 
 def assert_measures(tensor: torch.Tensor, values: list[float], **options: object) -> None:
-    """Alone, and between tensors of another dtype and of its own."""
+    """Measure it alone, and between tensors of another dtype and of its own."""
     assert_row(gm.collect({"x": tensor}, **options), "x", values)
     stats = gm.collect({"a": torch.ones(3), "x": tensor, "b": torch.ones(2, dtype=torch.float64)}, **options)
     assert_row(stats, "x", values)
@@ -105,7 +105,7 @@ def test_a_complex_tensor_is_measured_as_two_numbers_an_element(dtype: torch.dty
     values = [complex(a, b) for a, b in zip(numbers(size, 1), numbers(size, 2), strict=True)]
     values[0] = complex(math.inf, 2.0)
     values[2] = complex(0.0, math.nan)
-    # not through complex arithmetic, which would spread the NaN to the other part
+    # not by complex arithmetic, which would spread the NaN to the other part
     tensor = torch.view_as_complex(
         torch.tensor(parts(values)).view(-1, 2).to(torch.empty(0, dtype=dtype).real.dtype)
     )
@@ -114,7 +114,7 @@ def test_a_complex_tensor_is_measured_as_two_numbers_an_element(dtype: torch.dty
 
 
 def decode_fp8(code: int, dtype: torch.dtype) -> float:
-    """What a code of an 8-bit format stands for, by the definition of the format."""
+    """Return the value of a code of an 8-bit format, by the definition of the format."""
     if dtype == torch.float8_e8m0fnu:
         return math.nan if code == 0xFF else 2.0 ** (code - 127)
     _, mantissa_bits, bias, nan_codes, inf_codes = FP8_FORMATS[dtype]
@@ -131,10 +131,10 @@ def decode_fp8(code: int, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
 def test_every_code_of_an_fp8_format_is_read_as_the_format_defines_it(dtype: torch.dtype) -> None:
-    # 8 neighbouring codes to a tensor: their sums are exact, so no code can hide behind a larger one
+    # 8 adjacent codes per tensor: their sums are exact, so no code is lost beside a larger one
     codes = [list(range(start, start + 8)) for start in range(0, 256, 8)]
     if INTERPRETED and dtype == torch.float8_e8m0fnu:
-        # 2**-127 is read as bf16, whose subnormal numbers Triton's interpreter takes for zeros
+        # 2**-127 is read as bf16, and Triton's interpreter flushes subnormal bf16 to zero
         codes[0].remove(0)
     tensors = {str(c[0]): torch.tensor(c, dtype=torch.uint8).view(dtype) for c in codes}
     stats = gm.collect(tensors)
@@ -202,7 +202,7 @@ def _channels_last(rows: int, columns: int) -> tuple[torch.Tensor, list[float]]:
 def _channels_last_slice(rows: int, columns: int) -> tuple[torch.Tensor, list[float]]:
     tensor, lists = grid(2 * rows, 3 * columns)
     image = tensor.view(2, rows, 3, columns).to(memory_format=torch.channels_last)
-    # image[n, c, h, w] stands in row n * rows + c, column h * columns + w
+    # image[n, c, h, w] is in row n * rows + c, column h * columns + w
     return image[1:, :, :2], [x for row in lists[rows:] for x in row[: 2 * columns]]
 
 
@@ -263,7 +263,7 @@ STRIDED = (
 def test_any_strides_are_measured(make: object, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     tensor, values = make(*shape)
     if dtype == torch.bfloat16:
-        # the same bits under the same strides
+        # the same bits and strides
         wide = torch.as_strided(
             tensor, (tensor.untyped_storage().nbytes() // 4,), (1,), storage_offset=0
         ).bfloat16()
@@ -288,7 +288,7 @@ def test_the_real_and_imaginary_parts_of_a_complex_tensor_are_views_with_gaps(pa
 
 
 def test_a_strided_view_larger_than_the_buffer_of_the_eager_path_is_measured() -> None:
-    # 2**18 elements is that buffer; NaN and Inf sit in different pieces of it
+    # the buffer has 2**18 elements; NaN and Inf are in different pieces of the tensor
     flat = torch.arange(2 * 700 * 401, dtype=torch.float64).remainder_(257) - 128
     base = flat.view(2, 700, 401)
     base[0, 0, 0], base[1, 699, 400], base[1, 350, 200] = math.nan, math.inf, -math.inf
@@ -372,7 +372,7 @@ def test_a_conjugate_bit_view_is_measured_with_its_signs(dtype: torch.dtype, siz
         assert both.is_conj()
         assert both.is_neg()
         assert_measures(both, parts([-z.conjugate() for z in values]))
-    # the imaginary part of a conjugate is a real view with the negative bit, and gaps
+    # the imaginary part of a conjugate is a strided real view with the negative bit
     assert conjugate.imag.is_neg()
     assert_measures(conjugate.imag, [-z.imag for z in values])
 
@@ -394,7 +394,7 @@ def test_duplicate_coordinates_of_a_sparse_tensor_are_added_up_first() -> None:
 def test_a_sparse_tensor_of_many_coordinates_is_measured(dtype: torch.dtype) -> None:
     shape, count = (97, 101), 6000
     coordinates = random.Random(3).choices(range(shape[0] * shape[1]), k=count)  # noqa: S311 test data
-    # halves up to 2, and few to a coordinate: their sums are exact in every dtype
+    # multiples of 1/2 up to 2, and few per coordinate: their sums are exact in every dtype
     values = [x // 4 / 2 for x in numbers(count)]
     sums = dict.fromkeys(range(shape[0] * shape[1]), 0.0)
     for coordinate, x in zip(coordinates, values, strict=True):
@@ -479,7 +479,7 @@ def test_a_sparse_embedding_gradient_is_measured_as_the_dense_one_would_be() -> 
 def _record_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[tuple[torch.device, list[int], torch.device | None]]:
-    """Note each call to the op: its device, its tensors' sizes and the device of its inv_scale."""
+    """Record each call to the op: its device, its tensors' sizes and the device of its inv_scale."""
     calls = []
     measure = ops.measure
 
@@ -489,7 +489,7 @@ def _record_calls(
         calls.append((device, [tensor.numel() for tensor in tensors], scale_device))
         return measure(tensors, thresholds, inv_scale, known)
 
-    # one device is measured by the one, several by tensor_stats, which calls the other
+    # one op measures a single device; tensor_stats, which calls it, measures several
     for module in (ops, library):
         monkeypatch.setattr(module, "measure", noted)
     return calls
@@ -504,7 +504,7 @@ def test_each_device_is_read_once_and_the_result_is_on_the_first_that_is_not_the
         devices = (cpu, first, cpu, second, first)
         tensors = {f"t{i}": torch.empty(i + 1, device=device) for i, device in enumerate(devices)}
         stats = gm.collect(tensors, inv_scale=torch.ones(1))
-    # the host measures the CPU's itself: after the others have begun
+    # the host measures the CPU's tensors itself, after the other devices have started
     assert calls == [(first, [2, 5], first), (second, [4], second), (cpu, [1, 3], cpu)]
     assert stats.names == ("t0", "t1", "t2", "t3", "t4")
     assert stats.columns.device == stats.flags.device == first
@@ -524,7 +524,7 @@ def test_one_device_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_of_several_devices_come_in_the_order_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    # two indices of the CPU are one memory and two devices: the rows can be read here
+    # two CPU indices are different devices with the same memory, so the rows can be read here
     class Stub(types.SimpleNamespace):
         pass
 
@@ -536,7 +536,7 @@ def test_rows_of_several_devices_come_in_the_order_of_the_tensors(monkeypatch: p
     monkeypatch.setattr(ops, "tensor_stats", measure)
     order = [1, 0, 0, 2, 1, 0, 2]
     stubs = [Stub(device=torch.device("cpu", index), row=row) for row, index in enumerate(order)]
-    # the package's attribute of this name is the function
+    # the package attribute of this name is the function, not the module
     module = importlib.import_module("gradiometer.stats.measure")
     devices = list(dict.fromkeys(stub.device for stub in stubs))
     columns, flags = module._measure_tensors(stubs, devices, gm.Thresholds(), None, None)
@@ -644,7 +644,7 @@ def test_inv_scale_gives_the_statistics_of_the_scaled_tensor(scale: object, size
 
 
 def test_inv_scale_is_not_rounded_to_float32() -> None:
-    # 1/3 in double: a float32 scale would be off by 1e-8
+    # 1/3 in double precision: a float32 scale would be off by 1e-8
     values = numbers(5003)
     assert_row(gm.collect({"x": torch.tensor(values)}, inv_scale=1 / 3), "x", [x * (1 / 3) for x in values])
 
@@ -688,14 +688,14 @@ def test_an_inv_scale_that_is_not_one_positive_finite_number_is_refused(scale: o
         gm.collect([torch.ones(3)], inv_scale=scale)
 
 
-# what is refused
+# refused inputs
 
 
 def _quantized() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 
-# what it is -> how to make it, what the error must say, and what it must advise
+# case -> how to make it, the expected error, and the expected advice
 REFUSED = {
     "int64": (lambda: torch.ones(3, dtype=torch.int64), r"torch\.int64", "convert it"),
     "uint8": (lambda: torch.ones(3, dtype=torch.uint8), r"torch\.uint8", "convert it"),
@@ -779,7 +779,7 @@ def test_a_refused_gradient_leaves_the_model_as_it_is() -> None:
 
 @pytest.fixture
 def fake_mesh() -> Iterator[Any]:
-    """A mesh of two ranks, of which this process is the first and the other is nobody."""
+    """A mesh of two ranks: this process is the first, and the second does not exist."""
     dist = pytest.importorskip("torch.distributed")
     if not dist.is_available():
         pytest.skip("torch without distributed")
@@ -810,7 +810,7 @@ def test_a_gradient_of_summands_is_refused_by_its_parameters_name(fake_mesh: Any
     weight.grad = _dtensor(torch.ones(3), fake_mesh, "Partial")
     with pytest.raises(TypeError, match=r"^collect_grads: 'w' is a DTensor with .*Partial.* reduce=gm.Ranks"):
         gm.collect_grads({"v": nn.Parameter(torch.ones(3)), "w": weight})
-    # the weight itself is fine
+    # the weight itself can be measured
     assert gm.collect_weights({"w": weight}).norm.tolist() == [math.sqrt(3.0)]
 
 
@@ -845,7 +845,7 @@ def test_an_xpu_is_measured_only_if_it_has_float64(has_fp64: bool, monkeypatch: 
 def test_any_device_said_to_have_no_float64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "has_float64", lambda device: device.type != "cpu")
     with pytest.raises(TypeError, match=r"^collect: 'w' is on cpu, which has no float64"):
-        # of a shape of its own: a list like one that was measured before is not looked at again
+        # a new shape: a list like one that was measured before is not checked again
         gm.collect({"w": torch.ones(19, 3)})
 
 
@@ -861,7 +861,7 @@ def test_a_name_that_stands_twice_is_refused() -> None:
     # a position is a name too
     with pytest.raises(ValueError, match=r"^collect: the name '1' stands for two"):
         gm.collect([("1", x), x])
-    # as is what is left of a wrapped one
+    # and so is a wrapped name without the wrapper's prefix
     with pytest.raises(ValueError, match=r"^collect: the name 'w' stands for two"):
         gm.collect({"w": x, "_orig_mod.w": x})
     with pytest.raises(ValueError, match=r"^total_norm: the name 'w'"):
@@ -923,7 +923,7 @@ def test_thresholds_at_the_edge_are_accepted() -> None:
     stats = gm.collect(
         [torch.zeros(3), torch.full((2,), 3e38), torch.tensor([math.inf])], thresholds=thresholds
     )
-    # nothing is below 0, above infinity or dead; what is not finite explodes all the same
+    # nothing is below 0, above infinity or dead; non-finite tensors still explode
     assert stats.flags.tolist() == [0, 0, gm.Flag.INF | gm.Flag.EXPLODING]
     assert gm.collect([torch.tensor([1.0])], thresholds=gm.Thresholds(exploding=0)).flags.tolist() == [
         gm.Flag.EXPLODING
@@ -1007,7 +1007,7 @@ def test_tied_parameters_count_once_under_their_first_name() -> None:
     assert gm.collect_grads(everything).names == ("embed.weight",)
     assert gm.collect_grads([model.embed.weight, model.head.weight]).names == ("0",)
     assert gm.grad_norm(everything) == math.sqrt(12.0)
-    # two equal parameters are not one
+    # two equal parameters are still two
     assert gm.collect_weights([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]).names == ("0", "1")
 
 
@@ -1019,7 +1019,7 @@ def test_parameters_without_a_gradient_are_left_out() -> None:
     assert stats.names == ("1.weight", "2.bias")
     assert_row(stats, "1.weight", [2.0] * 4)
     assert_row(stats, "2.bias", [3.0])
-    # by position: the positions of the parameters, not of the gradients
+    # positions among the parameters, not among the gradients
     assert gm.collect_grads(model.parameters()).names == ("2", "5")
 
 
@@ -1074,7 +1074,7 @@ def test_gradients_where_parameters_are_wanted_are_not_taken_for_none(function: 
     for source in (grads, {"a": grads[0]}, nn.Linear(2, 1).state_dict()):
         with pytest.raises(TypeError, match=r": none of these \d tensors is a parameter or has a \.grad"):
             function(source)
-    # weights are tensors of any kind
+    # weights may be tensors of any kind
     assert gm.collect_weights(grads).norm.shape == (2,)
 
 

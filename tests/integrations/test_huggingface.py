@@ -20,7 +20,7 @@ from gradiometer.rules import default_rules  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("_offline", "_dynamo"),
-    # Dynamo looks whether a tensor has a gradient, and hides the warning, but not from a filter that raises
+    # Dynamo checks whether a tensor has a gradient; it hides the warning, but not from a filter that raises
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 NAMES = ("transformer.h.0.attn.c_attn.weight", "transformer.h.1.mlp.c_fc.bias", "transformer.wte.weight")
@@ -31,11 +31,11 @@ def _offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers.logging.set_verbosity_error()
     threads = torch.get_num_threads()
-    # more do not help tensors as small as these, and wait for one another
+    # more threads do not speed up tensors this small, and wait for one another
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    # accelerate keeps the state of the last Trainer for the next
+    # accelerate keeps the state of the last Trainer for the next one
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
@@ -116,7 +116,7 @@ def test_it_records_what_the_trainer_does(tmp_path, accumulate, backend):
     assert sink.info.roster.names == tuple([name for name, _ in trainer.model.named_parameters()])
     assert set(NAMES) <= set(sink.info.roster.names)
     assert sink.steps == [0, 1, 2, 3]
-    # the Trainer logs the norm before the clip, and so does the monitor measure it
+    # the Trainer logs the norm before clipping, which is also what the monitor measures
     assert sink.totals == pytest.approx(logs(trainer, "grad_norm"), rel=1e-5)
     assert min(sink.totals) > 0.5
     assert clipped.norms == pytest.approx([0.1] * 4, rel=1e-4)
@@ -129,7 +129,7 @@ def test_it_records_what_the_trainer_does(tmp_path, accumulate, backend):
 
 def test_a_scaled_step_is_measured_unscaled_and_one_that_overflows_is_skipped(tmp_path):
     trainer = make_trainer(tmp_path, fp16=True, max_steps=5)
-    # accelerate makes one for a GPU alone
+    # accelerate creates a scaler only on a GPU
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     trainer.accelerator.scaler, trainer.accelerator.native_amp = scaler, True
     assert trainer.accelerator.mixed_precision == "fp16"

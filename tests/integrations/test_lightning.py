@@ -20,7 +20,7 @@ from gradiometer.integrations import lightning as integration  # noqa: E402
 from gradiometer.integrations.lightning import MonitorCallback  # noqa: E402
 from gradiometer.rules import default_rules  # noqa: E402
 
-# of the libraries alone: loaders without workers, torch's pytrees, a scheduler's order
+# warnings of the libraries: loaders without workers, torch's pytrees, the order of a scheduler's calls
 pytestmark = [
     pytest.mark.filterwarnings("ignore::Warning:(pytorch_)?lightning"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
@@ -88,7 +88,7 @@ def test_it_records_what_the_trainer_does(tmp_path, accumulate, backend):
     module = make_module()
     callback, sink = watching()
     whole = module if backend is None else torch.compile(module, backend=backend)
-    # 8 batches an epoch: with 3 to a step the last of an epoch has 2
+    # 8 batches per epoch: with 3 per step, the last step of an epoch has 2
     fit(whole, tmp_path, [callback], accumulate_grad_batches=accumulate, gradient_clip_val=0.01)
     assert sink.info.roster.names == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
     assert sink.steps == [0, 1, 2, 3]
@@ -160,7 +160,7 @@ def test_each_of_several_optimizers_is_measured_before_its_own_update(tmp_path):
             ):
                 optimizer.zero_grad()
                 loss = self.judge(fake).square().mean()
-                # through the judge too, when it is the maker's turn: that is not what updates it
+                # the maker's backward also adds gradients to the judge, which no update uses
                 self.manual_backward(loss)
                 self.norms[name].append(norm(part))
                 optimizer.step()
@@ -198,7 +198,7 @@ def test_it_resumes_from_the_checkpoint(tmp_path):
     assert rest.info.first_step == 2
     assert rule.seen == 4
     assert rest.totals == pytest.approx(module.before, rel=1e-5)
-    # and without the state of a monitor the steps still count on
+    # without the state of a monitor, the steps still continue from the checkpoint
     fit(make_module(), tmp_path, [saving()], enable_checkpointing=True, max_steps=6)
     callback, rest = watching()
     fit(make_module(), tmp_path, [callback], ckpt_path=tmp_path / "step=6.ckpt", max_steps=7)
@@ -210,7 +210,7 @@ def test_it_resumes_from_the_checkpoint(tmp_path):
     ("error", "raised", "reason"),
     [
         (RuntimeError("a bad disk"), RuntimeError, "exception"),
-        # Lightning makes a program's end of it
+        # Lightning turns it into the end of the program
         (KeyboardInterrupt(), SystemExit, "interrupt"),
     ],
 )
@@ -220,7 +220,7 @@ def test_what_ends_the_training_leaves_a_black_box(tmp_path, error, raised, reas
             raise error
         return self.net(batch[0]).sum()
 
-    # which it would ignore from then on
+    # Lightning would leave SIGINT ignored
     monkeypatch.setattr("signal.signal", lambda *_: None)
     callback, sink = watching()
     with pytest.raises(raised):
@@ -282,7 +282,7 @@ def test_it_serves_both_names_of_the_package(tmp_path, monkeypatch):
         callback, sink = watching()
         fit(module, tmp_path, [callback], package)
         assert sink.totals == pytest.approx(module.before, rel=1e-5)
-    # and derives from the one that is in use
+    # the class derives from the package in use
     monkeypatch.delitem(sys.modules, "pytorch_lightning")
     try:
         assert issubclass(importlib.reload(integration).MonitorCallback, other.Callback)

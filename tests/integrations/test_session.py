@@ -1,4 +1,4 @@
-"""What the callbacks of the integrations share, without any framework."""
+"""The code shared by the callbacks of the integrations, without any framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.watching import Sink
 
 
 class NoReads(TorchDispatchMode):
-    """Fails where the host asks for the value of a tensor."""
+    """Fails if the host reads the value of a tensor."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         del types
@@ -40,7 +40,7 @@ def test_scalars_stay_where_they_are_and_are_those_of_their_moment():
         for loss in losses:
             session.add_loss(loss)
         session.note(lr=lr, other=3, nothing=None)
-        # by a scheduler, say
+        # as a scheduler might
         lr.mul_(0.0)
     with pytest.raises(AssertionError), NoReads():
         lr.item()

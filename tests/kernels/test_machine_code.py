@@ -1,8 +1,8 @@
-"""What the kernels compile to, for devices that nobody needs to have.
+"""The machine code of the kernels, compiled for devices that this machine need not have.
 
-The speed of a kernel that streams through memory is decided by few things that can be read in its
-main loop: how wide the loads are, how many instructions an element costs, and whether threads wait
-for each other. Here they are held for every target and dtype, and so is the bound that
+A few properties of its main loop decide the speed of a kernel that streams through memory: how wide
+the loads are, how many instructions each element costs, and whether threads wait for each other. These
+tests check them for every target and dtype, together with the bound that
 `kernels_bench/machine_code/roofline.py` predicts from them.
 """
 
@@ -62,8 +62,8 @@ from kernels_bench.machine_code.disassembly import (
 from kernels_bench.machine_code.report import measures
 from kernels_bench.machine_code.roofline import GPUS, binding, times
 
-# Instructions per element of the main loop: at most these are wanted on the GPUs that the kernels are
-# tuned for; the others are a bit above what triton 3.6, 3.7 and 3.9 make of it, so that one more
+# Maximum instructions per element of the main loop. On the GPUs that the kernels are tuned for, this is the
+# goal; on the others it is slightly above the count with triton 3.6, 3.7 and 3.9, so that one more
 # instruction per element fails. A change that needs fewer should lower its bound.
 BOUNDS = {
     #          fp64, fp32, bf16, fp16
@@ -71,13 +71,13 @@ BOUNDS = {
     "sm_89": (15.9, 7.1, 7.8, 8.3),
     "sm_90": (15.8, 8.5, 8.0, 8.5),
     "sm_100": (15.6, 8.8, 8.8, 8.8),
-    # the assemblers before CUDA 13.4 put NOPs between its fp64 instructions
+    # assemblers before CUDA 13.4 put NOPs between its fp64 instructions
     "sm_120": (25.9, 18.5, 19.1, 20.1),
     "gfx942": (9.9, 7.4, 8.0, 9.5),
     "gfx950": (9.9, 7.4, 8.0, 9.5),
 }
-# four blocks of 128 threads, 16 warps, share the 65536 registers of an SM; three waves the 512 of a
-# lane, which triton 3.9 needs for fp64 only
+# four blocks of 128 threads, 16 warps, share the 65536 registers of an SM; three waves share the 512 of a
+# lane, which only fp64 with triton 3.9 needs
 MAX_REGISTERS = dict.fromkeys(CUDA_TARGETS, 128) | dict.fromkeys(HIP_TARGETS, 168)
 # the finalize kernel is small and the same everywhere: one target of each generation
 FEW_TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -88,8 +88,8 @@ every_target = pytest.mark.parametrize("target", TARGETS)
 few_targets = pytest.mark.parametrize("target", FEW_TARGETS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=short)
 
-# A kernel takes a second or two to compile, for a target and a dtype: every pair is for the deep profile. In
-# the other one each dtype is there for the GPUs that kernels are tuned for, and no target is left out.
+# A kernel takes a second or two to compile for a target and a dtype: only the deep profile tests every pair.
+# The default profile tests each dtype on the GPUs that kernels are tuned for, and each target at least once.
 FP64, FP32, BF16, FP16 = DTYPES
 CHOSEN = {
     "sm_80": DTYPES,
@@ -100,7 +100,7 @@ CHOSEN = {
     "gfx942": (FP64, FP32),
     "gfx950": (BF16, FP16),
 }
-# of the kernels beside, which are the same everywhere
+# for the other kernels, which are the same everywhere
 CHOSEN_FEW = {"sm_80": (FP32, FP16), "sm_90": DTYPES, "sm_100": (BF16,), "gfx942": (FP64, BF16)}
 
 
@@ -119,7 +119,7 @@ few_pairs = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN_FEW))
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    # neither what the user's cache holds nor how it is configured is tested; pytest's workers share one
+    # independent of the user's cache and its configuration; pytest's workers share one cache
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -148,12 +148,12 @@ def test_the_main_loop_loads_16_bytes_at_a_time(target, dtype):
 
 
 def waits_before_all_is_asked_for(loop: Loop) -> bool:
-    """Tell whether a number is used while a load of the same iteration is still to be issued."""
+    """Return whether a value is used before the last load of the same iteration is issued."""
     last = max(i for i, opcode in enumerate(loop.opcodes) if load_size(opcode))
     return Loop(loop.opcodes[:last]).count(r"F2F|D(FMA|ADD|MUL|SETP|MNMX)|F(MNMX|ADD|SET)|HADD") > 0
 
 
-# left alone, ptxas issues the second half of the loads after the first has arrived
+# by itself, ptxas issues the second half of the loads only after the first half has arrived
 @pytest.mark.parametrize(
     ("target", "dtype"), pairs({name: CHOSEN[name] for name in ("sm_80", "sm_89", "sm_90", "sm_100")})
 )
@@ -186,7 +186,7 @@ def test_an_element_costs_no_more_instructions_than_recorded(target, dtype):
     loop = moments_code(target, dtype).main_loop
     cost = instructions_per_element(loop, dtype)
     bound = BOUNDS[target][DTYPES.index(dtype)]
-    assert cost <= bound, f"{cost} instructions per element, at most {bound} until now: {loop}"
+    assert cost <= bound, f"{cost} instructions per element, more than the recorded {bound}: {loop}"
 
 
 @each_pair
@@ -198,7 +198,7 @@ def test_each_element_is_converted_once_and_takes_two_fp64_operations(target, dt
     if dtype != torch.float64:
         assert loop.fp64_comparisons == 0
     elif target in CUDA_TARGETS:
-        # largest magnitude; zero or not
+        # for the largest magnitude, and for zero
         assert loop.fp64_comparisons <= 2 * elements
 
 
@@ -212,9 +212,9 @@ def test_nothing_is_spilled(target, dtype):
 @each_pair
 def test_the_moments_are_deterministic_and_keep_subnormals(target, dtype):
     code = moments_code(target, dtype)
-    # the order of atomic additions is not fixed
+    # the order of atomic additions is not deterministic
     assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
-    # a subnormal that is read as 0 would be counted as one
+    # a subnormal that is flushed to 0 would be counted as a zero
     assert [opcode for opcode in code.opcodes if flushes_subnormals(opcode)] == []
     if target in HIP_TARGETS:
         modes = re.findall(r"\.amdhsa_float_denorm_mode_\w+ (\d)", code.text)
@@ -229,11 +229,11 @@ def test_the_moments_are_deterministic_and_keep_subnormals(target, dtype):
 def test_the_finalize_kernel_takes_thresholds_in_fp64(target, scaled):
     inv_scale = torch.ones((), dtype=torch.float64) if scaled else None
     code = finalize_launch(target, inv_scale).compile(target)
-    # their bits, which no launcher and no interpreter rounds
+    # passed as their bits, which neither a launcher nor the interpreter rounds
     thresholds = [code.signature[name] for name in ("vanishing", "exploding", "dead")]
     assert thresholds == ["i64"] * 3
     assert len(re.findall(r"tt\.bitcast .* : i64 -> f64", code.ttir)) == 3
-    # nothing is fp32 on the way
+    # no fp32 values in between
     assert re.search(r"\bf32\b", code.ttir) is None
     assert (code.stack, code.spills) == (0, 0)
     assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
@@ -244,7 +244,7 @@ def roots(code: Code) -> list[str]:
 
 
 def exact_root(target: str) -> str:
-    # LLVM expands its own for fp64 to a correctly rounded one
+    # LLVM expands its own fp64 intrinsic to a correctly rounded one
     return "@llvm.sqrt.f64" if target in HIP_TARGETS else "sqrt.rn.f64"
 
 
@@ -262,7 +262,7 @@ def test_a_root_in_fp32_is_noticed(tmp_path):
 @pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN_FEW, (FP32, FP16, BF16)))
 def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype):
     code = finalize_launch(target, torch.ones((), dtype=dtype)).compile(target)
-    # it is widened, by one step or two, and nothing is rounded
+    # widened, in one step or two, without rounding
     assert "arith.extf" in code.ttir
     assert "arith.truncf" not in code.ttir
 
@@ -285,7 +285,7 @@ def scale_code(target: str, dtype: torch.dtype) -> Code:
 def test_the_scale_kernel_reads_and_writes_16_bytes_at_a_time(target, dtype):
     code = scale_code(target, dtype)
     loop = code.main_loop
-    # four of them before the first number is used, or a store is waited for
+    # four loads before the first value is used or a store is issued
     first_store = next(i for i, opcode in enumerate(loop.opcodes) if STORE.match(opcode))
     assert Loop(loop.opcodes[:first_store]).loads[:4] == [16] * 4
     assert loop.narrow_loads == []
@@ -299,17 +299,17 @@ def test_the_scale_kernel_reads_and_writes_16_bytes_at_a_time(target, dtype):
 def test_the_scale_kernel_spills_nothing_and_keeps_subnormals(target, dtype):
     code = scale_code(target, dtype)
     assert (code.stack, code.spills) == (0, 0)
-    # 20 warps a multiprocessor, with four loads of 16 bytes a thread in flight: 40 KiB
+    # 20 warps per multiprocessor, with four 16-byte loads in flight per thread: 40 KiB
     assert code.registers <= MAX_REGISTERS[target] * 3 // 4
     assert [opcode for opcode in code.opcodes if is_atomic(opcode) or flushes_subnormals(opcode)] == []
-    # reading and writing take their time: some 35 instructions an element would, in fp32 more
+    # memory traffic allows about 35 instructions per element, and more in fp32
     assert instructions_per_element(code.main_loop, dtype) <= 11
     if dtype != torch.float64:
-        # fp64 is for the coefficient alone
+        # only the coefficient is fp64
         assert code.main_loop.fp64_arithmetic == 0
 
 
-# the kernels of a ring
+# the kernels of the ring
 
 
 def record_launches(dtype: torch.dtype, target: str, *, gated: bool = True) -> list[Launch]:
@@ -337,12 +337,12 @@ def test_a_step_is_written_by_two_launches_without_atomics(target):
     names = [launch.kernel.fn.__name__ for launch in launches]
     assert names == ["_moments_kernel", "_finalize_kernel", "_open_kernel", "_write_kernel"]
     codes = [launch.compile(target) for launch in launches[2:]]
-    # what skips a step is the same root as the norm
+    # the decision to skip a step uses the same root as the norm
     assert {root for code in codes for root in roots(code)} == {exact_root(target)}
     for code in codes:
         assert (code.stack, code.spills) == (0, 0)
         assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
-        # steps are compared as the float64 that they are
+        # step numbers are compared in float64, without conversion
         assert "arith.truncf" not in code.ttir
 
 
@@ -364,17 +364,17 @@ def test_sizes_and_thresholds_do_not_compile_a_kernel_anew(target):
     def compiled(tensors, thresholds):
         return [x.variant_of(target) for x in launches_of(tensors, thresholds, target=target)]
 
-    # 1 and multiples of 16 are what Triton would specialize on
+    # Triton specializes on 1 and on multiples of 16
     usual = compiled([torch.zeros(9)], Thresholds())
     assert compiled([torch.zeros(100_000)] * 16, Thresholds()) == usual
     assert compiled([torch.zeros(16 * 2**15)], Thresholds()) == usual
     assert compiled([torch.zeros(0), torch.zeros(7)], Thresholds(1.0, math.inf, 16.0)) == usual
 
 
-# an odd number of pointers would leave the table behind them off a multiple of 16 bytes
+# with an odd number of pointers, the table behind them is not 16-byte aligned
 @pytest.mark.parametrize("tensors", [2, 3])
 def test_a_graph_captures_the_kernels_that_the_warm_up_compiled(monkeypatch, tensors):
-    # a compilation while a stream is capturing takes seconds, and loads a module where that may be refused
+    # compiling during a stream capture takes seconds, and loads a module, which a capture may refuse
     inputs = [torch.zeros(9)] * tensors
     eager = [launch.variant_of("sm_90") for launch in launches_of(inputs)]
     monkeypatch.setattr(packing, "is_capturing", lambda _: True)
@@ -394,7 +394,7 @@ def test_the_variants_of_a_kernel_are_told_apart():
     ]
 
 
-# what follows from the code: the least time of a pass over memory
+# the least time of a pass over memory that follows from the code
 
 
 @every_dtype
@@ -406,7 +406,7 @@ def test_memory_is_predicted_to_bind(name, dtype):
     assert binding(seconds) == "memory", seconds
 
 
-# these tests can fail: the same kernels, made a little worse
+# mutation tests: the same kernels, made slightly worse, must fail
 
 TILE_LOAD = "word = tl.load(words + u * LANES)"
 
@@ -415,7 +415,7 @@ def changed(launch: Launch, old: str, new: str, folder: Path) -> Launch:
     """Return the launch of the same kernel with one replacement in its source."""
     path = Path(launch.kernel.fn.__globals__["__file__"])
     text = path.read_text()
-    assert text.count(old) == 1, f"{path.name} no longer holds this once, so this test needs another: {old}"
+    assert text.count(old) == 1, f"{path.name} must contain this exactly once, update the test: {old}"
     copy = folder / f"changed_{path.name}"
     copy.write_text(text.replace(old, new))
     spec = importlib.util.spec_from_file_location(copy.stem, copy)
@@ -483,7 +483,7 @@ SASS = """
 """
 
 
-# some versions say behind the operands how an instruction is scheduled
+# some versions print scheduling information after the operands
 @pytest.mark.parametrize("schedule", ["", " &req={1,0} ?trans5", " ?WAIT5_END_GROUP"])
 def test_sass_is_read_as_it_is_written(schedule):
     opcodes, lines, spans = listing = parse_sass(SASS.format(schedule))

@@ -1,4 +1,4 @@
-"""The black box: how a run ends, what is named then, and the signal's handler."""
+"""The black box: how a run ends, the first non-finite tensor, and the signal handler."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_of_gradients_the_last_and_of_weights_the_first_is_where_it_began():
 def test_it_is_where_a_nan_arises_in_a_real_backward():
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
     hidden = model[2](model[1](model[0](torch.randn(2, 4))))
-    # what reaches the third layer from behind is not finite, nor what it gives to those before it
+    # non-finite gradients enter the third layer, and all layers before it
     hidden.register_hook(lambda grad: grad * math.nan)
     model[4](model[3](hidden)).sum().backward()
     seen = []
@@ -137,7 +137,7 @@ def test_amounts(n, text):
     assert amount(n) == text
 
 
-# what the box keeps
+# the contents of the box
 
 
 def test_the_first_step_of_the_fault_that_lasts():
@@ -151,7 +151,7 @@ def test_the_first_step_of_the_fault_that_lasts():
             )
     fault = box.fault("exception", "x", 200, ())
     assert fault.first_nonfinite == "step 100, head.w.grad, 1 NaN of 3"
-    # the steps before it are there, though it was long ago
+    # the steps before it are kept, however long ago they were
     assert [r.step for r in fault.last] == [*range(85, 101), *range(136, 200)]
 
 
@@ -216,7 +216,7 @@ def test_the_end_is_told_with_the_last_steps_and_the_error_goes_on(error, reason
     (fault,) = sink.faults
     assert (fault.reason, fault.message, fault.step) == (reason, message, 5)
     assert fault.first_nonfinite == "step 3, 1.bias.grad, 1 NaN of 1 (and all 3 others)"
-    # the step that was cut short is there, too
+    # the interrupted step is included too
     assert [r.step for r in fault.last] == sink.steps == [0, 1, 2, 3, 4, 5]
     assert sink.calls[-2:] == ["fault", "close"]
     assert monitor.failures == {}
@@ -264,7 +264,7 @@ def test_an_error_while_the_end_is_told_does_not_hide_the_first():
 
 
 def test_ctrl_c_at_the_end_can_be_followed_by_another_try():
-    # where a shell started this in the background, SIGINT is ignored
+    # a shell that starts pytest in the background ignores SIGINT
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         model, sink, monitor = made()
@@ -286,13 +286,13 @@ def test_ctrl_c_at_the_end_can_be_followed_by_another_try():
 # SIGTERM
 
 main_thread = pytest.mark.skipif(
-    threading.current_thread() is not threading.main_thread(), reason="handlers are the main thread's"
+    threading.current_thread() is not threading.main_thread(), reason="only the main thread sets handlers"
 )
 
 
 @pytest.fixture
 def handler():
-    """Put things as they were."""
+    """Restore the signal handlers."""
     before = signal.getsignal(signal.SIGTERM)
     yield before
     signal.signal(signal.SIGTERM, before)
@@ -436,7 +436,7 @@ sys.exit(4)
         ("1 / 0", 1, "exception | ZeroDivisionError: division by zero | 3"),
         ("os.kill(os.getpid(), signal.SIGTERM)", 143, "SIGTERM |  | 3"),
         ("sys.exit(4)", 4, "exit | the process ended before the monitor was closed | 3"),
-        # torchrun ends all ranks so, when one has failed
+        # torchrun ends all ranks like this after one has failed
         (TERMINATED_AT_EXIT, 4, "exit | the process ended before the monitor was closed | 3"),
     ],
 )

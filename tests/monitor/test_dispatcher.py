@@ -1,4 +1,4 @@
-"""The background threads: order, bounded queues, and what fails or hangs in rules and sinks."""
+"""The background threads: order, bounded queues, and failing or hanging rules and sinks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def record(step, loss=1.0, n_nan=0):
 
 
 class Log:
-    """A sink that keeps what it is told, and can be held up or made to fail."""
+    """A sink that keeps its input, and can be made to block or fail."""
 
     def __init__(self, fails=(), error=None):
         self.calls, self.steps, self.findings, self.faults = [], [], [], []
@@ -65,7 +65,7 @@ class Log:
 
 
 class Odd:
-    """A rule that sees odd steps."""
+    """A rule with a finding for odd steps."""
 
     name = "odd"
 
@@ -85,7 +85,7 @@ class Odd:
 
 
 class Others(Odd):
-    """A rule that finds something of its own in every step."""
+    """A rule with a different finding in every step."""
 
     def check(self, record):
         yield Finding(
@@ -134,7 +134,7 @@ def test_steps_pass_rules_and_sinks_in_order_on_a_thread_of_its_own(failures):
 
 
 class Record(Log):
-    """A second sink, of another name."""
+    """A second sink with another name."""
 
 
 def until(condition, seconds=60):
@@ -145,7 +145,7 @@ def until(condition, seconds=60):
 
 
 def put_each(dispatcher, good, steps):
-    """Hand over one step after the other, each when a sink that is not held up has the one before."""
+    """Put one step after the other, each after an unblocked sink has written the one before."""
     for step in steps:
         dispatcher.put([record(step)])
         until(lambda: good.steps[-1:] == [step])  # noqa: B023 called at once
@@ -239,7 +239,7 @@ def test_a_sink_that_hangs_for_ever_costs_the_others_nothing(where):
     dispatcher.put_fault(fault)
     began = time.perf_counter()
     assert not dispatcher.stop(0.5)
-    # far from the time that it hangs
+    # far below the time for which it hangs
     assert time.perf_counter() - began < 60
     assert entered.is_set()
     until(lambda: good.calls[-1] == "close")
@@ -287,7 +287,7 @@ def test_findings_and_faults_outlive_the_steps_that_are_dropped():
     slow.go.set()
     assert dispatcher.stop(60)
     assert slow.steps == [0, 18, 19]
-    # as they were last, each once
+    # each once, in its latest form
     assert sorted(slow.findings, key=str) == sorted(dispatcher.ledger.findings, key=str)
     assert len(slow.findings) == 1 + 20
     assert slow.calls == ["start", "write", "fault", "write", "close"]
@@ -326,7 +326,7 @@ def test_a_sink_that_cannot_start_is_left_out(failures):
     dispatcher = make(good, bad, failures=failures)
     dispatcher.put([record(0)])
     assert dispatcher.stop(60)
-    # of two of one name the second has a number
+    # the second sink of the same name gets a number
     assert failures.counts == {"sink Log 2": 1}
     assert bad.calls == ["start"]
     assert good.steps == [0]
@@ -351,7 +351,7 @@ def test_the_first_loss_that_is_not_finite_is_told_once_after_its_step_was_writt
     assert log.calls == ["start", "write", "fault", "write", "close"]
     (fault,) = log.faults
     assert (fault.reason, fault.message, fault.step) == ("non-finite loss", "loss nan", 2)
-    # as it was then
+    # as it was at that step
     assert fault.first_nonfinite == "step 2, w.grad, 1 NaN of 2"
     assert [r.step for r in fault.last] == [0, 1, 2]
 
@@ -405,7 +405,7 @@ def test_what_rules_remember_and_found_goes_on_in_another():
     again.load_state_dict(state)
     assert [rule.seen for rule in rules] == [[0, 1, 2, 3], [], [0, 1, 2, 3]]
     assert again.ledger.findings == dispatcher.ledger.findings
-    # and a new sighting prolongs what was found
+    # and another occurrence extends the finding
     again.start(INFO)
     again.put([record(5)])
     assert again.stop(60)

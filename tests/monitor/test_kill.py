@@ -1,4 +1,4 @@
-"""``kill -9`` at any moment: what is on disk opens, is whole, and lacks the open segment at most."""
+"""``kill -9`` at any moment: the run on disk opens, is consistent, and lacks at most the open segment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
 @pytest.fixture(scope="module")
 def victim():
-    """Return a function that trains in a process, kills it, and tells what it had written."""
+    """Return a function that trains in a process, kills it, and returns what it had reported."""
     script = [sys.executable, str(ROOT / "tests/support/killing.py")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
@@ -41,11 +41,11 @@ def victim():
 
 
 def read(path):
-    """Return the last step on disk, after a look at every row; None if the run had not begun."""
+    """Return the last step on disk, after reading every row; None if the run had not begun."""
     try:
         run = read_run(path)
     except RunError:
-        # killed before the first file was there
+        # killed before the first file was written
         assert not (path / "run.json").exists()
         return None
     steps = run.steps.to_pydict()
@@ -70,20 +70,20 @@ def test_what_a_killed_process_leaves(victim, tmp_path):
         path = tmp_path / f"run {i}"
         first = 0
         for _ in range(KILLS):
-            # some before or while it begins, most after some steps
+            # some are killed before or at the start, most after some steps
             steps = choose.choice([0, choose.randrange(130), choose.randrange(130)])
             told = victim(path, first, steps, choose.uniform(0.0, 0.02 if steps else 0.25))
             assert told["killed"]
             last = read(path)
             if told["last"] is not None:
                 began += 1
-                # every full segment of what the sink has taken
+                # every full segment of the steps that the sink has accepted
                 full = (told["last"] + 1 - first) // SEGMENT * SEGMENT
                 assert last is not None
                 assert last >= first + full - 1
                 on_disk += last + 1 - first
-            # goes on where it ended, or from a checkpoint before
+            # continue at the end, or from an earlier checkpoint
             first = 0 if last is None else max(0, last + 1 - choose.choice([0, 0, 3, 40]))
-    # most were killed in the middle of it
+    # most processes were killed while writing
     assert began > RUNS * KILLS / 2
     assert on_disk > 20 * began

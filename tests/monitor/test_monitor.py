@@ -1,4 +1,4 @@
-"""The monitor: what it records and delivers, and that nothing of it holds up or breaks the training."""
+"""The monitor: what it records and delivers, and that it never blocks or breaks training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.transfers import count_transfers
 
 
 class SlowCopies:
-    """Stands for `transfer.Pending`: a snapshot that arrives when it is let."""
+    """Replaces `transfer.Pending`: a snapshot that arrives when the test allows it."""
 
     made: ClassVar[list[SlowCopies]] = []
     arrive = False
@@ -44,7 +44,7 @@ class SlowCopies:
         return self.arrived
 
     def result(self):
-        assert self.arrived, "the host would wait"
+        assert self.arrived, "the host would wait for the device"
         return self.build(self.host)
 
 
@@ -86,7 +86,7 @@ def recorded(seen):
     return [record.step for record in seen if record.recorded]
 
 
-# what arrives
+# delivered steps
 
 
 def test_every_step_arrives_with_its_numbers():
@@ -104,7 +104,7 @@ def test_every_step_arrives_with_its_numbers():
         assert monitor.last.step == 49
         assert monitor.step == 50
     assert [record.step for record in seen] == recorded(seen) == list(range(50))
-    # one sum over all gradients, and a sum of sums
+    # one sum over all gradients against a sum of sums
     assert [record.total("norm") for record in seen] == pytest.approx(norms, rel=1e-13)
     assert seen[3].scalars == {"loss": 3.0, "lr": 0.1, "tokens": 7.0}
     assert seen[3].total("norm", "weights") == float(gm.collect_weights(model).total_norm)
@@ -121,7 +121,7 @@ def test_no_step_is_lost_or_twice_whatever_arrives_when(copies, seed):
     monitor.skips = True
     expected = {}
     for step in range(120):
-        monitor._pipeline._next = choose.choice([0.0, math.inf])  # as if time had passed or not
+        monitor._pipeline._next = choose.choice([0.0, math.inf])  # as if time had passed, or not
         if choose.random() < 0.05:
             monitor.every = choose.choice([1, 2, 4])
         if choose.random() < 0.9:
@@ -202,14 +202,14 @@ def test_numbers_that_are_none_are_said_once_and_the_rest_goes_on(caplog):
     assert caplog.text.count("scalar 'lr'") == 1
 
 
-# nothing waits
+# no waits
 
 
 def test_advance_waits_for_no_copy(copies):
     model = small()
     monitor, seen = monitor_of(model, capacity=4)
     train(monitor, model, 40, loss=1.0)
-    # at least one for each half of the ring, and none was waited for
+    # at least one copy for each half of the ring, without waiting for any
     assert len(copies.made) >= 19
     assert seen == []
     for made in copies.made:
@@ -233,7 +233,7 @@ def test_time_alone_starts_no_copies_without_end(copies):
 
 
 def test_on_a_device_a_step_asks_for_nothing():
-    """The copy itself is started; what was given as tensors travels with it."""
+    """Only the copy is started; scalars given as tensors travel with it."""
 
     def steps(away, loss):
         monitor = Monitor(away, rules=(), capacity=100, updates=True)
@@ -272,9 +272,9 @@ def test_a_sink_that_sleeps_holds_up_nobody():
     assert not monitor.flush(0.01)
     release.set()
     monitor.close()
-    # by the event, not by its time-out
+    # through the event, not through its time-out
     assert all(woken)
-    # its first batch, the newest sixteen, and none silently
+    # its first batch and the newest sixteen; every other step is counted as dropped
     assert monitor.dropped == sum(n for what, n in monitor.failures.items() if what.startswith("queue of "))
     assert seen == []
 
@@ -296,7 +296,7 @@ def test_advance_takes_little_time_of_the_host():
     assert statistics.median(times) < 10 * statistics.median(others)
 
 
-# nothing raises
+# no exceptions
 
 
 def test_errors_of_the_telemetry_are_said_once_and_training_goes_on(caplog, monkeypatch):
@@ -554,7 +554,7 @@ def test_the_same_parameters_are_no_news():
     assert monitor_of(torch.compile(model))[0]._pipeline._describe(0).model == "Sequential"
 
 
-# its life
+# life cycle
 
 
 def test_without_with_and_closed_twice(caplog):
@@ -564,7 +564,7 @@ def test_without_with_and_closed_twice(caplog):
     monitor.close()
     monitor.close()
     assert recorded(seen) == [0, 1, 2]
-    # what a compiled step still calls does no harm
+    # calls that a compiled step still makes have no effect
     monitor.record()
     monitor.advance()
     monitor.advance()
@@ -654,14 +654,14 @@ def test_state_to_resume():
     rule = Remembers()
     again, seen = monitor_of(model, rules=[rule], updates=True)
     with torch.no_grad():
-        model[0].weight += 100  # as a checkpoint would
+        model[0].weight += 100  # as loading a checkpoint would
     again.load_state_dict(state | {"step": 8})
     assert (again.step, again.every, rule.total) == (8, 2, 21)
     with again:
         train(again, model, 3, loss=1.0)
     assert [record.step for record in seen] == [8, 9, 10]
     assert recorded(seen) == [8, 10]
-    # the checkpoint is no update
+    # loading the checkpoint does not count as an update
     assert seen[0].total("numel", "updates") > 0
     assert seen[0].total("norm", "updates") == 0
     assert rule.total == 21 + 27
@@ -677,7 +677,7 @@ def test_back_to_a_checkpoint_in_the_middle_of_a_run():
         monitor.record()
         monitor.load_state_dict(state)
         train(monitor, model, 3, loss=3.0)
-        # a step of the number of the one that was recorded last
+        # a step with the same number as the one recorded last
         monitor.load_state_dict(state | {"step": 5})
         train(monitor, model, 1, loss=4.0)
     steps = [(record.step, record.loss) for record in seen]
@@ -723,7 +723,7 @@ def test_a_run_is_kept_and_its_end_with_it(tmp_path):
     assert kept.record(4).total("norm", "weights") > 0
 
 
-# what was forgotten, and what was not asked for
+# missing calls, and options that are off
 
 
 @pytest.mark.parametrize("how", ["nothing", "skip_step", "inv_scale"])

@@ -1,7 +1,7 @@
-"""The host's path in the steady state: what is recognized, what stays, and what costs nothing by tensor.
+"""The host path in the steady state: recognized lists, reused tables, and no cost per tensor.
 
-Numbers come from the interpreted kernels, in the run that has them. Where a test looks at the path
-alone the launches are stubbed, and CPU tensors take it in the plain run as well.
+In the interpreted run the kernels compute the numbers. Tests of the host path
+alone stub the launches, and also run on CPU tensors in the plain run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from support.strategies import lists
 
 pytest.importorskip("triton", reason="the kernels' path")
 
-# the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
+# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
 )
@@ -75,7 +75,7 @@ def bits(results):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """CPU tensors on the kernels' path, without kernels; returns (pointers, dtype) of each launch."""
+    """Route CPU tensors to the kernels' path, without kernels; return (pointers, dtype) of each launch."""
     from gradiometer import kernels
 
     seen = []
@@ -97,7 +97,7 @@ def launches(monkeypatch):
 
 @pytest.fixture
 def direct(monkeypatch):
-    """Count the calls that do not pass through the dispatcher."""
+    """Count the calls that bypass the dispatcher."""
     calls = []
     inner = library._eager
 
@@ -111,11 +111,11 @@ def direct(monkeypatch):
 
 
 def test_this_torch_has_the_guards_that_make_it_quick():
-    # if a new torch fails here, all else holds, but a call takes 1 us a tensor: see tensor_guards.alike
+    # if this fails with a new torch, results are right, but a call takes 1 us a tensor: tensor_guards.alike
     assert tensor_guards.guards_tell()
 
 
-# what is the same, and what is not
+# when a list counts as unchanged
 
 VIEWS = {
     "whole": lambda m: m,
@@ -169,7 +169,7 @@ class Functions(TorchFunctionMode):
 
 
 class Handler(TorchDispatchMode):
-    """Runs something inside its handler, where the thread's dispatch keys are others."""
+    """Runs something inside its handler, where the thread's dispatch keys differ."""
 
     def __init__(self, run):
         super().__init__()
@@ -224,13 +224,13 @@ def test_other_views_of_the_same_memory_are_measured_as_what_they_are(sequence, 
 
     expected = []
     for tensors in calls:
-        # never met before
+        # not seen before
         packing.clear()
         expected.append(collect(tensors))
     packing.clear()
     for _ in range(2):
         assert [result(tensors) for tensors in calls] == expected
-    # in place, behind the same objects
+    # in place, without new tensor objects
     memory.mul_(-2.0)
     again = [result(tensors) for tensors in calls]
     packing.clear()
@@ -244,7 +244,7 @@ def test_lazy_signs_are_applied_wherever_a_call_comes_from(place):
     x = torch.tensor([1.0, 2.0])
 
     def sums(*tensors):
-        # the columns are read where they are made
+        # reads the columns in the same context
         return PLACES[place](lambda: gm.collect(tensors).sum).tolist()
 
     for _ in range(3):
@@ -306,7 +306,7 @@ def test_what_cannot_be_measured_is_refused_by_name_after_a_list_as_long(make):
     x = torch.ones(3)
     for _ in range(3):
         gm.collect([x])
-    # torch's own guards end the process at a nested tensor
+    # torch's own guards abort the process at a nested tensor
     with pytest.raises(TypeError, match="'0' "):
         gm.collect([make()])
 
@@ -335,7 +335,7 @@ def test_unchanged_addresses_make_nothing_new(launches, direct, monkeypatch):
     assert len(direct) == 10
     assert list(packing._plans) == [known]
     assert (known.kept, known.source) == (kept, source)
-    # one launch a dtype, all of the very same table
+    # one launch per dtype, all with the same table
     assert len(launches) == 9 * 3
     assert {id(pointers) for pointers, _ in launches} == {id(kept.pointers)}
 
@@ -353,7 +353,7 @@ def test_a_changed_address_copies_pointers_and_nothing_else(launches, monkeypatc
     measure(moved)
     assert [host.numel() for host in copied] == [9]
     assert launches[-1][0].tolist() == [tensor.data_ptr() for tensor in moved]
-    # what an earlier call may still read is as it was
+    # memory that an earlier call may still read is unchanged
     assert first.pointers.tolist() == [tensor.data_ptr() for tensor in tensors]
     assert known.kept.table is first.table
     measure(moved)
@@ -375,9 +375,9 @@ def test_gradients_and_weights_of_the_same_shapes_keep_a_table_each(launches, di
 
 
 def events_of(run):
-    """Count what Python itself calls and is called by."""
+    """Count the profiler's events in a run: calls and returns of Python and C functions."""
     seen = []
-    # others have callbacks that the collector calls
+    # a garbage collection would run the callbacks of other libraries
     gc.disable()
     sys.setprofile(lambda *event: seen.append(event[1]))
     try:
@@ -423,12 +423,12 @@ def test_nothing_is_left_behind_by_a_call(launches):
             launches.clear()
         return sys.getallocatedblocks()
 
-    # of Python's memory; one object a tensor and call would be 50,000
+    # Python's memory blocks; one object per tensor and call would be 50,000
     before = blocks_after(20)
     assert blocks_after(100) - before < 500
 
 
-# who watches
+# modes, transforms and traces that must see the op
 
 
 @pytest.mark.usefixtures("launches")
@@ -491,7 +491,7 @@ def test_a_transform_sees_the_op_of_a_known_list(direct, transform):
     direct.clear()
 
     def function(x):
-        # like the known list, in a context that is not
+        # like the known list, but in a context where the path must not be used
         columns, _ = measure([closed_over[0], closed_over[1]])
         return (x + columns.sum().to(x.dtype)).sum()
 
@@ -530,7 +530,7 @@ def test_a_graph_holds_the_op_of_a_known_list(direct):
     assert direct == []
 
 
-# where tables stay
+# which device tables are kept
 
 
 @pytest.mark.usefixtures("launches")
@@ -547,7 +547,7 @@ def test_calls_through_the_dispatcher_keep_nothing_on_the_device():
 def test_no_call_is_direct_while_inductor_allocates_from_a_graphs_pool(direct, monkeypatch):
     from torch._inductor import cudagraph_trees
 
-    # all that asks for a device
+    # all functions that need a device
     for name in ("beginAllocateCurrentThreadToPool", "endAllocateToPool", "releasePool"):
         monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *_: None, raising=False)
     stream = SimpleNamespace(wait_stream=lambda _: None)
@@ -568,7 +568,7 @@ def test_no_call_is_direct_while_inductor_allocates_from_a_graphs_pool(direct, m
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """A device that is copied to, with streams: the numbers of which are returned, last one current."""
+    """A device with streams that receives copies; the stream numbers are in a list, the current one last."""
     streams = [0]
     monkeypatch.setattr(packing, "_pinned", lambda host, _: host.clone())
     monkeypatch.setattr(packing, "_upload", lambda host, _: host.clone())
@@ -613,7 +613,7 @@ def test_a_captured_call_neither_reads_nor_leaves_what_is_kept(elsewhere, monkey
     elsewhere.append(0)
     assert captured.pointers is not kept.pointers
     assert captured.table is not kept.table
-    # the warm-up has made what the graph is filled from: nothing is pinned while it is captured
+    # the warm-up has made the host buffer of the graph: nothing is pinned during the capture
     assert [id(host) for host in packing._captured] == [id(source.host)]
     assert keep(tensors, known).pointers is kept.pointers
 
@@ -645,7 +645,7 @@ def test_threads_do_not_mix_their_addresses():
     assert failures == []
 
 
-# a torch without such guards, or with others
+# versions of torch without these guards, or with others
 
 
 @pytest.fixture(params=["gone", "other arguments", "any size", "none alike"])
@@ -673,7 +673,7 @@ def test_without_torchs_guards_all_is_compared_in_python(direct):
     for name in ("whole", "shorter", "matrix", "transposed", "fp64", "complex", "negative", "parameter"):
         for _ in range(2):
             measure([VIEWS[name](memory), memory])
-    # the dispatcher has applied the lazy sign: what is met is a copy, whole
+    # the dispatcher has resolved the lazy sign: the path sees a contiguous copy
     assert len(packing._plans) == 7
     assert direct == []
     for one in packing._plans:
@@ -717,6 +717,6 @@ def test_a_list_is_looked_up_once_a_call_whether_it_is_known_or_not(monkeypatch)
     tensors = [torch.ones(5), torch.ones(3)]
     for _ in range(3):
         gm.collect(tensors)
-    # has to be copied, so it is never measured as it stands
+    # it has to be copied, so it is never measured directly
     gm.collect([torch.ones(6)[::2]])
     assert asked == [2, 2, 2, 1]

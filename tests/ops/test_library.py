@@ -1,4 +1,4 @@
-"""The op itself: schema, fake, contexts; and the kernels against the eager reference."""
+"""The op itself: schema, fake implementation, contexts; and the kernels against the eager reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradiometer.ops import reference
 from support import oracle, strategies
 from support.strategies import Recipe, lists
 
-# the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
+# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
 )
@@ -61,7 +61,7 @@ def bits(results):
 SCALES = (None, torch.tensor(0.5), torch.tensor([0.25], dtype=torch.float64))
 
 
-# each list, and each scale, with one of the others
+# all pairs; those with neither member in `always` are marked `once`
 def pairs(lists, others, *, always):
     return [
         pytest.param(which, other, marks=[] if which == always[0] or other is always[1] else pytest.mark.once)
@@ -72,7 +72,7 @@ def pairs(lists, others, *, always):
 
 @pytest.mark.parametrize(("which", "inv_scale"), pairs(LISTS, SCALES, always=("dtypes", None)))
 def test_opcheck_passes(which, inv_scale):
-    # the check of the schema compares inputs by arithmetic that torch lacks for fp8
+    # the schema check compares inputs with arithmetic that torch lacks for fp8
     checks = ALL_CHECKS[1:] if which == "fp8" else ALL_CHECKS
     args = (tensors_of(which), *LIMITS, inv_scale)
     torch.library.opcheck(torch.ops.gradiometer.tensor_stats.default, args, test_utils=checks)
@@ -111,7 +111,7 @@ def test_fakes_of_cuda_tensors_are_collected_without_cuda():
         grouped = stats.group({"all": "."})
         derived = [stats.norm, stats.std, stats.total_norm, stats.found_inf, grouped.columns, grouped.flags]
     assert stats.columns.shape == (3, len(NAMES))
-    # with several devices the rows meet on the first that is not the CPU
+    # with several devices, the rows are combined on the first that is not the CPU
     assert {result.device for result in (stats.columns, stats.flags, *derived)} == {x.device}
 
 
@@ -123,7 +123,7 @@ def test_nothing_is_differentiable():
         stats = gm.collect([x, y], inv_scale=scale)
         results = [*call([x, y], scale), stats.columns, stats.flags, stats.norm, stats.total_norm, stats.std]
     assert not any(result.requires_grad for result in results)
-    # the graph of the inputs is as it was
+    # the autograd graph of the inputs is unchanged
     y.sum().backward()
     assert x.grad.tolist() == [2.0] * 5
 
@@ -183,7 +183,7 @@ CONTEXTS = {
 @pytest.mark.parametrize(("which", "context"), pairs(LISTS, CONTEXTS, always=("one", "autocast to bf16")))
 def test_no_context_changes_a_result(which, context):
     tensors = tensors_of(which)
-    # 1/3 so that a scale of another precision would show
+    # 1/3, so that a scale in another precision would show
     scale = torch.tensor(1 / 3, dtype=torch.float64)
 
     def all_results():
@@ -207,7 +207,7 @@ def test_tensors_made_in_inference_mode_are_measured(which):
     assert bits(call(tensors)) == expected
 
 
-# the kernels against the reference: in the plain run both are the reference
+# the kernels against the reference; in the plain run both are the reference
 
 needs_kernels = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreted kernels")
 
@@ -223,7 +223,7 @@ def test_kernels_and_reference_agree(some, scale):
         a, b = (dict(zip(NAMES, columns[i].tolist(), strict=True)) for columns, _ in (ours, theirs))
         for name in (*oracle.COUNTS, "abs_max"):
             assert a[name] == b[name], name
-        # each is within its bound of the exact value, so they are within twice that of each other
+        # each is within its bound of the exact value, so they are within twice that bound of each other
         norm, other = math.sqrt(a["sumsq"]), math.sqrt(b["sumsq"])
         assert abs(norm - other) <= 2 * oracle.NORM_BOUND * max(norm, other)
         magnitudes = oracle.numbers(x).nan_to_num(0, 0, 0).abs().sum().item() * (scale or 1.0)
@@ -240,14 +240,14 @@ def test_finalize_adds_up_all_chunks_of_a_tensor(chunks, nonfinite):
     from gradiometer.kernels import tuning
     from gradiometer.ops import packing
 
-    # three tensors, the middle one of this many chunks, as partials that no tensor has to be made for
+    # the middle one of three tensors has this many chunks; partials are given, so no such tensor is needed
     sizes = (5, chunks * tuning.CHUNK, 7)
     layout = packing.chunk_map_of(sizes, (torch.float32,) * 3, tuning.CHUNK, tuning.MAX_CHUNKS)
     assert layout.num_chunks == chunks + 2
     g = torch.Generator().manual_seed(chunks)
     partials = torch.randint(1, 2**20, (len(kernels.PARTIALS), chunks + 2), generator=g).double()
     parts = dict(zip(kernels.PARTIALS, partials, strict=True))
-    # in one chunk of each tensor only, and nowhere else
+    # in one chunk of each tensor only
     here = torch.zeros(chunks + 2, dtype=torch.float64)
     here[[0, chunks, chunks + 1]] = float(nonfinite)
     parts["n_nan"] *= here

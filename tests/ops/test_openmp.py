@@ -1,4 +1,4 @@
-"""Operators that stay on their thread, and work that several threads share."""
+"""Operators limited to one thread, and work distributed over several threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _two_threads():
     torch.set_num_threads(before)
 
 
-needs_openmp = pytest.mark.skipif(not openmp.can_run_alone(), reason="no OpenMP to be set")
+needs_openmp = pytest.mark.skipif(not openmp.can_run_alone(), reason="no controllable OpenMP")
 
 
 @needs_openmp

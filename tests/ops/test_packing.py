@@ -1,4 +1,4 @@
-"""Chunk maps, pointer tables and how long they live."""
+"""Chunk maps, pointer tables and their lifetimes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sized = st.lists(st.tuples(st.integers(0, 70), st.sampled_from(DTYPES)), min_siz
 chunk_sizes = st.sampled_from([1, 2, 7, 16, 64])
 
 
-# of one tensor; with the largest no tensor here has longer chunks
+# the limit per tensor; with the largest limit, no tensor here needs longer chunks
 most_chunks = st.sampled_from([1, 2, 3, 8, 10**6])
 
 
@@ -44,10 +44,10 @@ def layout_of(items, chunk, most=10**6):
 
 
 def parts(layout):
-    """Return numel, length of a chunk, first chunk and chunks of each tensor; row and start of each chunk."""
+    """Return numel, chunk length, first chunk and chunks of each tensor; row and start of each chunk."""
     t, n = layout.num_tensors, layout.num_chunks
     numel, lengths, first, counts, rows = (part.tolist() for part in layout.table.split([t, t, t, t, n]))
-    # as the kernel finds it
+    # as the kernel computes it
     starts = [(i - first[row]) * lengths[row] for i, row in enumerate(rows)]
     return numel, lengths, first, counts, rows, starts
 
@@ -178,7 +178,7 @@ def test_unchanged_addresses_reuse_the_very_same_source():
     x, y = torch.ones(5), torch.ones(7)
     pack_of(x, y)
     (first,) = sources()
-    # an in-place change moves nothing
+    # an in-place change keeps the address
     x.mul_(2)
     pack_of(x, y)
     (second,) = sources()
@@ -206,7 +206,7 @@ def test_one_changed_address_makes_a_new_source_and_leaves_the_old_one_alone(whi
     assert second.pointers.tolist() == [x.data_ptr() for x in moved]
     assert first.pointers.tolist() == [x.data_ptr() for x in tensors]
     assert source.tolist() == content
-    # the static part is not built again
+    # the static part is not rebuilt
     assert second.chunk_map is first.chunk_map
 
 
@@ -236,7 +236,7 @@ def test_a_tensor_at_the_address_of_a_freed_one_is_measured_itself():
     seen: dict[int, int] = {}
     again = 0
     for step in range(1, 2000):
-        # freed at each step; the allocator soon gives as many bytes in the same place again
+        # freed at each step; the allocator soon reuses the same place for the same number of bytes
         x = torch.full((16 * (1 + step % 2),), float(step), dtype=(torch.float64, torch.float32)[step % 2])
         assert gm.collect([x]).sumsq.tolist() == [step**2 * len(x)]
         again += seen.get(x.data_ptr(), len(x)) != len(x)
@@ -272,7 +272,7 @@ def test_known_lists_and_layouts_are_bounded_and_the_oldest_goes_first():
     (_, known_used) = known()
     for n in range(3, packing.LISTS_KEPT + 30):
         pack_of(torch.ones(n))
-        # used at each step, so it stays
+        # used at each step, so it is kept
         pack_of(used)
         assert known()[-1] is known_used
         assert len(known()) <= packing.LISTS_KEPT
@@ -280,7 +280,7 @@ def test_known_lists_and_layouts_are_bounded_and_the_oldest_goes_first():
     sizes = {one.chunk_map.table[0].item() for one in known()}
     assert 1 not in sizes
     assert 2 in sizes
-    # what was forgotten is made again
+    # forgotten entries are built again
     assert norms(first, used) == [1.0, math.sqrt(2)]
     assert pack_of(first).pointers.tolist() == [first.data_ptr()]
 
@@ -331,7 +331,7 @@ def test_what_a_captured_call_reads_is_never_written_again(capturing):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(capturing, monkeypatch, count):
-    # on the meta device, which stands here for one that is uploaded to
+    # the meta device stands for one that data is uploaded to
     pinned = []
 
     def pin_memory(source):
@@ -344,7 +344,7 @@ def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(cap
     tensors = [torch.ones(5) for _ in range(count)]
     addresses = [x.data_ptr() for x in tensors]
     pack_of(*tensors)
-    # as if it had been met there
+    # as if the list had been seen on that device
     one = replace(known()[0], device=device, source=None)
     layout = one.chunk_map
     packing._copies(one, layout, addresses)
@@ -356,7 +356,7 @@ def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(cap
     packing.clear()
     assert (pointers.device, table.device) == (device, device)
     assert (pointers.shape, table.shape) == ((count,), layout.table.shape)
-    # one source for the same addresses, eager or captured, another for others
+    # the same addresses share a source, eager or captured; other addresses have another
     assert [id(source) for source in packing._captured] == [id(source) for source in pinned]
     assert len(pinned) == 2
     padding = [0] * (count % 2)

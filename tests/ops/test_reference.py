@@ -1,4 +1,4 @@
-"""The eager CPU path: how it cuts tensors, what memory it takes, how it agrees with plain PyTorch."""
+"""The eager CPU path: how it splits tensors, its memory use, and its agreement with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_long_and_strided_tensors_agree_with_plain_pytorch(name):
     assert row["numel"] == x.numel()
     assert row["n_zero"] == (x == 0).sum().item()
     assert row["abs_max"] == x.abs().max().item()
-    # pairwise sums of fewer than 2**21 terms, both of them: 21 roundings of 2**-53 each
+    # both use pairwise sums of fewer than 2**21 terms: 21 roundings of 2**-53 each
     assert row["sumsq"] == pytest.approx(wide.square().sum().item(), rel=2 * 21 * 2**-53)
     assert row["sum"] == pytest.approx(wide.sum().item(), abs=2 * 21 * 2**-53 * wide.abs().sum().item())
 
@@ -83,7 +83,7 @@ def test_sums_of_doubles_that_overflow_are_infinite_and_raise_nothing():
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
 def test_collection_grows_resident_memory_by_at_most_four_mebibytes(tmp_path):
-    # in a process of its own: a peak of this one would hide the growth
+    # in a fresh process: an earlier peak of this one would hide the growth
     started = {"args": scripts.command("kernels_bench", "--memory"), "env": scripts.environment()}
     output = subprocess.run(**started, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     grown = {case: by["ours-eager"] for case, by in json.loads(output).items()}
@@ -117,7 +117,7 @@ def test_a_list_that_is_known_is_measured_by_its_plan_with_the_same_bits():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_zeros_after_a_row_change_no_bit_of_its_sums(dtype):
-    # by which short tensors of several sizes share a batch
+    # zero padding lets short tensors of several sizes share a batch
     tensors = [(torch.randn(size) * 10.0 ** (size % 30 - 15)).to(dtype) for size in range(2, 1025, 11)]
     for first in range(0, len(tensors), 7):
         few = tensors[first : first + 7]
@@ -125,7 +125,7 @@ def test_zeros_after_a_row_change_no_bit_of_its_sums(dtype):
         together = reference.tensor_stats(few, DEFAULT_THRESHOLDS)[0].tolist()
         alone = [reference.tensor_stats([x], DEFAULT_THRESHOLDS)[0].tolist()[0] for x in few]
         assert together == alone
-    # the widest rows that are shared
+    # the widest rows that share a batch
     for x in tensors[::5]:
         pair = [x, torch.randn(4000).to(dtype)]
         assert len(eager_plan.plan_of(pair).groups) == 1

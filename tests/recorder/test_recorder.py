@@ -1,6 +1,6 @@
-"""The recorder: what the ring holds is what a collection of that step says, bit for bit.
+"""The recorder: the ring holds the same bits as a collection of that step.
 
-These bodies run on the eager path and on interpreted kernels.
+These tests run on the eager path and on interpreted kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from support.compiling import Kept, graphs, needs_compiler, no_recompile
 from support.fake_device import DEVICES, Model, device_of, watch
 from support.recording import new_gradients, packed, step_of
 
-# the interpreter computes in NumPy, which warns where a kernel means to overflow and then count
+# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
 pytestmark = [
     pytest.mark.usefixtures("_dynamo"),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
@@ -137,7 +137,7 @@ def test_what_has_no_gradient_is_not_measured():
     assert before.measured().tolist() == [True] * 5
     assert after.measured().tolist() == [True, False, True, True, False]
     assert after.report().names == ("w0", "w2", "w3")
-    # of the step before, in the slots of a ring of two, nothing is left
+    # nothing is left of an earlier step in the slots of a ring of two
     assert (after.values[0, 1] == 0).all()
 
 
@@ -168,7 +168,7 @@ def test_a_second_record_in_a_step_writes_over_what_it_measures():
     recorder.record()
     (record,) = recorder.read()
     assert torch.equal(record.values[0], torch.cat([packed(gm.collect_grads(generator)), critics]))
-    # and once more: accumulated gradients
+    # gradients accumulated since then: record a third time
     for p in generator.parameters():
         p.grad *= 2
     recorder.record()
@@ -202,7 +202,7 @@ def test_gradients_alone_decide(kind):
         recorder.record_updates(bad)
     assert not recorder.skip_step
     new_gradients(model, scale=INF)
-    recorder.record(inv_scale=1.0)  # the weights are written apart, after the gradients
+    recorder.record(inv_scale=1.0)  # the weights are recorded separately, after the gradients
     assert recorder.skip_step
 
 
@@ -215,14 +215,14 @@ def test_what_is_skipped_can_be_chosen_and_changed():
         recorder.record()
         assert bool(recorder.skip_step) == skip
         recorder.advance()
-    # whatever the cadence, what is not as usual was kept
+    # non-finite and skipped steps are recorded whatever the cadence
     assert [record.step for record in recorder.read()] == [2, 3]
     recorder.configure_(skip_nonfinite=True, skip_above=INF)
     recorder.record()
     assert recorder.skip_step
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreted kernels ask the gate themselves, see below")
+@pytest.mark.skipif(INTERPRETED, reason="the interpreted kernels check the gate themselves, see below")
 def test_without_a_decision_only_recorded_steps_are_read(monkeypatch):
     model = model_of()
     recorder = Recorder(model, every=3, skip_nonfinite=False)
@@ -260,7 +260,7 @@ def test_what_a_shut_gate_leaves_in_memory_is_written_nowhere():
     recorder = Recorder(model, every=2, skip_nonfinite=False)
     recorder.advance()
     new_gradients(model, scale=NAN)
-    # not gated: it is not due, but not finite
+    # without the gate: the step is not due, but it is not finite
     recorder.record(gm.collect_grads(model))
     (before,) = recorder.read()
     recorder.record()
@@ -280,7 +280,7 @@ def test_a_scale_on_the_device_is_gated_too():
     assert torch.equal(recorder.read()[-1].values[0], expected)
 
 
-# what is measured
+# measurements
 
 
 def test_statistics_that_exist_are_not_measured_again(monkeypatch):
@@ -434,7 +434,7 @@ def test_the_ring_is_not_copied():
     step = torch.compile(step_of(recorder, model), fullgraph=True)
     _, (code,) = run_and_get_code(step, torch.randn(5, 4))
     assert code.count("gradiometer.record_.default(") == 1
-    # its size appears where arguments are checked or made up, and nowhere else
+    # the size occurs only where arguments are checked or fakes are made
     assert [
         x for x in code.splitlines() if "577" in x and not re.search("assert_size_stride|rand_strided", x)
     ] == []

@@ -1,4 +1,4 @@
-"""Each rule: a real run in which it fires, what it says there, and that its history can be kept."""
+"""Each rule: a real run in which it fires, its message, and that its history can be saved."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_threshold_that_is_passed_in_the_first_steps_is_info_and_later_a_warni
         ("l.7.w", Severity.WARNING),
         ("l.8.w", Severity.INFO if step < 20 else Severity.WARNING),
     ]
-    # what rises in the first steps is no healthy beginning
+    # norms that rise in the first steps are not the start of a healthy run
     rising = Exploding()
     for step in range(5):
         seen = list(rising.check(synthetic(step, torch.full((1000,), 10.0 ** (step - 1)).double() ** 2)))
@@ -155,7 +155,7 @@ def test_the_first_layers_of_a_deep_sigmoid_network_vanish_and_differ_from_the_l
     assert all(f.severity == Severity.WARNING and f.value < f.threshold == 1e-7 for f in vanishing)
     assert vanishing[0].first_step == 0
     imbalance = by_rule(findings)["imbalance"]
-    # of 13 layers it names one end, and in its message the other
+    # of 13 layers the finding names one end, and its message the other
     assert imbalance.tensor in {"1.weight", "27.weight"}
     assert "1.weight.grad" in imbalance.message
     assert "27.weight.grad" in imbalance.message
@@ -168,7 +168,7 @@ def test_a_layer_whose_input_fades_falls_below_its_own_history():
     run.go(40)
     assert run.ledger.findings == []
     with torch.no_grad():
-        model[5].weight.mul_(1e-5)  # what lies before it hears nothing of the loss
+        model[5].weight.mul_(1e-5)  # earlier layers get almost no gradient of the loss
     found = [f for f in run.go(20) if f.rule == "vanishing"]
     assert {f.tensor for f in found} <= {"1.weight", "3.weight"}
     assert found[0].first_step == 40
@@ -199,14 +199,14 @@ def test_a_bad_initialization_of_one_layer_is_an_imbalance():
 @pytest.mark.parametrize("options", [{"weights": True, "updates": True}, {"weights": True}])
 def test_updates_beyond_the_band_are_found_and_by_weights_alone_too(options):
     model = perceptron()
-    # a weight decay that takes a fifth of every weight in every step
+    # a weight decay that removes a fifth of every weight in every step
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, weight_decay=2e6)
     findings = Run(model, batches(), optimizer, [UpdateRatio()], **options).go(40)
     assert {f.tensor for f in findings} == {"1.weight", "3.weight", "5.weight", "7.weight"}
     assert all(f.rule == "update_ratio" and f.severity == Severity.WARNING for f in findings)
     assert findings[0].value == pytest.approx(0.2, rel=0.1 if "updates" in options else 0.3)
     assert ("at least" in findings[0].message) == ("updates" not in options)
-    # below the band is worth knowing, and weights alone can't tell
+    # below the band is info, and weights alone do not show it
     low = run_of(None, [UpdateRatio()], lr=1e-7, **options).go(40)
     assert all(f.severity == Severity.INFO for f in low)
     assert bool(low) == ("updates" in options)
@@ -309,7 +309,7 @@ def test_a_spike_hides_neither_the_next_one_nor_a_nearly_constant_norm():
     for x in (torch.randn(200) * 3).tolist():
         expected = [float(part) for part in same.score(torch.tensor([x], dtype=torch.float64))]
         assert one.score_one(x) == pytest.approx(expected, rel=1e-12)
-    # NaN and Inf leave no trace
+    # NaN and Inf do not change the history
     mean = history.mean.clone()
     for x in (math.nan, math.inf, -math.inf):
         assert float(history.score(torch.tensor([x], dtype=torch.float64)).z) == 0.0

@@ -1,4 +1,4 @@
-"""Where two runs part: the step, the tensor that is made first, and what is allowed."""
+"""Where two runs differ first: the step, the tensor that is computed first, and the tolerance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("grads", "weights", "updates")
 
 
 def write(path, change=None, *, steps=20, kinds=("grads",), names=None, every=1, first=0, keep=None):
-    """Write a run of which ``change(record)`` may alter each step."""
+    """Write a run; ``change(record)`` may alter each step."""
     roster = make_roster(4, kinds, names)
     sink = RunRecord(path, segment_steps=7, segment_seconds=math.inf, fsync=False)
     sink.start(make_info(roster, first, every=every))
@@ -187,14 +187,14 @@ def test_other_names_and_shapes_are_named_and_the_rest_is_compared(tmp_path):
 def test_kinds_that_one_run_recorded_alone_are_noted_and_no_difference(a, tmp_path):
     found = compare(a, write(tmp_path / "b"), ignore=re.compile("loss"))
 
-    # the noise of another number of kinds is other noise
+    # with another number of kinds, the noise differs
     assert found.kinds == (("weights", "updates"), ())
     assert (found.only_a, found.only_b, found.tensors) == ((), (), 4)
 
 
 def test_steps_that_one_run_lacks_are_noted_and_the_others_compared(tmp_path):
     a, b = write(tmp_path / "a"), write(tmp_path / "b", keep=range(12))
-    # a segment in the middle is lost
+    # a segment in the middle is missing
     c = write(tmp_path / "c", at(15, "grads", 0, "sum", 2.0), keep=[*range(5), *range(15, 18)])
 
     found = compare(a, b)

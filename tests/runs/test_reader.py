@@ -1,4 +1,4 @@
-"""A run as it is read: tables, matrices, records, and errors that say what to do."""
+"""Reading a run: tables, matrices, records, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def own(path, tmp_path):
-    """A copy to spoil."""
+    """A copy that the test may damage."""
     shutil.copytree(path, tmp_path / "own")
     return tmp_path / "own"
 
@@ -121,7 +121,7 @@ def test_several_matrices_are_those_of_one_each(path, monkeypatch):
     for name, (own_steps, values) in ones.items():
         assert steps == own_steps
         assert torch.equal(found[name].nan_to_num(nan=-1.0), values.nan_to_num(nan=-1.0))
-    # each file once
+    # each file is read once
     assert len(read) == len(set(read)) > 0
     assert run.matrices([])[1] == {}
     with pytest.raises(RunError, match="no statistic 'x'"):
@@ -181,7 +181,7 @@ def test_refresh_reads_what_is_new_and_nothing_else(tmp_path, monkeypatch):
     assert read == ["steps-0001-0000000000.parquet", "steps-0001-0000000010.parquet"]
     read.clear()
     sink.write(records[13:22], [])
-    assert len(run.steps) == 13  # until it is asked to
+    assert len(run.steps) == 13  # until it is asked to refresh
     assert run.refresh()
     assert len(run.steps) == 22
     assert not run.refresh()
@@ -190,14 +190,14 @@ def test_refresh_reads_what_is_new_and_nothing_else(tmp_path, monkeypatch):
     sink.close()
     assert run.refresh()
     assert run.info["closed"]
-    # an attempt that goes back takes rows away
+    # an attempt that starts at an earlier step supersedes rows
     write_run(tmp_path, 2, 1, first=15)
     assert run.refresh()
     assert run.steps["step"].to_pylist() == list(range(16))
 
 
 def test_tensors_of_steps_that_were_not_written_are_left_out(own):
-    # killed after the tensors were put in place, and before the steps were
+    # killed after the tensors were moved into place, and before the steps were
     roster = make_roster(9, ("grads", "weights"))
     records = list(make_records(roster, 10, first=48))
     path = own / "tensors" / "tensors-0001-0000000048.parquet"
@@ -228,7 +228,7 @@ def overwrite(name, content):
 
 
 def retype(path):
-    """Give a column a type that no reader takes for a number."""
+    """Give a column a type that readers do not accept as a number."""
     file = path / f"steps/steps-{SEGMENT}"
     table = pq.read_table(file)
     times = pa.array([[0.0]] * len(table))
@@ -236,7 +236,7 @@ def retype(path):
 
 
 SEGMENT = "0001-0000000016.parquet"
-# what happened to a run -> what is done to it, and what is said
+# kind of damage -> how to cause it, and the expected message
 SPOILED = {
     "no folder": (
         shutil.rmtree,
@@ -352,7 +352,7 @@ def test_the_page_documents_every_column(table, fields):
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
-    """A run of two attempts with a bad step, and what counts of it."""
+    """A run of two attempts with a bad step, in a folder of its own."""
     path = write_run(tmp_path_factory.mktemp("several"), 6, 40, segment_steps=16, nonfinite_at=12)
     return write_run(path, 6, 10, first=30, seed=1)
 
@@ -374,7 +374,7 @@ def test_the_page_reads_a_run_as_it_says(tmp_path, several):
     assert scope["worst"]["step"].to_list() == [12]
     assert scope["largest"][0][:2] == ("blocks.0.bias", math.inf)
     assert str(scope["when"].dtype).startswith("datetime64")
-    # of several attempts
+    # a run of several attempts
     scope = {"run_dir": several}
     for block in [code[1].replace("norms =", "# norms ="), code[3].split("\n")[0], *code[4:]]:
         exec(block, scope)  # noqa: S102
@@ -402,7 +402,7 @@ def test_no_reader_is_surprised_by_the_types(several):
     assert types["tensors"]["name"] == types["tensors"]["kind"] == "VARCHAR"
     assert types["tensors"]["numel"] == "BIGINT"
     assert types["steps"]["scalars"] == "MAP(VARCHAR, DOUBLE)"
-    # the same sums, whoever reads
+    # all readers give the same sums
     sums = [frames[0]["numel"].sum(), lazy[0]["numel"].sum()]
     total = f"SELECT sum(numel)::BIGINT FROM read_parquet('{everything[0]}/*.parquet')"  # noqa: S608
     sums += duckdb.sql(total).fetchall()[0]

@@ -1,4 +1,4 @@
-"""The run record as it is written: what is on disk after faults of every kind."""
+"""Writing the run record: the files on disk after faults of every kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.synthetic_run import STARTED, make_info, make_records, make_roster,
 
 pq = pytest.importorskip("pyarrow.parquet")
 
-# trouble elsewhere
+# names that cause trouble elsewhere
 NAMES = ["a.b/c", "<b>&amp;</b>", 'quo"te\n', "größe.重み.🔥", "", "NaN", "x" * 300]
 
 
@@ -44,11 +44,11 @@ def opened(path, roster, first=0, **options):
 
 
 def same(one, other):
-    """Tell whether two records hold the same, bit by bit."""
+    """Return whether two records hold the same values, bit by bit."""
     if one.values is not None and other.values is not None:
         assert torch.equal(one.values, other.values)
     assert (one.values is None) == (other.values is None)
-    assert repr(dict(one.scalars)) == repr(dict(other.scalars))  # NaN is NaN
+    assert repr(dict(one.scalars)) == repr(dict(other.scalars))  # the text, because NaN differs from itself
     assert (one.step, one.time, one.skipped) == (other.step, other.time, other.skipped)
     return True
 
@@ -100,7 +100,7 @@ def test_every_number_survives_and_what_was_not_measured_is_zero(tmp_path):
         assert bits[0] == bits[1]
         assert repr(one.scalars) == repr(other.scalars)
         assert (one.step, one.time, one.skipped) == (other.step, other.time, other.skipped)
-    # NaN and null are two things
+    # NaN and null differ
     assert repr(run.steps["loss"].to_pylist()) == "[nan, None, None]"
     assert run.steps["n_measured"].to_pylist() == [4, 0, None]
     assert run.steps["total_norm"].to_pylist()[1:] == [0.0, None]
@@ -142,7 +142,7 @@ def test_a_segment_is_full_by_steps_or_by_rows_and_grows_until_then(tmp_path):
 
     assert sizes("steps", segment_steps=10) == ([0] * 9 + [10] * 10 + [20] * 6, [10, 10, 5])
     assert sizes("rows", segment_rows=80)[1] == [8, 8, 8, 1]
-    # each step at once, and still three files
+    # each step is written at once, and there are still three files
     assert sizes("seconds", segment_steps=10, segment_seconds=0) == (list(range(1, 26)), [10, 10, 5])
 
 
@@ -197,7 +197,7 @@ def test_a_killed_writer_leaves_whole_segments_and_its_lock_is_taken_over(tmp_pa
         run = read_run(tmp_path)
         steps = run.steps["step"].to_pylist()
         assert steps == list(range(len(steps)))
-        # at most the segment that was being filled
+        # at most the open segment is missing
         assert done - 7 <= steps[-1] <= done + 1
         assert all_same(
             run.records(first), make_records(run.roster, len(steps) - first, first=first, batch=7)
@@ -222,7 +222,7 @@ def test_two_writers_in_one_process_are_refused(tmp_path):
     sink.close()
     sink.close()
     opened(tmp_path / "run", roster).close()
-    # one that was let go of without a word
+    # a writer that was dropped without closing it
     sink = opened(tmp_path / "run", roster)
     del sink
     gc.collect()
@@ -231,7 +231,7 @@ def test_two_writers_in_one_process_are_refused(tmp_path):
 
 @pytest.fixture
 def small_disk():
-    """Files of at most 6 kB, as a full disk has it."""
+    """Limit files to 6 kB, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -256,7 +256,7 @@ def test_a_disk_that_fails_costs_nothing_if_it_recovers(tmp_path, small_disk, sa
         sink.write(records[saved:12], [finding()])
     with pytest.raises(OSError, match="File too large"):
         sink.write(records[12:13], [])
-    sink.write(records[13:30], [])  # a pause: not tried, not raised
+    sink.write(records[13:30], [])  # a pause between tries: it neither writes nor raises
     assert sorted(tmp_path.rglob("*")) == files
     assert len(steps_of(tmp_path)) == saved
     small_disk(None)
@@ -288,7 +288,7 @@ def test_a_disk_that_fails_for_long_loses_the_oldest_and_counts_them(tmp_path, s
     left = steps_of(tmp_path)
     assert left == [*range(saved), *range(max(saved, total - 39), total)]
     assert sink.lost == total - len(left) == read_run(tmp_path).info["attempts"][0]["lost"]
-    # and no step twice
+    # and no step is there twice
     assert sum(pq.read_metadata(p).num_rows for p in (tmp_path / "steps").iterdir()) == len(left)
 
 
@@ -346,7 +346,7 @@ def test_a_later_attempt_supersedes_from_its_first_step_on(tmp_path):
     roster = make_roster(4)
     write_run(tmp_path, 4, 30, segment_steps=8, findings=[finding(3), finding(20, 29)])
     begun = opened(tmp_path, roster, 10)
-    # one that wrote nothing supersedes nothing
+    # an attempt without steps supersedes nothing
     assert len(steps_of(tmp_path)) == 30
     assert not read_run(tmp_path).info["closed"]
     begun.close()
@@ -363,10 +363,10 @@ def test_a_later_attempt_supersedes_from_its_first_step_on(tmp_path):
     assert set(run.tensors(columns=["step", "attempt"]).to_pandas().itertuples(index=False, name=None)) == {
         (step, 1 if step < 12 else 3) for step in range(22)
     }
-    # back beyond the one before
+    # back beyond the start of the previous attempt
     write_run(tmp_path, 4, 1, first=5)
     assert steps_of(tmp_path) == list(range(6))
-    # nothing was deleted
+    # no file was deleted
     assert sum(pq.read_metadata(p).num_rows for p in (tmp_path / "steps").iterdir()) == 41
 
 
@@ -382,7 +382,7 @@ def test_going_back_in_one_process_is_another_attempt(tmp_path):
 
 
 def failing(monkeypatch, *names, calls=math.inf):
-    """Let the writing of these files fail, of all files without a name, so many times."""
+    """Make the first ``calls`` writes fail: of files with these names, or of any file if there are none."""
     real, left = writer.prepare, [calls]
 
     def prepare(run, path, data, *, sync):
@@ -406,7 +406,7 @@ def test_going_back_while_the_disk_fails_is_another_attempt_all_the_same(tmp_pat
     sink.write(again[1:], [])
     sink.close()
     run = read_run(tmp_path)
-    # the step that came with the failure is kept; those that waited are superseded, and lost
+    # the step that was written with the failure is kept; the steps that waited are superseded, and lost
     assert run.steps["step"].to_pylist() == list(range(14))
     assert all_same(run.records(5), again)
     assert [(e["attempt"], e["first_step"]) for e in run.info["attempts"]] == [(1, 0), (2, 5)]
@@ -468,7 +468,7 @@ def test_a_run_gone_on_with_other_tensors_has_both(tmp_path):
     assert steps == list(range(15))
     assert numel.isnan().tolist() == [[True, False, False]] * 10 + [[False, False, True]] * 5
     assert [r.measured("weights").tolist() for r in run.records(9, 10)] == [[False] * 3, [True, True, False]]
-    # one that begins anew has its own alone
+    # an attempt that starts from step 0 has only its own tensors
     write_run(tmp_path, 3, 5)
     assert read_run(tmp_path).roster == make_roster(3)
 
@@ -479,7 +479,7 @@ def test_a_fault_is_on_disk_with_all_before_it(tmp_path):
     sink.write(list(make_records(roster, 9)), [finding(5), finding(5, 9)])
     report = {"reason": "non-finite loss", "last": [{"loss": math.nan, "norm": -math.inf}], "step": 8}
     sink.fault(SimpleNamespace(to_dict=lambda: report))
-    run = read_run(tmp_path)  # nothing was closed
+    run = read_run(tmp_path)  # the writer was not closed
     assert len(run.steps) == 9
     assert repr(run.blackbox) == repr(report | {"attempt": 1})
     (found,) = run.findings

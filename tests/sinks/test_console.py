@@ -1,4 +1,4 @@
-"""The console: what it prints when, on a terminal, in a file, and above a progress bar."""
+"""The console: its lines on a terminal, in a file, and above a progress bar."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def records(steps=10, **more):
 
 
 class Screen(io.StringIO):
-    """A file that may say that it is a terminal."""
+    """A file that may claim to be a terminal."""
 
     def __init__(self, *, tty=False):
         super().__init__()
@@ -86,7 +86,7 @@ def test_lines_come_at_the_rate_and_the_last_step_at_the_end(clock):
     assert shown(screen) == list(range(0, 100, 5))
     console.close()
     assert shown(screen) == [*range(0, 100, 5), 99]
-    # a tenth of a second a step, by the steps' own clock
+    # 0.1 s per step, by the times of the steps
     assert "100.0 ms/step" in screen.lines()[-1]
 
 
@@ -170,7 +170,7 @@ def test_a_fault_is_a_panel_and_an_ordinary_end_is_not():
     assert screen.getvalue() == ""
     console.fault(fault)
     text = screen.getvalue()
-    assert len({len(line) for line in screen.lines()}) == 1  # a frame
+    assert len({len(line) for line in screen.lines()}) == 1  # all lines of a frame have the same width
     for part in (
         "before step 20",
         "exception  ValueError: [bold]x[/bold]",
@@ -208,7 +208,7 @@ def test_it_writes_to_what_stderr_is_then(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     console.write(records(1), [])
     assert shown(screen) == [0]
-    monkeypatch.setattr(sys, "stderr", None)  # pythonw
+    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw
     console.write([], [finding()])
 
 
@@ -221,7 +221,7 @@ def test_lines_stay_above_a_bar_of_tqdm(monkeypatch):
         Console().write(records(1), [])
         bar.update(3)
     rows = [row.split("\r")[-1] for row in screen.getvalue().split("\n")]
-    # the bar was taken away before the line, and nothing is left of it in its row
+    # the bar was cleared before the line, and its row is empty
     assert rows[0].startswith("step")
     assert rows[0].rstrip().endswith("ok")
     assert "6/10" in rows[1]

@@ -1,4 +1,4 @@
-"""MLflow: what its store of files gives back."""
+"""MLflow: values read back from its file store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEN = Finding("dead", Severity.WARNING, 3, 5, "grads", "a.w", 1.0, 1.0, "a.w.gr
 
 @pytest.fixture
 def mlflow(monkeypatch, tmp_path):
-    # a store of files needs nothing but mlflow-skinny
+    # a file store needs only mlflow-skinny
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
     module = pytest.importorskip("mlflow")
@@ -86,7 +86,7 @@ def test_requests_are_few(mlflow, monkeypatch):
     sink = MLflow("ours", seconds=1e9)
     for record in make_records(ROSTER, 600):
         sink.write([record], [])
-    # four values a step; a thousand make a request
+    # four values per step; a request holds a thousand
     assert sent == [1000, 1000]
     sink.close()
     assert sent == [1000, 1000, 400]

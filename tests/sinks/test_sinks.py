@@ -1,4 +1,4 @@
-"""What all sinks share: selection and keys; and the two that need no package, JSON lines and functions."""
+"""Code shared by all sinks, selection and keys; and the sinks without dependencies: JSON lines, functions."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def lines_of(path):
 def test_a_line_a_step(tmp_path):
     path, steps = tmp_path / "new" / "run.jsonl", records(5)
     sink = write(path, steps, tensors=r"0\.w")
-    # it is there before the file is closed
+    # the line is there before the file is closed
     lines = lines_of(path)
     for record, line in zip(steps, lines, strict=True):
         assert line == {
@@ -247,7 +247,7 @@ def test_a_full_disk_leaves_complete_lines_and_the_error_is_passed_on(tmp_path, 
 def test_names_of_any_characters_are_valid_json(tmp_path, name):
     roster = make_roster(names=[name])
     write(tmp_path / "run", records(1, roster), tensors="").close()
-    # half of a surrogate pair is no character, and many readers refuse it
+    # half of a surrogate pair is not a character, and many readers refuse it
     name = name.replace("\udc80", r"\udc80")
     assert f"grads/{name}/norm" in lines_of(tmp_path / "run")[0]
 
@@ -313,7 +313,7 @@ def test_what_cannot_be_called_so_is_refused():
         sinks.Function(fine)
 
 
-# all of them
+# all sinks
 
 
 def test_the_sinks_that_need_nothing_are_sinks(tmp_path):

@@ -1,4 +1,4 @@
-"""TensorBoard: what it reads back from the event file."""
+"""TensorBoard: values read back from the event file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_not_finite_stays_so(tmp_path):
     found = read(tmp_path)
     assert math.isnan(found.Scalars("grads/total_norm")[0].value)
     assert found.Scalars("grads/blocks.0.bias/norm")[0].value == math.inf
-    # a float32 there, as the page says
+    # the event file stores float32, as the page says
     assert found.Scalars("train/big")[0].value == math.inf
 
 
@@ -86,7 +86,7 @@ def test_findings_and_a_fault_are_text(tmp_path):
     found = read(tmp_path)
     (finding,) = found.Tensors("gradiometer/findings")
     (text,) = finding.tensor_proto.string_val
-    # indented: code, in which Markdown leaves the underscores of a name alone
+    # indented as code, so that Markdown does not interpret the underscores of a name
     assert (finding.step, text.decode()) == (3, f"    {SEEN}\n    do this")
     (fault,) = found.Tensors("gradiometer/fault")
     assert fault.tensor_proto.string_val[0].decode() == (
@@ -112,7 +112,7 @@ def test_an_error_of_the_writer_comes_out_of_write(tmp_path, monkeypatch):
     def full():
         raise OSError(28, "No space left on device")
 
-    # put back afterwards: a thread of the writer flushes by the clock
+    # restored afterwards: a thread of the writer flushes periodically
     with monkeypatch.context() as patch:
         patch.setattr(sink._writer._async_writer._writer, "flush", full)
         with pytest.raises(OSError, match="No space left"):

@@ -1,4 +1,4 @@
-"""Weights & Biases, offline: what is in the file that `wandb sync` would send."""
+"""Weights & Biases, offline: the contents of the file that `wandb sync` would send."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SEEN = Finding("dead", Severity.WARNING, 3, 5, "grads", "a.w", 1.0, 1.0, "a.w.gr
 
 
 def written(folder):
-    """Yield the records of the one run in a folder: blocks of 32 KiB, as LevelDB's log has them."""
+    """Yield the records of the one run in a folder: blocks of 32 KiB, as in LevelDB's log."""
     import wandb
     from wandb.proto import wandb_internal_pb2
 
-    wandb.teardown()  # waits until its process has written all
+    wandb.teardown()  # waits until its process has written everything
     (path,) = Path(folder).glob("wandb/offline-run-*/*.wandb")
     data, at, parts = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
@@ -37,7 +37,7 @@ def written(folder):
         _, length, part = struct.unpack("<IHB", data[at : at + 7])
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if part in {1, 4}:  # whole, or the last part
+        if part in {1, 4}:  # a whole record, or its last part
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)
             parts = b""
@@ -52,7 +52,7 @@ def history(folder):
 
 
 def ours(rows):
-    """Return the rows with our axis, without wandb's own columns."""
+    """Return the rows with our step axis, without wandb's own columns."""
     return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows if STEP in row]
 
 
@@ -116,7 +116,7 @@ def test_with_commit_false_no_row_of_yours_is_refused(wandb, tmp_path):
     run.finish()
     rows = history(tmp_path)
     assert [row["mine"] for row in rows if "mine" in row] == [0, 1, 2, 3]
-    # of each three steps the newest, with its own number
+    # the newest of every three steps, with its own number
     assert [row[STEP] for row in ours(rows)] == [2, 5, 8, 11]
 
 

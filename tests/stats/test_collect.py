@@ -1,4 +1,4 @@
-"""The public collection functions: what they return, and that they agree with the plain formulas."""
+"""The public collection functions: their results, which agree with plain formulas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gradiometer as gm
 
 
 def parameters_with(*grads: torch.Tensor | None) -> list[nn.Parameter]:
-    """Parameters with these gradients."""
+    """Return parameters with these gradients."""
     parameters = []
     for grad in grads:
         parameter = nn.Parameter(torch.zeros(2) if grad is None else torch.zeros_like(grad))
@@ -26,7 +26,7 @@ def double_norm(*tensors: torch.Tensor) -> float:
 
 
 def close(measured: float, expected: float) -> bool:
-    # the contract: 1e-13 of the exactly rounded norm
+    # the documented bound: 1e-13 of the exactly rounded norm
     return abs(measured - expected) <= 1e-13 * expected
 
 
@@ -113,7 +113,7 @@ def test_the_position_of_an_unnamed_parameter_is_its_name() -> None:
 
 
 def test_one_call_measures_a_thousand_parameters_in_order() -> None:
-    # of 1 to 50 elements: every width of the batches of small tensors up to 64, each with many tensors
+    # of 1 to 50 elements: all widths of the batches of small tensors up to 64, each with many tensors
     model = nn.ParameterList(nn.Parameter(torch.full((i % 50 + 1,), i / 8)) for i in range(1000))
     for i, parameter in enumerate(model):
         parameter.grad = torch.full_like(parameter, -i / 4)
@@ -121,7 +121,7 @@ def test_one_call_measures_a_thousand_parameters_in_order() -> None:
     assert weights.names == grads.names == tuple(str(i) for i in range(1000))
     sizes = [i % 50 + 1 for i in range(1000)]
     assert weights.numel.tolist() == sizes
-    # eighths and their sums are exact
+    # multiples of 1/8 and their sums are exact
     assert weights.sum.tolist() == [n * i / 8 for i, n in enumerate(sizes)]
     assert weights.sumsq.tolist() == [n * (i / 8) ** 2 for i, n in enumerate(sizes)]
     assert weights.abs_max.tolist() == [i / 8 for i in range(1000)]
@@ -205,7 +205,7 @@ def test_grad_norm_without_gradients_is_what_the_caller_says(empty: object) -> N
 @pytest.mark.parametrize("empty", [0.0, None, -1.0, "raise"])
 def test_grad_norm_with_gradients_never_asks_what_empty_means(empty: object) -> None:
     assert gm.grad_norm(parameters_with(torch.tensor([-2.0]), None), empty=empty) == 2.0
-    # a gradient of zeros, and one without elements, is a gradient
+    # a gradient of zeros, or one without elements, is a gradient
     assert gm.grad_norm(parameters_with(torch.zeros(3)), empty=empty) == 0.0
     assert gm.grad_norm(parameters_with(torch.zeros(0)), empty=empty) == 0.0
 
@@ -217,7 +217,7 @@ def test_grad_norm_is_what_clip_grad_norm_returns(make: object) -> None:
     ours = gm.grad_norm(model)
     assert close(ours, double_norm(*grads))
     theirs = nn.utils.clip_grad_norm_(model.parameters(), max_norm=math.inf)
-    # a norm of n elements in a format of unit roundoff u is off by (n/2 + 1) u at most, whatever the
+    # the norm of n elements in a format of unit roundoff u has an error of at most (n/2 + 1) u, whatever the
     # order of summation; theirs is a norm of norms, each rounded to the gradients' dtype
     u = torch.finfo(theirs.dtype).eps / 2
     n = max(grad.numel() for grad in grads)
@@ -232,7 +232,7 @@ def test_grad_norm_is_right_where_squares_leave_the_range_of_float32(value: floa
 
 
 def test_grad_norm_of_fp16_gradients_does_not_overflow() -> None:
-    # 300**2 is beyond fp16, and so is the sum; 300 * sqrt(40000) is exact
+    # 300**2 overflows fp16, and so does the sum; 300 * sqrt(40000) is exact
     assert gm.grad_norm(parameters_with(torch.full((40_000,), 300.0, dtype=torch.float16))) == 60_000.0
 
 
@@ -241,7 +241,7 @@ def test_grad_norm_of_very_different_gradients_is_right() -> None:
     expected = math.sqrt(math.fsum([1000 * small[0].item() ** 2, 10 * large[0].item() ** 2]))
     assert close(gm.grad_norm(parameters_with(small, large)), expected)
     assert close(gm.grad_norm(parameters_with(large, small)), expected)
-    # the small one is not lost on the way: it stands in a row of its own
+    # the small one is not lost: it has its own row
     stats = gm.collect_grads(parameters_with(large, small))
     assert close(stats.norm[1].item(), small[0].item() * math.sqrt(1000.0))
 
@@ -294,12 +294,12 @@ def test_total_norm_of_nothing_is_zero() -> None:
 
 
 def test_total_norm_counts_a_tensor_as_often_as_it_is_passed() -> None:
-    # unlike parameters, tensors are not looked at for ties
+    # unlike parameters, tensors are not checked for ties
     x = torch.tensor([3.0])
     assert gm.total_norm([x, x, x, x]).item() == 6.0
 
 
-# options are named
+# options are keyword-only
 
 
 def test_options_are_given_by_name_only() -> None:

@@ -1,4 +1,4 @@
-"""The average on the device: Adam's, element by element, in eager and compiled steps; a NaN does not stay."""
+"""The EMA on the device: Adam's, element by element, in eager and compiled steps; a NaN does not persist."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_same(a: Smoothed, b: Smoothed) -> None:
 
 
 def exact_mean(xs: Sequence[float], decay: float) -> Fraction | None:
-    """Adam's average: the moments of all finite values, over what their weights add up to."""
+    """Adam's average: the moments of all finite values, divided by the sum of their weights."""
     finite = [Fraction(x) for x in xs if math.isfinite(x)]
     weights = [(1 - Fraction(decay)) * Fraction(decay) ** i for i in range(len(finite))][::-1]
     if not finite:
@@ -53,8 +53,8 @@ def exact_mean(xs: Sequence[float], decay: float) -> Fraction | None:
 def near(value: float, exact: Fraction | None, scale: float, count: int) -> bool:
     if exact is None:
         return math.isnan(value)
-    # In units of rounding of the scale an update errs by 2 for the difference, which is up to 2 scales, 2 for
-    # its product and 1 for the sum; and by twice what the share errs: 4, and 2 for each earlier weight.
+    # In units of roundoff of the scale, an update adds an error of 2 for the difference, which is up to 2
+    # scales, 2 for its product and 1 for the sum; and twice that of the weight: 4, plus 2 per earlier weight.
     bound = count * (13 + 4 * count) * EPS * Fraction(scale)
     return math.isfinite(value) and abs(Fraction(value) - exact) <= bound
 
@@ -63,7 +63,7 @@ values = st.floats(-1e6, 1e6) | st.sampled_from([NAN, INF, -INF, 0.0, 1e150, -1e
 decays = st.floats(0, 0.999999) | st.sampled_from([0.0, 0.5, 0.9, 0.99])
 
 
-# numbers
+# values
 
 
 @given(st.lists(values, min_size=1, max_size=12), decays)
@@ -126,7 +126,7 @@ def test_what_is_not_finite_does_not_stick():
         assert not drift <= 5
         assert ema.steps == 0
         assert_same(ema(tensor(2.0)), Smoothed(tensor(2.0), tensor(0.0)))
-    # nor does a difference that is out of range
+    # nor does a difference that overflows
     ema = EMA(decay=0.5)
     ema(tensor(1.7e308))
     assert_same(ema(tensor(-1.7e308)), Smoothed(tensor(1.7e308), tensor(INF)))
@@ -173,7 +173,7 @@ def test_it_takes_what_stats_give():
     assert EMA()(gm.group_ratio(grouped, "seed", "host")).value == 1.0
 
 
-# without bias correction: the loop that everybody writes
+# without bias correction: the common hand-written loop
 
 
 def classical(xs: Sequence[float], decay: float) -> Fraction:
@@ -192,12 +192,12 @@ def test_without_bias_correction_it_is_the_average_that_starts_at_zero(xs, decay
         scale = max([abs(y) for y in xs[: i + 1] if math.isfinite(y)], default=0.0)
         before = ema.value.item()
         value, drift = (y.item() for y in ema(tensor(x)))
-        # that of the corrected mean, and of a weight and a product
+        # the bound of the corrected mean, plus that of a weight and a product
         bound = (i + 1) * (16 + 4 * (i + 1)) * EPS * Fraction(scale)
         assert abs(Fraction(value) - classical(xs[: i + 1], decay)) <= bound
         expected = abs(x - before) / (abs(before) + 1e-3)
         assert drift == expected or (math.isnan(x) and math.isnan(drift))
-        # one state for both
+        # both kinds share one state
         corrected(tensor(x))
         assert same(ema.state, corrected.state)
 
@@ -242,7 +242,7 @@ def test_without_correction_it_is_updated_inside_a_compiled_step(backend):
             found, expected = compiled(x), twin(x)
             mean = 0.9 * mean + (1 - 0.9) * x
             torch.testing.assert_close(found.value, mean, rtol=1e-14, atol=0.0)
-            # Inductor may fuse a product and a sum
+            # Inductor may fuse a multiplication and an addition
             torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-14, atol=0.0)
     assert graphs() == 1
 
@@ -253,7 +253,7 @@ def test_a_bias_correction_that_is_no_bool_is_refused(value):
         EMA(bias_correction=value)
 
 
-# what is refused
+# refused arguments
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, NAN, INF, 2, "0.9", None])
@@ -293,7 +293,7 @@ def test_a_value_that_does_not_fit_is_refused_and_changes_nothing(x, error, word
     assert torch.equal(ema.state, before)
 
 
-# a module among others
+# as part of another module
 
 SERIES = ([1.0, NAN], [2.0, 3.0], [INF, 4.0], [0.5, 0.1])
 
@@ -353,7 +353,7 @@ def test_a_copy_goes_on_identically(copied):
         again.load_state_dict(copy.deepcopy(owner.state_dict()), assign=copied == "assign")
     for a, b in zip(continued(again.ema), continued(ema), strict=True):
         assert_same(a, b)
-    # and apart
+    # and independently
     again.ema(torch.ones(2))
     assert not torch.equal(again.ema.state, ema.state)
 
@@ -427,7 +427,7 @@ def guarded_step(model: Watched, x: Tensor, y: Tensor) -> tuple[Tensor, Smoothed
     stats = gm.collect_grads(model.body)
     total, each = model.total(stats.total_norm), model.each(stats.norm)
     with torch.no_grad():
-        # a jump of the norm, and what is not finite, is no step; all decided on the device
+        # skip the update at a jump of the norm or a non-finite value, decided on the device
         rate = torch.where(total.drift <= 5, 0.1, 0.0)
         for parameter in model.body.parameters():
             parameter.copy_(torch.where(rate > 0, parameter - rate * parameter.grad, parameter))

@@ -31,7 +31,7 @@ def grouped(tensors=GROUPS):
 
 def test_it_is_the_ratio_of_norms_by_the_root_of_the_number_of_elements():
     stats = grouped()
-    # a ratio of root mean squares: groups of different sizes compare
+    # the ratio of root mean squares, which compares groups of different sizes
     assert gm.group_ratio(stats, "seed", "host").item() == 0.25
     assert gm.group_ratio(stats, "host", "seed").item() == 4.0
     assert gm.group_ratio(stats, "host", "host").item() == 1.0
@@ -39,7 +39,7 @@ def test_it_is_the_ratio_of_norms_by_the_root_of_the_number_of_elements():
 
 
 def expected(a, b):
-    """As IEEE division says it, but 0 where both are finite and one is nothing."""
+    """Return the IEEE quotient, but 0 if both norms are finite and one of them counts as zero."""
     x, y = (math.nan if name == "nan" else math.inf if name == "inf" else finite(name) for name in (a, b))
     if math.isfinite(x) and math.isfinite(y):
         return x / y if x and y else 0.0
@@ -74,7 +74,7 @@ def test_the_floor_can_be_chosen():
     assert gm.group_ratio(stats, "tiny", "host").item() == 0.0
     assert gm.group_ratio(stats, "tiny", "host", floor=0.0).item() == pytest.approx(5e-10, rel=1e-7)
     assert gm.group_ratio(stats, "seed", "host", floor=5.0).item() == 0.0
-    # of finite norms it stays finite
+    # with finite norms it stays finite
     assert gm.group_ratio(stats, "dead", "dead", floor=0.0).item() == 0.0
     assert gm.group_ratio(stats, ["host", "none"], "dead", floor=0.0).tolist() == [0.0, 0.0]
 
@@ -128,7 +128,7 @@ def test_rows_that_are_no_groups_are_not_all_listed():
         gm.group_ratio(stats, "seed", "0")
 
 
-# of norms and numbers of elements
+# plain norms and numbers of elements
 
 
 def norm_and_size(name):

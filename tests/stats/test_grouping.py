@@ -1,4 +1,4 @@
-"""Groups by names and by modules, and the tree of modules; patterns and predicates are in test_stats."""
+"""Groups by names and by modules, and the tree of modules; see test_tensor_stats for patterns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradiometer.stats.grouping import module_of
 
 
 class Grafted(nn.Module):
-    """A host with slots into which seeds are grafted, and a weight that two of them share."""
+    """A host with slots that hold grafted seeds, and a weight that two of them share."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ def model():
 
 
 def names_in(stats, rule, **model):
-    """Return the rows of a group: each row holds another power of two."""
+    """Return the names of a group's rows: each row holds a different power of two."""
     powers = {name: torch.full((1,), 2.0**i) for i, name in enumerate(stats.names)}
     total = int(gm.collect(powers).group({"group": rule}, **model).sum)
     return {name for i, name in enumerate(stats.names) if total >> i & 1}
@@ -49,7 +49,7 @@ def test_a_module_is_a_group_of_its_parameters(model):
         {"host": r"^host\.", "seed0": r"^seeds\.0\.", "head": r"^head\.|^seeds\.0\.weight"}
     )
     assert grouped.names == ("host", "seed0", "head")
-    # the tied weight stands first under seeds.0, and is a parameter of the head as well
+    # the tied weight is named under seeds.0, and is a parameter of the head as well
     assert torch.equal(grouped.columns, expected.columns)
     assert torch.equal(grouped.flags, expected.flags)
 
@@ -99,7 +99,7 @@ def test_a_collection_of_names_is_a_group(model):
         {"scale": 1, "head.bias": 2}.keys(),
     ):
         assert names_in(stats, rule) == {"scale", "head.bias"}
-    # a parameter without a gradient has no row; no name is searched as a pattern
+    # a parameter without a gradient has no row; names are not patterns
     assert names_in(stats, ["frozen.weight", "host", "seeds.0"]) == set()
     assert names_in(stats, []) == set()
 
@@ -133,7 +133,7 @@ def test_groups_by_module_and_their_ratio_are_made_inside_a_compiled_step():
     torch.testing.assert_close(found[2].columns, expected[2].columns)
 
 
-# the tree
+# the tree of modules
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_model_whose_names_are_others_is_refused(model):
         gm.collect_grads(wrapped).group({"host": model.host}, model=model)
     with pytest.raises(ValueError, match=r"'0' here, 'scale' there; pass the model that was collected"):
         gm.collect_grads(model.parameters()).group({"host": model.host}, model=model)
-    # nothing measured yet is no other model
+    # having measured nothing does not make it another model
     model.zero_grad()
     assert gm.collect_grads(model).group({"host": model.host}, model=model).numel.tolist() == [0.0]
 

@@ -1,8 +1,8 @@
-"""Reports on their way to the host: what is copied, when it is read, and who waits for it.
+"""Reports in flight to the host: what is copied, when it is read, and which calls wait.
 
-There is no device here, so one is stood in for: tensors that say they are on one, and copies to the
-host that arrive when somebody waits for them, or when the device gets there. `tests/gpu/test_gpu_async.py`
-does the same on a real one.
+A fake device replaces a GPU: its tensors claim to be on a device, and copies to the
+host arrive when a call waits for them, or when the test lets the device proceed.
+`tests/gpu/test_gpu_async.py` tests the same on a real device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.fake_device import FakeEvent, Model, device_of, watch
 
 
 class Device:
-    """Copies to the host in the order in which they were asked for, each at its time."""
+    """Copies to the host in the order of their requests, each when the test or a wait lets it proceed."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[Tensor, Tensor]] = []
@@ -43,7 +43,7 @@ class Device:
 
 
 class Event:
-    """Stands for `torch.Event`."""
+    """Replaces `torch.Event`."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -61,7 +61,7 @@ class Event:
 
 
 class Away(Tensor):
-    """A tensor on the device."""
+    """A tensor that claims to be on the device."""
 
     @property
     def device(self) -> torch.device:
@@ -71,14 +71,14 @@ class Away(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.to and isinstance(args[1], torch.device):
-            # with itself, and a copy to the host would have to wait
+            # no conversion: a copy to the host would have to wait
             assert args[1].type == "cuda"
             return args[0]
         if func is Tensor.copy_:
             host, value = args
             assert kwargs == {"non_blocking": True}
             assert any(host is x for x in CURRENT[0].pinned)
-            # what it is at this place in the order of the stream, whenever it arrives
+            # the value at this point of the stream, whenever the copy arrives
             CURRENT[0].queue.append((host, value.as_subclass(Tensor).clone()))
             return host
         assert func not in {Tensor.cpu, Tensor.item, Tensor.tolist}
@@ -95,7 +95,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     def pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         if not pin_memory:
             return empty(*args, **kwargs)
-        # what is read before it was copied would be seen
+        # a value other than that of any test, so that reading before the copy is detected
         CURRENT[0].pinned.append(empty(*args, **kwargs).fill_(77))
         return CURRENT[0].pinned[-1]
 
@@ -139,7 +139,7 @@ def tree_of(model: nn.Module) -> dict[str, Any]:
 
 
 def assert_same_tree(found: Any, expected: Any) -> None:
-    """Compare what arrived with the tree that was sent."""
+    """Compare the result with the tree that was sent."""
     if isinstance(expected, gm.TensorStats):
         assert isinstance(found, gm.Report)
         assert rows(found) == rows(expected.materialize())
@@ -160,7 +160,7 @@ def assert_same_tree(found: Any, expected: Any) -> None:
 
 
 def sent(tree: Any) -> Any:
-    """Return the tree as it would be on the device."""
+    """Return the tree with tensors that claim to be on the device."""
     if isinstance(tree, gm.TensorStats):
         return away(tree)
     if isinstance(tree, Tensor):
@@ -172,7 +172,7 @@ def sent(tree: Any) -> Any:
     return tree
 
 
-# what arrives
+# contents
 
 
 def test_on_the_cpu_everything_is_there_at_once():
@@ -232,7 +232,7 @@ def test_a_model_without_gradients_arrives_as_a_report_of_nothing(device):
     assert len(device.queue) == 1
 
 
-# when
+# readiness
 
 
 def test_it_is_ready_when_the_copy_has_arrived_and_not_before(device):
@@ -242,7 +242,7 @@ def test_it_is_ready_when_the_copy_has_arrived_and_not_before(device):
         assert not pending.ready()
     device.run(1)
     assert pending.ready()
-    # nobody waited, and the result is there
+    # no call has waited, and the result is there
     assert device.log == []
     assert pending.result().total_norm == 2.0
 
@@ -259,7 +259,7 @@ def test_a_result_is_read_once_and_given_as_often_as_asked(device):
     pending = gm.materialize_async(sent(tree))
     first = pending.result()
     waits = list(device.log)
-    # the pinned memory may have been given to another copy
+    # the pinned memory may be reused for another copy
     for host, _ in device.queue:
         host.fill_(-1)
     second = pending.result()
@@ -291,7 +291,7 @@ def test_one_that_nobody_reads_never_waits(device):
     assert device.log == []
 
 
-# a snapshot
+# snapshots
 
 
 @pytest.mark.usefixtures("device")
@@ -309,7 +309,7 @@ def test_what_training_does_next_changes_nothing(where):
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(torch.nan)
-    # and a loss that is accumulated in place, or a compiled step whose outputs are written again
+    # and the tensors are overwritten: a loss accumulated in place, or outputs of a compiled step
     for x in (tree["loss"], tree["ratios"], tree["matrix"], tree["grads"].columns, tree["grads"].flags):
         x.zero_()
 
@@ -335,7 +335,7 @@ def test_a_report_of_its_own_is_a_snapshot_too(device):
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "in a tree"])
 def test_what_is_copied_lives_until_the_copy_has_been_read(alone):
-    # a copy on a side stream reads memory of the main one, which must not be given away before
+    # a copy on a side stream reads memory of the main stream, which must not be freed before
     stats, loss = away(gm.collect([torch.ones(4)])), torch.ones(()).as_subclass(Away)
     pending = stats.materialize_async() if alone else gm.materialize_async([stats, loss])
     sources = [weakref.ref(stats.columns), *([] if alone else [weakref.ref(loss)])]

@@ -1,4 +1,4 @@
-"""Several collections and tensors to the host at once: the same values, dtypes and nesting."""
+"""Several collections and tensors in one transfer to the host: the same values, dtypes and nesting."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_inside_a_compiled_function_it_is_refused(fetch):
     "dtypes", [[torch.float64], [torch.float64, torch.bfloat16, torch.int64, torch.bool]]
 )
 def test_what_comes_from_a_device_is_cut_where_it_was_joined(monkeypatch, dtypes):
-    # the CPU stands for a device: what is joined there is one tensor, and arrives bit for bit
+    # the CPU stands for a device: tensors are joined there, and arrive bit for bit
     monkeypatch.setattr(host_copy, "_is_on_host", lambda x: x.dtype == torch.int32)
     tensors = [
         (100 * torch.randn(shape)).to(dtype)

@@ -1,4 +1,4 @@
-"""`total_norm` of every order: torch's norm of norms in fp64, with its NaN and Inf, and in range."""
+"""`total_norm` of every order: torch's norm of norms in fp64, with its NaN and Inf, without overflow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ every_order = pytest.mark.parametrize("order", ORDERS, ids=repr)
 
 def torchs(tensors, order):
     """Return torch's own norm of fp64 copies."""
-    # of complex elements it drops the imaginary part for some orders, and warns of it
+    # for some orders torch drops the imaginary part of complex elements, with a warning
     wide = [x.to(torch.complex128).abs() if x.is_complex() else x.double() for x in tensors]
     return torch.nn.utils.get_total_norm(wide, float(order))
 
@@ -35,11 +35,11 @@ def test_every_order_is_torchs_norm_of_norms(order, dtype):
     if order != 0:
         tensors += [torch.zeros(4, dtype=dtype)] * (dtype == torch.float32)
     else:
-        # of which torch counts those that have a norm
+        # for order 0, torch counts the tensors with a nonzero norm
         tensors += [torch.zeros(4, dtype=dtype)]
     norm = gm.total_norm(tensors, order)
     assert (norm.dtype, norm.shape, norm.requires_grad) == (torch.float64, (), False)
-    # of 4351 elements each power has an error of an ulp, and their sum one of a pairwise sum
+    # each of 4351 powers has an error of an ulp, and their pairwise sum adds another error
     torch.testing.assert_close(norm, torchs(tensors, order), rtol=1e-12, atol=0.0)
 
 
@@ -73,7 +73,7 @@ def test_with_nothing_to_measure_it_is_zero(order):
     for tensors in ([], [torch.empty(0)], {"a": torch.empty(0, 3), "b": torch.empty(0)}):
         norm = gm.total_norm(tensors, order)
         assert (norm.item(), norm.dtype, norm.shape) == (0.0, torch.float64, ())
-    # and what is empty adds nothing
+    # and an empty tensor adds nothing
     x = torch.tensor([3.0, 4.0])
     assert torch.equal(gm.total_norm([torch.empty(0), x], order), gm.total_norm([x], order))
 

@@ -1,4 +1,4 @@
-"""Report: the host side. Values by name, findings, health, exports, and the table that print shows."""
+"""Report, on the host: values by name, findings, health, exports, and the printed table."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def test_the_asynchronous_report_is_the_same(tensors: dict[str, torch.Tensor]) -
     stats = gm.collect(tensors, thresholds=gm.Thresholds(exploding=7.0))
     pending = stats.materialize_async()
     assert type(pending) is gm.Pending
-    # nothing is under way on the CPU
+    # on the CPU the result is ready at once
     assert pending.ready() is True
     report = pending.result()
     assert type(report) is gm.Report
     assert repr(list(report)) == repr(list(stats.materialize()))
     assert str(report) == str(stats.materialize())
     assert report.thresholds == stats.thresholds
-    # a result can be asked for again
+    # a result can be requested again
     assert str(pending.result()) == str(report)
 
 
@@ -124,7 +124,7 @@ def test_a_report_from_a_gpu_arrives_without_waiting_for_later_work() -> None:
     assert later.ready() is True
 
 
-# by name
+# access by name
 
 
 def test_a_tensor_is_found_by_its_name() -> None:
@@ -150,7 +150,7 @@ def test_iteration_is_in_the_order_of_the_model() -> None:
     report = report_of({name: torch.ones(1) for name in names})
     assert [row.name for row in report] == names
     assert list(report.names) == names
-    assert [row.name for row in report] == names  # and again
+    assert [row.name for row in report] == names  # repeatable
 
 
 def test_rows_are_frozen() -> None:
@@ -235,7 +235,7 @@ def test_health_falls_with_the_share_of_vanishing_and_exploding_tensors(
     fine: int, vanishing: int, exploding: int, health: float
 ) -> None:
     report = report_of(tensors_with(fine, vanishing, exploding))
-    # both sides are a few roundings of numbers up to 1
+    # both sides have a few roundings of numbers up to 1
     assert abs(report.health - health) <= 4 * 2**-53
     assert type(report.health) is float
 
@@ -243,13 +243,13 @@ def test_health_falls_with_the_share_of_vanishing_and_exploding_tensors(
 def test_health_at_its_edges() -> None:
     assert report_of({}).health == 1.0
     assert report_of({"none": torch.empty(0)}).health == 1.0
-    # one element of any tensor is enough
+    # one NaN in any tensor is enough
     assert report_of([*tensors_with(99, 0, 0), torch.tensor([1.0, math.nan])]).health == 0.0
     assert report_of([*tensors_with(99, 0, 0), torch.tensor([-math.inf])]).health == 0.0
-    # dead alone says nothing about health
+    # dead alone does not affect health
     assert report_of({"x": torch.zeros(2)}, vanishing=0.0).dead == ["x"]
     assert report_of({"x": torch.zeros(2)}, vanishing=0.0).health == 1.0
-    # thresholds under which a tensor is both: 1 - 0.5 - 0.8 is no health below 0
+    # with thresholds that make a tensor both, 1 - 0.5 - 0.8 is clamped to 0
     both = report_of({"x": torch.tensor([5.0])}, vanishing=10.0, exploding=1.0)
     assert both.vanishing == both.exploding == ["x"]
     assert both.health == 0.0
@@ -277,7 +277,7 @@ def test_the_worst_come_first() -> None:
     assert shuffled != list(expected)
     report = report_of({name: expected[name] for name in shuffled})
     assert [row.name for row in report.worst_first()] == list(expected)
-    # equals keep the order of the model, and asking changes nothing
+    # ties keep the order of the model, and the call does not change the report
     assert [row.name for row in report] == shuffled
     ones = report_of({name: torch.ones(1) for name in "cabd"})
     assert "".join(row.name for row in ones.worst_first()) == "cabd"
@@ -322,7 +322,7 @@ def test_a_report_as_a_dict_can_be_written_as_json() -> None:
 
 
 def test_a_report_as_a_dict_has_the_rows_that_iteration_gives() -> None:
-    # NaN equals nothing
+    # without NaN, which does not equal itself
     finite = report_of({name: x for name, x in MIXED.items() if bool(x.isfinite().all())})
     rows = finite.to_dict()["tensors"]
     assert rows == {row.name: row_to_dict(row) for row in finite}
@@ -339,7 +339,7 @@ def test_a_report_as_a_dict_calls_no_function_for_each_tensor() -> None:
             calls += event == "call"
 
         before = sys.getprofile()
-        # others have callbacks that the collector calls
+        # a garbage collection would run the callbacks of other libraries
         gc.disable()
         sys.setprofile(profile)
         try:
@@ -349,7 +349,7 @@ def test_a_report_as_a_dict_calls_no_function_for_each_tensor() -> None:
             gc.enable()
         return calls
 
-    # the names of flags are looked up once
+    # the names of flags are looked up only once
     first = [calls_of(count) for count in (20, 2000)]
     again = [calls_of(count) for count in (20, 2000)]
     assert again[0] == again[1] <= min(first)
@@ -408,14 +408,14 @@ HEADER = ["name", "elements", "norm", "rms", "abs max", "zero %", "NaN", "±Inf"
 
 
 def width(text: str) -> int:
-    """Columns that a terminal takes: two for a wide character, none for a combining one."""
+    """Return the columns of a text on a terminal: two for a wide character, none for a combining one."""
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
     )
 
 
 def table_of(text: str) -> tuple[str, str, list[str], str | None, str]:
-    """Headline, header, rows, the line of what is left out, total."""
+    """Return the headline, header, rows, the line about omitted rows, and the total."""
     headline, rule, header, second, *body, third, total = text.split("\n")
     assert rule == second == third
     assert set(rule) == {RULE}
@@ -429,7 +429,7 @@ def cells_of(line: str) -> list[str]:
 
 
 def assert_aligned(text: str) -> None:
-    """Names begin at the left, numbers end below their header's end, flags begin below theirs."""
+    """Check that names begin at the left, numbers end below their header's end, flags begin below theirs."""
     _, header, rows, _, total = table_of(text)
     assert re.split(r" {2,}", header) == HEADER
     ends = [header.index(f"  {title}") + 2 + len(title) for title in HEADER[1:-1]]
@@ -531,7 +531,7 @@ def test_a_table_is_as_long_as_asked(max_rows: int | None) -> None:
         assert f"norm {f'{low:.3e}' if low else '0'} to {high:.3e}" in more
     else:
         assert more is None
-    # headline and total are of all tensors, shown or not
+    # headline and total cover all tensors, shown or not
     assert headline == str(report).split("\n")[0]
     assert cells_of(total) == cells_of(str(report).split("\n")[-1])
 
@@ -554,7 +554,7 @@ def test_a_thousand_tensors_are_abridged_to_twenty() -> None:
 
 
 def test_the_total_line_counts_flagged_tensors_and_not_the_flags_of_the_sum() -> None:
-    # each fine, all together above the threshold of one
+    # each is below the threshold of a tensor, but their total is above it
     report = report_of([torch.tensor([90.0])] * 4)
     assert report.total.norm == 180.0
     *_, total = table_of(str(report))
@@ -613,7 +613,7 @@ def test_the_values_shown_are_the_values_measured() -> None:
         row = report.total if name == "total" else report[name]
         assert abs(shown_count(elements) - row.numel) <= 0.0005 * row.numel
         for shown, value in ((norm, row.norm), (rms, row.rms), (top, row.abs_max)):
-            # four digits, and a zero only for a zero
+            # four digits, and "0" only for zero
             assert equal(float(shown), float(f"{value:.3e}"))
         if zeros != "<0.1":
             assert abs(float(zeros) - 100 * row.zero_fraction) <= 0.05
@@ -638,7 +638,7 @@ def test_the_values_shown_are_the_values_measured() -> None:
 def test_a_number_is_shown_with_four_digits_and_zero_as_zero(value: float, shown: str) -> None:
     text = str(report_of({"w": torch.tensor([value], dtype=torch.float64)}))
     _, _, (row,), _, total = table_of(text)
-    # 1e-200 has a square of 0 in a double: the norm says so, the largest magnitude does not
+    # the square of 1e-200 is 0 in a double: the norm is 0, but the largest magnitude is not
     column = 2 if abs(value) > 1e-150 or value == 0 or math.isnan(value) else 4
     assert cells_of(row)[column] == shown
     assert cells_of(total)[column] == shown
@@ -682,7 +682,7 @@ def test_only_all_or_none_are_shown_as_0_or_100_percent(zeros: int, of: int, sho
 
 
 def test_long_names_are_shortened_and_keep_their_end() -> None:
-    # as long as a name may be, and one more
+    # the longest name that is shown whole, and one more character
     limit = next(n for n in range(10, 200) if "…" in str(report_of({"x" * (n - 2) + ".y": torch.ones(1)})))
     fits, long = "x" * (limit - 3) + ".y", "a" + "x" * (limit - 3) + ".y"
     assert f"\n{fits} " in str(report_of({fits: torch.ones(1)}))
@@ -692,7 +692,7 @@ def test_long_names_are_shortened_and_keep_their_end() -> None:
     assert shown.endswith("x.y")
     assert len(shown) < len(long)
     assert_aligned(str(report_of({long: torch.ones(1), "b": torch.ones(1), fits: torch.ones(1)})))
-    # the report itself knows the whole name
+    # the report itself keeps the whole name
     assert report_of({long: torch.ones(1)})[long].numel == 1
 
 
@@ -773,11 +773,11 @@ def test_a_flag_that_is_none_is_refused(flag: object) -> None:
         report_of(MIXED).flagged(flag)
 
 
-# of all ranks
+# reports of all ranks
 
 
 def of_ranks(tensors: dict[str, torch.Tensor], ranks: dict[str, int]) -> gm.Report:
-    """Return the report of stats that several ranks have merged."""
+    """Return the report of statistics merged over several ranks."""
     stats = gm.collect(tensors)
     origin = torch.tensor([float(ranks.get(name, -1)) for name in stats.names], dtype=torch.float64)
     return replace(stats, origin=origin).materialize()
@@ -811,7 +811,7 @@ total         9        nan  2.720e+00  3.000e+00       0    4     -  0, 3, 12  4
     header, _, *lines = str(modules).splitlines()
     assert re.split(r" {2,}", header)[-2:] == ["rank", "flags"]
     assert [re.split(r" {2,}", line)[10] for line in lines] == ["0, 12", "-", "3, 12"]
-    # of many the first few
+    # only the first few of many
     many = of_ranks({str(i): bad for i in range(5)}, {str(i): 7 - i for i in range(5)})
     assert re.split(r" {2,}", str(many).splitlines()[-1])[-2] == "3, 4, 5…"
 
@@ -854,7 +854,7 @@ def test_a_frame_of_all_ranks_has_a_column_for_the_rank() -> None:
 )
 def test_a_copy_of_a_report_is_the_same_report(copied: Callable[[gm.Report], gm.Report]) -> None:
     for report in (report_of(MIXED), of_ranks(MIXED, {"head.bias": 5}), report_of({})):
-        # what is computed when it is asked for is copied too
+        # cached properties are copied too
         for _ in range(2):
             again = copied(report)
             assert str(again) == str(report)

@@ -1,4 +1,4 @@
-"""TensorStats: its values by name, merging and grouping, and that it is a frozen, portable snapshot."""
+"""TensorStats: values by name, merging and grouping, and that it is a frozen, portable snapshot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stats_of_all() -> gm.TensorStats:
 
 
 def expected(name: str) -> dict[str, float]:
-    """The plain formulas, in doubles."""
+    """Compute the plain formulas in doubles."""
     finite, rest = FINITE[name], NONFINITE.get(name, [])
     n, n_nan, n_inf = len(finite), sum(map(math.isnan, rest)), sum(map(math.isinf, rest))
     sumsq = math.fsum(x * x for x in finite)
@@ -69,7 +69,7 @@ def expected(name: str) -> dict[str, float]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit, or NaN in the same places."""
+    """Return whether both are equal bit for bit, or NaN in the same places."""
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(nan=-7.0), b.nan_to_num(nan=-7.0))
 
 
@@ -97,7 +97,7 @@ def test_every_column_and_derived_value_is_a_property(field: str) -> None:
         if math.isnan(right):
             assert math.isnan(value)
         elif field in {"rms", "mean", "std", "norm", "finite_norm"} and math.isfinite(right):
-            # small integers: their sums are exact; what is left are the roundings of one or two
+            # sums of small integers are exact; what remains are the roundings of one or two
             # divisions and a root, and of the subtraction under the root of std
             assert abs(value - right) <= 4 * 2**-53 * (abs(right) + (expected(name)["rms"] if right else 0))
         else:
@@ -138,7 +138,7 @@ def test_total_norm_is_that_of_all_tensors_together() -> None:
     assert finite.total_norm.item() == 5.0
     assert gm.collect([torch.ones(2), torch.tensor([-math.inf])]).total_norm.item() == math.inf
     assert math.isnan(gm.collect([torch.tensor([math.inf]), torch.tensor([math.nan])]).total_norm.item())
-    # NaN is not made of two infinities
+    # two infinities do not add up to NaN
     assert gm.collect([torch.tensor([math.inf]), torch.tensor([-math.inf])]).total_norm.item() == math.inf
     assert stats_of_all().total_norm.isnan()
 
@@ -171,7 +171,7 @@ def test_a_fused_optimizer_skips_its_step_by_found_inf(kind: type, bad: bool) ->
         model.weight.grad[0, 1] = math.inf
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = kind(model.parameters(), lr=0.1, fused=True)
-    # as GradScaler.step hands them over
+    # as GradScaler.step sets them
     optimizer.grad_scale, optimizer.found_inf = None, gm.collect_grads(model).found_inf
     optimizer.step()
     unchanged = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
@@ -286,7 +286,7 @@ def test_flags_of_a_group_are_those_of_the_merged_row() -> None:
     ]
     groups = stats.group({"a": "^a", "b": "^b", "bc": "^[bc]"})
     assert groups.thresholds is thresholds
-    # a: norm 5 > 4.5; b: four of five are zeros; with c they are four of six, and one is infinite
+    # a: norm 5 > 4.5; b: four of five are zeros; with c it is four of six, and one is infinite
     assert groups.flags.tolist() == [
         gm.Flag.EXPLODING,
         gm.Flag.DEAD,
@@ -310,7 +310,7 @@ def test_a_merge_is_as_if_tensors_had_been_concatenated() -> None:
     second = {"w": torch.tensor([-9.0, math.inf]), "b": torch.tensor([0.0, 1.0]), "e": torch.empty(0)}
     merged = gm.collect(first).merge(gm.collect(second))
     together = gm.collect({name: torch.cat([first[name], second[name]]) for name in first})
-    # integers of a few bits: the sums are exact in any order
+    # sums of small integers are exact in any order
     assert same_stats(merged, together)
 
 
@@ -324,7 +324,7 @@ def test_a_merge_takes_flags_anew_from_its_own_thresholds() -> None:
     assert merged.flags.tolist() == [gm.Flag.EXPLODING]
     assert merged.thresholds is thresholds
     assert other.merge(mine).flags.tolist() == [0]
-    # half of it alive: no longer dead
+    # half of the elements are nonzero now: no longer dead
     dead = gm.collect({"w": torch.zeros(2)})
     assert dead.flags.tolist() == [gm.Flag.VANISHING | gm.Flag.DEAD]
     assert dead.merge(other).flags.tolist() == [0]
@@ -360,7 +360,7 @@ def test_a_merge_of_other_names_is_refused_with_the_first_difference(
         ours.merge(theirs)
 
 
-# a snapshot
+# snapshots
 
 
 def test_later_changes_of_gradients_change_neither_stats_nor_report() -> None:
@@ -414,7 +414,7 @@ def test_stats_are_frozen() -> None:
             setattr(stats, field, None)
     with pytest.raises(AttributeError):
         stats.norm = None
-    # identity, so that stats can be kept in sets and never compare tensors
+    # comparison by identity, so that stats can be kept in sets and never compare tensors
     assert stats == stats  # noqa: PLR0124
     assert stats != stats_of_all()
     assert len({stats, stats}) == 1
@@ -449,7 +449,7 @@ def test_tree_map_reaches_the_tensors_wherever_stats_stand() -> None:
 
 
 def test_the_structure_holds_plain_values_alone() -> None:
-    # strict torch.export cannot rebuild any other
+    # strict torch.export can rebuild only plain values
     sharding = Sharding(("a",), (ShardSpec((3,), "float32", 0, ("S(0)",)),), (Mesh(("dp",), (2,), (1,)),))
     stats = dataclasses.replace(gm.collect({"a": torch.ones(3)}), sharding=sharding)
     reduced = dataclasses.replace(stats, sharding=None, origin=torch.zeros(1), local=stats)
@@ -477,7 +477,7 @@ def assert_plain(value: object) -> None:
 
 
 def test_what_is_not_there_is_no_attribute_of_the_instance() -> None:
-    """Dynamo of torch 2.12 to 2.14 takes an attribute that is None for another object's new value."""
+    """In torch 2.12 to 2.14, Dynamo takes an attribute that is None for the new value of another object."""
     stats = stats_of_all()
     reduced = dataclasses.replace(stats, origin=torch.zeros(len(stats.names)), local=stats)
     assert (reduced.origin is None, reduced.local) == (False, stats)
@@ -499,7 +499,7 @@ def test_stats_without_rows_are_a_pytree_too() -> None:
 
 
 def test_the_structure_of_stats_can_be_written_as_json() -> None:
-    # torch.export.save does so with what a program returns
+    # torch.export.save does this with the outputs of a program
     spec = pytree.tree_structure(gm.collect(TENSORS, thresholds=gm.Thresholds(exploding=3.0)))
     assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
 
@@ -525,7 +525,7 @@ def test_a_compiled_function_returns_stats_and_takes_them() -> None:
     doubled, merged = use(eager, out["stats"])
     assert same(doubled, eager.norm * 2)
     assert same_stats(merged, eager.merge(eager))
-    # 169 + 169 under the root
+    # sqrt(169 + 169)
     assert merged.norm[0].item() == math.sqrt(338.0)
 
 
@@ -539,7 +539,7 @@ def test_a_compiled_function_returns_stats_and_takes_them() -> None:
     ids=["regex", "compiled regex", "predicate"],
 )
 def test_stats_are_grouped_inside_a_compiled_function(rules: object) -> None:
-    re.purge()  # nothing that an eager call has left behind
+    re.purge()  # clear the cache of an eager call
     stats = stats_of_all()
     groups = torch.compile(lambda x: x.group(rules), backend="aot_eager", fullgraph=True)(stats)
     assert same_stats(groups, stats.group(rules))

@@ -1,4 +1,4 @@
-"""What tests of compiled functions share: backends, counts of graphs and recompiles, a small model."""
+"""Shared by tests of compiled functions: backends, counts of graphs and recompilations, a small model."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def no_recompile() -> AbstractContextManager[None]:
 
 
 def graphs() -> int:
-    """Return the number of graphs compiled by this test; there must have been no break between them."""
+    """Return the number of graphs that this test compiled; fail if there was a graph break."""
     assert not counters["graph_break"]
     return counters["stats"]["unique_graphs"]
 
 
 class Kept:
-    """The `aot_eager` backend, which keeps the graphs that it runs."""
+    """The `aot_eager` backend, which also keeps the graphs."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
@@ -46,7 +46,7 @@ class Kept:
     def _keep(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         self.graphs.append(graph)
         for node in graph.graph.nodes:
-            # Dynamo may take a number's way to the host into the graph, where it is a wait all the same
+            # Dynamo may put a transfer of a number to the host into the graph, which would still wait
             assert torch.Tag.data_dependent_output not in getattr(node.target, "tags", ()), node
         return graph.forward
 

@@ -1,4 +1,4 @@
-"""A device that is not there: any wait of the host for it is an error."""
+"""A fake device: any wait of the host for it is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 DEVICES = ("cpu", "cuda")
-# what hands values to Python; some of it is no call of the dispatcher for a tensor on the CPU
+# functions that return values to Python; some of them do not call the dispatcher for a tensor on the CPU
 _READS = frozenset(
     {
         Tensor.item,
@@ -44,9 +44,9 @@ class HostWaitError(AssertionError):
 
 
 class Watch(TorchDispatchMode):
-    """Sees every call of the dispatcher: refuses those that wait for the device, and counts the rest.
+    """Observes every call of the dispatcher: refuses those that wait for the device, and counts the rest.
 
-    What an op does inside is not seen: the mode is off while it is handled.
+    Calls inside an op are not observed: the mode is off while it is handled.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.op_calls += func is torch.ops.gradiometer.tensor_stats.default
         if kwargs.get("pin_memory"):
-            # a fake tensor forgets it
+            # a fake tensor does not remember that it is pinned
             self._pinned.append(out.untyped_storage()._cdata)
         self._see_copy(func, args, kwargs, out)
         return out
@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
     @staticmethod
     def _waits(func: Any, args: tuple[Any, ...]) -> bool:
         if func in _INDEXING:
-            # a mask has to be counted, indices need not be
+            # the elements of a mask have to be counted, indices need not
             return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         # _local_scalar_dense, equal; nonzero, masked_select, unique
         return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
@@ -85,7 +85,7 @@ class Watch(TorchDispatchMode):
             return {leaf.device.type for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)}
 
         if func in _INDEXING and "cpu" in devices(args[1]) and args[0].device.type != "cpu":
-            # indices on the host are copied, in a way that waits
+            # indices on the host are copied with a wait
             self.to_device.append((True, False))
             return
         if func is torch.ops.aten.copy_.default:
@@ -114,10 +114,10 @@ class _Reads(TorchFunctionMode):
 
 
 class _NoGuard(TorchFunctionMode):
-    """Calls of fake cuda tensors on a CPU build of torch.
+    """Makes calls on fake cuda tensors work on a CPU build of torch.
 
-    Some of torch's Python functions ask for a guard of the device before they call the dispatcher,
-    and a CPU build has none. Their calls of the dispatcher are made here instead.
+    Some of torch's Python functions request a device guard before they call the dispatcher,
+    and a CPU build has none. This mode calls the dispatcher directly instead.
     """
 
     def __torch_function__(
@@ -162,7 +162,7 @@ def watch() -> Iterator[Watch]:
 
 @contextmanager
 def device_of(name: str) -> Iterator[torch.device]:
-    """Give a device: the CPU with its real tensors, or a fake one."""
+    """Return a device: the CPU with its real tensors, or a fake one."""
     if name == "cpu":
         yield torch.device("cpu")
     else:
@@ -171,7 +171,7 @@ def device_of(name: str) -> Iterator[torch.device]:
 
 
 class Model(nn.Module):
-    """Parameters of given shapes and dtypes, with gradients."""
+    """Parameters of the given shapes and dtypes, with gradients."""
 
     def __init__(self, device: torch.device, parameters: int = 7) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Model(nn.Module):
 
 
 class FakeEvent:
-    """Stands for `torch.Event`, which wants a device that is there."""
+    """Replaces `torch.Event`, which needs an existing device."""
 
     waits = 0
 

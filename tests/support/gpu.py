@@ -1,4 +1,4 @@
-"""What the tests of a real GPU share."""
+"""Shared by the tests on a real GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# around the tile of 1024 and the chunk of 2**15 elements
+# around the tile size of 1024 and the chunk size of 2**15 elements
 SIZES = (1, 2, 3, 7, 8, 9, 255, 1023, 1024, 1025, 2**15 - 1, 2**15, 2**15 + 1, 3 * 2**15 + 1029, 1_000_003)
 
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """Make an error of whatever CUDA says waits for the device."""
+    """Turn every operation that CUDA reports as a wait for the device into an error."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -53,7 +53,7 @@ def small_model() -> nn.Module:
 def record(
     function: Callable[[], Any], stream: torch.cuda.Stream | None = None, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Warm up on a side stream, as the documentation of CUDA graphs wants it, and record."""
+    """Warm up on a side stream, as the documentation of CUDA graphs requires, and capture."""
     stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -66,12 +66,12 @@ def record(
     return graph, result
 
 
-# cycles: about half a second at 2 GHz, a thousand times what it takes to queue a collection
+# cycles: about half a second at 2 GHz, a thousand times the time to queue a collection
 LONG = 1_000_000_000
 
 
 def keep_busy() -> torch.cuda.Event:
-    """Let the current stream work for long; the event has happened when it is done."""
+    """Keep the current stream busy; return an event that completes with this work."""
     torch.cuda._sleep(LONG)
     done = torch.cuda.Event()
     done.record()
@@ -79,11 +79,11 @@ def keep_busy() -> torch.cuda.Event:
 
 
 def queued(function: Callable[[], Any]) -> tuple[torch.cuda.Event, Any]:
-    """Call a function behind long work of the current stream; it must not wait for that.
+    """Call a function while the current stream is busy; it must not wait for that work.
 
-    It has been called before: whatever is compiled, loaded or pinned at a first call may well wait.
+    The function is called before, too: the first calls may wait for compilation, loading or pinning.
     """
-    # two at a time, so that there is as much pinned memory as one call needs, and more
+    # two results at a time, so that there is enough pinned memory for the next call
     before = [function() for _ in range(2)]
     torch.cuda.synchronize()
     del before

@@ -1,4 +1,4 @@
-"""Models with gradients, and their bits."""
+"""Models with gradients, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def real(x):
 
 
 def bits(x):
-    """Tell -0 from 0 and a NaN from another."""
+    """Compare bit patterns, which distinguish -0 from 0 and one NaN from another."""
     x = real(x).contiguous()
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]).clone()
 

@@ -1,9 +1,8 @@
-"""Gradient telemetry as code bases carry it, with its faults: what ours is compared with.
+"""Gradient telemetry as found in many code bases, including its faults: the baseline of our comparisons.
 
-Sums in the gradient's own dtype, a wait for the device per tensor, a flattened copy of all gradients,
-comparisons that NaN passes, and None, 0.0 or a tensor where there is nothing to measure. They stay: to
-repair one of them here is to compare with something that nobody has. docs/how-to/migrating.md says what to
-call instead.
+It sums in the gradient's own dtype, waits for the device per tensor, makes a flattened copy of all gradients,
+has comparisons that NaN passes, and returns None, 0.0 or a tensor if there is nothing to measure. Do not
+repair these faults: the comparison is with real code. docs/how-to/migrating.md lists the replacements.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def norm_of_flat(model):
 
 
 def stability_issues(model, loss=None, limit=1e6):
-    """Return what is wrong, in words; three waits per tensor."""
+    """Return a list of issues in words; three waits per tensor."""
     tensors = {"loss": loss}
     for name, p in model.named_parameters():
         tensors |= {f"weight {name}": p.data, f"gradient {name}": p.grad}
@@ -58,23 +57,23 @@ def stability_issues(model, loss=None, limit=1e6):
 
 
 def is_stable(model, limit=1e6):
-    """Tell whether no gradient exceeds a limit, which a NaN never does; a wait per tensor."""
+    """Return whether no gradient exceeds a limit, which a NaN never does; a wait per tensor."""
     return not bool(max(p.grad.abs().max() for p in model.parameters() if p.grad is not None) > limit)
 
 
 class GradientCollector:
-    """All statistics of a step, from a flattened copy of all gradients."""
+    """Collects all statistics of a step from a flattened copy of all gradients."""
 
     def __init__(self, vanishing=1e-7, exploding=100.0):
         self.vanishing = vanishing
         self.exploding = exploding
 
     def collect(self, model):
-        """Return them as numbers; without gradients there are fewer keys."""
+        """Return the statistics as numbers; without gradients there are fewer keys."""
         return self.materialize(self.collect_async(model), one_by_one=True)
 
     def collect_async(self, model):
-        """Return them as tensors, which nothing has waited for."""
+        """Return the statistics as tensors, without a wait."""
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if not grads:
             return {}
@@ -88,7 +87,7 @@ class GradientCollector:
         }
 
     def materialize(self, found, *, one_by_one=False):
-        """Return the numbers: one wait per norm, or for all of them; one for each other key."""
+        """Return the numbers: one wait per norm, or one for all norms; one for each other key."""
         if not found:
             return {"total_norm": 0.0, "health": 1.0}
         found = dict(found)
@@ -130,7 +129,7 @@ def host_seed_ratio(model, *, prefix="seed.", floor=1e-8):
 
 
 def optimizer_monitor(model):
-    """Return what Composer's OptimizerMonitor logs of the gradients; a wait per key."""
+    """Return the gradient metrics that Composer's OptimizerMonitor logs; a wait per key."""
     metrics = {
         f"l2_norm/grad/{name}": torch.linalg.vector_norm(p.grad)
         for name, p in model.named_parameters()
@@ -141,7 +140,7 @@ def optimizer_monitor(model):
 
 
 class MovingAverage:
-    """A running mean of a number, begun at its first value, and how far the last one is from it."""
+    """A running mean of a number, initialized with the first value, and the last value's drift from it."""
 
     def __init__(self, decay=0.99, eps=1e-12):
         self.decay = decay
@@ -150,7 +149,7 @@ class MovingAverage:
         self.drift = 0.0
 
     def update(self, value):
-        """Take a number, which a tensor has been waited for; a NaN stays for good."""
+        """Add a number, for which a tensor has to be waited for; a NaN persists."""
         if self.mean is None:
             self.mean = value
         self.drift = abs(value - self.mean) / (abs(self.mean) + self.eps)
@@ -158,11 +157,11 @@ class MovingAverage:
         return self.mean
 
 
-# what they are compared on
+# the inputs of the comparison
 
 
 def with_grads(grads, *, tied=(), frozen=()):
-    """Return a module that has these gradients, by dotted name; None for no gradient."""
+    """Return a module with these gradients, by dotted name; None for no gradient."""
     model = nn.Module()
     for name, grad in grads.items():
         *path, leaf = name.split(".")
@@ -182,7 +181,7 @@ def with_grads(grads, *, tied=(), frozen=()):
 
 
 def cases():
-    """Return models with gradients by what is special about them; each has a host and a seed."""
+    """Return models with gradients by their special feature; each has a host and a seed."""
     torch.manual_seed(0)
     weights = {f"{part}.{i}": (i + 2, 7) for part in ("host", "seed") for i in range(8)}
 
@@ -192,7 +191,7 @@ def cases():
     def spoilt(value):
         grad = torch.randn(50, 7)
         grad[3, 4] = value
-        # first and last, so that min() and max() of Python meet it at either end
+        # first and last, so that Python's min() and max() meet it at either end
         return with_grads({"host.a": torch.randn(9), "host.w": grad, "seed.w": torch.randn(30)})
 
     return {

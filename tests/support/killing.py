@@ -1,8 +1,8 @@
-"""Trains in a process that is killed: each line of its input, JSON, is a run to begin and when to kill it.
+"""Train in a process that gets killed: each input line, JSON, names a run to begin and when to kill it.
 
-It is killed ``delay`` seconds after its record has taken ``steps`` steps, however long they take.
+The process is killed ``delay`` seconds after its record has taken ``steps`` steps, however long they take.
 
-torch is imported once, and each training is a fork of this process, which starts no thread itself.
+torch is imported once, and each training is a fork of this process, which starts no threads itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradiometer.monitor import pipeline
 from gradiometer.monitor.monitor import Monitor
 from gradiometer.runs.writer import RunRecord
 
-# steps of a full segment
+# steps in a full segment
 SEGMENT = 25
 
 
@@ -30,7 +30,7 @@ def loss_of(step):
 
 
 class Telling(RunRecord):
-    """A run record that says which step it has taken last: a sink beside it would run ahead of it."""
+    """A run record that reports its last step: a separate sink would be ahead of it."""
 
     def __init__(self, pipe, *args, **options):
         super().__init__(*args, **options)
@@ -42,7 +42,7 @@ class Telling(RunRecord):
 
 
 def train(run, first, pipe):
-    # a copy to the host at nearly every step, so that little is under way when it ends
+    # copy to the host at nearly every step, so that little is in flight at the end
     pipeline.INTERVAL = 0.002
     model = torch.nn.Linear(1, 2, bias=False)
     record = Telling(pipe, run, segment_steps=SEGMENT, segment_seconds=0.02, fsync=False)
@@ -51,7 +51,7 @@ def train(run, first, pipe):
     with monitor:
         monitor.load_state_dict(state | {"step": first})
         while True:
-            # any number tells its step
+            # the value encodes the step
             model.weight.grad = torch.full((2, 1), float(monitor.step))
             monitor.record()
             monitor.advance(loss=loss_of(monitor.step))
@@ -59,13 +59,13 @@ def train(run, first, pipe):
 
 
 def last_of(told):
-    """Return the last step that was told; a write of 8 bytes to a pipe is whole."""
+    """Return the last reported step; a write of 8 bytes to a pipe is atomic."""
     return max((step for (step,) in struct.iter_unpack("q", told)), default=-1)
 
 
 def main():
     torch.set_num_threads(1)
-    # pyarrow imports pandas, where there is one, with its first array
+    # with its first array, pyarrow imports pandas if it is installed
     pyarrow.array(["once"])
     for line in sys.stdin:
         order = json.loads(line)

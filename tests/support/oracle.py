@@ -1,4 +1,4 @@
-"""The obvious formula for every statistic of one tensor, exact. It knows nothing of the package.
+"""The plain formula for every statistic of one tensor, exact and independent of the package.
 
 Sums are those of `math.fsum`, rounded once: the square of an fp32, bf16, fp16 or fp8 value is itself a
 double, and fp64 values are squared and added as integers.
@@ -12,9 +12,9 @@ from fractions import Fraction
 
 import torch
 
-# The contract, for up to 2**24 elements. Squares have one sign, so adding them through partial sums of
-# h levels is off by at most h * u, u = 2**-53: a norm within 1e-13 allows 1800 levels. A sum may
-# cancel; its error is measured by the sum of magnitudes, and 1e-13 of that allows 900 levels.
+# The documented bounds, for up to 2**24 elements. Squares have one sign, so adding them through partial sums
+# of h levels has a relative error of at most h * u, u = 2**-53: a norm within 1e-13 allows 1800 levels. A sum
+# may cancel; its error is relative to the sum of magnitudes, and 1e-13 of that allows 900 levels.
 NORM_BOUND = 1e-13
 SUM_BOUND = 1e-13
 U = 2.0**-53
@@ -22,7 +22,7 @@ U = 2.0**-53
 
 @dataclass(frozen=True)
 class Exact:
-    """Statistics of one tensor; sums and what is derived from them are of its finite elements."""
+    """Statistics of one tensor; sums and derived values are of its finite elements."""
 
     numel: int
     sumsq: float
@@ -73,7 +73,7 @@ COUNTS = ("numel", "n_zero", "n_nan", "n_posinf", "n_neginf")
 
 
 def numbers(tensor):
-    """Return all real numbers of a tensor, those not stored and those repeated too, as flat fp64."""
+    """Return all real numbers of a tensor as flat fp64, including implicit zeros and repeated elements."""
     x = tensor.detach()
     x = x.to_dense() if x.is_sparse else x
     x = x.resolve_conj().resolve_neg()
@@ -95,13 +95,13 @@ def exact(*tensors):
         n_posinf=int((x == math.inf).sum()),
         n_neginf=int((x == -math.inf).sum()),
         abs_max=finite.abs().max().item() if len(finite) else 0.0,
-        # only ever the scale of a bound
+        # only used as the scale of a bound
         abs_sum=finite.abs().sum().item(),
     )
 
 
 def std(tensor):
-    """Return the population's standard deviation of the finite elements, of deviations from their mean."""
+    """Return the population standard deviation of the finite elements, computed from deviations."""
     x = numbers(tensor)
     finite = x[x.abs() < math.inf]
     if not len(finite):
@@ -122,13 +122,13 @@ def _sum_of_integer_squares(x):
 
 
 def assert_same_counts(measured, expected):
-    """Counts and the largest magnitude have no tolerance."""
+    """Check the counts and the largest magnitude, which must be exact."""
     for name in (*COUNTS, "abs_max"):
         assert measured[name] == getattr(expected, name), name
 
 
 def assert_within_bounds(measured, expected, slack=0.0):
-    """``slack``: rounding that is not the measurement's, relative, on top of the contract."""
+    """Check norm and sum. ``slack``: a relative error on top of the bounds, not due to the measurement."""
     norm_error = abs(math.sqrt(measured["sumsq"]) - expected.finite_norm)
     assert norm_error <= (NORM_BOUND + slack) * expected.finite_norm
     assert abs(measured["sum"] - expected.sum) <= (SUM_BOUND + slack) * expected.abs_sum

@@ -1,4 +1,4 @@
-"""How equal results of ranks are to those of one process."""
+"""Checks that the results of ranks equal those of one process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pytest
 from gradiometer.columns.schema import COLUMN_INDEX
 from support.oracle import assert_same_counts, assert_within_bounds, exact
 
-# gradients of the same weights and data in float64, by another order of sums
+# gradients of the same weights and data in float64, with sums in another order
 SLACK = 1e-13
 MERGED = ("names", "columns", "flags", "total_norm", "ranks", "origin")
 
 
 def seen(stats):
-    """Return what a rank has found as plain values."""
+    """Return the results of a rank as plain values."""
     report = stats.materialize()
     return {
         "names": report.names,
@@ -26,10 +26,10 @@ def seen(stats):
 
 
 def assert_equal(found, tensors, slack=0.0, slacks=None):
-    """``found``: of each rank; ``tensors``: all of the model, by name; ``slacks``: of some of them."""
+    """``found``: each rank's results; ``tensors``: all of the model's, by name; ``slacks``: for some."""
     for one in found:
         assert one["names"] == tuple(tensors)
-        # the same bits on every rank; NaN too
+        # the same bits on every rank, NaN included
         assert [repr(one[what]) for what in MERGED] == [repr(found[0][what]) for what in MERGED]
     for name, tensor in tensors.items():
         measured = dict(zip(COLUMN_INDEX, found[0]["columns"][name], strict=True))

@@ -1,8 +1,8 @@
-"""One small model, trained one step alone or in each of the ways to share it: the gradients are the same.
+"""A small model, trained for one step alone or with each way to share it: the gradients are the same.
 
-A builder runs on every rank, forward and backward over its share of the batch, and returns its part of the
-model with gradients, on torch's default device. Names are those of the whole model. Rows divide by no number
-of ranks, and some tensors have fewer rows than ranks.
+A builder runs on every rank, does forward and backward over its share of the batch, and returns its part of
+the model with gradients, on torch's default device. Names are those of the whole model. The numbers of rows
+are not multiples of the number of ranks, and some tensors have fewer rows than ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# tensor parallelism alone asks for a size that divides, HIDDEN
+# only tensor parallelism needs a size that is divisible, HIDDEN
 WORDS, WIDTH, HIDDEN, CLASSES = 13, 5, 12, 3
 BATCH, LENGTH = 8, 4
 # embedding, LayerNorm and two Linear in each of two layers, LayerNorm, Linear
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A stage of a pipeline has fewer parts, of the same names."""
+    """A pipeline stage has some of these parts, with the same names."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def whole(dtype):
 
 
 def batch():
-    """Return words and what to find in them; two words stand nowhere, so that their gradients are 0."""
+    """Return words and their targets; two words do not occur, so that their gradients are 0."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randint(0, WORDS - 2, (BATCH, LENGTH), generator=generator, device="cpu")
     target = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=generator, device="cpu")
@@ -85,7 +85,7 @@ def loss_of(y, target):
 
 
 def backward(model, place=0, places=1):
-    """Train on a share of the batch; the mean over equal shares is that over the batch."""
+    """Train on a share of the batch; the mean over equal shares is the mean over the batch."""
     x, target = (part.chunk(places)[place] for part in batch())
     loss_of(model(x), target).backward()
     return model
@@ -96,7 +96,7 @@ def backward(model, place=0, places=1):
 
 @functools.cache
 def mesh_of(shape, names):
-    """Return the mesh; groups are made once a process."""
+    """Return the mesh; its groups are made once per process."""
     return init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=names)
 
 
@@ -150,7 +150,7 @@ def fsdp_tp(_rank, size, dtype):
 
 
 def stage_of(model, place):
-    """Leave the first or the second half of the model."""
+    """Delete all but the first or the second half of the model."""
     del model.layers[str(1 - place)]
     if place == 0:
         model.norm = model.head = None
@@ -160,9 +160,9 @@ def stage_of(model, place):
 
 
 def pipelined(model, place, group, share=0, shares=1):
-    """Train a stage by torch's own schedule, two micro-batches at a time."""
+    """Train a stage with torch's own schedule and two micro-batches."""
     x, target = (part.chunk(shares)[share] for part in batch())
-    # torch compares processes' schedules by objects, which it warns about
+    # torch compares the schedules of processes as pickled objects, with a warning
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stage = PipelineStage(model, place, 2, torch.get_default_device(), group=group)
@@ -190,7 +190,7 @@ def names_and_parameters(model):
     return list(model.named_parameters())
 
 
-# name -> builder, numbers of ranks, and collectives that add up what is partial
+# name -> builder, numbers of ranks, and the collectives that add up partial gradients
 KINDS = {
     "plain": (plain, (2,), 0),
     "DDP": (ddp, (2, 4), 0),
@@ -205,7 +205,7 @@ CASES = [(kind, size) for kind, (_, sizes, _) in KINDS.items() for size in sizes
 
 
 class Collectives(TorchDispatchMode):
-    """Notes each collective that is called: its name, and the shapes of what it is given."""
+    """Records each collective: its name, and the shapes of its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -213,11 +213,11 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            # which first becomes what it does to its shards
+            # it is called again as operations on its local shards
             return NotImplemented
         if "c10d" in function.namespace:
             name = function._schema.name.split("::")[1]
-            # not what waits for one, or wraps its result
+            # not the op that waits for a collective, nor the one that wraps its result
             if name != "wait_tensor" and not name.startswith("_wrap"):
                 tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
                 self.calls.append((name, [(tuple(x.shape), x.dtype) for x in tensors]))

@@ -1,7 +1,7 @@
 """Processes that are the ranks of a small job, on the CPU with Gloo: a function runs on all of them at once.
 
-They are forked from a server that has imported torch once, and stay: a call takes milliseconds. `scripted`
-forks ranks that run a script, as torchrun would have them.
+They are forked from a server that has imported torch once, and are reused: a call takes milliseconds.
+`scripted` forks ranks that run a script with the environment of torchrun.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONTEXT.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",
-        # what the first compilation imports, a second or two in each rank
+        # imported by the first compilation, a second or two in each rank
         "torch._functorch.aot_autograd",
         "torch._inductor.compile_fx",
         "torch._dynamo.testing",
@@ -40,13 +40,13 @@ _CONTEXT.set_forkserver_preload(
 
 
 class RankFailedError(AssertionError):
-    """What a rank raised, with its traceback."""
+    """The exception that a rank raised, with its traceback."""
 
 
 class RankPool:
     """Ranks. ``run(function, *args)`` calls ``function(rank, *args)`` on each and returns the results.
 
-    The function stands at the top of a module that ranks can import.
+    The function must be at the top level of a module that ranks can import.
     """
 
     def __init__(self, size: int, *, timeout: float = 60.0) -> None:
@@ -63,7 +63,7 @@ class RankPool:
             self.processes.append(process)
 
     def run(self, function: Any, *args: Any, timeout: float = 300.0) -> list[Any]:
-        """Return what the function returns on each rank; raise what it raised on the first that failed."""
+        """Return the function's results by rank; raise the exception of the first rank that failed."""
         outcomes = self.outcomes(function, *args, timeout=timeout)
         for rank, (failed, value) in enumerate(outcomes):
             if failed:
@@ -72,9 +72,9 @@ class RankPool:
         return [value for _, value in outcomes]
 
     def outcomes(self, function: Any, *args: Any, timeout: float = 300.0) -> list[tuple[bool, Any]]:
-        """Return for each rank whether it failed, and its result, or the text of its traceback."""
+        """Return for each rank whether it failed, and its result or the text of its traceback."""
         for pipe in self._pipes:
-            # one that has gone is found below
+            # a rank that has died is detected below
             with suppress(OSError):
                 pipe.send((function, args))
         found = []
@@ -100,7 +100,7 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    # said by torch of itself
+    # warnings from torch itself
     warnings.filterwarnings("ignore", module="torch")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     dist.init_process_group(
@@ -122,14 +122,14 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Any) -> None:
 
 
 def scripted(script: Path, *args: str, size: int = 2, timeout: float = 240.0) -> str:
-    """Run a script as the ranks of a job, in its folder; return what they printed. It has to end well.
+    """Run a script as the ranks of a job, in its folder; return their output. All must succeed.
 
-    Like `torchrun`, which takes some 15 seconds to start: the same variables, and a store that no rank
-    holds. What happens when an interpreter ends is not tried here.
+    Like `torchrun`, which takes about 15 seconds to start: the same variables, and a store outside of the
+    ranks. The exit of an interpreter is not tested.
     """
     from torch.distributed import TCPStore
 
-    # as torchrun's agent holds it, on a port that is free
+    # like the store of torchrun's agent, on a free port
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     variables = {
         "WORLD_SIZE": str(size),
@@ -174,10 +174,10 @@ def _run_script(script: str, args: tuple[str, ...], variables: dict[str, str], o
 
 
 def torchrun(script: Path, *args: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
-    """Run a script as the two ranks of a job, in its folder; it has to end well."""
+    """Run a script as the two ranks of a job, in its folder; it has to succeed."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    # of this process, which may be a rank itself
+    # not those of this process, which may be a rank itself
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TRITON_INTERPRET"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

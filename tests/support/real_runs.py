@@ -1,4 +1,4 @@
-"""Small training runs on real text and rendered digits, recorded step by step and looked at by rules."""
+"""Small training runs on real text and rendered digits, recorded at each step and checked by rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradiometer.recorder.recorder import Recorder
 from gradiometer.rules import default_rules
 from gradiometer.rules.ledger import Ledger
 
-# the digits of a 5 x 7 font, a hexadecimal number a row
+# the digits of a 5 x 7 font; each row is a hexadecimal number
 FONT = (
     *("0e11131519110e", "040c040404040e", "0e11010204081f", "1f02040201110e", "02060a121f0202"),
     *("1f101e0101110e", "0608101e11110e", "1f010204080808", "0e11110e11110e", "0e11110f01020c"),
@@ -24,7 +24,7 @@ SIZE = 16
 
 
 def digits(count, generator):
-    """Return images (count, 1, 16, 16) of turned, scaled, shifted and noisy digits, and which they are."""
+    """Return images (count, 1, 16, 16) of rotated, scaled, shifted and noisy digits, and their labels."""
     rows = [[int(glyph[i : i + 2], 16) for i in range(0, 14, 2)] for glyph in FONT]
     font = torch.tensor([[[row >> (4 - bit) & 1 for bit in range(5)] for row in glyph] for glyph in rows])
     which = torch.randint(10, (count,), generator=generator)
@@ -42,14 +42,14 @@ def digits(count, generator):
 
 @functools.cache
 def corpus():
-    """Return characters of Python's own standard library, below 128."""
+    """Return ASCII characters of Python's own standard library."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(file.read_bytes() for file in sorted(folder.glob("[a-z]*.py")))[: 2**18]
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).clamp(max=127)
 
 
 def characters(batch, context, generator):
-    """Return pieces of the standard library's text (batch, context), and the characters that follow."""
+    """Return excerpts of the standard library's text (batch, context), and the characters that follow."""
     text = corpus()
     start = torch.randint(len(text) - context - 1, (batch, 1), generator=generator)
     piece = text[start + torch.arange(context + 1)].long()
@@ -57,7 +57,7 @@ def characters(batch, context, generator):
 
 
 class Recurrent(nn.Module):
-    """A model of the next character."""
+    """A next-character model."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """A block of a transformer, with the biases that have no gradient but rounding errors: of the keys."""
+    """A transformer block with key biases, whose gradients are only rounding errors."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A model of the next character, with embeddings of rare characters that seldom have a gradient."""
+    """A next-character model with embeddings of rare characters, which seldom have a gradient."""
 
     def __init__(self, layers=3, width=64, heads=4, context=32):
         super().__init__()
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions whose biases stand before a norm: their gradients are rounding errors."""
+    """Two convolutions whose biases precede a norm: their gradients are rounding errors."""
 
     def __init__(self, channels):
         super().__init__()
@@ -141,13 +141,13 @@ def perceptron(depth=4, width=64, activation=nn.ReLU):
 
 
 def batches(batch=32, seed=0):
-    """Return a function that gives the next batch of digits."""
+    """Return a function that returns the next batch of digits."""
     generator = torch.Generator().manual_seed(seed)
     return lambda: digits(batch, generator)
 
 
 class Run:
-    """A training run that records each step and lets rules look at it."""
+    """A training run that records each step and applies rules to it."""
 
     def __init__(self, model, batch, optimizer, rules=None, *, schedule=None, updates=False, **recorder):
         self.model, self.batch, self.optimizer, self.schedule = model, batch, optimizer, schedule
@@ -158,7 +158,7 @@ class Run:
         self.records, self.step = [], 0
 
     def go(self, steps, before=None):
-        """Train; ``before(step)`` may change gradients, after the backward and before they are recorded."""
+        """Train; ``before(step)`` may change gradients after the backward, before they are recorded."""
         for _ in range(steps):
             inputs, targets = self.batch()
             logits = self.model(inputs)
@@ -182,7 +182,7 @@ class Run:
         return self.ledger.findings
 
     def look(self, record, loss):
-        """Let the rules look at a step."""
+        """Apply the rules to a step."""
         record.scalars["loss"] = loss
         self.records.append(record)
         for rule in self.rules:

@@ -1,7 +1,7 @@
 """Hypothesis strategies: tensors of every dtype, size, layout and kind of value, as short recipes.
 
-A recipe is a few words and a seed, so that a large tensor costs Hypothesis no entropy and a failing
-example prints as what makes it again: `Recipe(...).tensor()`.
+A recipe is a few words and a seed, so that a large tensor costs Hypothesis no entropy, and a failing
+example prints the call that makes it again: `Recipe(...).tensor()`.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def _borders():
     return borders
 
 
-# where an implementation may go wrong: one off each size at which it changes its ways
+# sizes at which an implementation changes its method, and one more and one less
 _NEAR_BORDERS = sorted({border + step for border in _borders() for step in (-1, 0, 1)})
 SMALL = [n for n in _NEAR_BORDERS if n <= 2**10 + 1]
 MEDIUM = [n for n in _NEAR_BORDERS if 2**10 + 1 < n <= 2**15 + 1]
-# the interpreter takes about a second for these
+# the interpreter takes about a second for each of these
 LARGE = [n for n in _NEAR_BORDERS if n > 2**15 + 1 and not INTERPRETED]
 
 
 def numels(largest=math.inf):
-    """Mostly small, some at the borders, few of the large ones."""
+    """Mostly small sizes, some at the borders, few of the large ones."""
     choices = [st.integers(0, 40), st.sampled_from(SMALL), st.integers(0, 2**11)] * 3
     choices += [st.sampled_from(part) for part in (MEDIUM, MEDIUM, LARGE) if part and part[0] <= largest]
     return st.one_of(choices).filter(lambda n: n <= largest)
@@ -68,7 +68,7 @@ def numels(largest=math.inf):
 
 @st.composite
 def shapes(draw, largest=math.inf):
-    """Up to four dimensions, in any order, whose product is one of `numels`."""
+    """Up to four dimensions in any order; their product is one of `numels`."""
     rest = draw(numels(largest))
     dims = []
     for _ in range(draw(st.integers(0, 3))):
@@ -83,7 +83,7 @@ def shapes(draw, largest=math.inf):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a tensor is made of."""
+    """The description of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class Recipe:
     seed: int = 0
 
     def tensor(self):
-        """Make it; the same bits each time."""
+        """Make the tensor; the same bits each time."""
         shape, dims, numel = self.shape, len(self.shape), math.prod(self.shape)
         if self.layout == "transposed":
             return self._memory(numel).view(shape[::-1]).permute(tuple(reversed(range(dims))))
@@ -122,7 +122,7 @@ class Recipe:
         if self.dtype.is_complex:
             real = {torch.complex32: torch.float16, torch.complex64: torch.float32}
             values = _fill(self, real.get(self.dtype, torch.float64), 2 * n)
-            # memory of its own: Dynamo takes no complex view of real memory as an input
+            # its own memory: Dynamo takes no complex view of real memory as an input
             return torch.view_as_complex(values.view(n, 2)).clone()
         return _fill(self, self.dtype, n)
 
@@ -134,7 +134,7 @@ def _fill(recipe, dtype, n):
         where = torch.randint(0, n, (recipe.specials,), generator=g)
         x[where] = _nonfinite(recipe.specials, g)
     if INTERPRETED and dtype in {torch.bfloat16, torch.float8_e8m0fnu}:
-        # the interpreter takes subnormal bf16 for 0; fp8 without a 0 has one number below this, in its place
+        # the interpreter flushes subnormal bf16 to 0; fp8 without a 0 is read as bf16 and has one such number
         least = 2.0**-126
         x[(x.abs() < least) & ((x != 0) | (dtype != torch.bfloat16))] = least
     return x.to(dtype) if dtype == torch.float64 else x.float().to(dtype)
@@ -146,17 +146,17 @@ def _numbers(recipe, dtype, n, g):
     if recipe.values == "constant":
         return torch.full((n,), (0.1, 1.0, -3.0, 200.0, -1e-3)[recipe.seed % 5], dtype=torch.float64)
     if recipe.values == "moderate":
-        # from 1/8 to 8 and zeros: what every format holds 64 times larger and smaller as well
+        # from 1/8 to 8, and zeros: every format can represent these times 64 and divided by 64
         powers = 6 * torch.rand(n, generator=g, dtype=torch.float64) - 3
         return torch.exp2(powers).copysign(normal) * (normal.abs() > 0.1)
     if recipe.values == "wide":
-        # the whole range of normal numbers; of fp64, as far as squares are normal too
+        # the whole range of normal numbers; in fp64, those whose squares are normal too
         low, high = math.log2(info.tiny), math.log2(info.max) - 0.01
         low, high = max(low, -498.0), min(high, 498.0)
         powers = low + (high - low) * torch.rand(n, generator=g, dtype=torch.float64)
         return torch.exp2(powers).copysign(normal)
     if recipe.values == "tiny":
-        # subnormal numbers; of fp64, the smallest whose squares are normal
+        # subnormal numbers; in fp64, the smallest ones whose squares are normal
         low = max(info.tiny * info.eps, 2.0**-498)
         steps = torch.randint(1, max(2, int(1 / info.eps)), (n,), generator=g)
         return steps.double() * low * normal.sign()
@@ -174,15 +174,15 @@ def _nonfinite(n, g):
     first, second, mixed = torch.randint(0, 4, (3,), generator=g).tolist()
     if mixed == 0:
         return kinds[torch.randint(0, 4, (n,), generator=g)]
-    # often all alike, or nearly
+    # often all elements have the same kind of value, or nearly all
     return torch.cat([kinds[first].expand(n - n // 8), kinds[second].expand(n // 8)])
 
 
 @st.composite
 def recipes(draw, dtypes=ALL_DTYPES, values=VALUES, layouts=LAYOUTS, specials=True, largest=math.inf):
-    """Recipes of one tensor. ``specials``: whether NaN and Inf may be strewn among the values."""
+    """Recipes of one tensor. ``specials``: whether some of the values may be NaN and Inf."""
     return Recipe(
-        # the formats that models are trained in come more often
+        # the dtypes that models are trained in are drawn more often
         dtype=draw(st.sampled_from([d for d in FLOATS if d in dtypes] * 3 + list(dtypes))),
         shape=draw(shapes(largest)),
         layout=draw(st.sampled_from(layouts)),
@@ -193,7 +193,7 @@ def recipes(draw, dtypes=ALL_DTYPES, values=VALUES, layouts=LAYOUTS, specials=Tr
 
 
 def lists(**options):
-    """Lists of a few mixed recipes, or of a crowd of small ones, which implementations put together."""
+    """Lists of a few mixed recipes, or of many small ones, which implementations batch."""
     small = {**options, "largest": 64}
     return st.one_of(
         st.lists(recipes(**options), min_size=1, max_size=4),

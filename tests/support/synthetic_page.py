@@ -1,4 +1,4 @@
-"""A large run in memory, and what a page says of a cell: for tests of the report page."""
+"""A large run in memory, and the values of a page's cells: for tests of the report page."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from support.synthetic_run import make_info, make_roster
 
 
 class Dense(Run):
-    """A run of noise, every tensor measured at every step: what it would be, read from disk."""
+    """A run of noise with every tensor measured at every step, as if it had been read from disk."""
 
     def __init__(self, path, tensors, steps, kinds=("grads",)):
         info = make_info(make_roster(tensors, kinds))
         self.path, self.roster, self.thresholds = Path(path), info.roster, DEFAULT_THRESHOLDS
         self.info = {"model": info.model, "device": info.device, "closed": True, "versions": {}}
         random = torch.Generator().manual_seed(0)
-        # 20 decades, as noisy as can be: what compresses worst
+        # 20 decades of independent noise: the worst case for compression
         self._noise = 10 ** (20 * torch.rand(2**20, generator=random, dtype=torch.float64) - 10)
         self._steps = pa.table(
             {
@@ -38,7 +38,7 @@ class Dense(Run):
 
     def matrices(self, statistics, *_, first, last):
         size = last - first + 1, len(self.roster.names)
-        # goes on from reading to reading: noise that came back every few columns would compress
+        # continues from one read to the next: noise repeated every few columns would compress
         place = torch.arange(first * size[1], (last + 1) * size[1]) % len(self._noise)
         noise = self._noise[place].view(size)
         found = {"numel": torch.full_like(noise, 4096.0), "flags": torch.zeros_like(noise)}

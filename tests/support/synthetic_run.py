@@ -1,4 +1,4 @@
-"""A run on disk of made-up numbers, always the same: for tests of what reads one."""
+"""A run on disk with made-up, reproducible numbers: for tests of its readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSIONS = MappingProxyType({"python": "3.11.7", "torch": "2.13.0", "triton": "3
 
 
 def make_roster(tensors=20, kinds=("grads",), names=None):
-    """Weights of (64, 64) and biases of (64,), by turns."""
+    """Weights of (64, 64) and biases of (64,), alternating."""
     if names is None:
         names = [f"blocks.{i // 2}.{'bias' if i % 2 else 'weight'}" for i in range(tensors)]
     shapes = [(64,) if i % 2 else (64, 64) for i in range(len(names))]
@@ -32,10 +32,10 @@ def make_info(roster, first_step=0, started=STARTED, **more):
 
 
 def make_records(roster, steps=200, *, first=0, every=1, nonfinite_at=None, seed=0, batch=256):
-    """Yield steps: norms fall slowly and differ by tensor, each with noise; the loss falls.
+    """Yield steps: norms fall slowly, differ by tensor and are noisy; the loss falls.
 
     Args:
-        nonfinite_at: here the first gradient has 3 NaN, the second 2 +Inf, and the loss is NaN.
+        nonfinite_at: in this step the first gradient has 3 NaN, the second 2 +Inf, and the loss is NaN.
     """
     random = torch.Generator().manual_seed(seed)
     k, n = len(roster.kinds), len(roster.names)
@@ -85,12 +85,12 @@ def write_run(
     """Write a run with the public sink and return its folder.
 
     Args:
-        path: the folder; one that holds a run is gone on with.
-        tensors, names: how many, or which.
-        steps, first, every: ``steps`` steps from ``first``; those that ``every`` divides have tensors.
-        findings: of `gradiometer.Finding`.
-        close: False leaves it as a process does that lives on; what was written is on disk all the same.
-        options: of `RunRecord`.
+        path: the folder; an existing run in it is resumed.
+        tensors, names: the number of tensors, or their names.
+        steps, first, every: ``steps`` steps from ``first``; those divisible by ``every`` have tensors.
+        findings: of type `gradiometer.Finding`.
+        close: False leaves the run as a live process does; written data is on disk all the same.
+        options: for `RunRecord`.
     """
     roster = make_roster(tensors, kinds, names)
     sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))

@@ -1,8 +1,8 @@
-"""A counter of transfers from the device to the host that needs no device.
+"""Counts transfers from the device to the host, without a device.
 
 The tensors are fake ones on "cuda". Every read of a value, by `.item()`, `bool()` or a comparison, and
-every copy to the CPU is then a call of the dispatcher, whoever makes it. What is read is made up: a
-flag is unset, a number is 0, and what is copied arrives as zeros, real ones that are then read freely.
+every copy to the CPU is then a call of the dispatcher, from any caller. The values read are made up: a
+flag is unset, a number is 0, and a copy arrives as real zeros, which can then be read freely.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.home_grown import with_grads
 
 
 class Transfers(TorchDispatchMode):
-    """Counts how often the host asks for values on "cuda"; goes above a FakeTensorMode."""
+    """Counts how often the host reads values on "cuda"; used above a FakeTensorMode."""
 
     def __init__(self):
         super().__init__()
@@ -41,9 +41,9 @@ class Transfers(TorchDispatchMode):
             self.count += 1
             return args[0]
         if away and {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-            raise NotImplementedError(f"{func}: what it returns is not made up yet")
+            raise NotImplementedError(f"{func}: its return value is not implemented")
         made_there = torch.device(kwargs.get("device") or "cpu").type != "cpu"
-        # what has arrived is real, and so is what comes of it
+        # arrived values are real, and so are results computed from them
         with nullcontext() if away or made_there else _disable_current_modes():
             out = func(*args, **kwargs)
         if away and isinstance(out, Tensor) and out.device.type == "cpu":
@@ -54,7 +54,7 @@ class Transfers(TorchDispatchMode):
 
 
 class _Lists(TorchFunctionMode):
-    """Shows what `torch.tensor` does with a list of tensors in C++: it asks each for its number."""
+    """Makes visible that `torch.tensor` of a list of tensors reads each number, which it does in C++."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         del types
@@ -64,9 +64,9 @@ class _Lists(TorchFunctionMode):
 
 
 def count_transfers(call, model):
-    """Return how many transfers ``call(model, loss)`` makes for a model like this one on a device."""
+    """Return the number of transfers that ``call(model, loss)`` makes for a model like this on a device."""
     with FakeTensorMode():
-        # of tensors for which none is named, too
+        # new tensors without an explicit device, too
         with torch.device("cuda"):
             grads = {name: p.grad for name, p in model.named_parameters()}
             away = with_grads(
@@ -77,7 +77,7 @@ def count_transfers(call, model):
             )
             loss = torch.zeros(())
         build = nullcontext() if torch.backends.cuda.is_built() else _NoGuard()
-        # a fake is read element by element, a tensor on a device copied once
+        # a fake tensor is read element by element, a tensor on a device is copied once
         whole = patch.object(FakeTensor, "tolist", lambda t: t.cpu().tolist())
         with torch.no_grad(), whole, build, _Lists(), Transfers() as seen:
             call(away, loss)

@@ -1,10 +1,10 @@
-"""A sink and a rule that keep what they are given: what the tests of the integrations share."""
+"""A sink and a rule that keep their input: shared by the tests of the integrations."""
 
 from __future__ import annotations
 
 
 class Sink:
-    """Keeps all that it is given."""
+    """Keeps all its input."""
 
     def __init__(self):
         self.info, self.records, self.faults, self.closed = None, [], [], 0

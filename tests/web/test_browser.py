@@ -1,4 +1,4 @@
-"""The report page in a browser: it renders, it can be used, nothing is loaded, and names stay text."""
+"""The report page in a browser: it renders, it can be used, it loads nothing, and names stay text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NAMES = (
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as driver:
-        # a container has no sandbox of its own to give
+        # Chromium's sandbox does not work in a container
         found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
         found.close()
@@ -53,7 +53,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser):
-    """Open a page; at the end nothing may have been loaded, said to the console, or asked of the reader."""
+    """Open a page; at the end it must not have loaded anything, logged to the console, or opened a dialog."""
     contexts, wrong = [], []
 
     def open_page(path, width=1280, height=900, script="", **options):
@@ -109,7 +109,7 @@ def odd(tmp_path_factory):
 
 
 def place(page, row, step, first=0, last=STEPS - 1):
-    """Where a cell of the map is: the layout of the page, told by eye."""
+    """Return the position of a map cell, measured from the layout of the page."""
     box = page.locator("#cells").bounding_box()
     left, right, top = (92 if box["width"] < 560 else 190), 26, 8
     share = (step - first + 0.5) / (last - first + 1)
@@ -122,7 +122,7 @@ def hover(page, row, step, **view):
 
 
 def colour(page, row, step):
-    """The colour of a cell, as (r, g, b)."""
+    """Return the color of a cell, as (r, g, b)."""
     box = page.locator("#cells").bounding_box()
     x, y = place(page, row, step)
     return page.evaluate(
@@ -232,7 +232,7 @@ def test_a_finding_leads_to_its_steps_and_row(opened, small):
     assert steps_in_view(page, "history") == [low, high]
     assert page.get_attribute(".finding >> nth=0", "aria-pressed") == "true"
     assert page.locator("tr.chosen td >> nth=0").inner_text() == "blocks.0.weight"
-    page.click(".finding >> nth=1")  # of a dead tensor the share of zeros is what shows it
+    page.click(".finding >> nth=1")  # a dead tensor shows best in the share of zeros
     page.wait_for_selector("#statistics [aria-pressed=true] >> text='zero %'")
     wait_for_text(page, "#history-title", "blocks.3.bias.grad")
     page.click("#reset")
@@ -296,7 +296,7 @@ def test_the_keyboard_does_all(opened, small):
         page.keyboard.press(key)
     assert "blocks.0.bias.grad, step 3: norm" in page.inner_text(
         "#said"
-    )  # the first key only shows where one is
+    )  # the first key press only shows the selected cell
     page.keyboard.press("Enter")
     assert page.inner_text("#history-title") == "blocks.0.bias.grad"
     page.keyboard.press("+")
@@ -318,7 +318,7 @@ def test_names_stay_text(opened, odd):
     page.mouse.click(*place(page, 0, 10, last=29))
     assert hover(page, 1, 10, last=29).startswith(NAMES[1])
     assert page.locator("img, main a, main script, td b, li b b, #findings i").count() == 0
-    # plotly reads some HTML in what it is given
+    # plotly interprets some HTML in its input
     mark = page.locator("#overview .scatterlayer .trace >> nth=2 >> path.point >> nth=0").bounding_box()
     page.mouse.move(mark["x"] + 2, mark["y"] + 3)
     shown = page.locator("#overview .hoverlayer")
@@ -328,7 +328,7 @@ def test_names_stay_text(opened, odd):
 
 
 def write_changed(path, change, steps=20, **info):
-    """Write a run of which each record was changed."""
+    """Write a run in which ``change`` has altered each record."""
     roster = make_roster(3)
     sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
     sink.start(make_info(roster, **info))
@@ -340,7 +340,7 @@ def write_changed(path, change, steps=20, **info):
 
 def nothing_finite(path):
     def change(record):
-        record.values[..., COLUMN_INDEX["n_nan"]] = record.values[..., -1] = 1  # and the flag of it
+        record.values[..., COLUMN_INDEX["n_nan"]] = record.values[..., -1] = 1  # and its flag
         return record
 
     return write_changed(path, change)
@@ -369,7 +369,7 @@ def test_a_flag_that_is_switched_off_marks_no_tensor(opened, tmp_path):
 
 
 def test_lines_have_a_gap_at_what_is_not_finite(opened, tmp_path):
-    # more than 80 steps: no markers, except where a value is alone
+    # with more than 80 steps there are no markers, except for isolated values
     bad = {50, 51, 60, 62}
 
     def change(record):
@@ -395,7 +395,7 @@ def test_a_table_that_comes_late_does_not_replace_a_newer_one(opened, small):
             return new Promise((done) => setTimeout(done, 400)).then(() => read.call(this));
         };"""
     page = opened(small, script=slow)
-    page.mouse.click(*place(page, 6, 42))  # two more matrices are decoded for the table of a step
+    page.mouse.click(*place(page, 6, 42))  # the table of a step decodes two more matrices
     page.evaluate("document.querySelector('#scopes button').click()")
     page.wait_for_timeout(900)
     assert "largest at" in page.inner_text("#table-head")
@@ -439,7 +439,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(opened, small, odd):
 
 def test_1000_tensors_and_5000_steps_open_in_3_seconds(opened, tmp_path_factory):
     path = dense_page(tmp_path_factory.getbasetemp())
-    # about fifty passes over as many numbers, which take longer on a slower or a busy machine
+    # the limit grows with the time of fifty passes over as many numbers: this machine may be slow or busy
     logarithms = """() => {
         const x = new Float64Array(5e6).fill(2), begin = performance.now();
         for (let i = 0; i < x.length; i++) x[i] = Math.log(x[i] + i);

@@ -1,4 +1,4 @@
-"""The report page without a browser: what it holds, that it is closed to the outside, and its size."""
+"""The report page without a browser: its contents, its size, and that it loads nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMES = (
 
 
 class Scripts(HTMLParser):
-    """The scripts of a page, as a browser would part them: (attributes, text)."""
+    """The scripts of a page, as a browser separates them: (attributes, text)."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
@@ -61,7 +61,7 @@ class Scripts(HTMLParser):
 
 
 def held(path):
-    """What the JSON of a page holds."""
+    """Return the contents of a page's JSON."""
     scripts = Scripts(path.read_text(encoding="utf-8"))
     return json.loads(next(text for attributes, text in scripts.found if attributes.get("id") == "data"))
 
@@ -70,7 +70,7 @@ PAIR = make_roster(2)
 
 
 def record(path, records, first_step=0, fault=None, **info):
-    """Write these records, maybe go on with a run, and read it."""
+    """Write these records, perhaps resuming a run, and read it."""
     sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
     sink.start(make_info(PAIR, first_step, **info))
     for one in records:
@@ -93,7 +93,7 @@ def small(tmp_path_factory):
 
 
 def expected(run, statistic):
-    """The same matrix by way of `Run.matrix`: what is not finite is so in every statistic."""
+    """Return the same matrix through `Run.matrix`: a non-finite tensor is so in every statistic."""
     norm, value = run.matrix("norm")[1], run.matrix(statistic)[1]
     return torch.where(norm.isfinite(), value, norm).T
 
@@ -103,7 +103,7 @@ def test_cells_are_the_runs_values_to_the_rounding_that_is_stated(small, statist
     run = read_run(small)
     page = data.page_of(run)
     entry = page.values["matrices"]["grads"][statistic]
-    # half a code: the codes are even in the logarithm, or in the share
+    # half a code: codes are equidistant in the logarithm, or in the share
     half = (entry["high"] - entry["low"]) / 65531 / 2 * (1 + 1e-9)
     got, want = read_cells(page, statistic), expected(run, statistic)
     if entry["linear"]:
@@ -123,7 +123,7 @@ def test_rms_is_left_to_the_page_while_a_tensor_has_one_size(small):
 def test_a_column_of_several_steps_keeps_the_worst(small, monkeypatch):
     run = read_run(small)
     monkeypatch.setattr(data, "MOST_COLUMNS", 16)
-    monkeypatch.setattr(data, "_WINDOW", 1)  # and however it is read
+    monkeypatch.setattr(data, "_WINDOW", 1)  # whatever the reading window
     page = data.page_of(run)
     assert page.values["binned"] == 3
     assert page.values["columns"]["first"] == list(range(0, 40, 3))
@@ -299,7 +299,7 @@ def test_lines_hold_what_a_float64_holds(tmp_path, request, default, size):
         values[..., 0, COLUMN_INDEX["sumsq"]] = size**2
         return replace(one, values=values, scalars={"loss": 3 * size})
 
-    first = 2**24 + 1  # no float32, let alone a float16
+    first = 2**24 + 1  # not exact in float32, let alone in float16
     run = record(tmp_path / "run", map(sized, make_records(PAIR, 4, first=first)), first_step=first)
     if default == "float16":
         request.getfixturevalue("half_by_default")
@@ -318,7 +318,7 @@ def test_lines_hold_what_a_float64_holds(tmp_path, request, default, size):
 def test_names_are_data_whatever_is_in_them(tmp_path):
     path = write_page(write_run(tmp_path / "<b>&<script>", names=NAMES, steps=3))
     scripts = Scripts(path.read_text(encoding="utf-8"))
-    # the data, three matrices, ours, plotly; and no other
+    # the data, three matrices, our script and plotly; no others
     kinds = [attributes.get("type", "code") for attributes, _ in scripts.found]
     assert kinds == ["application/json", *["application/octet-stream"] * 3, "code", "code"]
     assert held(path)["names"] == list(NAMES)
@@ -362,7 +362,7 @@ def test_no_run_and_no_plotly_are_one_clear_line(tmp_path, small, monkeypatch):
 
 @pytest.mark.parametrize("kinds", [("grads",), ("grads", "weights", "updates")])
 def test_noise_of_1000_tensors_stays_below_25_mb(tmp_path_factory, tmp_path, kinds):
-    # of more steps than there are columns a page has no more cells
+    # with more steps than columns, a page has no more cells
     is_shared = kinds == ("grads",)
     folder = tmp_path_factory.getbasetemp()
     page = dense_page(folder) if is_shared else write_page(Dense(tmp_path, 1000, 1600, kinds))
