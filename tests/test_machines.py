@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import INTERPRETED
+from conftest import INTERPRETED, PROFILE
 
 HERE = Path(__file__).parent
 
@@ -24,15 +24,12 @@ SETTINGS = (
     "MKL_CBWR=COMPATIBLE",
 )
 # a process takes about 15 seconds: the deep profile also sets one library alone, as on no real processor
-if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
-    SETTINGS += tuple(part for both in SETTINGS[:2] for part in both.split())
+ALONE = [part for both in SETTINGS[:2] for part in both.split()]
 
 # roots, flags at their thresholds, error bounds of sums, and bitwise laws
+ROOTS = "columns/test_roots.py::test_a_million_roots_are_correctly_rounded"
 TESTS = (
-    *[
-        f"columns/test_roots.py::test_a_million_roots_are_correctly_rounded[{path}]"
-        for path in ("eager", "aot_eager", "exported")
-    ],
+    f"{ROOTS}[eager]",
     "columns/test_roots.py::test_norms_of_a_report_are_roots_of_their_squares",
     "columns/test_roots.py::test_norms_of_tensors_are_roots_of_their_squares[None]",
     "columns/test_roots.py::test_a_norm_at_its_threshold_has_no_flag_and_its_neighbours_have",
@@ -40,17 +37,22 @@ TESTS = (
     "test_numerics.py::test_thresholds_are_compared_in_double_precision",
     "ops/test_reference.py::test_long_and_strided_tensors_agree_with_plain_pytorch",
     "test_laws.py::test_the_number_of_threads_changes_no_bit[dtype0-nonfinite]",
+)
+# compiled graphs call the same PyTorch kernels, except for Inductor's own loops, which do not use Intel's
+# library: one setting with vector instructions covers them, and the deep profile repeats them on the others
+COMPILED = (
+    *[f"{ROOTS}[{path}]" for path in ("aot_eager", "exported", "inductor")],
     "test_laws.py::test_a_compiled_call_gives_the_bits_of_an_eager_one[mixed-True]",
 )
-# its code does not use Intel's library, and is compiled for the instructions that PyTorch chooses
-INDUCTOR = "columns/test_roots.py::test_a_million_roots_are_correctly_rounded[inductor]"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the settings change nothing in the interpreter")
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [*SETTINGS, *[pytest.param(setting, marks=pytest.mark.deep) for setting in ALONE]]
+)
 def test_numbers_are_right_on_a_processor_with_other_instructions(setting, tmp_path):
     variables = dict(part.split("=") for part in setting.split())
-    tests = (*TESTS, INDUCTOR) if "ATEN_CPU_CAPABILITY" in variables else TESTS
+    tests = (*TESTS, *COMPILED) if setting == SETTINGS[1] or PROFILE == "deep" else TESTS
     # Inductor's cache does not distinguish these settings, and would return code for other instructions
     changes = variables | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     # testing the processor's instructions and precompiling headers take longer than one kernel

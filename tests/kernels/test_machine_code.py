@@ -21,7 +21,6 @@ from unittest import mock
 import pytest
 import torch
 
-from conftest import PROFILE
 from gradiometer.columns.ring_layout import CURSOR_SIZE
 from gradiometer.columns.schema import NUM_COLUMNS, Thresholds
 from gradiometer.ops import library, packing
@@ -85,7 +84,6 @@ FEW_TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 STORE = re.compile(r"STG?\b|(global|flat|buffer)_store")
 
 every_target = pytest.mark.parametrize("target", TARGETS)
-few_targets = pytest.mark.parametrize("target", FEW_TARGETS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=short)
 
 # A kernel takes a second or two to compile for a target and a dtype: only the deep profile tests every pair.
@@ -98,23 +96,30 @@ CHOSEN = {
     "sm_100": (FP32, BF16),
     "sm_120": (FP64,),
     "gfx942": (FP64, FP32),
-    "gfx950": (BF16, FP16),
+    "gfx950": (BF16,),
 }
 # for the other kernels, which are the same everywhere
-CHOSEN_FEW = {"sm_80": (FP32, FP16), "sm_90": DTYPES, "sm_100": (BF16,), "gfx942": (FP64, BF16)}
+CHOSEN_FEW = {"sm_80": (FP16,), "sm_90": (FP64, FP32, BF16), "sm_100": (BF16,), "gfx942": (FP32,)}
+
+
+def deep_unless(chosen: bool) -> tuple[Any, ...]:
+    return () if chosen else (pytest.mark.deep,)
 
 
 def pairs(chosen: dict[str, tuple[torch.dtype, ...]], dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Any]:
     return [
-        pytest.param(target, dtype, id=f"{target}-{short(dtype)}")
+        pytest.param(target, dtype, id=f"{target}-{short(dtype)}", marks=deep_unless(dtype in chosen[target]))
         for target in chosen
         for dtype in dtypes
-        if PROFILE == "deep" or dtype in chosen[target]
     ]
 
 
 each_pair = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN))
 few_pairs = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN_FEW))
+few_targets = pytest.mark.parametrize(
+    "target",
+    [pytest.param(name, marks=deep_unless(name in {"sm_90", "gfx942"})) for name in FEW_TARGETS],
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,6 +137,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def finalize_launch(target: str, inv_scale: torch.Tensor | None = None) -> Launch:
     return launches_of([torch.zeros(9)], inv_scale=inv_scale, target=target)[-1]
+
+
+@cache
+def finalize_code(target: str, scale_dtype: torch.dtype | None = None) -> Code:
+    inv_scale = None if scale_dtype is None else torch.ones((), dtype=scale_dtype)
+    return finalize_launch(target, inv_scale).compile(target)
 
 
 def instructions_per_element(loop: Loop, dtype: torch.dtype) -> float:
@@ -165,7 +176,7 @@ def test_all_loads_of_an_iteration_are_in_flight_together(target, dtype):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_all_loads_of_the_finalize_kernel_are_in_flight_together(target):
-    loop = finalize_launch(target).compile(target).main_loop
+    loop = finalize_code(target).main_loop
     assert len(loop.loads) >= 16
     assert not waits_before_all_is_asked_for(loop)
 
@@ -227,8 +238,7 @@ def test_the_moments_are_deterministic_and_keep_subnormals(target, dtype):
 @few_targets
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_finalize_kernel_takes_thresholds_in_fp64(target, scaled):
-    inv_scale = torch.ones((), dtype=torch.float64) if scaled else None
-    code = finalize_launch(target, inv_scale).compile(target)
+    code = finalize_code(target, torch.float64 if scaled else None)
     # passed as their bits, which neither a launcher nor the interpreter rounds
     thresholds = [code.signature[name] for name in ("vanishing", "exploding", "dead")]
     assert thresholds == ["i64"] * 3
@@ -250,7 +260,7 @@ def exact_root(target: str) -> str:
 
 @every_target
 def test_the_root_of_the_finalize_kernel_is_correctly_rounded(target):
-    assert set(roots(finalize_launch(target).compile(target))) == {exact_root(target)}
+    assert set(roots(finalize_code(target))) == {exact_root(target)}
 
 
 def test_a_root_in_fp32_is_noticed(tmp_path):
@@ -261,7 +271,7 @@ def test_a_root_in_fp32_is_noticed(tmp_path):
 
 @pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN_FEW, (FP32, FP16, BF16)))
 def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype):
-    code = finalize_launch(target, torch.ones((), dtype=dtype)).compile(target)
+    code = finalize_code(target, dtype)
     # widened, in one step or two, without rounding
     assert "arith.extf" in code.ttir
     assert "arith.truncf" not in code.ttir
@@ -424,8 +434,9 @@ def changed(launch: Launch, old: str, new: str, folder: Path) -> Launch:
     return replace(launch, kernel=getattr(module, launch.kernel.fn.__name__))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("target", "dtype"), pairs({"sm_80": (), "sm_90": (FP32,), "sm_100": (BF16,)}, (FP32, BF16))
+)
 def test_a_mask_on_full_tiles_is_noticed(target, dtype, tmp_path):
     masked = TILE_LOAD.replace("LANES)", "LANES, mask=u * LANES + lanes < n - head, other=0)")
     loop = changed(moments_launch(dtype, target), TILE_LOAD, masked, tmp_path).compile(target).main_loop
