@@ -85,12 +85,12 @@ def near(expected):
 def test_the_table_names_every_section():
     links = re.findall(r"^\| \[.*?\]\(#(.*?)\)", PAGE, flags=re.MULTILINE)
     anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in SECTIONS]
-    assert [*links, "held-by"] == anchors
+    assert [*links, "tests"] == anchors
 
 
 def test_every_section_has_a_before_and_an_after():
     counts = {title: len(blocks) for title, blocks in SECTIONS.items()}
-    assert counts.pop("Held by") == 0
+    assert counts.pop("Tests") == 0
     assert counts.pop("Clipping") == 3
     assert set(counts.values()) == {2}
 
