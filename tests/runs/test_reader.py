@@ -142,7 +142,7 @@ def test_one_step_is_a_record(path):
     assert math.isnan(record.loss)
     assert record.report().nan == ["blocks.0.weight"]
     assert not run.record(21).recorded
-    with pytest.raises(RunError, match="has no step 50: it has 0 to 49"):
+    with pytest.raises(RunError, match="has no step 50; it has 50, from 0 to 49"):
         run.record(50)
 
 
@@ -151,7 +151,7 @@ def test_a_run_of_no_steps_is_empty(tmp_path):
     assert (run.steps.num_rows, run.tensors().num_rows, list(run.records())) == (0, 0, [])
     assert run.matrix("norm")[1].shape == (0, 3)
     assert (run.findings, run.blackbox) == ([], None)
-    with pytest.raises(RunError, match="has no step 0: it has none yet"):
+    with pytest.raises(RunError, match="has no step 0; it has none yet"):
         run.record(0)
 
 
@@ -240,37 +240,52 @@ SEGMENT = "0001-0000000016.parquet"
 SPOILED = {
     "no folder": (
         shutil.rmtree,
-        "own is no run: there is no such folder; a Monitor writes",
+        "own is not a run: there is no such folder; pass the run_dir",
     ),
-    "no info": (lambda p: (p / "run.json").unlink(), "own is no run: there is no run.json in it"),
+    "no info": (lambda p: (p / "run.json").unlink(), "own is not a run: there is no run.json in it"),
     "torn info": (overwrite("run.json", b'{"format": "gra'), r"run.json cannot be read \(Unterminated"),
     "not text": (overwrite("run.json", b"\xff"), r"run.json cannot be read \('utf-8'"),
-    "no dict": (overwrite("run.json", b"[]"), "run.json is no gradiometer-run: give the folder"),
-    "other": (lambda p: spoil_info(p, format="other"), "run.json is no gradiometer-run"),
-    "newer": (lambda p: spoil_info(p, version=2), "run of version 2, this reads up to 1: pip install -U"),
-    "no roster": (lambda p: spoil_info(p, roster=None), r"run.json is not as .* \(KeyError\('roster'\)\)"),
-    "thresholds": (lambda p: spoil_info(p, thresholds={"dead": -1}), "run.json is not as a run's should be"),
-    "finding": (overwrite("findings.json", b"[{}]"), "findings.json is not as a run's should be"),
-    "no finding": (overwrite("findings.json", b"[3]"), "findings.json is not as a run's should be"),
-    "black box": (overwrite("blackbox.json", b"{"), "blackbox.json cannot be read .*: mend or remove it"),
-    "steps": (overwrite(f"steps/steps-{SEGMENT}", b"PAR1"), "0016.parquet cannot be read .*the rest can"),
-    "a word for a version": (lambda p: spoil_info(p, version="2"), r"as a run's should be \(version: '2'\)"),
-    "no version": (lambda p: spoil_info(p, version=None), r"should be \(version: None\)"),
-    "no numbers": (lambda p: spoil_info(p, thresholds=3), "run.json is not as a run's should be"),
-    "attempts": (lambda p: spoil_info(p, attempts=[{}]), r"should be \(attempts: \[\{\}\]\)"),
-    "no attempts": (lambda p: spoil_info(p, attempts=3), r"should be \(attempts: 3\)"),
-    "created": (lambda p: spoil_info(p, created="x"), r"should be \(created: 'x'\)"),
-    "a file": (lambda p: (shutil.rmtree(p), p.write_text("")), "own is no run: it is a file, not a folder"),
-    "findings": (overwrite("findings.json", b"{}"), r"findings.json is not as a run's should be \(\{\}\)"),
+    "no dict": (overwrite("run.json", b"[]"), "run.json does not have the format gradiometer-run: pass"),
+    "other": (lambda p: spoil_info(p, format="other"), "run.json does not have the format gradiometer-run"),
+    "newer": (
+        lambda p: spoil_info(p, version=2),
+        "run of version 2, but .* reads only up to 1: pip install -U",
+    ),
+    "no roster": (
+        lambda p: spoil_info(p, roster=None),
+        r"run.json has unexpected content \(KeyError\('roster'\)\)",
+    ),
+    "thresholds": (lambda p: spoil_info(p, thresholds={"dead": -1}), "run.json has unexpected content"),
+    "finding": (overwrite("findings.json", b"[{}]"), "findings.json has unexpected content"),
+    "no finding": (overwrite("findings.json", b"[3]"), "findings.json has unexpected content"),
+    "black box": (overwrite("blackbox.json", b"{"), "blackbox.json cannot be read .*: fix or delete it"),
+    "steps": (
+        overwrite(f"steps/steps-{SEGMENT}", b"PAR1"),
+        "0016.parquet cannot be read .*to read the other steps",
+    ),
+    "a word for a version": (
+        lambda p: spoil_info(p, version="2"),
+        r"has unexpected content \(version: '2'\)",
+    ),
+    "no version": (lambda p: spoil_info(p, version=None), r"unexpected content \(version: None\)"),
+    "no numbers": (lambda p: spoil_info(p, thresholds=3), "run.json has unexpected content"),
+    "attempts": (lambda p: spoil_info(p, attempts=[{}]), r"unexpected content \(attempts: \[\{\}\]\)"),
+    "no attempts": (lambda p: spoil_info(p, attempts=3), r"unexpected content \(attempts: 3\)"),
+    "created": (lambda p: spoil_info(p, created="x"), r"unexpected content \(created: 'x'\)"),
+    "a file": (
+        lambda p: (shutil.rmtree(p), p.write_text("")),
+        "own is not a run: it is a file, not a folder",
+    ),
+    "findings": (overwrite("findings.json", b"{}"), r"findings.json has unexpected content \(\{\}\)"),
     "severity": (
         overwrite(
             "findings.json",
             b'[{"attempt": 1, "rule": "x", "severity": "?", "kind": null, "tensor": null, "first_step": 0,'
             b' "last_step": 0, "value": "x", "threshold": 0, "message": "", "advice": ""}]',
         ),
-        "findings.json is not as a run's should be",
+        "findings.json has unexpected content",
     ),
-    "no black box": (overwrite("blackbox.json", b"[1]"), r"blackbox.json is not as .* \(\[1\]\)"),
+    "no black box": (overwrite("blackbox.json", b"[1]"), r"blackbox.json has unexpected content \(\[1\]\)"),
     "types": (retype, "0016.parquet cannot be read"),
     "tensors": (lambda p: (p / f"tensors/tensors-{SEGMENT}").unlink(), "0016.parquet cannot be read"),
 }
@@ -303,7 +318,7 @@ def test_a_torn_segment_hides_no_other(own):
     for table in ("steps", "tensors"):
         file = own / table / f"{table}-0001-0000000016.parquet"
         file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(RunError, match="the rest can, without it and the file of the same number"):
+    with pytest.raises(RunError, match=r"to read the other steps, move it and \w+/.* away"):
         read_run(own).steps  # noqa: B018
     for table in ("steps", "tensors"):
         (own / table / f"{table}-0001-0000000016.parquet").unlink()
@@ -313,15 +328,15 @@ def test_a_torn_segment_hides_no_other(own):
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda run: run.matrix("median"), "there is no statistic 'median', only numel, .*rms"),
+        (lambda run: run.matrix("median"), "there is no statistic 'median'; choose from numel, .*rms"),
         (
             lambda run: run.matrix("norm", "updates"),
-            "has no 'updates', only grads, weights: a Monitor",
+            "has no 'updates'; choose from grads, weights, or record more with Monitor",
         ),
         (lambda run: run.tensors(kind="updates"), "has no 'updates'"),
         (
             lambda run: run.tensors(columns=["rms"]),
-            "tensors have no column 'rms', only step, attempt",
+            "there is no column 'rms' of tensors; choose from step, attempt",
         ),
     ],
 )

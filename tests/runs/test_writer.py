@@ -189,7 +189,8 @@ def test_a_killed_writer_leaves_whole_segments_and_its_lock_is_taken_over(tmp_pa
             lines = [writer.stdout.readline() for _ in range(40)]
             assert lines[0] == "started\n", lines
             with pytest.raises(
-                RunError, match=f"is being written by process {writer.pid} on .*: end that, or"
+                RunError,
+                match=f"is already being written by process {writer.pid} on .*: end that process, or",
             ):
                 opened(tmp_path, make_roster(30))
             writer.send_signal(signal.SIGKILL)
@@ -214,7 +215,7 @@ def test_two_writers_in_one_process_are_refused(tmp_path):
     roster = make_roster(2)
     sink = opened(tmp_path / "run", roster)
     with pytest.raises(
-        RunError, match=r"run is being written by this process already: close that Monitor, or"
+        RunError, match=r"run is already being written by this process: close that Monitor, or"
     ):
         opened(tmp_path / "run", roster)
     with pytest.raises(RunError, match="already"):
@@ -335,7 +336,7 @@ def test_a_step_that_cannot_be_written_stops_no_other(tmp_path):
     other = Roster(("b",), ((),), ("float32",))
     bad = StepRecord(2, 0.0, {}, other, torch.zeros(1, 1, NUM_COLUMNS + 1, dtype=torch.float64))
     sink = opened(tmp_path, roster)
-    with pytest.raises(ValueError, match="step 2 is of other tensors than the run was started with"):
+    with pytest.raises(ValueError, match="step 2 has other tensors than the run was started with"):
         sink.write([*records[:2], bad, *records[3:]], [finding()])
     sink.close()
     assert steps_of(tmp_path) == [0, 1, 3, 4]
@@ -439,7 +440,7 @@ def test_a_disk_that_is_full_at_the_start_leaves_the_folder_free(tmp_path, monke
 def test_a_file_where_the_folder_should_be_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RunError, match="is in the way of a run's folder: give another run_dir"):
+        with pytest.raises(RunError, match=r"cannot be a folder, because .*: pass another run_dir"):
             opened(path, make_roster(2))
 
 
@@ -541,9 +542,9 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"segment_steps": 0}, "segment_steps=0.: a whole number, at least 1"),
-        ({"segment_rows": 1.5}, "segment_rows=1.5.: a whole number"),
-        ({"segment_seconds": math.nan}, "segment_seconds=nan.: seconds, not negative"),
+        ({"segment_steps": 0}, "segment_steps=0.: segment_steps must be a positive integer"),
+        ({"segment_rows": 1.5}, "segment_rows=1.5.: segment_rows must be a positive integer"),
+        ({"segment_seconds": math.nan}, "segment_seconds=nan.: segment_seconds must be a number >= 0"),
         ({"segment_seconds": -1}, "segment_seconds=-1"),
     ],
 )
@@ -554,7 +555,7 @@ def test_numbers_out_of_range_are_refused(tmp_path, option, said):
 
 def test_a_folder_with_something_else_in_it_is_not_touched(tmp_path):
     (tmp_path / "run.json").write_text('{"other": 1}')
-    with pytest.raises(RunError, match="is no gradiometer-run"):
+    with pytest.raises(RunError, match="does not have the format gradiometer-run"):
         opened(tmp_path, make_roster(2))
     (tmp_path / "run.json").unlink()
     opened(tmp_path, make_roster(2)).close()

@@ -113,7 +113,7 @@ def test_only_what_is_allowed_is_shown():
     assert re.sub(" +", " ", line) == (
         f"step 0 accuracy 0.5000 grads/blocks.0.weight/rms {rms:#.4g} weights/total_norm - ok"
     )
-    with pytest.raises(ValueError, match="'loss' is no key"):
+    with pytest.raises(ValueError, match="'loss' is not a key"):
         Console("loss")
 
 

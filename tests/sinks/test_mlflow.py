@@ -158,7 +158,7 @@ def test_a_fault_sends_all_and_is_a_tag_and_a_status(mlflow, reason, status):
 
 def test_without_a_run_or_an_experiment_it_says_what_to_do(mlflow):
     del mlflow
-    with pytest.raises(ValueError, match=r"no active run; call mlflow.start_run first, or give experiment="):
+    with pytest.raises(ValueError, match=r"no active run; call mlflow.start_run first, or pass experiment="):
         MLflow()
 
 

@@ -104,15 +104,15 @@ def test_rows_are_found_anew_for_another_roster():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensors": "("}, "tensors='(' is no regular expression: missing )"),
-        ({"tensors": 3}, "tensors=3 is no regular expression"),
-        ({"scalars": "["}, "scalars='[' is no regular expression"),
-        ({"statistics": ("nrm",)}, "statistics: there is no 'nrm', but numel,"),
-        ({"statistics": "nrm"}, "statistics='nrm' matches none of numel,"),
+        ({"tensors": "("}, "tensors='(' is not a valid regular expression: missing )"),
+        ({"tensors": 3}, "tensors=3 is not a valid regular expression"),
+        ({"scalars": "["}, "scalars='[' is not a valid regular expression"),
+        ({"statistics": ("nrm",)}, "statistics: there is no 'nrm'; choose from numel,"),
+        ({"statistics": "nrm"}, "statistics='nrm' matches no statistic; choose from numel,"),
         ({"totals": ("norm", "max")}, "totals: there is no 'max'"),
         ({"totals": "max"}, "totals: there is no 'max'"),
-        ({"kinds": ("weight",)}, "kinds: there is no 'weight', but grads, weights, updates"),
-        ({"every": 0}, "every=0: a whole number of steps, at least 1"),
+        ({"kinds": ("weight",)}, "kinds: there is no 'weight'; choose from grads, weights, updates"),
+        ({"every": 0}, "every=0: every must be a positive integer"),
     ],
 )
 def test_a_bad_selection_says_what_is_wrong(options, message):
@@ -130,7 +130,7 @@ def test_a_key_is_looked_up_or_refused():
     for key in ("grads/c/norm", "weights/total_norm", "train/accuracy"):
         assert lookup(record, key) is None
     for key in ("loss", "train/", "grads/nrm", "gradients/total_norm", "grads/a/nrm"):
-        with pytest.raises(ValueError, match=f"'{key}' is no key"):
+        with pytest.raises(ValueError, match=f"'{key}' is not a key"):
             check_key(key)
 
 

@@ -195,7 +195,7 @@ def test_names_are_keys_as_they_are(wandb, tmp_path, name):
 
 def test_without_a_run_or_a_project_it_says_what_to_do(wandb):
     del wandb
-    with pytest.raises(ValueError, match=r"no active run; call wandb.init first, or give project="):
+    with pytest.raises(ValueError, match=r"no active run; call wandb.init first, or pass project="):
         WeightsAndBiases()
 
 

@@ -37,7 +37,7 @@ class BaseRule:
 
     Attributes:
         name: as in `Finding.rule`.
-        severity: of its findings.
+        severity: the severity of its findings.
     """
 
     name: str
@@ -47,7 +47,7 @@ class BaseRule:
         self.severity = Severity(severity)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history as plain values and tensors, a snapshot."""
+        """Return a snapshot of the history, as plain values and tensors."""
         return {key: _plain(getattr(self, key)) for key in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -57,7 +57,8 @@ class BaseRule:
             ValueError: for the state of another rule.
         """
         if set(state) != set(self.kept):
-            msg = f"{type(self).__name__}: this is the state of another rule: {', '.join(state) or 'empty'}"
+            msg = f"{type(self).__name__}: got the state of another rule, with the keys {list(state)}; "
+            msg += f"pass one with the keys {list(self.kept)}"
             raise ValueError(msg)
         for key, value in state.items():
             mine = getattr(self, key)
@@ -71,7 +72,7 @@ class TensorRule(BaseRule):
     """A rule about the tensors of recorded steps, which names a few of them.
 
     It names at most ``most`` tensors: first those that it named before, then the worst. So a run in which
-    everything goes wrong has a few findings, not all names. The first message tells how many more there are.
+    everything goes wrong has a few findings, not one per tensor. The first message counts the others.
     """
 
     # `names` are the tensors that the history is about
@@ -80,7 +81,7 @@ class TensorRule(BaseRule):
     def __init__(self, severity: Severity, most: int = MOST) -> None:
         super().__init__(severity)
         if most < 1:
-            msg = f"{type(self).__name__}(most={most!r}): a number of tensors, at least 1"
+            msg = f"{type(self).__name__}(most={most!r}): most must be at least 1"
             raise ValueError(msg)
         self.most = most
         self.names: list[str] = []
@@ -127,8 +128,8 @@ class TensorRule(BaseRule):
         """Return findings about the worst of the tensors in ``found``.
 
         Args:
-            record: of the step.
-            kind: of the tensors.
+            record: the step.
+            kind: the kind of the tensors.
             found: ``(N,) bool``.
             badness: ``(N,)``, larger is worse.
             describe: returns the observation about the tensor at an index; its message continues after the
@@ -143,11 +144,12 @@ class TensorRule(BaseRule):
         chosen = places[: self.most]
         self.named = torch.zeros_like(found).index_fill_(0, chosen, True)
         more = len(places) - len(chosen)
+        others = f"; {more:,} more {'tensor is' if more == 1 else 'tensors are'} affected" if more else ""
         made: list[Finding] = []
         for place in chosen.tolist():
             name, sight = record.roster.names[place], describe(place)
             begun = record.step if since is None else int(since[place])
-            suffix = f"; {more:,} more tensors likewise" if more and not made else ""
+            suffix = "" if made else others
             made.append(
                 Finding(
                     self.name,
@@ -177,7 +179,7 @@ class LastingRule(TensorRule):
     def __init__(self, severity: Severity, most: int, patience: int, min_dims: int) -> None:
         super().__init__(severity, most)
         if patience < 1:
-            msg = f"{type(self).__name__}(patience={patience!r}): a number of recorded steps, at least 1"
+            msg = f"{type(self).__name__}(patience={patience!r}): patience must be at least 1"
             raise ValueError(msg)
         self.patience, self.min_dims = patience, min_dims
         self.row = self.since = torch.zeros(0, dtype=torch.float64)

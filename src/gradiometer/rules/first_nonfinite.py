@@ -63,7 +63,7 @@ def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
             int(row[COLUMN_INDEX[name]]) for name in ("n_nan", "n_posinf", "n_neginf", "numel")
         )
         name = record.roster.names[place]
-        # a non-finite loss of one rank reaches all ranks by summed gradients: the first rank tells nothing
+        # summed gradients spread a rank's non-finite loss to all ranks: the first need not be the cause
         where = record.where(name, kind) if record.loss_rank is None else None
         return FirstNonfinite(kind, name, n_nan, n_posinf + n_neginf, numel, where)
     return None
@@ -72,8 +72,8 @@ def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
 def first_nonfinite_text(record: StepRecord) -> str | None:
     """Return one line, such as ``step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M (and 40 of 76 others)``.
 
-    The others are tensors of the same kind. If ranks are merged, the first rank with such a value follows the
-    tensor: ``rank 5 (dp_shard 1 of 4)``. None if all are finite.
+    The others are tensors of the same kind. If ranks are merged, the first rank with a non-finite value
+    follows the tensor: ``rank 5 (dp_shard 1 of 4)``. None if all are finite.
     """
     first = first_nonfinite(record)
     if first is None:

@@ -37,7 +37,7 @@ WINDOW = 128
 # for logarithms: a nearly constant norm is assumed to vary by a fifth
 FLOOR = 0.2
 
-# sqrt(pi / 2): the standard deviation of a normal distribution by its mean absolute deviation
+# sqrt(pi / 2): the standard deviation of a normal distribution, divided by its mean absolute deviation
 _NORMAL = 1.2533
 _CLIP = 4.0
 # the columns that count non-finite elements
@@ -70,7 +70,8 @@ class History:
 
     def __init__(self, warmup: int = WARMUP, window: int = WINDOW, floor: float = FLOOR) -> None:
         if warmup < 2 or window < 2 or not floor >= 0:
-            msg = f"warmup={warmup} and window={window} must be at least 2 steps, floor={floor} not negative"
+            msg = f"History(warmup={warmup}, window={window}, floor={floor}): "
+            msg += "warmup and window must be at least 2, and floor must not be negative"
             raise ValueError(msg)
         self.warmup, self.window, self.floor = warmup, window, floor
         self.restart(0)
@@ -97,7 +98,7 @@ class History:
         return score
 
     def score_one(self, x: float, floor: float | None = None) -> tuple[float, float, float]:
-        """Return `score` for a history of one value, which is finite, as floats; several times as fast."""
+        """Return `score` of a finite value as floats, for a history of one value; several times faster."""
         count, mean, deviation = self.count.item(), self.mean.item(), self.deviation.item()
         s = max(deviation * _NORMAL, self.floor if floor is None else floor)
         ready = count >= self.warmup
@@ -169,7 +170,7 @@ class NormHistory:
             if self.names != list(record.roster.names):
                 self.names = list(record.roster.names)
                 self.history.restart(len(self.names) + 1)
-        # nearly every step is finite, and its norms are then the roots alone
+        # nearly every step is finite, so its norms are just square roots
         norm = (
             record.value("norm")
             if float(record.columns()[:, _COUNTS].sum())

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["Dead", "LayerImbalance"]
 
 REVIVE: Final = (
-    "nothing reaches this layer: look for ReLUs that are never active, a branch that is multiplied by 0, an "
-    "expert without tokens; or freeze it with requires_grad_(False)"
+    "no gradient reaches this layer: look for ReLUs that are never active, a branch that is multiplied by 0, "
+    "an expert without tokens; or freeze it with requires_grad_(False)"
 )
 REBALANCE: Final = (
-    "look at the initialization and scale of these layers, for saturated activations between them, and for a "
-    "missing residual path or norm"
+    "check the initialization and scale of these layers; look for saturated activations between them, and "
+    "for a missing residual path or norm"
 )
 
 
@@ -44,7 +44,7 @@ class Dead(LastingRule):
         patience: number of recorded steps in a row.
         min_dims: minimum number of dimensions of the tensors.
         most: maximum number of tensors named in a step.
-        severity: of a finding.
+        severity: the severity of a finding.
     """
 
     name = "dead"
@@ -83,11 +83,11 @@ class LayerImbalance(TensorRule):
     one tensor of each such family: the smallest or largest, whichever is further from the median.
 
     Args:
-        limit: of the ratio of the largest to the smallest rms of a family. Query and key weights of a
-            healthy transformer differ by up to 600 in a slow warm-up.
+        limit: the limit of the ratio of the largest to the smallest rms of a family. Query and key weights
+            of a healthy transformer differ by up to 600 in a slow warm-up.
         norms: the history, which several rules may share.
         most: maximum number of families named in a step.
-        severity: of a finding.
+        severity: the severity of a finding.
     """
 
     name = "imbalance"
@@ -103,7 +103,7 @@ class LayerImbalance(TensorRule):
     ) -> None:
         super().__init__(severity, most)
         if not limit > 1:
-            msg = f"LayerImbalance(limit={limit!r}): a ratio above 1"
+            msg = f"LayerImbalance(limit={limit!r}): limit must be greater than 1"
             raise ValueError(msg)
         self.limit = limit
         self.norms = norms or NormHistory()
@@ -149,11 +149,11 @@ class LayerImbalance(TensorRule):
         def describe(place: int) -> Sight:
             other, size = others[place]
             ratio = math.exp(min(float(badness[place]), 700.0))
-            side = "below" if level[place] < level[other] else "above"
+            side = "smaller" if level[place] < level[other] else "larger"
             message = (
-                f"rms {float(level[place].exp()):.2g} is {ratio:.2g} times {side} that of "
-                f"{label('grads', record.roster.names[other])}, {float(level[other].exp()):.2g} "
-                f"({size} layers have such a tensor)"
+                f"rms {float(level[place].exp()):.2g} is {side} than that of "
+                f"{label('grads', record.roster.names[other])}, {float(level[other].exp()):.2g}, "
+                f"by a factor of {ratio:.2g} ({size} layers have such a tensor)"
             )
             return Sight(ratio, self.limit, message, REBALANCE, self.severity)
 

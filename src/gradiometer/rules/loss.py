@@ -19,12 +19,12 @@ __all__ = ["LossSpike"]
 # the minimum deviation, as a share of the usual loss, and of the highest usual loss
 OF_USUAL: Final = 0.02
 OF_HIGHEST: Final = 0.01
-# a usual loss below CONVERGED of the highest has converged; a spike below HARD_BATCH of it is a hard batch
+# with a usual loss below CONVERGED of the highest, a spike below HARD_BATCH of the highest is a hard batch
 CONVERGED: Final = 0.05
 HARD_BATCH: Final = 0.25
 
 ADVICE: Final = (
-    "look at the batch of this step; if the loss stays high, go back to a checkpoint from before, skip some "
+    "look at the batch of this step; if the loss stays high, go back to an earlier checkpoint, skip some "
     "batches and lower the learning rate"
 )
 
@@ -36,8 +36,8 @@ class LossSpike(BaseRule):
 
     Args:
         deviations: limit in robust deviations of the loss itself above the usual; as for `NormSpike`.
-        warmup, window: of the `History`, in steps.
-        severity: of a finding.
+        warmup, window: as for `History`, in steps.
+        severity: the severity of a finding.
     """
 
     name = "loss_spike"

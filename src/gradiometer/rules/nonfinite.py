@@ -25,8 +25,8 @@ ADVICE: Final = {
     "overflow in the backward of this layer",
     "weights": "go back to a checkpoint before this step, and skip steps whose gradients are not finite "
     "(monitor.skip_step)",
-    "updates": "the gradients were finite: look at the optimizer: its eps, its state in half precision, the "
-    "learning rate",
+    "updates": "the gradients were finite, so look at the optimizer: its eps, its state in half precision, "
+    "the learning rate",
     "loss": "look at this step's batch, and for log(0), an empty mean or an overflow in the loss",
     "both": "the loss is not finite either, so it began before the backward: look at this step's batch, at "
     "the weights, and for log(0), an empty mean or an overflow in the forward pass",
@@ -36,11 +36,11 @@ ADVICE: Final = {
 class NonFinite(BaseRule):
     """A NaN or Inf in a loss, gradient, weight or update; names the first of several tensors.
 
-    As long as it lasts, step after step, it is one finding. A step that was skipped has the severity
-    ``skipped``, until there are ``patience`` non-finite steps in a row, which no loss scale explains.
+    Consecutive non-finite steps are one finding. A skipped step has the severity ``skipped``; after
+    ``patience`` non-finite steps in a row, which a loss scale cannot explain, it has ``severity``.
 
     Args:
-        skipped: severity of a step that is skipped. With loss scaling, ``Severity.INFO`` is right.
+        skipped: severity of a skipped step; use ``Severity.INFO`` with loss scaling.
         patience: number of steps in a row.
         severity: of a step that is not skipped, and of a weight that is not finite.
     """
@@ -80,7 +80,7 @@ class NonFinite(BaseRule):
             if severity > found.severity and lasts:
                 found = replace(found, message=f"{found.message}; {self.row} steps in a row are not finite")
         elif first is not None:
-            # without the step's number, which the finding has itself
+            # without the step's number, which the finding has separately
             message = str(first_nonfinite_text(record)).partition(", ")[2]
             advice = ADVICE[first.kind]
             if loss_is_bad:

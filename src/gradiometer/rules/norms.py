@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Exploding", "NormSpike", "Vanishing"]
 
-# above a threshold in the first steps, a norm is info; this many times above its own past, it is a problem
+# in the first steps, a norm above the threshold is info, unless it is this many times its past level
 RISING: Final = 10.0
 # a tensor below its threshold vanishes only if the total norm is this many times as large
 CONTRAST: Final = 1e4
@@ -32,25 +32,25 @@ RAISE_THRESHOLD: Final = (
     "are usual here, as with a summed loss, raise Thresholds(exploding=...)"
 )
 VANISHES: Final = (
-    "look at what lies behind this layer: saturated activations, weights too small, a missing residual path "
-    "or norm; in fp16, the loss scale"
+    "look between this layer and the loss for saturated activations, weights that are too small, a missing "
+    "residual path or norm; in fp16, check the loss scale"
 )
 
 
 class Exploding(TensorRule):
     """A gradient's norm above the threshold of its flag, or far above its own history.
 
-    Against its history, the logarithm of the norm is compared, and only if the norm is at least ``share`` of
-    the total: rounding errors, such as the gradient of a key bias, jump by powers of ten. A norm above the
-    threshold in a tensor's first recorded steps (the warm-up of its history) has severity info, unless it
-    rises.
+    The comparison with its history uses the logarithm of the norm. It applies only if the norm is at least
+    ``share`` of the total: rounding errors, such as the gradient of a key bias, jump by powers of ten. A norm
+    above the threshold in a tensor's first recorded steps (the warm-up of its history) has severity info,
+    unless it rises.
 
     Args:
         deviations: limit in robust deviations above the usual norm.
         share: minimum share of the total norm.
         norms: the history, which several rules may share.
         most: maximum number of tensors named in a step.
-        severity: of a finding.
+        severity: the severity of a finding.
     """
 
     name = "exploding"
@@ -106,10 +106,10 @@ class Vanishing(LastingRule):
     """A gradient's norm below the threshold of its flag, or far below its own history, for a while.
 
     The threshold applies only if the total norm is more than 10,000 times the gradient's. If all gradients
-    are small, training has converged, which is one finding of severity info. Against the history, the median
-    decline of all gradients is subtracted, since a loss that approaches 0 shrinks all of them. `Dead` reports
-    gradients of exactly 0. Vectors are left out: the gradients of biases before a norm, and of key biases,
-    are rounding errors.
+    are small, training has converged, which is one finding of severity info. The comparison with the history
+    subtracts the median decline of all gradients, since a loss that approaches 0 shrinks all of them. `Dead`
+    reports gradients of exactly 0. Vectors are left out: the gradients of biases before a norm, and of key
+    biases, are rounding errors.
 
     Args:
         deviations: limit in robust deviations below the usual norm.
@@ -117,7 +117,7 @@ class Vanishing(LastingRule):
         min_dims: minimum number of dimensions of the tensors.
         norms: the history, which several rules may share.
         most: maximum number of tensors named in a step.
-        severity: of a finding about a tensor.
+        severity: the severity of a finding about a tensor.
     """
 
     name = "vanishing"
@@ -165,7 +165,7 @@ class Vanishing(LastingRule):
             value, steps = float(norm[place]), int(self.row[place])
             message = f"norm {value:.3g}, for {steps} recorded steps "
             if flagged[place]:
-                message += f"below the threshold {threshold:g}; all together have {total:.3g}"
+                message += f"below the threshold {threshold:g}; the total norm is {total:.3g}"
                 return Sight(value, threshold, message, VANISHES, self.severity)
             limit = float((usual[place] - self.deviations * deviation[place]).exp())
             message += (
@@ -183,7 +183,7 @@ class Vanishing(LastingRule):
         message = (
             f"total gradient norm {total:.3g} is below the threshold {threshold:g}: nothing is left to learn"
         )
-        advice = "if the loss is not where it should be: is it detached, or scaled by a number close to 0?"
+        advice = "if the loss is still high, check whether it is detached, or scaled by a number close to 0"
         severity = min(self.severity, Severity.INFO)
         step = record.step
         return [Finding(self.name, severity, step, step, "grads", None, total, threshold, message, advice)]
@@ -196,7 +196,7 @@ class NormSpike(BaseRule):
         deviations: limit in robust deviations of its logarithm above the usual. OLMo-core skips a step from 6
             standard deviations on; the spike score of OLMo 2 (arXiv:2501.00656, section 3.2) counts from 7.
         norms: the history, which several rules may share.
-        severity: of a finding.
+        severity: the severity of a finding.
     """
 
     name = "norm_spike"
@@ -226,8 +226,8 @@ class NormSpike(BaseRule):
         place = int(squares.argmax())
         message = (
             f"total gradient norm {total:.3g}, {z:.0f} robust deviations above its usual "
-            f"{math.exp(usual):.3g}; {float(squares[place]) / total**2:.0%} of its square is "
-            f"{label('grads', record.roster.names[place])}"
+            f"{math.exp(usual):.3g}; {float(squares[place]) / total**2:.0%} of its square comes "
+            f"from {label('grads', record.roster.names[place])}"
         )
         limit = math.exp(usual + self.deviations * deviation)
         step = record.step

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupRatio", "UpdateRatio"]
 
-# recorded steps before a ratio counts: weights that start at 0 still consist of updates only
+# recorded steps before a ratio counts: until then, weights that started at 0 consist of updates only
 SETTLE: Final = 20
 # number of ratios before the first finding, and number of ratios in the average
 LEAST: Final = 10
 WINDOW: Final = 50
 
-TOO_FAST: Final = "lower the learning rate, of this layer at least, or lengthen its warm-up"
-ADJUST: Final = "give the two groups learning rates of their own, or weigh their losses differently"
+TOO_FAST: Final = "lower the learning rate, at least for this layer, or lengthen its warm-up"
+ADJUST: Final = "give the two groups separate learning rates, or weight their losses differently"
 TOO_SLOW: Final = (
-    "if the learning rate is not meant to be so low here, raise it; in bf16, updates that small may be "
+    "if the learning rate is not meant to be this low here, raise it; in bf16, such small updates may be "
     "lost in rounding"
 )
 
@@ -54,7 +54,7 @@ class UpdateRatio(TensorRule):
     Args:
         low, high: the band.
         most: maximum number of tensors named in a step.
-        severity: of an update above the band.
+        severity: the severity of an update above the band.
     """
 
     name = "update_ratio"
@@ -112,9 +112,9 @@ class UpdateRatio(TensorRule):
         def describe(place: int) -> Sight:
             value = float(mean[place].exp())
             if above[place]:
-                message = f"update {bound}{value:.2g} of the weight's norm, above the band {self._band()}"
+                message = f"update is {bound}{value:.2g} of the weight's norm, above the band {self._band()}"
                 return Sight(value, self.high, message, TOO_FAST, self.severity)
-            message = f"update {value:.2g} of the weight's norm, below the band {self._band()}"
+            message = f"update is {value:.2g} of the weight's norm, below the band {self._band()}"
             return Sight(value, self.low, message, TOO_SLOW, min(self.severity, Severity.INFO))
 
         badness = torch.where(above, mean - math.log(self.high), -1 / (1 + mean.abs()))
@@ -141,7 +141,7 @@ class GroupRatio(TensorRule):
         low, high: the bounds. A step is left out if a group has no gradient, or one that is not finite.
         patience: number of recorded steps in a row outside of the bounds.
         model: the model that the modules in ``groups`` belong to, if there are any.
-        severity: of a finding.
+        severity: the severity of a finding.
 
     Raises:
         ValueError: for bounds out of order; at the first record, for a group without tensors.
@@ -168,7 +168,7 @@ class GroupRatio(TensorRule):
         _check_band(type(self).__name__, low, high)
         for name in (numerator, denominator):
             if name not in groups:
-                msg = f"GroupRatio: no group {name!r}; there are {', '.join(map(repr, groups))}"
+                msg = f"GroupRatio: there is no group {name!r}; choose from {', '.join(map(repr, groups))}"
                 raise ValueError(msg)
         self.groups = {name: groups[name] for name in (numerator, denominator)}
         self.low, self.high, self.patience = low, high, patience
@@ -186,7 +186,7 @@ class GroupRatio(TensorRule):
         for name, rule in self.groups.items():
             self._rows[name] = grouping.members(roster.names, name, rule, self._model)
             if not self._rows[name]:
-                msg = f"GroupRatio: no tensor belongs to the group {name!r}: {rule!r}"
+                msg = f"GroupRatio: no tensor belongs to the group {name!r}; change its rule, {rule!r}"
                 raise ValueError(msg)
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
@@ -206,7 +206,7 @@ class GroupRatio(TensorRule):
         if self.row < self.patience:
             return []
         side, limit = ("above", self.high) if ratio > self.high else ("below", self.low)
-        message = f"gradients of {above!r} by those of {below!r}: {ratio:.3g}, {side} {limit:g}"
+        message = f"rms gradient of {above!r} is {ratio:.3g} times that of {below!r}, {side} {limit:g}"
         # a group is not a tensor, but two such rules need separate findings
         tensor = record.roster.names[self._rows[above][0]]
         step = record.step
@@ -219,5 +219,5 @@ class GroupRatio(TensorRule):
 
 def _check_band(rule: str, low: float, high: float) -> None:
     if not 0 <= low < high:
-        msg = f"{rule}(low={low!r}, high={high!r}): 0 <= low < high"
+        msg = f"{rule}(low={low!r}, high={high!r}): the bounds must satisfy 0 <= low < high"
         raise ValueError(msg)

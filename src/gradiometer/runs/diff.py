@@ -292,7 +292,7 @@ def _differ(a: Tensor, b: Tensor, rtol: float) -> Tensor:
     larger = torch.maximum(a.abs(), b.abs())
     numel, sumsq = larger[:, COLUMN_INDEX["numel"]], larger[:, COLUMN_INDEX["sumsq"]]
     allowed = torch.zeros_like(larger)
-    # rtol of the norm is twice as much of its square
+    # a norm with a relative error of rtol has a square with a relative error of 2 * rtol
     allowed[:, COLUMN_INDEX["sumsq"]] = 2 * rtol * sumsq
     allowed[:, COLUMN_INDEX["abs_max"]] = rtol * larger[:, COLUMN_INDEX["abs_max"]]
     # terms cancel in a sum, so the sum may be small where its terms are not

@@ -27,7 +27,7 @@ def take(run: Path) -> Any:
     """
     home = run.resolve()
     if home in _ours:
-        msg = f"{run} is being written by this process already: close that Monitor, or give another run_dir"
+        msg = f"{run} is already being written by this process: close that Monitor, or pass another run_dir"
         raise RunError(msg)
     file = (run / ".lock").open("a+", encoding="utf-8")
     try:
@@ -42,7 +42,7 @@ def take(run: Path) -> Any:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            msg = f"{run} is being written by {holder}: end that, or give another run_dir"
+            msg = f"{run} is already being written by {holder}: end that process, or pass another run_dir"
             raise RunError(msg) from None
         except OSError:
             pass  # a file system without locks

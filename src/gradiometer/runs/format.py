@@ -45,7 +45,7 @@ VERSION: Final = 1
 
 
 class RunError(ValueError):
-    """A run cannot be read or written; the message is one line and says what to do."""
+    """A run cannot be read or written; the message is one line that says what to do."""
 
 
 class Field(NamedTuple):
@@ -61,23 +61,23 @@ class Field(NamedTuple):
 # one row per step
 STEPS: Final = (
     Field("step", "int64", "", False, "the step's number"),
-    Field("attempt", "int32", "", False, "which start of the run wrote the row, from 1"),
-    Field("time", "double", "s", False, "when the step ended, since 1970, UTC"),
+    Field("attempt", "int32", "", False, "the attempt that wrote the row, from 1"),
+    Field("time", "double", "s", False, "when the step ended, as Unix time"),
     Field("recorded", "bool", "", False, "whether its tensors were recorded"),
-    Field("skipped", "bool", "", False, "whether `skip_step` said to skip the update"),
-    Field("loss", "double", "", True, "as given to `advance`; null: none was given; NaN stays NaN"),
-    Field("lr", "double", "", True, "likewise"),
-    Field("scalars", "map<string, double>", "", False, "the other scalars given to `advance`, by name"),
+    Field("skipped", "bool", "", False, "whether the update was skipped"),
+    Field("loss", "double", "", True, "the loss passed to `advance`; null if none was passed; NaN stays NaN"),
+    Field("lr", "double", "", True, "the learning rate passed to `advance`; null if none was passed"),
+    Field("scalars", "map<string, double>", "", False, "the other scalars passed to `advance`, by name"),
     # over all gradients; null where the step was not recorded
     Field("total_norm", "double", "", True, "L2 norm; NaN with any NaN, else inf with any Inf"),
     Field("finite_norm", "double", "", True, "L2 norm of the finite elements"),
     Field("abs_max", "double", "", True, "largest finite magnitude"),
-    Field("numel", "int64", "elements", True, "all"),
-    Field("n_zero", "int64", "elements", True, "equal to 0"),
-    Field("n_nan", "int64", "elements", True, "NaN"),
-    Field("n_inf", "int64", "elements", True, "+Inf or -Inf"),
-    Field("n_measured", "int32", "tensors", True, "with a gradient"),
-    Field("n_flagged", "int32", "tensors", True, "with any flag"),
+    Field("numel", "int64", "elements", True, "all elements"),
+    Field("n_zero", "int64", "elements", True, "elements equal to 0"),
+    Field("n_nan", "int64", "elements", True, "NaN elements"),
+    Field("n_inf", "int64", "elements", True, "+Inf and -Inf elements"),
+    Field("n_measured", "int32", "tensors", True, "tensors with a gradient"),
+    Field("n_flagged", "int32", "tensors", True, "tensors with any flag"),
     # null where that kind was not recorded
     Field("weights_norm", "double", "", True, "L2 norm of all weights"),
     Field("updates_norm", "double", "", True, "L2 norm of all updates"),
@@ -89,9 +89,9 @@ NAMES: Final = "dictionary<values=string, indices=int32, ordered=0>"
 # one row per step, kind and measured parameter
 TENSORS: Final = (
     Field("step", "int64", "", False, "the step's number"),
-    Field("attempt", "int32", "", False, "which start of the run wrote the row, from 1"),
+    Field("attempt", "int32", "", False, "the attempt that wrote the row, from 1"),
     Field("kind", NAMES, "", False, "`grads`, `weights` or `updates`"),
-    Field("name", NAMES, "", False, "of the parameter"),
+    Field("name", NAMES, "", False, "the parameter's name"),
     *(
         Field(c.name, "int64", "elements", False, c.meaning)
         if c.scaling == "1"
@@ -173,7 +173,7 @@ def read_json(path: Path) -> Any:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        msg = f"{path} cannot be read ({summary(error)}): mend or remove it"
+        msg = f"{path} cannot be read ({summary(error)}): fix or delete it"
         raise RunError(msg) from None
 
 
@@ -188,15 +188,15 @@ def read_info(path: Path) -> dict[str, Any]:
     if info is None:
         there = "it is a file, not a folder" if path.exists() else "there is no such folder"
         what = "there is no run.json in it" if path.is_dir() else there
-        msg = f"{path} is no run: {what}; a Monitor writes one with run_dir="
+        msg = f"{path} is not a run: {what}; pass the run_dir of a Monitor"
         raise RunError(msg)
     if not isinstance(info, dict) or info.get("format") != FORMAT:
-        msg = f"{path / 'run.json'} is no {FORMAT}: give the folder that a Monitor was given as run_dir="
+        msg = f"{path / 'run.json'} does not have the format {FORMAT}: pass the run_dir of a Monitor"
         raise RunError(msg)
     version, attempts = info.get("version"), info.get("attempts", [])
     if isinstance(version, int) and version > VERSION:
-        msg = f"{path} is a run of version {version}, this reads up to {VERSION}: pip install -U gradiometer"
-        raise RunError(msg)
+        msg = f"{path} is a run of version {version}, but this gradiometer reads only up to {VERSION}: "
+        raise RunError(msg + "pip install -U gradiometer")
     fits = {
         "version": isinstance(version, int),
         "created": isinstance(info.get("created", 0.0), (int, float)),
@@ -205,7 +205,7 @@ def read_info(path: Path) -> dict[str, Any]:
     }
     if wrong := [key for key, fit in fits.items() if not fit]:
         said = ", ".join([f"{key}: {info.get(key)!r:.40}" for key in wrong])
-        msg = f"{path / 'run.json'} is not as a run's should be ({said}): mend it"
+        msg = f"{path / 'run.json'} has unexpected content ({said}): fix it"
         raise RunError(msg)
     return info
 
@@ -222,7 +222,7 @@ def read_findings(path: Path) -> list[dict[str, Any]]:
 
 def unfit(path: Path, said: object) -> RunError:
     """Return the error for a JSON file with unexpected content."""
-    return RunError(f"{path} is not as a run's should be ({said}): mend or remove it")
+    return RunError(f"{path} has unexpected content ({said}): fix or delete it")
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:

@@ -23,7 +23,7 @@ class RankBlackbox:
 
     Args:
         run_dir: the job's folder, created if missing.
-        rank: the rank that has the faults.
+        rank: the rank whose faults it writes.
     """
 
     name = "rank_box"

@@ -114,7 +114,7 @@ class Run:
             roster = _roster(info["roster"])
             thresholds = Thresholds(**{name: float(value) for name, value in info["thresholds"].items()})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            msg = f"{self.path / 'run.json'} is not as a run's should be ({error!r}): mend it"
+            msg = f"{self.path / 'run.json'} has unexpected content ({error!r}): fix it"
             raise RunError(msg) from None
         self.info, self.roster, self.thresholds = info, roster, thresholds
         # from the written segments, so that an attempt that wrote nothing supersedes nothing
@@ -159,7 +159,7 @@ class Run:
         columns = schema.names if columns is None else list(columns)
         for name in columns:
             if name not in schema.names:
-                msg = f"a run's tensors have no column {name!r}, only {', '.join(schema.names)}"
+                msg = f"there is no column {name!r} of tensors; choose from {', '.join(schema.names)}"
                 raise RunError(msg)
         if kind is not None:
             self._check_kind(kind)
@@ -206,7 +206,7 @@ class Run:
         for statistic in statistics:
             if statistic not in _STORED and statistic not in derived.DERIVED:
                 names = ", ".join(dict.fromkeys([*_STORED, *derived.DERIVED]))
-                msg = f"there is no statistic {statistic!r}, only {names}"
+                msg = f"there is no statistic {statistic!r}; choose from {names}"
                 raise RunError(msg)
         self._check_kind(kind)
         steps = self._recorded(first, last)
@@ -235,8 +235,8 @@ class Run:
         for record in self.records(step, step):
             return record
         known = self.steps["step"]
-        there = f"it has {known[0]} to {known[-1]}" if len(known) else "it has none yet"
-        msg = f"{self.path} has no step {step}: {there}"
+        there = f"it has {len(known)}, from {known[0]} to {known[-1]}" if len(known) else "it has none yet"
+        msg = f"{self.path} has no step {step}; {there}"
         raise RunError(msg)
 
     def records(self, first: int | None = None, last: int | None = None) -> Iterator[StepRecord]:
@@ -350,8 +350,8 @@ class Run:
     def _check_kind(self, kind: str) -> None:
         if kind not in self.roster.kinds:
             kinds = ", ".join(self.roster.kinds)
-            more = " and ".join(KINDS[1:])
-            msg = f"{self.path} has no {kind!r}, only {kinds}: a Monitor records {more} if it is asked to"
+            more = ", ".join(f"{name}=True" for name in KINDS[1:])
+            msg = f"{self.path} has no {kind!r}; choose from {kinds}, or record more with Monitor({more})"
             raise RunError(msg)
 
 

@@ -41,8 +41,13 @@ def read_table(path: Path, columns: Sequence[str] | None = None, where: Any = No
 
 def unreadable(path: Path, error: Exception) -> RunError:
     """Return the error for a file that cannot be read."""
-    what = f"{path} cannot be read ({summary(error)})"
-    return RunError(f"{what}: the rest can, without it and the file of the same number in the other folder")
+    # the segment's other file
+    table = path.parent.name
+    other = "tensors" if table == "steps" else "steps"
+    twin = f"{other}/{other}{path.name.removeprefix(table)}"
+    return RunError(
+        f"{path} cannot be read ({summary(error)}): to read the other steps, move it and {twin} away"
+    )
 
 
 def scalars_of(rows: pa.Table) -> list[dict[str, float]]:

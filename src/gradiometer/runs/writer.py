@@ -37,7 +37,7 @@ __all__ = ["RunRecord"]
 _LOG = logging.getLogger("gradiometer")
 # seconds; a failed write is retried at once, then after 1 s, 2 s, 4 s, up to this pause
 _LONGEST_PAUSE: Final = 60.0
-# segments' worth of steps that may wait for the disk
+# number of segments whose steps may wait for the disk
 _WAITING: Final = 4
 
 
@@ -75,10 +75,10 @@ class RunRecord:
     ) -> None:
         for name, value in (("segment_steps", segment_steps), ("segment_rows", segment_rows)):
             if not isinstance(value, int) or value < 1:
-                msg = f"RunRecord({name}={value!r}): a whole number, at least 1"
+                msg = f"RunRecord({name}={value!r}): {name} must be a positive integer"
                 raise ValueError(msg)
         if not isinstance(segment_seconds, (int, float)) or not segment_seconds >= 0:
-            msg = f"RunRecord(segment_seconds={segment_seconds!r}): seconds, not negative"
+            msg = f"RunRecord(segment_seconds={segment_seconds!r}): segment_seconds must be a number >= 0"
             raise ValueError(msg)
         pyarrow()
         self.path = Path(run_dir)
@@ -112,7 +112,8 @@ class RunRecord:
             for table in ("steps", "tensors"):
                 (self.path / table).mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            msg = f"{error.filename} is in the way of a run's folder: give another run_dir"
+            msg = f"{error.filename} cannot be a folder, because a file has its name or that of a parent: "
+            msg += "pass another run_dir"
             raise RunError(msg) from None
         # unlock when this object is collected without close(); not at exit, where close() may still come
         self._free = weakref.finalize(self, release, self.path, take(self.path))
@@ -131,7 +132,7 @@ class RunRecord:
         self._attempt = max([*known, *(entry["attempt"] for entry in attempts)], default=0)
         if known and not info.first_step:
             text = "%s holds an earlier run, which this one supersedes from step 0 on; nothing is deleted. "
-            text += "To go on with it use load_state_dict, to keep both another run_dir"
+            text += "To continue it, call load_state_dict; to keep both, pass another run_dir"
             _LOG.warning(text, self.path)
         self._roster = info.roster
         self._info = {
@@ -191,8 +192,8 @@ class RunRecord:
         """Add one step; with ``full``, write the segment if this step fills it."""
         if record.roster is not self._roster and record.roster != self._roster:
             self.lost += 1
-            msg = f"RunRecord: step {record.step} is of other tensors than the run was started with"
-            raise ValueError(msg)
+            msg = f"RunRecord: step {record.step} has other tensors than the run was started with; "
+            raise ValueError(msg + "pass another run_dir")
         failed: Exception | None = None
         if record.step <= self._last_step:
             # the same process went back to a checkpoint: steps that cannot be written now are superseded

@@ -31,7 +31,7 @@ class Function:
     def __init__(self, function: Callable[..., object], *, every: int = 1) -> None:
         self._takes_findings = _takes_findings(function)
         if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every={every!r}: a whole number of steps, at least 1")
+            raise ValueError(f"Function(every={every!r}): every must be a positive integer")
         self.function = function
         # the name in reports of failures
         self.name = getattr(function, "__qualname__", None) or type(function).__name__
@@ -75,7 +75,9 @@ class Function:
 
 def _takes_findings(function: object) -> bool:
     if not callable(function):
-        raise TypeError(f"Function: {function!r} cannot be called")
+        raise TypeError(
+            f"Function: {function!r} is not callable; pass a function of (record) or (record, findings)"
+        )
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin without a signature

@@ -66,7 +66,7 @@ class MLflow:
             run_id = active.info.run_id
         if run_id is None and experiment is None:
             raise ValueError(
-                "MLflow: there is no active run; call mlflow.start_run first, or give experiment=..."
+                "MLflow: there is no active run; call mlflow.start_run first, or pass experiment=..."
             )
         self._client = mlflow.MlflowClient(tracking_uri)
         self._owned = run_id is None
@@ -103,7 +103,7 @@ class MLflow:
         """Send all metrics, and the fault as a tag."""
         self._send()
         self._client.set_tag(self._run_id, "gradiometer.fault", encodable(str(fault))[:_LONGEST_TAG])
-        # the run goes on after a non-finite loss, which keeps the status
+        # after a non-finite loss the run goes on, and its status stays
         self._status = _STATUS.get(fault.reason, self._status)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ __all__ = ["Sink"]
 class Sink(Protocol):
     """Receives recorded steps, findings and faults.
 
-    All methods are called on the sink's own thread, one at a time. An error is reported once and counted;
+    All methods are called on the sink's own thread, one at a time. An error is logged once and counted;
     training and the other sinks go on. An optional method ``tick()`` is called in every second without a
     step, for example to write buffered steps.
     """

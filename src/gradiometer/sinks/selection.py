@@ -79,7 +79,7 @@ class Selection:
         self.scalars = _compiled("scalars", scalars)
         self.kinds = _known("kinds", kinds, KINDS)
         if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every={every!r}: a whole number of steps, at least 1")
+            raise ValueError(f"every={every!r}: every must be a positive integer")
         self.every = every
         self._roster: Roster | None = None
         self._rows: list[int] = []
@@ -133,8 +133,8 @@ def check_key(key: str) -> None:
         return
     if group not in KINDS or (statistic != _TOTAL_NORM and statistic not in STATISTICS):
         raise ValueError(
-            f"{key!r} is no key: 'train/loss', 'grads/total_norm', 'grads/<statistic>' or"
-            f" 'grads/<name>/<statistic>', with a statistic of {', '.join(STATISTICS)}"
+            f"{key!r} is not a key: use 'train/loss', 'grads/total_norm', 'grads/<statistic>' or"
+            f" 'grads/<name>/<statistic>', where the statistic is one of {', '.join(STATISTICS)}"
         )
 
 
@@ -183,7 +183,7 @@ def _compiled(what: str, pattern: Pattern) -> re.Pattern[str] | None:
     try:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ValueError(f"{what}={pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"{what}={pattern!r} is not a valid regular expression: {error}") from None
 
 
 def _statistics(asked: str | Sequence[str]) -> tuple[str, ...]:
@@ -192,7 +192,7 @@ def _statistics(asked: str | Sequence[str]) -> tuple[str, ...]:
     pattern = _compiled("statistics", asked)
     found = tuple(name for name in STATISTICS if pattern and pattern.fullmatch(name))
     if not found:
-        raise ValueError(f"statistics={asked!r} matches none of {', '.join(STATISTICS)}")
+        raise ValueError(f"statistics={asked!r} matches no statistic; choose from {', '.join(STATISTICS)}")
     return found
 
 
@@ -201,5 +201,5 @@ def _known(what: str, asked: Sequence[_Name], known: Sequence[str]) -> tuple[_Na
     names: Sequence[_Name] = [asked] if isinstance(asked, str) else asked  # type: ignore[list-item]
     for name in names:
         if name not in known:
-            raise ValueError(f"{what}: there is no {name!r}, but {', '.join(known)}")
+            raise ValueError(f"{what}: there is no {name!r}; choose from {', '.join(known)}")
     return tuple(names)

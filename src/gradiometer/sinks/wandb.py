@@ -66,7 +66,7 @@ class WeightsAndBiases:
         self.selection = Selection(**options)
         if self._owned and project is None:
             raise ValueError(
-                "WeightsAndBiases: there is no active run; call wandb.init first, or give project=..."
+                "WeightsAndBiases: there is no active run; call wandb.init first, or pass project=..."
             )
         if self._owned:
             # not on the background thread, because it may prompt for an API key
