@@ -95,7 +95,7 @@ def test_show_of_a_step_has_what_was_found_in_it(call, run):
     assert "error  step 15: 3 NaN" in out
     assert "skip it" in out
     assert "its update was skipped" in out
-    assert "4 of 20 tensors, by their names" in out
+    assert "4 of 20 tensors match --name" in out
     assert re.search(r"blocks.0.weight .* 3 .* NAN EXPLODING", out)
 
 
@@ -131,10 +131,10 @@ def test_a_step_without_tensors_says_where_there_are_some(call, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--step", "20"], "no step 20; it has 20 from 0 to 19"),
+        (["--step", "20"], "no step 20; it has 20, from 0 to 19"),
         (["--step", "-21"], "no step -21"),
-        (["--kind", "updates"], "no updates were recorded, only grads, weights"),
-        (["--name", "nothing"], "no tensor of step 19 has 'nothing' in its name"),
+        (["--kind", "updates"], "has no 'updates'; choose from grads, weights"),
+        (["--name", "nothing"], "no tensor of step 19 has a name that matches 'nothing'"),
     ],
 )
 def test_what_a_run_does_not_have_is_said_in_one_line(call, run, arguments, says):
@@ -167,12 +167,12 @@ def test_in_a_terminal_a_table_is_no_wider_than_it(run, width):
 def test_diff_of_equal_and_of_different_runs(call, call_json, run, tmp_path):
     code, out, _ = call("diff", run, run)
     assert code == Exit.OK
-    assert "They are the same to the bit" in out
+    assert "All that both runs have is equal. Compared bit by bit" in out
 
     other = write_run(tmp_path / "b", steps=20, seed=1, kinds=("grads", "weights"))
     code, out, err = call("diff", run, other, "--top", 2, "--ignore", "loss|weights")
     assert (code, err) == (Exit.FOUND, "")
-    assert "They part at step 0" in out
+    assert "The runs first differ at step 0." in out
     assert re.search(r"^1 +blocks\.0\.weight +norm ", out, re.MULTILINE)
     assert "38 more differ in this step" in out
 
@@ -227,7 +227,7 @@ def test_a_page_that_cannot_be_written_is_one_line(call, run, tmp_path):
     code, out, err = call("report", run, "-o", tmp_path / "none" / "page.html")
 
     assert (code, out) == (Exit.UNREADABLE, "")
-    assert f"there is no folder {tmp_path / 'none'}; make it first" in err
+    assert f"there is no folder {tmp_path / 'none'}; create it first" in err
 
 
 def test_watch_once(call, call_json, run):
@@ -339,7 +339,7 @@ def test_a_wrong_pattern_is_one_line(call, run):
     code, out, err = call("show", run, "--name", "(")
 
     assert (code, out) == (Exit.USAGE, "")
-    assert "--name '(' is no regular expression" in err
+    assert "--name '(' is not a valid regular expression" in err
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,10 @@ def test_without_a_stdout_one_line_says_so(capsys, run, monkeypatch):
     monkeypatch.undo()
 
     assert code == Exit.UNREADABLE
-    assert capsys.readouterr().err == "gradiometer: stdout is closed: there is nowhere to print to\n"
+    assert (
+        capsys.readouterr().err
+        == "gradiometer: stdout is closed, so nothing can be printed: redirect it to a file or a terminal\n"
+    )
 
 
 def test_help_version_and_no_command(call):

@@ -80,7 +80,7 @@ GPU = devices.Device("cuda:0", "H200", "Triton kernels", "1/2", 0.5, 2**37, True
         ({"trace_autograd_ops": False}, "trace_autograd_ops"),
         ({"compiler": None}, "no C++ compiler"),
         ({"interpreted": True}, "TRITON_INTERPRET is set"),
-        ({"devices": [GPU], "versions": {"torch": "2.11.0", "triton": None}}, "without triton cuda:0"),
+        ({"devices": [GPU], "versions": {"torch": "2.11.0", "triton": None}}, "without triton, cuda:0"),
         ({"devices": [GPU], "triton": "no driver (0 active)"}, "cuda:0: triton has no driver"),
     ],
     ids=["torch", "flag", "compiler", "interpreter", "triton", "driver"],
@@ -106,7 +106,7 @@ def test_a_folder_that_is_not_there_yet_has_the_room_of_the_one_above(healthy, t
     assert found.run_dir == str(tmp_path / "runs" / "mine")
     assert found.free > 0
     facts = replace(healthy, run_dir=found.run_dir, free=2**20, packages=found.packages)
-    assert f"1 MiB are free in {tmp_path}" in problems(facts)
+    assert f"only 1 MiB are free in {tmp_path}" in problems(facts)
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
     assert f"no run can be written in {tmp_path}" in problems(replace(facts, free=2**40))
     none = {"pyarrow": {"version": None, "extra": "monitor", "use": "run records"}}
@@ -128,11 +128,11 @@ def test_the_compiler_that_is_named_is_the_one_that_is_looked_for(named, monkeyp
 @pytest.mark.parametrize(
     ("capability", "share", "says"),
     [
-        ((8, 0), 1 / 2, "1/2 of fp32, 32 a clock"),
+        ((8, 0), 1 / 2, "1/2 of fp32, 32 per clock"),
         ((7, 5), 1 / 32, "few fp64 units"),
         ((8, 9), 1 / 64, "few fp64 units"),
-        ((9, 0), 1 / 2, "1/2 of fp32, 64 a clock"),
-        ((99, 1), None, "not known here for compute capability 99.1"),
+        ((9, 0), 1 / 2, "1/2 of fp32, 64 per clock"),
+        ((99, 1), None, "unknown for compute capability 99.1"),
     ],
 )
 def test_the_fp64_rate_of_a_gpu(capability, share, says):
@@ -169,5 +169,5 @@ def test_a_device_where_a_collection_fails_is_a_problem(monkeypatch, wrong):
     found, (problem, *_) = EXAMINE()
 
     assert not found[-1].works
-    assert "no kernel image" in problem.what or "the norm of (3, 4) is 10.0" in problem.what
+    assert "no kernel image" in problem.what or "gives 10.0 as the norm of (3, 4)" in problem.what
     assert "\n" not in problem.what

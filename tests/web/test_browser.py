@@ -405,12 +405,12 @@ def test_a_table_that_comes_late_does_not_replace_a_newer_one(opened, small):
 @pytest.mark.parametrize(
     ("write", "says", "charts"),
     [
-        (lambda path: write_run(path, steps=0), "No step was written", 0),
-        (lambda path: write_run(path, steps=1), "one, number 0", 2),
+        (lambda path: write_run(path, steps=0), "No step is on disk yet", 0),
+        (lambda path: write_run(path, steps=1), "only step 0", 2),
         (lambda path: write_run(path, tensors=1, steps=30), "1, 4,096 elements", 2),
         (lambda path: write_run(path, steps=95, every=10), "10 of 95 recorded", 2),
         (nothing_finite, "NaN \u00d7 20", 2),
-        (without_loss, "None: no rule had anything to say", 1),
+        (without_loss, "No rule reported a finding", 1),
     ],
     ids=["no step", "one step", "one tensor", "every tenth", "nothing finite", "no loss"],
 )

@@ -175,7 +175,7 @@ def test_a_run_of_no_step_or_one_is_a_page(tmp_path, steps):
     values = held(write_page(write_run(tmp_path / "run", tensors=2, steps=steps)))
     assert values["range"] == ([0, 0] if steps else None)
     assert len(values["columns"]["first"]) == steps
-    assert ["Steps", "one, number 0" if steps else "none yet"] in values["facts"]
+    assert ["Steps", "only step 0" if steps else "none yet"] in values["facts"]
 
 
 def test_all_kinds_have_their_matrices(tmp_path):
@@ -235,7 +235,7 @@ def test_a_run_that_was_resumed_and_closed_after_a_fault_is_closed(tmp_path):
     assert values["fault"] == [
         "Black box of attempt 1: exception at step 5",
         "ValueError: boom",
-        "Attempt 2 went on.",
+        "Attempt 2 continued the run.",
     ]
     values = data.page_of(record(path, [], first_step=10, fault=fault("SIGTERM", 10))).values
     assert values["state"] == {"text": "✖ SIGTERM", "mood": "broken"}

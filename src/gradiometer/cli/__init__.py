@@ -1,6 +1,6 @@
 """The command line, ``gradiometer`` or ``python -m gradiometer``.
 
-Runs come in by their folders; tables, JSON and exit codes go out. Nothing else imports it.
+Its input is the folders of runs; its output is tables, JSON and exit codes. Nothing else imports it.
 """
 
 from gradiometer.cli.app import Exit, main

@@ -1,7 +1,7 @@
 """The command line, ``gradiometer`` or ``python -m gradiometer``; ``docs/reference/cli.md`` is its manual.
 
-A command says what it has to say on stdout, as tables or, with ``--json``, as JSON and nothing else.
-What goes wrong is one line on stderr and an exit code of `Exit`.
+A command prints its result on stdout, as tables or, with ``--json``, as JSON alone. An error is one line on
+stderr and an exit code of `Exit`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Exit(enum.IntEnum):
     """Exit codes."""
 
     OK = 0
-    FOUND = 1  # the runs differ, a check failed, something is wrong
+    FOUND = 1  # the runs differ, a check failed, or there is a problem
     USAGE = 2
-    UNREADABLE = 3  # a run, or a file, that cannot be read or written, or a run that has no such step
-    MISSING = 4  # a package
-    FAILED = 5  # something unforeseen
+    UNREADABLE = 3  # a run or file cannot be read or written, or a run lacks the requested step
+    MISSING = 4  # a package is not installed
+    FAILED = 5  # an unexpected error
     INTERRUPTED = 130
-    PIPE = 141  # whoever read the output has gone
+    PIPE = 141  # the reader of stdout has closed it
 
 
 class _Kind(enum.StrEnum):
-    """What typer of every version takes for a choice; the values are `gradiometer.recorder.KINDS`."""
+    """`gradiometer.recorder.KINDS` as an enum, which every version of typer accepts as choices."""
 
     GRADS = "grads"
     WEIGHTS = "weights"
@@ -57,14 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     Args:
-        argv: its arguments; None for those of the process.
+        argv: the arguments; None for ``sys.argv[1:]``.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--debug" in arguments:
         arguments.remove("--debug")
         os.environ["GRADIOMETER_DEBUG"] = "1"
     if sys.stdout is None:
-        return _fail(Exit.UNREADABLE, "stdout is closed: there is nowhere to print to")
+        return _fail(
+            Exit.UNREADABLE,
+            "stdout is closed, so nothing can be printed: redirect it to a file or a terminal",
+        )
     try:
         result = _app().main(args=arguments or ["--help"], prog_name="gradiometer", standalone_mode=False)
         sys.stdout.flush()
@@ -73,19 +76,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _left()
     except SystemExit as end:
-        # so rich and typer end where whoever read has gone; for a command that is the code of something found
+        # rich and typer exit with 1 if the reader of stdout has closed it; for a command, 1 means a finding
         if end.code != 1:
             raise
         return _left()
     except Exception as error:
         if _debugs():
             raise
-        # what typer makes of a Ctrl-C
+        # typer converts Ctrl-C to Abort
         if type(error).__name__ == "Abort":
             return Exit.INTERRUPTED
         if isinstance(error, ImportError):
             return _fail(Exit.MISSING, error)
-        # typer's own complaint about what was typed; its class has another home in every version
+        # a usage error of typer, whose class is in another module in every version
         if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
@@ -100,7 +103,7 @@ def _debugs() -> bool:
 
 def _fail(code: Exit, error: object) -> int:
     line = " ".join(str(error).split()) or type(error).__name__
-    # print() would take no file for stdout
+    # print(file=None) would print to stdout
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(f"gradiometer: {line}", file=sys.stderr)
@@ -108,7 +111,7 @@ def _fail(code: Exit, error: object) -> int:
 
 
 def _safely(function: Callable[..., int]) -> Callable[..., int]:
-    """Make one line and an exit code of what goes wrong in a command."""
+    """Turn an error in a command into one line on stderr and an exit code."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> int:
@@ -122,35 +125,36 @@ def _safely(function: Callable[..., int]) -> Callable[..., int]:
         except Exception as error:
             if _debugs() or hasattr(error, "format_message"):
                 raise
-            # of a package, not of a name in one's own
+            # a package is missing, not a name within this package
             if isinstance(error, ModuleNotFoundError) or "gradiometer[" in str(error):
                 return _fail(Exit.MISSING, error)
             if isinstance(error, RunError | OSError):
                 return _fail(Exit.UNREADABLE, error)
             name = type(error).__name__
-            return _fail(Exit.FAILED, f"{name}: {error} (gradiometer --debug ... shows where)")
+            return _fail(Exit.FAILED, f"{name}: {error} (gradiometer --debug ... shows the traceback)")
         return code
 
     return run
 
 
 def _left() -> int:
-    """Return the code of a command whose reader has gone."""
-    # the interpreter flushes stdout once more when it ends, and would complain
+    """Return the exit code for a command whose stdout was closed by its reader."""
+    # the interpreter flushes stdout at exit, and would print an error
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return Exit.PIPE
 
 
 def _app() -> Any:
-    """Return the commands, as typer has them."""
-    # the annotations below are text until typer reads them: there is no typer before
+    """Return the typer command that contains all commands."""
+    # the annotations below are strings until typer evaluates them, which needs this global
     global typer  # noqa: PLW0603
     typer = require("typer", "monitor", "The command line")
     app = typer.Typer(
         name="gradiometer",
-        help="The instrument panel of a PyTorch training step: look at what a run has recorded.",
-        epilog="Exit codes: 0 good, 1 something was found, 2 usage, 3 unreadable, 4 a package is missing.",
+        help="The instrument panel of a PyTorch training step: inspect recorded runs.",
+        epilog="Exit codes: 0 success, 1 differences or problems found, 2 usage error, "
+        "3 unreadable or unwritable, 4 missing package, 5 unexpected error.",
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
@@ -165,7 +169,7 @@ def _console() -> Console:
     rich = require("rich.console", "monitor", "The command line")
     console: Console = rich.Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        # a file or a pipe has no width, and whoever reads it wants whole lines
+        # a file or pipe has no width, and its lines must not be cut
         console.width = _WIDE
     return console
 
@@ -188,7 +192,7 @@ def _pattern(text: str | None, option: str) -> re.Pattern[str] | None:
     try:
         return None if text is None else re.compile(text)
     except re.error as error:
-        raise typer.BadParameter(f"{option} {text!r} is no regular expression: {error}") from None
+        raise typer.BadParameter(f"{option} {text!r} is not a valid regular expression: {error}") from None
 
 
 def _options(
@@ -196,10 +200,10 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; or GRADIOMETER_DEBUG=1.")
+        bool, typer.Option("--debug", help="Show the traceback of an error, as with GRADIOMETER_DEBUG=1.")
     ] = False,
 ) -> None:
-    """Take what stands before a command; each option has its own way."""
+    """Declare the options that precede a command; they are handled elsewhere."""
 
 
 def _demo(
@@ -208,7 +212,7 @@ def _demo(
         bool, typer.Option("--json", help="Print JSON; the demo's text goes to stderr.")
     ] = False,
 ) -> int:
-    """Record a small training run with two faults, and name them; its options: gradiometer demo --help."""
+    """Record a small training run with two faults, and report them. Options: gradiometer demo --help."""
     from gradiometer import demo  # noqa: PLC0415 it imports the compiler
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
@@ -221,16 +225,19 @@ def _demo(
 def _report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: RUN/report.html.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The file to write (default: RUN/report.html)."),
     ] = None,
-    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Write the page of a run: one HTML file that opens offline."""
-    from gradiometer import web  # noqa: PLC0415 only this command draws
+    from gradiometer import web  # noqa: PLC0415 only this command needs it
 
     if output is not None and not output.absolute().parent.is_dir():
-        raise RunError(f"{output}: there is no folder {output.absolute().parent}; make it first")
+        raise RunError(
+            f"{output} cannot be written: there is no folder {output.absolute().parent}; create it first"
+        )
     page = Path(web.write_page(read_run(run), output)).absolute()
     opened = webbrowser.open(page.as_uri()) if show else False
     size = page.stat().st_size
@@ -243,12 +250,12 @@ def _report(
 
 def _watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that is being written.")],
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show what there is and end.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on when the run is closed.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line for each change.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state and exit.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Continue when the run is closed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line per change.")] = False,
 ) -> int:
-    """Show a run as it is being written, until it is closed or Ctrl-C."""
+    """Follow a run while it is written, until it is closed or you press Ctrl-C."""
     from gradiometer.cli import watch  # noqa: PLC0415 with rich
 
     watch.watch(read_run(run), _console(), interval=interval, once=once, follow=follow, as_json=as_json)
@@ -258,16 +265,17 @@ def _watch(
 def _show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     step: Annotated[
-        int | None, typer.Option(help="Which; -1 is the last. Default: the last that has tensors.")
+        int | None,
+        typer.Option(help="The step's number; -1 is the last (default: the last step with tensors)."),
     ] = None,
-    kind: Annotated[_Kind, typer.Option(help="What is shown of it.")] = _Kind.GRADS,
-    top: Annotated[int, typer.Option(min=0, help="How many tensors, worst first; 0 for all.")] = 20,
+    kind: Annotated[_Kind, typer.Option(help="The kind of tensors to show.")] = _Kind.GRADS,
+    top: Annotated[int, typer.Option(min=0, help="Number of tensors to show, worst first; 0 for all.")] = 20,
     name: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Only tensors in whose name it is found.")
+        str | None, typer.Option(metavar="REGEX", help="Only tensors whose name matches (re.search).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Show one step of a run: its scalars, its tensors, worst first, and what was found in it."""
+    """Show one step of a run: its scalars, its tensors (worst first) and its findings."""
     from gradiometer.cli import show, tables  # noqa: PLC0415 with rich
 
     shown = show.look(read_run(run), step, kind=kind.value, name=_pattern(name, "--name"))
@@ -278,21 +286,23 @@ def _show(
 
 def _diff(
     a: Annotated[Path, typer.Argument(metavar="RUN_A", help="The folder of a run.")],
-    b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The folder of another.")],
-    rtol: Annotated[float, typer.Option(min=0.0, help="How much may differ, relative; 0: nothing.")] = 0.0,
+    b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The folder of another run.")],
+    rtol: Annotated[float, typer.Option(min=0.0, help="Relative tolerance; 0 compares bit by bit.")] = 0.0,
     ignore: Annotated[
         str | None,
-        typer.Option(metavar="REGEX", help="Leave out tensors and scalars in whose name it is found."),
+        typer.Option(metavar="REGEX", help="Ignore tensors and scalars whose name matches (re.search)."),
     ] = None,
-    top: Annotated[int, typer.Option(min=0, help="How many tensors are shown; 0 for all.")] = 10,
+    top: Annotated[int, typer.Option(min=0, help="Number of differences to show; 0 for all.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Find the first step where two runs part, and in which tensor; exit code 1 if they do."""
+    """Find the first step and tensor in which two runs differ; the exit code is 1 if they do."""
     from gradiometer.cli import tables  # noqa: PLC0415 with rich
-    from gradiometer.runs import compare  # noqa: PLC0415 only this command compares
+    from gradiometer.runs import compare  # noqa: PLC0415 only this command needs it
 
     if not math.isfinite(rtol):
-        raise typer.BadParameter(f"--rtol {rtol:g} is no number to compare by: give a finite one")
+        raise typer.BadParameter(
+            f"--rtol {rtol:g} is not finite, so it compares nothing: pass a finite number"
+        )
     found = compare(read_run(a), read_run(b), rtol=rtol, ignore=_pattern(ignore, "--ignore"))
     _print(found.to_dict(), lambda _: tables.comparison(found, top or None), as_json=as_json)
     return Exit.OK if found.same else Exit.FOUND
@@ -301,11 +311,11 @@ def _diff(
 def _doctor(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="A folder for runs: is there room, may it be written?"),
+        typer.Argument(metavar="[RUN]", help="A folder for runs, to check its free space and permissions."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Look at this machine: versions, devices, what is missing; exit code 1 if something is wrong."""
+    """Check this machine: versions, devices, packages; the exit code is 1 if there is a problem."""
     from gradiometer.cli import doctor, tables  # noqa: PLC0415 with rich
 
     found = doctor.examine(run)

@@ -1,4 +1,4 @@
-"""The devices of this machine: what reads tensors there, and how fast."""
+"""The devices of this machine: which code reads tensors on each, and how fast."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gradiometer.stats import collect
 
 __all__ = ["Device", "Problem", "examine", "first_line", "fp64_rate"]
 
-# of float32 that are read to see how fast it goes: on a GPU far more than its caches hold, and on the CPU
+# float32 elements that are read to measure the rate: on a GPU, far more than its caches hold; on the CPU
 _ELEMENTS: Final = (2**26, 2**22)
 
-# fp64 additions, multiplications and fused ones a clock and multiprocessor, and those in fp32
+# fp64 and fp32 operations (addition, multiplication, FMA) per clock and multiprocessor, and the source
 _FP64_RATES: Final = {
     (7, 0): (32, 64, "NVIDIA Tesla V100 white paper"),
     (7, 5): (2, 64, "NVIDIA Turing architecture white paper"),
@@ -35,7 +35,7 @@ _FP64_RATES: Final = {
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, and what to do about it; one line each."""
+    """A problem and its fix, one line each."""
 
     what: str
     fix: str
@@ -48,13 +48,13 @@ class Device:
     Attributes:
         device: ``"cuda:0"``.
         name: of the hardware.
-        path: what reads tensors there: ``"Triton kernels"`` or ``"eager PyTorch"``.
-        fp64: its rate in double precision, in words, and where that is from.
-        fp64_share: of the fp32 rate; None if it is not known, or the device has no GPU's units.
-        memory: bytes, all of it; None on the CPU.
+        path: the code that reads tensors there: ``"Triton kernels"`` or ``"eager PyTorch"``.
+        fp64: its fp64 rate in words, and the source.
+        fp64_share: the fp64 rate divided by the fp32 rate; None if unknown, or on a CPU.
+        memory: the total memory in bytes; None on the CPU.
         works: whether a small collection there gave the right norm.
-        gigabytes_per_second: at which a collection read a large float32 tensor just now; None where it
-            does not work, or is interpreted.
+        gigabytes_per_second: the measured rate at which a collection reads a large float32 tensor; None if
+            the device does not work, or kernels are interpreted.
     """
 
     device: str
@@ -68,27 +68,31 @@ class Device:
 
 
 def fp64_rate(capability: tuple[int, int]) -> tuple[str, float | None]:
-    """Return the rate of double precision of an NVIDIA GPU in words, and as a share of the fp32 rate.
+    """Return the fp64 rate of an NVIDIA GPU in words, and divided by its fp32 rate.
 
     >>> fp64_rate((8, 9))[1]
     0.015625
     """
     if capability not in _FP64_RATES:
-        return f"not known here for compute capability {capability[0]}.{capability[1]}", None
+        return f"unknown for compute capability {capability[0]}.{capability[1]}", None
     fp64, fp32, source = _FP64_RATES[capability]
-    poor = "; few fp64 units: they, not the memory, bound a collection in 16 bits" if 16 * fp64 < fp32 else ""
-    return f"1/{fp32 // fp64} of fp32, {fp64} a clock and multiprocessor ({source}){poor}", fp64 / fp32
+    poor = (
+        "; these few fp64 units, not the memory, limit a collection of 16-bit tensors"
+        if 16 * fp64 < fp32
+        else ""
+    )
+    return f"1/{fp32 // fp64} of fp32, {fp64} per clock and multiprocessor ({source}){poor}", fp64 / fp32
 
 
 def examine() -> tuple[list[Device], list[Problem]]:
-    """Return the devices, the CPU last, and what is wrong with them. Measures a moment on each."""
+    """Return the devices, the CPU last, and their problems. Takes a short measurement on each."""
     devices = [torch.device("cpu")]
     for kind in ("xpu", "cuda"):
         module = torch.get_device_module(kind)
         count = module.device_count() if module.is_available() else 0
         devices = [torch.device(kind, i) for i in range(count)] + devices
     problems = [(device, _problem(device)) for device in devices]
-    fix = "report it, with what `gradiometer doctor --json` prints; on the CPU it may work"
+    fix = "report it with the output of `gradiometer doctor --json`; a collection on the CPU may work"
     found = [Problem(f"a collection on {device} {what}", fix) for device, what in problems if what]
     return [_device(device, works=what is None) for device, what in problems], found
 
@@ -99,10 +103,10 @@ def _device(device: torch.device, *, works: bool) -> Device:
     if device.type == "cpu":
         path += ", interpreted" if uses_kernels else ""
         rate = None if uses_kernels or not works else _read_rate(device)
-        fp64 = "in hardware: a vector holds half as many as of fp32"
+        fp64 = "in hardware; a vector holds half as many elements as in fp32"
         return Device(str(device), _cpu_name(), path, fp64, None, None, works, rate)
     properties = torch.get_device_module(device.type).get_device_properties(device)
-    fp64, share = "its rate is not known here", None
+    fp64, share = "rate unknown", None
     if device.type == "cuda" and torch.version.hip is None:
         fp64, share = fp64_rate((properties.major, properties.minor))
     rate = _read_rate(device) if works else None
@@ -110,16 +114,16 @@ def _device(device: torch.device, *, works: bool) -> Device:
 
 
 def _problem(device: torch.device) -> str | None:
-    """Collect something small; return what goes wrong."""
+    """Collect a small tensor; return a description of what went wrong, or None."""
     try:
         norm = collect([torch.tensor([3.0, 4.0], device=device)]).materialize().total_norm
-    except Exception as error:  # noqa: BLE001 whatever it is, it is what the user would see
+    except Exception as error:  # noqa: BLE001 the user would see it, whatever it is
         return f"fails: {first_line(error)}"
-    return None if norm == 5.0 else f"says that the norm of (3, 4) is {norm}"
+    return None if norm == 5.0 else f"gives {norm} as the norm of (3, 4), not 5"
 
 
 def _read_rate(device: torch.device) -> float:
-    """Return the GB/s at which a collection reads float32, at its best of some calls."""
+    """Return the best rate of several collections of a float32 tensor, in GB/s."""
     x = torch.ones(_ELEMENTS[device.type == "cpu"], device=device)
     seconds = []
     for _ in range(6):
@@ -142,6 +146,6 @@ def _cpu_name() -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says in one line."""
+    """Return the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

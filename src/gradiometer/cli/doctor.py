@@ -1,4 +1,4 @@
-"""What gradiometer finds on this machine: versions, devices, what is missing, what is wrong."""
+"""Check this machine: versions, devices, missing packages, problems."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["EXTRAS", "Doctor", "examine"]
 OLDEST_TORCH: Final = (2, 11)
 _NVIDIA: Final = Path("/proc/driver/nvidia/version")
 _NO_DRIVER: Final = "no driver"
-# bytes in which a run has little room
+# free bytes below which a folder has too little space
 LEAST_FREE: Final = 2**30
 
-# distribution -> the extra that installs it, and what it is for
+# distribution -> the extra that installs it, and the feature that needs it
 EXTRAS: Final = {
     "pyarrow": ("monitor", "run records"),
     "plotly": ("monitor", "the report page"),
@@ -39,28 +39,28 @@ EXTRAS: Final = {
     "wandb": ("wandb", "the Weights & Biases sink"),
     "mlflow-skinny": ("mlflow", "the MLflow sink"),
     "transformers": ("transformers", "the Hugging Face Trainer callback"),
-    "accelerate": ("transformers", "the same"),
+    "accelerate": ("transformers", "the Hugging Face Trainer callback"),
     "pytorch-lightning": ("lightning", "the Lightning callback"),
     "pandas": ("frame", "to_frame()"),
 }
-# other distributions that do as well
+# other distributions that also work
 _INSTEAD: Final = {"mlflow-skinny": ("mlflow",), "pytorch-lightning": ("lightning",)}
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """All that was found.
+    """The state of this machine.
 
     Attributes:
-        versions: of gradiometer, Python, torch, triton and the platform; None: not there.
-        devices: the CPU last.
-        triton: what triton's driver says: its target, or why there is none.
-        compiler: the C++ compiler that Inductor and triton call; None: there is none.
+        versions: of gradiometer, Python, torch, CUDA, HIP and triton, and the platform; None if missing.
+        devices: the devices, the CPU last.
+        triton: the target of triton's driver, or why there is none.
+        compiler: the C++ compiler that Inductor and triton call; None if there is none.
         trace_autograd_ops: whether torch has the flag that lets ``fullgraph=True`` trace ``backward()``.
-        interpreted: whether ``TRITON_INTERPRET`` is set: kernels run as Python then.
-        packages: of each optional package its version or None, its extra and what it is for.
-        run_dir, free: a folder for runs, and the bytes that are free there; None if none was given.
-        problems: what is wrong.
+        interpreted: whether ``TRITON_INTERPRET`` is set, so that kernels run as Python.
+        packages: for each optional package its version or None, its extra, and the feature that needs it.
+        run_dir, free: a folder for runs, and the free bytes there; None if none was given.
+        problems: the problems found.
     """
 
     versions: dict[str, str | None]
@@ -80,10 +80,10 @@ class Doctor:
 
 
 def examine(run_dir: Path | None = None) -> Doctor:
-    """Look at this machine; takes a few seconds, most of them imports.
+    """Check this machine; takes a few seconds, mostly for imports.
 
     Args:
-        run_dir: a folder for runs, which need not be there yet.
+        run_dir: a folder for runs, which need not exist yet.
     """
     found, problems = devices.examine()
     versions = {
@@ -115,29 +115,31 @@ def examine(run_dir: Path | None = None) -> Doctor:
 
 
 def _problems(facts: Doctor) -> Iterator[Problem]:
-    """Go over what is wrong, apart from devices that do not work."""
+    """Yield the problems, except for devices that do not work."""
     version = str(facts.versions["torch"])
     if tuple(int(n) for n in version.split("+", 1)[0].split(".")[:2]) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         yield Problem(f"torch {version} is older than {oldest}", f"pip install 'torch>={oldest}'")
     elif not facts.trace_autograd_ops:
-        what = "torch._dynamo.config has no trace_autograd_ops: no backward() inside a fullgraph step"
+        what = "torch._dynamo.config has no trace_autograd_ops, so a fullgraph step cannot call backward()"
         yield Problem(what, "use torch.func.grad_and_value, or another version of torch")
     gpu = next((device.device for device in facts.devices if device.device != "cpu"), None)
     if gpu is None and _NVIDIA.exists():
-        fix = "install a build of torch for CUDA; if it is one, torch.cuda.init() says what it lacks"
+        fix = "install a CUDA build of torch; if this is one, call torch.cuda.init() to see the error"
         yield Problem("there is an NVIDIA driver, but torch sees no GPU", fix)
     if gpu is not None and facts.versions["triton"] is None:
-        yield Problem(f"without triton {gpu} is read by eager PyTorch, far slower", "pip install triton")
+        yield Problem(
+            f"without triton, {gpu} is read by eager PyTorch, which is far slower", "pip install triton"
+        )
     elif gpu is not None and facts.triton.startswith(_NO_DRIVER):
-        fix = "see that triton is the version that torch asks for, and the GPU's driver is installed"
+        fix = "install the version of triton that torch requires, and the driver of the GPU"
         yield Problem(f"{gpu}: triton has {facts.triton}", fix)
     if facts.compiler is None:
         fix = "install g++ or clang, or set CXX; torch.compile(backend='aot_eager') needs none"
-        yield Problem("no C++ compiler: torch.compile and triton call one", fix)
+        yield Problem("there is no C++ compiler, which torch.compile and triton need", fix)
     if facts.interpreted:
         what = "TRITON_INTERPRET is set: kernels run as Python, thousands of times slower"
-        yield Problem(what, "unset it, unless it is kernels that you test")
+        yield Problem(what, "unset it, unless you are testing kernels")
     if facts.run_dir is not None and facts.free is not None:
         yield from _room(_existing(Path(facts.run_dir)), facts.free)
         if facts.packages["pyarrow"]["version"] is None:
@@ -146,24 +148,24 @@ def _problems(facts: Doctor) -> Iterator[Problem]:
 
 def _room(folder: Path, free: int) -> Iterator[Problem]:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        yield Problem(f"no run can be written in {folder}", "give a folder that you may write to")
+        yield Problem(f"no run can be written in {folder}", "pass a folder that you can write to")
     if free < LEAST_FREE:
-        fix = f"make room, or put runs elsewhere: {LEAST_FREE // 2**30} GiB is little enough"
-        yield Problem(f"{free / 2**20:,.0f} MiB are free in {folder}", fix)
+        fix = f"free at least {LEAST_FREE // 2**30} GiB there, or use another folder for runs"
+        yield Problem(f"only {free / 2**20:,.0f} MiB are free in {folder}", fix)
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest above it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
 
 
 def _triton() -> str:
     try:
-        # only the kernels import triton; this looks whether they could
+        # only the kernels import triton; check that they can
         target = importlib.import_module("triton.runtime.driver").driver.active.get_current_target()
     except ModuleNotFoundError:
         return "triton is not installed"
-    except Exception as error:  # noqa: BLE001 the driver fails in its own ways where there is no GPU
+    except Exception as error:  # noqa: BLE001 without a GPU, the driver may raise anything
         return f"{_NO_DRIVER} ({devices.first_line(error).rstrip('.')})"
     return f"{target.backend} {target.arch}"
 

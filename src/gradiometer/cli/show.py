@@ -1,4 +1,4 @@
-"""One step of a run: its scalars, its tensors and what was found in it."""
+"""One step of a run: its scalars, its tensors and its findings."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["Shown", "look"]
 
 @dataclass(frozen=True)
 class Shown:
-    """What there is of one step.
+    """One step, as the command shows it.
 
     Attributes:
         run: the run's folder.
         record: the step.
-        kind: of the tensors in the report.
-        report: of the tensors that were asked for.
-        measured: how many tensors of this kind the step has.
-        findings: those that hold at this step, most severe first.
-        nearest: if the step has no tensors, the steps before and after that have.
+        kind: the kind of the tensors in the report.
+        report: the report of the requested tensors.
+        measured: the number of tensors of this kind in the step.
+        findings: the findings whose range includes this step, most severe first.
+        nearest: if the step has no tensors, the nearest steps before and after it that have some.
     """
 
     run: str
@@ -45,7 +45,7 @@ class Shown:
     nearest: Sequence[int] = ()
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
-        """Return plain values; ``top``: of the worst tensors only."""
+        """Return plain values, of the ``top`` worst tensors or of all."""
         record, rows = self.record, self.report.worst_first()
         values = self.report.to_dict()
         values["tensors"] = {row.name: row_to_dict(row) for row in rows[:top]}
@@ -70,32 +70,32 @@ def look(
 
     Args:
         run: the run.
-        step: its number; None for the last that has tensors, or else for the last; negative numbers count
-            from the end.
-        kind: of the tensors.
-        name: only tensors in whose name it is found.
+        step: its number; negative numbers count from the end. None for the last step with tensors, or for the
+            last step if none has tensors.
+        kind: the kind of the tensors.
+        name: only tensors whose name matches (`re.Pattern.search`).
 
     Raises:
-        RunError: if the run has no such step, no such kind or no such tensor; one line that says what it has.
+        RunError: if the run has no such step, kind or tensor; the message says what it has.
     """
     rows = run.steps.select(["step", "recorded"])
     steps, recorded = rows["step"].to_pylist(), rows["recorded"].to_pylist()
     if not steps:
-        raise RunError(f"{run.path}: no step is on disk yet")
+        raise RunError(f"{run.path} has no steps yet; try again when the run has written some")
     having = [s for s, has in zip(steps, recorded, strict=True) if has]
     if step is None:
         step = (having or steps)[-1]
     elif -len(steps) <= step < 0:
         step = steps[step]
     if step not in set(steps):
-        raise RunError(f"{run.path}: no step {step}; it has {len(steps)} from {steps[0]} to {steps[-1]}")
+        raise RunError(f"{run.path} has no step {step}; it has {len(steps)}, from {steps[0]} to {steps[-1]}")
     if kind not in run.roster.kinds:
-        raise RunError(f"{run.path}: no {kind} were recorded, only {', '.join(run.roster.kinds)}")
+        raise RunError(f"{run.path} has no {kind!r}; choose from {', '.join(run.roster.kinds)}")
     record = run.record(step)
     whole = record.report(kind)
     report = whole if name is None else _named(record, kind, name)
     if name is not None and whole.measured and not report.measured:
-        raise RunError(f"{run.path}: no tensor of step {step} has {name.pattern!r} in its name")
+        raise RunError(f"{run.path}: no tensor of step {step} has a name that matches {name.pattern!r}")
     before, after = [s for s in having if s < step], [s for s in having if s > step]
     nearest = () if record.recorded else (*before[-1:], *after[:1])
     findings = [f for f in run.findings if f.first_step <= step <= f.last_step]
@@ -104,7 +104,7 @@ def look(
 
 
 def _named(record: StepRecord, kind: Kind, name: re.Pattern[str]) -> Report:
-    """Return the report of what was measured and has this in its name."""
+    """Return the report of the measured tensors whose name matches."""
     found = torch.tensor([bool(name.search(x)) for x in record.roster.names], dtype=torch.bool)
     if record.values is None:
         return record.report(kind)

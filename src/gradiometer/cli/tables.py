@@ -1,4 +1,4 @@
-"""What the commands print, as rich renders it: as wide as the terminal, in colours where it has them."""
+"""The output of the commands as rich renderables, which adapt to the terminal's width and colours."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ __all__ = [
 
 _STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
 _BAD: Final = Flag.NAN | Flag.INF | Flag.EXPLODING
-# what is above the first tensor in the table of a report
+# number of lines above the first tensor in the table of a report
 _HEAD: Final = 4
 
 
 def text(*parts: str | tuple[str, str]) -> Text:
-    """Return text in which nothing is markup: a tensor may be named ``[red]``."""
+    """Return text without parsing markup, because a tensor may be named ``[red]``."""
     assembled: Text = require("rich.text", "monitor", "The command line").Text.assemble(*parts)
     return assembled
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
-    """Return text that is one line, cut where the terminal ends."""
+    """Return one line of text, which is cut off at the end of the terminal."""
     whole = text(*parts)
     whole.no_wrap, whole.overflow = True, "ellipsis"
     return whole
 
 
 def _grid(columns: Iterable[str], **options: Any) -> Table:
-    """Return a table without lines; a column that begins with ``>`` is flush right."""
+    """Return a table without lines; a column whose name begins with ``>`` is aligned right."""
     table: Table = require("rich.table", "monitor", "The command line").Table(
         box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", **options
     )
@@ -70,13 +70,13 @@ def _grid(columns: Iterable[str], **options: Any) -> Table:
 
 
 def group(*parts: RenderableType) -> RenderableType:
-    """Return one under the other."""
+    """Return the parts one below the other."""
     parts_: RenderableType = require("rich.console", "monitor", "The command line").Group(*parts)
     return parts_
 
 
 def number(x: float | None, digits: int = 3) -> str:
-    """Return a number for a table: six or so characters; ``-`` for none."""
+    """Return a number for a table, in about six characters; ``-`` for None."""
     if x is None:
         return "-"
     if x == 0 or not math.isfinite(x):
@@ -85,14 +85,14 @@ def number(x: float | None, digits: int = 3) -> str:
 
 
 def cut(name: str, width: int) -> str:
-    """Return a name in no more than so many characters."""
-    # the end of a name tells more than its beginning
+    """Return a name, cut to ``width`` characters."""
+    # the end of a name is more specific than its beginning
     name = printable(name)
     return name if len(name) <= width else "…" + name[len(name) - width + 1 :]
 
 
 def scalars_text(scalars: Mapping[str, float]) -> list[str]:
-    """Return ``loss 2.31`` and so on, the loss first."""
+    """Return texts such as ``loss 2.31``, the loss first."""
     order = sorted(scalars, key=lambda name: (name != "loss", name != "lr"))
     return [f"{name} {number(scalars[name], 5)}" for name in order]
 
@@ -100,7 +100,7 @@ def scalars_text(scalars: Mapping[str, float]) -> list[str]:
 def findings(
     found: Sequence[Finding], most: int | None = None, *, advice: bool = True, width: int | None = None
 ) -> list[RenderableType]:
-    """Return the findings and what to try; with ``width`` each is one line, no longer than this."""
+    """Return the findings and their advice; with ``width``, each is cut to one line of that width."""
     if not found:
         return []
     table = _grid(["", ""], show_header=False)
@@ -116,7 +116,7 @@ def findings(
 
 
 def tensors(rows: Sequence[TensorReport], width: int) -> RenderableType:
-    """Return a table of tensors no wider than this."""
+    """Return a table of tensors that is at most ``width`` characters wide."""
     header = ("elements", "norm", "abs max", "zero %", "NaN", "±Inf", "flags")
     cells = [
         (
@@ -131,7 +131,7 @@ def tensors(rows: Sequence[TensorReport], width: int) -> RenderableType:
         for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    # the least telling go first
+    # drop the least informative columns first
     leave = [i for i in (0, 3, 2) if len(rows)]
     kept = list(range(len(header)))
     while leave and sum(widths[i] + 2 for i in kept) > width - 20:
@@ -145,7 +145,7 @@ def tensors(rows: Sequence[TensorReport], width: int) -> RenderableType:
 
 
 def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
-    """Return a step: its scalars, a table of its tensors and what was found in it."""
+    """Return a step: its scalars, a table of its tensors, and its findings."""
     record = found.record
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
     facts = [found.run, when, *scalars_text(record.scalars)]
@@ -170,7 +170,7 @@ def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
         if len(rows) > len(rows[:top]):
             lines.append(text((f"… {len(rows) - len(rows[:top])} more", "dim")))
     if record.recorded and len(found.report) < found.measured:
-        lines.append(text((f"{len(found.report)} of {found.measured} tensors, by their names", "dim")))
+        lines.append(text((f"{len(found.report)} of {found.measured} tensors match --name", "dim")))
     said = findings(found.findings)
     return group(*lines, *([text("")] if said else []), *said)
 
@@ -181,24 +181,26 @@ def _fits(report: str, console: Console) -> bool:
 
 
 def comparison(found: Comparison, top: int | None) -> RenderableType:
-    """Return where two runs part."""
+    """Return the first difference of two runs."""
     table = _grid(["", "run", ">steps", ">from", ">to", ">with tensors"])
     for name, side in (("A", found.a), ("B", found.b)):
         table.add_row(name, text(side.path), *_range(side))
-    how = f"within {found.rtol:g}" if found.rtol else "to the bit"
+    how = f"within a relative tolerance of {found.rtol:g}" if found.rtol else "bit by bit"
     lines: list[RenderableType] = [table, text("")]
     lines += [text(note) for note in _notes(found)]
     both = f"{found.tensors} tensors, {found.common} steps in both"
     if found.common == 0:
-        lines.append(text(("They have no step in common.", "bold red")))
+        lines.append(text(("The runs have no step in common.", "bold red")))
     elif not found.compared and not found.first:
-        lines.append(text(("They have no tensors in the same step.", "bold red"), " Scalars are the same."))
+        lines.append(text(("No step has tensors in both runs.", "bold red"), " The scalars are equal."))
     elif not found.first:
         both = f"{found.tensors} tensors, {found.compared} steps"
-        style, end = ("green", ".") if found.same else ("yellow", ", but their tensors differ.")
-        lines.append(text((f"They are the same {how} in all that both have{end}", style), f" {both}."))
+        style, end = ("green", ".") if found.same else ("yellow", "; the runs do not have the same tensors.")
+        lines.append(text((f"All that both runs have is equal{end}", style), f" Compared {how}: {both}."))
     else:
-        lines.append(text((f"They part at step {found.step}", "bold red"), f", compared {how}: {both}."))
+        lines.append(
+            text((f"The runs first differ at step {found.step}.", "bold red"), f" Compared {how}: {both}.")
+        )
         lines += _parting(found, top)
     if found.total_norm is not None and found.first:
         step, a, b = found.total_norm
@@ -223,10 +225,12 @@ def _notes(found: Comparison) -> Iterable[str]:
         if names:
             yield f"only in {where}: {_some(names)}"
     if found.shapes:
-        yield "other shapes: " + _some([f"{name} {a} and {b}" for name, (a, b) in found.shapes.items()])
+        yield "different shape or dtype: " + _some(
+            [f"{name}, {a} in A and {b} in B" for name, (a, b) in found.shapes.items()]
+        )
     for where, steps in zip("BA", found.missing, strict=True):
         if steps:
-            yield f"{where} lacks {len(steps)} steps in between: {_some(list(map(str, steps)))}"
+            yield f"{where} lacks {len(steps)} steps of the other run: {_some(list(map(str, steps)))}"
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:
@@ -234,7 +238,7 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 
 
 def _parting(found: Comparison, top: int | None) -> Iterable[RenderableType]:
-    table = _grid(["", "in this order", "what", ">A", ">B", ">relative"])
+    table = _grid(["", "in order of computation", "statistic", ">A", ">B", ">rel. diff."])
     for i, difference in enumerate(found.first[:top], 1):
         what, a, b = _most_telling(difference)
         style = "bold" if i == 1 else ""
@@ -246,11 +250,11 @@ def _parting(found: Comparison, top: int | None) -> Iterable[RenderableType]:
         yield text((f"… {len(found.first) - top} more differ in this step", "dim"))
     later = [d for d in found.scalars if d.step != found.step]
     if later:
-        yield text("later: " + _some([f"{d.name} at step {d.step}" for d in later]))
+        yield text("differ later: " + _some([f"{d.name} at step {d.step}" for d in later]))
 
 
 def _most_telling(difference: Difference) -> tuple[str, float | None, float | None]:
-    """Return one of the columns that differ: counts of NaN and Inf before norms, a norm before sums."""
+    """Return the most informative column that differs: counts of NaN and Inf, then the norm, then others."""
     for column in ("value", "numel", "n_nan", "n_posinf", "n_neginf", "sumsq", "abs_max", "sum", "n_zero"):
         if column in difference.values:
             a, b = difference.values[column]
@@ -267,7 +271,7 @@ def _relative(a: float | None, b: float | None) -> str:
 
 
 def doctor(found: Doctor) -> RenderableType:
-    """Return what was found on this machine, what is wrong last."""
+    """Return the state of this machine, with the problems at the end."""
     facts = _grid(["", ""], show_header=False)
     for name, version in found.versions.items():
         if version is not None or name == "triton":
@@ -279,17 +283,17 @@ def doctor(found: Doctor) -> RenderableType:
     )
     facts.add_row("TRITON_INTERPRET", "set" if found.interpreted else "not set")
     if found.run_dir is not None and found.free is not None:
-        facts.add_row("room for runs", text(f"{found.free / 2**30:,.1f} GiB free at {found.run_dir}"))
+        facts.add_row("space for runs", text(f"{found.free / 2**30:,.1f} GiB free at {found.run_dir}"))
     devices = _grid(["", ""], show_header=False)
     for device in found.devices:
         devices.add_row(text((device.device, "bold")), text(device.name))
-        memory = [] if device.memory is None else [f"{device.memory / 2**30:,.0f} GiB"]
+        memory = [] if device.memory is None else [f"{device.memory / 2**30:,.0f} GiB of memory"]
         rate = device.gigabytes_per_second
-        speed = [] if rate is None else [f"{number(rate, 2)} GB/s of float32 just now"]
+        speed = [] if rate is None else [f"{number(rate, 2)} GB/s measured with float32"]
         works = ("works", "green") if device.works else ("does not work", "red")
         devices.add_row("", text(f"read by {', '.join([device.path, *speed, *memory])}: ", works))
         devices.add_row("", text(f"fp64: {device.fp64}"))
-    packages = _grid(["package", "version", "for", "get it with"])
+    packages = _grid(["package", "version", "needed for", "install with"])
     for name, package in found.packages.items():
         have = package["version"]
         how = "" if have else f"pip install 'gradiometer[{package['extra']}]'"
@@ -298,7 +302,8 @@ def doctor(found: Doctor) -> RenderableType:
         )
     problems: list[RenderableType] = [text(("no problem found", "green"))]
     if found.problems:
-        problems = [text((f"{len(found.problems)} to mend", "bold red"))]
+        n = len(found.problems)
+        problems = [text((f"{n} problem{'s' if n > 1 else ''} found", "bold red"))]
         problems += [text((f"  {p.what}\n", "red"), f"      {p.fix}") for p in found.problems]
     parts: Iterable[Sequence[RenderableType]] = ([facts], [devices], [packages], problems)
     gap = text("")

@@ -1,4 +1,4 @@
-"""A run as it is being written: a frame that follows it in a terminal, or a line for each change."""
+"""Follow a run while it is written: an updated frame in a terminal, otherwise a line for each change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Frame", "look", "render", "sparkline", "watch"]
 
-# of so many steps the curves are drawn, and of the last so many the pace is taken
+# number of last steps in the curves, and for steps per second
 _CURVE: Final = 2000
 _PACE: Final = 50
 _WORST: Final = 50
@@ -41,22 +41,23 @@ _WIDE: Final = 100.0
 
 @dataclass(frozen=True)
 class Frame:
-    """What there is to see of a run now.
+    """The current state of a run.
 
     Attributes:
-        run, model, device: which run, of what, where.
-        closed: whether it has ended in good order.
-        fault: why it ended otherwise, as its black box says; None if it has none.
-        attempt: how many times it was started.
-        step: the last; None before the first is on disk.
-        steps, skipped, nonfinite: how many; how many updates were skipped; how many had a NaN or Inf.
+        run, model, device: the run's folder, the class of its model, and its device.
+        closed: whether the run was closed.
+        fault: a summary of its black box; None if it has none.
+        attempt: the number of times the run was started.
+        step: the last step; None if none is on disk yet.
+        recorded_step: the last step with tensors.
+        steps, skipped, nonfinite: the numbers of steps, of skipped updates, and of steps with a NaN or Inf.
         age: seconds since the last step ended.
-        steps_per_second: over the last fifty steps.
-        scalars: of the last step.
-        total_norm: of the gradients of the last step that has tensors, ``recorded_step``.
-        loss_curve, norm_curve: of the last steps.
-        findings: most severe first, then the latest first.
-        worst: tensors of ``recorded_step``, worst first.
+        steps_per_second: the average over the last 50 steps.
+        scalars: the scalars of the last step.
+        total_norm: the total gradient norm of ``recorded_step``.
+        loss_curve, norm_curve: the values of the last steps.
+        findings: the findings, most severe first, then latest first.
+        worst: the tensors of ``recorded_step``, worst first.
     """
 
     run: str
@@ -88,12 +89,12 @@ class Frame:
 
     @property
     def changes(self) -> tuple[Any, ...]:
-        """What is different when there is news."""
+        """The values whose change makes a new line of output."""
         return self.step, self.steps, self.closed, self.fault, [asdict(f) for f in self.findings]
 
 
 def look(run: Run, now: float | None = None) -> Frame:
-    """Return what there is to see of a run; ``now``: seconds since 1970."""
+    """Return the current state of a run; ``now`` is the Unix time."""
     compute = require("pyarrow.compute", "monitor", "The command line")
     steps, info = run.steps, run.info
     drawn = steps.select(["step", "attempt", "time", "loss", "total_norm"])
@@ -106,7 +107,7 @@ def look(run: Run, now: float | None = None) -> Frame:
     blackbox = run.blackbox
     attempt = max((entry["attempt"] for entry in info.get("attempts", [])), default=1)
     if blackbox is not None and blackbox.get("attempt", attempt) < attempt:
-        blackbox = None  # this attempt has gone on from there
+        blackbox = None  # the fault of an earlier attempt
     return Frame(
         run=str(run.path),
         model=info.get("model", ""),
@@ -131,7 +132,7 @@ def look(run: Run, now: float | None = None) -> Frame:
 
 
 def _pace(tail: Sequence[dict[str, Any]]) -> float | None:
-    """Return the steps a second of the last ones of this attempt."""
+    """Return the steps per second over the last steps of this attempt."""
     rows = [row for row in tail[-_PACE:] if row["attempt"] == tail[-1]["attempt"]]
     if len(rows) < 2 or rows[-1]["time"] <= rows[0]["time"]:
         return None
@@ -139,9 +140,9 @@ def _pace(tail: Sequence[dict[str, Any]]) -> float | None:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values in so many characters, each the largest of its share; ``!`` has one that is not finite.
+    """Draw values in ``width`` characters: the maximum of each group of values, or ``!`` if not finite.
 
-    Values that span more than two orders of magnitude are drawn by their logarithms.
+    Values that span more than two orders of magnitude are drawn on a log scale.
 
     >>> sparkline([0.0, 1.0, 2.0, float("nan"), 7.0], 5)
     '▁▂▃!█'
@@ -178,7 +179,7 @@ def render(seen: Frame, width: int, height: int) -> RenderableType:
     said = tables.findings(seen.findings, _FINDINGS, advice=False, width=width)
     lines += [tables.text(""), *said] if said else []
     shown = min(len(seen.findings), _FINDINGS) - 1 if said else 0
-    # but for a gap, a title, a header and the line where the cursor stands
+    # minus a gap, a title, a header and the line of the cursor
     room = height - len(lines) - shown - 4
     if seen.worst and room > 0:
         title = f"tensors of step {seen.recorded_step}, worst first"
@@ -197,7 +198,7 @@ def _progress(seen: Frame) -> list[str]:
     found = [f"step {seen.step}", f"{seen.steps:,} steps"]
     found += [] if seen.steps_per_second is None else [f"{tables.number(seen.steps_per_second)} steps/s"]
     found += [f"attempt {seen.attempt}"] * (seen.attempt > 1)
-    # what is cut off in a narrow terminal is last
+    # a narrow terminal cuts off the end
     found += [f"{n:,} {what}" for n, what in ((seen.skipped, "skipped"), (seen.nonfinite, "not finite")) if n]
     return found + tables.scalars_text({name: x for name, x in seen.scalars.items() if name != "loss"})
 
@@ -234,11 +235,11 @@ def watch(
 
     Args:
         run: the run; it is refreshed.
-        console: a terminal shows a frame that changes; anything else gets a line for each change.
-        interval: seconds between two looks.
-        once: show it as it is, and end.
-        follow: go on when it is closed.
-        as_json: a line of JSON for each change, on stdout.
+        console: a terminal shows a frame that is updated; anything else gets a line for each change.
+        interval: seconds between two updates.
+        once: show its current state and return.
+        follow: continue when it is closed.
+        as_json: print a line of JSON for each change on stdout.
     """
     live = None
     if console.is_terminal and not (once or as_json):
@@ -252,7 +253,7 @@ def watch(
             if run.refresh() or seen is None:
                 seen = look(run, now)
             elif seen.age is not None:
-                # nothing is read where nothing is new
+                # nothing new to read
                 seen = replace(seen, age=seen.age + max(now - looked, 0.0))
             looked = now
             if live is not None:
@@ -274,7 +275,7 @@ def watch(
 
 @contextmanager
 def _interrupted() -> Iterator[threading.Event]:
-    """Note a Ctrl-C, besides raising it: what is raised while Python frees an object is lost."""
+    """Record a Ctrl-C in addition to raising it: Python ignores exceptions while it frees an object."""
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield noted

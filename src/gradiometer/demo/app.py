@@ -1,10 +1,10 @@
 """The demo: a small recorded training run with two faults, and its report page.
 
 ``python -m gradiometer.demo`` trains a character-level transformer on the sources of Python's own
-standard library. Forward, backward, recording and AdamW are one compiled graph. Then an Inf is put
-into one gradient, and later the learning rate is raised a thousandfold. The rules name the affected
-tensors and steps, and the run is written to disk with a page. Every figure is measured in the run; if a
-check fails, the exit status is 1.
+standard library. Forward, backward, recording and AdamW are one compiled graph. Then one gradient gets an
+Inf, and later the learning rate is multiplied by 1000. The rules name the affected tensors and steps, and
+the run is written to disk with a page. Every figure is measured in the run; if a check fails, the exit
+status is 1.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ MIN_ROUNDS, MAX_ROUNDS, TIMING_SECONDS = 5, 60, 10.0
 # findings of one fault, and rows of the table
 SHOWN: Final = 2
 ROWS: Final = 4
-# of a line of text, in characters
+# characters per line of text
 WIDTH: Final = 96
-# for the run record and the page
+# packages for the run record and the page
 PACKAGES: Final = ("pyarrow", "plotly")
 
 
@@ -137,12 +137,12 @@ def _put_in_an_inf(training: Training, run: _Run, monitor: gm.Monitor, checks: _
     nonfinite = [f for f in alarms if f.rule == "nonfinite"]
     named = [(f.first_step, f.tensor) for f in nonfinite] == [(number, FAULTY)]
     found = ", ".join(f"step {f.first_step}: {f.tensor}" for f in nonfinite)
-    checks.add("the Inf is named", found or "nothing", ok=named)
-    found = f"weights and moments are {'the same bits' if same else 'NOT what they were'}"
+    checks.add("the Inf is found", found or "nothing", ok=named)
+    found = f"weights and moments are {'unchanged, bit by bit' if same else 'CHANGED'}"
     checks.add("its update is skipped", found, ok=same)
     finite = sum(not r.total("n_nonfinite") for r in after)
     checks.add(
-        "training goes on", f"{finite} of the next {len(after)} steps are finite", ok=finite == len(after)
+        "training continues", f"{finite} of the next {len(after)} steps are finite", ok=finite == len(after)
     )
 
 
@@ -162,7 +162,7 @@ def _raise_the_learning_rate(training: Training, run: _Run, monitor: gm.Monitor,
     if exploded:
         first = exploded[0]
         found = f"step {first.first_step}, {first.first_step - jump} after the jump: {first.rule}"
-    checks.add("the explosion is named", found, ok=bool(exploded))
+    checks.add("the explosion is found", found, ok=bool(exploded))
 
 
 def _check_syncs(training: Training, backend: Backend, step: Step, checks: _Checks) -> None:
@@ -178,10 +178,10 @@ def _check_syncs(training: Training, backend: Backend, step: Step, checks: _Chec
             step()
             torch.cuda.set_sync_debug_mode("default")
         syncs += sum("called a synchronizing" in str(warning.message) for warning in caught)
-    # make sure that the counter counts: a broken one would find no sync either
+    # check the counter itself: a broken one would find no sync either
     with Probe() as control:
         training.lr.item()
-    found = f"{syncs} among {probe.operators} operators, the recording one of them"
+    found = f"{syncs} among {probe.operators} operators, including the recording"
     ok = syncs == 0 and probe.recordings == 1 and control.syncs == 1
     checks.add("host syncs in the step", found if ok or syncs else "the counter does not work", ok=ok)
 
@@ -250,7 +250,7 @@ def _demo(training: Training, name: str, steps: int, folder: Path | None) -> boo
 
 
 def _inductor_problem(device: torch.device) -> str | None:
-    """Return why Inductor does not work here, or None; only compiling something shows it."""
+    """Return why Inductor does not work on this machine, or None; only a compilation shows it."""
     try:
         torch.compile(torch.sin, backend="inductor")(torch.ones(8, device=device))
     except RuntimeError as error:
@@ -265,14 +265,16 @@ def _parse(
     parser.add_argument("--steps", type=int, default=100, help="steps before the first fault (default: 100)")
     parser.add_argument("--device", help="cpu, cuda or xpu (default: a GPU if there is one, else cpu)")
     parser.add_argument(
-        "--backend", choices=["inductor", "aot_eager"], help="default: inductor if it works here"
+        "--backend",
+        choices=["inductor", "aot_eager"],
+        help="of torch.compile (default: inductor if it works here, else aot_eager)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and batches (default: 0)")
     parser.add_argument(
         "--run-dir",
         type=Path,
         default=Path("gradiometer-demo"),
-        help="where the run record and its page go (default: gradiometer-demo)",
+        help="folder for the run record and its page (default: gradiometer-demo)",
     )
     options = parser.parse_args(argv)
     if options.steps < MIN_STEPS:
@@ -280,11 +282,13 @@ def _parse(
     gpus = [name for name in ("cuda", "xpu") if torch.get_device_module(name).is_available()]
     wanted = options.device or (gpus[0] if gpus else "cpu")
     if wanted.split(":")[0] not in {*gpus, "cpu"}:
-        parser.error(f"--device {wanted}: not available here; there is {', '.join([*gpus, 'cpu'])}")
+        parser.error(f"--device {wanted} is not available here; choose from {', '.join([*gpus, 'cpu'])}")
     device, backend = torch.device(wanted), options.backend
     problem = None if backend == "aot_eager" else _inductor_problem(device)
     if problem and backend:
-        parser.error(f"--backend {backend} does not work here: {problem}; aot_eager needs no compiler")
+        parser.error(
+            f"--backend {backend} does not work here: {problem}; use aot_eager, which needs no compiler"
+        )
     if problem:
         backend = "aot_eager"
         print(f"Inductor does not work here, so the backend is aot_eager:\n  {problem}\n")
@@ -300,18 +304,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m gradiometer.d
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         print(
-            f"No run record and no page: {' and '.join(missing)} not installed;"
-            " pip install 'gradiometer[monitor]'\n"
+            f"The demo writes no run record and no page: {' and '.join(missing)} not installed\n"
+            "  (pip install 'gradiometer[monitor]').\n"
         )
     if device.type == "cuda":
-        # otherwise Inductor advises it in a warning
+        # otherwise Inductor recommends it in a warning
         torch.set_float32_matmul_precision("high")
     training = Training(device, options.seed)
     threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     print(
         f"gradiometer {gm.__version__}, torch {torch.__version__}, {device}{threads}, {backend}\n"
         f"A transformer of {sum(p.numel() for p in training.parameters):,} parameters in"
-        f" {len(training.parameters)} tensors learns Python's standard library;\n"
+        f" {len(training.parameters)} tensors trains on Python's standard library;\n"
         "forward, backward, recording of every gradient and AdamW are one compiled graph."
     )
     # off by default up to torch 2.15

@@ -44,8 +44,8 @@ def corpus(characters: int = CHARACTERS) -> Tensor:
     text = b"".join(file.read_bytes() for file in sorted(folder.glob("[a-z]*.py")))[:characters]
     if len(text) < characters:
         raise FileNotFoundError(
-            f"the demo reads {characters:,} characters of Python's own sources, and {folder} holds "
-            f"{len(text):,}: run it with a Python that has its .py files"
+            f"{folder} has {len(text):,} characters of Python source, but the demo needs {characters:,}: "
+            "run it with a Python that includes its .py files"
         )
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).clamp(max=VOCABULARY - 1)
 
@@ -120,7 +120,7 @@ class Backend:
         compiled = self._compile(graph, inputs)
 
         def run(*args: Any) -> Any:
-            # the probe is entered here, since torch.compile itself does not run under a dispatch mode
+            # enter the probe here, since torch.compile itself does not run under a dispatch mode
             with self.probe or nullcontext():
                 return compiled(*args)
 

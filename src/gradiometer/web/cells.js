@@ -1,4 +1,4 @@
-// Matrices of codes, kept compressed until they are shown, and the picture of one.
+// Matrices of codes, which stay compressed until they are shown, and the image of one.
 
 const decoded = new Map();
 function matrix(kind, statistic) {
@@ -42,7 +42,7 @@ function valueOf({ low, high, linear }, code) {
 }
 const cellValue = (m, row, c) => valueOf(m, m.codes[row * C + c]);
 
-// The range of colours: all values but the outermost 0.5 %, and at least one decade.
+// The range of colours: all values except the lowest and highest 0.5 %, and at least one decade.
 function span(m) {
   if (m.span) return m.span;
   if (m.linear) return (m.span = [0, 1]);
@@ -95,7 +95,7 @@ function measure() {
   frame.width = Math.max(outer - frame.left - frame.right, 40);
   const rows = Math.max(yRange()[1] - yRange()[0], 1), most = Math.max(360, Math.min(600, 0.65 * innerHeight));
   frame.ratio = Math.min(devicePixelRatio || 1, 2);
-  // whole pixels per row, or whole rows per pixel: otherwise alternating weights and biases make stripes
+  // whole pixels per row, or whole rows per pixel; otherwise alternating weights and biases cause stripes
   const room = Math.floor(Math.min(rows * 18, most) * frame.ratio);
   frame.height = (rows <= room ? rows * Math.floor(room / rows) : Math.ceil(rows / Math.ceil(rows / room))) / frame.ratio;
   const [width, height] = [outer, frame.height + frame.top + frame.bottom];
@@ -122,7 +122,7 @@ function palette(m) {
   return mixed;
 }
 
-// Every cell in view counts: if several share a pixel, the largest code wins.
+// Draws all cells in view; cells that share a pixel show their largest code.
 function drawCells() {
   measure();
   const m = state.matrix;
@@ -166,7 +166,7 @@ function drawCells() {
     }
     last = top;
   }
-  // one cell among a million must be visible: no mark of NaN or Inf is smaller than this
+  // a single NaN or Inf among a million cells must be visible, so its mark has a minimum size
   const grow = (size) => Math.max(0, Math.round(2.5 * frame.ratio - size / 2));
   const across = grow(W / Math.max(1, columnAfter(x1) - columnAfter(x0))), down = hasGaps ? 0 : grow(1 / each);
   for (const [q, p] of broken) {

@@ -1,4 +1,4 @@
-// The line charts, by plotly.
+// The line charts, drawn with plotly.
 
 const CONFIG = { displayModeBar: false, responsive: true, doubleClick: false, displaylogo: false };
 function layout(height, axes, shapes = []) {
@@ -46,7 +46,7 @@ function logTicks(low, high) {
   }
   return { tickvals: found, ticktext: found.map(number) };
 }
-// A line. It has a gap where y is null; a single point between two gaps is a dot.
+// A line with a gap where y is null; a single point between two gaps is a dot.
 function series(xs, ys, name, ink, yaxis, format) {
   const sizes = ys.map((y, k) => (ys.length <= 80 || (y !== null && (ys[k - 1] ?? ys[k + 1] ?? null) === null) ? 4 : 0));
   return {
@@ -143,7 +143,7 @@ function plot(id, traces, made) {
   });
 }
 function drawCharts() {
-  if (!window.Plotly || $("overview").clientWidth === 0) return; // the charts come a moment after the map
+  if (!window.Plotly || $("overview").clientWidth === 0) return; // plotly loads after this script
   drawOverview();
   drawHistory();
   document.documentElement.dataset.charts = "drawn";

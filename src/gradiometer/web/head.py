@@ -46,7 +46,7 @@ def head_of(run: Run, step: Tensor, recorded: Tensor, loss: Tensor, skipped: int
         facts.insert(3, ("Attempts", f"{len(attempts)}: the run was resumed"))
     lost = sum(attempt.get("lost", 0) for attempt in attempts)
     if lost:
-        facts.insert(3, ("Steps lost", f"{lost:,}, which a sink was too slow for"))
+        facts.insert(3, ("Steps lost", f"{lost:,}, which could not be written to disk"))
     starts = [attempt.get("first_step", 0) for attempt in attempts]
     return {"facts": facts, "attempts": starts, **_ending(run, loss)}
 
@@ -56,7 +56,7 @@ def _ending(run: Run, loss: Tensor) -> dict[str, Any]:
     attempts = run.info.get("attempts") or []
     state = {"text": "✓ closed", "mood": "good"}
     if not run.info.get("closed"):
-        state = {"text": "◌ not closed: it still runs, or was killed", "mood": "open"}
+        state = {"text": "◌ not closed: still running, or killed", "mood": "open"}
     blackbox = run.blackbox
     if not blackbox or not isinstance(blackbox, dict):
         return {"state": state, "fault": None}
@@ -65,7 +65,7 @@ def _ending(run: Run, loss: Tensor) -> dict[str, Any]:
     of = f" of attempt {attempt}" if len(attempts) > 1 else ""
     lines = [f"Black box{of}: {reason} at step {blackbox.get('step', '?')}", *_details(blackbox)]
     if attempt != last:
-        lines.append(f"Attempt {last} went on.")
+        lines.append(f"Attempt {last} continued the run.")
     elif reason == "non-finite loss" and len(loss) and bool(loss[-1].isfinite()):
         lines.append("The loss was finite again at the end.")
     else:
@@ -92,5 +92,5 @@ def _date(seconds: Any) -> str:
 def _steps(step: Tensor, recorded: Tensor) -> str:
     if not len(step):
         return "none yet"
-    text = f"{int(step[0]):,} to {int(step[-1]):,}" if len(step) > 1 else f"one, number {int(step[0]):,}"
+    text = f"{int(step[0]):,} to {int(step[-1]):,}" if len(step) > 1 else f"only step {int(step[0]):,}"
     return text if len(recorded) == len(step) else f"{text}, {len(recorded):,} of {len(step):,} recorded"

@@ -9,13 +9,13 @@ function drawFindings() {
       ...(finding.tensor === null || finding.message.includes(names[finding.tensor]) ? [] : [element("span", { class: "name" }, cut(label(finding.kind, finding.tensor), 200))]),
       element("span", { class: "advice" }, finding.advice))));
   $("findings-title").textContent = items.length ? `Findings (${whole(items.length)}${page.more_findings ? ` of ${whole(items.length + page.more_findings)}` : ""})` : "Findings";
-  $("findings").replaceChildren(...(items.length ? items : [element("li", { class: "note" }, "None: no rule had anything to say of this run.")]));
+  $("findings").replaceChildren(...(items.length ? items : [element("li", { class: "note" }, "No rule reported a finding in this run.")]));
 }
 
 const TABLE = [
   ["name", "tensor", (r) => r.name], ["norm", "norm", (r) => number(r.norm)], ["rms", "rms", (r) => number(r.rms)],
   ["abs_max", "abs max", (r) => number(r.abs_max)], ["zero_fraction", "zero %", (r) => percent(r.zero_fraction)],
-  ["at", "largest at", (r) => (r.at === null ? "–" : whole(r.at))], ["broken", "steps not finite", (r) => whole(r.broken)], ["score", "flags", (r) => r.flags],
+  ["at", "largest at", (r) => (r.at === null ? "–" : whole(r.at))], ["broken", "non-finite steps", (r) => whole(r.broken)], ["score", "flags", (r) => r.flags],
 ];
 // Worst first: not finite, exploding, dead or vanishing, the rest; then by norm.
 const scoreOf = (words) => (words.NaN || words.Inf ? 3 : words.exploding ? 2 : words.dead || words.vanishing ? 1 : 0);
@@ -62,9 +62,9 @@ async function drawTable() {
       : element("td", (id === "broken" || id === "score") && r.score === 3 ? { class: "bad" } : {}, text(r)))))));
   choices("scopes", [["run", "over the run"], ["step", state.cell ? `at ${steps(columns.first[state.cell.c], columns.last[state.cell.c])}` : "at a step: click the map"]],
     state.scope, (scope) => set({ scope }), state.cell === null ? ["step"] : []);
-  $("table-note").textContent = rows.length === 0 ? "No tensor has this in its name." :
-    at ? `${plural(rows.length, "tensor")}, as the map shows ${page.binned > 1 ? "these steps" : "this step"}.` :
-    `${plural(rows.length, "tensor")}; each number is the largest finite one of the run, flags with the steps that have them.`;
+  $("table-note").textContent = rows.length === 0 ? "No tensor name matches the search." :
+    at ? `${plural(rows.length, "tensor")}, with the values that the map shows for ${page.binned > 1 ? "these steps" : "this step"}.` :
+    `${plural(rows.length, "tensor")}; each number is the largest finite value of the run; flags show the number of steps that have them.`;
   $("table-more").hidden = kept.length === rows.length;
   $("table-more").textContent = `Show all ${whole(rows.length)}`;
 }

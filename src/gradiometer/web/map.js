@@ -1,4 +1,4 @@
-// The map apart from its cells: names, steps, outlines, marks, the legend, pointer and keys.
+// The map except for its cells: names, steps, outlines, marks, the legend, and pointer and key events.
 
 const toX = (step) => frame.left + ((step - xRange()[0]) / (xRange()[1] - xRange()[0])) * frame.width;
 const toY = (i) => frame.top + ((i - yRange()[0]) / (yRange()[1] - yRange()[0])) * frame.height;
@@ -120,12 +120,12 @@ function drawLegend() {
   );
   const relative = 100 * (10 ** ((m.high - m.low) / (LARGEST - SMALLEST) / 2) - 1);
   const many = page.binned > 1
-    ? `A column holds ${whole(page.binned)} recorded steps and shows the largest value of them, and NaN or Inf before any value. `
-    : "A column is a recorded step. ";
+    ? `Each column covers ${whole(page.binned)} recorded steps and shows their largest value. `
+    : "Each column is a recorded step. ";
   const rows = state.shown.length === names.length
     ? plural(names.length, "tensor") : `${whole(state.shown.length)} of ${plural(names.length, "tensor")}`;
-  $("map-note").textContent = `${rows}. ${many}Cells that share a pixel do so likewise. ` +
-    `Values are rounded, here by at most ${m.linear ? "0.001 points" : `${Number(relative.toPrecision(1))} %`}.`;
+  $("map-note").textContent = `${rows}. ${many}Cells that share a pixel show their largest value. NaN and Inf count as the largest. ` +
+    `Values are rounded by at most ${m.linear ? "0.001 points" : `${Number(relative.toPrecision(1))} %`}.`;
 }
 
 function describe({ i, c }) {

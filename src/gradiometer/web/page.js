@@ -1,4 +1,4 @@
-// User input, and the start of the page.
+// Handles user input, and draws the page when it opens.
 
 function choices(id, options, chosen, choose, disabled = []) {
   const focused = $(id).contains(document.activeElement);
@@ -6,14 +6,14 @@ function choices(id, options, chosen, choose, disabled = []) {
     type: "button", "aria-pressed": String(key === chosen), disabled: disabled.includes(key) ? "" : null, onclick: () => choose(key) }, text)));
   if (focused) $(id).querySelector("[aria-pressed=true]")?.focus();
 }
-// Apply a change of the state, and redraw the parts that depend on it.
+// Applies a change of the state, and redraws the parts that depend on it.
 async function set(change) {
   Object.assign(state, change);
   const has = (...keys) => keys.some((key) => key in change);
   if (has("kind", "statistic")) {
     const [kind, statistic] = [state.kind, state.statistic];
     const found = C ? await matrix(kind, statistic) : null;
-    if (kind !== state.kind || statistic !== state.statistic) return; // another was chosen meanwhile
+    if (kind !== state.kind || statistic !== state.statistic) return; // another kind or statistic was chosen meanwhile
     state.matrix = found;
     choices("statistics", Object.entries(STATISTICS), statistic, (key) => set({ statistic: key }));
     choices("kinds", page.kinds.length > 1 ? page.kinds.map((key) => [key, key]) : [], kind, (key) => set({ kind: key }));
@@ -82,7 +82,7 @@ drawHeader();
 drawFindings();
 document.querySelector(".columns").classList.toggle("quiet", page.findings.length === 0);
 $("nothing").hidden = page.range !== null;
-$("nothing").textContent = "No step was written. The page fills once a run has advanced and its first segment is on disk.";
+$("nothing").textContent = "No step is on disk yet. Write this page again when the run has written its first steps.";
 document.querySelector("main").hidden = page.range === null;
 if (page.range === null) document.documentElement.dataset.ready = "empty";
 else {

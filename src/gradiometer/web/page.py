@@ -19,10 +19,10 @@ from gradiometer.web.data import page_of
 
 __all__ = ["write_page"]
 
-# in the order of the page, where they form one function
+# in this order; on the page they form one function
 _SCRIPTS: Final = ("state", "cells", "map", "charts", "lists", "page")
 
-# Nothing is loaded. Only the scripts that are written here run. Plotly sets styles while it draws.
+# The page loads nothing. Only the scripts written here may run. Plotly sets inline styles while it draws.
 _POLICY: Final = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "connect-src 'none'; base-uri 'none'; form-action 'none'"

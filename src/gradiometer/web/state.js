@@ -1,7 +1,7 @@
 // The data of the page, the current selection, and the formatting of both.
 //
-// The scripts of this folder are written into the page one after the other, in one function. All data of a
-// run enters the document as text (textContent, canvas text). Labels for plotly, which interprets some HTML,
+// The scripts of this folder are written into the page one after the other, in one function. All data of the
+// run is inserted as text (textContent, canvas text). Labels for plotly, which interprets some HTML,
 // pass through `plain`.
 
 const $ = (id) => document.getElementById(id);
@@ -15,13 +15,13 @@ const SEVERITIES = {
   warning: { mark: "▲", symbol: "triangle-up" },
   info: { mark: "●", symbol: "circle" },
 };
-// codes of a cell: not measured, exactly 0, from SMALLEST to LARGEST a value, then what is not finite
+// codes of a cell: 0 is not measured, ZERO is exactly 0, SMALLEST to LARGEST are values
 const [ZERO, SMALLEST, LARGEST, INF, NAN] = [1, 2, 65533, 65534, 65535];
 const VIRIDIS = ["#440154", "#482475", "#414487", "#355f8d", "#2a788e", "#21918c", "#22a884", "#44bf70", "#7ad151", "#bddf26", "#fde725"];
 
 const state = {
   kind: page.kinds[0], statistic: "norm",
-  matrix: null, // the decoded matrix of these
+  matrix: null, // the decoded matrix of this kind and statistic
   x: null, y: null, // the zoom: a range of steps and of rows; null for all
   shown: names.map((_, i) => i), // the tensors that are rows of the map
   hover: null, cell: null, // { i, c }: a row and a column
