@@ -401,7 +401,7 @@ def check_unwatched(results, warning):
     assert [result["global_step"] for result in results] == [STEPS] * 2
     (line,) = [line for result in results for line in result["logged"]]
     assert warning in line
-    assert line.endswith("training goes on unwatched")
+    assert line.endswith("training continues without the monitor")
 
 
 @pytest.mark.parametrize("framework", FUNCTIONS)
@@ -424,7 +424,7 @@ def test_what_has_neither_whole_gradients_nor_dtensors_is_refused_once(
     results = ranks.run(function, tmp_path, kind)
     assert [result["global_step"] for result in results] == [STEPS] * 2
     (line,) = results[0]["logged"]
-    assert line.startswith(f"MonitorCallback: with {named} a rank has no whole gradients, nor DTensors")
+    assert line.startswith(f"MonitorCallback: with {named}, ranks have neither full gradients nor DTensors")
     assert results[1]["logged"] == []
     assert not (tmp_path / "run").exists()
 

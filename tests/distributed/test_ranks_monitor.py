@@ -656,18 +656,18 @@ def test_a_monitor_that_is_not_made_on_every_rank(two_ranks):
     (name, text, seconds), (late, _, _) = two_ranks.run(unlike, "absent")
     assert name == late == "RankError"
     assert "rank 1 of 2 did not come within 2 s" in text
-    assert text.endswith("Make the Monitor on every rank, or pass ranks=False")
+    assert text.endswith("Create the Monitor on every rank, or pass ranks=False")
     assert seconds < 30
 
 
 def test_monitors_that_are_made_in_other_ways_are_refused_on_every_rank(two_ranks):
     found = two_ranks.run(unlike, "settings")
-    text = "Monitor(every=2) on rank 1, and 1 on rank 0: give all ranks the same"
+    text = "Monitor(every=2) on rank 1, but 1 on rank 0: pass the same value on all ranks"
     assert [answer[:2] for answer in found] == [("RankError", text)] * 2
     found = two_ranks.run(unlike, "argument")
     text = "Recorder(capacity=0): a number of steps, at least 1"
     assert found[0][:2] == ("ValueError", text)
-    assert found[1][:2] == ("RankError", f"Monitor: rank 0 could not make it: ValueError: {text}")
+    assert found[1][:2] == ("RankError", f"Monitor: rank 0 could not create its Monitor: ValueError: {text}")
 
 
 def apart(rank, run_dir):
@@ -820,7 +820,5 @@ def out_of_step(rank, run_dir):
 def test_ranks_out_of_step_are_told_apart(two_ranks, tmp_path):
     for failures, news in two_ranks.run(out_of_step, str(tmp_path)):
         assert failures.keys() == {"ranks"}
-        assert news.startswith(
-            "rank 1 is in step 7 where rank 0 is in step 0: every rank has to call advance()"
-        )
+        assert news.startswith("rank 1 is in step 7, but rank 0 is in step 0: call advance() once per step")
     assert not any(read_run(tmp_path).steps["recorded"].to_pylist())

@@ -176,7 +176,7 @@ def test_without_a_state_to_resume_the_steps_still_count_on(tmp_path, damaged, c
     trainer.train(resume_from_checkpoint=True)
     assert sink.steps == [2]
     assert sink.info.first_step == 2
-    assert ("the history begins anew" in caplog.text) == damaged
+    assert ("the rules start without a history" in caplog.text) == damaged
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_no_failure_of_ours_ends_the_training(tmp_path, monkeypatch, caplog):
     callback, _ = watched(trainer)
     monkeypatch.setattr(Monitor, "state_dict", broken)
     trainer.train()
-    assert "the checkpoint is without the monitor's state" in caplog.text
+    assert "the checkpoint does not contain the monitor's state" in caplog.text
     assert callback.monitor.step == 4
     for method in ("record", "advance", "close"):
         caplog.clear()
@@ -222,7 +222,7 @@ def test_no_failure_of_ours_ends_the_training(tmp_path, monkeypatch, caplog):
         trainer.train()
         assert trainer.state.global_step == 4
         assert "out of telemetry" in caplog.text
-        assert "training goes on unwatched" in caplog.text
+        assert "training continues without the monitor" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
@@ -236,8 +236,8 @@ def test_sharded_training_is_not_watched_and_says_so(tmp_path, kind, caplog):
         patch.setattr(type(trainer.accelerator), "distributed_type", DistributedType[kind])
         callback.on_train_begin(trainer.args, state, trainer.control, model=trainer.model)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"MonitorCallback: with {kind} a rank has no whole gradients")
-    assert line.endswith("training goes on unwatched")
+    assert line.startswith(f"MonitorCallback: with {kind}, ranks have neither full gradients")
+    assert line.endswith("training continues without the monitor")
     callback.on_step_end(trainer.args, state, trainer.control)
     assert callback.monitor is sink.info is None
 
@@ -269,7 +269,7 @@ def test_bad_arguments_are_refused_at_once(tmp_path):
     trainer = make_trainer(tmp_path)
     with pytest.raises(TypeError, match="capcity"):
         MonitorCallback(trainer, capcity=3)
-    with pytest.raises(TypeError, match=r"make the Trainer first, then trainer\.add_callback"):
+    with pytest.raises(TypeError, match=r"create the Trainer first, then call trainer\.add_callback"):
         MonitorCallback(trainer.model)
     _, sink = watched(trainer, capacity=0)
     with pytest.raises(ValueError, match="capacity"):

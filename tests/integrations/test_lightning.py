@@ -267,7 +267,7 @@ def test_sharded_training_is_not_watched_and_says_so_and_other_ranks_are_silent(
     callback.on_train_start(Trainer(), make_module())
     callback.on_before_optimizer_step(Trainer(), make_module(), None)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("MonitorCallback: with FSDPStrategy a rank has no whole gradients")
+    assert line.startswith("MonitorCallback: with FSDPStrategy, ranks have neither full gradients")
     Trainer.is_global_zero = False
     callback.on_train_start(Trainer(), make_module())
     assert len(caplog.records) == 1

@@ -80,7 +80,7 @@ def test_of_some_parameters_the_others_keep_what_was_measured_and_thresholds_hol
 def test_what_the_model_cannot_offer_ends_the_watching_alone(caplog):
     session, sink = watching(nn.Linear(2, 1, device="meta"))
     assert "'weight' is on the meta device" in caplog.text
-    assert "training goes on unwatched" in caplog.text
+    assert "training continues without the monitor" in caplog.text
     assert not session.running
     assert session.state_dict() == {}
     assert sink.info is None
@@ -104,7 +104,8 @@ def test_a_hook_that_fails_is_the_last(caplog):
     assert callback.calls == 1
     assert len(caplog.records) == 1
     assert (
-        caplog.records[0].getMessage() == "it: AttributeError: no such attribute; training goes on unwatched"
+        caplog.records[0].getMessage()
+        == "it: AttributeError: no such attribute; training continues without the monitor"
     )
 
 

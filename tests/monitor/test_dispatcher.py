@@ -161,7 +161,9 @@ def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog, fail
     assert good.steps == list(range(40))
     assert dispatcher.dropped == 29
     assert failures.counts == {"queue of sink Log": 29}
-    assert caplog.text.count("sink Log can't keep up, the oldest of 10 steps go") == 1
+    assert (
+        caplog.text.count("sink Log cannot keep up: more than 10 steps wait, so the oldest are dropped") == 1
+    )
     assert not dispatcher.wait(0.01)
     slow.go.set()
     assert dispatcher.wait(60)
@@ -202,7 +204,7 @@ def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog, failures):
     go.set()
     assert dispatcher.stop(60)
     assert rule.seen == [0, *range(30, 40)]
-    assert "the rules can't keep up, the oldest of 10 steps go" in caplog.text
+    assert "the rules cannot keep up: more than 10 steps wait, so the oldest are dropped" in caplog.text
     assert failures.counts == {"queue of the rules": 29}
 
 
@@ -420,8 +422,8 @@ def test_failures_are_logged_once_of_a_kind(caplog):
     failures.add("sink", "gone", times=4)
     assert failures.counts == {"record": 3, "sink": 4}
     assert [r.message for r in caplog.records] == [
-        "record: ValueError: no (said once, counted from here on; training goes on)",
-        "sink: gone (said once, counted from here on; training goes on)",
+        "record: ValueError: no (logged once, later ones only counted; training continues)",
+        "sink: gone (logged once, later ones only counted; training continues)",
     ]
 
 

@@ -535,7 +535,7 @@ def test_parameters_replaced_after_the_monitor_was_made_are_named_once(caplog):
             monitor.advance()
     assert monitor.failures == {"parameters": 1}
     (said,) = [r.message for r in caplog.records]
-    assert "1.weight replaced or added after the monitor was made" in said
+    assert "1.weight was replaced or added after the monitor was created" in said
 
 
 def test_the_same_parameters_are_no_news():
@@ -693,7 +693,7 @@ def test_back_to_a_checkpoint_in_the_middle_of_a_run():
 
 def test_what_is_no_state_is_refused():
     monitor, _ = monitor_of(small())
-    with pytest.raises(ValueError, match="it has no every, black_box, rules, findings"):
+    with pytest.raises(ValueError, match="the state has no every, black_box, rules, findings"):
         monitor.load_state_dict({"step": 3})
 
 

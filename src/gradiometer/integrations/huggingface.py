@@ -64,8 +64,8 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Any, **options: Any) -> None:
         if not callable(getattr(trainer, "training_step", None)):
             msg = (
-                f"MonitorCallback: expected a Trainer, got {type(trainer).__name__}; make the Trainer first, "
-                "then trainer.add_callback(MonitorCallback(trainer, ...))"
+                f"MonitorCallback: expected a Trainer, got {type(trainer).__name__}; create the Trainer "
+                "first, then call trainer.add_callback(MonitorCallback(trainer, ...))"
             )
             raise TypeError(msg)
         self._session = Session("MonitorCallback", options)
@@ -81,7 +81,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         return self._session.monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
-        """Start to watch, from the state in the resumed checkpoint if it has one."""
+        """Start to watch, from the monitor's state in the resumed checkpoint if it has one."""
         del args, control, kwargs
         # with auto_find_batch_size, an earlier attempt that ran out of memory was a separate run
         self._session.end()
@@ -90,7 +90,9 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         accelerator = self._trainer.accelerator
         kind = str(getattr(accelerator, "distributed_type", "NO")).rpartition(".")[2]
         if not has_whole_gradients(self._trainer.model_wrapped, sharded=kind in _SHARDED):
-            reason = f"with {kind} a rank has no whole gradients, nor DTensors, as with version 2 of FSDP"
+            reason = (
+                f"with {kind}, ranks have neither full gradients nor DTensors; FSDP version 2 has DTensors"
+            )
             self._session.give_up(reason, for_all=True)
             return
         resumed = None
@@ -115,7 +117,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
                 torch.save(values, folder / f".{STATE_NAME}")
                 (folder / f".{STATE_NAME}").replace(folder / STATE_NAME)
             except (OSError, RuntimeError) as error:
-                self._session.say(f"{error}; the checkpoint is without the monitor's state")
+                self._session.say(f"{error}; the checkpoint does not contain the monitor's state")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the monitor."""
@@ -128,7 +130,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         except FileNotFoundError:
             return None  # a checkpoint without this callback
         except Exception as error:  # noqa: BLE001 a damaged file may raise anything
-            self._session.say(f"cannot read {path} ({error}); the history begins anew")
+            self._session.say(f"{path} cannot be read ({error}); the rules start without a history")
             return None
 
     def _observed(self, training_step: Any) -> Any:

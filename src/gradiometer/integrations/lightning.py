@@ -80,7 +80,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         return self._session.monitor
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start to watch, on the module's device, from the state in a checkpoint if it has one."""
+        """Start to watch, on the module's device, from the monitor's state in a checkpoint if it has one."""
         self._session.end()
         resumed, self._resumed = self._resumed, None
         if not (trainer.is_global_zero or distributed.is_active()):
@@ -89,7 +89,10 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         kinds = {kind.__name__ for kind in type(strategy).__mro__} & _SHARDED
         if not has_whole_gradients(getattr(strategy, "model", None), sharded=bool(kinds)):
             kind = min(kinds, default=type(strategy).__name__)
-            reason = f"with {kind} a rank has no whole gradients, nor DTensors, as with ModelParallelStrategy"
+            reason = (
+                f"with {kind}, ranks have neither full gradients nor DTensors; "
+                "ModelParallelStrategy has DTensors"
+            )
             self._session.give_up(reason, for_all=True)
             return
         # with manual optimization, `global_step` counts each optimizer's update

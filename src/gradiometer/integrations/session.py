@@ -101,7 +101,7 @@ class Session:
             self.monitor.skips = scaler is not None
             self.running = True
         except (ValueError, ImportError):
-            raise  # an invalid option, to be corrected before training begins
+            raise  # an invalid option: stop before training begins
         except Exception as error:  # noqa: BLE001 such as a parameter that cannot be measured
             failure = error
         ranks = self._options.get("ranks", True)
@@ -156,7 +156,9 @@ class Session:
             self.monitor.load_state_dict(state)
         except Exception as error:  # noqa: BLE001 a foreign state may hold anything
             what = f"{type(error).__name__}: {error}"
-            self.say(f"cannot take up the state in the checkpoint ({what}); the history begins anew")
+            self.say(
+                f"the state in the checkpoint cannot be loaded ({what}); the rules start without a history"
+            )
             return False
         return True
 
@@ -200,7 +202,7 @@ class Session:
         try:
             return dict(self.monitor.state_dict()) if self.running and self.monitor is not None else {}
         except Exception as error:  # noqa: BLE001 a checkpoint must be written
-            self.say(f"{type(error).__name__}: {error}; the checkpoint is without the monitor's state")
+            self.say(f"{type(error).__name__}: {error}; the checkpoint does not contain the monitor's state")
             return {}
 
     def end(self, error: BaseException | None = None) -> None:
@@ -214,12 +216,12 @@ class Session:
             else:
                 self.monitor.__exit__(type(error), error, None)
         except Exception as failure:  # noqa: BLE001 training has its result, or its own error
-            self.say(f"{type(failure).__name__}: {failure}; the last steps may not be written")
+            self.say(f"{type(failure).__name__}: {failure}; the last steps may be missing")
 
     def give_up(self, reason: str, *, for_all: bool = False) -> None:
         """Log the reason and stop watching this run; with ``for_all`` only the first rank logs it."""
         if not for_all or is_first():
-            self.say(f"{reason}; training goes on unwatched")
+            self.say(f"{reason}; training continues without the monitor")
         self.end()
 
     def say(self, message: str) -> None:

@@ -58,5 +58,5 @@ class Failures:
         if first:
             text = error if isinstance(error, str) else describe(error)
             trace = None if isinstance(error, str) else error
-            LOG.warning("%s: %s (said once, counted from here on; training goes on)", what, text)
-            LOG.debug("where it failed", exc_info=trace)
+            LOG.warning("%s: %s (logged once, later ones only counted; training continues)", what, text)
+            LOG.debug("traceback of this failure", exc_info=trace)

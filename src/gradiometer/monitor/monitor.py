@@ -143,7 +143,7 @@ class Monitor:
         settings |= {"skip_nonfinite": bool(skip_nonfinite), "skip_above": skip_above}
         with together(agreed, settings) as group:
             if not isinstance(queue, int) or queue < 1:
-                msg = f"Monitor(queue={queue!r}): a number of steps, at least 1"
+                msg = f"Monitor(queue={queue!r}): queue must be a positive integer"
                 raise ValueError(msg)
             # the only state that record() reads inside a compiled step
             self._recorder = recorder = Recorder(
@@ -325,8 +325,8 @@ class Monitor:
         """Continue from a `state_dict`, preferably before the first `advance`; later it rewinds the step."""
         missing = [key for key in ("step", "every", "black_box", "rules", "findings") if key not in state]
         if missing:
-            msg = f"Monitor.load_state_dict: this is no state of a Monitor, it has no {', '.join(missing)}"
-            raise ValueError(msg)
+            msg = f"Monitor.load_state_dict: the state has no {', '.join(missing)}; pass the result of "
+            raise ValueError(msg + "Monitor.state_dict()")
         self.step = state["step"]
         self._pipeline.load_state_dict(state)
         self.every = state["every"]
@@ -334,7 +334,8 @@ class Monitor:
     def _see_what_was_forgotten(self) -> None:
         # the run is over, so a host sync costs nothing
         if float(self._recorder.cursor[Cursor.COUNT]):
-            text = "steps were recorded, and none ended: call advance() once per step, after the optimizer's"
+            text = "steps were recorded, but none was ended: call advance() once per step, "
+            text += "after optimizer.step()"
             self._failures.add("advance", text)
 
     def _try(self, what: str, call: Callable[..., object], *args: object) -> None:

@@ -72,7 +72,9 @@ class ParameterCheck:
             return
         self._has_told = True
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        text = f"{some} {what} after the monitor was made, which does not see it: make the monitor afterwards"
+        verb = "was" if len(names) == 1 else "were"
+        text = f"{some} {verb} {what} after the monitor was created, so the monitor is out of date: "
+        text += "create it after such changes"
         self._failures.add("parameters", text)
 
 

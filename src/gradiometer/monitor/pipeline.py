@@ -88,9 +88,13 @@ class Pipeline:
     def is_open(self) -> bool:
         """Return whether steps are accepted; report steps of a forked process or after the end."""
         if os.getpid() != self._pid:
-            self._failures.add("fork", "the monitor was made in the parent process; make it where it is used")
+            self._failures.add(
+                "fork", "the monitor was created in the parent process: create it in the process that uses it"
+            )
         elif self._is_ended:
-            self._failures.add("closed", "advance() after close(): such steps are not kept")
+            self._failures.add(
+                "closed", "advance() was called after close(), so its step is lost: call close() last"
+            )
         else:
             return True
         return False
@@ -150,7 +154,9 @@ class Pipeline:
                 self._has_told_end = True
                 self._tell(*fault)
             if not self.dispatcher.stop(max(0.0, self._deadline - time.monotonic())):
-                self._failures.add("close", f"a sink is not done after {PATIENCE:g} s and is left behind")
+                self._failures.add(
+                    "close", f"a sink has not finished after {PATIENCE:g} s: its last steps may be missing"
+                )
         self._is_ended = True
         _open.pop(self, None)
         unsubscribe(self)
@@ -172,9 +178,11 @@ class Pipeline:
         merger.finish(said, left / 2)
         # keep a quarter for the sinks
         if not merger.join(left * 3 / 4):
-            self._failures.add("ranks", "another rank has not answered at the end, and is not waited for")
+            self._failures.add(
+                "ranks", "another rank does not answer at the end: the last steps may be missing"
+            )
         if fault is not None and merger.news is not None and (said or fault[0]) not in merger.news:
-            return fault[0], f"{fault[1]} (before that {merger.news})".lstrip()
+            return fault[0], f"{fault[1]} (before that, {merger.news})".lstrip()
         return fault
 
     @property

@@ -38,7 +38,7 @@ _INTERVAL = 0.2
 _BEAT = 1.0
 # seconds that a rank which ends with a fault waits for others to merge its last steps
 _GRACE = 2.0
-_WITHOUT: Final = "; steps have no tensors from here on"
+_WITHOUT: Final = "; later steps have no tensors"
 
 
 class RankMerger:
@@ -150,7 +150,8 @@ class RankMerger:
                 self._stripped += 1
             self._changed.notify_all()
         if self.lost > before:
-            text = f"other ranks can't keep up, of more than {self._limit} steps the oldest have no tensors"
+            text = f"other ranks cannot keep up: more than {self._limit} steps wait, so the oldest have lost "
+            text += "their tensors"
             self._failures.add("queue for other ranks", text, self.lost - before)
 
     def wait(self, timeout: float) -> bool:
@@ -205,7 +206,7 @@ class RankMerger:
             self.news = text
         else:
             # a script that ends this way has no fault
-            text = "the process group was destroyed before the Monitor was closed: close it first"
+            text = "the process group was destroyed before the Monitor was closed: close the Monitor first"
         self._over = text = text + _WITHOUT
         self._failures.add("ranks", text)
 
@@ -369,9 +370,10 @@ class RankMerger:
         if now >= self._stalls_at:
             self._stalls_at = math.inf
             text = (
-                f"rank {self._rank(heard.behind)} has not ended step {step.step} {self._ranks.timeout:g} s "
+                f"rank {self._rank(heard.behind)} has not ended step {step.step}, which others ended "
+                f"{self._ranks.timeout:g} s ago"
             )
-            self._failures.add("slow rank", text + "after others: until it has, steps are not delivered")
+            self._failures.add("slow rank", text + ": steps are delivered when it has ended them")
 
     def _difference(self, mine: Sequence[StepRecord]) -> RankError:
         """Return the error for ranks in different steps. All ranks call this, as all see the same numbers."""
@@ -381,8 +383,8 @@ class RankMerger:
         there, here = next(((a, b) for a, b in pairs if a != b), (told[rank][0], told[0][0]))
         first, other = self._ranks.global_ranks[0], self._ranks.global_ranks[rank]
         return RankError(
-            f"rank {other} is in step {there} where rank {first} is in step {here}: every rank has to call "
-            "advance() once per step, and to set the same monitor.step"
+            f"rank {other} is in step {there}, but rank {first} is in step {here}: call advance() once per "
+            "step on every rank, and set the same monitor.step"
         )
 
     def _rank(self, code: float) -> int:

@@ -163,7 +163,7 @@ class RingReader:
 
     def give_up(self) -> None:
         """Stop waiting for a device that does not answer."""
-        self._surrender("the device has not answered: the tensors of its last steps are not there")
+        self._surrender("the device does not answer: the last steps have no tensors")
 
     def rewind(self, step: int) -> None:
         """Continue at another step; all recorded steps must have been delivered."""
@@ -213,9 +213,8 @@ class RingReader:
             and self.step >= _FORGOTTEN * cursor[Cursor.EVERY]
             and "record" not in self._failures.counts
         ):
-            text = (
-                f"none of the first {self.step} steps was recorded: call record() after backward(), in each"
-            )
+            text = f"none of the first {self.step} steps was recorded: call record() in every step, "
+            text += "after backward()"
             self._failures.add("record", text)
         self.lost += max(0, count - capacity - first)
         slots: dict[int, Tensor] = {}

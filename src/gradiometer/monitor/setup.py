@@ -54,8 +54,8 @@ def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
     for rule in given:
         if isinstance(rule, type) or not isinstance(rule, Rule):
             what = f"the class {rule.__name__}" if isinstance(rule, type) else repr(rule)
-            msg = f"Monitor(rules=...): got {what}; a rule has a name, check, state_dict and load_state_dict"
-            raise TypeError(msg)
+            msg = f"Monitor(rules=...): got {what}, not a rule; pass an object with name, check, state_dict "
+            raise TypeError(msg + "and load_state_dict")
     return given
 
 
@@ -85,7 +85,7 @@ def prepare_sinks(
     made: list[Sink] = [] if run_dir is None else [RunRecord(run_dir)]
     for sink in sinks:
         if isinstance(sink, type):
-            msg = f"Monitor(sinks=...): got the class {sink.__name__}; make one of it, {sink.__name__}(...)"
+            msg = f"Monitor(sinks=...): got the class {sink.__name__}; pass an instance, {sink.__name__}(...)"
             raise TypeError(msg)
         made.append(sink if isinstance(sink, Sink) else Function(sink))
     return made
@@ -101,7 +101,7 @@ def prepare_ranks(ranks: Ranks | bool, model: Any) -> Ranks | None:  # noqa: FBT
     if isinstance(ranks, Ranks):
         return ranks
     if not isinstance(ranks, bool):
-        msg = f"Monitor(ranks=...): True, False or gm.Ranks(model), got {type(ranks).__name__}"
+        msg = f"Monitor(ranks=...): expected True, False or gm.Ranks(model), got {type(ranks).__name__}"
         raise TypeError(msg)
     if not ranks or not distributed.is_active():
         return None
@@ -109,7 +109,7 @@ def prepare_ranks(ranks: Ranks | bool, model: Any) -> Ranks | None:  # noqa: FBT
     try:
         return Ranks(list(zip(names, parameters, strict=True)), timeout=TIMEOUT)
     except RankError as error:
-        msg = f"Monitor: {error}. Make the Monitor on every rank, or pass ranks=False"
+        msg = f"Monitor: {error}. Create the Monitor on every rank, or pass ranks=False"
         raise RankError(msg) from None
 
 
@@ -153,14 +153,14 @@ def together(ranks: Ranks | None, settings: Mapping[str, Any]) -> Iterator[Any]:
 def _compare(told: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequence[int]) -> None:
     for rank, (problem, _) in zip(ranks, told, strict=True):
         if problem is not None:
-            msg = f"Monitor: rank {rank} could not make it: {problem}"
+            msg = f"Monitor: rank {rank} could not create its Monitor: {problem}"
             raise RankError(msg)
     first = told[0][1]
     for rank, (_, settings) in zip(ranks, told, strict=True):
         for name, value in settings.items():
             if value != first[name]:
-                msg = f"Monitor({name}={value!r}) on rank {rank}, and {first[name]!r} on rank {ranks[0]}: "
-                raise RankError(msg + "give all ranks the same")
+                msg = f"Monitor({name}={value!r}) on rank {rank}, but {first[name]!r} on rank {ranks[0]}: "
+                raise RankError(msg + "pass the same value on all ranks")
 
 
 def run_info(

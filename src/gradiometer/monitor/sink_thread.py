@@ -105,7 +105,9 @@ class SinkThread:
                 self._drop()
             self._changed.notify_all()
         if excess > 0:
-            text = f"{self._name} can't keep up, the oldest of {self._limit} steps go"
+            text = (
+                f"{self._name} cannot keep up: more than {self._limit} steps wait, so the oldest are dropped"
+            )
             self._failures.add(f"queue of {self._name}", text, excess)
 
     def put_fault(self, fault: Any) -> None:
