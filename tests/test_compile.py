@@ -518,7 +518,7 @@ def test_an_inv_scale_number_is_taken_inside():
     [
         (torch.arange(3), "'wrong' has dtype torch.int64"),
         (torch.ones(3) > 0, "'wrong' has dtype torch.bool"),
-        (3.0, "'wrong' is no tensor but float"),
+        (3.0, "'wrong' has type float, not Tensor"),
     ],
     ids=["integer", "bool", "number"],
 )
@@ -535,7 +535,7 @@ def test_a_name_that_stands_twice_is_refused_inside():
     step = torch.compile(lambda x: gm.collect([("a", x), ("a", x)]), fullgraph=True, backend="aot_eager")
     with pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException)) as refused:
         step(torch.ones(3))
-    assert "the name 'a' stands for two tensors" in str(refused.value)
+    assert "two tensors have the name 'a'" in str(refused.value)
 
 
 # the graph
@@ -606,5 +606,5 @@ def test_a_copy_to_the_host_inside_says_to_do_it_outside(name):
     def inside(x):
         return getattr(gm.collect([x]), name)()
 
-    with pytest.raises(Exception, match="copies to the host: return the stats"):
+    with pytest.raises(Exception, match=r"copies to the host, .*; call it outside"):
         torch.compile(inside, fullgraph=True, backend="aot_eager")(torch.ones(3))

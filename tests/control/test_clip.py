@@ -540,7 +540,7 @@ def test_gradients_that_share_a_part_of_their_memory_are_refused_by_name():
     model = {"a": nn.Parameter(torch.zeros(4)), "b": nn.Parameter(torch.zeros(4))}
     model["a"].grad, model["b"].grad = g[:4], g[2:]
     with pytest.raises(
-        TypeError, match=r"^clip_grad_norm_: the gradients of 'a' and 'b' share a part of their"
+        TypeError, match=r"^clip_grad_norm_: the gradients of 'a' and 'b' share part of their"
     ):
         clip_grad_norm_(model, 1.0)
     assert g.tolist() == list(range(6))
@@ -678,7 +678,7 @@ def test_by_a_norm_that_tells_nothing_nothing_is_clipped(norm, max_norm):
     before = bits(x)
     if isinstance(norm, float) and norm < 0:
         with pytest.raises(
-            ValueError, match=r"^clip_grads_with_norm_: total_norm must be a number .* got -inf"
+            ValueError, match=r"^clip_grads_with_norm_: total_norm must be a non-negative number, .* got -inf"
         ):
             clip_grads_with_norm_(with_grads(x), max_norm, norm)
     else:
@@ -869,7 +869,7 @@ REFUSED = {
     "negative": (
         lambda p: clip_grad_norm_(p, -1.0),
         ValueError,
-        "max_norm must be a number that is not negative",
+        "max_norm must be a non-negative number",
     ),
     "nan": (lambda p: clip_grad_norm_(p, NAN), ValueError, "clip_grad_norm_: max_norm .* got nan"),
     "string": (lambda p: clip_grad_norm_(p, "2.0"), ValueError, "max_norm .* got '2.0'"),
@@ -885,15 +885,15 @@ REFUSED = {
     "coefficient": (
         lambda p: clip_coefficient(gm.collect_grads(p), 1.0, norm_type=4),
         ValueError,
-        "clip_coefficient: norm_type must be 2 or inf.* got 4; clip_grad_norm_ takes any order",
+        "clip_coefficient: norm_type must be 2 or inf.* got 4; use clip_grad_norm_ for other orders",
     ),
     "inv_scale": (lambda p: collect_and_clip_(p, 1.0, inv_scale=-1.0), ValueError, "inv_scale"),
     "thresholds": (lambda p: collect_and_clip_(p, 1.0, thresholds=3), TypeError, "thresholds"),
-    "no stats": (lambda p: clip_coefficient(p, 1.0), TypeError, "expected the TensorStats of the gradients"),
+    "no stats": (lambda p: clip_coefficient(p, 1.0), TypeError, "expected the TensorStats that"),
     "module list": (
         lambda p: clip_grad_norm_([*p, linear()], 1.0),
         TypeError,
-        "'2' is a module; pass one module alone",
+        "'2' is a module.*; pass one module by itself",
     ),
     "number": (lambda _: clip_grad_norm_(3, 1.0), TypeError, "expected a module"),
 }
@@ -911,11 +911,11 @@ def test_bad_input_is_refused_in_one_line_and_changes_nothing(case):
 
 
 UNFIT = {
-    "expanded": (lambda: expanded(5, 3), "has elements that share memory"),
-    "overlapping": (lambda: torch.ones(9).as_strided((4, 3), (1, 2)), "has elements that share memory"),
+    "expanded": (lambda: expanded(5, 3), "may have elements that share memory"),
+    "overlapping": (lambda: torch.ones(9).as_strided((4, 3), (1, 2)), "may have elements that share memory"),
     "complex, expanded": (
         lambda: torch.ones(1, dtype=torch.complex64).expand(4),
-        "has elements that share memory",
+        "may have elements that share memory",
     ),
     "from inference": (torch.inference_mode()(lambda: torch.ones(3)), "was made in inference mode"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)]), "is a nested tensor"),

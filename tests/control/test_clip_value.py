@@ -135,11 +135,11 @@ def test_the_bound_may_be_a_number_or_a_tensor(kind):
 
 
 REFUSED: dict[str, tuple[Callable[[], Tensor], Any, type[Exception], str]] = {
-    "negative": (lambda: torch.ones(2), -1.0, ValueError, "clip_value must be a number that is not negative"),
+    "negative": (lambda: torch.ones(2), -1.0, ValueError, "clip_value must be a non-negative number"),
     "nan": (lambda: torch.ones(2), NAN, ValueError, "clip_value .* got nan"),
     "string": (lambda: torch.ones(2), "1", ValueError, "clip_value .* got '1'"),
     "two": (lambda: torch.ones(2), torch.ones(2), ValueError, r"clip_value .* a tensor of shape \(2,\)"),
-    "complex": (lambda: torch.ones(2) * 1j, 1.0, TypeError, "'odd' is complex, and has no order"),
+    "complex": (lambda: torch.ones(2) * 1j, 1.0, TypeError, "'odd' is complex, and .* have no order"),
     "fp8": (
         lambda: torch.ones(2).to(torch.float8_e5m2),
         1.0,
@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], Any, type[Exception], str]] = {
         TypeError,
         r"'odd' is sparse.*parameter\.grad = parameter\.grad\.coalesce\(\)",
     ),
-    "expanded": (lambda: torch.ones(1).expand(2), 0.5, TypeError, "'odd' has elements that share memory"),
+    "expanded": (lambda: torch.ones(1).expand(2), 0.5, TypeError, "'odd' may have elements that share"),
 }
 
 

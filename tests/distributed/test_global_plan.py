@@ -255,23 +255,23 @@ def changed(place=0, mesh=MESH, **change):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (changed(shape=(5, 3)), r"'w' is \(4, 3\) float32, .* on rank 0, and \(5, 3\) float32, .* on rank 1"),
+        (changed(shape=(5, 3)), r"'w' is \(4, 3\) float32, .* on rank 0, but \(5, 3\) float32, .* on rank 1"),
         (
             changed(dtype="bfloat16"),
-            r"'w' is \(4, 3\) float32, .* on rank 0, and \(4, 3\) bfloat16, .* rank 1",
+            r"'w' is \(4, 3\) float32, .* on rank 0, but \(4, 3\) bfloat16, .* rank 1",
         ),
         (changed(placements=("S(1)",)), r"'w' is .*S\(0\) over dp_shard of 2 .*S\(1\) over dp_shard of 2 on"),
         (
             changed(placements=("R",)),
-            r"'w' is .*S\(0\) over dp_shard of 2 on rank 0, and .*float32, whole on rank 1",
+            r"'w' is .*S\(0\) over dp_shard of 2 on rank 0, but .*float32, whole on rank 1",
         ),
         (
             changed(1, shape=(3,)),
-            r"'b' is \(4,\) float32, whole on rank 0, and \(3,\) float32, whole on rank 1",
+            r"'b' is \(4,\) float32, whole on rank 0, but \(3,\) float32, whole on rank 1",
         ),
         (
             changed(mesh=Mesh(("dp_shard",), (4,), (1,))),
-            r"'w' is .*S\(0\) over dp_shard of 2 on rank 0, and .*S\(0\) over dp_shard of 4 on rank 1",
+            r"'w' is .*S\(0\) over dp_shard of 2 on rank 0, but .*S\(0\) over dp_shard of 4 on rank 1",
         ),
     ],
 )
@@ -301,7 +301,7 @@ def test_a_part_that_no_rank_has_is_an_error():
     sharding = changed(mesh=mesh)
     rest = Sharding(("b",), (ShardSpec((4,), "float32"),))
     members = [Member(sharding.digest, ((0,),)), Member(rest.digest, ()), Member(sharding.digest, ((3,),))]
-    with pytest.raises(DisagreementError, match=r"'w' is cut into 4 parts, and ranks hold 2 of them.*rank 1"):
+    with pytest.raises(DisagreementError, match=r"'w' is cut into 4 parts, .* hold only 2 of them.*rank 1"):
         make_global_plan(members, {sharding.digest: sharding, rest.digest: rest})
 
 

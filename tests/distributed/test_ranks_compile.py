@@ -365,9 +365,9 @@ def asked_for_in_vain(rank, size):
 def test_what_takes_an_agreement_says_so_in_a_graph(two_ranks):
     for grads, weights, late, anew, groups in two_ranks.run(asked_for_in_vain, 2):
         for what, message in (("collect_grads", grads), ("collect_weights", weights), ("reduce", late)):
-            assert f"{what}: in a compiled step pass reduce=ranks, with ranks = gm.Ranks(model)" in message
-        assert "gm.Ranks: ranks cannot agree in a compiled function; make it outside" in anew
-        assert "groups that are merged over ranks" in groups
+            assert f"{what}: the ranks cannot agree in a compiled function; create ranks = gm" in message
+        assert "gm.Ranks: the ranks cannot agree in a compiled function; create it outside" in anew
+        assert "groups that are merged over ranks do not keep" in groups
 
 
 def disagree(rank):
@@ -383,7 +383,7 @@ def disagree(rank):
     )
     stats = collect()
     assert stats.columns.isnan().all()
-    with pytest.raises(gm.RankError, match="the ranks did not reduce the same"):
+    with pytest.raises(gm.RankError, match="the ranks made different calls"):
         stats.materialize()
     return bool(stats.found_inf)
 

@@ -412,7 +412,7 @@ def test_where_one_rank_cannot_watch_none_does(ranks, tmp_path, framework):
 
 def test_where_one_rank_does_not_come_the_others_do_not_wait_for_ever(lost_ranks, tmp_path):
     results = lost_ranks.run(train, tmp_path, "ddp", 2, (), (), forget_one)
-    check_unwatched(results, "rank 1 of 2 did not come within 1 s")
+    check_unwatched(results, "rank 1 of 2 did not arrive within 1 s")
 
 
 @pytest.mark.parametrize(

@@ -655,7 +655,7 @@ def unlike(rank, what):
 def test_a_monitor_that_is_not_made_on_every_rank(two_ranks):
     (name, text, seconds), (late, _, _) = two_ranks.run(unlike, "absent")
     assert name == late == "RankError"
-    assert "rank 1 of 2 did not come within 2 s" in text
+    assert "rank 1 of 2 did not arrive within 2 s" in text
     assert text.endswith("Create the Monitor on every rank, or pass ranks=False")
     assert seconds < 30
 
@@ -665,7 +665,7 @@ def test_monitors_that_are_made_in_other_ways_are_refused_on_every_rank(two_rank
     text = "Monitor(every=2) on rank 1, but 1 on rank 0: pass the same value on all ranks"
     assert [answer[:2] for answer in found] == [("RankError", text)] * 2
     found = two_ranks.run(unlike, "argument")
-    text = "Recorder(capacity=0): a number of steps, at least 1"
+    text = "Recorder(capacity=0): capacity must be an integer, at least 1"
     assert found[0][:2] == ("ValueError", text)
     assert found[1][:2] == ("RankError", f"Monitor: rank 0 could not create its Monitor: ValueError: {text}")
 

@@ -104,9 +104,9 @@ def test_shards_that_reduce_knows_nothing_of_are_refused(two_ranks):
     # counted once, as copies, they would give too small a norm
     for (compiled, grouped_in_compiled, grouped), *tables in two_ranks.run(_compiled):
         assert compiled == grouped_in_compiled
-        assert compiled.endswith("were measured in a compiled function; pass ranks = gm.Ranks(model)")
+        assert compiled.endswith("does not keep their placements; pass ranks = gm.Ranks(model)")
         assert grouped.endswith(
-            "groups of this rank's shards; reduce before you group, stats.reduce().group(...)"
+            "cannot be merged over ranks; reduce before you group: stats.reduce().group(...)"
         )
         assert tables == [TABLE, TABLE]
 

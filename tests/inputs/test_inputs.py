@@ -714,7 +714,7 @@ REFUSED = {
     "quantized": (_quantized, "quantized", r"tensor\.dequantize\(\)"),
     "sparse CSR": (lambda: torch.eye(3).to_sparse_csr(), r"torch\.sparse_csr", r"tensor\.values\(\)"),
     "sparse BSR": (lambda: torch.eye(4).to_sparse_bsr((2, 2)), r"torch\.sparse_bsr", r"tensor\.values\(\)"),
-    "None": (lambda: None, "NoneType", r"leave it out|torch\.as_tensor"),
+    "None": (lambda: None, "NoneType", r"omit it|torch\.as_tensor"),
     "float": (lambda: 1.0, "float", r"torch\.as_tensor"),
     "list": (lambda: [1.0, 2.0], "list", r"torch\.as_tensor"),
     "ndarray": (lambda: pytest.importorskip("numpy").ones(3), "ndarray", r"torch\.as_tensor"),
@@ -818,7 +818,7 @@ def test_a_device_without_float64_is_refused_with_the_advice_to_move_to_the_cpu(
     with FakeTensorMode():
         tensors = {"fine": torch.empty(2), "w": torch.empty(3, device="mps")}
     with pytest.raises(
-        TypeError, match=r"^collect: 'w' is on mps.*no float64; move it to the CPU.*tensor\.cpu\(\)"
+        TypeError, match=r"^collect: 'w' is on mps.*not support float64; pass tensor\.cpu\(\)"
     ):
         gm.collect(tensors)
 
@@ -844,7 +844,7 @@ def test_an_xpu_is_measured_only_if_it_has_float64(has_fp64: bool, monkeypatch: 
 
 def test_any_device_said_to_have_no_float64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "has_float64", lambda device: device.type != "cpu")
-    with pytest.raises(TypeError, match=r"^collect: 'w' is on cpu, which has no float64"):
+    with pytest.raises(TypeError, match=r"^collect: 'w' is on cpu, which does not support float64"):
         # a new shape: a list like one that was measured before is not checked again
         gm.collect({"w": torch.ones(19, 3)})
 
@@ -856,15 +856,15 @@ def test_the_first_that_cannot_be_measured_is_named() -> None:
 
 def test_a_name_that_stands_twice_is_refused() -> None:
     x = torch.ones(2)
-    with pytest.raises(ValueError, match=r"^collect: the name 'w' stands for two tensors; give each its own"):
+    with pytest.raises(ValueError, match=r"^collect: two tensors have the name 'w'; give each tensor"):
         gm.collect([("v", x), ("w", x), ("w", x)])
     # a position is a name too
-    with pytest.raises(ValueError, match=r"^collect: the name '1' stands for two"):
+    with pytest.raises(ValueError, match=r"^collect: two tensors have the name '1'"):
         gm.collect([("1", x), x])
     # and so is a wrapped name without the wrapper's prefix
-    with pytest.raises(ValueError, match=r"^collect: the name 'w' stands for two"):
+    with pytest.raises(ValueError, match=r"^collect: two tensors have the name 'w'"):
         gm.collect({"w": x, "_orig_mod.w": x})
-    with pytest.raises(ValueError, match=r"^total_norm: the name 'w'"):
+    with pytest.raises(ValueError, match=r"^total_norm: two tensors have the name 'w'"):
         gm.total_norm([("w", x), ("w", x)])
 
 
@@ -885,7 +885,7 @@ def test_a_bare_tensor_is_refused_with_the_advice_to_name_it(function: object) -
 @pytest.mark.parametrize("function", [gm.collect, gm.total_norm])
 def test_a_module_is_refused_where_it_does_not_say_what_to_measure(function: object) -> None:
     with pytest.raises(
-        TypeError, match=rf"^{function.__name__}: got a module; collect_grads.*collect_weights"
+        TypeError, match=rf"^{function.__name__}: got a module, not .* collect_grads.*collect_weights"
     ):
         function(nn.Linear(2, 1))
 
@@ -900,7 +900,7 @@ def test_what_holds_no_tensors_is_refused(function: object, source: object) -> N
 
 @pytest.mark.parametrize("function", [gm.collect_grads, gm.collect_weights, gm.grad_norm])
 def test_parameters_that_are_no_tensors_are_refused_by_name(function: object) -> None:
-    with pytest.raises(TypeError, match=r"'head' is no tensor but NoneType"):
+    with pytest.raises(TypeError, match=r"'head' has type NoneType, not Tensor"):
         function({"body": nn.Parameter(torch.ones(1)), "head": None})
 
 
@@ -1131,7 +1131,7 @@ def test_a_tensor_subclass_does_not_leak_into_the_result() -> None:
 def test_an_mkldnn_tensor_is_refused_with_advice_that_works() -> None:
     tensor = torch.ones(3).to_mkldnn()
     with pytest.raises(
-        TypeError, match=r"^collect: 'w' has layout torch\._mkldnn; pass tensor\.to_dense\(\)"
+        TypeError, match=r"^collect: 'w' has layout torch\._mkldnn.*; pass tensor\.to_dense\(\)"
     ):
         gm.collect({"w": tensor})
     assert gm.collect({"w": tensor.to_dense()}).sum.tolist() == [3.0]
@@ -1157,10 +1157,10 @@ def test_a_model_on_meta_without_gradients_gives_a_report_without_rows() -> None
     [
         (
             [nn.Linear(1, 1), nn.Linear(1, 1)],
-            r"'0' is a module; pass one module alone, or its named_parameters\(\)",
+            r"'0' is a module.*; pass one module by itself, or its named_parameters\(\)",
         ),
         (torch.optim.SGD([nn.Parameter(torch.ones(1))]).param_groups, r"pass group\['params'\]"),
-        (nn.Linear(1, 1).parameters, "got a function; call it"),
+        (nn.Linear(1, 1).parameters, "got a function, not tensors; call it"),
         ("model", "expected a module, a mapping or an iterable of tensors, got str"),
     ],
 )

@@ -235,7 +235,7 @@ def test_without_a_decision_only_recorded_steps_are_read(monkeypatch):
         recorder.advance()
     assert len(read) == 3
     assert [record.step for record in recorder.read()] == [0, 3, 6]
-    with pytest.raises(ValueError, match="made to skip nothing"):
+    with pytest.raises(ValueError, match="created to skip nothing"):
         recorder.configure_(skip_nonfinite=True)
 
 
@@ -305,7 +305,7 @@ def test_statistics_of_some_parameters_go_to_their_rows():
     assert record.measured().tolist() == [False, True, False, True, True]
     for row, name in enumerate(stats.names):
         assert torch.equal(record.columns()[int(name[1])], stats.columns[row])
-    with pytest.raises(ValueError, match="'other' is none of the model's parameters"):
+    with pytest.raises(ValueError, match="'other' is not among the parameters"):
         recorder.record(gm.collect({"other": torch.ones(2)}))
 
 

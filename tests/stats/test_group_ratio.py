@@ -81,16 +81,16 @@ def test_the_floor_can_be_chosen():
 
 @pytest.mark.parametrize("floor", [-1.0, math.nan])
 def test_a_floor_that_is_none_is_refused(floor):
-    with pytest.raises(ValueError, match="floor must be a number that is not negative"):
+    with pytest.raises(ValueError, match="floor must be a non-negative number"):
         gm.group_ratio(grouped(), "seed", "host", floor=floor)
 
 
 def test_a_group_that_is_not_there_is_named():
-    with pytest.raises(KeyError, match=r"no group 'sed'; there are 'host', 'seed'"):
+    with pytest.raises(KeyError, match=r"no group 'sed'; available: 'host', 'seed'"):
         gm.group_ratio(grouped(), "sed", "host")
     with pytest.raises(KeyError, match=r"no group 'hst'"):
         gm.group_ratio(grouped(), ["seed"], "hst")
-    with pytest.raises(KeyError, match="there are none"):
+    with pytest.raises(KeyError, match="available: none"):
         gm.group_ratio(gm.collect([]), "seed", "host")
 
 
@@ -116,14 +116,14 @@ def test_a_floor_that_changes_in_a_compiled_step_is_an_input_of_it():
 
 @pytest.mark.parametrize("what", [None, "stats", gm.collect([]).materialize()], ids=repr)
 def test_what_is_no_stats_is_refused(what):
-    with pytest.raises(TypeError, match=r"expected the TensorStats that group returns, got .*; or two norms"):
+    with pytest.raises(TypeError, match=r"expected the TensorStats .*, or two norms .*, got "):
         gm.group_ratio(what, "seed", "host")
 
 
 def test_rows_that_are_no_groups_are_not_all_listed():
     stats = gm.collect([torch.ones(1)] * 50)
     with pytest.raises(
-        KeyError, match=r"no group 'seed'; there are '0', .*'9' and 40 more; are these groups\?"
+        KeyError, match=r"no group 'seed'; available: '0', .*'9' and 40 more; if these are not groups"
     ):
         gm.group_ratio(stats, "seed", "0")
 
@@ -161,23 +161,23 @@ def test_of_tensors_the_shapes_broadcast():
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
-        (lambda: gm.group_ratio(1.0, 2.0), TypeError, r"need their numbers of elements: group_ratio\(norm_a"),
+        (lambda: gm.group_ratio(1.0, 2.0), TypeError, r"need their numbers of elements; call"),
         (lambda: gm.group_ratio(1.0, 2.0, n_a=3), TypeError, "need their numbers of elements"),
         (lambda: gm.group_ratio(1.0, "a", "b"), TypeError, "need their numbers of elements"),
         (lambda: gm.group_ratio(1.0, "a", n_a=1, n_b=1), TypeError, "norm_b must be a number .*, got str"),
         (
             lambda: gm.group_ratio(-1.0, 2.0, n_a=1, n_b=1),
             ValueError,
-            "norm_a must be .* not negative, got -1.0",
+            "norm_a must be a non-negative number, got -1.0",
         ),
-        (lambda: gm.group_ratio(1.0, 2.0, n_a=1, n_b=-2), ValueError, "n_b must be .* not negative, got -2"),
+        (lambda: gm.group_ratio(1.0, 2.0, n_a=1, n_b=-2), ValueError, "n_b must be .* got -2"),
         (lambda: gm.group_ratio(1.0, 2.0, n_a=math.nan, n_b=1), ValueError, "n_a must be .* got nan"),
         (
             lambda: gm.group_ratio(1j * torch.ones(()), 2.0, n_a=1, n_b=1),
             TypeError,
-            "norm_a must be of real numbers, got .*complex64",
+            "norm_a must be real, got .*complex64",
         ),
-        (lambda: gm.group_ratio(grouped(), "seed", "host", n_a=1), TypeError, "leave n_a and n_b out"),
+        (lambda: gm.group_ratio(grouped(), "seed", "host", n_a=1), TypeError, "omit n_a and n_b"),
     ],
     ids=[*"123456789"],
 )

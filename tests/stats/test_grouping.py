@@ -73,13 +73,13 @@ def test_a_module_without_parameters_is_an_empty_group(model):
 
 def test_a_module_of_another_model_is_refused(model):
     with pytest.raises(
-        ValueError, match=r"no parameter of the module in the rule of 'host' belongs to model"
+        ValueError, match=r"the module in the rule of 'host' has no parameter in common with model"
     ):
         gm.collect_grads(model).group({"host": Grafted().host}, model=model)
 
 
 def test_a_module_without_its_model_is_refused_and_not_called(model):
-    with pytest.raises(TypeError, match=r"the rule of 'host' is a module; say of which model"):
+    with pytest.raises(TypeError, match=r"the rule of 'host' is a module; pass its model"):
         gm.collect_grads(model).group({"host": model.host})
 
 
@@ -177,7 +177,7 @@ def test_depth_0_is_the_whole_model(model):
 def test_a_depth_that_is_none_is_refused(model, depth):
     stats = gm.collect_grads(model)
     for by_module in (stats.by_module, stats.materialize().by_module):
-        with pytest.raises(ValueError, match="depth must be a number of steps from the root"):
+        with pytest.raises(ValueError, match="depth must be a non-negative integer"):
             by_module(depth)
 
 
@@ -208,9 +208,7 @@ def test_module_reports_are_a_mapping_that_prints_as_a_table():
     assert list(reports) == ["embed", "blocks.0", "blocks.1", ""]
     assert reports["blocks.0"].vanishing == ["blocks.0.up.bias"]
     assert str(reports) == PRINTED.strip("\n")
-    with pytest.raises(
-        KeyError, match=r"no module 'blocks' among these 4: 'embed', 'blocks.0', 'blocks.1', ''"
-    ):
+    with pytest.raises(KeyError, match=r"no module 'blocks'; available: 'embed', 'blocks.0', 'blocks.1', ''"):
         reports["blocks"]
 
 
@@ -247,10 +245,10 @@ def test_module_reports_as_a_frame_and_as_plain_values():
 def test_a_model_whose_names_are_others_is_refused(model):
     wrapped = nn.ModuleDict({"module": model})
     with pytest.raises(
-        ValueError, match=r"no row is named like a parameter of model: 'module\.scale' here, 'scale'"
+        ValueError, match=r"no row has the name of a parameter of model: .* 'module\.scale', .* 'scale'"
     ):
         gm.collect_grads(wrapped).group({"host": model.host}, model=model)
-    with pytest.raises(ValueError, match=r"'0' here, 'scale' there; pass the model that was collected"):
+    with pytest.raises(ValueError, match=r"'0', .* 'scale'; pass the model that was measured"):
         gm.collect_grads(model.parameters()).group({"host": model.host}, model=model)
     # having measured nothing does not make it another model
     model.zero_grad()
@@ -265,7 +263,7 @@ def test_the_model_is_walked_once_for_all_groups(model):
 
 
 def test_a_pattern_that_is_none_is_refused_by_its_group(model):
-    with pytest.raises(ValueError, match=r"the rule of 'host' is no regular expression: .*unterminated"):
+    with pytest.raises(ValueError, match=r"the rule of 'host' is not a regular expression: .*unterminated"):
         gm.collect_grads(model).group({"host": "(host"})
-    with pytest.raises(TypeError, match=r"or a module or several, got Tensor$"):
+    with pytest.raises(TypeError, match=r"or one or more modules, got Tensor$"):
         gm.collect_grads(model).group({"host": torch.ones(1000)})

@@ -103,7 +103,7 @@ def test_it_is_a_snapshot(fetch):
 
 
 def test_a_tensor_that_cannot_be_copied_flat_is_refused(fetch):
-    with pytest.raises(TypeError, match=r"a tensor of shape \(2, 2\) is sparse or nested; pass its values"):
+    with pytest.raises(TypeError, match=r"of shape \(2, 2\) is sparse or nested, .*; pass its values"):
         fetch({"x": torch.eye(2).to_sparse()})
 
 
@@ -111,7 +111,7 @@ def test_inside_a_compiled_function_it_is_refused(fetch):
     def step(x):
         return fetch([gm.collect([x])])
 
-    with pytest.raises(Exception, match="return the stats from the compiled function and call it outside"):
+    with pytest.raises(Exception, match="a compiled function cannot do; call it outside"):
         torch.compile(step, fullgraph=True, backend="eager")(torch.ones(2))
     torch._dynamo.reset()
 

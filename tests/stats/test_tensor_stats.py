@@ -346,10 +346,10 @@ def test_merging_changes_neither_side_and_an_empty_side_changes_nothing() -> Non
 @pytest.mark.parametrize(
     ("here", "there", "says"),
     [
-        (["a", "b", "c"], ["a", "x", "y"], "row 1 is 'b' here and 'x' there"),
-        (["a", "b"], ["b", "a"], "row 0 is 'a' here and 'b' there"),
-        (["a", "b"], ["a"], "there are 2 here and 1 there"),
-        ([], ["a"], "there are 0 here and 1 there"),
+        (["a", "b", "c"], ["a", "x", "y"], "row 1 is 'b' in one and 'x' in the other"),
+        (["a", "b"], ["b", "a"], "row 0 is 'a' in one and 'b' in the other"),
+        (["a", "b"], ["a"], "one has 2 rows and the other 1"),
+        ([], ["a"], "one has 0 rows and the other 1"),
     ],
 )
 def test_a_merge_of_other_names_is_refused_with_the_first_difference(
@@ -594,11 +594,11 @@ def test_a_deep_copy_shares_no_memory() -> None:
 @pytest.mark.parametrize(
     ("rules", "error", "says"),
     [
-        ([("a", "x"), ("a", "y")], ValueError, "a name of its own"),
-        ({1: "x"}, ValueError, "a string"),
+        ([("a", "x"), ("a", "y")], ValueError, "unique strings"),
+        ({1: "x"}, ValueError, "unique strings"),
         ({"a": 3}, TypeError, "rule of 'a'"),
-        (len, TypeError, "a mapping of group name"),
-        (r"^layers", TypeError, "a mapping of group name"),
+        (len, TypeError, "a mapping from group names"),
+        (r"^layers", TypeError, "a mapping from group names"),
     ],
     ids=["name twice", "name of a number", "rule of a number", "function", "pattern"],
 )

@@ -2,7 +2,7 @@
 
 The schema defines each column and how the columns of two parts merge. Derived values, flags, thresholds and
 scores are functions of columns. The layout of the recorder's ring is here too. Nothing here reads a user's
-tensors, or knows names and devices.
+tensors, or depends on names and devices.
 """
 
 from gradiometer.columns.derived import DERIVED, compute_flags, rescale

@@ -124,8 +124,8 @@ def merge_groups(
 ) -> Tensor:
     """Merge the rows of each of G groups into one. ``(T, ...) -> (G, ...)``.
 
-    One call of ``merge``, which reduces the first dimension, merges all groups of the same size. So 100
-    modules need no more operations and graph nodes than a few.
+    One call of ``merge``, which reduces the first dimension, merges all groups of the same size. So the
+    number of operations and graph nodes grows with the number of distinct sizes, not of groups.
     """
     sizes: dict[int, list[int]] = {}
     for place, rows in enumerate(groups):
@@ -215,8 +215,8 @@ def number(value: float, device: torch.device) -> Tensor:
 def realized(x: Tensor) -> Tensor:
     """Return a tensor that Inductor computes once, instead of again in each kernel that reads it.
 
-    Use it for a coefficient that multiplies T tensors: it halves the compile time of 20 of them, and saves
-    more with more.
+    Use it for a coefficient that multiplies T tensors: it halves the compile time for 20 tensors, and saves
+    more for more of them.
     """
     # Inductor stores a tensor in memory before it views it by strides
     return x.as_strided(x.shape, x.stride()) if torch.compiler.is_compiling() else x

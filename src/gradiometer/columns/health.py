@@ -52,7 +52,7 @@ def score(
     """
     for name, weight in (("vanishing", vanishing), ("exploding", exploding)):
         if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-            msg = f"health_score({name}={weight!r}): a weight must be a finite number that is not negative"
+            msg = f"health_score({name}={weight!r}): {name} must be a finite non-negative number"
             raise ValueError(msg)
     count = max(columns.shape[0], 1) if measured is None else measured.clamp(min=1.0)
     loss = (vanishing * _count(flags, Flag.VANISHING) + exploding * _count(flags, Flag.EXPLODING)) / count
@@ -89,11 +89,14 @@ def is_healthy(
     norm_ratio: float = MAX_NORM_RATIO,
     zero_fraction: float = MAX_ZERO_FRACTION,
 ) -> Tensor:
-    """Tell whether all is finite, nothing is exploding, and both values are below their limits; 0-d bool."""
+    """Tell whether all elements are finite, no tensor is exploding, and both values are below their limits.
+
+    0-d bool.
+    """
     for name, limit in (("norm_ratio", norm_ratio), ("zero_fraction", zero_fraction)):
         # rejects NaN too; Dynamo does not trace math.isnan of a number that changes
         if not isinstance(limit, (int, float)) or not limit >= 0:
-            msg = f"is_healthy_within: {name} must be a number that is not negative, or inf; got {limit}"
+            msg = f"is_healthy_within: {name} must be a non-negative number, got {limit}"
             raise ValueError(msg)
     return (
         (_total(columns, "n_nonfinite") == 0)

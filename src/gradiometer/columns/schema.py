@@ -46,7 +46,7 @@ COLUMNS: Final = (
     Column("numel", "sum", "1", "elements"),
     Column("sumsq", "sum", "s*s", "sum of x**2 over finite elements, squared and accumulated in fp64"),
     Column("sum", "sum", "s", "sum of x over finite elements"),
-    Column("n_zero", "sum", "1", "elements equal to 0, -0 too"),
+    Column("n_zero", "sum", "1", "elements equal to 0, including -0"),
     Column("n_nan", "sum", "1", "NaN elements"),
     Column("n_posinf", "sum", "1", "+Inf elements"),
     Column("n_neginf", "sum", "1", "-Inf elements"),
@@ -88,8 +88,8 @@ class Thresholds:
 
     Args:
         vanishing: an L2 norm strictly below it is ``VANISHING``; 0 switches the flag off.
-        exploding: an L2 norm strictly above it is ``EXPLODING``; with ``math.inf`` only
-            a norm that is not finite is.
+        exploding: an L2 norm strictly above it is ``EXPLODING``; with ``math.inf``, only
+            a non-finite norm is.
         dead: a share of zeros at or above it is ``DEAD``; above 1 switches the flag off.
 
     Raises:
@@ -108,10 +108,10 @@ class Thresholds:
             value = getattr(self, name)
             # rejects NaN too; Dynamo does not trace math.isnan of a number that changes
             if not isinstance(value, (int, float)) or not value >= 0:
-                msg = f"Thresholds({name}={value!r}): a threshold must be a number that is not negative"
+                msg = f"Thresholds({name}={value!r}): {name} must be a non-negative number"
                 raise ValueError(msg)
         if self.dead == 0:
-            msg = "Thresholds(dead=0): every tensor would be dead; give a share of zeros above 0 (1.0: all)"
+            msg = "Thresholds(dead=0): it would flag every tensor; pass a share of zeros above 0 (1.0: all)"
             raise ValueError(msg)
 
 

@@ -62,7 +62,7 @@ def check_finite(
         TypeError: for a weight, gradient or buffer that cannot be measured, by name; for a loss that is
             not a real number or tensor; for ``buffers=True`` without a module.
         ValueError: for a loss with no elements.
-        RankError: if the ranks differ or one does not answer.
+        RankError: if the ranks disagree or one does not answer.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -168,11 +168,11 @@ def _is_integer(tensor: Tensor) -> bool:
 
 def _real(loss: Tensor) -> Tensor:
     if loss.is_complex():
-        msg = f"check_finite: the loss must be real, got {loss.dtype}; pass its real part or its abs()"
+        msg = f"check_finite: the loss must be real, got {loss.dtype}; pass loss.real or loss.abs()"
         raise TypeError(msg)
     if loss.numel() == 0:
         msg = (
-            f"check_finite: the loss of shape {tuple(loss.shape)} has no elements; pass loss=None without one"
+            f"check_finite: the loss of shape {tuple(loss.shape)} has no elements; pass loss=None to skip it"
         )
         raise ValueError(msg)
     return loss if loss.is_floating_point() else loss.double()
@@ -180,7 +180,7 @@ def _real(loss: Tensor) -> Tensor:
 
 def _buffers(model: Parameters) -> Named:
     if not isinstance(model, nn.Module):
-        msg = f"check_finite: buffers=True needs a module that has them, got {type(model).__name__}"
+        msg = f"check_finite: buffers=True needs a module, got {type(model).__name__}"
         raise TypeError(msg)
     # integer buffers, such as counters or indices, are always finite
     pairs = [(name, buffer) for name, buffer in model.named_buffers() if not _is_integer(buffer)]

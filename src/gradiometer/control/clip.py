@@ -95,7 +95,7 @@ def clip_grad_norm_(
         RuntimeError: with ``error_if_nonfinite``, for a norm that is NaN or inf; the message names
             the gradients and, with several ranks, the first rank with such an element. It is also
             raised inside a compiled function, where no error can depend on a value.
-        RankError: if the ranks differ or one does not answer.
+        RankError: if the ranks disagree or one does not answer.
 
     If an error is raised, the gradients are unchanged on every rank.
 
@@ -250,12 +250,12 @@ def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: fl
     """
     what = "clip_coefficient"
     if not isinstance(stats, TensorStats):
-        msg = f"{what}: expected the TensorStats of the gradients, as collect_grads returns them; got "
-        raise TypeError(msg + type(stats).__name__)
+        msg = f"{what}: expected the TensorStats that collect_grads returns, got {type(stats).__name__}"
+        raise TypeError(msg)
     order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
     if order not in {2.0, math.inf}:
-        msg = f"{what}: norm_type must be 2 or inf, which the stats hold, got {norm_type!r}; "
-        raise ValueError(msg + "clip_grad_norm_ takes any order")
+        msg = f"{what}: norm_type must be 2 or inf, the orders that stats hold, got {norm_type!r}; "
+        raise ValueError(msg + "use clip_grad_norm_ for other orders")
     with torch.no_grad():
         return _coefficient(norms_of(stats.columns, order).finite, limit)
 
@@ -276,8 +276,8 @@ def _clip(
     """Return the stats and the norm before clipping. All checks come before the first write."""
     order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
     if error_if_nonfinite and torch.compiler.is_compiling():
-        msg = f"{what}: error_if_nonfinite=True has to wait for the norm, and a compiled function cannot; "
-        raise RuntimeError(msg + "leave it out, return stats.found_inf and look at it outside")
+        msg = f"{what}: error_if_nonfinite=True waits for the norm, which a compiled function cannot do; "
+        raise RuntimeError(msg + "omit it, and check the norm or stats.found_inf outside")
     parameters = named_parameters(model, what)
     grads, home = grads_of(parameters, what)
     parts: list[Part] = []
@@ -285,7 +285,7 @@ def _clip(
     over: Ranks | None = None
 
     def measured(ranks: Ranks | None) -> TensorStats:
-        # all local checks come before other ranks hear from this one
+        # all local checks come before the reduction over ranks
         nonlocal parts, finite, over
         if ranks is not None and ranks.size > 1:
             over = ranks
@@ -341,5 +341,5 @@ def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float, ranks: Ran
     reason = ", ".join(found) or "All elements are finite, but their powers are beyond float64"
     # begins like torch's message
     msg = f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be"
-    msg += f" clipped. {reason}. To clip finite elements and leave the others, set `error_if_nonfinite=False`"
+    msg += f" clipped. {reason}. To clip only the finite elements, set `error_if_nonfinite=False`"
     raise RuntimeError(msg)

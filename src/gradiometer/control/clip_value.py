@@ -88,7 +88,7 @@ def clip_grad_value_(
     if not memories:
         return ElementCounts((), torch.empty(0, dtype=torch.int64, device=home))
     bounds = {kind: _bound(limit, *kind) for kind in dict.fromkeys([(x.device, x.dtype) for x in memories])}
-    # count all before the first is written: two may be the same
+    # count all before the first is written: two may share memory
     counts = [(x.abs() > bounds[x.device, x.dtype]).count_nonzero() for x in memories]
     for x in memories:
         bound = bounds[x.device, x.dtype]
@@ -113,17 +113,19 @@ def _clampable(grad: Any, name: str, what: str) -> Tensor:
     reason = None
     if is_dtensor(type(grad)):
         if is_partial(grad):
-            reason = f"is a DTensor with placements {grad.placements}: a sum is not clamped by its summands; "
-            reason += "redistribute it first"
+            reason = f"is a DTensor with placements {grad.placements}, and clamping its parts does not clamp "
+            reason += "their sum; redistribute it first"
         else:
             grad = local_shard(grad)
     if grad.is_complex():
-        reason = "is complex, and has no order; clip it by its norm, clip_grad_norm_"
+        reason = "is complex, and complex numbers have no order; clip its norm with clip_grad_norm_"
     elif grad.itemsize == 1:
         reason = f"has dtype {grad.dtype}, which torch cannot clamp; convert it to float16 first"
     elif grad.layout == torch.sparse_coo and not grad.is_coalesced():
-        reason = "is sparse, and its elements may be sums; coalesce it first, parameter.grad = "
-        reason += "parameter.grad.coalesce()"
+        reason = (
+            "is sparse and not coalesced, so it may store an element as several values; coalesce it first: "
+        )
+        reason += "parameter.grad = parameter.grad.coalesce()"
     if reason is not None:
         msg = f"{what}: the gradient of {name!r} {reason}"
         raise TypeError(msg)

@@ -84,7 +84,7 @@ class FiniteReport:
 
     def __bool__(self) -> bool:
         """Raise a TypeError, since the truth value would be ambiguous."""
-        msg = "a FiniteReport is neither true nor false; ask report.has_issues"
+        msg = "the truth value of a FiniteReport is ambiguous; use report.has_issues"
         raise TypeError(msg)
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _headline(report: FiniteReport) -> str:
 
 
 def _render(report: FiniteReport, max_rows: int | None) -> str:
-    """Return one line if all is finite; else a row per tensor, ``max_rows`` of each kind, and advice."""
+    """Return one line if there are no issues; else a row per tensor, ``max_rows`` per kind, and advice."""
     if not report.has_issues:
         return "; ".join(_summary(report, with_largest=True))
     lines: list[tuple[str, str, str]] = []
@@ -130,7 +130,7 @@ def _render(report: FiniteReport, max_rows: int | None) -> str:
     for name, kind in _kinds(report):
         rows = _met(name, kind)
         if lines and max_rows is not None and len(rows) == len(kind) > 1:
-            # an effect of a cause above: the first of these tensors tells nothing
+            # an effect of a cause above: the names of these tensors add nothing
             lines.append((name, f"all {len(kind)}", _counts(kind.total)))
             continue
         shown = rows if max_rows is None else rows[: max(0, max_rows)]
@@ -195,33 +195,32 @@ def _advice(report: FiniteReport) -> str:
     if _bad(report.weights) and report.loss_is_finite and grads_are_fine:
         if not all(row.name in report.grads for row in _bad(report.weights)):
             return (
-                "The gradients are finite, but not all of these weights have one: frozen or not used in this "
-                "step, they were so before it. Load an earlier checkpoint."
+                "The gradients are finite, but some of these weights have none (frozen, or unused in this "
+                "step), so they were non-finite before this step: load an earlier checkpoint."
             )
         return (
-            "The gradients are finite, so probably an optimizer step made it: load a checkpoint from before, "
-            "and look at its learning rate and state."
+            "The gradients are finite, so an optimizer step probably caused this: load an earlier "
+            "checkpoint, and check the optimizer's learning rate and state."
         )
     if _bad(report.weights):
-        return (
-            "The weights are non-finite already, and with them all they compute: load an earlier checkpoint."
-        )
+        return "The weights are already non-finite, and so is what they compute: load an earlier checkpoint."
     if report.nan_buffers:
-        return "The weights are finite, but a buffer keeps its NaN: reset or load it, and skip the update."
+        return "The weights are finite, but a buffer keeps its NaN: reset or reload it, and skip the update."
     if not report.loss_is_finite and grads_are_fine:
         return (
-            "The gradients are finite: they are of another loss, or the loss overflowed after its backward."
+            "The gradients are finite, so they come from another loss, or the loss overflowed after its "
+            "backward pass."
         )
     if not report.loss_is_finite:
         return (
-            "The weights are finite, so the forward pass of this step made it (its batch, an overflow, "
+            "The weights are finite, so the forward pass of this step caused this (the batch, an overflow, "
             "log(0), 0/0): skip the update."
         )
     if not grads:
-        return "Only buffers hold Inf, as masks do on purpose: if these are masks, all is well."
+        return "Only buffers hold Inf, as attention masks do on purpose: if these are masks, ignore it."
     finite, made = ("The weights are", "this step")
     if report.loss is not None:
         finite, made = ("Weights and loss are", "the backward pass of this step")
-    where = "" if len(grads) == len(report.grads) else f", at about {printable(grads[0].name)}"
-    overflow = "" if report.nan_grads else " Inf alone is an overflow: with a loss scale, lower it."
-    return f"{finite} finite, so {made} made it{where}: skip the update.{overflow}"
+    where = "" if len(grads) == len(report.grads) else f", near {printable(grads[0].name)}"
+    overflow = "" if report.nan_grads else " Inf without NaN is an overflow: lower the loss scale, if any."
+    return f"{finite} finite, so {made} caused this{where}: skip the update.{overflow}"

@@ -47,7 +47,7 @@ def inverse_scale(scaler: GradScaler) -> Tensor:
     >>> gm.collect_grads(model, inv_scale=gm.inverse_scale(scaler)).norm
     tensor([5., 1.], dtype=torch.float64)
     """
-    _check_scaler(scaler, "inverse_scale", "pass inv_scale=1 / scale itself")
+    _check_scaler(scaler, "inverse_scale", "pass inv_scale=1 / scale")
     # the same operations as in GradScaler.unscale_, for the same factor to the bit
     return _scale(scaler).double().reciprocal().float()
 
@@ -86,12 +86,12 @@ def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats
     32768.0
     """
     what = "share_found_inf_"
-    _check_scaler(scaler, what, "skip its step where stats.skipped, with reduce=")
+    _check_scaler(scaler, what, "collect with reduce= and skip its step if stats.skipped")
     if not isinstance(stats, TensorStats):
-        msg = f"{what}: expected the TensorStats of the gradients, as collect_grads returns them; got "
-        raise TypeError(msg + type(stats).__name__)
+        msg = f"{what}: expected the TensorStats that collect_grads returns, got {type(stats).__name__}"
+        raise TypeError(msg)
     if stats.origin is None and is_active():
-        msg = f"{what}: these stats are of this rank alone; collect them with reduce=gm.Ranks(model)"
+        msg = f"{what}: these stats are of this rank only; collect them with reduce=gm.Ranks(model)"
         raise ValueError(msg)
     if not getattr(scaler, "_enabled", True):
         return
@@ -99,14 +99,14 @@ def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats
     # would have to be there before unscale_, and a rank without gradients could not write it.
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is None:
-        msg = f"{what}: this {type(scaler).__name__} of torch {torch.__version__} does not keep what it found"
-        raise RuntimeError(msg + "; skip the step where stats.skipped")
+        msg = f"{what}: this {type(scaler).__name__} of torch {torch.__version__} does not store found_inf"
+        raise RuntimeError(msg + "; skip the step if stats.skipped")
     if getattr(scaler, "_scale", None) is None:
         # the first loss creates the scale, and only the last stage of a pipeline has a loss
         scaler.scale(torch.ones((), device=stats.columns.device))
     state = states[id(optimizer)]
     if state["stage"] is OptState.STEPPED:
-        msg = f"{what}: scaler.step(optimizer) has been called; call it before that"
+        msg = f"{what}: scaler.step(optimizer) was already called; call {what} before it"
         raise RuntimeError(msg)
     if state["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
@@ -123,8 +123,8 @@ def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats
 
 def _check_scaler(scaler: object, what: str, otherwise: str) -> None:
     if not callable(getattr(scaler, "get_scale", None)):
-        msg = f"{what}: expected a torch.amp.GradScaler, got {type(scaler).__name__}; of another loss scaler "
-        raise TypeError(msg + otherwise)
+        msg = f"{what}: expected a torch.amp.GradScaler, got {type(scaler).__name__}; with another loss "
+        raise TypeError(msg + "scaler, " + otherwise)
 
 
 def _scale(scaler: GradScaler) -> Tensor:

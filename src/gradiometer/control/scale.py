@@ -1,4 +1,4 @@
-"""In-place scaling of gradients by one coefficient c, whose value only the device knows.
+"""In-place scaling of gradients by one coefficient c, whose value is only on the device.
 
 fp64 gradients are scaled in fp64. All others are scaled in fp32 and rounded to their dtype once, so that
 c itself is never rounded to fp16 or bf16. An fp32 gradient of 1e38 may need a c below the normal numbers
@@ -45,7 +45,7 @@ _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
-    """Return a bound: a number that is not negative, or a one-element tensor, whose value is not checked.
+    """Return a bound: a non-negative number, or a one-element tensor, whose value is not checked.
 
     Raises:
         ValueError: for anything else.
@@ -60,7 +60,7 @@ def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
             return float(number)
         # a number that Dynamo has made an input of the graph has no repr
         got = f"{number}" if isinstance(number, Real) else repr(number)
-    msg = f"{what}: {name} must be a number that is not negative, or a tensor of one; got {got}"
+    msg = f"{what}: {name} must be a non-negative number, or a one-element real tensor, got {got}"
     raise ValueError(msg)
 
 
@@ -165,17 +165,17 @@ def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
         # not every version of Dynamo traces the checks below
         return x
     if not x.is_contiguous() and _overlaps(x):
-        reason = "has elements that share memory, or may"
+        reason = "may have elements that share memory"
     elif x.is_inference() and not torch.is_inference_mode_enabled():
         reason = "was made in inference mode"
     else:
         return x
     msg = f"{what}: the gradient of {name!r} {reason}, so it cannot be scaled in place; "
-    raise TypeError(msg + "replace it first, parameter.grad = parameter.grad.clone()")
+    raise TypeError(msg + "replace it first: parameter.grad = parameter.grad.clone()")
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Tell whether elements share memory, or are so interleaved that it is hard to tell."""
+    """Tell whether elements may share memory; some interleaved layouts count although they do not."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -200,9 +200,7 @@ def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tens
             kept.setdefault((start, x.shape, x.stride()), i)
         elif size > 0 and (start, size) not in kept:
             if start < end:
-                msg = (
-                    f"{what}: the gradients of {names[last]!r} and {names[i]!r} share a part of their memory"
-                )
+                msg = f"{what}: the gradients of {names[last]!r} and {names[i]!r} share part of their memory"
                 raise TypeError(msg + ", which would be scaled twice; replace one by its clone()")
             kept[start, size] = i
             end, last = start + size, i

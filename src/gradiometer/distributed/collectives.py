@@ -34,9 +34,10 @@ _PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.02
 # seconds between checks, in a wait for a collective, whether another rank has given it up
 _LOOK: Final = 1.0
-_NO_STORE: Final = "neither does the store of the process group answer, which rank 0 may hold"
+_NO_STORE: Final = "the store of the process group (often on rank 0) does not answer either"
+_SAME: Final = "every rank must make the same calls in the same order"
 
-# number of meetings in each world, by purpose: the same on all ranks
+# number of calls in each world, by purpose: the same on all ranks
 _met: weakref.WeakKeyDictionary[Group, Counter[str]] = weakref.WeakKeyDictionary()
 # why groups cannot be used any more
 _broken: weakref.WeakKeyDictionary[Group, str] = weakref.WeakKeyDictionary()
@@ -75,9 +76,9 @@ def all_reduce(tensor: Tensor, operation: str, group: Group, timeout: float) -> 
 
     On the CPU it waits at most ``timeout`` seconds. The collective then stays pending until the group's own
     timeout. If the last rank comes before that, later collectives of the group work again, in the same
-    order. The process may end earlier. After an error in Gloo, for example because a rank is gone, the group
-    cannot be used any more, and each call says so. In a compiled function, and on other devices, nothing
-    waits here, and the group's own timeout applies.
+    order. The process may exit before that. After an error in Gloo, for example because a rank is gone, the
+    group cannot be used any more, and each call raises this error. In a compiled function, and on other
+    devices, nothing waits here, and the group's own timeout applies.
 
     Raises:
         RankError: on the CPU, if a rank is gone or has not answered in time; names the rank.
@@ -115,7 +116,7 @@ def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: 
             raise
         if not _has_backend(group, device):
             msg = f"the process group has no backend for {device.type}, where the statistics are; "
-            raise RankError(msg + "init_process_group('cpu:gloo,cuda:nccl') has one for both") from error
+            raise RankError(msg + "use init_process_group('cpu:gloo,cuda:nccl') to have both") from error
         raise _gone(group, number, f": {one_line(error)}") from error
     return results
 
@@ -169,7 +170,7 @@ def _has_backend(group: Group, device: torch.device) -> bool:
     return f"{device.type}:" in str(dist.get_backend_config(group))
 
 
-# who is there
+# which ranks are present
 
 
 def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") -> list[Any]:
@@ -184,7 +185,7 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
         what: the name of the call, for messages; the ranks of a group meet once per call of this name.
 
     Raises:
-        RankError: names the ranks that have not come in time.
+        RankError: names the ranks that did not arrive in time.
     """
     here, ranks = ranks_of(group)
     number = _count(group, what)
@@ -197,22 +198,22 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
     except RankError:
         raise
     except RuntimeError as error:
-        msg = f"{what}: the store of the process group is gone, and with it the rank that held it, often 0: "
+        msg = f"{what}: the store of the process group is gone, because its rank (often rank 0) has exited: "
         raise RankError(msg + one_line(error)) from error
     if missing:
-        msg = f"{what}: {_named(missing)} of {len(ranks)} did not come within {timeout:g} s; "
-        raise RankError(msg + "every rank has to make this call, in the same order")
+        msg = f"{what}: {_named(missing)} of {len(ranks)} did not arrive within {timeout:g} s; "
+        raise RankError(msg + _SAME)
     return [pickle.loads(value) for value in values]  # noqa: S301 the ranks of one job
 
 
 def tell(value: Any, place: int, group: Group, timeout: float = 60.0, what: str = "tell") -> Any:
-    """Return on every rank the value of the rank at this place in a group; as `share` does."""
+    """Return the value of the rank at this place in a group, on every rank; otherwise as `share`."""
     here, _ = ranks_of(group)
     return share(value if here == place else None, group, timeout, what)[place]
 
 
 def rendezvous(group: Group, timeout: float, what: str) -> None:
-    """Wait until all ranks of a group are here; as `share` does."""
+    """Wait until all ranks of a group have made this call; otherwise as `share`."""
     share(None, group, timeout, what)
 
 
@@ -229,14 +230,14 @@ def _store() -> Any:
 
 
 def _late(group: Group, number: int, timeout: float) -> RankError:
-    """Call all ranks after a late collective; return an error that names those that did not come."""
+    """Call all ranks after a late collective; return an error that names those that did not arrive."""
     missing = _missing(group, number, _Call(number))
-    late = f"did not come to this reduction within {timeout:g} s"
+    late = f"did not reach this reduction within {timeout:g} s"
     if missing is None:
         return RankError(f"a rank {late}; {_NO_STORE}")
     if missing:
         return RankError(f"{_named(missing)} {late}")
-    return RankError(f"a rank {late}, although all are there: every rank has to reduce the same")
+    return RankError(f"a rank {late}, although all ranks answer; {_SAME}")
 
 
 def _gone(group: Group, number: int, reason: str = "") -> RankError:
@@ -245,7 +246,7 @@ def _gone(group: Group, number: int, reason: str = "") -> RankError:
     if missing is None:
         text = f"a rank does not answer{reason}; {_NO_STORE}"
     elif not missing:
-        text = f"a rank does not answer{reason}, although all are there: every rank has to reduce the same"
+        text = f"a reduction failed{reason}, although all ranks answer; {_SAME}"
     elif len(missing) == 1:
         text = f"{_named(missing)} does not answer{reason}"
     else:

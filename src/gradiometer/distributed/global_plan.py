@@ -145,7 +145,8 @@ def make_global_plan(members: Sequence[Member], shardings: Mapping[bytes, Shardi
                     f"{_told(ordered[digest], what)} on rank {ranks[digest][0]}"
                     for what, (digest, _, _) in ((spec, way), (theirs, other))
                 ]
-                raise DisagreementError(f"{name!r} is {told[0]}, and {told[1]}")
+                msg = f"{name!r} is {told[0]}, but {told[1]}; make them the same, "
+                raise DisagreementError(msg + "or pass shards= if they are parts of one tensor")
         pattern = tuple([way for _, way, _ in each])
         if pattern not in kept:
             kept[pattern] = pattern
@@ -196,11 +197,11 @@ def _check_cover(
         return
     having = {way.digest for way in pattern}
     without = [rank for rank, member in enumerate(members) if member.digest not in having]
-    msg = f"{name!r} is cut into {parts} parts, and ranks hold {len(held)} of them"
+    msg = f"{name!r} is cut into {parts} parts, but the ranks hold only {len(held)} of them"
     if without:
         some = ", ".join(map(str, without[:8])) + (" ..." if len(without) > 8 else "")
-        msg += f"; without any: rank{'s' * (len(without) > 1)} {some}"
-    raise DisagreementError(msg)
+        msg += f" (none on rank{'s' * (len(without) > 1)} {some})"
+    raise DisagreementError(msg + "; all ranks of its mesh must be in the group and hold it")
 
 
 def _in_order(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

@@ -35,11 +35,11 @@ def implicit_ranks_for(sharding: Sharding, home: torch.device | None, group: Any
         try:
             kept[sharding] = Ranks.of_sharding(sharding, home, group=group)
         except RankError as error:
-            if not kept or "did not come" not in str(error):
+            if not kept or "did not arrive" not in str(error):
                 raise
             # ranks without new tensors are already waiting in a reduction
-            msg = f"{error}; where tensors are new on some ranks alone, pass reduce=gm.Ranks(model)"
-            raise RankError(msg + ", made anew on all") from None
+            msg = f"{error}; if only some ranks have new tensors, create gm.Ranks(model) again on all ranks, "
+            raise RankError(msg + "and pass it as reduce=") from None
     return kept[sharding]
 
 
@@ -51,8 +51,8 @@ def _refuse_nameless(sharding: Sharding, group: Any) -> None:
     ]
     if sharding.names and not whole and sharding.names == tuple(map(str, range(len(sharding.names)))):
         msg = (
-            "reduce: tensors of a list have no names, so that ranks, stages of a pipeline say, cannot tell "
-            "whether theirs are the same: pass the model, or its named_parameters(); or reduce=gm.Ranks(list)"
+            "reduce: tensors in a list have no names, so the ranks cannot check that theirs are the same; "
+            "pass the model or its named_parameters(), or pass reduce=gm.Ranks(list)"
         )
         raise RankError(msg)
 
@@ -65,7 +65,8 @@ def given_ranks(reduce: Any, what: str) -> Ranks | None:
         msg = f"{what}: reduce must be True, False or gm.Ranks(model), got {type(reduce).__name__}"
         raise TypeError(msg)
     if reduce and torch.compiler.is_compiling():
-        msg = f"{what}: in a compiled step pass reduce=ranks, with ranks = gm.Ranks(model) made outside"
+        msg = f"{what}: the ranks cannot agree in a compiled function; create ranks = gm.Ranks(model) "
+        msg += "outside, and pass reduce=ranks"
         raise RuntimeError(msg)
     return None
 

@@ -32,7 +32,7 @@ Group: TypeAlias = Any
 
 # seconds for live ranks to answer: longer than the time between their checks for a given-up collective
 PRESENCE_TIMEOUT: Final = 3.0
-# seconds by which Gloo's own timeout exceeds ours: our wait ends with a search for missing ranks
+# seconds by which Gloo's own timeout exceeds ours, which leaves time to search for missing ranks
 _LATER: Final = PRESENCE_TIMEOUT + SLACK
 # most ranks that a message names
 _NAMED: Final = 8
@@ -55,18 +55,18 @@ def group_of(group: Any) -> Group:
         RankError: if there is no process group, or this process is not in it.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        msg = "there is no process group: call torch.distributed.init_process_group() first"
+        msg = "there is no process group; call torch.distributed.init_process_group() first"
         raise RankError(msg)
     if group is None:
         return dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        msg = f"rank {dist.get_rank()} is not in this group: only its ranks can use it"
+        msg = f"rank {dist.get_rank()} is not in this process group; only its members can use it"
         raise RankError(msg)
     if isinstance(group, dist.ProcessGroup):
         return group
     if hasattr(group, "get_group") and hasattr(group, "mesh"):
         return group.get_group() if group.ndim == 1 else _group_of_mesh(group)
-    msg = f"expected a process group, a device mesh or None for all ranks, got {type(group).__name__}"
+    msg = f"group must be a process group, a device mesh or None (all ranks), got {type(group).__name__}"
     raise TypeError(msg)
 
 
@@ -91,14 +91,14 @@ def ranks_of(group: Group) -> tuple[int, list[int]]:
     try:
         ranks = dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
-        msg = "this process group was destroyed: make what was made with it anew, gm.Ranks say"
+        msg = "this process group was destroyed; recreate what was created with it, such as gm.Ranks"
         raise RankError(msg) from None
     return _place_of(dist.get_rank(), ranks), ranks
 
 
 def _place_of(rank: int, ranks: Sequence[int]) -> int:
     if rank not in ranks:
-        msg = f"rank {rank} is not in the group of ranks {listed(ranks)}"
+        msg = f"rank {rank} is not in the group of ranks {listed(ranks)}; only its members can use it"
         raise RankError(msg)
     return ranks.index(rank)
 
@@ -115,7 +115,7 @@ def side_group(ranks: Sequence[int], timeout: float) -> Group:
         end = timedelta(seconds=timeout + _LATER)
         return dist.new_group(list(ranks), timeout=end, backend="gloo", use_local_synchronization=some)
     except (RuntimeError, ValueError) as error:
-        msg = f"cannot make a Gloo group of {len(ranks)} ranks: {one_line(error)}"
+        msg = f"cannot create a Gloo group of {len(ranks)} ranks: {one_line(error)}"
         raise RankError(msg) from error
 
 

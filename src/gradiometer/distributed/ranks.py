@@ -50,28 +50,28 @@ _LONGEST = 1e6
 class Ranks:
     """The agreement of a job's ranks on the rows of all tensors, and on which rank counts which tensor.
 
-    All ranks make it at the same place, once, outside of a compiled step: they compare their tensors, and
-    find one order of all names. Then ``collect_grads(model, reduce=ranks)``, or ``stats.reduce(ranks)``,
+    All ranks create it at the same point, once, outside of a compiled step: they compare their tensors, and
+    agree on one order of all names. Then ``collect_grads(model, reduce=ranks)``, or ``stats.reduce(ranks)``,
     merges the measurements of all ranks with one sum and one maximum over the group, ``(T, 7)`` and
-    ``(T + 1, 2)`` float64 for any model. A rank that does not have a tensor, or its gradient, adds nothing,
-    and waits for no other rank.
+    ``(T + 1, 2)`` float64 for any model. A rank that does not have a tensor, or its gradient, adds nothing;
+    this needs no further communication.
 
-    Raw columns merge over the dimensions of a mesh in which a tensor is sharded. If ranks have copies, as in
-    replicated dimensions and of plain tensors, only the first rank's copy counts.
+    Raw columns merge over the mesh dimensions in which a tensor is sharded. If ranks have copies, as in
+    replicated dimensions or with plain tensors, only the first rank's copy counts.
 
     Args:
         model: this rank's part of the model, as for `gradiometer.collect_grads`.
         group: the ranks, a process group or a device mesh; None: all.
-        shards: tensors whose parts differ between ranks, although no placement says so: a mapping from a
+        shards: tensors whose parts differ between ranks, although no placement shows it: a mapping from a
             regular expression, searched in the name, to the process group of these ranks (None: all).
             Examples are plain shards, and experts, plain or DTensors, that have the same names on each rank.
-        timeout: seconds to wait for other ranks: here, and in each reduction on the CPU; a rank that comes
-            later does no harm to later calls. On other devices the group's own timeout applies.
+        timeout: seconds to wait for other ranks: here, and in each reduction on the CPU; a rank that arrives
+            later does not break later calls. On other devices the group's own timeout applies.
 
     Attributes:
         names: the names of the T rows, the same on each rank.
         local_names: the names of this rank's L tensors, in its model's order.
-        counted: those of them that this rank counts, because no earlier rank has a copy.
+        counted: those of ``local_names`` that this rank counts, because no earlier rank has a copy.
         rank, size: this rank's place in the group, and the number of ranks.
 
     Raises:
@@ -92,11 +92,11 @@ class Ranks:
         timeout: float = _TIMEOUT,
     ) -> None:
         if torch.compiler.is_compiling():
-            msg = "gm.Ranks: ranks cannot agree in a compiled function; make it outside, once, on all ranks"
+            msg = "gm.Ranks: the ranks cannot agree in a compiled function; create it outside, on all ranks"
             raise RuntimeError(msg)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < _LONGEST:
-            msg = f"Ranks(timeout={timeout!r}): a number of seconds, above 0 and below {_LONGEST:g}"
-            raise ValueError(msg)
+            msg = f"Ranks(timeout={timeout!r}): timeout must be a number of seconds, above 0 and below "
+            raise ValueError(msg + f"{_LONGEST:g}")
         shards = {} if shards is None else shards
         check_patterns(shards)
         names, tensors = named_parameters(model, "Ranks")
@@ -155,7 +155,7 @@ class Ranks:
         """
         group = self._group()
         if group is None and self._group is not _no_group:
-            msg = "the process group of these Ranks was destroyed: make gm.Ranks anew"
+            msg = "the process group of these gm.Ranks was destroyed; create gm.Ranks again"
             raise RankError(msg)
         return group
 
@@ -167,8 +167,8 @@ class Ranks:
         return self
 
     def __reduce__(self) -> Any:
-        msg = "Ranks belong to a process group and cannot be pickled: "
-        raise TypeError(msg + "make gm.Ranks(model) where they are loaded")
+        msg = "gm.Ranks belongs to a process group and cannot be pickled; "
+        raise TypeError(msg + "create gm.Ranks(model) in the process that loads it")
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -207,8 +207,8 @@ class Ranks:
     def _rows_of(self, names: tuple[str, ...]) -> list[int]:
         unknown = [name for name in names if name not in self._places]
         if unknown:
-            msg = f"reduce: {unknown[0]!r} was not there when the ranks agreed; "
-            raise ValueError(msg + "pass the same names, or make gm.Ranks anew, on all")
+            msg = f"reduce: {unknown[0]!r} is not among the tensors that the ranks agreed on; "
+            raise ValueError(msg + "pass the same names, or create gm.Ranks again on all ranks")
         return [self._rows[self._places[name]] for name in names]
 
     def fail(self, error: Exception) -> None:
@@ -235,7 +235,7 @@ class Ranks:
         Args:
             names: the names of the rows of ``columns``; this rank's other tensors add nothing.
             columns: their ``(len(names), C) float64``.
-            failure: the error due to which this rank has no columns, and never will.
+            failure: the error because of which this rank has no columns.
             kind: the call and its options, the same on all ranks; not checked in compiled functions.
 
         Returns:
@@ -244,13 +244,13 @@ class Ranks:
             row.
 
         Raises:
-            RankError: if a rank does something else, or does not answer.
+            RankError: if a rank makes a different call, or does not answer.
             ValueError: if a name is not one of this rank's.
         """
         home = self._counted.device
         if home.type != "cpu":
-            # otherwise a rank with gradients only on its second device, say, would use another device than
-            # the others
+            # otherwise a rank whose gradients are all on its second device would use that one, unlike the
+            # others
             columns = columns.to(home, non_blocking=True)
         bad = derived.value(columns, "n_nonfinite") > 0
         # the first rank's code is the largest; a measured row is above 0
@@ -320,23 +320,21 @@ class Ranks:
         except RankError as error:
             # for example, ranks in compiled functions do not come here: nothing is raised there
             return failure or RankError(
-                f"reduce: the ranks do not reduce the same, and not all say what; {error}"
+                f"reduce: the ranks made different calls, and some did not report theirs; {error}"
             )
         for rank, (*_, text) in enumerate(told):
             if text is not None:
                 return failure or RankError(f"reduce: rank {self.global_ranks[rank]} failed: {text}")
         other = next((rank for rank, what in enumerate(told) if what != told[0]), 0)
         first, theirs = told[0], told[other]
+        here, there = f"rank {self.global_ranks[0]}", f"rank {self.global_ranks[other]}"
         if first[1] != theirs[1]:
-            here, there = first[1], theirs[1]
+            difference = f"{there} called {theirs[1]}, but {here} called {first[1]}"
         elif first[2] != theirs[2]:
-            here, there = ("with Ranks that were made for another model" if i else first[1] for i in (0, 1))
+            difference = f"{there} and {here} called {first[1]} with gm.Ranks of different models"
         else:
-            here, there = f"at call {first[0]} of these Ranks", f"at call {theirs[0]}"
-        return RankError(
-            f"reduce: rank {self.global_ranks[other]} is in {there}, and rank {self.global_ranks[0]} in "
-            f"{here}: every rank has to reduce the same, in the same order"
-        )
+            difference = f"{there} is at call {theirs[0]} of its gm.Ranks, but {here} is at call {first[0]}"
+        return RankError(f"reduce: {difference}; every rank must make the same calls in the same order")
 
     def check(self, sharding: Sharding | None, what: str) -> None:
         """Refuse tensors that differ from the agreement, such as one that was whole and is now sharded.
@@ -352,8 +350,8 @@ class Ranks:
                 continue
             then = self.sharding.specs[place]
             if then.shape is not None and _kind(sharding, spec) != _kind(self.sharding, then):
-                msg = f"{what}: {name!r} is {spec}, and was {then} when the ranks agreed"
-                raise ValueError(msg + "; make gm.Ranks anew, on all ranks")
+                msg = f"{what}: {name!r} is {spec}, but was {then} when the ranks agreed"
+                raise ValueError(msg + "; create gm.Ranks again on all ranks")
         self._checked = sharding
 
     def norm_of(self, norm: Tensor, order: float) -> Tensor:

@@ -39,7 +39,7 @@ def exchange(
     if store.add(f"{key}/count", 1) == len(ranks) or not _appears(store, outcome, timeout):
         _decide(store, key, ranks)
     if not _appears(store, outcome, SLACK):
-        msg = "a rank ended while the ranks met"
+        msg = "a rank exited while the ranks exchanged values; see the logs of the other ranks"
         raise RankError(msg)
     missing, values = pickle.loads(zlib.decompress(store.get(outcome)))  # noqa: S301 the ranks of one job
     if not missing:
@@ -52,7 +52,7 @@ def exchange(
 
 
 def _decide(store: Any, key: str, ranks: Sequence[int]) -> None:
-    """Write the outcome; the first rank to come here does so, for all."""
+    """Write the outcome; the first rank that gets here does so for all."""
     if store.add(f"{key}/decided", 1) == 1:
         missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
         values = [] if missing else store.multi_get([f"{key}/{rank}" for rank in ranks])
@@ -116,6 +116,6 @@ def in_time(seconds: float, function: Callable[[], Any]) -> Any:
     if errors:
         raise errors[0]
     if not found:
-        msg = f"the store of the process group, which rank 0 may hold, has not answered in {seconds:g} s"
+        msg = f"the store of the process group (often on rank 0) did not answer within {seconds:g} s"
         raise RankError(msg)
     return found[0]

@@ -26,7 +26,7 @@ def check_patterns(shards: Any) -> None:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
-            msg = f"Ranks(shards=...): {pattern!r} is no regular expression: {error}"
+            msg = f"Ranks(shards=...): {pattern!r} is not a regular expression: {error}"
             raise ValueError(msg) from None
 
 
@@ -34,7 +34,7 @@ def check_matches(pattern: str, names: Sequence[str]) -> None:
     """Raise an error for a pattern that matches no tensor of any rank."""
     if not any([re.search(pattern, name) for name in names]):
         some = ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")
-        msg = f"Ranks(shards=...): {pattern!r} matches no tensor of any rank; there are {some or 'none'}"
+        msg = f"Ranks(shards=...): {pattern!r} matches no tensor of any rank; available: {some or 'none'}"
         raise ValueError(msg)
 
 

@@ -116,7 +116,7 @@ class Sharding:
         return hash((self.digest, self.coordinates))
 
 
-# DTensors in a compiled function: only that they are sharded is known
+# DTensors in a compiled function: we only know that they are sharded
 UNKNOWN: Final = Sharding((), (ShardSpec(None, "", -1, ("?",)),))
 
 

@@ -41,5 +41,5 @@ def exchange_shardings(
     try:
         return make_global_plan(members, shardings), kinds
     except DisagreementError as error:
-        msg = f"gm.Ranks: the ranks differ: {error}"
+        msg = f"gm.Ranks: the ranks disagree: {error}"
         raise RankError(msg) from None

@@ -1,4 +1,4 @@
-"""Check that tensors can be measured; reject any other input by name before any work."""
+"""Check that tensors can be measured, before any work; an error names the first one that cannot."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check(named: Named, what: str) -> Traits:
     kinds: dict[tuple[torch.dtype, torch.layout, torch.device], None] = {}
     fine = all([_is_measurable_type(kind) for kind in types])
     if fine:
-        # check distinct kinds first: usually no tensor has to be checked one by one
+        # check the distinct kinds first: if all are fine, no tensor has to be checked by itself
         if torch.compiler.is_compiling():
             kinds = dict.fromkeys([(tensor.dtype, layout(tensor), tensor.device) for tensor in tensors])
         else:
@@ -113,25 +113,27 @@ def has_float64(device: torch.device) -> bool:
 def refusal(tensor: object) -> str | None:
     """Return why an object cannot be measured and what to do, or None."""
     if isinstance(tensor, nn.Module):
-        return "is a module; pass one module alone, or its named_parameters()"
+        return "is a module, not a tensor; pass one module by itself, or its named_parameters()"
     if isinstance(tensor, dict) and "params" in tensor:
-        return "is a group of parameters; pass group['params']"
+        return "is a parameter group of an optimizer, not a tensor; pass group['params']"
     if not isinstance(tensor, Tensor):
-        return f"is no tensor but {type(tensor).__name__}; leave it out or convert it with torch.as_tensor"
+        return f"has type {type(tensor).__name__}, not Tensor; omit it or convert it with torch.as_tensor"
     if isinstance(tensor, _UNINITIALIZED):
-        return "is not initialized and has no values; run the model once first"
+        return "is not initialized and has no values; run the model once to initialize it"
     if tensor.is_nested:
-        return "is a nested tensor; pass its values, tensor.values()"
+        return "is a nested tensor, which is not supported; pass tensor.values()"
     if tensor.layout not in _LAYOUTS:
-        return f"has layout {tensor.layout}; pass tensor.to_dense(), or its tensor.values()"
+        advice = "pass tensor.to_dense() or tensor.values()"
+        return f"has layout {tensor.layout}, which is not supported; {advice}"
     if tensor.is_quantized:
-        return f"is quantized ({tensor.dtype}); pass tensor.dequantize()"
+        return f"has quantized dtype {tensor.dtype}, which is not supported; pass tensor.dequantize()"
     if tensor.dtype not in _DTYPES:
-        return f"has dtype {tensor.dtype}; convert it to one that holds real or complex numbers, float32 say"
+        advice = "convert it to a floating-point or complex dtype, such as float32"
+        return f"has dtype {tensor.dtype}, which is not supported; {advice}"
     if _is_sparse_fp8(tensor.dtype, tensor.layout):
-        return f"is sparse and of {tensor.dtype}, which torch cannot coalesce; convert it to float16 first"
+        return f"is sparse {tensor.dtype}, which torch cannot coalesce; convert it to float16 first"
     if tensor.device.type == "meta":
         return "is on the meta device and has no values; materialize the model first"
     if not has_float64(tensor.device):
-        return f"is on {tensor.device}, which has no float64; move it to the CPU first, tensor.cpu()"
+        return f"is on {tensor.device}, which does not support float64; pass tensor.cpu()"
     return None

@@ -27,7 +27,7 @@ def is_dtensor(kind: type) -> bool:
 
 
 def is_partial(tensor: Any) -> bool:
-    """Tell whether a DTensor is partial: ranks hold summands that are not added up yet."""
+    """Tell whether a DTensor is partial: its values are not yet reduced over the ranks."""
     return any([placement.is_partial() for placement in tensor.placements])
 
 
@@ -43,7 +43,7 @@ def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
     """Return a gradient in the placements to measure, without communication. A partial one stays partial.
 
     Raises:
-        TypeError: if this needs other ranks; as `places`.
+        TypeError: if this needs other ranks, or for the reason given in `places`.
     """
     grad, found = places(name, grad, parameter, what)
     if all([place.is_settled for place in found]) or is_partial(grad):
@@ -53,8 +53,8 @@ def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
             return grad.redistribute(placements=[place.then or place.now for place in found])  # type: ignore[no-any-return]
     theirs = f"has placements {parameter.placements}" if is_dtensor(type(parameter)) else "is a plain tensor"
     msg = (
-        f"{what}: the gradient of {name!r} has placements {grad.placements}, and its parameter {theirs}: "
-        "pass reduce=gm.Ranks(model)"
+        f"{what}: the gradient of {name!r} has placements {grad.placements}, but its parameter {theirs}, and "
+        "redistributing it needs the other ranks; pass reduce=gm.Ranks(model)"
     )
     raise TypeError(msg)
 
@@ -74,8 +74,8 @@ def local_shards(named: Named, what: str) -> Named:
             continue
         if is_partial(tensor):
             msg = (
-                f"{what}: {name!r} is a DTensor with placements {tensor.placements}: its values are summands "  # type: ignore[attr-defined]
-                "that the ranks have not added up; redistribute it first, or, of gradients, pass "
+                f"{what}: {name!r} is a DTensor with placements {tensor.placements}, so its values are not "  # type: ignore[attr-defined]
+                "yet reduced over the ranks; redistribute it first, or for gradients pass "
                 "reduce=gm.Ranks(model) to collect_grads"
             )
             raise TypeError(msg)
@@ -99,8 +99,8 @@ def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[P
     """Return a gradient, and its current and required placement in each dimension of its mesh.
 
     A gradient is measured in the placements of its parameter: whole where the parameter is replicated, plain
-    or partial. A plain gradient of a DTensor is whole on each rank. If the list is empty, the gradient is
-    measured as it is.
+    or partial. A plain gradient of a DTensor parameter is whole on each rank. If the list is empty, the
+    gradient is measured as it is.
 
     Raises:
         TypeError: if the gradient and its parameter are on different meshes.
@@ -112,8 +112,8 @@ def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[P
         grad = type(parameter).from_local(grad.detach(), parameter.device_mesh)
     elif grad.device_mesh != parameter.device_mesh:
         msg = (
-            f"{what}: the gradient of {name!r} is on the mesh {grad.device_mesh}, and its parameter on "
-            f"{parameter.device_mesh}: put both on one mesh"
+            f"{what}: the gradient of {name!r} is on the mesh {grad.device_mesh}, but its parameter is "
+            f"on {parameter.device_mesh}; put both on one mesh"
         )
         raise TypeError(msg)
     pairs = zip(grad.placements, parameter.placements, strict=True)

@@ -41,16 +41,16 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
     Tensors without names are named by their position. The parts of names that wrappers add are removed.
     """
     if isinstance(source, nn.Module):
-        msg = f"{what}: got a module; collect_grads and collect_weights say what to measure"
+        msg = f"{what}: got a module, not tensors; call collect_grads or collect_weights with the module"
         raise TypeError(msg)
     if isinstance(source, Mapping):
         return with_names(list(source.keys()), list(source.values()), what)
     if isinstance(source, Tensor):
-        msg = f"{what}: expected several tensors, got one; pass {{'name': tensor}} or [tensor]"
+        msg = f"{what}: got one tensor, not a collection of tensors; pass {{'name': tensor}} or [tensor]"
         raise TypeError(msg)
     if isinstance(source, str) or not isinstance(source, Iterable):
         if callable(source):
-            msg = f"{what}: got a function; call it and pass what it returns"
+            msg = f"{what}: got a function, not tensors; call it and pass the result"
             raise TypeError(msg)
         msg = f"{what}: expected a module, a mapping or an iterable of tensors, got {type(source).__name__}"
         raise TypeError(msg)
@@ -94,7 +94,7 @@ def check_names(names: tuple[str, ...], what: str) -> None:
     """Raise a ValueError if a name occurs twice."""
     twice = _kept(_twice)(names)
     if twice is not None:
-        msg = f"{what}: the name {twice!r} stands for two tensors; give each its own"
+        msg = f"{what}: two tensors have the name {twice!r}; give each tensor a unique name"
         raise ValueError(msg)
 
 

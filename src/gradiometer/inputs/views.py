@@ -9,7 +9,10 @@ __all__ = ["as_flat", "as_real", "on_device"]
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return the real view ``(..., 2)`` of a complex tensor, and others as they are; apply lazy signs."""
+    """Return the real view ``(..., 2)`` of a complex tensor, and others as they are.
+
+    Lazy conjugation and negation are resolved.
+    """
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj().resolve_neg())
     return tensor.resolve_neg() if tensor.is_neg() else tensor

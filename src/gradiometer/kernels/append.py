@@ -1,6 +1,7 @@
 """Write columns and flags into the current step's slot of a ring, in two small launches.
 
-The first, of one program, decides whether to skip the step and selects its slot; the second writes the rows.
+The first runs one program, which decides whether to skip the step and selects its slot. The second writes
+the rows.
 `gradiometer.ops.ring` describes the ring and the cursor, and does the same in eager PyTorch.
 """
 

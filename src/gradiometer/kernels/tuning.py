@@ -51,7 +51,7 @@ FINALIZE: Final = Finalize(tile=1024, threads=256, registers=128)
 class Scale(NamedTuple):
     """How the scale kernel reads and writes a chunk."""
 
-    # elements that all threads read with four 16-byte loads each: a store between two loads separates them
+    # elements that all threads read with four 16-byte loads each; loads cannot move across a tile's stores
     tile: int
     threads: int
     registers: int
@@ -67,7 +67,7 @@ SCALE: Final = {
 
 def options(threads: int, registers: int, device: torch.device) -> dict[str, Any]:
     """Return Triton's options for a launch."""
-    # set explicitly, as the default may change: squares are exact and sums must not be contracted
+    # set explicitly, as the default may change: multiplications and additions must not be fused
     shared = {"enable_fp_fusion": False}
     if torch.version.hip:
         # a warp is 64 threads; the compiler takes no register bound

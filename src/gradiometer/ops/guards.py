@@ -16,7 +16,7 @@ __all__ = ["alike", "guards_tell"]
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a function that tells whether as many tensors differ from these only in their addresses.
+    """Return a function of equally many tensors: whether they differ from these at most in their addresses.
 
     It keeps no tensor alive. Call both functions with grad mode disabled.
     """
@@ -30,7 +30,7 @@ def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def guards_tell() -> bool:
     """Tell whether torch has tensor guards that currently detect every relevant difference.
 
-    Inside the handler of a dispatch mode they do not see lazy signs.
+    Inside the handler of a dispatch mode they miss lazy conjugation and negation.
     """
     hidden = [
         _dispatch_tls_is_dispatch_key_excluded(key) for key in (DispatchKey.Negative, DispatchKey.Conjugate)

@@ -135,7 +135,7 @@ def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
 
 
 def _is_plain(x: Tensor) -> bool:
-    # the dispatcher allocates zero tensors that have no memory, and applies lazy signs
+    # the dispatcher allocates memory for zero tensors, and resolves lazy negation
     return type(x) is Tensor and not (x.is_neg() or x._is_zerotensor())  # noqa: SLF001 it has no public name
 
 

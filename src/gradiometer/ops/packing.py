@@ -1,9 +1,9 @@
 """Pack tensors for the kernels: chunks grouped by dtype, and the table of pointers.
 
 The first call with a list of tensors makes its `LaunchPlan`. It holds everything that follows from sizes,
-strides, dtypes and lazy signs, including the `ChunkMap`. Later calls recognize the list in one C++ call;
-addresses are compared at every call. Nothing is keyed by ``id()`` or by a single pointer, since allocators
-reuse both, and no tensor is kept alive.
+strides, dtypes and lazy conjugation or negation, including the `ChunkMap`. Later calls recognize the list in
+one C++ call; addresses are compared at every call. Nothing is keyed by ``id()`` or by a single pointer, since
+allocators reuse both, and no tensor is kept alive.
 
 By default each call copies its tables to the device, in stream order, from pinned host memory that is
 written once; the copy lives as long as the call. A table kept on the device would be wrong in a CUDA graph.
@@ -11,7 +11,7 @@ If it is made while a graph is warmed up or captured, it lies in the graph's poo
 it later changes what a replay reads. The pinned source of a captured copy is kept as long as the process
 lives.
 
-A caller that knows that no graph is being made can pass ``keep``. Then the tables stay on the device: the
+If no graph is being made, the caller can pass ``keep``. Then the tables stay on the device: the
 static one until the list is forgotten, the pointers until an address changes. They are never rewritten: a
 change makes new ones. They belong to the stream that they were copied on, so that kernels that read them,
 and later uses of their memory, come after the copy.

@@ -110,10 +110,10 @@ class Recorder(Float64Module):
         super().__init__()
         names, parameters = tracked_parameters(model)
         if not parameters:
-            msg = "Recorder: the model has no parameters"
+            msg = "Recorder: the model has no parameters to record"
             raise ValueError(msg)
         if not isinstance(capacity, int) or capacity < 1:
-            msg = f"Recorder(capacity={capacity!r}): a number of steps, at least 1"
+            msg = f"Recorder(capacity={capacity!r}): capacity must be an integer, at least 1"
             raise ValueError(msg)
         if not isinstance(thresholds, Thresholds):
             msg = f"Recorder: thresholds must be gm.Thresholds(...), got {thresholds!r}"
@@ -168,19 +168,19 @@ class Recorder(Float64Module):
         """Change the current step's number, the cadence or the skip conditions, without recompilation.
 
         Raises:
-            ValueError: for a number out of range; for a skip condition, if the recorder was made to skip
+            ValueError: for a number out of range; for a skip condition, if the recorder was created to skip
                 nothing and so reads gradients in recorded steps only.
         """
         for name, value, least in (("step", step, 0), ("every", every, 1)):
             if value is not None and (not isinstance(value, int) or value < least):
-                msg = f"Recorder({name}={value!r}): a whole number, at least {least}"
+                msg = f"Recorder({name}={value!r}): {name} must be an integer, at least {least}"
                 raise ValueError(msg)
         if skip_above is not None and (not isinstance(skip_above, (int, float)) or not skip_above >= 0):
-            msg = f"Recorder(skip_above={skip_above!r}): a norm, not negative"
+            msg = f"Recorder(skip_above={skip_above!r}): skip_above must be a non-negative number"
             raise ValueError(msg)
         if self._gated and (skip_nonfinite or (skip_above is not None and skip_above < math.inf)):
-            msg = "Recorder: it was made to skip nothing, and reads only the steps that it records; "
-            msg += "make it with skip_nonfinite=True"
+            msg = "Recorder: it was created to skip nothing, so it reads only the steps that it records; "
+            msg += "create it with skip_nonfinite=True"
             raise ValueError(msg)
         if self._verdict is not None and skip_above is not None and skip_above < math.inf:
             # from now on, one op's decision by this rank's norm is not enough
@@ -311,7 +311,9 @@ class Recorder(Float64Module):
         rows = []
         for name in stats.names:
             if name not in self._places:
-                msg = f"Recorder: {name!r} is none of the model's parameters when the recorder was made"
+                msg = (
+                    f"Recorder: {name!r} is not among the parameters it was created with; pass stats of those"
+                )
                 raise ValueError(msg)
             rows.append(first + self._places[name])
         home = self.ring.device
@@ -342,7 +344,7 @@ def _of_this_rank(stats: TensorStats) -> TensorStats:
     if stats.origin is None:
         return stats
     if stats.local is None:
-        msg = "Recorder: of groups that are merged over ranks nothing is this rank's; "
+        msg = "Recorder: groups that are merged over ranks do not keep this rank's values; "
         raise ValueError(msg + "pass the stats that collect_grads(..., reduce=ranks) returns")
     return stats.local
 

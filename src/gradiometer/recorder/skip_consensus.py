@@ -42,7 +42,8 @@ class SkipConsensus(Float64Module):
         known = set(ranks.local_names)
         unknown = [name for name in names if name not in known]
         if unknown:
-            msg = f"Recorder: the ranks do not know {unknown[0]!r}; make gm.Ranks of the same model"
+            msg = f"Recorder: {unknown[0]!r} is not among the tensors that the ranks agreed on; "
+            msg += "create gm.Ranks from the same model"
             raise ValueError(msg)
         counted = torch.tensor([name in ranks.counted for name in names], dtype=torch.float64, device=home)
         self.register_buffer("_counted", counted, persistent=False)

@@ -61,7 +61,8 @@ class Roster:
     def place(self, kind: Kind) -> int:
         """Return the index of a kind; raise a KeyError if it was not recorded."""
         if kind not in self.kinds:
-            msg = f"{kind} were not recorded, only {', '.join(self.kinds)}: make the monitor with {kind}=True"
+            msg = f"{kind} were not recorded, only {', '.join(self.kinds)}; create the Monitor or "
+            msg += f"Recorder with {kind}=True"
             raise KeyError(msg)
         return self.kinds.index(kind)
 
@@ -145,7 +146,7 @@ class StepRecord:
     def where(self, name: str, kind: Kind = "grads") -> str | None:
         """Return the first rank with a NaN or Inf in this tensor: ``rank 5, dp_shard 1 of 4``.
 
-        None if all is finite, or if this is the record of one rank.
+        None if the tensor is finite, or if this is the record of one rank.
         """
         if self.origin is None or self.ranks is None:
             return None

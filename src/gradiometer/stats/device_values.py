@@ -71,7 +71,7 @@ class DeviceValues:
     """Sum of the finite elements, ``(T,) float64``."""
 
     n_zero = _Value(_of_rows)
-    """Elements equal to 0 (-0 too), ``(T,) float64``."""
+    """Elements equal to 0, including -0, ``(T,) float64``."""
 
     n_nan = _Value(_of_rows)
     """NaN elements, ``(T,) float64``."""
@@ -141,7 +141,7 @@ class DeviceValues:
     """``max_norm / max(min_norm, 1e-10)``; 0-d float64; 0 with none."""
 
     is_healthy = _Value(_of_all)
-    """Whether all is finite, nothing explodes, norm ratio < 1000 and less than half is zero; 0-d bool."""
+    """Whether all is finite, nothing explodes, norm ratio < 1000 and less than half are zeros; 0-d bool."""
 
     @property
     def total(self) -> Tensor:

@@ -60,7 +60,7 @@ class EMA(Float64Module):
 
     Args:
         shape: of the values; ``()`` for a total norm, ``(T,)`` for one value per tensor.
-        decay: from 0 (only the last value counts) to below 1; values fade after ``1 / (1 - decay)`` steps.
+        decay: in [0, 1), where 0 keeps only the last value; values fade after ``1 / (1 - decay)`` steps.
         eps: positive, on the scale of x; it dominates the denominator of the drift for far smaller means.
         bias_correction: whether to apply Adam's bias correction.
         device: of the state and the values.
@@ -97,7 +97,7 @@ class EMA(Float64Module):
     ) -> None:
         super().__init__()
         if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-            msg = f"EMA(decay={decay!r}): decay must be a number from 0 to below 1"
+            msg = f"EMA(decay={decay!r}): decay must be a number in [0, 1)"
             raise ValueError(msg)
         if not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
             msg = f"EMA(eps={eps!r}): eps must be a positive finite number"
@@ -110,7 +110,7 @@ class EMA(Float64Module):
         self.eps = float(eps)
         size = (shape,) if isinstance(shape, int) else shape
         if not isinstance(size, (tuple, list)) or not all(isinstance(n, int) and n >= 0 for n in size):
-            msg = f"EMA({shape!r}): the shape must be whole numbers, () for one value; decay goes by name"
+            msg = f"EMA({shape!r}): shape must be () or non-negative integers; pass decay by keyword"
             raise ValueError(msg)
         # never 0-d: compiled graphs of torch 2.11 and 2.13 lose writes into a 0-d float64 tensor on the CPU
         self.register_buffer("state", torch.zeros((3, *size), dtype=torch.float64, device=device))
@@ -138,7 +138,7 @@ class EMA(Float64Module):
         faded = self.decay * weight
         weight = faded + (1 - self.decay)
         rest = faded / weight
-        # computed from x backwards: exact where nothing changes, and where x has all the weight
+        # computed from x: exact if the mean does not change, and if x has all the weight
         mean = x - rest * change
         # test the change, not x: the difference of finite numbers may be infinite and make the mean infinite
         after = torch.stack([mean, weight, steps + 1])
@@ -176,11 +176,11 @@ class EMA(Float64Module):
             raise TypeError(msg)
         if x.shape != self.state.shape[1:]:
             got, own = tuple(x.shape), tuple(self.state.shape[1:])
-            msg = f"EMA: x has shape {got}, but this is an average of shape {own}; make it with EMA({got})"
+            msg = f"EMA: x has shape {got}, but this average has shape {own}; create it with EMA({got})"
             raise ValueError(msg)
         if x.device != self.state.device:
             msg = (
                 f"EMA: x is on {x.device}, but this average is on {self.state.device}; "
-                f"make it with EMA(device={str(x.device)!r}), or move it there"
+                f"create it with EMA(device={str(x.device)!r}), or move it there"
             )
             raise ValueError(msg)

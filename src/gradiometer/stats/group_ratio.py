@@ -79,18 +79,18 @@ def group_ratio(
     """
     # true for NaN too; Dynamo cannot trace math.isnan of a number that changes
     if not isinstance(floor, (int, float)) or not floor >= 0:
-        msg = f"group_ratio: floor must be a number that is not negative, got {floor}"
+        msg = f"group_ratio: floor must be a non-negative number, got {floor}"
         raise ValueError(msg)
     if isinstance(grouped, TensorStats):
         if n_a is not None or n_b is not None:
-            msg = "group_ratio: of stats the numbers of elements are known; leave n_a and n_b out"
+            msg = "group_ratio: got n_a or n_b, but the stats hold the numbers of elements; omit n_a and n_b"
             raise TypeError(msg)
         return _of_groups(grouped, numerator, denominator, floor)
     if not isinstance(grouped, (Real, Tensor)):
-        msg = f"group_ratio: expected the TensorStats that group returns, got {type(grouped).__name__}"
-        raise TypeError(msg + "; or two norms, as numbers or tensors")
+        msg = "group_ratio: expected the TensorStats that group returns, or two norms as numbers or tensors, "
+        raise TypeError(msg + f"got {type(grouped).__name__}")
     if denominator is not None or n_a is None or n_b is None:
-        msg = "group_ratio: two norms need their numbers of elements: "
+        msg = "group_ratio: two norms need their numbers of elements; call "
         raise TypeError(msg + "group_ratio(norm_a, norm_b, n_a=..., n_b=...)")
     given = {"norm_a": grouped, "n_a": n_a, "norm_b": numerator, "n_b": n_b}
     devices = [x.device for x in given.values() if isinstance(x, Tensor)]
@@ -122,7 +122,7 @@ def _rms(norm: Tensor, n: Tensor) -> Tensor:
 def _as_tensor(name: str, x: Any, home: torch.device) -> Tensor:
     if isinstance(x, Tensor):
         if x.is_complex() or x.dtype == torch.bool:
-            msg = f"group_ratio: {name} must be of real numbers, got a tensor of {x.dtype}"
+            msg = f"group_ratio: {name} must be real, got a tensor of dtype {x.dtype}"
             raise TypeError(msg)
         return on_device(x.detach(), home, torch.float64)
     if not isinstance(x, Real):
@@ -130,7 +130,7 @@ def _as_tensor(name: str, x: Any, home: torch.device) -> Tensor:
         raise TypeError(msg)
     # a norm may be NaN
     if x < 0 or (x != x and name in {"n_a", "n_b"}):  # noqa: PLR0124
-        msg = f"group_ratio: {name} must be a number that is not negative, got {x}"
+        msg = f"group_ratio: {name} must be a non-negative number, got {x}"
         raise ValueError(msg)
     # a product, so that a new number does not recompile a compiled step
     return torch.ones((), dtype=torch.float64, device=home) * float(x)
@@ -139,7 +139,8 @@ def _as_tensor(name: str, x: Any, home: torch.device) -> Tensor:
 def _row(grouped: TensorStats, name: str) -> int:
     if name not in grouped.names:
         shown = ", ".join(map(repr, grouped.names[:_NAMES])) or "none"
-        more = f" and {len(grouped.names) - _NAMES} more; are these groups?" if grouped.names[_NAMES:] else ""
-        msg = f"group_ratio: no group {name!r}; there are {shown}{more}"
+        rest = len(grouped.names) - _NAMES
+        more = f" and {rest} more; if these are not groups, call group first" if rest > 0 else ""
+        msg = f"group_ratio: no group {name!r}; available: {shown}{more}"
         raise KeyError(msg)
     return grouped.names.index(name)

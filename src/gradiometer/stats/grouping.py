@@ -24,12 +24,12 @@ def pairs_of(
 ) -> list[tuple[str, GroupRule]]:
     """Check the rules of groups and return them as (name, rule) pairs."""
     if isinstance(rules, (str, nn.Module)) or not isinstance(rules, Iterable):
-        msg = f"group: rules must be a mapping of group name -> pattern, predicate, names; got {rules!r}"
+        msg = f"group: rules must be a mapping from group names to rules, such as patterns, got {rules!r}"
         raise TypeError(msg)
     pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
     names = [name for name, _ in pairs]
     if len(set(names)) != len(names) or not all([isinstance(name, str) for name in names]):
-        msg = f"group: each group needs a name of its own, a string; got {tuple(names)}"
+        msg = f"group: the names of groups must be unique strings, got {tuple(names)}"
         raise ValueError(msg)
     return pairs
 
@@ -47,7 +47,7 @@ def members(names: tuple[str, ...], group: str, rule: GroupRule, model: Named | 
         try:
             return list(_found(names, rule, 0))
         except re.error as error:
-            msg = f"group: the rule of {group!r} is no regular expression: {error}: {rule!r}"
+            msg = f"group: the rule of {group!r} is not a regular expression: {error}: {rule!r}"
             raise ValueError(msg) from error
     if callable(rule):
         return [i for i, name in enumerate(names) if rule(name)]
@@ -55,7 +55,7 @@ def members(names: tuple[str, ...], group: str, rule: GroupRule, model: Named | 
         return [i for i, name in enumerate(names) if name in rule]
     msg = (
         f"group: the rule of {group!r} must be a regular expression, a predicate, a collection of names, "
-        f"or a module or several, got {type(rule).__name__ if isinstance(rule, Tensor) else repr(rule)}"
+        f"or one or more modules, got {type(rule).__name__ if isinstance(rule, Tensor) else repr(rule)}"
     )
     raise TypeError(msg)
 
@@ -63,7 +63,9 @@ def members(names: tuple[str, ...], group: str, rule: GroupRule, model: Named | 
 def by_module(names: tuple[str, ...], depth: int | None) -> dict[str, list[int]]:
     """Return module -> indices of the rows below it, in the order of the rows; see `module_of`."""
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
-        msg = f"by_module: depth must be a number of steps from the root, 0 or more, or None; got {depth!r}"
+        msg = (
+            f"by_module: depth must be a non-negative integer (levels below the root) or None, got {depth!r}"
+        )
         raise ValueError(msg)
     return {module: list(rows) for module, rows in _rows_by_module(names, depth)}
 
@@ -90,22 +92,21 @@ def _names_within(
     modules: list[nn.Module], names: tuple[str, ...], group: str, model: Named | None
 ) -> set[str]:
     if model is None:
-        msg = (
-            f"group: the rule of {group!r} is a module; say of which model it is part: group(…, model=model)"
-        )
+        msg = f"group: the rule of {group!r} is a module; pass its model: group(…, model=model)"
         raise TypeError(msg)
     # compare parameters, not names: a tied parameter is named after its first occurrence
     inside = {parameter for module in modules for parameter in module.parameters()}
     if names and model.names and not any([name in names for name in model.names]):
         msg = (
-            f"group: no row is named like a parameter of model: {names[0]!r} here, {model.names[0]!r} there; "
-            "pass the model that was collected, wrapped as it was then"
+            f"group: no row has the name of a parameter of model: the first row is {names[0]!r}, the first "
+            f"parameter {model.names[0]!r}; pass the model that was measured, with the same wrappers"
         )
         raise ValueError(msg)
     chosen = {name for name, parameter in zip(model.names, model.tensors, strict=True) if parameter in inside}
     if inside and not chosen:
         msg = (
-            f"group: no parameter of the module in the rule of {group!r} belongs to model; is it another one?"
+            f"group: the module in the rule of {group!r} has no parameter in common with model; pass "
+            "the model that contains it"
         )
         raise ValueError(msg)
     return chosen

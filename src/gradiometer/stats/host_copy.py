@@ -47,7 +47,7 @@ class Pending(Generic[T]):
 
     def __repr__(self) -> str:
         """Return a one-line summary. Never waits."""
-        return f"<Pending: {'ready' if self.ready() else 'on its way'}>"
+        return f"<Pending: {'ready' if self.ready() else 'in progress'}>"
 
     def ready(self) -> bool:
         """Tell whether `result` would return at once. Never waits."""
@@ -89,7 +89,7 @@ class _Parcel:
         if away:
             home = away[0].device
             if is_capturing(home):
-                msg = "a copy to the host cannot be part of a CUDA graph: materialize after the capture"
+                msg = "a copy to the host cannot be part of a CUDA graph; materialize after the capture"
                 raise RuntimeError(msg)
             parts = [x.to(home, non_blocking=True).reshape(-1) for x in away]
             # bytes of several dtypes side by side, without conversion
@@ -114,5 +114,5 @@ class _Parcel:
 def outside_of_a_graph(what: str) -> None:
     """Raise an error inside a compiled function."""
     if torch.compiler.is_compiling():
-        msg = f"{what} copies to the host: return the stats from the compiled function and call it outside"
+        msg = f"{what} copies to the host, which a compiled function cannot do; call it outside"
         raise RuntimeError(msg)

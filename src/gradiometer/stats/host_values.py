@@ -61,7 +61,7 @@ class HostValues:
     def flagged(self, flag: Flag) -> list[str]:
         """Return the names of tensors with any of the given flags, in the order of the model."""
         if not isinstance(flag, Flag):
-            msg = f"flagged: expected a gm.Flag, gm.Flag.NAN say, got {flag!r}"
+            msg = f"flagged: flag must be a gm.Flag, such as gm.Flag.NAN, got {flag!r}"
             raise TypeError(msg)
         # as an int: an IntFlag would create an object for each result
         mask = int(flag)
@@ -127,7 +127,7 @@ class HostValues:
         vanishing: float = VANISHING_WEIGHT,
         exploding: float = EXPLODING_WEIGHT,
     ) -> float:
-        """Return the health with other weights, which must be finite and not negative."""
+        """Return the health with other weights, which must be finite and non-negative."""
         return score(self._columns, self._flags, vanishing, exploding).item()
 
     @property
@@ -172,7 +172,7 @@ class HostValues:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all is finite, nothing explodes, norm ratio < 1000 and less than half is zero."""
+        """Whether all is finite, nothing explodes, norm ratio < 1000 and less than half are zeros."""
         return bool(self._of_all("is_healthy"))
 
     def is_healthy_within(

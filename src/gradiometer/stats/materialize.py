@@ -75,10 +75,14 @@ def _plan(tree: Any, what: str) -> tuple[list[Tensor], Callable[[list[Tensor]], 
     tensors = [leaves[i].packed() if isinstance(leaves[i], TensorStats) else leaves[i] for i in moved]
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_nested:
-            msg = f"{what}: a tensor of shape {tuple(tensor.shape)} is sparse or nested; pass its values"
+            msg = (
+                f"{what}: a tensor of shape {tuple(tensor.shape)} is sparse or nested, which is not supported"
+            )
+            msg += "; pass its values"
             raise TypeError(msg)
         if tensor.device.type == "meta":
-            msg = f"{what}: a tensor of shape {tuple(tensor.shape)} is on the meta device and has no values"
+            msg = f"{what}: a tensor of shape {tuple(tensor.shape)} is on the meta device and has no values; "
+            msg += "omit it"
             raise TypeError(msg)
 
     def build(copies: list[Tensor]) -> Any:

@@ -45,8 +45,8 @@ def grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
     if grads.tensors:
         return grads, None
     if parameters and not any([isinstance(p, nn.Parameter) or p.requires_grad for p in parameters]):
-        msg = f"{what}: none of these {len(parameters)} tensors is a parameter or has a .grad; of gradients "
-        raise TypeError(msg + "themselves collect and total_norm take a list, and clipping their parameters")
+        msg = f"{what}: none of these {len(parameters)} tensors is a parameter or has a .grad; "
+        raise TypeError(msg + "pass parameters, or pass the gradients themselves to collect or total_norm")
     devices = [device for device in dict.fromkeys([p.device for p in parameters]) if has_float64(device)]
     # the first that is not the CPU, as with gradients
     devices.sort(key=lambda device: device.type == "cpu")
@@ -227,8 +227,8 @@ def _check_scale(inv_scale: Tensor | float | None, what: str) -> None:
             return
         got = repr(inv_scale)
     msg = (
-        f"{what}: inv_scale must be one positive finite floating-point number, "
-        f"such as 1 / scaler.get_scale(), or a tensor of one; got {got}"
+        f"{what}: inv_scale must be a positive finite number, such as 1 / scaler.get_scale(), "
+        f"or a one-element floating-point tensor, got {got}"
     )
     raise ValueError(msg)
 

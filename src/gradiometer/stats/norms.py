@@ -41,7 +41,7 @@ def order_of(norm_type: float | str, what: str) -> float:
     except (TypeError, ValueError):
         order = math.nan
     if order != order:  # noqa: PLR0124 NaN; Dynamo cannot trace math.isnan
-        msg = f"{what}: norm_type must be the order of a norm, 2 or 'inf' say, got {norm_type!r}"
+        msg = f"{what}: norm_type must be the order of a norm, such as 2 or 'inf', got {norm_type!r}"
         raise ValueError(msg)
     return order
 

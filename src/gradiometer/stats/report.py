@@ -26,7 +26,7 @@ __all__ = ["ModuleReports", "Report"]
 
 _LOCAL: Final = "this rank's shards only (reduce() merges them)"
 _NOTHING: Final = "nothing measured: no tensors"
-_WHEN: Final = f"{_NOTHING} (gradients are there after backward() and before zero_grad())"
+_WHEN: Final = f"{_NOTHING} (gradients exist after backward() and before zero_grad())"
 _MODULES_HEADER: Final = (
     "module",
     "tensors",
@@ -117,7 +117,7 @@ class Report(HostValues):
         try:
             return self._by_name[name]
         except KeyError:
-            msg = f"no tensor {name!r} in this report of {len(self)}; see report.names"
+            msg = f"no tensor {name!r} in this report; see report.names"
             raise KeyError(msg) from None
 
     def __contains__(self, name: object) -> bool:
@@ -193,10 +193,10 @@ class Report(HostValues):
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas DataFrame, a row per tensor, indexed by name.
 
-        Statistics of all ranks have one more column, ``rank``, as in ``ranks``; -1 means that all is finite.
+        Statistics of all ranks have one more column, ``rank``, as in ``ranks``; -1 if the tensor is finite.
 
         Raises:
-            ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
+            ImportError: without pandas; ``pip install 'gradiometer[frame]'`` installs it.
         """
         fields = [field for field in TensorReport.__dataclass_fields__ if field != "name"]
         values = self._dicts()
@@ -266,7 +266,7 @@ class ModuleReports(Mapping[str, Report]):
         try:
             return self._reports[module]
         except KeyError:
-            msg = f"no module {module!r} among these {len(self)}: {', '.join(map(repr, self)) or 'none'}"
+            msg = f"no module {module!r}; available: {', '.join(map(repr, self)) or 'none'}"
             raise KeyError(msg) from None
 
     def __iter__(self) -> Iterator[str]:
@@ -285,7 +285,7 @@ class ModuleReports(Mapping[str, Report]):
         """Return a pandas DataFrame, a row per module, indexed by module.
 
         Raises:
-            ImportError: without pandas; ``pip install 'gradiometer[frame]'`` brings it.
+            ImportError: without pandas; ``pip install 'gradiometer[frame]'`` installs it.
         """
         return frame(self.to_dict(), "module", list(_MODULE_FIELDS))
 

@@ -93,7 +93,7 @@ def _values(columns: Tensor) -> list[list[Any]]:
 
 
 def frame(rows: Mapping[str, Mapping[str, Any]], index: str, names: list[str]) -> pd.DataFrame:
-    """Return rows by label as a pandas DataFrame; an ImportError says how to get pandas."""
+    """Return rows by label as a pandas DataFrame; an ImportError says how to install pandas."""
     try:
         import pandas as pd  # optional, and slow to import
     except ImportError as error:

@@ -199,7 +199,7 @@ class TensorStats(DeviceValues):
             device, the first of their model that is not the CPU.
 
         Raises:
-            RankError: if the ranks differ, or one does not answer.
+            RankError: if the ranks disagree, or one does not answer.
             RuntimeError: in a compiled function without ``ranks``.
             ValueError: for groups of this rank's shards, since groups have to be made after `reduce`; for
                 shards from a compiled function without ``ranks``; for a name that the ranks have not agreed
@@ -234,13 +234,13 @@ class TensorStats(DeviceValues):
         """Return the sharding of these rows for the ranks to agree on."""
         sharding = self.sharding
         if sharding == UNKNOWN:
-            msg = "reduce: these shards were measured in a compiled function; pass ranks = gm.Ranks(model)"
-            raise ValueError(msg)
+            msg = "reduce: these shards were measured in a compiled function, which does not keep their "
+            raise ValueError(msg + "placements; pass ranks = gm.Ranks(model)")
         if sharding is not None and set(self.names) <= set(sharding.names):
             return sharding
         if self.is_local:
-            msg = "reduce: these are groups of this rank's shards; reduce before you group, "
-            raise ValueError(msg + "stats.reduce().group(...)")
+            msg = "reduce: these are groups of this rank's shards, which cannot be merged over ranks; "
+            raise ValueError(msg + "reduce before you group: stats.reduce().group(...)")
         return plain_sharding(self.names)
 
     def merge(self, other: TensorStats) -> TensorStats:
@@ -261,7 +261,7 @@ class TensorStats(DeviceValues):
             msg = f"merge: the two stats must have the same names in the same order; {difference}"
             raise ValueError(msg)
         if (self.origin is None) != (other.origin is None):
-            msg = "merge: one of the two is of this rank alone, the other of all ranks; reduce both"
+            msg = "merge: one of the two is of this rank only, and the other of all ranks; reduce both first"
             raise ValueError(msg)
         # copying to the CPU would wait for the device
         home = (other if self.columns.device.type == "cpu" else self).columns.device
@@ -315,8 +315,8 @@ class TensorStats(DeviceValues):
         names, ranks = self.names, None
         if self.origin is not None:
             if bool(packed[:, 0].isnan().any()):
-                msg = "reduce: the ranks did not reduce the same: every rank has to, in the same order"
-                raise RankError(msg)
+                msg = "reduce: the ranks made different calls; every rank must make the same calls in the "
+                raise RankError(msg + "same order")
             # a tensor that no rank has measured gets no row, as with one rank
             keep = packed[:, -1] > -2
             names, packed = tuple(compress(names, keep.tolist())), packed[keep]
@@ -341,8 +341,8 @@ class TensorStats(DeviceValues):
 def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
     for i, (left, right) in enumerate(zip(a, b, strict=False)):
         if left != right:
-            return f"row {i} is {left!r} here and {right!r} there"
-    return f"there are {len(a)} here and {len(b)} there"
+            return f"row {i} is {left!r} in one and {right!r} in the other"
+    return f"one has {len(a)} rows and the other {len(b)}"
 
 
 stats_pytree.register(TensorStats)

@@ -43,7 +43,7 @@ def render(
     If ranks have non-finite values, a column names them: the first rank per tensor, all of them in the total.
     """
     if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
-        msg = f"max_rows must be a whole number, 0 or more, or None for all; got {max_rows!r}"
+        msg = f"max_rows must be a non-negative integer, or None for all, got {max_rows!r}"
         raise ValueError(msg)
     shown = rows if max_rows is None else rows[:max_rows]
     rest = rows[len(shown) :]
