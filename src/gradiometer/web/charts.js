@@ -9,7 +9,7 @@ function layout(height, axes, shapes = []) {
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     font: { family: colour("sans"), size: 11, color: soft },
     hoverlabel: { bgcolor: colour("surface"), bordercolor: line, font: { color: colour("ink") }, align: "left" },
-    xaxis: { range: xRange(), gridcolor: line, zeroline: false, tickvals: at, ticktext: at.map(whole), anchor: axes.at(-1).id.replace("axis", ""),
+    xaxis: { range: [...xRange()], gridcolor: line, zeroline: false, tickvals: at, ticktext: at.map(whole), anchor: axes.at(-1).id.replace("axis", ""),
       minallowed: whole_x[0], maxallowed: whole_x[1] },
   };
   for (const { id, title, ...axis } of axes) {
