@@ -4,7 +4,7 @@
     python -m kernels_bench --cases gpt2 --providers ours,foreach64
     python -m kernels_bench --base HEAD~1 --providers ours    another commit, in the same rounds
     python -m kernels_bench --device cpu --check              exit code 1 if the CPU path misses a bound
-    python -m kernels_bench --memory                          peak resident growth of the check's cases, JSON
+    python -m kernels_bench --memory                          only the peak growth of resident memory, as JSON
 
 docs/explanation/benchmarks.md explains the figures.
 """
@@ -76,14 +76,14 @@ def parse(argv):
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--cases", help="names, separated by commas; --list shows them")
     parser.add_argument("--providers", help="names, or the groups ours and peers, separated by commas")
-    parser.add_argument("--seconds", type=float, help="time for the rounds of one case (cpu 4, cuda 2)")
+    parser.add_argument("--seconds", type=float, help="seconds to measure each case (default: cpu 4, cuda 2)")
     parser.add_argument(
-        "--out", type=Path, default=OUT, help="where bench.json, .md and .png go (build/bench)"
+        "--out", type=Path, default=OUT, help="folder for bench.json, .md and .png (default: build/bench)"
     )
     parser.add_argument("--base", metavar="REF", help="another commit of this repository to compare with")
     parser.add_argument("--check", action="store_true", help="check the bounds of the CPU path")
-    parser.add_argument("--memory", action="store_true", help="peak resident growth alone, as JSON (Linux)")
-    parser.add_argument("--no-memory", action="store_true", help="on a CPU, leave out peak extra memory")
+    parser.add_argument("--memory", action="store_true", help="measure only memory growth, as JSON (Linux)")
+    parser.add_argument("--no-memory", action="store_true", help="on a CPU, do not measure peak extra memory")
     parser.add_argument("--list", action="store_true", help="list cases and providers")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -99,7 +99,7 @@ def parse(argv):
         refuse("--check and --memory measure the CPU path: leave out --device cuda")
     bounded = {*MEMORY_CASES, *(case for case, _, _ in BOUNDS)}
     if args.check and args.cases and not bounded & {*args.cases.split(",")}:
-        refuse(f"--check: none of these cases has a bound; {', '.join(sorted(bounded))} have")
+        refuse(f"--check: none of these cases has a bound; choose from {', '.join(sorted(bounded))}")
     if args.memory and not can_read_peaks():
         refuse("--memory needs Linux: it reads peaks from /proc")
     if args.seconds is not None and not 0 < args.seconds < math.inf:
@@ -140,9 +140,9 @@ def default_providers(args):
 
 
 def scale_of(case, device="cpu", share=1):
-    """Return a case's divisor on this machine. ``share``: how many processes hold it at once."""
+    """Return the divisor that makes a case fit on this machine, in ``share`` processes at once."""
     if case.only:
-        return 1  # the memory cases are for a CPU, and are never divided
+        return 1  # the memory cases run on a CPU only, at full size
     limit = cases_.CPU_LIMIT
     if device == "cuda":
         limit = torch.cuda.mem_get_info()[0] * cases_.GPU_SHARE / share
@@ -213,9 +213,9 @@ def run_case(case, args, other=None):
 
 
 def rounds(turns, first, rows, args):
-    """Run every provider once in each round, so that other load on the machine affects all of them.
+    """Run every provider once in each round, so that other load on the machine affects all equally.
 
-    Returns each provider's times in ms a call; the tables show their medians.
+    Returns each provider's times in ms per call; the tables show their medians.
     """
     counts = {label: min(MOST_CALLS, math.ceil(SAMPLE_MS / max(ms, 1e-3))) for label, ms in first.items()}
     one = sum(counts[label] * ms for label, ms in first.items()) / 1e3
@@ -225,14 +225,14 @@ def rounds(turns, first, rows, args):
     position = 0
     order = random.Random(0)  # noqa: S311 no secret
     for _ in range(1 + wanted):
-        # a new random order in each round, so that no provider always runs after the same other one
+        # a new random order in each round, so that no provider always runs after the same one
         for label in order.sample(list(times), len(times)):
             bench, name = turns[label]
             try:
                 times[label].append(bench.sample(name, counts[label], position))
             except BaseError:
                 raise
-            except Exception as failure:  # noqa: BLE001 it may be out of memory; the others go on
+            except Exception as failure:  # noqa: BLE001 it may be out of memory; the other providers continue
                 rows[label]["error"] = reason_of(failure)
                 del times[label], first[label]
                 bench.drop(name)
@@ -262,7 +262,7 @@ def memory(names, providers):
 
 
 def check(rows, args):
-    """Print every bound with the measured figure. Returns whether all are met; a failed case meets none."""
+    """Print every bound with the measured figure. Returns whether all are met; a failed case is a miss."""
     found = {(row["name"], row["provider"]): row["ms"] for row in rows}
     met = True
     for case, peer, most in BOUNDS:
@@ -286,7 +286,7 @@ def check(rows, args):
 
 
 def shower():
-    """Return functions that print a case's rows, as Markdown without rich, and the overview."""
+    """Return two functions: one prints a case's rows (as Markdown if rich is missing), one the overview."""
     try:
         from rich.console import Console
     except ImportError:
@@ -308,7 +308,7 @@ def draw(result, out):
     except ImportError as failure:
         print(f"no picture: {failure} (pip install matplotlib)", file=sys.stderr)
         return
-    # the picture of an earlier run must not remain
+    # remove the picture of an earlier run
     (out / "bench.png").unlink(missing_ok=True)
     drawn = plot.draw(result, out / "bench.png")
     print(f"{out}/bench.json, bench.md{' and bench.png' if drawn else ''} are written")

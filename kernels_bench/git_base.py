@@ -1,8 +1,8 @@
 """Measure another commit of gradiometer in a separate process, interleaved in the same rounds.
 
 The process runs the benchmark of this tree; only the package `gradiometer` comes from the other commit. So
-the layout of the other commit's benchmark does not matter. Its package needs the names that `providers.py`
-uses. `git archive` writes its sources to a temporary folder; the clone is unchanged.
+the other commit needs no such benchmark, but its package must have the names that `providers.py` uses.
+`git archive` writes its sources to a temporary folder; the clone is unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from kernels_bench import scripts
 
 NEEDED = (
-    "--base: the benchmark of this tree does not start with the package of that commit (its error is above); "
+    "--base: this tree's benchmark cannot start with the package of that commit (the error is above); "
     "it needs gm.collect, gm.COLUMNS, gm.Thresholds and gradiometer.ops.tensor_stats"
 )
 
@@ -30,7 +30,7 @@ class BaseError(Exception):
 
 @contextmanager
 def sources(ref, root=scripts.ROOT):
-    """Yield the folder to import another commit's package from, and the commit's short name."""
+    """Yield the folder from which to import another commit's package, and the commit's short name."""
 
     def git(*arguments):
         try:
@@ -86,7 +86,7 @@ class Remote:
     def _receive(self):
         line = self.process.stdout.readline()
         if not line:
-            raise BaseError("the other commit's process has ended; its error is above")
+            raise BaseError("the other commit's process has ended; the error is above")
         result, error = json.loads(line)
         if error is not None:
             raise RuntimeError(error)  # only this row fails; the run continues
@@ -104,7 +104,7 @@ class Remote:
 
 @contextmanager
 def remote(ref):
-    """Yield the Bench of another commit, and the commit; or two Nones for no ``ref``."""
+    """Yield the Bench of another commit, and the commit; or (None, None) if ``ref`` is None."""
     if ref is None:
         yield None, None
         return
@@ -117,7 +117,7 @@ def remote(ref):
 
 
 def serve(bench, origin):
-    """Answer lines of JSON on the standard input until it ends; other output goes to standard error."""
+    """Answer lines of JSON on standard input until it is closed; other output goes to standard error."""
     answers, sys.stdout = sys.stdout, sys.stderr
     print(json.dumps([str(origin), None]), file=answers, flush=True)
     for line in sys.stdin:

@@ -59,7 +59,7 @@ class Bench:
         return built | {"error": None if fine else f"wrong: {error:.0e}"}
 
     def sample(self, name: str, count: int, first: int) -> float:
-        """Call a provider ``count`` times, starting with copy number ``first``. Returns ms a call."""
+        """Call a provider ``count`` times, starting with copy number ``first``. Returns ms per call."""
         calls = self.calls[name]
         turn = [calls[i % len(calls)] for i in range(first, first + count)]
         if self.device.type != "cuda":

@@ -1,13 +1,13 @@
-"""Ordinary compiled steps, one per table row: each is one graph with the results of an eager call.
+"""Typical compiled training steps: each must compile to one graph and give the results of an eager call.
 
-Each case checks that:
+The table `CASES` lists the steps. The test of a case checks that:
 
 - there is no graph break, and no recompilation after the second call;
-- the graph's results have the bits of an eager call on the gradients that the step returns;
-- every attribute and method of the results can be used;
-- the weights have the bits of the same compiled step without telemetry.
+- the graph's results are bitwise equal to those of an eager call on the gradients that the step returns;
+- every attribute and method of the results works;
+- the weights are bitwise equal to those of the same compiled step without telemetry.
 
-``pytest tests/test_compiled_steps.py`` prints the table at its end.
+``pytest tests/test_compiled_steps.py`` prints a table of all cases at its end.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.usefixtures("_dynamo", "_one_thread"),
-    # Dynamo creates one while it traces an autograd function
+    # Dynamo instantiates autograd.Function when it traces one
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
 STEPS = 4
 _HAS_COMPILER = any(name and shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++"))
 needs_compiler = pytest.mark.skipif(
-    not _HAS_COMPILER, reason="Inductor needs a C++ compiler for CPU code, and there is none"
+    not _HAS_COMPILER, reason="Inductor needs a C++ compiler for CPU code, but none was found"
 )
 
 
@@ -127,7 +127,7 @@ class Checkpointed(nn.Module):
 
 
 class Unrolled(nn.Module):
-    """A recurrent cell, step by step."""
+    """A recurrent cell, called for three time steps."""
 
     def __init__(self, kind: type[nn.RNNCellBase]) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def marked(i: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-# telemetry in the step: a function of a model that returns a function, whose result the step returns
+# telemetry: functions that take a model and return a function; the step calls it and returns its result
 
 Tell = Callable[[], Any]
 
@@ -409,8 +409,9 @@ def watched(model: nn.Module) -> Any:
     return model.found.clone(), gm.collect_grads(model)
 
 
-# steps: functions of a model and its telemetry that return a function of a batch. That one returns the result
-# of the telemetry and the gradients to compare, or () if the parameters still have them: torch may lose None
+# steps: functions that take a model and its telemetry and return a step, which takes a batch. The step
+# returns the telemetry's result and the gradients to compare with, or () instead of the gradients if the
+# parameters still have them (not None, which torch may lose)
 
 
 Told = tuple[Any, Mapping[str, Tensor] | tuple[()]]
@@ -423,7 +424,7 @@ def gradients(model: nn.Module, *, copied: bool = False) -> dict[str, Tensor]:
 
 
 def trained(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that get a gradient: torch cannot compile a step that first clears others."""
+    """Return the parameters that get a gradient: torch cannot compile a step that first clears other ones."""
     return [p for name, p in model.named_parameters() if p.requires_grad and "unused" not in name]
 
 
@@ -549,7 +550,7 @@ def cleared_outside(model: nn.Module, tell: Tell, *, set_to_none: bool = True) -
 
 
 def cleared_elsewhere(model: nn.Module, tell: Tell) -> Step:
-    """One compiled function clears and trains, another one measures."""
+    """One compiled function clears the gradients and trains; another one measures."""
 
     @compiled
     def train(x: Tensor, y: Tensor) -> Tensor:
@@ -570,7 +571,7 @@ def cleared_elsewhere(model: nn.Module, tell: Tell) -> Step:
 
 
 def measured_after(model: nn.Module, tell: Tell) -> Step:
-    """Backward runs outside; the compiled function measures and clears in place."""
+    """Backward runs outside; the compiled function measures, and clears the gradients in place."""
 
     @compiled
     def measure() -> Told:
@@ -761,7 +762,7 @@ def decided(model: nn.Module, tell: Tell) -> Step:
 
 
 def poisoned(model: nn.Module, tell: Tell, *, reset: bool) -> Step:
-    """Before it, compile an unrelated step that clears its gradients first."""
+    """First compile an unrelated step that begins by clearing its gradients."""
     other = nn.Linear(4, 3)
 
     def others(x: Tensor) -> Tensor:
@@ -797,9 +798,9 @@ def tokens_of(model: nn.Module, tell: Tell) -> Step:
 class Case:
     """A step: its code, its model, and its telemetry.
 
-    ``acts``: the telemetry changes the gradients, so that the weights differ from those without it.
-    ``replayed``: the eager call includes the backward pass. ``whole``: the whole step is compiled, instead of
-    functions inside of it.
+    ``acts``: the telemetry changes the gradients, so that the weights differ from a step without telemetry.
+    ``replayed``: the eager call to compare with runs the backward pass too. ``whole``: the whole step is
+    compiled, not functions inside it.
     """
 
     name: str
@@ -932,7 +933,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepared(case: Case, tell: Callable[[nn.Module], Tell]) -> tuple[nn.Module, Step]:
-    """Return a case's model, always with the same weights, and its compiled step."""
+    """Return a case's model, with the same weights in every call, and its compiled step."""
     torch.manual_seed(1)
     model = case.model()
     step = case.body(model, tell(model))
@@ -940,7 +941,7 @@ def prepared(case: Case, tell: Callable[[nn.Module], Tell]) -> tuple[nn.Module, 
 
 
 def forget_none() -> None:
-    """In torch 2.12 to 2.14, undo the process-wide effect of a step that clears its gradients first.
+    """In torch 2.12 to 2.14, undo the process-wide effect of a step that begins by clearing its gradients.
 
     It breaks a second compiled function that ends with ``p.grad = None``, with or without telemetry.
     """
@@ -952,7 +953,7 @@ def no_recompile() -> AbstractContextManager[Any]:
 
 
 def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
-    """Return a case's batches, always the same."""
+    """Return a case's batches, the same in every call."""
     torch.manual_seed(1)
     case.model()
     found = []
@@ -962,7 +963,7 @@ def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-# weights after each step without telemetry: a third of the cases share a training, which is compiled once
+# weights after each step without telemetry; a third of the cases share them, so they are computed once
 _BARE: dict[tuple[Any, ...], list[Mapping[str, Tensor]]] = {}
 
 
@@ -978,7 +979,7 @@ def weights_without_telemetry(case: Case) -> list[Mapping[str, Tensor]]:
             forget_none()
             weights.append(copy.deepcopy(model.state_dict()))
         _BARE[key] = weights
-        # the step with telemetry starts from scratch: no sizes have been seen to change
+        # reset what Dynamo has learned about dynamic sizes, for the step with telemetry
         torch._dynamo.reset()
     return _BARE[key]
 
@@ -986,7 +987,7 @@ def weights_without_telemetry(case: Case) -> list[Mapping[str, Tensor]]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_a_compiled_step(case, monkeypatch, record_property):
     if case.options.get("backend") == "inductor" and not _HAS_COMPILER:
-        pytest.skip("Inductor needs a C++ compiler for CPU code, and there is none")
+        pytest.skip("Inductor needs a C++ compiler for CPU code, but none was found")
     start = time.monotonic()
     monkeypatch.setattr(sys.modules[__name__], "_OPTIONS", dict(case.options))
     forget_none()
@@ -1059,9 +1060,9 @@ def assert_bits(x: Tensor, y: Tensor) -> None:
     assert torch.equal(x.nan_to_num(nan=-7.0), y.nan_to_num(nan=-7.0)), (x, y)
 
 
-# results of a graph can be used like any others
+# using the results of a graph
 
-# tensor properties, and the arguments for methods
+# properties that are tensors, and a call for each method
 VALUES = {
     name
     for name, value in vars(gm.TensorStats).items()
@@ -1127,17 +1128,17 @@ def assert_stats_usable(stats: gm.TensorStats) -> None:
         assert set(vars(each)) == set(vars(stats))
 
 
-# steps that torch refuses
+# steps that torch cannot compile
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_dynamo_refuses_recurrent_modules_itself(kind, record_property):
-    """With or without telemetry. Alternatives: cells, or a collection compiled apart from the backward."""
+    """With or without telemetry. Alternatives: RNN cells, or an eager backward and a compiled collection."""
     model = Recurrent(kind)
     for tell in (nothing, grads_of(model)):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="RNN, GRU, or LSTM"):
             compiled(cleared_first(model, tell))(*batch(0))
-    # named pairs, because Dynamo does not look into such a module
+    # named pairs, because Dynamo does not trace into such a module
     named = list(model.named_parameters())
     apart = compiled(lambda: gm.collect_grads(named))
     for i in range(STEPS):
@@ -1148,7 +1149,7 @@ def test_dynamo_refuses_recurrent_modules_itself(kind, record_property):
         assert_stats_usable(stats)
         assert_same(stats, gm.collect_grads(model))
     record_property(
-        "compiled step", (f"{kind.__name__}, backward outside", "aot_eager", "torch refuses it inside")
+        "compiled step", (f"{kind.__name__}, backward outside", "aot_eager", "torch cannot compile it inside")
     )
 
 
@@ -1169,7 +1170,7 @@ def test_torch_refuses_sparse_gradients_itself(record_property):
     step(nothing)
     assert model.weight.grad.is_sparse
     assert gm.collect_grads(model).sumsq.tolist() == [3 + 3 * 4]
-    record_property("compiled step", ("sparse gradients, eager", "eager", "torch refuses them inside"))
+    record_property("compiled step", ("sparse gradients, eager", "eager", "torch cannot compile them inside"))
 
 
 def test_a_traced_backward_calls_no_parameter_hooks():
@@ -1208,7 +1209,7 @@ class Regrouped(nn.Module):
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 def test_a_program_is_exported(strict, record_property):
-    # strict export of any nested result fails for the same reason
+    # otherwise, strict export of any nested result fails
     forget_none()
     model, x = Exported(), torch.randn(5, 4)
     with torch.no_grad():
@@ -1295,13 +1296,13 @@ def test_a_graph_has_few_nodes_a_tensor(bias):
     tensors = list(model.parameters())
     for p in tensors:
         p.grad = torch.ones_like(p)
-    # with torch 2.13: torch needs 2 per tensor plus 8, and ours 2 per tensor plus 49
+    # nodes with torch 2.13: 2 per tensor plus 8 for torch, 2 per tensor plus 49 for gradiometer
     torchs = graph_nodes(lambda: nn.utils.clip_grad_norm_(tensors, 1.0))
-    # 50 more: the coefficient, and the nodes that occur once per graph
+    # 50 more at most: for the coefficient, and other nodes that occur once per graph
     assert graph_nodes(lambda: gm.clip_grad_norm_(tensors, 1.0)) <= torchs + 50
     assert graph_nodes(lambda: gm.collect_and_clip_(tensors, 1.0).norm) <= torchs + 60
     assert graph_nodes(lambda: gm.collect_grads(model)) <= 10
-    # modules of one size are merged together; with several sizes, each module is put in its place
+    # modules with equally many tensors are merged together; otherwise the results must be reordered
     assert graph_nodes(lambda: gm.collect_grads(model).by_module()) <= (60 if bias else 60 + 2 * 20)
 
 
@@ -1309,5 +1310,5 @@ def test_a_graph_has_few_nodes_a_tensor(bias):
 def test_inductor_computes_a_coefficient_once():
     model = with_zero_grads()
     _, codes = run_and_get_code(torch.compile(lambda: gm.clip_grad_norm_(model, 1.0), fullgraph=True))
-    # the smallest fp32 number, used to split the coefficient, does not occur in each multiplication
+    # the smallest normal fp32 number, used to split the coefficient, does not occur in each multiplication
     assert 1 <= sum(code.count("1.1754943508222875e-38") for code in codes) <= 4

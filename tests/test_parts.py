@@ -140,7 +140,7 @@ def results(capfd):
 
 
 def matrix_of(monkeypatch, tmp_path, refused, *, ok=True):
-    """Run the matrix on two pairs; pip refuses those in ``refused``."""
+    """Run the matrix on two pairs; pip rejects those in ``refused``."""
 
     def install(env, pair, *, reuse):
         assert not reuse

@@ -1,9 +1,9 @@
-"""Collect from tensors with one allocation each, so that a memory checker sees where each one ends.
+"""Collect from tensors with one allocation each, so that a memory checker detects reads beyond their ends.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 \\
         python -m kernels_bench.gpu.odd_sizes
 
-The sizes lie around the tile and chunk sizes, in every dtype; some tensors are misaligned or hold NaN.
+The sizes are close to the tile and chunk sizes, in every dtype; some tensors are misaligned or contain NaN.
 The exit code is 3 if a result differs from that of the CPU.
 """
 
@@ -28,20 +28,20 @@ def main(argv=None) -> int:
     parser.add_argument("--device", default="cuda")
     device = parser.parse_args(argv).device
     if device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {device}: torch sees no GPU here; --device cpu runs the same")
+        parser.error(f"--device {device}: torch sees no GPU here; use --device cpu for the same comparison")
     host = {f"{dtype} {size}": torch.randn(size).to(dtype) for dtype in DTYPES for size in SIZES}
     for name in [name for name in host if name.endswith("70001")]:
         host[f"{name} with NaN"] = host[name].clone()
         host[f"{name} with NaN"][[5, -1]] = math.nan
     there = {name: x.to(device) for name, x in host.items()}
     for start in (1, 3):
-        # they end at the last byte of their allocation
+        # these views end at the last byte of their allocation
         host |= {f"{name} from {start}": x[start:] for name, x in host.items() if "from" not in name}
         there |= {f"{name} from {start}": x[start:] for name, x in there.items() if "from" not in name}
     found, expected = gm.collect(there), gm.collect(host)
     wrong = [name for name in EXACT if not torch.equal(getattr(found, name).cpu(), getattr(expected, name))]
     off = (found.finite_norm.cpu() - expected.finite_norm).abs() > 1e-12 * expected.finite_norm
-    print(f"{len(host)} tensors, {int(off.sum())} norms off, columns that differ: {wrong or 'none'}")
+    print(f"{len(host)} tensors, {int(off.sum())} norms differ, other columns that differ: {wrong or 'none'}")
     return WRONG if wrong or off.any() else 0
 
 

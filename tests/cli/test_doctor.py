@@ -108,9 +108,9 @@ def test_a_folder_that_is_not_there_yet_has_the_room_of_the_one_above(healthy, t
     facts = replace(healthy, run_dir=found.run_dir, free=2**20, packages=found.packages)
     assert f"only 1 MiB are free in {tmp_path}" in problems(facts)
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
-    assert f"no run can be written in {tmp_path}" in problems(replace(facts, free=2**40))
+    assert f"runs cannot be written in {tmp_path}" in problems(replace(facts, free=2**40))
     none = {"pyarrow": {"version": None, "extra": "monitor", "use": "run records"}}
-    assert "no run can be written without pyarrow" in problems(replace(facts, packages=none))
+    assert "runs cannot be written without pyarrow" in problems(replace(facts, packages=none))
 
 
 @pytest.mark.parametrize("named", [None, "no-such-compiler"])

@@ -1,4 +1,4 @@
-"""Watching a run while it is written: the frames shown, and when watching ends."""
+"""`gradiometer watch`: the frames that it shows while a run is written, and when it exits."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_curves(values, width, drawn):
     assert watch.sparkline(values, width) == drawn
 
 
-# watching
+# following a run
 
 
 class _Acts:
@@ -221,7 +221,7 @@ def test_where_nothing_is_new_nothing_is_read(run, monkeypatch):
     watch.watch(run, console(terminal=True))
 
     assert (len(read), len(shown)) == (2, 4)
-    # only its age grows
+    # only the age of the last step changes
     assert [seen.age - shown[0].age for seen in shown[:3]] == [0, 10, 20]
 
 

@@ -337,7 +337,9 @@ FORWARD = (
     "The weights are finite, so the forward pass of this step caused this (the batch, an overflow, log(0), "
     "0/0): skip the update."
 )
-EARLIER = "The weights are already non-finite, and so is what they compute: load an earlier checkpoint."
+EARLIER = (
+    "The weights are already non-finite, and so is everything computed from them: load an earlier checkpoint."
+)
 
 
 def net_with(**tensors: dict[int, float]) -> Net:
@@ -469,7 +471,7 @@ not finite: loss, 1 of 2 buffers, all 6 gradients
   loss      nan
   buffer    mean   1 NaN of 4
   gradient  all 6  30 NaN of 30
-The weights are finite, but a buffer keeps its NaN: reset or reload it, and skip the update.""",
+The weights are finite, but a buffer contains NaN: reset or reload it, and skip the update.""",
     ),
     "a mask, and a loss": (
         EVERY_GRADIENT,

@@ -80,7 +80,7 @@ def test_infinite_elements_become_the_bound_and_nan_stays():
 
 
 def test_a_bound_that_a_format_has_no_number_for():
-    # torch refuses 1e6 in half precision
+    # torch rejects 1e6 in half precision
     x = torch.tensor([6e4, INF, -1.0]).half()
     assert gm.clip_grad_value_(with_grads(x), 1e6).counts.tolist() == [0]
     assert x.tolist() == [6e4, INF, -1.0]

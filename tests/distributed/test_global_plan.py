@@ -301,7 +301,9 @@ def test_a_part_that_no_rank_has_is_an_error():
     sharding = changed(mesh=mesh)
     rest = Sharding(("b",), (ShardSpec((4,), "float32"),))
     members = [Member(sharding.digest, ((0,),)), Member(rest.digest, ()), Member(sharding.digest, ((3,),))]
-    with pytest.raises(DisagreementError, match=r"'w' is cut into 4 parts, .* hold only 2 of them.*rank 1"):
+    with pytest.raises(
+        DisagreementError, match=r"'w' is sharded into 4 parts, .* hold only 2 of them.*rank 1"
+    ):
         make_global_plan(members, {sharding.digest: sharding, rest.digest: rest})
 
 

@@ -265,7 +265,7 @@ def shards_of_dtensors(rank):
     alone = dist.new_group([0])
     if rank == 0:
         assert gm.Ranks(parameters(), group=alone).size == 1
-        with pytest.raises(gm.RankError, match="is cut into 2 parts, but the ranks hold only 1 of them"):
+        with pytest.raises(gm.RankError, match="is sharded into 2 parts, but the ranks hold only 1 of them"):
             gm.Ranks(own, group=alone)
     else:
         with pytest.raises(gm.RankError, match="rank 1 is not in this process group"):

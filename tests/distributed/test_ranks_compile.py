@@ -365,8 +365,8 @@ def asked_for_in_vain(rank, size):
 def test_what_takes_an_agreement_says_so_in_a_graph(two_ranks):
     for grads, weights, late, anew, groups in two_ranks.run(asked_for_in_vain, 2):
         for what, message in (("collect_grads", grads), ("collect_weights", weights), ("reduce", late)):
-            assert f"{what}: the ranks cannot agree in a compiled function; create ranks = gm" in message
-        assert "gm.Ranks: the ranks cannot agree in a compiled function; create it outside" in anew
+            assert f"{what}: reduce=True sets up communication between ranks, which a compiled" in message
+        assert "gm.Ranks: it sets up communication between ranks, which a compiled function" in anew
         assert "groups that are merged over ranks do not keep" in groups
 
 

@@ -90,7 +90,10 @@ def differing(rank, kind):
         ("dtype", r"'layer.1' is .*float32.* on rank 0, but .*bfloat16.* on rank 1"),
         ("placement", r"'layer.1' is .*S\(0\).* on rank 0, but .*S\(1\).* on rank 1"),
         ("whole", r"'layer.1' is \(2, 3\) float32.* on rank 0, but .*S\(0\).* on rank 1"),
-        ("missing", r"'layer.1' is cut into 2 parts, but the ranks hold only 1 of them \(none on rank 0\)"),
+        (
+            "missing",
+            r"'layer.1' is sharded into 2 parts, but the ranks hold only 1 of them \(none on rank 0\)",
+        ),
     ],
 )
 def test_every_rank_names_the_first_difference(two_ranks, kind, said):
@@ -120,7 +123,7 @@ def test_where_one_rank_fails_the_others_say_why_and_the_next_call_is_right(two_
     assert first == ("RankError", f"reduce: rank 1 failed: {own[1]}")
     assert "inv_scale must be a positive" in own[1]
     assert second[0] == "ValueError"
-    assert second[1].startswith("reduce: 'other.0' is not among the tensors that the ranks agreed on")
+    assert second[1].startswith("reduce: 'other.0' is not among the tensors that gm.Ranks was created with")
     assert others == ("RankError", f"reduce: rank 0 failed: {second[1]}")
     assert norm0 == norm1 == pytest.approx(18**0.5)
 
@@ -188,7 +191,7 @@ def test_what_was_sharded_after_the_ranks_agreed_is_refused(two_ranks):
     assert first == also
     assert first[0] == "ValueError"
     assert "collect_weights: 'layer.1' is (2, 3) float32" in first[1]
-    assert first[1].endswith("when the ranks agreed; create gm.Ranks again on all ranks")
+    assert first[1].endswith("when gm.Ranks was created; create gm.Ranks again on all ranks")
     assert second[0] == "ValueError"
 
 
@@ -332,7 +335,7 @@ def test_survivors_of_a_killed_rank_name_it(pool, over_tcp, victim, function):
             assert "the store of the process group" in text
             assert re.search(r"\(often rank 0\)|\(often on rank 0\)", text), text
         else:
-            assert re.match(rf"(gm.Ranks: )?rank {victim} (of 4 did not arrive|does not answer)", text), text
+            assert re.match(rf"(gm.Ranks: )?rank {victim} (of 4 did not arrive|does not respond)", text), text
 
 
 def stop_within(rank, victim):
@@ -395,7 +398,7 @@ def test_a_rank_that_lives_is_not_accused(pool):
     first, _, third = three.run(give_up_in_two_ways)
     assert first == (
         "RankError",
-        "rank 1 does not answer: Timed out waiting 2500ms for recv operation to complete",
+        "rank 1 does not respond: Timed out waiting 2500ms for recv operation to complete",
     )
     assert third == ("RankError", "rank 1 did not reach this reduction within 2 s")
     first, second, third = three.run(one_is_further)
@@ -403,7 +406,7 @@ def test_a_rank_that_lives_is_not_accused(pool):
     assert second.tolist() == third.tolist() == [3.0]
     (_, first), _, (_, third) = three.outcomes(one_is_busy)
     assert re.match("at least one of ranks 1, 2 is gone or hangs: [^/]*$", first[1]), first
-    assert re.match("rank 1 does not answer: [^/]*$", third[1]), third
+    assert re.match("rank 1 does not respond: [^/]*$", third[1]), third
 
 
 def new_on_one(rank):

@@ -1,4 +1,4 @@
-"""docs/how-to/sinks.md: every block runs unchanged."""
+"""docs/how-to/sinks.md: every code block runs unchanged."""
 
 from __future__ import annotations
 

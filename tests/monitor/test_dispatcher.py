@@ -162,7 +162,10 @@ def test_a_slow_sink_holds_up_nobody_and_loses_its_own_oldest_steps(caplog, fail
     assert dispatcher.dropped == 29
     assert failures.counts == {"queue of sink Log": 29}
     assert (
-        caplog.text.count("sink Log cannot keep up: more than 10 steps wait, so the oldest are dropped") == 1
+        caplog.text.count(
+            "sink Log cannot keep up: more than 10 steps are waiting, so the oldest are dropped"
+        )
+        == 1
     )
     assert not dispatcher.wait(0.01)
     slow.go.set()
@@ -204,7 +207,9 @@ def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog, failures):
     go.set()
     assert dispatcher.stop(60)
     assert rule.seen == [0, *range(30, 40)]
-    assert "the rules cannot keep up: more than 10 steps wait, so the oldest are dropped" in caplog.text
+    assert (
+        "the rules cannot keep up: more than 10 steps are waiting, so the oldest are dropped" in caplog.text
+    )
     assert failures.counts == {"queue of the rules": 29}
 
 

@@ -235,7 +235,7 @@ def test_without_a_decision_only_recorded_steps_are_read(monkeypatch):
         recorder.advance()
     assert len(read) == 3
     assert [record.step for record in recorder.read()] == [0, 3, 6]
-    with pytest.raises(ValueError, match="created to skip nothing"):
+    with pytest.raises(ValueError, match="created without a skip condition"):
         recorder.configure_(skip_nonfinite=True)
 
 

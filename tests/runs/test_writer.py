@@ -440,7 +440,7 @@ def test_a_disk_that_is_full_at_the_start_leaves_the_folder_free(tmp_path, monke
 def test_a_file_where_the_folder_should_be_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RunError, match=r"cannot be a folder, because .*: pass another run_dir"):
+        with pytest.raises(RunError, match=r"cannot be created, because .*: pass another run_dir"):
             opened(path, make_roster(2))
 
 

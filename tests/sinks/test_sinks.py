@@ -247,7 +247,7 @@ def test_a_full_disk_leaves_complete_lines_and_the_error_is_passed_on(tmp_path, 
 def test_names_of_any_characters_are_valid_json(tmp_path, name):
     roster = make_roster(names=[name])
     write(tmp_path / "run", records(1, roster), tensors="").close()
-    # half of a surrogate pair is not a character, and many readers refuse it
+    # half of a surrogate pair is not a character, and many readers reject it
     name = name.replace("\udc80", r"\udc80")
     assert f"grads/{name}/norm" in lines_of(tmp_path / "run")[0]
 

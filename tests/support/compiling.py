@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _COMPILERS = (os.environ.get("CXX"), "g++", "clang++")
 needs_compiler = pytest.mark.skipif(
     not any(name and shutil.which(name) for name in _COMPILERS),
-    reason="Inductor needs a C++ compiler for CPU code, and there is none",
+    reason="Inductor needs a C++ compiler for CPU code, but none was found",
 )
 inductor = pytest.param("inductor", marks=needs_compiler)
 every_backend = pytest.mark.parametrize("backend", ["aot_eager", inductor])

@@ -152,9 +152,9 @@ def _app() -> Any:
     typer = require("typer", "monitor", "The command line")
     app = typer.Typer(
         name="gradiometer",
-        help="The instrument panel of a PyTorch training step: inspect recorded runs.",
+        help="Inspect recorded PyTorch training runs.",
         epilog="Exit codes: 0 success, 1 differences or problems found, 2 usage error, "
-        "3 unreadable or unwritable, 4 missing package, 5 unexpected error.",
+        "3 a file cannot be read or written, 4 missing package, 5 unexpected error.",
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
@@ -169,7 +169,7 @@ def _console() -> Console:
     rich = require("rich.console", "monitor", "The command line")
     console: Console = rich.Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        # a file or pipe has no width, and its lines must not be cut
+        # a file or pipe has no width, and its lines must not be truncated
         console.width = _WIDE
     return console
 
@@ -200,7 +200,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error, as with GRADIOMETER_DEBUG=1.")
+        bool, typer.Option("--debug", help="Show the traceback of an error, like GRADIOMETER_DEBUG=1.")
     ] = False,
 ) -> None:
     """Declare the options that precede a command; they are handled elsewhere."""
@@ -252,7 +252,7 @@ def _watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that is being written.")],
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show the current state and exit.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Continue when the run is closed.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep following after the run is closed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line per change.")] = False,
 ) -> int:
     """Follow a run while it is written, until it is closed or you press Ctrl-C."""

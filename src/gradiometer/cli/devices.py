@@ -77,7 +77,7 @@ def fp64_rate(capability: tuple[int, int]) -> tuple[str, float | None]:
         return f"unknown for compute capability {capability[0]}.{capability[1]}", None
     fp64, fp32, source = _FP64_RATES[capability]
     poor = (
-        "; these few fp64 units, not the memory, limit a collection of 16-bit tensors"
+        "; these few fp64 units, not the memory bandwidth, limit the speed for 16-bit tensors"
         if 16 * fp64 < fp32
         else ""
     )
@@ -92,8 +92,8 @@ def examine() -> tuple[list[Device], list[Problem]]:
         count = module.device_count() if module.is_available() else 0
         devices = [torch.device(kind, i) for i in range(count)] + devices
     problems = [(device, _problem(device)) for device in devices]
-    fix = "report it with the output of `gradiometer doctor --json`; a collection on the CPU may work"
-    found = [Problem(f"a collection on {device} {what}", fix) for device, what in problems if what]
+    fix = "report it with the output of `gradiometer doctor --json`; collecting on the CPU may work"
+    found = [Problem(f"collecting on {device} {what}", fix) for device, what in problems if what]
     return [_device(device, works=what is None) for device, what in problems], found
 
 
@@ -103,7 +103,7 @@ def _device(device: torch.device, *, works: bool) -> Device:
     if device.type == "cpu":
         path += ", interpreted" if uses_kernels else ""
         rate = None if uses_kernels or not works else _read_rate(device)
-        fp64 = "in hardware; a vector holds half as many elements as in fp32"
+        fp64 = "in hardware; a SIMD vector holds half as many elements as in fp32"
         return Device(str(device), _cpu_name(), path, fp64, None, None, works, rate)
     properties = torch.get_device_module(device.type).get_device_properties(device)
     fp64, share = "rate unknown", None

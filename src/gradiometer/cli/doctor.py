@@ -129,13 +129,14 @@ def _problems(facts: Doctor) -> Iterator[Problem]:
         yield Problem("there is an NVIDIA driver, but torch sees no GPU", fix)
     if gpu is not None and facts.versions["triton"] is None:
         yield Problem(
-            f"without triton, {gpu} is read by eager PyTorch, which is far slower", "pip install triton"
+            f"without triton, tensors on {gpu} are read by eager PyTorch, which is far slower",
+            "pip install triton",
         )
     elif gpu is not None and facts.triton.startswith(_NO_DRIVER):
         fix = "install the version of triton that torch requires, and the driver of the GPU"
         yield Problem(f"{gpu}: triton has {facts.triton}", fix)
     if facts.compiler is None:
-        fix = "install g++ or clang, or set CXX; torch.compile(backend='aot_eager') needs none"
+        fix = "install g++ or clang, or set CXX; torch.compile(backend='aot_eager') works without one"
         yield Problem("there is no C++ compiler, which torch.compile and triton need", fix)
     if facts.interpreted:
         what = "TRITON_INTERPRET is set: kernels run as Python, thousands of times slower"
@@ -143,12 +144,12 @@ def _problems(facts: Doctor) -> Iterator[Problem]:
     if facts.run_dir is not None and facts.free is not None:
         yield from _room(_existing(Path(facts.run_dir)), facts.free)
         if facts.packages["pyarrow"]["version"] is None:
-            yield Problem("no run can be written without pyarrow", "pip install 'gradiometer[monitor]'")
+            yield Problem("runs cannot be written without pyarrow", "pip install 'gradiometer[monitor]'")
 
 
 def _room(folder: Path, free: int) -> Iterator[Problem]:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        yield Problem(f"no run can be written in {folder}", "pass a folder that you can write to")
+        yield Problem(f"runs cannot be written in {folder}", "pass a folder that you can write to")
     if free < LEAST_FREE:
         fix = f"free at least {LEAST_FREE // 2**30} GiB there, or use another folder for runs"
         yield Problem(f"only {free / 2**20:,.0f} MiB are free in {folder}", fix)

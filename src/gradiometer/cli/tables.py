@@ -196,7 +196,9 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
     elif not found.first:
         both = f"{found.tensors} tensors, {found.compared} steps"
         style, end = ("green", ".") if found.same else ("yellow", "; the runs do not have the same tensors.")
-        lines.append(text((f"All that both runs have is equal{end}", style), f" Compared {how}: {both}."))
+        lines.append(
+            text((f"Everything that both runs recorded is equal{end}", style), f" Compared {how}: {both}.")
+        )
     else:
         lines.append(
             text((f"The runs first differ at step {found.step}.", "bold red"), f" Compared {how}: {both}.")

@@ -89,7 +89,7 @@ def is_healthy(
     norm_ratio: float = MAX_NORM_RATIO,
     zero_fraction: float = MAX_ZERO_FRACTION,
 ) -> Tensor:
-    """Tell whether all elements are finite, no tensor is exploding, and both values are below their limits.
+    """Return whether all elements are finite, no tensor is exploding, and both values are below their limits.
 
     0-d bool.
     """

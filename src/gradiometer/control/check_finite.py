@@ -62,7 +62,7 @@ def check_finite(
         TypeError: for a weight, gradient or buffer that cannot be measured, by name; for a loss that is
             not a real number or tensor; for ``buffers=True`` without a module.
         ValueError: for a loss with no elements.
-        RankError: if the ranks disagree or one does not answer.
+        RankError: if the ranks disagree or one does not respond.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)

@@ -95,7 +95,7 @@ def clip_grad_norm_(
         RuntimeError: with ``error_if_nonfinite``, for a norm that is NaN or inf; the message names
             the gradients and, with several ranks, the first rank with such an element. It is also
             raised inside a compiled function, where no error can depend on a value.
-        RankError: if the ranks disagree or one does not answer.
+        RankError: if the ranks disagree or one does not respond.
 
     If an error is raised, the gradients are unchanged on every rank.
 

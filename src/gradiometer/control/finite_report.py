@@ -195,17 +195,20 @@ def _advice(report: FiniteReport) -> str:
     if _bad(report.weights) and report.loss_is_finite and grads_are_fine:
         if not all(row.name in report.grads for row in _bad(report.weights)):
             return (
-                "The gradients are finite, but some of these weights have none (frozen, or unused in this "
-                "step), so they were non-finite before this step: load an earlier checkpoint."
+                "The gradients are finite, but some of these weights have no gradient (frozen, or unused in "
+                "this step), so they were non-finite before this step: load an earlier checkpoint."
             )
         return (
             "The gradients are finite, so an optimizer step probably caused this: load an earlier "
             "checkpoint, and check the optimizer's learning rate and state."
         )
     if _bad(report.weights):
-        return "The weights are already non-finite, and so is what they compute: load an earlier checkpoint."
+        return (
+            "The weights are already non-finite, and so is everything computed from them: load an earlier "
+            "checkpoint."
+        )
     if report.nan_buffers:
-        return "The weights are finite, but a buffer keeps its NaN: reset or reload it, and skip the update."
+        return "The weights are finite, but a buffer contains NaN: reset or reload it, and skip the update."
     if not report.loss_is_finite and grads_are_fine:
         return (
             "The gradients are finite, so they come from another loss, or the loss overflowed after its "
@@ -217,7 +220,7 @@ def _advice(report: FiniteReport) -> str:
             "log(0), 0/0): skip the update."
         )
     if not grads:
-        return "Only buffers hold Inf, as attention masks do on purpose: if these are masks, ignore it."
+        return "Only buffers contain Inf, as attention masks do on purpose: if these are masks, ignore this."
     finite, made = ("The weights are", "this step")
     if report.loss is not None:
         finite, made = ("Weights and loss are", "the backward pass of this step")

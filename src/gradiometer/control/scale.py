@@ -175,7 +175,7 @@ def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Tell whether elements may share memory; some interleaved layouts count although they do not."""
+    """Return whether elements may share memory; some interleaved layouts count although they do not."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -208,7 +208,7 @@ def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tens
 
 
 def _is_watched() -> bool:
-    """Tell whether calls are traced, by a compiler or by a mode such as that of fake tensors."""
+    """Return whether calls are traced, by a compiler or by a mode such as that of fake tensors."""
     return bool(torch.compiler.is_compiling() or _len_torch_dispatch_stack())
 
 

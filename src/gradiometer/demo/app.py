@@ -267,7 +267,7 @@ def _parse(
     parser.add_argument(
         "--backend",
         choices=["inductor", "aot_eager"],
-        help="of torch.compile (default: inductor if it works here, else aot_eager)",
+        help="backend of torch.compile (default: inductor if it works here, else aot_eager)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and batches (default: 0)")
     parser.add_argument(

@@ -34,7 +34,7 @@ _PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.02
 # seconds between checks, in a wait for a collective, whether another rank has given it up
 _LOOK: Final = 1.0
-_NO_STORE: Final = "the store of the process group (often on rank 0) does not answer either"
+_NO_STORE: Final = "the store of the process group (often on rank 0) does not respond either"
 _SAME: Final = "every rank must make the same calls in the same order"
 
 # number of calls in each world, by purpose: the same on all ranks
@@ -81,7 +81,7 @@ def all_reduce(tensor: Tensor, operation: str, group: Group, timeout: float) -> 
     devices, nothing waits here, and the group's own timeout applies.
 
     Raises:
-        RankError: on the CPU, if a rank is gone or has not answered in time; names the rank.
+        RankError: on the CPU, if a rank is gone or has not responded in time; names the rank.
     """
     return all_reduce_pair([(tensor, operation)], group, timeout)[0]
 
@@ -143,7 +143,7 @@ def _given_up(work: Any, end: float, group: Group, number: int) -> _Call | None:
 
 
 def _ends(work: Any, seconds: float) -> bool:
-    """Wait for at most ``seconds``; tell whether a collective has ended."""
+    """Wait for at most ``seconds``; return whether a collective has ended."""
     if threading.current_thread() is threading.main_thread():
         with suppress(RuntimeError):
             work.wait(timedelta(seconds=seconds))
@@ -237,18 +237,18 @@ def _late(group: Group, number: int, timeout: float) -> RankError:
         return RankError(f"a rank {late}; {_NO_STORE}")
     if missing:
         return RankError(f"{_named(missing)} {late}")
-    return RankError(f"a rank {late}, although all ranks answer; {_SAME}")
+    return RankError(f"a rank {late}, although all ranks respond; {_SAME}")
 
 
 def _gone(group: Group, number: int, reason: str = "") -> RankError:
     """Call all ranks after a collective failed, here or elsewhere; return the error to raise."""
     missing = _missing(group, number, _BROKEN)
     if missing is None:
-        text = f"a rank does not answer{reason}; {_NO_STORE}"
+        text = f"a rank does not respond{reason}; {_NO_STORE}"
     elif not missing:
-        text = f"a reduction failed{reason}, although all ranks answer; {_SAME}"
+        text = f"a reduction failed{reason}, although all ranks respond; {_SAME}"
     elif len(missing) == 1:
-        text = f"{_named(missing)} does not answer{reason}"
+        text = f"{_named(missing)} does not respond{reason}"
     else:
         # others may be busy elsewhere, and learn of the failure at their next collective
         text = f"at least one of {_named(missing)} is gone or hangs{reason}"
@@ -257,7 +257,7 @@ def _gone(group: Group, number: int, reason: str = "") -> RankError:
 
 
 def _missing(group: Group, number: int, call: _Call) -> list[int] | None:
-    """Call all ranks; return those that do not answer, or None if the store does not.
+    """Call all ranks; return those that do not respond, or None if the store does not.
 
     When something fails, one rank may time out and another may see an error from Gloo. So a rank that
     answers either call is present.
@@ -282,7 +282,7 @@ def _say_here(group: Group, call: _Call) -> None:
 
 
 def _is_called(group: Group, call: _Call) -> bool:
-    """Tell whether others have given up a collective and are looking for missing ranks."""
+    """Return whether others have given up a collective and are looking for missing ranks."""
     store, key = _store(), call.key(group)
     try:
         return bool(in_time(_LOOK, lambda: store.check([key])))

@@ -197,11 +197,11 @@ def _check_cover(
         return
     having = {way.digest for way in pattern}
     without = [rank for rank, member in enumerate(members) if member.digest not in having]
-    msg = f"{name!r} is cut into {parts} parts, but the ranks hold only {len(held)} of them"
+    msg = f"{name!r} is sharded into {parts} parts, but the ranks hold only {len(held)} of them"
     if without:
         some = ", ".join(map(str, without[:8])) + (" ..." if len(without) > 8 else "")
         msg += f" (none on rank{'s' * (len(without) > 1)} {some})"
-    raise DisagreementError(msg + "; all ranks of its mesh must be in the group and hold it")
+    raise DisagreementError(msg + "; every rank of its mesh must be in the group and have this tensor")
 
 
 def _in_order(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

@@ -44,15 +44,15 @@ def implicit_ranks_for(sharding: Sharding, home: torch.device | None, group: Any
 
 
 def _refuse_nameless(sharding: Sharding, group: Any) -> None:
-    """Refuse tensors named by position, unless a mesh of all ranks shows that they are the same on each."""
+    """Reject tensors named by position, unless a mesh of all ranks shows that they are the same on each."""
     size = len(process_groups.ranks_of(process_groups.group_of(group))[1])
     whole = [
         mesh for mesh in sharding.meshes if mesh.coordinate is not None and math.prod(mesh.shape) == size
     ]
     if sharding.names and not whole and sharding.names == tuple(map(str, range(len(sharding.names)))):
         msg = (
-            "reduce: tensors in a list have no names, so the ranks cannot check that theirs are the same; "
-            "pass the model or its named_parameters(), or pass reduce=gm.Ranks(list)"
+            "reduce: tensors in a list have no names, so the ranks cannot check that they pass the "
+            "same ones; pass the model or its named_parameters(), or pass reduce=gm.Ranks(list)"
         )
         raise RankError(msg)
 
@@ -65,8 +65,8 @@ def given_ranks(reduce: Any, what: str) -> Ranks | None:
         msg = f"{what}: reduce must be True, False or gm.Ranks(model), got {type(reduce).__name__}"
         raise TypeError(msg)
     if reduce and torch.compiler.is_compiling():
-        msg = f"{what}: the ranks cannot agree in a compiled function; create ranks = gm.Ranks(model) "
-        msg += "outside, and pass reduce=ranks"
+        msg = f"{what}: reduce=True sets up communication between ranks, which a compiled function cannot "
+        msg += "do; create ranks = gm.Ranks(model) outside, and pass reduce=ranks"
         raise RuntimeError(msg)
     return None
 

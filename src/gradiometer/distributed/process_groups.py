@@ -41,7 +41,7 @@ _of_meshes: weakref.WeakKeyDictionary[Group, dict[tuple[int, ...], Group]] = wea
 
 
 def is_active() -> bool:
-    """Tell whether there are several ranks in this process's world."""
+    """Return whether there are several ranks in this process's world."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -92,7 +92,8 @@ class Ranks:
         timeout: float = _TIMEOUT,
     ) -> None:
         if torch.compiler.is_compiling():
-            msg = "gm.Ranks: the ranks cannot agree in a compiled function; create it outside, on all ranks"
+            msg = "gm.Ranks: it sets up communication between ranks, which a compiled function cannot do; "
+            msg += "create it outside, on all ranks"
             raise RuntimeError(msg)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < _LONGEST:
             msg = f"Ranks(timeout={timeout!r}): timeout must be a number of seconds, above 0 and below "
@@ -207,7 +208,7 @@ class Ranks:
     def _rows_of(self, names: tuple[str, ...]) -> list[int]:
         unknown = [name for name in names if name not in self._places]
         if unknown:
-            msg = f"reduce: {unknown[0]!r} is not among the tensors that the ranks agreed on; "
+            msg = f"reduce: {unknown[0]!r} is not among the tensors that gm.Ranks was created with; "
             raise ValueError(msg + "pass the same names, or create gm.Ranks again on all ranks")
         return [self._rows[self._places[name]] for name in names]
 
@@ -244,7 +245,7 @@ class Ranks:
             row.
 
         Raises:
-            RankError: if a rank makes a different call, or does not answer.
+            RankError: if a rank makes a different call, or does not respond.
             ValueError: if a name is not one of this rank's.
         """
         home = self._counted.device
@@ -337,7 +338,7 @@ class Ranks:
         return RankError(f"reduce: {difference}; every rank must make the same calls in the same order")
 
     def check(self, sharding: Sharding | None, what: str) -> None:
-        """Refuse tensors that differ from the agreement, such as one that was whole and is now sharded.
+        """Reject tensors that differ from the agreement, such as one that was whole and is now sharded.
 
         Raises:
             ValueError: for the first of them.
@@ -350,7 +351,7 @@ class Ranks:
                 continue
             then = self.sharding.specs[place]
             if then.shape is not None and _kind(sharding, spec) != _kind(self.sharding, then):
-                msg = f"{what}: {name!r} is {spec}, but was {then} when the ranks agreed"
+                msg = f"{what}: {name!r} is {spec}, but was {then} when gm.Ranks was created"
                 raise ValueError(msg + "; create gm.Ranks again on all ranks")
         self._checked = sharding
 

@@ -24,7 +24,7 @@ SLACK: Final = 5.0
 
 
 class RankError(RuntimeError):
-    """Ranks disagree, or one does not answer. The message is one line that names the ranks."""
+    """Ranks disagree, or one does not respond. The message is one line that names the ranks."""
 
 
 def exchange(
@@ -116,6 +116,6 @@ def in_time(seconds: float, function: Callable[[], Any]) -> Any:
     if errors:
         raise errors[0]
     if not found:
-        msg = f"the store of the process group (often on rank 0) did not answer within {seconds:g} s"
+        msg = f"the store of the process group (often on rank 0) did not respond within {seconds:g} s"
         raise RankError(msg)
     return found[0]

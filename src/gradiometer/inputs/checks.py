@@ -36,7 +36,7 @@ _LAYOUTS: Final = frozenset({torch.strided, torch.sparse_coo})
 
 
 def is_plain_subclass(kind: type) -> bool:
-    """Tell whether this is a tensor subclass without its own ``__torch_dispatch__``, and not a parameter."""
+    """Return whether this is a tensor subclass without its own ``__torch_dispatch__``, not a parameter."""
     if kind is Tensor or issubclass(kind, nn.Parameter):
         return False
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def _is_sparse_fp8(dtype: torch.dtype, layout: torch.layout) -> bool:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Tell whether statistics can be computed on this device."""
+    """Return whether statistics can be computed on this device."""
     if device.type == "xpu" and torch.xpu.is_available():
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type not in {"mps", "meta"}

@@ -22,12 +22,12 @@ __all__ = [
 
 
 def is_dtensor(kind: type) -> bool:
-    """Tell whether a type is DTensor, without importing it."""
+    """Return whether a type is DTensor, without importing it."""
     return kind.__name__ == "DTensor"
 
 
 def is_partial(tensor: Any) -> bool:
-    """Tell whether a DTensor is partial: its values are not yet reduced over the ranks."""
+    """Return whether a DTensor is partial: its values are not yet reduced over the ranks."""
     return any([placement.is_partial() for placement in tensor.placements])
 
 
@@ -121,6 +121,6 @@ def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[P
 
 
 def is_whole(placement: Any) -> bool:
-    """Tell whether every rank in this mesh dimension holds the whole tensor."""
+    """Return whether every rank in this mesh dimension holds the whole tensor."""
     # a partial tensor is added up before it is measured
     return bool(placement.is_replicate() or placement.is_partial())

@@ -90,9 +90,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         accelerator = self._trainer.accelerator
         kind = str(getattr(accelerator, "distributed_type", "NO")).rpartition(".")[2]
         if not has_whole_gradients(self._trainer.model_wrapped, sharded=kind in _SHARDED):
-            reason = (
-                f"with {kind}, ranks have neither full gradients nor DTensors; FSDP version 2 has DTensors"
-            )
+            reason = f"with {kind}, ranks have neither full gradients nor DTensors; use FSDP version 2"
             self._session.give_up(reason, for_all=True)
             return
         resumed = None

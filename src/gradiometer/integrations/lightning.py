@@ -89,10 +89,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         kinds = {kind.__name__ for kind in type(strategy).__mro__} & _SHARDED
         if not has_whole_gradients(getattr(strategy, "model", None), sharded=bool(kinds)):
             kind = min(kinds, default=type(strategy).__name__)
-            reason = (
-                f"with {kind}, ranks have neither full gradients nor DTensors; "
-                "ModelParallelStrategy has DTensors"
-            )
+            reason = f"with {kind}, ranks have neither full gradients nor DTensors; use ModelParallelStrategy"
             self._session.give_up(reason, for_all=True)
             return
         # with manual optimization, `global_step` counts each optimizer's update

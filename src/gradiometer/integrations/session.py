@@ -89,7 +89,7 @@ class Session:
         Steps are marked as skipped only with a scaler, because nothing else here acts on ``skip_step``.
 
         Raises:
-            ValueError: for a value that Monitor refuses.
+            ValueError: for a value that Monitor rejects.
             ImportError: for a run record or a sink whose package is not installed.
         """
         self.end()

@@ -23,14 +23,14 @@ def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
 
 @triton.jit
 def is_due(cursor_ptr):
-    """Tell whether the current step is due; see gradiometer.ops.ring for the cursor."""
+    """Return whether the current step is due; see gradiometer.ops.ring for the cursor."""
     every = tl.load(cursor_ptr + _EVERY).to(tl.int64)
     return tl.load(cursor_ptr + _STEP).to(tl.int64) % every == 0
 
 
 @triton.jit
 def is_finite(x):
-    """Tell whether x is neither NaN nor infinite: comparisons with NaN are false."""
+    """Return whether x is neither NaN nor infinite: comparisons with NaN are false."""
     return tl.abs(x) < float("inf")
 
 

@@ -67,7 +67,7 @@ class Monitor:
     background thread merges the steps of all ranks, several at once. Rules and sinks run on the first rank
     and see the steps of the whole job, with the rank and shard of non-finite values. Scalars are averaged
     over the ranks. Other ranks have no `findings`, their ``sinks`` are not called, and their faults go to
-    the log and ``blackbox.rank-00005.json``. If a rank ends early or does not answer, training goes on,
+    the log and ``blackbox.rank-00005.json``. If a rank ends early or does not respond, training goes on,
     `failures` reports it, and later steps have scalars but no tensors.
 
     With accumulated gradients, call `record` once per micro-batch or once per step, and `advance` once per

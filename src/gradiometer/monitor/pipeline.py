@@ -143,7 +143,7 @@ class Pipeline:
         # an interrupt may call this again; both calls share one deadline
         if self._deadline is None:
             self._deadline = time.monotonic() + PATIENCE
-        # keep half of the time for the sinks, in case the device does not answer
+        # keep half of the time for the sinks, in case the device does not respond
         with self._draining:
             if self._is_started and not self.reader.bring(self._deadline - PATIENCE / 2, cut=True):
                 self.reader.give_up()
@@ -179,7 +179,7 @@ class Pipeline:
         # keep a quarter for the sinks
         if not merger.join(left * 3 / 4):
             self._failures.add(
-                "ranks", "another rank does not answer at the end: the last steps may be missing"
+                "ranks", "another rank does not respond at the end: the last steps may be missing"
             )
         if fault is not None and merger.news is not None and (said or fault[0]) not in merger.news:
             return fault[0], f"{fault[1]} (before that, {merger.news})".lstrip()

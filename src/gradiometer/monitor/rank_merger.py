@@ -65,7 +65,7 @@ class RankMerger:
     Attributes:
         lost: the number of recorded steps of this rank that were not merged.
         roster: the roster of the job's steps.
-        news: why another rank ended or does not answer.
+        news: why another rank ended or does not respond.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class RankMerger:
                 self._stripped += 1
             self._changed.notify_all()
         if self.lost > before:
-            text = f"other ranks cannot keep up: more than {self._limit} steps wait, so the oldest have lost "
-            text += "their tensors"
+            text = f"other ranks cannot keep up: more than {self._limit} steps are waiting, so the "
+            text += "tensors of the oldest are dropped"
             self._failures.add("queue for other ranks", text, self.lost - before)
 
     def wait(self, timeout: float) -> bool:
@@ -370,10 +370,10 @@ class RankMerger:
         if now >= self._stalls_at:
             self._stalls_at = math.inf
             text = (
-                f"rank {self._rank(heard.behind)} has not ended step {step.step}, which others ended "
+                f"rank {self._rank(heard.behind)} has not ended step {step.step}, which other ranks ended "
                 f"{self._ranks.timeout:g} s ago"
             )
-            self._failures.add("slow rank", text + ": steps are delivered when it has ended them")
+            self._failures.add("slow rank", text + ": no further step is delivered until it does")
 
     def _difference(self, mine: Sequence[StepRecord]) -> RankError:
         """Return the error for ranks in different steps. All ranks call this, as all see the same numbers."""

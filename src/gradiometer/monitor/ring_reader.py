@@ -162,8 +162,8 @@ class RingReader:
         return not self._flights
 
     def give_up(self) -> None:
-        """Stop waiting for a device that does not answer."""
-        self._surrender("the device does not answer: the last steps have no tensors")
+        """Stop waiting for a device that does not respond."""
+        self._surrender("the device does not respond: the last steps have no tensors")
 
     def rewind(self, step: int) -> None:
         """Continue at another step; all recorded steps must have been delivered."""

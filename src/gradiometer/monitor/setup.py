@@ -96,7 +96,7 @@ def prepare_ranks(ranks: Ranks | bool, model: Any) -> Ranks | None:  # noqa: FBT
 
     Raises:
         TypeError: if ``ranks`` is neither a bool nor a `Ranks`.
-        RankError: if other ranks do not answer, or have another model.
+        RankError: if other ranks do not respond, or have another model.
     """
     if isinstance(ranks, Ranks):
         return ranks

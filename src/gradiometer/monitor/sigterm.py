@@ -21,16 +21,16 @@ class _Subscriber(Protocol):
 
 
 _subscribers: list[weakref.ref[_Subscriber]] = []
-# the handler that is installed here, which holds the previous one
+# the handler that we installed; its argument is the previous one
 _handler: Any = None
-# whether the process is already ending, so that SIGTERM need not end it
+# whether the process is already ending, so that SIGTERM does not raise SystemExit
 _is_ending = False
 
 
 def subscribe(subscriber: _Subscriber) -> None:
     """Call ``subscriber.note_signal`` on SIGTERM, until `unsubscribe`. Only the main thread can subscribe.
 
-    Then the previous handler is called; if it returns, training goes on. Without a previous handler,
+    Afterwards the previous handler is called; if it returns, training continues. Without a previous handler,
     SystemExit is raised with code 143, so that ``with`` blocks and ``finally`` clauses run, as after Ctrl-C.
     A process that ignores SIGTERM still ignores it.
     """
@@ -84,7 +84,7 @@ def _on_sigterm(previous: Any, number: int, frame: FrameType | None) -> None:
 
 
 def _after_fork() -> None:
-    # a data loader's worker does not train
+    # a forked process, such as a DataLoader worker, does not train
     _subscribers.clear()
     _put_back()
 

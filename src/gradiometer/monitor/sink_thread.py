@@ -22,7 +22,7 @@ _TICK = 1.0
 
 
 class Calls(NamedTuple):
-    """The functions that a thread calls: the methods of a sink, or the dispatcher's own."""
+    """The functions that a thread calls: the methods of a sink or of the dispatcher."""
 
     start: Callable[[RunInfo], object]
     write: Callable[[Sequence[StepRecord], Sequence[Finding]], object]
@@ -39,14 +39,14 @@ class Calls(NamedTuple):
 class SinkThread:
     """Calls the methods of one sink on a thread of its own, one at a time and in order.
 
-    Producers never block. A full queue drops its oldest steps, whose findings are passed with the next step;
-    faults are kept. An error in the sink is counted, and the thread goes on.
+    Producers never block. A full queue drops its oldest steps; their findings are passed with the next step.
+    Faults are never dropped. An error in the sink is counted, and the thread continues.
 
     Args:
-        name: its name in failures.
+        name: the name under which failures are counted.
         calls: the functions to call.
-        limit: steps that may wait.
-        failures: counts errors, and dropped steps.
+        limit: the maximum number of steps in the queue.
+        failures: counts errors and dropped steps.
 
     Attributes:
         dropped: the number of dropped steps.
@@ -71,11 +71,11 @@ class SinkThread:
     def __init__(self, name: str, calls: Calls, limit: int, failures: Failures) -> None:
         self.dropped = 0
         self._name, self._calls, self._limit, self._failures = name, calls, limit, failures
-        # in order: a number, and a step with its findings or a fault with None
+        # in order: (number, step, its findings), or (number, fault, None)
         self._items: deque[tuple[int, Any, Sequence[Finding] | None]] = deque()
         self._steps = 0  # the number of steps in the items
         self._homeless: dict[tuple[Any, ...], Finding] = {}  # findings of dropped steps
-        self._given = self._done = 0  # the numbers of the last item added, and of the last one done
+        self._given = self._done = 0  # numbers of the last item added and the last one finished
         self._finishing = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -88,12 +88,12 @@ class SinkThread:
         self._thread = threading.Thread(target=self._run, args=(info,), name=name, daemon=True)
         try:
             self._thread.start()
-        except Exception as error:  # noqa: BLE001 the thread cannot start; the others go on
+        except Exception as error:  # noqa: BLE001 the thread cannot start; the other sinks continue
             self._failures.add(self._name, error)
             self._end()
 
     def put(self, steps: Iterable[tuple[StepRecord, Sequence[Finding]]]) -> None:
-        """Add steps, in order, each with the findings that are new or have changed with it."""
+        """Add steps, in order, each with the findings that it created or changed."""
         with self._changed:
             if self._ended.is_set():
                 return
@@ -105,9 +105,8 @@ class SinkThread:
                 self._drop()
             self._changed.notify_all()
         if excess > 0:
-            text = (
-                f"{self._name} cannot keep up: more than {self._limit} steps wait, so the oldest are dropped"
-            )
+            text = f"{self._name} cannot keep up: more than {self._limit} steps are waiting, "
+            text += "so the oldest are dropped"
             self._failures.add(f"queue of {self._name}", text, excess)
 
     def put_fault(self, fault: Any) -> None:
@@ -118,7 +117,7 @@ class SinkThread:
                 self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything added so far has been written or dropped; return whether it has."""
+        """Wait until all items added so far are written or dropped; return False on a timeout."""
         with self._changed:
             goal = self._given
             return self._changed.wait_for(lambda: self._done >= goal or self._ended.is_set(), timeout)
@@ -130,7 +129,7 @@ class SinkThread:
             self._changed.notify_all()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the thread has ended; return whether it has, or was never started."""
+        """Wait until the thread has ended; return False on a timeout."""
         return self._thread is None or self._ended.wait(timeout)
 
     @property
@@ -165,7 +164,7 @@ class SinkThread:
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._finishing, _TICK)
             items = self._items
-            # small batches, so that a full queue soon has room
+            # small batches, so that a full queue has room again soon
             while items and (found := items[0][2]) is not None and len(records) < _BATCH:
                 records.append(items.popleft()[1])
                 findings |= _by_key(found)
@@ -181,7 +180,7 @@ class SinkThread:
         elif fault:
             self._guard(self._calls.fault, *fault)
         elif self._calls.tick is not None:
-            # a sink that writes by the clock must not wait for a step that hangs
+            # lets a sink that writes at fixed intervals do so even while a step hangs
             self._guard(self._calls.tick)
         with self._changed:
             self._done = self._items[0][0] - 1 if self._items else self._given
@@ -197,7 +196,7 @@ class SinkThread:
     def _guard(self, call: Callable[..., Any], *args: Any) -> bool:
         try:
             call(*args)
-        except BaseException as error:  # noqa: BLE001 the thread goes on, whatever a sink does
+        except BaseException as error:  # noqa: BLE001 the thread continues, whatever a sink raises
             self._failures.add(self._name, error)
             return False
         return True

@@ -28,7 +28,7 @@ def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def guards_tell() -> bool:
-    """Tell whether torch has tensor guards that currently detect every relevant difference.
+    """Return whether torch has tensor guards that currently detect every relevant difference.
 
     Inside the handler of a dispatch mode they miss lazy conjugation and negation.
     """

@@ -65,7 +65,7 @@ _KERNEL_DEVICES: Final = {"cuda", "xpu"}
 
 
 def uses_kernels(device: torch.device) -> bool:
-    """Tell whether the Triton kernels measure tensors on this device."""
+    """Return whether the Triton kernels measure tensors on this device."""
     return _HAS_TRITON and (device.type in _KERNEL_DEVICES or (INTERPRETED and device.type == "cpu"))
 
 

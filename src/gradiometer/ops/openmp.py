@@ -1,8 +1,8 @@
 """Threads that each run whole operators, so that they do not wait for one another.
 
-PyTorch spreads an operator on 32,768 elements or more over OpenMP threads, which synchronize at its end. On a
-busy machine they wait until an interrupted thread is scheduled again, which takes milliseconds. A thread here
-sets its own number of OpenMP threads to 1; the setting of every other thread stays as it is.
+PyTorch splits an operator on 32,768 elements or more across OpenMP threads, which synchronize at its end. On
+a busy machine they wait until a preempted thread is scheduled again, which takes milliseconds. Each thread
+here sets its own number of OpenMP threads to 1; other threads keep their setting.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _setter() -> Callable[[int], Any] | None:
     except (AttributeError, OSError, TypeError):
         return None
     set_threads.argtypes, set_threads.restype = [ctypes.c_int], None
-    # check the effect: this may be another OpenMP runtime than PyTorch's
+    # check the effect: this OpenMP runtime may not be the one that PyTorch uses
     other = 1 if before > 1 else 2
     set_threads(other)
     found = torch.get_num_threads() == other
@@ -42,7 +42,7 @@ def _setter() -> Callable[[int], Any] | None:
 
 
 def can_run_alone() -> bool:
-    """Tell whether `one_thread` has an effect here."""
+    """Return whether `one_thread` has an effect here."""
     return _setter() is not None
 
 
@@ -98,7 +98,7 @@ def map_on_threads(
         try:
             helper.start()
         except RuntimeError:
-            # no more threads can start, for example at interpreter shutdown: the others do the work
+            # no more threads can start, for example at interpreter shutdown: the started ones do the work
             break
         started.append(helper)
     run()

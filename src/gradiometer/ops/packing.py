@@ -316,6 +316,6 @@ def _upload(host: Tensor, device: torch.device) -> Tensor:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Tell whether work queued on this device now becomes part of a CUDA graph."""
+    """Return whether work queued on this device now becomes part of a CUDA graph."""
     # a fake tensor's device may not exist
     return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

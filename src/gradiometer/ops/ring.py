@@ -28,7 +28,7 @@ _NUMEL: Final = COLUMN_INDEX["numel"]
 
 
 def is_due(cursor: Tensor) -> bool:
-    """Tell whether the current step is due. Reads the cursor, which is on the CPU."""
+    """Return whether the current step is due. Reads the cursor, which is on the CPU."""
     step, _, every, *_ = cursor.tolist()
     return bool(step % every == 0)
 

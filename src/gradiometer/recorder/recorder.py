@@ -179,8 +179,8 @@ class Recorder(Float64Module):
             msg = f"Recorder(skip_above={skip_above!r}): skip_above must be a non-negative number"
             raise ValueError(msg)
         if self._gated and (skip_nonfinite or (skip_above is not None and skip_above < math.inf)):
-            msg = "Recorder: it was created to skip nothing, so it reads only the steps that it records; "
-            msg += "create it with skip_nonfinite=True"
+            msg = "Recorder: it was created without a skip condition, so it reads gradients only in the "
+            msg += "steps that it records; create it with skip_nonfinite=True"
             raise ValueError(msg)
         if self._verdict is not None and skip_above is not None and skip_above < math.inf:
             # from now on, one op's decision by this rank's norm is not enough
@@ -350,7 +350,7 @@ def _of_this_rank(stats: TensorStats) -> TensorStats:
 
 
 def _is_ordinary(tensor: Tensor, ring: Tensor) -> bool:
-    """Tell whether the op accepts the tensor as it is."""
+    """Return whether the op accepts the tensor as it is."""
     kind = type(tensor)
     return (
         (kind is Tensor or kind is nn.Parameter)
@@ -360,7 +360,7 @@ def _is_ordinary(tensor: Tensor, ring: Tensor) -> bool:
 
 
 def _is_scale(inv_scale: Tensor | float, ring: Tensor) -> bool:
-    """Tell whether the op accepts the scale as it is."""
+    """Return whether the op accepts the scale as it is."""
     return (
         isinstance(inv_scale, Tensor)
         and inv_scale.numel() == 1

@@ -42,7 +42,7 @@ class SkipConsensus(Float64Module):
         known = set(ranks.local_names)
         unknown = [name for name in names if name not in known]
         if unknown:
-            msg = f"Recorder: {unknown[0]!r} is not among the tensors that the ranks agreed on; "
+            msg = f"Recorder: {unknown[0]!r} is not among the tensors that gm.Ranks was created with; "
             msg += "create gm.Ranks from the same model"
             raise ValueError(msg)
         counted = torch.tensor([name in ranks.counted for name in names], dtype=torch.float64, device=home)

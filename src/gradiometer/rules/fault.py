@@ -20,7 +20,7 @@ class Fault:
 
     Attributes:
         reason: ``"exception"``, ``"interrupt"``, ``"SIGTERM"``, ``"non-finite loss"`` or ``"exit"``; or
-            ``"other rank"`` if another rank ended for such a reason, or does not answer.
+            ``"other rank"`` if another rank ended for such a reason, or does not respond.
         message: of the exception; empty without one.
         step: the current step.
         first_nonfinite: such as ``"step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M"``; None if all

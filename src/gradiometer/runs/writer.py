@@ -112,7 +112,7 @@ class RunRecord:
             for table in ("steps", "tensors"):
                 (self.path / table).mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            msg = f"{error.filename} cannot be a folder, because a file has its name or that of a parent: "
+            msg = f"{error.filename} cannot be created, because it or one of its parents is a file: "
             msg += "pass another run_dir"
             raise RunError(msg) from None
         # unlock when this object is collected without close(); not at exit, where close() may still come

@@ -32,7 +32,7 @@ class MLflow:
     """Logs metrics to an MLflow run: the active run, or a new one.
 
     Metrics are sent in requests of up to 1000: when 1000 are waiting, when ``seconds`` have passed since the
-    last request, at a fault, and at the end. Characters that MLflow refuses in a name become ``_``. SQL
+    last request, at a fault, and at the end. Characters that MLflow rejects in a name become ``_``. SQL
     stores keep an infinity as the largest double. Findings and a fault are stored in the tags
     ``gradiometer.findings`` and ``gradiometer.fault``.
 
@@ -135,7 +135,7 @@ class MLflow:
 def legal(key: str) -> str:
     """Return a name that MLflow accepts; different keys get different names."""
     name = re.sub(r"[^\w\-. :/]", "_", key)
-    # MLflow refuses names that are not normalized paths
+    # MLflow rejects names that are not normalized paths
     name = posixpath.normpath(name).lstrip("/")
     while name.startswith(".."):
         name = "__" + name[2:]

@@ -32,7 +32,7 @@ class WeightsAndBiases:
     Findings are listed in the run's summary.
 
     Each step is a row of the run's history and increments its internal step, like every ``wandb.log``. If
-    your code calls ``wandb.log(..., step=n)``, wandb would refuse some of its rows; see ``commit``.
+    your code calls ``wandb.log(..., step=n)``, wandb would reject some of its rows; see ``commit``.
 
     Args:
         project: the project for a new run, if none is active; `close` finishes that run.

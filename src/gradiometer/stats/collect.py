@@ -52,7 +52,7 @@ def collect_grads(
 
     Raises:
         TypeError: for a gradient that cannot be measured; the message names it.
-        RankError: with ``reduce``, if the ranks disagree or one does not answer.
+        RankError: with ``reduce``, if the ranks disagree or one does not respond.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)

@@ -50,7 +50,7 @@ class Pending(Generic[T]):
         return f"<Pending: {'ready' if self.ready() else 'in progress'}>"
 
     def ready(self) -> bool:
-        """Tell whether `result` would return at once. Never waits."""
+        """Return whether `result` would return at once. Never waits."""
         return self._event is None or self._event.query()
 
     def result(self) -> T:

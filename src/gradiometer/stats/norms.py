@@ -109,7 +109,7 @@ def _as_torch_says(total: Tensor, norm: Tensor, order: float) -> Tensor:
 
 
 def _any_complex(named: Named, ranks: Ranks | None) -> bool:
-    """Tell whether any tensor is complex, on any of the ranks if they are given."""
+    """Return whether any tensor is complex, on any of the ranks if they are given."""
     if ranks is None:
         return any([x.is_complex() for x in named.tensors])
     return any([spec.dtype.startswith("complex") for spec in ranks.plan.specs])

@@ -121,7 +121,7 @@ class Report(HostValues):
             raise KeyError(msg) from None
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether a tensor of this name was measured."""
+        """Return whether a tensor of this name was measured."""
         return name in self.names
 
     def __iter__(self) -> Iterator[TensorReport]:

@@ -199,7 +199,7 @@ class TensorStats(DeviceValues):
             device, the first of their model that is not the CPU.
 
         Raises:
-            RankError: if the ranks disagree, or one does not answer.
+            RankError: if the ranks disagree, or one does not respond.
             RuntimeError: in a compiled function without ``ranks``.
             ValueError: for groups of this rank's shards, since groups have to be made after `reduce`; for
                 shards from a compiled function without ``ranks``; for a name that the ranks have not agreed

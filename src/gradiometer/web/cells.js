@@ -1,4 +1,4 @@
-// Matrices of codes, which stay compressed until they are shown, and the image of one.
+// Decodes the matrices of codes when they are first shown, and draws one of them as an image.
 
 const decoded = new Map();
 function matrix(kind, statistic) {
@@ -42,7 +42,7 @@ function valueOf({ low, high, linear }, code) {
 }
 const cellValue = (m, row, c) => valueOf(m, m.codes[row * C + c]);
 
-// The range of colours: all values except the lowest and highest 0.5 %, and at least one decade.
+// The range of the colour scale: all values except the lowest and highest 0.5 %, and at least one decade.
 function span(m) {
   if (m.span) return m.span;
   if (m.linear) return (m.span = [0, 1]);

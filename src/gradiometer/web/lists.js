@@ -1,4 +1,4 @@
-// Findings, and the table of tensors.
+// The list of findings, and the table of tensors.
 
 function drawFindings() {
   const items = page.findings.map((finding, k) => element("li", {},
@@ -17,7 +17,7 @@ const TABLE = [
   ["abs_max", "abs max", (r) => number(r.abs_max)], ["zero_fraction", "zero %", (r) => percent(r.zero_fraction)],
   ["at", "largest at", (r) => (r.at === null ? "–" : whole(r.at))], ["broken", "non-finite steps", (r) => whole(r.broken)], ["score", "flags", (r) => r.flags],
 ];
-// Worst first: not finite, exploding, dead or vanishing, the rest; then by norm.
+// Worst first: NaN or Inf, then exploding, then dead or vanishing, then the rest; within each, by norm.
 const scoreOf = (words) => (words.NaN || words.Inf ? 3 : words.exploding ? 2 : words.dead || words.vanishing ? 1 : 0);
 function runRows() {
   const all = page.summary[state.kind];
@@ -48,7 +48,7 @@ async function drawTable() {
   const mine = ++tables;
   const at = state.scope === "step" ? state.cell : null, { key, down } = state.sort;
   const rows = at ? await stepRows(at.c) : runRows();
-  if (mine !== tables) return; // another one was requested meanwhile
+  if (mine !== tables) return; // a newer call is drawing the table
   const byKey = (a, b) => (key === "name" ? a.row - b.row : rank(a[key]) - rank(b[key]) || rank(a.broken) - rank(b.broken) || rank(a.norm) - rank(b.norm) || 0);
   rows.sort((a, b) => (down ? byKey(b, a) : byKey(a, b)));
   const fields = TABLE.filter(([id]) => !at || (id !== "at" && id !== "broken"));
@@ -64,7 +64,7 @@ async function drawTable() {
     state.scope, (scope) => set({ scope }), state.cell === null ? ["step"] : []);
   $("table-note").textContent = rows.length === 0 ? "No tensor name matches the search." :
     at ? `${plural(rows.length, "tensor")}, with the values that the map shows for ${page.binned > 1 ? "these steps" : "this step"}.` :
-    `${plural(rows.length, "tensor")}; each number is the largest finite value of the run; flags show the number of steps that have them.`;
+    `${plural(rows.length, "tensor")}; each number is the largest finite value in the run; “× n” after a flag means that it was set in n steps.`;
   $("table-more").hidden = kept.length === rows.length;
   $("table-more").textContent = `Show all ${whole(rows.length)}`;
 }

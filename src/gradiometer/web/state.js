@@ -1,6 +1,6 @@
-// The data of the page, the current selection, and the formatting of both.
+// The data of the page, the current selection, and functions that format values.
 //
-// The scripts of this folder are written into the page one after the other, in one function. All data of the
+// The scripts in this folder are concatenated into the body of one function in the page. All data of the
 // run is inserted as text (textContent, canvas text). Labels for plotly, which interprets some HTML,
 // pass through `plain`.
 
@@ -15,7 +15,7 @@ const SEVERITIES = {
   warning: { mark: "▲", symbol: "triangle-up" },
   info: { mark: "●", symbol: "circle" },
 };
-// codes of a cell: 0 is not measured, ZERO is exactly 0, SMALLEST to LARGEST are values
+// codes of a cell: 0 means not measured, ZERO means exactly 0, SMALLEST to LARGEST are values
 const [ZERO, SMALLEST, LARGEST, INF, NAN] = [1, 2, 65533, 65534, 65535];
 const VIRIDIS = ["#440154", "#482475", "#414487", "#355f8d", "#2a788e", "#21918c", "#22a884", "#44bf70", "#7ad151", "#bddf26", "#fde725"];
 
