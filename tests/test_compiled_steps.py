@@ -800,7 +800,7 @@ class Case:
 
     ``acts``: the telemetry changes the gradients, so that the weights differ from a step without telemetry.
     ``replayed``: the eager call to compare with runs the backward pass too. ``whole``: the whole step is
-    compiled, not functions inside it.
+    compiled, not functions inside it. ``deep``: only for the deep profile, since other cases are much alike.
     """
 
     name: str
@@ -813,6 +813,7 @@ class Case:
     acts: bool = False
     replayed: bool = False
     whole: bool = True
+    deep: bool = False
 
 
 INDUCTOR = {"backend": "inductor"}
@@ -822,52 +823,58 @@ CASES = (
     # where gradients are cleared
     Case("cleared first"),
     Case("cleared last", cleared_last),
-    Case("cleared first and last", cleared_twice),
-    Case("cleared between loss and backward", cleared_before_loss),
+    Case("cleared first and last", cleared_twice, deep=True),
+    Case("cleared between loss and backward", cleared_before_loss, deep=True),
     Case("cleared by model.zero_grad()", cleared_by_module),
     Case("cleared in place, first", zeroed_first, model=with_zero_grads),
     Case("cleared in place, last", zeroed_last, model=with_zero_grads),
     Case("cleared outside", cleared_outside, whole=False),
-    Case("cleared outside, in place", part(cleared_outside, set_to_none=False), whole=False),
+    Case("cleared outside, in place", part(cleared_outside, set_to_none=False), whole=False, deep=True),
     Case("cleared in another compiled function", cleared_elsewhere, whole=False),
     Case("backward outside", measured_after, whole=False),
     # how the result is used
     Case("returned alone", alone, whole=False),
     Case("returned nested", tell=asked(nested)),
-    Case("returned twice", tell=asked(twice)),
+    Case("returned twice", tell=asked(twice), deep=True),
     Case("returned beside None", tell=asked(beside_none)),
-    Case("returned beside None, cleared last", cleared_last, tell=asked(beside_none)),
+    Case("returned beside None, cleared last", cleared_last, tell=asked(beside_none), deep=True),
     Case("returned in a named tuple", cleared_last, tell=asked(named_tuple)),
     Case("kept on a module", part(kept, on="module"), whole=False),
-    Case("kept in a list", part(kept, on="list"), whole=False),
-    Case("kept in a dict", part(kept, on="dict"), whole=False),
+    Case("kept in a list", part(kept, on="list"), whole=False, deep=True),
+    Case("kept in a dict", part(kept, on="dict"), whole=False, deep=True),
     # how much is collected
-    Case("several collections", tell=asked(several)),
+    Case("several collections", tell=asked(several), deep=True),
     Case("parameters as pairs, a list, tensors", tell=asked(pairs)),
     Case("no rows", tell=lambda _: lambda: (gm.collect([]), gm.collect([]).group({"all": "."}))),
     Case("collected between two backwards", between),
-    Case("weights before and after", around_update, asked(gm.collect_weights)),
-    Case("two models", of_two, tell=asked(both_models), model=lambda: models({"a": small(), "b": small()})),
+    Case("weights before and after", around_update, asked(gm.collect_weights), deep=True),
+    Case(
+        "two models",
+        of_two,
+        tell=asked(both_models),
+        model=lambda: models({"a": small(), "b": small()}),
+        deep=True,
+    ),
     Case(
         "two models, one without gradients",
         of_one_of_two,
         tell=asked(both_models),
         model=lambda: models({"a": small(), "b": small()}),
     ),
-    Case("accumulated in the graph", accumulated),
+    Case("accumulated in the graph", accumulated, deep=True),
     Case("grad_and_value", part(functional, how="grad_and_value")),
-    Case("autograd.grad", part(functional, how="autograd.grad")),
+    Case("autograd.grad", part(functional, how="autograd.grad"), deep=True),
     Case("collected in autograd.Function.backward", tell=asked(watched), model=Watched, replayed=True),
     # parameters
-    Case("frozen parameters", model=frozen),
+    Case("frozen parameters", model=frozen, deep=True),
     Case("tied parameters", model=Tied),
     Case("parameters without gradients", cleared_last, model=Partly),
-    Case("parameters without gradients, cleared first", model=Partly),
+    Case("parameters without gradients, cleared first", model=Partly, deep=True),
     Case("adapter", model=Adapter),
     Case("complex parameters", model=Complex),
     Case("embedding", tokens_of, model=lambda: nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))),
-    Case("float64", model=lambda: small().double(), batch=part(batch, dtype=torch.float64)),
-    Case("bfloat16", model=lambda: small().bfloat16(), batch=part(batch, dtype=torch.bfloat16)),
+    Case("float64", model=lambda: small().double(), batch=part(batch, dtype=torch.float64), deep=True),
+    Case("bfloat16", model=lambda: small().bfloat16(), batch=part(batch, dtype=torch.bfloat16), deep=True),
     Case(
         "bfloat16, clipped",
         tell=asked(clip),
@@ -875,51 +882,51 @@ CASES = (
         batch=part(batch, dtype=torch.bfloat16),
         acts=True,
     ),
-    Case("weight_norm", model=lambda: parametrizations.weight_norm(nn.Linear(4, 3))),
+    Case("weight_norm", model=lambda: parametrizations.weight_norm(nn.Linear(4, 3)), deep=True),
     Case("spectral_norm", model=lambda: parametrizations.spectral_norm(nn.Linear(4, 3))),
-    Case("orthogonal", model=lambda: parametrizations.orthogonal(nn.Linear(4, 3))),
+    Case("orthogonal", model=lambda: parametrizations.orthogonal(nn.Linear(4, 3)), deep=True),
     Case("convolution and batch norm, channels last", model=Convolution),
     Case("attention", model=Attention),
-    Case("GRUCell", model=lambda: Unrolled(nn.GRUCell)),
+    Case("GRUCell", model=lambda: Unrolled(nn.GRUCell), deep=True),
     Case("LSTMCell", model=lambda: Unrolled(nn.LSTMCell)),
     Case("GRU, allow_rnn", model=lambda: Recurrent(nn.GRU), config={"allow_rnn": True}),
-    Case("transformers GPT-2", model=gpt2),
+    Case("transformers GPT-2", model=gpt2, deep=True),
     Case("transformers Llama", model=llama),
     Case("a compiled part", model=sub_compiled),
     # modes of torch
     Case("autocast", under_autocast),
-    Case("autocast around the collection", under_autocast_whole),
+    Case("autocast around the collection", under_autocast_whole, deep=True),
     Case("activation checkpointing", model=lambda: Checkpointed(use_reentrant=False)),
-    Case("activation checkpointing, reentrant", model=lambda: Checkpointed(use_reentrant=True)),
-    Case("dynamic=True", batch=sized, options={"dynamic": True}),
-    Case("mark_dynamic", batch=marked),
+    Case("activation checkpointing, reentrant", model=lambda: Checkpointed(use_reentrant=True), deep=True),
+    Case("dynamic=True", batch=sized, options={"dynamic": True}, deep=True),
+    Case("mark_dynamic", batch=marked, deep=True),
     Case("sizes that change", batch=sized),
     Case("after someone else's poisoned compile", part(poisoned, reset=False), model=with_zero_grads),
-    Case("after that and dynamo.reset()", part(poisoned, reset=True), model=with_zero_grads),
+    Case("after that and dynamo.reset()", part(poisoned, reset=True), model=with_zero_grads, deep=True),
     # other work in the graph
     Case("every value", tell=asked(every_value)),
     Case("NaN and Inf", tell=asked(not_finite)),
-    Case("inv_scale", tell=asked(scaled)),
+    Case("inv_scale", tell=asked(scaled), deep=True),
     Case("thresholds", tell=asked(thresholds)),
-    Case("merge", tell=asked(merged)),
+    Case("merge", tell=asked(merged), deep=True),
     Case("group", tell=asked(grouped)),
     Case("by_module", tell=asked(by_module)),
     Case("group_ratio", tell=asked(ratio)),
-    Case("clip_coefficient", tell=asked(coefficient)),
-    Case("clip_grad_norm_", tell=asked(clip), acts=True),
+    Case("clip_coefficient", tell=asked(coefficient), deep=True),
+    Case("clip_grad_norm_", tell=asked(clip), acts=True, deep=True),
     Case("clip_grad_norm_ of order 3", tell=asked(clip_of_order), acts=True),
     Case("collect_and_clip_", tell=asked(collect_and_clip), acts=True),
     Case("EMA", tell=smoothed),
     Case("Recorder", tell=recorded),
-    Case("Recorder of stats", tell=recorded_stats),
+    Case("Recorder of stats", tell=recorded_stats, deep=True),
     Case("Monitor", tell=monitored),
     Case("a decision on found_inf", decided),
     # Inductor
     Case("Inductor, cleared first", options=INDUCTOR),
     Case("Inductor, returned nested", cleared_last, tell=asked(nested), options=INDUCTOR),
     Case("Inductor, collect_and_clip_", tell=asked(collect_and_clip), acts=True, options=INDUCTOR),
-    Case("Inductor, groups", tell=asked(by_module), options=INDUCTOR),
-    Case("Inductor, Recorder", tell=recorded, options=INDUCTOR),
+    Case("Inductor, groups", tell=asked(by_module), options=INDUCTOR, deep=True),
+    Case("Inductor, Recorder", tell=recorded, options=INDUCTOR, deep=True),
     Case("Inductor, dynamic=True", batch=sized, options={"dynamic": True, **INDUCTOR}),
     Case("Inductor, reduce-overhead", options={"mode": "reduce-overhead", **INDUCTOR}),
 )
@@ -984,7 +991,13 @@ def weights_without_telemetry(case: Case) -> list[Mapping[str, Tensor]]:
     return _BARE[key]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name.replace(" ", "-"), marks=(pytest.mark.deep,) if case.deep else ())
+        for case in CASES
+    ],
+)
 def test_a_compiled_step(case, monkeypatch, record_property):
     if case.options.get("backend") == "inductor" and not _HAS_COMPILER:
         pytest.skip("Inductor needs a C++ compiler for CPU code, but none was found")
@@ -1226,6 +1239,8 @@ def test_a_program_is_exported(strict, record_property):
     record_property("compiled step", (f"torch.export, {'' if strict else 'not '}strict", "export", ""))
 
 
+# half a minute of C++; the export is tested above
+@pytest.mark.deep
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
 def test_a_program_is_compiled_ahead_of_time(tmp_path, record_property):
@@ -1289,7 +1304,7 @@ def graph_nodes(function: Callable[[], Any]) -> int:
     return found
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [pytest.param(True, marks=pytest.mark.deep), False])
 def test_a_graph_has_few_nodes_a_tensor(bias):
     """Compile time grows with the number of nodes; ``kernels_bench.compile_time`` measures it."""
     model = nn.Sequential(*[nn.Linear(3, 3, bias=bias or i % 2 > 0) for i in range(20)])

@@ -408,7 +408,7 @@ def test_without_another_package_one_line_says_so(call, run, monkeypatch, packag
     [
         ("show {big} --top 0 --json", "head -c 20"),  # more than a pipe holds
         ("diff {run} {run}", "true"),
-        ("--help", "true"),
+        pytest.param("--help", "true", marks=pytest.mark.deep),
         ("--version", "true"),
     ],
 )

@@ -1111,7 +1111,9 @@ CLIPS = {
     [
         ("aot_eager", "collect_and_clip_", True),
         *(
-            pytest.param("aot_eager", clip, as_tensor, marks=pytest.mark.once)
+            pytest.param(
+                "aot_eager", clip, as_tensor, marks=pytest.mark.once if as_tensor else pytest.mark.deep
+            )
             for clip, as_tensor in product(CLIPS, [False, True])
             if (clip, as_tensor) != ("collect_and_clip_", True)
         ),
@@ -1144,7 +1146,7 @@ def test_a_compiled_step_clips_as_an_eager_one(backend, clip, as_tensor):
 @pytest.mark.usefixtures("_dynamo")
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64], ids=str)
 @pytest.mark.parametrize(
-    "max_norm", [pytest.param(0.5, marks=pytest.mark.once), 1e-42, pytest.param(INF, marks=pytest.mark.once)]
+    "max_norm", [pytest.param(0.5, marks=pytest.mark.deep), 1e-42, pytest.param(INF, marks=pytest.mark.deep)]
 )
 def test_compiled_or_not_it_leaves_the_same_bits(dtype, max_norm):
     def clip(parameters, bound):

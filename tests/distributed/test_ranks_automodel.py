@@ -257,7 +257,12 @@ def norm_of(tensors, order):
 
 @pytest.mark.parametrize(
     ("case", "size"),
-    [(case, size) for case in (*CASES, *TOLD) for size in (2, 4) if case not in SQUARE or size == 4],
+    [
+        pytest.param(case, size, marks=(pytest.mark.deep,) if size == 4 and case not in SQUARE else ())
+        for case in (*CASES, *TOLD)
+        for size in (2, 4)
+        if case not in SQUARE or size == 4
+    ],
 )
 def test_every_rank_has_the_norm_of_the_whole_gradients_and_clips_by_it(request, case, size):
     pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])

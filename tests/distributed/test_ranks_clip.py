@@ -181,8 +181,18 @@ def alone_clipped(kind, dtype, order):
 @pytest.mark.parametrize(
     ("kind", "size", "dtype"),
     [
-        *[(kind, size, torch.float64) for kind, size in CASES if kind != "plain"],
-        *[(kind, size, torch.float64) for kind in EXPERTS for size in (2, 4)],
+        *[
+            pytest.param(
+                kind,
+                size,
+                torch.float64,
+                marks=(pytest.mark.deep,) if size == 2 and (kind, 4) in CASES else (),
+            )
+            for kind, size in CASES
+            if kind != "plain"
+        ],
+        *[pytest.param(kind, 2, torch.float64, marks=pytest.mark.deep) for kind in EXPERTS],
+        *[(kind, 4, torch.float64) for kind in EXPERTS],
         ("FSDP2 x TP", 4, torch.float32),
     ],
     ids=str,
@@ -522,7 +532,8 @@ def clip_compiled(rank, size, kind, backend):
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("EP", "aot_eager"), ("pipeline", "aot_eager"), ("EP", "inductor")]
+    ("kind", "backend"),
+    [("EP", "aot_eager"), ("pipeline", "aot_eager"), pytest.param("EP", "inductor", marks=pytest.mark.deep)],
 )
 def test_in_a_compiled_function_ranks_clip_the_same(two_ranks, kind, backend):
     for same, off, norm in two_ranks.run(clip_compiled, 2, kind, backend):

@@ -140,7 +140,10 @@ def check_after_backward(pool, kind, backend):
         assert backend != "kept" or calls == ["all_reduce.default"] * (3 + KINDS[kind][2])
 
 
-@pytest.mark.parametrize(("kind", "size"), WAYS)
+# a graph takes seconds on each rank
+@pytest.mark.parametrize(
+    ("kind", "size"), [WAYS[0], *[pytest.param(*way, marks=pytest.mark.deep) for way in WAYS[1:3]], WAYS[3]]
+)
 def test_after_a_backward_outside_all_is_one_graph(request, kind, size):
     check_after_backward(request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size]), kind, "kept")
 
@@ -180,7 +183,9 @@ def records_alone(rank, size, kind):
     return collectives(kept), ops
 
 
-@pytest.mark.parametrize(("kind", "size"), WAYS[1:])
+@pytest.mark.parametrize(
+    ("kind", "size"), [WAYS[1], *[pytest.param(*way, marks=pytest.mark.deep) for way in WAYS[2:]]]
+)
 def test_a_recorder_in_a_graph_asks_the_ranks_once(request, kind, size):
     pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
     for calls, ops in pool.run(records_alone, size, kind):
@@ -479,7 +484,12 @@ def page(rank, size, kind, code):
 
 
 @pytest.mark.parametrize(
-    ("kind", "block"), [pytest.param("TP", -2, marks=backward_of_dtensors), ("FSDP2", -1), ("DDP", -1)]
+    ("kind", "block"),
+    [
+        pytest.param("TP", -2, marks=backward_of_dtensors),
+        ("FSDP2", -1),
+        pytest.param("DDP", -1, marks=pytest.mark.deep),
+    ],
 )
 def test_the_page_runs(two_ranks, kind, block):
     code = blocks("docs/how-to/compile.md")[block]

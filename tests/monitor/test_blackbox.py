@@ -435,7 +435,12 @@ sys.exit(4)
     [
         ("1 / 0", 1, "exception | ZeroDivisionError: division by zero | 3"),
         ("os.kill(os.getpid(), signal.SIGTERM)", 143, "SIGTERM |  | 3"),
-        ("sys.exit(4)", 4, "exit | the process ended before the monitor was closed | 3"),
+        pytest.param(
+            "sys.exit(4)",
+            4,
+            "exit | the process ended before the monitor was closed | 3",
+            marks=pytest.mark.deep,
+        ),
         # torchrun ends all ranks like this after one has failed
         (TERMINATED_AT_EXIT, 4, "exit | the process ended before the monitor was closed | 3"),
     ],

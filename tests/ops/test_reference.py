@@ -81,6 +81,8 @@ def test_sums_of_doubles_that_overflow_are_infinite_and_raise_nothing():
     assert row["n_nan"] == row["n_posinf"] == row["n_neginf"] == 0
 
 
+# tests/test_cost.py measures the peak of larger tensors
+@pytest.mark.deep
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
 def test_collection_grows_resident_memory_by_at_most_four_mebibytes(tmp_path):
     # in a fresh process: an earlier peak of this one would hide the growth

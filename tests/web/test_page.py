@@ -360,7 +360,9 @@ def test_no_run_and_no_plotly_are_one_clear_line(tmp_path, small, monkeypatch):
         write_page(small)
 
 
-@pytest.mark.parametrize("kinds", [("grads",), ("grads", "weights", "updates")])
+@pytest.mark.parametrize(
+    "kinds", [("grads",), pytest.param(("grads", "weights", "updates"), marks=pytest.mark.deep)]
+)
 def test_noise_of_1000_tensors_stays_below_25_mb(tmp_path_factory, tmp_path, kinds):
     # with more steps than columns, a page has no more cells
     is_shared = kinds == ("grads",)
