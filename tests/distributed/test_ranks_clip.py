@@ -193,7 +193,7 @@ def alone_clipped(kind, dtype, order):
         ],
         *[pytest.param(kind, 2, torch.float64, marks=pytest.mark.deep) for kind in EXPERTS],
         *[(kind, 4, torch.float64) for kind in EXPERTS],
-        ("FSDP2 x TP", 4, torch.float32),
+        pytest.param("FSDP2 x TP", 4, torch.float32, marks=pytest.mark.deep),
     ],
     ids=str,
 )

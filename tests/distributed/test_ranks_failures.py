@@ -317,9 +317,9 @@ def die_within(rank, victim):
     ("over_tcp", "victim", "function"),
     [
         (False, 3, die_before),
-        (False, 3, die_between),
-        (False, 0, die_within),
-        (True, 0, die_before),
+        pytest.param(False, 3, die_between, marks=pytest.mark.deep),
+        pytest.param(False, 0, die_within, marks=pytest.mark.deep),
+        pytest.param(True, 0, die_before, marks=pytest.mark.deep),
         (True, 0, die_between),
         (True, 3, die_within),
     ],
@@ -348,7 +348,13 @@ def stop_within(rank, victim):
     return (*found, timed(dist.destroy_process_group)[2])
 
 
-@pytest.mark.parametrize("over_tcp", [False, True], ids=["a file holds the store", "rank 0 holds the store"])
+@pytest.mark.parametrize(
+    "over_tcp",
+    [
+        pytest.param(False, id="a file holds the store", marks=pytest.mark.deep),
+        pytest.param(True, id="rank 0 holds the store"),
+    ],
+)
 def test_a_rank_that_hangs_is_named_within_the_time_out(pool, over_tcp):
     three = pool(3, over_tcp=over_tcp)
     # the rank that hangs returns nothing
