@@ -19,6 +19,8 @@ PARTS = plain interpreted ranks
 RANKS = tests/distributed
 
 export HYPOTHESIS_PROFILE ?= ci
+# pytest rewrites assertions for seconds, once if it may cache the result
+export PYTHONDONTWRITEBYTECODE =
 CORE = $(VENV)/.core-$(TORCH)-$(TRITON)
 DEV = $(VENV)/.dev-$(TORCH)-$(TRITON)
 DOCS = $(VENV)/.docs
@@ -52,7 +54,8 @@ test-matrix: ## run all tests on every supported pair of torch and triton, each 
 run-plain:
 	$(PYTEST) --ignore=$(RANKS)
 
-# one worker per file, so that each file starts its processes once
+# one worker per file, so that each file starts its processes once; many of these tests wait, so at least three
+run-ranks: JOBS := $(if $(filter auto,$(JOBS)),$(shell n=$$(nproc 2>/dev/null); echo $$((n > 3 ? n : 3))),$(JOBS))
 run-ranks:
 	$(PYTEST) --dist loadfile $(RANKS)
 

@@ -25,6 +25,7 @@ from support.compiling import (
     batch,
     every_backend,
     graphs,
+    inductor_if_deep,
     needs_compiler,
     no_recompile,
     small_model,
@@ -100,7 +101,7 @@ def test_a_step_with_its_backward_is_one_graph(backend):
     assert_near(model.parameters(), twin.parameters())
 
 
-@every_backend
+@inductor_if_deep
 def test_a_step_of_functional_gradients_is_one_graph(backend):
     model = small_model()
 
@@ -130,7 +131,7 @@ def test_a_step_of_functional_gradients_is_one_graph(backend):
     assert_near(parameters.values(), expected.values())
 
 
-@every_backend
+@inductor_if_deep
 def test_a_compiled_update_measures_gradients_made_outside(backend):
     model = small_model()
 

@@ -80,7 +80,10 @@ GPU = devices.Device("cuda:0", "H200", "Triton kernels", "1/2", 0.5, 2**37, True
         ({"trace_autograd_ops": False}, "trace_autograd_ops"),
         ({"compiler": None}, "no C++ compiler"),
         ({"interpreted": True}, "TRITON_INTERPRET is set"),
-        ({"devices": [GPU], "versions": {"torch": "2.11.0", "triton": None}}, "without triton, cuda:0"),
+        (
+            {"devices": [GPU], "versions": {"torch": "2.11.0", "triton": None}},
+            "without triton, tensors on cuda:0",
+        ),
         ({"devices": [GPU], "triton": "no driver (0 active)"}, "cuda:0: triton has no driver"),
     ],
     ids=["torch", "flag", "compiler", "interpreter", "triton", "driver"],

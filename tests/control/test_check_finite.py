@@ -460,7 +460,7 @@ Inf without NaN is an overflow: lower the loss scale, if any.""",
         """\
 not finite: 1 of 2 buffers
   buffer  mask  9 -Inf of 9
-Only buffers hold Inf, as attention masks do on purpose: if these are masks, ignore it.""",
+Only buffers contain Inf, as attention masks do on purpose: if these are masks, ignore this.""",
     ),
     "a running mean": (
         EVERY_GRADIENT | {"mean": {1: NAN}, "mask": dict.fromkeys(range(9), 0.0)},

@@ -30,7 +30,7 @@ import gradiometer as gm
 from conftest import INTERPRETED
 from gradiometer import clip_coefficient, clip_grad_norm_, clip_grads_with_norm_, collect_and_clip_, ops
 from gradiometer.ops import packing
-from support.compiling import every_backend, needs_compiler
+from support.compiling import inductor_if_deep, needs_compiler
 from support.fake_device import DEVICES, HostWaitError, Model, device_of, watch
 from support.gradients import assert_unchanged, bits, grads_of, real, with_grads
 from support.strategies import ALL_DTYPES, COMPLEX, FLOATS, FP8, LAYOUTS, VALUES, recipes
@@ -749,7 +749,7 @@ def test_clipping_by_a_norm_never_waits(device):
 
 
 @pytest.mark.once
-@every_backend
+@inductor_if_deep
 def test_clipping_by_a_norm_is_in_the_graph_of_a_step(backend):
     torch._dynamo.reset()
     counters.clear()
@@ -1118,7 +1118,7 @@ CLIPS = {
             if (clip, as_tensor) != ("collect_and_clip_", True)
         ),
         # Inductor takes long, and generates its own code only for the scaling
-        pytest.param("inductor", "clip_grad_norm_", True, marks=[needs_compiler, pytest.mark.once]),
+        pytest.param("inductor", "clip_grad_norm_", True, marks=[needs_compiler, pytest.mark.deep]),
         pytest.param("inductor", "collect_and_clip_", True, marks=[needs_compiler, pytest.mark.once]),
     ],
 )

@@ -390,7 +390,7 @@ def test_models_that_cannot_be_recorded_are_refused():
         ("aot_eager", True),
         pytest.param("aot_eager", False, marks=pytest.mark.once),
         pytest.param("inductor", True, marks=[needs_compiler, pytest.mark.once]),
-        pytest.param("inductor", False, marks=[needs_compiler, pytest.mark.once]),
+        pytest.param("inductor", False, marks=[needs_compiler, pytest.mark.deep]),
     ],
 )
 def test_a_compiled_step_records_what_it_collects(backend, weights):

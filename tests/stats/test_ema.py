@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gradiometer as gm
 from gradiometer import EMA, Smoothed
-from support.compiling import batch, every_backend, graphs, no_recompile, small_model
+from support.compiling import batch, every_backend, graphs, inductor_if_deep, no_recompile, small_model
 from support.fake_device import DEVICES, device_of, watch
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def test_a_state_of_one_kind_loads_into_the_other():
     assert same(copy.deepcopy(again).value, again.value)
 
 
-@every_backend
+@inductor_if_deep
 def test_without_correction_it_is_updated_inside_a_compiled_step(backend):
     ema, twin = EMA(2, decay=0.9, bias_correction=False), EMA(2, decay=0.9, bias_correction=False)
     compiled = torch.compile(ema, fullgraph=True, backend=backend)
@@ -379,7 +379,7 @@ def test_an_update_never_waits(device):
         assert (seen.to_host, seen.to_device) == ([], [])
 
 
-@every_backend
+@inductor_if_deep
 @pytest.mark.parametrize("shape", [(), (2,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_in_a_compiled_step_it_gives_the_numbers_of_an_eager_one(backend, shape, dtype):

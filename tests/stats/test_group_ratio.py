@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradiometer as gm
-from support.compiling import every_backend, graphs, no_recompile
+from support.compiling import graphs, inductor_if_deep, no_recompile
 from support.fake_device import DEVICES, device_of, watch
 
 GROUPS = {
@@ -197,7 +197,7 @@ def test_of_norms_it_is_on_their_device_without_a_wait(device):
 
 
 @pytest.mark.usefixtures("_dynamo")
-@every_backend
+@inductor_if_deep
 def test_of_norms_it_works_inside_a_compiled_step_and_numbers_may_change(backend):
     def step(x, y, norm):
         return gm.group_ratio(gm.total_norm([x]), norm, n_a=x.numel(), n_b=y.numel())

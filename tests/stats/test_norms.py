@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from support.compiling import every_backend, graphs, no_recompile
+from support.compiling import graphs, inductor_if_deep, no_recompile
 from support.fake_device import DEVICES, device_of, watch
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
@@ -162,7 +162,7 @@ def test_no_order_waits(device):
         assert (seen.to_host, seen.to_device) == ([], [])
 
 
-@every_backend
+@inductor_if_deep
 def test_every_order_is_in_one_graph_of_a_compiled_step(backend):
     orders = (0, 0.5, 1, 2, INF, -1, -INF)
 

@@ -24,6 +24,10 @@ needs_compiler = pytest.mark.skipif(
 )
 inductor = pytest.param("inductor", marks=needs_compiler)
 every_backend = pytest.mark.parametrize("backend", ["aot_eager", inductor])
+# Inductor takes seconds per graph: this is for steps that give it nothing new to generate
+inductor_if_deep = pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.deep])]
+)
 
 
 def no_recompile() -> AbstractContextManager[None]:

@@ -306,8 +306,8 @@ def test_a_click_shows_the_tensors_history_and_the_table_of_that_step(page, smal
     assert page.is_hidden("#history-card")
 
 
-def test_the_table_sorts(opened, small):
-    page = opened(small)
+def test_the_table_sorts(page):
+    first = first_names(page)
     page.click("#table-head th:nth-child(4) button")
     largest = [float(text) for text in page.locator("#table-body td:nth-child(4)").all_inner_texts()]
     assert largest == sorted(largest, reverse=True)
@@ -316,6 +316,9 @@ def test_the_table_sorts(opened, small):
         ::-1
     ]
     assert page.get_attribute("#table-head th:nth-child(4)", "aria-sort") == "ascending"
+    # by its flags, as at first
+    page.click("#table-head th:last-child button")
+    assert first_names(page) == first
 
 
 def test_the_keyboard_does_all(page):
@@ -433,14 +436,25 @@ def test_a_table_that_comes_late_does_not_replace_a_newer_one(opened, small):
 @pytest.mark.parametrize(
     ("write", "says", "charts"),
     [
-        (lambda path: write_run(path, steps=0), "No step is on disk yet", 0),
-        (lambda path: write_run(path, steps=1), "only step 0", 2),
-        (lambda path: write_run(path, tensors=1, steps=30), "1, 4,096 elements", 2),
-        (lambda path: write_run(path, steps=95, every=10), "10 of 95 recorded", 2),
-        (nothing_finite, "NaN \u00d7 20", 2),
-        (without_loss, "No rule reported a finding", 1),
+        pytest.param(lambda path: write_run(path, steps=0), "No step is on disk yet", 0, id="no step"),
+        pytest.param(lambda path: write_run(path, steps=1), "only step 0", 2, id="one step"),
+        pytest.param(
+            lambda path: write_run(path, tensors=1, steps=30),
+            "1, 4,096 elements",
+            2,
+            id="one tensor",
+            marks=pytest.mark.deep,
+        ),
+        pytest.param(
+            lambda path: write_run(path, steps=95, every=10),
+            "10 of 95 recorded",
+            2,
+            id="every tenth",
+            marks=pytest.mark.deep,
+        ),
+        pytest.param(nothing_finite, "NaN \u00d7 20", 2, id="nothing finite"),
+        pytest.param(without_loss, "No rule reported a finding", 1, id="no loss", marks=pytest.mark.deep),
     ],
-    ids=["no step", "one step", "one tensor", "every tenth", "nothing finite", "no loss"],
 )
 def test_a_run_that_lacks_something_is_a_page_that_makes_sense(opened, tmp_path, write, says, charts):
     page = opened(write_page(write(tmp_path / "run")))
@@ -448,19 +462,16 @@ def test_a_run_that_lacks_something_is_a_page_that_makes_sense(opened, tmp_path,
     assert page.locator("#overview .scatterlayer .trace").count() == charts
 
 
-def test_dark_and_light(opened, small):
-    grounds = [
-        opened(small, color_scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
-        for scheme in ("light", "dark")
-    ]
-    assert grounds == ["rgb(244, 245, 247)", "rgb(18, 21, 25)"]
+def test_dark_and_light(page):
+    for scheme, ground in (("dark", "rgb(18, 21, 25)"), ("light", "rgb(244, 245, 247)")):
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
 
 
-def test_a_phone_shows_it_without_scrolling_sideways(opened, small, odd):
-    for path in (small, odd):
-        page = opened(path, width=390, height=844, has_touch=True)
-        page.locator(".finding >> nth=0").tap()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+def test_a_phone_shows_it_without_scrolling_sideways(opened, odd):
+    page = opened(odd, width=390, height=844, has_touch=True)
+    page.locator(".finding >> nth=0").tap()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.locator("#cells").tap(position={"x": 200, "y": 50})
     assert page.is_visible("#history-card")
 
