@@ -236,7 +236,9 @@ LISTS = {
 
 
 @pytest.mark.parametrize("inv_scale", [False, True])
-@pytest.mark.parametrize("which", LISTS)
+@pytest.mark.parametrize(
+    "which", ["mixed", *[pytest.param(which, marks=pytest.mark.once) for which in LISTS if which != "mixed"]]
+)
 def test_a_compiled_call_gives_the_bits_of_an_eager_one(which, inv_scale):
     tensors = {f"{i}.weight": recipe.tensor() for i, recipe in enumerate(LISTS[which])}
     scale = torch.tensor(1 / 3) if inv_scale else None

@@ -326,7 +326,13 @@ def test_inv_scale_scales_norm_sum_and_largest_magnitude(recipe, scale):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the eager path has no chunks")
-@pytest.mark.parametrize("dtype", strategies.FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, id=str(dtype), marks=(pytest.mark.deep,) if dtype.itemsize == 4 else ())
+        for dtype in strategies.FLOATS
+    ],
+)
 def test_longer_chunks_measure_the_same(monkeypatch, dtype):
     from gradiometer.kernels import tuning
 

@@ -171,6 +171,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_its_mean_and_carries_what_is_not_finite(name):
     loss, value, finite = LOSSES[name]
@@ -296,6 +297,7 @@ def ends_on_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "fetch", arrive)
 
 
+@pytest.mark.once
 @pytest.mark.usefixtures("ends_on_arrival")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loss", ["none", "float", "scalar", "vector", "int", "host"])
@@ -487,6 +489,7 @@ not finite: loss, 1 of 2 buffers, all 6 gradients
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_a_report_reads_like_a_diagnosis(name):
     values, loss, buffers, text = SITUATIONS[name]

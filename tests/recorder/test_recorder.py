@@ -440,6 +440,7 @@ def test_the_ring_is_not_copied():
     ] == []
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("frozen", [0, 2])
 def test_freezing_compiles_again_once(frozen):
     model = small_model()
