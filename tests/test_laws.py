@@ -235,7 +235,7 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize("inv_scale", [False, True])
+@pytest.mark.parametrize("inv_scale", [pytest.param(False, marks=pytest.mark.deep), True])
 @pytest.mark.parametrize(
     "which", ["mixed", *[pytest.param(which, marks=pytest.mark.once) for which in LISTS if which != "mixed"]]
 )

@@ -38,8 +38,8 @@ TESTS = (
     "ops/test_reference.py::test_long_and_strided_tensors_agree_with_plain_pytorch",
     "test_laws.py::test_the_number_of_threads_changes_no_bit[dtype0-nonfinite]",
 )
-# compiled graphs call the same PyTorch kernels, except for Inductor's own loops, which do not use Intel's
-# library: one setting with vector instructions covers them, and the deep profile repeats them on the others
+# for the deep profile: compiled graphs call the same PyTorch kernels, except for Inductor's own loops, which
+# the other tests compile for the processor they run on
 COMPILED = (
     *[f"{ROOTS}[{path}]" for path in ("aot_eager", "exported", "inductor")],
     "test_laws.py::test_a_compiled_call_gives_the_bits_of_an_eager_one[mixed-True]",
@@ -52,7 +52,7 @@ COMPILED = (
 )
 def test_numbers_are_right_on_a_processor_with_other_instructions(setting, tmp_path):
     variables = dict(part.split("=") for part in setting.split())
-    tests = (*TESTS, *COMPILED) if setting == SETTINGS[1] or PROFILE == "deep" else TESTS
+    tests = (*TESTS, *COMPILED) if PROFILE == "deep" else TESTS
     # Inductor's cache does not distinguish these settings, and would return code for other instructions
     changes = variables | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     # testing the processor's instructions and precompiling headers take longer than one kernel

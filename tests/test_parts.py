@@ -191,7 +191,9 @@ def wheel(folder, name, version):
         file.writestr(f"{info}/RECORD", "")
 
 
-@pytest.mark.parametrize(("limit", "refused"), [("torch<=1.5", True), ("numpy<=1.5", False)])
+@pytest.mark.parametrize(
+    ("limit", "refused"), [("torch<=1.5", True), pytest.param("numpy<=1.5", False, marks=pytest.mark.deep)]
+)
 def test_what_pip_says_of_a_constraint_is_the_reason(tmp_path, monkeypatch, limit, refused):
     pytest.importorskip("pip")
     for version in ("1.0.0", "2.0.0"):

@@ -533,7 +533,11 @@ def clip_compiled(rank, size, kind, backend):
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [("EP", "aot_eager"), ("pipeline", "aot_eager"), pytest.param("EP", "inductor", marks=pytest.mark.deep)],
+    [
+        ("EP", "aot_eager"),
+        pytest.param("pipeline", "aot_eager", marks=pytest.mark.deep),
+        pytest.param("EP", "inductor", marks=pytest.mark.deep),
+    ],
 )
 def test_in_a_compiled_function_ranks_clip_the_same(two_ranks, kind, backend):
     for same, off, norm in two_ranks.run(clip_compiled, 2, kind, backend):

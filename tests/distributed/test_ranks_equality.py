@@ -108,7 +108,7 @@ def test_two_small_collectives_and_nothing_is_gathered(pool, kind, size):
 
 
 @every_way
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.deep), torch.bfloat16])
 def test_in_other_dtypes_they_are_those_of_the_gathered_gradients(pool, kind, size, dtype):
     found = found_of(pool, kind, size, dtype)
     tensors = {}
@@ -228,7 +228,7 @@ def plant(rank, kind, size, places, name, value):
     return found
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, pytest.param(-math.inf, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(("kind", "size", "places", "first", "where"), PLANTED)
 def test_what_is_not_finite_is_counted_once_and_its_rank_is_named(
     pool, kind, size, places, first, where, value

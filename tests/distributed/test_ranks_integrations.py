@@ -223,7 +223,9 @@ def check_record(found, expected):
     assert found["losses"] == pytest.approx(expected["losses"], rel=CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp_size", "fsdp 2", "tp_size"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", pytest.param("fsdp_size", marks=pytest.mark.deep), "fsdp 2", "tp_size"]
+)
 def test_a_trainer_of_transformers_leaves_one_record_of_the_whole_job(ranks, alone, tmp_path, kind):
     results = ranks.run(train, tmp_path, kind)
     assert [result["logged"] for result in results] == [[], []]
