@@ -112,8 +112,20 @@ def test_every_step_arrives_with_its_numbers():
     assert monitor.dropped == 0
 
 
+class Clock:
+    """The time module of the pipeline, which may be set forward."""
+
+    def __init__(self):
+        self.ahead = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.ahead
+
+
 @pytest.mark.parametrize("seed", range(12))
-def test_no_step_is_lost_or_twice_whatever_arrives_when(copies, seed):
+def test_no_step_is_lost_or_twice_whatever_arrives_when(copies, monkeypatch, seed):
+    clock = Clock()
+    monkeypatch.setattr(pipeline, "time", clock)
     choose = random.Random(seed)  # noqa: S311 the same every time
     model = nn.Linear(1, 1, bias=False)
     capacity = choose.choice([1, 2, 3, 5, 8])
@@ -121,7 +133,7 @@ def test_no_step_is_lost_or_twice_whatever_arrives_when(copies, seed):
     monitor.skips = True
     expected = {}
     for step in range(120):
-        monitor._pipeline._next = choose.choice([0.0, math.inf])  # as if time had passed, or not
+        clock.ahead += choose.choice([0.0, pipeline.INTERVAL])
         if choose.random() < 0.05:
             monitor.every = choose.choice([1, 2, 4])
         if choose.random() < 0.9:
@@ -219,11 +231,11 @@ def test_advance_waits_for_no_copy(copies):
     assert recorded(seen) == list(range(40))
 
 
-def test_time_alone_starts_no_copies_without_end(copies):
+def test_time_alone_starts_no_copies_without_end(copies, monkeypatch):
+    monkeypatch.setattr(pipeline, "INTERVAL", 0.0)
     model = small()
     monitor, _ = monitor_of(model, capacity=1000)
     for _ in range(50):
-        monitor._pipeline._next = 0.0
         monitor.advance()
     assert len(copies.made) == pipeline.UNDER_WAY
     copies.arrive = True
@@ -254,7 +266,8 @@ def test_on_a_device_a_step_asks_for_nothing():
     assert count_transfers(lambda away, loss: (steps(away, loss), loss.item()), model) == 1
 
 
-def test_a_sink_that_sleeps_holds_up_nobody():
+def test_a_sink_that_sleeps_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr(pipeline, "INTERVAL", 0.0)
     release, entered, woken = threading.Event(), threading.Event(), []
 
     def sleeps(_):
@@ -265,7 +278,6 @@ def test_a_sink_that_sleeps_holds_up_nobody():
     monitor, seen = monitor_of(model, sinks=[sleeps], queue=16)
     monitor.advance()
     assert entered.wait(60)
-    monitor._pipeline._next = 0.0
     train(monitor, model, 300)
     assert monitor.dropped > 0
     assert monitor.last.step > 200
@@ -310,7 +322,7 @@ def test_errors_of_the_telemetry_are_said_once_and_training_goes_on(caplog, monk
     def broken(*_, **__):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(monitor._recorder, "record", broken)
+    monkeypatch.setattr(gm.Recorder, "record", broken)
     with monitor:
         for _ in range(5):
             monitor.record()
@@ -339,7 +351,7 @@ def test_a_dead_device_leaves_the_original_error_and_what_the_host_knows(copies,
         with monitor:
             train(monitor, model, 10, loss=1.0)
             monkeypatch.setattr(SlowCopies, where, dead)
-            monkeypatch.setattr(monitor._recorder, "advance", dead)
+            monkeypatch.setattr(gm.Recorder, "advance", dead)
             train(monitor, model, 10, loss=2.0)
             raise TrainingError("the real one")
 
@@ -525,13 +537,13 @@ def test_updates_after_weights_got_another_shape_are_said_once_and_go_on(caplog)
     assert caplog.text.count("updates") == 1
 
 
-def test_parameters_replaced_after_the_monitor_was_made_are_named_once(caplog):
+def test_parameters_replaced_after_the_monitor_was_made_are_named_once(caplog, monkeypatch):
+    monkeypatch.setattr("gradiometer.monitor.monitor._PARAMETER_CHECK", 0.0)
     model = small()
     monitor, _ = monitor_of(model)
     model[1].weight = nn.Parameter(torch.zeros(2, 3))
     with monitor:
         for _ in range(3):
-            monitor._next_call = 0.0
             monitor.advance()
     assert monitor.failures == {"parameters": 1}
     (said,) = [r.message for r in caplog.records]

@@ -31,6 +31,7 @@ from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.ops import guards as tensor_guards
 from gradiometer.ops import library, packing
 from kernels_bench import host_path as bench
+from support.gradients import bit_patterns
 from support.strategies import lists
 
 pytest.importorskip("triton", reason="the kernels' path")
@@ -66,11 +67,6 @@ STRANGERS = {
 
 def measure(tensors, inv_scale=None):
     return library.tensor_stats(tensors, DEFAULT_THRESHOLDS, inv_scale)
-
-
-def bits(results):
-    columns, flags = results
-    return columns.clone().view(torch.int64).tolist(), flags.tolist()
 
 
 @pytest.fixture
@@ -217,7 +213,7 @@ def test_other_views_of_the_same_memory_are_measured_as_what_they_are(sequence, 
 
     def collect(tensors):
         stats = gm.collect(tensors, inv_scale=inv_scale)
-        return bits((stats.columns, stats.flags))
+        return bit_patterns((stats.columns, stats.flags))
 
     def result(tensors):
         return PLACES[place](lambda: collect(tensors))
@@ -264,11 +260,11 @@ def test_calls_past_the_dispatcher_give_the_same_bits(some, scale):
     tensors = [recipe.tensor() for recipe in some]
     inv_scale = SCALES[scale]()
     packing.clear()
-    expected = bits(torch.ops.gradiometer.tensor_stats(tensors, *LIMITS, inv_scale))
+    expected = bit_patterns(torch.ops.gradiometer.tensor_stats(tensors, *LIMITS, inv_scale))
     for _ in range(3):
-        assert bits(measure(tensors, inv_scale)) == expected
+        assert bit_patterns(measure(tensors, inv_scale)) == expected
     copies = [tensor.clone() for tensor in tensors]
-    assert bits(measure(copies, inv_scale))[1] == expected[1]
+    assert bit_patterns(measure(copies, inv_scale))[1] == expected[1]
 
 
 def test_a_tensor_that_changes_in_place_is_seen(launches):

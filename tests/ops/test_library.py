@@ -17,6 +17,7 @@ from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS
 from gradiometer.ops import reference
 from support import oracle, strategies
+from support.gradients import bit_patterns
 from support.strategies import Recipe, lists
 
 # the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
@@ -51,11 +52,6 @@ def tensors_of(which):
 
 def call(tensors, inv_scale=None):
     return torch.ops.gradiometer.tensor_stats(tensors, *LIMITS, inv_scale)
-
-
-def bits(results):
-    columns, flags = results
-    return columns.clone().view(torch.int64).tolist(), flags.tolist()
 
 
 SCALES = (None, torch.tensor(0.5), torch.tensor([0.25], dtype=torch.float64))
@@ -142,10 +138,10 @@ def test_inputs_are_not_modified(some):
 def test_results_share_no_memory_with_inputs_or_with_later_results():
     x = torch.full((5000,), 2.0)
     columns, flags = call([x, x[:10]])
-    kept = bits((columns, flags))
+    kept = bit_patterns((columns, flags))
     x.fill_(math.nan)
     call([x, x[:10]])
-    assert bits((columns, flags)) == kept
+    assert bit_patterns((columns, flags)) == kept
 
 
 @contextlib.contextmanager
@@ -191,7 +187,7 @@ def test_no_context_changes_a_result(which, context):
         grouped = stats.group({"all": "."})
         derived = torch.stack([stats.norm, stats.std, stats.zero_fraction])
         pairs = [(stats.columns, stats.flags), (grouped.columns, grouped.flags), (derived, stats.total_norm)]
-        return [bits(pair) for pair in (call(tensors), *pairs)]
+        return [bit_patterns(pair) for pair in (call(tensors), *pairs)]
 
     expected = all_results()
     with CONTEXTS[context]():
@@ -201,10 +197,10 @@ def test_no_context_changes_a_result(which, context):
 
 @pytest.mark.parametrize("which", LISTS)
 def test_tensors_made_in_inference_mode_are_measured(which):
-    expected = bits(call(tensors_of(which)))
+    expected = bit_patterns(call(tensors_of(which)))
     with torch.inference_mode():
         tensors = tensors_of(which)
-    assert bits(call(tensors)) == expected
+    assert bit_patterns(call(tensors)) == expected
 
 
 # the kernels against the reference; in the plain run both are the reference

@@ -30,6 +30,10 @@ def bits(x):
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]).clone()
 
 
+def bit_patterns(tensors):
+    return [bits(x).tolist() for x in tensors]
+
+
 def assert_unchanged(tensors, before):
     for x, kept in zip(tensors, before, strict=True):
         assert torch.equal(bits(x), kept)
