@@ -407,7 +407,7 @@ def test_without_another_package_one_line_says_so(call, run, monkeypatch, packag
     ("command", "reader"),
     [
         ("show {big} --top 0 --json", "head -c 20"),  # more than a pipe holds
-        ("diff {run} {run}", "true"),
+        pytest.param("diff {run} {run}", "true", marks=pytest.mark.deep),
         pytest.param("--help", "true", marks=pytest.mark.deep),
         ("--version", "true"),
     ],

@@ -21,9 +21,10 @@ from gradiometer import FiniteReport, check_finite
 from support.fake_device import DEVICES, device_of, watch
 
 # under the kernel interpreter NumPy warns about overflows and NaN that the tests cause on purpose
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"),
+]
 
 NAN, INF = math.nan, math.inf
 ISSUES = ("nan_weights", "inf_weights", "nan_grads", "inf_grads", "nan_buffers", "inf_buffers")
@@ -171,7 +172,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_its_mean_and_carries_what_is_not_finite(name):
     loss, value, finite = LOSSES[name]
@@ -297,7 +297,6 @@ def ends_on_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "fetch", arrive)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("ends_on_arrival")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loss", ["none", "float", "scalar", "vector", "int", "host"])
@@ -489,7 +488,6 @@ not finite: loss, 1 of 2 buffers, all 6 gradients
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_a_report_reads_like_a_diagnosis(name):
     values, loss, buffers, text = SITUATIONS[name]

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
-)
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"),
+]
 
 COUNTS = ("numel", "n_nan", "n_posinf", "n_neginf")
 # the relative error of one rounding to fp32

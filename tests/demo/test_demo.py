@@ -134,6 +134,7 @@ def test_an_update_that_is_not_skipped_is_reported_and_fails(run, monkeypatch):
     assert found["training continues"] == ("FAILED", "0 of the next 10 steps are finite")
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("small", "_graphs_run_as_they_are")
 def test_a_quiet_learning_rate_is_no_explosion_and_fails(run, monkeypatch):
     monkeypatch.setattr(demo, "LR_JUMP", 1)

@@ -142,7 +142,8 @@ def check_after_backward(pool, kind, backend):
 
 # a graph takes seconds on each rank
 @pytest.mark.parametrize(
-    ("kind", "size"), [WAYS[0], *[pytest.param(*way, marks=pytest.mark.deep) for way in WAYS[1:3]], WAYS[3]]
+    ("kind", "size"),
+    [pytest.param(*way, marks=() if way[0] in {"DDP", "TP"} else (pytest.mark.deep,)) for way in WAYS],
 )
 def test_after_a_backward_outside_all_is_one_graph(request, kind, size):
     check_after_backward(request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size]), kind, "kept")

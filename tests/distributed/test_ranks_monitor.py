@@ -785,7 +785,7 @@ end[0] = time.monotonic()
 """
 
 
-@pytest.mark.parametrize("how", ["unclosed", "destroyed"])
+@pytest.mark.parametrize("how", ["unclosed", pytest.param("destroyed", marks=pytest.mark.deep)])
 def test_scripts_that_end_without_closing_first(tmp_path, how):
     script = tmp_path / "script.py"
     # other addresses, and so another order of sets, on each rank
