@@ -54,10 +54,12 @@ test-matrix: ## run all tests on every supported pair of torch and triton, each 
 run-plain:
 	$(PYTEST) --ignore=$(RANKS)
 
-# one worker per file, so that each file starts its processes once; many of these tests wait, so at least three
+# one worker per file, so that each file starts its processes once, and the longest files first; many of these
+# tests wait, so at least three workers
+LONGEST = $(patsubst %,$(RANKS)/test_ranks_%.py,integrations monitor compile failures equality clip)
 run-ranks: JOBS := $(if $(filter auto,$(JOBS)),$(shell n=$$(nproc 2>/dev/null); echo $$((n > 3 ? n : 3))),$(JOBS))
 run-ranks:
-	$(PYTEST) --dist loadfile $(RANKS)
+	$(PYTEST) --dist loadfile --no-loadscope-reorder $(LONGEST) $(RANKS)
 
 run-interpreted:
 	$(if $(wildcard $(INTERPRETED)),TRITON_INTERPRET=1 $(PYTEST) $(wildcard $(INTERPRETED)))

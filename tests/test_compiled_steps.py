@@ -826,7 +826,7 @@ CASES = (
     Case("cleared first and last", cleared_twice, deep=True),
     Case("cleared between loss and backward", cleared_before_loss, deep=True),
     Case("cleared by model.zero_grad()", cleared_by_module),
-    Case("cleared in place, first", zeroed_first, model=with_zero_grads),
+    Case("cleared in place, first", zeroed_first, model=with_zero_grads, deep=True),
     Case("cleared in place, last", zeroed_last, model=with_zero_grads),
     Case("cleared outside", cleared_outside, whole=False),
     Case("cleared outside, in place", part(cleared_outside, set_to_none=False), whole=False, deep=True),
@@ -846,7 +846,7 @@ CASES = (
     Case("several collections", tell=asked(several), deep=True),
     Case("parameters as pairs, a list, tensors", tell=asked(pairs)),
     Case("no rows", tell=lambda _: lambda: (gm.collect([]), gm.collect([]).group({"all": "."})), deep=True),
-    Case("collected between two backwards", between),
+    Case("collected between two backwards", between, deep=True),
     Case("weights before and after", around_update, asked(gm.collect_weights), deep=True),
     Case(
         "two models",
@@ -883,15 +883,15 @@ CASES = (
         acts=True,
     ),
     Case("weight_norm", model=lambda: parametrizations.weight_norm(nn.Linear(4, 3)), deep=True),
-    Case("spectral_norm", model=lambda: parametrizations.spectral_norm(nn.Linear(4, 3))),
+    Case("spectral_norm", model=lambda: parametrizations.spectral_norm(nn.Linear(4, 3)), deep=True),
     Case("orthogonal", model=lambda: parametrizations.orthogonal(nn.Linear(4, 3)), deep=True),
     Case("convolution and batch norm, channels last", model=Convolution),
     Case("attention", model=Attention),
     Case("GRUCell", model=lambda: Unrolled(nn.GRUCell), deep=True),
     Case("LSTMCell", model=lambda: Unrolled(nn.LSTMCell), deep=True),
-    Case("GRU, allow_rnn", model=lambda: Recurrent(nn.GRU), config={"allow_rnn": True}),
+    Case("GRU, allow_rnn", model=lambda: Recurrent(nn.GRU), config={"allow_rnn": True}, deep=True),
     Case("transformers GPT-2", model=gpt2, deep=True),
-    Case("transformers Llama", model=llama),
+    Case("transformers Llama", model=llama, deep=True),
     Case("a compiled part", model=sub_compiled, deep=True),
     # modes of torch
     Case("autocast", under_autocast),
@@ -911,7 +911,7 @@ CASES = (
     Case("merge", tell=asked(merged), deep=True),
     Case("group", tell=asked(grouped)),
     Case("by_module", tell=asked(by_module), deep=True),
-    Case("group_ratio", tell=asked(ratio)),
+    Case("group_ratio", tell=asked(ratio), deep=True),
     Case("clip_coefficient", tell=asked(coefficient), deep=True),
     Case("clip_grad_norm_", tell=asked(clip), acts=True, deep=True),
     Case("clip_grad_norm_ of order 3", tell=asked(clip_of_order), acts=True),
@@ -1272,7 +1272,13 @@ def numbers(model: nn.Module) -> dict[str, Callable[[float], Any]]:
     }
 
 
-@pytest.mark.parametrize("name", numbers(small()))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in {"inv_scale", "collect_and_clip_"} else (pytest.mark.deep,))
+        for name in numbers(small())
+    ],
+)
 def test_a_number_that_changes_is_compiled_twice_at_most(name):
     def made() -> tuple[nn.Module, Callable[[float], Any]]:
         torch.manual_seed(1)

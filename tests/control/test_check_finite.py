@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from conftest import INTERPRETED
 from gradiometer import FiniteReport, check_finite
 from support.fake_device import DEVICES, device_of, watch
 
@@ -503,7 +502,6 @@ def test_before_backward_a_loss_blames_the_forward_pass():
     assert str(check_finite(net, NAN)) == f"not finite: loss\n  loss  nan\n{FORWARD}"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the text does not depend on the kernels")
 def test_a_long_list_is_abridged():
     weights = {f"w{i}": torch.full((2,), NAN if i else 1.0) for i in range(31)}
     lines = str(check_finite(weights)).splitlines()
@@ -521,7 +519,6 @@ def test_a_long_list_is_abridged():
     assert "w30" in check_finite(weights, INF).to_string(max_rows=None)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the text does not depend on the kernels")
 def test_one_of_one_and_large_counts_and_names_that_cannot_be_printed():
     report = check_finite({"a\nb": torch.full((1234567,), NAN)})
     assert (

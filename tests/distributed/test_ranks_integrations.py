@@ -588,19 +588,19 @@ import json, os, sys
 import test_ranks_integrations as tests
 
 if __name__ == "__main__":
-    rank, folder = int(os.environ["RANK"]), sys.argv[1]
-    found = [run(rank, f"{folder}/{name}", "ddp") for name, run in tests.FUNCTIONS.items()]
+    rank, (folder, name) = int(os.environ["RANK"]), sys.argv[1:]
+    found = tests.FUNCTIONS[name](rank, f"{folder}/{name}", "ddp")
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(found, file)
 """
 
 
-def test_a_job_of_torchrun(tmp_path, alone):
+@pytest.mark.parametrize("framework", ["transformers", pytest.param("lightning", marks=pytest.mark.deep)])
+def test_a_job_of_torchrun(tmp_path, alone, framework):
     """The framework makes the process groups, and they end with the job."""
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
-    torchrun(script, str(tmp_path))
-    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for (name, function), result in zip(FUNCTIONS.items(), zip(*results, strict=True), strict=True):
-        assert [(r["step"], r["failures"], r["logged"]) for r in result] == [(STEPS, {}, [])] * 2
-        check_record(recorded(tmp_path / name), alone(function, 4))
+    torchrun(script, str(tmp_path), framework)
+    result = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [(r["step"], r["failures"], r["logged"]) for r in result] == [(STEPS, {}, [])] * 2
+    check_record(recorded(tmp_path / framework), alone(FUNCTIONS[framework], 4))

@@ -99,7 +99,7 @@ CHOSEN = {
     "gfx950": (BF16,),
 }
 # for the other kernels, which are the same everywhere
-CHOSEN_FEW = {"sm_80": (FP16,), "sm_90": (FP64, FP32, BF16), "sm_100": (BF16,), "gfx942": (FP32,)}
+CHOSEN_FEW = {"sm_80": (FP16,), "sm_90": (FP64, FP32), "sm_100": (BF16,), "gfx942": (FP32,)}
 
 
 def deep_unless(chosen: bool) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ def loud(findings):
     return [str(found) for found in findings if found.severity > Severity.INFO]
 
 
-@pytest.mark.parametrize("make", [transformer, residual, recurrent])
+@pytest.mark.parametrize("make", [transformer, pytest.param(residual, marks=pytest.mark.deep), recurrent])
 def test_a_healthy_run_has_no_finding_above_info(make):
     run = make(torch.Generator().manual_seed(0))
     run.go(STEPS)

@@ -437,7 +437,9 @@ def test_a_table_that_comes_late_does_not_replace_a_newer_one(opened, small):
     ("write", "says", "charts"),
     [
         pytest.param(lambda path: write_run(path, steps=0), "No step is on disk yet", 0, id="no step"),
-        pytest.param(lambda path: write_run(path, steps=1), "only step 0", 2, id="one step"),
+        pytest.param(
+            lambda path: write_run(path, steps=1), "only step 0", 2, id="one step", marks=pytest.mark.deep
+        ),
         pytest.param(
             lambda path: write_run(path, tensors=1, steps=30),
             "1, 4,096 elements",
