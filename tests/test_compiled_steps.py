@@ -923,11 +923,11 @@ CASES = (
     Case("a decision on found_inf", decided),
     # Inductor
     Case("Inductor, cleared first", options=INDUCTOR),
-    Case("Inductor, returned nested", cleared_last, tell=asked(nested), options=INDUCTOR),
+    Case("Inductor, returned nested", cleared_last, tell=asked(nested), options=INDUCTOR, deep=True),
     Case("Inductor, collect_and_clip_", tell=asked(collect_and_clip), acts=True, options=INDUCTOR),
     Case("Inductor, groups", tell=asked(by_module), options=INDUCTOR, deep=True),
     Case("Inductor, Recorder", tell=recorded, options=INDUCTOR, deep=True),
-    Case("Inductor, dynamic=True", batch=sized, options={"dynamic": True, **INDUCTOR}),
+    Case("Inductor, dynamic=True", batch=sized, options={"dynamic": True, **INDUCTOR}, deep=True),
     Case("Inductor, reduce-overhead", options={"mode": "reduce-overhead", **INDUCTOR}),
 )
 

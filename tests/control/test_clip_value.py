@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradiometer as gm
-from support.compiling import every_backend, graphs, no_recompile, small_model
+from support.compiling import graphs, inductor_if_deep, no_recompile, small_model
 from support.fake_device import DEVICES, device_of, watch
 from support.gradients import assert_unchanged, bits, grads_of, with_grads
 from support.strategies import FLOATS, VALUES, recipes
@@ -181,7 +181,7 @@ def test_counting_never_waits(device):
         assert (seen.to_host, seen.to_device) == ([], [])
 
 
-@every_backend
+@inductor_if_deep
 def test_it_is_in_the_graph_of_a_step_and_another_bound_is_no_other_graph(backend):
     model = small_model()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gradiometer as gm
 from gradiometer import EMA, Smoothed
-from support.compiling import batch, every_backend, graphs, inductor_if_deep, no_recompile, small_model
+from support.compiling import batch, graphs, inductor_if_deep, no_recompile, small_model
 from support.fake_device import DEVICES, device_of, watch
 
 if TYPE_CHECKING:
@@ -436,7 +436,7 @@ def guarded_step(model: Watched, x: Tensor, y: Tensor) -> tuple[Tensor, Smoothed
     return rate, total, each
 
 
-@every_backend
+@inductor_if_deep
 def test_a_compiled_training_step_skips_a_jump_and_a_nan(backend):
     model, twin = Watched(), Watched()
     step = torch.compile(guarded_step, fullgraph=True, backend=backend)
