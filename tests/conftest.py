@@ -35,7 +35,7 @@ if INTERPRETED:
 
 _relaxed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 # an example takes a hundred times as long under the interpreter
-settings.register_profile("ci", derandomize=True, max_examples=5 if INTERPRETED else 60, **_relaxed)
+settings.register_profile("ci", derandomize=True, max_examples=5 if INTERPRETED else 40, **_relaxed)
 settings.register_profile("deep", max_examples=2000, **_relaxed)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)

@@ -194,7 +194,7 @@ def test_the_check_for_recompilation_can_fail():
 # shapes
 
 
-@pytest.mark.parametrize("how", ["dynamic=True", "mark_dynamic"])
+@pytest.mark.parametrize("how", [pytest.param("dynamic=True", marks=pytest.mark.deep), "mark_dynamic"])
 def test_changing_batch_sizes_do_not_recompile(how):
     model = small_model()
 
@@ -227,6 +227,7 @@ def test_changing_batch_sizes_do_not_recompile(how):
 
 
 @needs_compiler
+@pytest.mark.deep
 def test_changing_batch_sizes_do_not_recompile_with_inductor():
     step = torch.compile(
         lambda x: gm.collect({"twice": x * 2, "sum": x.sum(0)}).group(EVERYTHING).columns,
@@ -319,7 +320,7 @@ def test_everything_derived_is_computed_in_the_graph():
     "rule",
     [
         r"^0\.",
-        re.compile(r"^0\."),
+        pytest.param(re.compile(r"^0\."), marks=pytest.mark.deep),
         lambda name: name.startswith("0."),
     ],
     ids=["string", "pattern", "predicate"],
@@ -402,7 +403,7 @@ def test_names_are_those_of_the_model_and_not_of_its_wrappers():
     assert stats.names == names
 
 
-@pytest.mark.parametrize("home", ["model", "parameters", "nothing"])
+@pytest.mark.parametrize("home", ["model", pytest.param("parameters", marks=pytest.mark.deep), "nothing"])
 def test_no_gradients_compile_to_no_rows(home):
     model = small_model()
     source = {"model": model, "parameters": list(model.parameters()), "nothing": []}[home]
@@ -555,7 +556,7 @@ def test_unused_statistics_cost_nothing(used):
     assert kept.op_calls() == used
 
 
-@pytest.mark.parametrize("layers", [1, 10, 50])
+@pytest.mark.parametrize("layers", [1, 10, pytest.param(50, marks=pytest.mark.deep)])
 def test_one_call_of_the_op_measures_any_number_of_parameters(layers):
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(torch.float64)
 

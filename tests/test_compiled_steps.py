@@ -825,9 +825,9 @@ CASES = (
     Case("cleared last", cleared_last),
     Case("cleared first and last", cleared_twice, deep=True),
     Case("cleared between loss and backward", cleared_before_loss, deep=True),
-    Case("cleared by model.zero_grad()", cleared_by_module),
+    Case("cleared by model.zero_grad()", cleared_by_module, deep=True),
     Case("cleared in place, first", zeroed_first, model=with_zero_grads, deep=True),
-    Case("cleared in place, last", zeroed_last, model=with_zero_grads),
+    Case("cleared in place, last", zeroed_last, model=with_zero_grads, deep=True),
     Case("cleared outside", cleared_outside, whole=False),
     Case("cleared outside, in place", part(cleared_outside, set_to_none=False), whole=False, deep=True),
     Case("cleared in another compiled function", cleared_elsewhere, whole=False),
@@ -838,7 +838,7 @@ CASES = (
     Case("returned twice", tell=asked(twice), deep=True),
     Case("returned beside None", tell=asked(beside_none)),
     Case("returned beside None, cleared last", cleared_last, tell=asked(beside_none), deep=True),
-    Case("returned in a named tuple", cleared_last, tell=asked(named_tuple)),
+    Case("returned in a named tuple", cleared_last, tell=asked(named_tuple), deep=True),
     Case("kept on a module", part(kept, on="module"), whole=False),
     Case("kept in a list", part(kept, on="list"), whole=False, deep=True),
     Case("kept in a dict", part(kept, on="dict"), whole=False, deep=True),
@@ -886,7 +886,7 @@ CASES = (
     Case("spectral_norm", model=lambda: parametrizations.spectral_norm(nn.Linear(4, 3)), deep=True),
     Case("orthogonal", model=lambda: parametrizations.orthogonal(nn.Linear(4, 3)), deep=True),
     Case("convolution and batch norm, channels last", model=Convolution),
-    Case("attention", model=Attention),
+    Case("attention", model=Attention, deep=True),
     Case("GRUCell", model=lambda: Unrolled(nn.GRUCell), deep=True),
     Case("LSTMCell", model=lambda: Unrolled(nn.LSTMCell), deep=True),
     Case("GRU, allow_rnn", model=lambda: Recurrent(nn.GRU), config={"allow_rnn": True}, deep=True),
@@ -904,7 +904,7 @@ CASES = (
     Case("after someone else's poisoned compile", part(poisoned, reset=False), model=with_zero_grads),
     Case("after that and dynamo.reset()", part(poisoned, reset=True), model=with_zero_grads, deep=True),
     # other work in the graph
-    Case("every value", tell=asked(every_value)),
+    Case("every value", tell=asked(every_value), deep=True),
     Case("NaN and Inf", tell=asked(not_finite)),
     Case("inv_scale", tell=asked(scaled), deep=True),
     Case("thresholds", tell=asked(thresholds), deep=True),
@@ -914,7 +914,7 @@ CASES = (
     Case("group_ratio", tell=asked(ratio), deep=True),
     Case("clip_coefficient", tell=asked(coefficient), deep=True),
     Case("clip_grad_norm_", tell=asked(clip), acts=True, deep=True),
-    Case("clip_grad_norm_ of order 3", tell=asked(clip_of_order), acts=True),
+    Case("clip_grad_norm_ of order 3", tell=asked(clip_of_order), acts=True, deep=True),
     Case("collect_and_clip_", tell=asked(collect_and_clip), acts=True),
     Case("EMA", tell=smoothed, deep=True),
     Case("Recorder", tell=recorded),
@@ -1313,7 +1313,7 @@ def graph_nodes(function: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("bias", [pytest.param(True, marks=pytest.mark.deep), False])
 def test_a_graph_has_few_nodes_a_tensor(bias):
     """Compile time grows with the number of nodes; ``kernels_bench.compile_time`` measures it."""
-    model = nn.Sequential(*[nn.Linear(3, 3, bias=bias or i % 2 > 0) for i in range(20)])
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=bias or i % 2 > 0) for i in range(10)])
     tensors = list(model.parameters())
     for p in tensors:
         p.grad = torch.ones_like(p)
@@ -1324,7 +1324,7 @@ def test_a_graph_has_few_nodes_a_tensor(bias):
     assert graph_nodes(lambda: gm.collect_and_clip_(tensors, 1.0).norm) <= torchs + 60
     assert graph_nodes(lambda: gm.collect_grads(model)) <= 10
     # modules with equally many tensors are merged together; otherwise the results must be reordered
-    assert graph_nodes(lambda: gm.collect_grads(model).by_module()) <= (60 if bias else 60 + 2 * 20)
+    assert graph_nodes(lambda: gm.collect_grads(model).by_module()) <= (60 if bias else 60 + 2 * 10)
 
 
 @needs_compiler

@@ -344,9 +344,12 @@ def large_job(grid, count, shared):
     return job(grid, tensors)
 
 
-@pytest.mark.parametrize(("grid", "count", "shared"), LARGE.values(), ids=LARGE)
-def test_sixteen_thousand_ranks_and_ten_thousand_tensors(grid, count, shared):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.deep if name == "experts" else ()) for name in LARGE]
+)
+def test_sixteen_thousand_ranks_and_ten_thousand_tensors(name):
     """One rank's work, which each rank does independently."""
+    grid, count, shared = LARGE[name]
     assert math.prod(grid.values()) == 16_384
     _, members, shardings = large_job(grid, count, shared)
     # CPU time of this process, independent of other load on the machine

@@ -186,13 +186,16 @@ def alone_clipped(kind, dtype, order):
                 kind,
                 size,
                 torch.float64,
-                marks=(pytest.mark.deep,) if size == 2 and (kind, 4) in CASES else (),
+                marks=()
+                if kind in {"DDP", "FSDP2 x TP", "pipeline"} and size == max(KINDS[kind][1])
+                else (pytest.mark.deep,),
             )
             for kind, size in CASES
             if kind != "plain"
         ],
         *[pytest.param(kind, 2, torch.float64, marks=pytest.mark.deep) for kind in EXPERTS],
-        *[(kind, 4, torch.float64) for kind in EXPERTS],
+        pytest.param("EP", 4, torch.float64, marks=pytest.mark.deep),
+        ("EP x FSDP", 4, torch.float64),
         pytest.param("FSDP2 x TP", 4, torch.float32, marks=pytest.mark.deep),
     ],
     ids=str,

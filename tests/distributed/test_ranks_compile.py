@@ -143,13 +143,14 @@ def check_after_backward(pool, kind, backend):
 # a graph takes seconds on each rank
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [pytest.param(*way, marks=() if way[0] in {"DDP", "TP"} else (pytest.mark.deep,)) for way in WAYS],
+    [pytest.param(*way, marks=() if way[0] == "TP" else (pytest.mark.deep,)) for way in WAYS],
 )
 def test_after_a_backward_outside_all_is_one_graph(request, kind, size):
     check_after_backward(request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size]), kind, "kept")
 
 
 @needs_compiler
+@pytest.mark.deep
 def test_inductor_compiles_the_same(two_ranks):
     check_after_backward(two_ranks, "TP", "inductor")
 
@@ -230,6 +231,7 @@ def tensor_parallel_step(_rank, size, backend, dtype):
     return found, calls
 
 
+@pytest.mark.deep  # the page compiles such a step, too
 @backward_of_dtensors
 def test_a_tensor_parallel_step_with_its_backward_is_one_graph(two_ranks):
     expected, calls = tensor_parallel_step(0, 1, "kept", DOUBLE)
@@ -303,6 +305,7 @@ def blockwise(rank, size):
     return before, (dict(counters["graph_break"]), counters["stats"]["unique_graphs"]), norms
 
 
+@pytest.mark.deep
 def test_collection_adds_no_break_to_a_model_compiled_block_by_block(two_ranks):
     model = alone(DOUBLE)
     expected = []

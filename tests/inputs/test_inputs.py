@@ -287,6 +287,7 @@ def test_the_real_and_imaginary_parts_of_a_complex_tensor_are_views_with_gaps(pa
     assert_measures(getattr(tensor, part), {"real": real, "imag": imag}[part])
 
 
+@pytest.mark.once
 def test_a_strided_view_larger_than_the_buffer_of_the_eager_path_is_measured() -> None:
     # the buffer has 2**18 elements; NaN and Inf are in different pieces of the tensor
     flat = torch.arange(2 * 700 * 401, dtype=torch.float64).remainder_(257) - 128

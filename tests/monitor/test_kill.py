@@ -13,11 +13,12 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from conftest import PROFILE
 from gradiometer.runs.reader import RunError, read_run
 from support.killing import SEGMENT, loss_of
 
 ROOT = Path(__file__).parents[2]
-RUNS, KILLS = 6, 9
+RUNS, KILLS = 12 if PROFILE == "deep" else 3, 9
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 

@@ -51,7 +51,7 @@ def browser():
         found.close()
 
 
-def open_page(browser, wrong, path, width=1280, height=900, script="", **options):
+def open_page(browser, wrong, path, width=1280, height=900, script="", charts=True, **options):
     """Open a page, and add whatever it loads from elsewhere, logs or asks to ``wrong``."""
     context = browser.new_context(viewport={"width": width, "height": height}, **options)
     context.add_init_script(script)
@@ -66,7 +66,7 @@ def open_page(browser, wrong, path, width=1280, height=900, script="", **options
     page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
     page.goto(path.as_uri())
     page.wait_for_selector("html[data-ready]", state="attached")
-    if page.get_attribute("html", "data-ready") == "map":
+    if charts and page.get_attribute("html", "data-ready") == "map":
         page.wait_for_selector("html[data-charts]", state="attached")
     return page
 
@@ -111,7 +111,13 @@ def shared(browser, small):
     found.context.close()
 
 
-# a page takes seconds to load plotly: tests that only use the page of `small` share one
+@pytest.fixture
+def _no_charts(monkeypatch):
+    """Write pages without plotly, which takes seconds to load; open them with ``charts=False``."""
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", str)
+
+
+# tests that only use the page of `small` share one
 @pytest.fixture
 def page(shared):
     found, wrong = shared
@@ -230,8 +236,10 @@ def test_another_statistic(page, small, button, statistic):
     assert colour(page, 0, 150) == [0xE8, 0x36, 0x0C]
 
 
+@pytest.mark.usefixtures("_no_charts")
 def test_all_kinds(opened, tmp_path):
-    page = opened(write_page(write_run(tmp_path / "run", steps=STEPS, kinds=("grads", "weights", "updates"))))
+    run = write_run(tmp_path / "run", steps=STEPS, kinds=("grads", "weights", "updates"))
+    page = opened(write_page(run), charts=False)
     page.click("#kinds >> text='updates'")
     page.wait_for_selector("#kinds [aria-pressed=true] >> text='updates'")
     assert hover(page, 2, 100).startswith("blocks.1.weight.update")
@@ -381,6 +389,7 @@ def without_loss(path):
     return write_changed(path, lambda record: replace(record, scalars={}))
 
 
+@pytest.mark.usefixtures("_no_charts")
 def test_a_flag_that_is_switched_off_marks_no_tensor(opened, tmp_path):
     def all_zero(record):
         return replace(
@@ -393,7 +402,7 @@ def test_a_flag_that_is_switched_off_marks_no_tensor(opened, tmp_path):
         (Thresholds(vanishing=math.inf, exploding=math.inf, dead=math.inf), {"vanishing"}),
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        page = opened(write_page(write_changed(folder, all_zero, thresholds=thresholds)))
+        page = opened(write_page(write_changed(folder, all_zero, thresholds=thresholds)), charts=False)
         page.mouse.click(*place(page, 1, 5, last=19))
         page.wait_for_selector("#scopes [aria-pressed=true] >> text='at step 5'")
         assert set(page.locator("#table-body td:last-child").all_inner_texts()) == flags
@@ -420,12 +429,13 @@ def test_lines_have_a_gap_at_what_is_not_finite(opened, tmp_path):
         assert [x for x, size in zip(points["x"], points["marker"]["size"], strict=True) if size] == [61]
 
 
-def test_a_table_that_comes_late_does_not_replace_a_newer_one(opened, small):
+@pytest.mark.usefixtures("_no_charts")
+def test_a_table_that_comes_late_does_not_replace_a_newer_one(opened, small, tmp_path):
     slow = """const read = Response.prototype.arrayBuffer;
         Response.prototype.arrayBuffer = function () {
             return new Promise((done) => setTimeout(done, 400)).then(() => read.call(this));
         };"""
-    page = opened(small, script=slow)
+    page = opened(write_page(small.parent, tmp_path / "page.html"), script=slow, charts=False)
     page.mouse.click(*place(page, 6, 42))  # the table of a step decodes two more matrices
     page.evaluate("document.querySelector('#scopes button').click()")
     page.wait_for_timeout(900)
