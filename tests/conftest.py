@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from support import interpreter
+from support.default_device import DefaultDevice
 from support.rank_pool import RankPool
 
 if TYPE_CHECKING:
@@ -67,6 +69,14 @@ def _unwritten_is_nan() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_run_kernels", run)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _default_device() -> Iterator[None]:
+    """Make the package's factory functions use another device by default, see `test_default_device.py`."""
+    device = os.environ.get("DEFAULT_DEVICE")
+    with DefaultDevice(device) if device else nullcontext():
         yield
 
 

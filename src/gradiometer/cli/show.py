@@ -105,7 +105,7 @@ def look(
 
 def _named(record: StepRecord, kind: Kind, name: re.Pattern[str]) -> Report:
     """Return the report of the measured tensors whose name matches."""
-    found = torch.tensor([bool(name.search(x)) for x in record.roster.names], dtype=torch.bool)
+    found = torch.tensor([bool(name.search(x)) for x in record.roster.names], dtype=torch.bool, device="cpu")
     if record.values is None:
         return record.report(kind)
     values = torch.where(found.view(1, -1, 1), record.values, 0.0)

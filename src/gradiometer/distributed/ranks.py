@@ -141,7 +141,7 @@ class Ranks:
         self.counted = frozenset(compress(self.local_names, counted))
         own = set(compress(self._rows, counted))
         mask = [row in own for row in range(len(self.names))]
-        self._counted = torch.tensor(mask, dtype=torch.bool, device=home).unsqueeze(1)
+        self._counted = torch.tensor(mask, dtype=torch.bool, device=home or "cpu").unsqueeze(1)
         self._calls = 0
         self._checked: Sharding | None = sharding
         # the same on all ranks
@@ -200,7 +200,7 @@ class Ranks:
             if columns.device.type == "cpu" and not torch.compiler.is_compiling():
                 # on other devices the index would have to be copied there
                 spread = columns.new_zeros((len(self.names), *columns.shape[1:]))
-                columns = spread.index_copy_(0, torch.tensor(rows, dtype=torch.int64), columns)
+                columns = spread.index_copy_(0, torch.tensor(rows, dtype=torch.int64, device="cpu"), columns)
             else:
                 columns = derived.spread(columns, rows, len(self.names))
         return columns

@@ -89,7 +89,7 @@ class MergeWindow:
         ]
         self.roster = Roster(ranks.names, tuple(shapes), tuple([h.dtype for h in specs]), local.kinds)
         whole = [math.nan if h.numel is None else float(h.numel) for h in specs]
-        self._whole = torch.tensor(whole, dtype=torch.float64)
+        self._whole = torch.tensor(whole, dtype=torch.float64, device="cpu")
         self.scalars: list[str] = []
         self.most = max(1, _BYTES // (8 * NUM_COLUMNS * max(1, self.roster.num_rows)))
 
@@ -111,7 +111,9 @@ class MergeWindow:
             carried: for each step, whether the window includes its rows of tensors.
         """
         local, names = self._local, self._local.names
-        rows = torch.zeros((len(names), sum(carried), len(local.kinds), NUM_COLUMNS), dtype=torch.float64)
+        rows = torch.zeros(
+            (len(names), sum(carried), len(local.kinds), NUM_COLUMNS), dtype=torch.float64, device="cpu"
+        )
         for place, step in enumerate(_carried(steps, carried)):
             if step is not None and step.values is not None:
                 rows[:, place] = step.values[:, :, :NUM_COLUMNS].transpose(0, 1)
@@ -140,7 +142,8 @@ class MergeWindow:
                     adds[_SUMMED + i], adds[_SUMMED + width + i] = value, 1.0
                     if math.isfinite(value):
                         tops[_MAXIMIZED + i], tops[_MAXIMIZED + width + i] = value, -value
-        return torch.tensor(summed, dtype=torch.float64), torch.tensor(maximized, dtype=torch.float64)
+        marks = [torch.tensor(x, dtype=torch.float64, device="cpu") for x in (summed, maximized)]
+        return marks[0], marks[1]
 
     def differ(self, tops: Tensor, size: int) -> bool:
         """Return whether ranks have different steps at the same place of a reduced window."""

@@ -291,7 +291,7 @@ class RankMerger:
         sums, tops = self._window.pack(queue[: len(carried)], carried)
         ahead = [float(step.recorded) for step in queue]
         ahead += [0.0] * (2 * _STEPS - len(ahead))
-        extra = torch.tensor([*told, *ahead], dtype=torch.float64)
+        extra = torch.tensor([*told, *ahead], dtype=torch.float64, device="cpu")
         tops = torch.cat([tops, extra])
         if carried:
             parts = [(sums, "sum"), (tops, "max")]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_function_stack
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._autograd import _profiler_enabled
 
 from gradiometer.columns import NUM_COLUMNS, Thresholds
@@ -106,13 +106,12 @@ def recognize(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
     """Return the plan of a known list like this one, if it can be measured without the dispatcher.
 
     That saves 0.1 us per tensor, but compilers, modes and profilers intercept calls in the dispatcher.
-    Dispatch modes, tracing and functorch change the dispatch keys, which torch's guards compare. While
-    Inductor warms up or records a CUDA graph, a function mode is active, which sets a default device.
+    Dispatch modes, tracing and functorch change the dispatch keys, which torch's guards compare.
     """
     # Dynamo folds this condition: its graph contains the op
     if torch.compiler.is_compiling():
         return None
-    return None if _profiler_enabled() or _len_torch_function_stack() else writable(tensors)
+    return None if _profiler_enabled() or _in_function_mode() else writable(tensors)
 
 
 def writable(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
@@ -122,6 +121,18 @@ def writable(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
     with _without_grad():
         plan = packing.recognize(tensors)
     return plan if plan is not None and plan.direct else None
+
+
+def _in_function_mode() -> bool:
+    """Return whether a function mode is active, other than the one of ``torch.set_default_device``.
+
+    While Inductor warms up or records a CUDA graph, another mode is active, which sets a device, too.
+    """
+    count = _len_torch_function_stack()
+    if count == 1:
+        default = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+        return _get_function_stack_at(0) is not getattr(default, "device_context", None)
+    return count > 0
 
 
 def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
@@ -270,7 +281,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: packing.LaunchPlan) 
         from gradiometer import kernels  # noqa: PLC0415 as above
 
         tuning = kernels.tuning
-        keep = not _len_torch_function_stack()
+        keep = not _in_function_mode()
         packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=keep)
         for group in packed.chunk_map.groups:
             kernels.scale(

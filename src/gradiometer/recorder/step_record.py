@@ -114,14 +114,14 @@ class StepRecord:
         """Return the raw columns, ``(N, C) float64``; zeros where nothing was measured."""
         place = self.roster.place(kind)
         if self.values is None:
-            return torch.zeros((len(self.roster.names), NUM_COLUMNS), dtype=torch.float64)
+            return torch.zeros((len(self.roster.names), NUM_COLUMNS), dtype=torch.float64, device="cpu")
         return self.values[place, :, :NUM_COLUMNS]
 
     def flags(self, kind: Kind = "grads") -> Tensor:
         """Return the flags, ``(N,) int32``, bits of `gradiometer.Flag`."""
         place = self.roster.place(kind)
         if self.values is None:
-            return torch.zeros(len(self.roster.names), dtype=torch.int32)
+            return torch.zeros(len(self.roster.names), dtype=torch.int32, device="cpu")
         return self.values[place, :, NUM_COLUMNS].to(torch.int32)
 
     def measured(self, kind: Kind = "grads") -> Tensor:

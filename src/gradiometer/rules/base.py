@@ -85,7 +85,7 @@ class TensorRule(BaseRule):
             raise ValueError(msg)
         self.most = most
         self.names: list[str] = []
-        self.named = torch.zeros(0, dtype=torch.bool)
+        self.named = torch.zeros(0, dtype=torch.bool, device="cpu")
         self._roster: Roster | None = None
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
@@ -96,7 +96,7 @@ class TensorRule(BaseRule):
             self._roster = record.roster
             if self.names != list(record.roster.names):  # other tensors need a new history
                 self.names = list(record.roster.names)
-                self.named = torch.zeros(len(self.names), dtype=torch.bool)
+                self.named = torch.zeros(len(self.names), dtype=torch.bool, device="cpu")
                 self.restart(len(self.names))
             self.prepare(record.roster)
         return self.look(record)
@@ -182,18 +182,20 @@ class LastingRule(TensorRule):
             msg = f"{type(self).__name__}(patience={patience!r}): patience must be at least 1"
             raise ValueError(msg)
         self.patience, self.min_dims = patience, min_dims
-        self.row = self.since = torch.zeros(0, dtype=torch.float64)
+        self.row = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.counting = False
-        self.wide = torch.zeros(0, dtype=torch.bool)
+        self.wide = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
-        self.row, self.since = torch.zeros(2, size, dtype=torch.float64).unbind()
+        self.row, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.counting = False
 
     def prepare(self, roster: Roster) -> None:
         """Find the tensors with at least ``min_dims`` dimensions."""
-        self.wide = torch.tensor([len(shape) >= self.min_dims for shape in roster.shapes], dtype=torch.bool)
+        self.wide = torch.tensor(
+            [len(shape) >= self.min_dims for shape in roster.shapes], dtype=torch.bool, device="cpu"
+        )
 
     def lasting(self, now: Tensor, known: Tensor, step: int) -> Tensor | None:
         """Return where the condition has lasted, ``(N,) bool``, or None if it holds nowhere in this step.

@@ -78,7 +78,9 @@ class History:
 
     def restart(self, size: int) -> None:
         """Forget the history; from now on, expect ``size`` values per step."""
-        self.count, self.mean, self.deviation = torch.zeros(3, size, dtype=torch.float64).unbind()
+        self.count, self.mean, self.deviation = torch.zeros(
+            3, size, dtype=torch.float64, device="cpu"
+        ).unbind()
 
     def score(self, x: Tensor, floor: float | None = None) -> Score:
         """Score the values ``(N,) float64`` against their past, then add them to it."""

@@ -107,9 +107,9 @@ class LayerImbalance(TensorRule):
             raise ValueError(msg)
         self.limit = limit
         self.norms = norms or NormHistory()
-        self.half_log_numel = torch.zeros(0, dtype=torch.float64)
-        self.related = torch.zeros(0, dtype=torch.bool)
-        self.family = torch.zeros(0, dtype=torch.int64)
+        self.half_log_numel = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self.related = torch.zeros(0, dtype=torch.bool, device="cpu")
+        self.family = torch.zeros(0, dtype=torch.int64, device="cpu")
         self.families: list[str] = []
 
     def prepare(self, roster: Roster) -> None:
@@ -120,10 +120,12 @@ class LayerImbalance(TensorRule):
         ]
         self.families = sorted({p for p in patterns if p is not None and patterns.count(p) > 1})
         number = {pattern: i for i, pattern in enumerate(self.families)}
-        self.family = torch.tensor([number.get(str(p), len(number)) for p in patterns], dtype=torch.int64)
+        self.family = torch.tensor(
+            [number.get(str(p), len(number)) for p in patterns], dtype=torch.int64, device="cpu"
+        )
 
         self.related = self.family < len(number)
-        numel = torch.tensor([math.prod(shape) for shape in roster.shapes], dtype=torch.float64)
+        numel = torch.tensor([math.prod(shape) for shape in roster.shapes], dtype=torch.float64, device="cpu")
         self.half_log_numel = numel.clamp_(min=1.0).log_().mul_(0.5)
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
@@ -161,5 +163,5 @@ class LayerImbalance(TensorRule):
 
     def _spread(self, signed: Tensor) -> Tensor:
         """Return the range of each family; ``signed`` has the values and their negatives, ``(2, N)``."""
-        ends = torch.full((2, len(self.families) + 1), -math.inf, dtype=torch.float64)
+        ends = torch.full((2, len(self.families) + 1), -math.inf, dtype=torch.float64, device="cpu")
         return ends.scatter_reduce(1, self.family.expand(2, -1), signed, "amax").sum(dim=0)[:-1]

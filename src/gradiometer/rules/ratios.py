@@ -72,19 +72,19 @@ class UpdateRatio(TensorRule):
         _check_band(type(self).__name__, low, high)
         self.low, self.high = low, high
         self.ratios = History(LEAST, WINDOW)
-        self.seen = self.before = torch.zeros(0, dtype=torch.float64)
+        self.seen = self.before = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.before_step: int | None = None
-        self.wide = torch.zeros(0, dtype=torch.bool)
+        self.wide = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         self.ratios.restart(size)
-        self.seen, self.before = torch.zeros(2, size, dtype=torch.float64).unbind()
+        self.seen, self.before = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.before_step = None
 
     def prepare(self, roster: Roster) -> None:
         """Find the matrices."""
-        self.wide = torch.tensor([len(shape) >= 2 for shape in roster.shapes], dtype=torch.bool)
+        self.wide = torch.tensor([len(shape) >= 2 for shape in roster.shapes], dtype=torch.bool, device="cpu")
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Add this step's ratios to the averages, and compare these with the band."""
@@ -192,7 +192,9 @@ class GroupRatio(TensorRule):
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's ratio with the bounds."""
         columns = torch.stack([derived.merge_rows(record.columns()[rows]) for rows in self._rows.values()])
-        stats = TensorStats(tuple(self._rows), columns, torch.zeros(2, dtype=torch.int32), record.thresholds)
+        stats = TensorStats(
+            tuple(self._rows), columns, torch.zeros(2, dtype=torch.int32, device="cpu"), record.thresholds
+        )
         above, below = self._rows
         ratio = float(group_ratio(stats, above, below))
         if not (stats.numel > 0).all() or not math.isfinite(ratio):

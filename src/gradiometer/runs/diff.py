@@ -255,7 +255,10 @@ def _tensors(
     wanted, compared = set(steps), 0
     streams = [run.records(steps[0], steps[-1]) for run in (a, b)]
     pairs = zip(*((r for r in stream if r.step in wanted) for stream in streams), strict=True)
-    places = [torch.tensor(_flat(run.roster, own, shared)) for run, own in zip((a, b), rows, strict=True)]
+    places = [
+        torch.tensor(_flat(run.roster, own, shared), device="cpu")
+        for run, own in zip((a, b), rows, strict=True)
+    ]
     for pair in pairs:
         compared += 1
         here, there = (_columns(record)[place] for record, place in zip(pair, places, strict=True))

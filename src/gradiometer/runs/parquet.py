@@ -31,7 +31,7 @@ def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -
         return schema.empty_table()
     rows = torch.stack([record.values for record in recorded])  # type: ignore[misc]
     rows = rows.flatten(0, 2)  # (S * K * N, C + 1)
-    places = torch.arange(len(rows))
+    places = torch.arange(len(rows), device="cpu")
     measured = rows[:, COLUMN_INDEX["numel"]] > 0
     if not measured.all():
         rows, places = rows[measured], places[measured]
@@ -39,7 +39,7 @@ def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -
         return schema.empty_table()
     columns = rows.t().contiguous()
     norm = derived.value(columns[:NUM_COLUMNS].t(), "norm")
-    steps = torch.tensor([record.step for record in recorded])
+    steps = torch.tensor([record.step for record in recorded], device="cpu")
     names = places % len(roster.names)
     kinds = places // len(roster.names) % len(roster.kinds)
     raw = [x.to(torch.int64) if c.scaling == "1" else x for c, x in zip(COLUMNS, columns, strict=False)]
@@ -111,8 +111,8 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
 
 def _totals(records: Sequence[StepRecord], kind: Kind) -> dict[str, list[Any]]:
     """Return the statistics of all tensors of a kind together, one value per record."""
-    merged = torch.zeros((len(records), NUM_COLUMNS), dtype=torch.float64)
-    counts = torch.zeros((len(records), 2), dtype=torch.int32)
+    merged = torch.zeros((len(records), NUM_COLUMNS), dtype=torch.float64, device="cpu")
+    counts = torch.zeros((len(records), 2), dtype=torch.int32, device="cpu")
     for i, record in enumerate(records):
         merged[i] = derived.merge_rows(record.columns(kind))
         counts[i, 0] = record.measured(kind).sum()

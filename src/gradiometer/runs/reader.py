@@ -211,7 +211,7 @@ class Run:
         self._check_kind(kind)
         steps = self._recorded(first, last)
         size = len(steps), 1, len(self.roster.names)
-        out = {name: torch.full(size, torch.nan, dtype=torch.float64) for name in statistics}
+        out = {name: torch.full(size, torch.nan, dtype=torch.float64, device="cpu") for name in statistics}
         stored = [name for name in out if name in _STORED]
         raw = [] if len(stored) == len(out) else list(COLUMN_NAMES)
         columns = list(dict.fromkeys([*raw, *stored]))
@@ -339,7 +339,7 @@ class Run:
     def _dense(self, key: tuple[int, int], steps: Tensor) -> Tensor:
         """Return ``(S, K, N, C + 1) float64`` for steps of a segment; 0 where nothing was measured."""
         size = len(steps), len(self.roster.kinds), len(self.roster.names), NUM_COLUMNS + 1
-        out = torch.zeros(size, dtype=torch.float64)
+        out = torch.zeros(size, dtype=torch.float64, device="cpu")
         if len(steps):
             columns = [*COLUMN_NAMES, "flags"]
             table = self._tensors_of(key, columns, int(steps[0]), int(steps[-1]))

@@ -87,10 +87,12 @@ def numbers(column: pa.ChunkedArray) -> Tensor:
 
 def codes(column: pa.ChunkedArray, index: Mapping[str, int]) -> Tensor:
     """Return the index of each word of a dictionary column, ``(n,) int64``; -1 for unknown words."""
-    parts = [torch.empty(0, dtype=torch.int64)]
+    parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for chunk in column.chunks:
         if len(chunk):
-            places = torch.tensor([index.get(word, -1) for word in chunk.dictionary.to_pylist()])
+            places = torch.tensor(
+                [index.get(word, -1) for word in chunk.dictionary.to_pylist()], device="cpu"
+            )
             parts.append(places.index_select(0, from_dlpack(chunk.indices)))
     return torch.cat(parts)
 

@@ -236,7 +236,7 @@ def total_norm(
         norm = None if reduce or torch.compiler.is_compiling() else ops.norm_on_host(named.tensors)
         if norm is not None:
             check_names(named.names, "total_norm")
-            return torch.tensor(norm, dtype=torch.float64)
+            return torch.tensor(norm, dtype=torch.float64, device="cpu")
         return over_ranks(reduce, named, "total_norm", lambda _: measure(named, "total_norm")).total_norm
     finite: Tensor | None = None
     over: Ranks | None = None

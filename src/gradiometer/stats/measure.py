@@ -50,7 +50,7 @@ def grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
     devices = [device for device in dict.fromkeys([p.device for p in parameters]) if has_float64(device)]
     # the first that is not the CPU, as with gradients
     devices.sort(key=lambda device: device.type == "cpu")
-    return grads, devices[0] if devices else None
+    return grads, devices[0] if devices else torch.device("cpu")
 
 
 def measure_grads(
@@ -161,7 +161,7 @@ def _measure_named(
     check_names(names, what)
     _check_scale(inv_scale, what)
     if not tensors:
-        columns = torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device=home)
+        columns = torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device=home or "cpu")
         return TensorStats(names, columns, columns.new_empty((0,), dtype=torch.int32), thresholds)
     if any([is_plain_subclass(kind) for kind in traits.types]):
         # neither a subclass's own operators nor its type may affect the result

@@ -62,7 +62,7 @@ class Page(NamedTuple):
 def page_of(run: Run) -> Page:
     """Return the data of a run's page."""
     steps = run.steps
-    step = torch.tensor(steps["step"].to_pylist(), dtype=torch.int64)
+    step = torch.tensor(steps["step"].to_pylist(), dtype=torch.int64, device="cpu")
     recorded = step[_truth(steps["recorded"])]
     names, kinds = run.roster.names, run.roster.kinds
     most = max(16, min(MOST_COLUMNS, MOST_CELLS // max(len(names) * len(kinds), 1)))
@@ -134,11 +134,12 @@ def _read(
     """
     n = len(run.roster.names)
     columns: dict[str, list[Tensor]] = {name: [] for name in ("norm", "rms", "abs_max", "zero_fraction")}
-    top = {name: torch.full((n,), _UNMEASURED, dtype=torch.float64) for name in columns}
-    at = torch.full((n,), -1)
-    broken = torch.zeros(n, dtype=torch.int64)
-    flagged = {word: torch.zeros(n, dtype=torch.int64) for word in _FLAGS}
-    least, numel = torch.full((n,), math.inf, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    top = {name: torch.full((n,), _UNMEASURED, dtype=torch.float64, device="cpu") for name in columns}
+    at = torch.full((n,), -1, device="cpu")
+    broken = torch.zeros(n, dtype=torch.int64, device="cpu")
+    flagged = {word: torch.zeros(n, dtype=torch.int64, device="cpu") for word in _FLAGS}
+    least = torch.full((n,), math.inf, dtype=torch.float64, device="cpu")
+    numel = torch.zeros(n, dtype=torch.float64, device="cpu")
     for window in _windows(recorded, binned, n):
         cells, flags, size = _cells(run, kind, window)
         measured, finite = cells["norm"] != _UNMEASURED, cells["norm"].isfinite()
@@ -234,17 +235,21 @@ def _encode(values: Tensor, *, linear: bool) -> tuple[str, float, float]:
 
 def _numbers(column: Any) -> Tensor:
     """Return an Arrow column of numbers as ``(S,) float64``; NaN where it is null."""
-    return torch.tensor([math.nan if x is None else x for x in column.to_pylist()], dtype=torch.float64)
+    return torch.tensor(
+        [math.nan if x is None else x for x in column.to_pylist()], dtype=torch.float64, device="cpu"
+    )
 
 
 def _truth(column: Any) -> Tensor:
-    return torch.tensor(column.to_pylist(), dtype=torch.bool)
+    return torch.tensor(column.to_pylist(), dtype=torch.bool, device="cpu")
 
 
 def _lasts(recorded: Tensor, binned: int) -> Tensor:
     if not len(recorded):
         return recorded
-    ends = torch.arange(binned - 1, len(recorded) + binned - 1, binned).clamp(max=len(recorded) - 1)
+    ends = torch.arange(binned - 1, len(recorded) + binned - 1, binned, device="cpu").clamp(
+        max=len(recorded) - 1
+    )
     return recorded[ends]
 
 
@@ -267,7 +272,11 @@ def _line(step: Tensor, values: Tensor, bad: Tensor) -> dict[str, list[Any]]:
         keep = torch.cat(
             [places.gather(1, of.argmin(1, keepdim=True)), places.gather(1, of.argmax(1, keepdim=True))]
         )
-    gaps = torch.tensor([first for first, _ in _ranges(torch.arange(len(bad)), bad)], dtype=torch.int64)
+    gaps = torch.tensor(
+        [first for first, _ in _ranges(torch.arange(len(bad), device="cpu"), bad)],
+        dtype=torch.int64,
+        device="cpu",
+    )
     keep = torch.cat([keep.flatten(), gaps]).unique()
     points = [float(f"{y:.6g}") if math.isfinite(y) else None for y in values[keep].tolist()]
     return {"x": step[keep].tolist(), "y": points}
