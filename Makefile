@@ -74,7 +74,7 @@ format: $(DEV) ## fix and format with ruff
 	$(PY) -m ruff check --fix-only
 	$(PY) -m ruff format
 
-check: $(DEV) ## run lint and test, both even if one fails, as in continuous integration
+check: $(DEV) ## run lint and test, both even if one fails
 	@$(PY) tests/parts.py lint $(PARTS)
 
 docs: $(DOCS) ## build the documentation site in build/site; a dead link fails

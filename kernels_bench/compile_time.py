@@ -1,9 +1,10 @@
-"""Measure how long steps of 100 modules take to compile, beside torch's clip_grad_norm_ of the same model.
+"""Measure how long steps of 100 modules take to compile, compared with torch's clip_grad_norm_.
 
     python -m kernels_bench.compile_time                          # Inductor, 100 modules, three rounds
     python -m kernels_bench.compile_time --backend aot_eager --modules 30
 
-Rounds are interleaved, caches are off, and the least time of each step counts. Compare ratios of one run.
+Rounds are interleaved, caches are off, and the minimum time of each step is reported. Compare only ratios
+of one run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plot a run as one picture: each provider's time as a multiple of the read ceiling's, case by case.
+"""Plot each provider's time, by case, as a multiple of the time to read the same bytes once.
 
 python -m kernels_bench.plot build/bench/bench.json   # draws bench.png beside it
 """
@@ -85,7 +85,7 @@ def _panel(ax, rows):
         ax.plot([1, x], [y, y], color=hue, lw=1.1, alpha=0.55, zorder=2)
         ax.plot(x, y, "o", ms=5.5, color=hue, mfc=hue if row["full"] else "white", zorder=3)
         text = tables.digits(x) + (f"  {row['error']}" if wrong else "")
-        # also right of the line at 1, so that the two do not cross
+        # right of the line at 1 even if the point is left of it, so that they do not overlap
         ax.annotate(
             text, (max(1, x), y), (6, 0), textcoords="offset points", va="center", fontsize=7.5, color=hue
         )

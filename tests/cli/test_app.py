@@ -167,7 +167,7 @@ def test_in_a_terminal_a_table_is_no_wider_than_it(run, width):
 def test_diff_of_equal_and_of_different_runs(call, call_json, run, tmp_path):
     code, out, _ = call("diff", run, run)
     assert code == Exit.OK
-    assert "Everything that both runs recorded is equal. Compared bit by bit" in out
+    assert "Everything that both runs recorded is equal. Compared exactly" in out
 
     other = write_run(tmp_path / "b", steps=20, seed=1, kinds=("grads", "weights"))
     code, out, err = call("diff", run, other, "--top", 2, "--ignore", "loss|weights")

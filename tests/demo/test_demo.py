@@ -19,10 +19,10 @@ FAULTY = "blocks.1.up.weight"
 
 @pytest.fixture(autouse=True)
 def _fresh_process():
-    # the demo runs once per process: it sets the number of threads, and its graphs stay cached
+    # the demo expects a process of its own: it sets the number of threads, and its graphs stay cached
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    # collect monitors that other tests leaked now, and not within a step whose operators are counted
+    # so that monitors that other tests leaked are not collected in a step whose operators are counted
     gc.collect()
     torch._dynamo.reset()
     yield
@@ -32,7 +32,7 @@ def _fresh_process():
 
 @pytest.fixture
 def small(monkeypatch):
-    # so small a model is stable: only a larger jump of the learning rate breaks it
+    # a model this small diverges only with a larger jump of the learning rate
     sizes = {"LAYERS": 2, "WIDTH": 48, "HEADS": 2, "CONTEXT": 32, "BATCH": 4}
     for name, value in sizes.items():
         monkeypatch.setattr(training, name, value)

@@ -1,4 +1,4 @@
-"""Where two runs differ first: the step, the tensor that is computed first, and the tolerance."""
+"""`compare` finds the first step in which two runs differ, and the tensor that is computed first in it."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_other_names_and_shapes_are_named_and_the_rest_is_compared(tmp_path):
 def test_kinds_that_one_run_recorded_alone_are_noted_and_no_difference(a, tmp_path):
     found = compare(a, write(tmp_path / "b"), ignore=re.compile("loss"))
 
-    # with another number of kinds, the noise differs
+    # the synthetic noise depends on the number of kinds
     assert found.kinds == (("weights", "updates"), ())
     assert (found.only_a, found.only_b, found.tensors) == ((), (), 4)
 

@@ -287,7 +287,9 @@ def _show(
 def _diff(
     a: Annotated[Path, typer.Argument(metavar="RUN_A", help="The folder of a run.")],
     b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The folder of another run.")],
-    rtol: Annotated[float, typer.Option(min=0.0, help="Relative tolerance; 0 compares bit by bit.")] = 0.0,
+    rtol: Annotated[
+        float, typer.Option(min=0.0, help="Relative tolerance; with 0, values must be equal.")
+    ] = 0.0,
     ignore: Annotated[
         str | None,
         typer.Option(metavar="REGEX", help="Ignore tensors and scalars whose name matches (re.search)."),

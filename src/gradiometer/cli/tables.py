@@ -185,7 +185,7 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
     table = _grid(["", "run", ">steps", ">from", ">to", ">with tensors"])
     for name, side in (("A", found.a), ("B", found.b)):
         table.add_row(name, text(side.path), *_range(side))
-    how = f"within a relative tolerance of {found.rtol:g}" if found.rtol else "bit by bit"
+    how = f"within a relative tolerance of {found.rtol:g}" if found.rtol else "exactly"
     lines: list[RenderableType] = [table, text("")]
     lines += [text(note) for note in _notes(found)]
     both = f"{found.tensors} tensors, {found.common} steps in both"

@@ -35,7 +35,7 @@ class Member(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How ranks of one sharding hold a tensor: the mesh, and the mesh dimensions that shard the tensor."""
+    """How the ranks with one sharding hold a tensor: the mesh, and the mesh dimensions that shard it."""
 
     digest: bytes
     mesh: int
@@ -56,7 +56,7 @@ class GlobalPlan:
     Attributes:
         names: the names of the T rows, the same on every rank.
         specs: the spec of each row.
-        patterns: for each row, how the ranks that have it hold it.
+        patterns: for each row, how the ranks with each sharding hold its tensor.
         members: one for each rank.
         shardings: all shardings, by digest.
     """
@@ -122,7 +122,8 @@ def make_global_plan(members: Sequence[Member], shardings: Mapping[bytes, Shardi
         shardings: the shardings of all members, by digest.
 
     Raises:
-        DisagreementError: if ranks have tensors of the same name that are not parts of one tensor.
+        DisagreementError: if tensors of the same name are not parts of one tensor, or if a part is missing on
+            all ranks.
     """
     ranks = _by_digest(members)
     ordered = {digest: shardings[digest] for digest in ranks}
@@ -190,7 +191,7 @@ def _check_cover(
     pattern: _Pattern,
     sizes: Sequence[int],
 ) -> None:
-    """Raise an error if no rank holds some part of a tensor."""
+    """Raise an error if a part of a tensor is missing on all ranks."""
     parts = math.prod(sizes)
     held = {_part(members[rank], way) for way in pattern for rank in ranks[way.digest]} - {None}
     if len(held) == parts:
@@ -205,10 +206,10 @@ def _check_cover(
 
 
 def _in_order(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return all names once, as close to the model's order as its parts allow.
+    """Return all names once, in an order as close as possible to the model's.
 
-    Each part's own order is kept. Pipeline stages may be interleaved: names with the same prefix before
-    their first number are ordered by that number.
+    The order within each list is kept unless the lists contradict one another. Pipeline stages may be
+    interleaved: names with the same prefix before their first number are ordered by that number.
 
     >>> _in_order([("emb", "layers.0.w", "layers.2.w"), ("layers.1.w", "layers.3.w", "head")])
     ('emb', 'layers.0.w', 'layers.1.w', 'layers.2.w', 'layers.3.w', 'head')

@@ -21,12 +21,14 @@ __all__ = ["ParameterCheck"]
 
 
 class ParameterCheck:
-    """Reports once which parameters were replaced, added or moved; the recorder does not see them.
+    """Reports once which parameters were replaced, added, removed or moved to another device.
 
-    While FSDP computes, it substitutes the full parameter for its shard; that does not count as replaced.
+    The recorder does not notice such changes. During forward and backward, FSDP replaces each sharded
+    parameter by the unsharded one; this does not count as a replacement.
 
     Args:
-        model: the model of the recorder. If it is not a module, only moves are detected.
+        model: the model of the recorder. If it is neither a module nor a mapping of names to
+            modules, only moves are detected.
         recorder: the recorder of the parameters.
         failures: receives the report.
 

@@ -35,7 +35,7 @@ class LossSpike(BaseRule):
     Once the usual loss is below 5 % of its highest value, a spike below 25 % of that value has severity info.
 
     Args:
-        deviations: limit in robust deviations of the loss itself above the usual; as for `NormSpike`.
+        deviations: limit for the loss, in robust standard deviations above its usual value.
         warmup, window: as for `History`, in steps.
         severity: the severity of a finding.
     """
@@ -72,7 +72,7 @@ class LossSpike(BaseRule):
             return []
         harmless = abs(usual) < CONVERGED * self.highest and loss < HARD_BATCH * self.highest
         severity = min(self.severity, Severity.INFO) if harmless else self.severity
-        message = f"loss {loss:.4g}, {z:.0f} robust deviations above its usual {usual:.4g}"
+        message = f"loss {loss:.4g}, {z:.0f} standard deviations above its usual {usual:.4g}"
         limit = usual + self.deviations * deviation
         step = record.step
         return [Finding(self.name, severity, step, step, None, None, loss, limit, message, ADVICE)]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Exploding", "NormSpike", "Vanishing"]
 
-# in the first steps, a norm above the threshold is info, unless it is this many times its past level
+# in the first steps, a norm above the threshold has severity info, unless it is more than this many times
+# its usual level
 RISING: Final = 10.0
 # a tensor below its threshold vanishes only if the total norm is this many times as large
 CONTRAST: Final = 1e4
@@ -41,12 +42,13 @@ class Exploding(TensorRule):
     """A gradient's norm above the threshold of its flag, or far above its own history.
 
     The comparison with its history uses the logarithm of the norm. It applies only if the norm is at least
-    ``share`` of the total: rounding errors, such as the gradient of a key bias, jump by powers of ten. A norm
+    ``share`` of the total: gradients that are only rounding errors, such as that of a key bias in
+    attention, change by orders of magnitude from step to step. A norm
     above the threshold in a tensor's first recorded steps (the warm-up of its history) has severity info,
     unless it rises.
 
     Args:
-        deviations: limit in robust deviations above the usual norm.
+        deviations: limit in robust standard deviations above the usual norm.
         share: minimum share of the total norm.
         norms: the history, which several rules may share.
         most: maximum number of tensors named in a step.
@@ -90,7 +92,7 @@ class Exploding(TensorRule):
             if own[place]:
                 limit = float((usual[place] + self.deviations * deviation[place]).exp())
                 message = (
-                    f"norm {value:.3g}, {float(z[place]):.0f} robust deviations above its usual "
+                    f"norm {value:.3g}, {float(z[place]):.0f} standard deviations above its usual "
                     f"{float(usual[place].exp()):.3g}"
                 )
                 return Sight(value, limit, message, LOWER_LR, severity)
@@ -105,14 +107,15 @@ class Exploding(TensorRule):
 class Vanishing(LastingRule):
     """A gradient's norm below the threshold of its flag, or far below its own history, for a while.
 
-    The threshold applies only if the total norm is more than 10,000 times the gradient's. If all gradients
-    are small, training has converged, which is one finding of severity info. The comparison with the history
+    The threshold applies only if the total norm is more than 10,000 times the gradient's. If the total
+    norm itself stays below the threshold for ``patience`` recorded steps, training is assumed to have
+    converged; this gives one finding of severity info. The comparison with the history
     subtracts the median decline of all gradients, since a loss that approaches 0 shrinks all of them. `Dead`
     reports gradients of exactly 0. Vectors are left out: the gradients of biases before a norm, and of key
     biases, are rounding errors.
 
     Args:
-        deviations: limit in robust deviations below the usual norm.
+        deviations: limit in robust standard deviations below the usual norm.
         patience: number of recorded steps in a row.
         min_dims: minimum number of dimensions of the tensors.
         norms: the history, which several rules may share.
@@ -163,14 +166,14 @@ class Vanishing(LastingRule):
 
         def describe(place: int) -> Sight:
             value, steps = float(norm[place]), int(self.row[place])
-            message = f"norm {value:.3g}, for {steps} recorded steps "
+            message = f"norm {value:.3g}; for {steps} recorded steps it has been "
             if flagged[place]:
-                message += f"below the threshold {threshold:g}; the total norm is {total:.3g}"
+                message += f"below the threshold {threshold:g}, while the total norm is {total:.3g}"
                 return Sight(value, threshold, message, VANISHES, self.severity)
             limit = float((usual[place] - self.deviations * deviation[place]).exp())
             message += (
-                f"{float(fallen[place] / deviation[place]):.0f} robust deviations further below its usual "
-                f"{float(usual[place].exp()):.3g} than the others"
+                f"{float(fallen[place] / deviation[place]):.0f} standard deviations below its usual "
+                f"{float(usual[place].exp()):.3g}, beyond the median decline of all gradients"
             )
             return Sight(value, limit, message, VANISHES, self.severity)
 
@@ -193,8 +196,9 @@ class NormSpike(BaseRule):
     """A total gradient norm far above its own history.
 
     Args:
-        deviations: limit in robust deviations of its logarithm above the usual. OLMo-core skips a step from 6
-            standard deviations on; the spike score of OLMo 2 (arXiv:2501.00656, section 3.2) counts from 7.
+        deviations: limit for the logarithm of the norm, in robust standard deviations above its usual value.
+            OLMo-core skips a step at 6 standard deviations or more; the spike score of OLMo 2
+            (arXiv:2501.00656, section 3.2) counts steps at 7 or more.
         norms: the history, which several rules may share.
         severity: the severity of a finding.
     """
@@ -225,7 +229,7 @@ class NormSpike(BaseRule):
         squares = record.value("sumsq")
         place = int(squares.argmax())
         message = (
-            f"total gradient norm {total:.3g}, {z:.0f} robust deviations above its usual "
+            f"total gradient norm {total:.3g}, {z:.0f} standard deviations above its usual "
             f"{math.exp(usual):.3g}; {float(squares[place]) / total**2:.0%} of its square comes "
             f"from {label('grads', record.roster.names[place])}"
         )

@@ -117,9 +117,10 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
     Args:
         a: one run.
         b: the other.
-        rtol: the relative tolerance. With 0, values must be bitwise equal. Otherwise norms, magnitudes and
-            scalars are compared relative to the larger one, ``sum`` relative to ``sqrt(numel * sumsq)``,
-            which it cannot exceed, and ``n_zero`` to ``numel``. Counts of elements, NaN and Inf stay exact.
+        rtol: the relative tolerance. With 0, values must be equal; any two NaNs are. Otherwise norms,
+            magnitudes and scalars are compared relative to the larger one, ``sum`` relative to
+            ``sqrt(numel * sumsq)``, which it cannot exceed, and ``n_zero`` to ``numel``. Counts of elements,
+            NaN and Inf stay exact.
         ignore: tensors and scalars whose name matches it (`re.Pattern.search`) are left out.
     """
     kinds = set(a.roster.kinds) & set(b.roster.kinds)

@@ -20,12 +20,14 @@ class Function:
     """Calls a function for each step, on the background thread.
 
     Args:
-        function: ``f(record)`` or ``f(record, findings)``, where ``findings`` are those that this step
-            added or changed, often none. An error that it raises is counted as an error of this sink.
+        function: ``f(record)`` or ``f(record, findings)``, where ``findings`` are those that this step and
+            earlier ones without a call added or changed, often none. An error that it raises is counted as an
+            error of this sink.
         every: call it for steps divisible by this. Findings of other steps are passed with the next call.
 
     Raises:
         TypeError: for an object that cannot be called this way.
+        ValueError: if ``every`` is not a positive integer.
     """
 
     def __init__(self, function: Callable[..., object], *, every: int = 1) -> None:

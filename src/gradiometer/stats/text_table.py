@@ -1,4 +1,4 @@
-"""Text tables: rows of tensors, and the format of names, counts and numbers in them."""
+"""Text tables with a row per tensor, and the format of their names, counts and numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def render(
 ) -> str:
     """Return the headline, a row for each of at most ``max_rows`` tensors, and a row for all tensors.
 
-    If ranks have non-finite values, a column names them: the first rank per tensor, all of them in the total.
+    If ranks have non-finite values, a column shows the first such rank of each tensor; the last row lists up
+    to three of these ranks.
     """
     if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
         msg = f"max_rows must be a non-negative integer, or None for all, got {max_rows!r}"
@@ -66,7 +67,7 @@ def with_short_names(cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def with_ranks(cells: Sequence[tuple[str, ...]], at: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the cells with a column for the ranks before the flags."""
+    """Insert a column of ranks before the last column, the flags. The first row is the header."""
     return [(*row[:-1], rank, row[-1]) for row, rank in zip(cells, ["rank", *at], strict=True)]
 
 
