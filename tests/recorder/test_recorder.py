@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -474,6 +475,19 @@ def test_opcheck(gated):
     torch.library.opcheck(record_, (grads, 1e-7, 100.0, 1.0, None, 5, gated, ring, cursor))
     torch.library.opcheck(record_, (grads, 1e-7, 100.0, 1.0, torch.tensor(0.5), 3, gated, ring, cursor))
     torch.library.opcheck(append_, (columns, flags, 5, ring, cursor))
+
+
+def test_columns_of_any_strides_are_written_as_what_they_are():
+    model = model_of()
+    recorder = Recorder(model)
+    stats = gm.collect_weights(model)
+    columns, flags = torch.stack([stats.columns] * 2, dim=-1), torch.stack([stats.flags] * 2, dim=-1)
+    strided = replace(stats, columns=columns[..., 0], flags=flags[..., 0])
+    assert not strided.columns.is_contiguous()
+    assert not strided.flags.is_contiguous()
+    recorder.record(strided)
+    (record,) = recorder.read()
+    assert torch.equal(record.values[0, :, :NUM_COLUMNS], stats.columns)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -324,7 +324,8 @@ def _append(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: T
         with _launching_on(steps.device):
             from gradiometer import kernels  # noqa: PLC0415 as above
 
-            kernels.append(columns, flags, grads, steps, cursor)
+            # the kernels read rows one after the other
+            kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor)
 
 
 def _record_op(
