@@ -147,7 +147,7 @@ def test_the_fp64_rate_of_a_gpu(capability, share, says):
 
 def test_a_gpu_is_described_by_its_properties(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=2**37, major=9, minor=0)
-    module = SimpleNamespace(get_device_properties=lambda _: properties)
+    module = SimpleNamespace(get_device_properties=lambda _: properties, is_available=lambda: False)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(devices, "_read_rate", lambda _: 3000.0)
     monkeypatch.setattr(torch.version, "hip", None)

@@ -2,8 +2,9 @@
 
 from gradiometer.kernels import tuning
 from gradiometer.kernels.append import append
+from gradiometer.kernels.driver import load_driver
 from gradiometer.kernels.finalize import finalize
 from gradiometer.kernels.moments import PARTIALS, moments
 from gradiometer.kernels.scale import scale
 
-__all__ = ["PARTIALS", "append", "finalize", "moments", "scale", "tuning"]
+__all__ = ["PARTIALS", "append", "finalize", "load_driver", "moments", "scale", "tuning"]

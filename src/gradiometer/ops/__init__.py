@@ -6,8 +6,10 @@ imported on the first call on a device that needs it.
 """
 
 from gradiometer.ops.library import (
+    INSTALL_COMPILER,
     INTERPRETED,
     append_,
+    driver_error,
     measure,
     norm_on_host,
     recognize,
@@ -20,9 +22,11 @@ from gradiometer.ops.library import (
 from gradiometer.ops.packing import LaunchPlan, is_capturing
 
 __all__ = [
+    "INSTALL_COMPILER",
     "INTERPRETED",
     "LaunchPlan",
     "append_",
+    "driver_error",
     "is_capturing",
     "measure",
     "norm_on_host",

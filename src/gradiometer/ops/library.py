@@ -13,7 +13,9 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "INSTALL_COMPILER",
     "append_",
+    "driver_error",
     "measure",
     "norm_on_host",
     "recognize",
@@ -62,11 +66,38 @@ _LIBRARY.define("append_(Tensor columns, Tensor flags, int grads, Tensor(a!) ste
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 _HAS_TRITON: Final = _is_installed("triton")
 _KERNEL_DEVICES: Final = {"cuda", "xpu"}
+INSTALL_COMPILER: Final = (
+    "install a C compiler (on Debian and Ubuntu: apt-get install gcc libc6-dev), or set CC to the path of one"
+)
 
 
 def uses_kernels(device: torch.device) -> bool:
     """Return whether the Triton kernels measure tensors on this device."""
-    return _HAS_TRITON and (device.type in _KERNEL_DEVICES or (INTERPRETED and device.type == "cpu"))
+    if not _HAS_TRITON:
+        return False
+    if device.type == "cpu":
+        return INTERPRETED
+    return device.type in _KERNEL_DEVICES and driver_error(device.type) is None
+
+
+@cache
+def driver_error(kind: str) -> str | None:
+    """Return why Triton cannot launch kernels on this kind of device, or None if it can; warn once."""
+    if not torch.get_device_module(kind).is_available():
+        return None  # there are only fake tensors
+    from gradiometer import kernels  # noqa: PLC0415 as below
+
+    try:
+        kernels.load_driver()
+    except Exception as error:  # noqa: BLE001 the compiler or the linker may fail in any way
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = f"Triton cannot build its driver ({cause})"
+        msg = (
+            f"{reason}, so gradiometer measures {kind} tensors with eager PyTorch, which is slower and makes "
+        )
+        warnings.warn(f"{msg}the host wait for the device at every call; {INSTALL_COMPILER}", stacklevel=2)
+        return reason
+    return None
 
 
 def tensor_stats(

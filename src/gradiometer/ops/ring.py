@@ -34,7 +34,7 @@ def is_due(cursor: Tensor) -> bool:
 
 
 def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
-    """Write one step's rows into the ring, on the CPU, as `kernels.append` does on other devices.
+    """Write one step's rows into the ring in eager PyTorch, as `kernels.append` does on a GPU.
 
     The first call in a step opens a slot if the step is due, not finite or above the limit. A later call in
     the same step overwrites the rows that it measured.
@@ -47,6 +47,13 @@ def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: T
         steps: the ring, changed in place.
         cursor: its state, changed in place.
     """
+    if cursor.device.type != "cpu":
+        # Triton is not there or cannot launch kernels: go through the host, and wait for the device
+        there, state_there = steps.cpu(), cursor.cpu()
+        append_(columns.cpu(), flags.cpu(), grads, there, state_there)
+        steps.copy_(there)
+        cursor.copy_(state_there)
+        return
     state = _numbers(cursor)
     step, count, every, skip_nonfinite, skip_above, _ = state
     found = False
