@@ -1,8 +1,8 @@
-"""The raw columns of a tensor, ``(T, C) float64``, and everything derived from them.
+"""The raw columns of T tensors, ``(T, C) float64``, and everything derived from them.
 
-The schema defines each column and how the columns of two parts merge. Derived values, flags, thresholds and
-scores are functions of columns. The layout of the recorder's ring is here too. Nothing here reads a user's
-tensors, or depends on names and devices.
+The schema defines each column, how the columns of two parts merge, and the thresholds. Derived values, flags
+and scores are functions of columns. The layout of the recorder's ring is here too. Nothing here reads a
+user's tensors or their names.
 """
 
 from gradiometer.columns.derived import DERIVED, compute_flags, rescale

@@ -1,6 +1,6 @@
-"""The only computations on raw columns: derived values, merged rows and flags.
+"""Computations on raw columns in PyTorch: derived values, merged rows and flags.
 
-Each function takes ``columns``: ``(..., C) float64`` on any device and never moves it to the host.
+``columns`` is ``(..., C) float64`` on any device; no function moves it to the host.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def merge_groups(
     """Merge the rows of each of G groups into one. ``(T, ...) -> (G, ...)``.
 
     One call of ``merge``, which reduces the first dimension, merges all groups of the same size. So the
-    number of operations and graph nodes grows with the number of distinct sizes, not of groups.
+    number of calls grows with the number of distinct sizes, not of groups.
     """
     sizes: dict[int, list[int]] = {}
     for place, rows in enumerate(groups):
@@ -216,14 +216,17 @@ def realized(x: Tensor) -> Tensor:
     """Return a tensor that Inductor computes once, instead of again in each kernel that reads it.
 
     Use it for a coefficient that multiplies T tensors: it halves the compile time for 20 tensors, and saves
-    more for more of them.
+    more with more tensors.
     """
     # Inductor stores a tensor in memory before it views it by strides
     return x.as_strided(x.shape, x.stride()) if torch.compiler.is_compiling() else x
 
 
 def rescale(columns: Tensor, scale: Tensor) -> Tensor:
-    """Return the columns that ``scale * x`` would have. ``scale``: 0-d float64, finite."""
+    """Return the columns of ``scale * x``, with the same counts. ``scale``: 0-d float64, finite.
+
+    With a negative scale, +Inf and -Inf are not exchanged.
+    """
     one = torch.ones_like(scale)
     # multiply by s twice, not by s*s: the square alone may leave the range of float64
     first = {"1": one, "s": scale, "|s|": scale.abs(), "s*s": scale}

@@ -89,9 +89,9 @@ def is_healthy(
     norm_ratio: float = MAX_NORM_RATIO,
     zero_fraction: float = MAX_ZERO_FRACTION,
 ) -> Tensor:
-    """Return whether all elements are finite, no tensor is exploding, and both values are below their limits.
+    """Return whether all elements are finite, no tensor is exploding, and the step is within the limits.
 
-    0-d bool.
+    The ratio of norms and the share of zeros must be below ``norm_ratio`` and ``zero_fraction``. 0-d bool.
     """
     for name, limit in (("norm_ratio", norm_ratio), ("zero_fraction", zero_fraction)):
         # rejects NaN too; Dynamo does not trace math.isnan of a number that changes

@@ -3,7 +3,7 @@
 Where torch uses Intel's vector math library, its eager ``sqrt`` on float64 CPU tensors is off by one unit in
 the last place for about 1 % of values, such as ``sqrt(2.0)``. Its complex ``sqrt`` does not use that
 library. For a number with imaginary part 0 it returns the processor's real root, which is correctly rounded.
-Inductor's code and other devices have exact roots.
+Inductor's code and other devices round correctly.
 
 A traced graph may run compiled by Inductor, or operator by operator, as an exported program does. So on the
 CPU it contains ``gradiometer::sqrt``, which is this root in eager mode and a plain ``sqrt`` in Inductor's
@@ -62,7 +62,7 @@ def _sqrt_vmap(_: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
 
 
 def _teach_inductor() -> None:
-    """Let Inductor fuse the root like any other; where it cannot, it calls the op."""
+    """Let Inductor compile the op as a plain ``sqrt``; where it cannot, it calls the op."""
     # importing Inductor here would take a second; a fake runs before Inductor lowers the graph
     inductor = sys.modules.get("torch._inductor.lowering")
     lowerings = getattr(inductor, "lowerings", {})

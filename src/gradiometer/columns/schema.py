@@ -89,7 +89,7 @@ class Thresholds:
     Args:
         vanishing: an L2 norm strictly below it is ``VANISHING``; 0 switches the flag off.
         exploding: an L2 norm strictly above it is ``EXPLODING``; with ``math.inf``, only
-            a non-finite norm is.
+            that of a tensor with NaN or Inf is.
         dead: a share of zeros at or above it is ``DEAD``; above 1 switches the flag off.
 
     Raises:

@@ -1,8 +1,8 @@
 """Collectives of `torch.distributed`: sums and maxima over ranks, and which ranks are present.
 
-Ranks use the group's store to agree on something, or to find missing ranks. The store needs no device, each
-request to it has a timeout, and a late rank does no harm. Columns are merged by collectives of the group,
-each with its own timeout on the CPU.
+Ranks use the store of the default process group to agree on something, or to find missing ranks. The store
+needs no device, each request to it has a timeout, and a late rank does no harm. Columns are merged by
+collectives of the group, each with its own timeout on the CPU.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["all_reduce", "all_reduce_pair", "rendezvous", "share", "tell", "whol
 # seconds between polls of a collective in a background thread, at first and at most
 _PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.02
-# seconds between checks, in a wait for a collective, whether another rank has given it up
+# seconds between checks whether another rank has given up the collective that this rank waits for
 _LOOK: Final = 1.0
 _NO_STORE: Final = "the store of the process group (often on rank 0) does not respond either"
 _SAME: Final = "every rank must make the same calls in the same order"
 
-# number of calls in each world, by purpose: the same on all ranks
+# number of calls in each world, by group and purpose: the same on all ranks of the group
 _met: weakref.WeakKeyDictionary[Group, Counter[str]] = weakref.WeakKeyDictionary()
 # why groups cannot be used any more
 _broken: weakref.WeakKeyDictionary[Group, str] = weakref.WeakKeyDictionary()
@@ -74,14 +74,16 @@ def whole() -> Any:
 def all_reduce(tensor: Tensor, operation: str, group: Group, timeout: float) -> Tensor:
     """Return the sum or the maximum over a group, ``"sum"`` or ``"max"``. Traced by torch.compile.
 
-    On the CPU it waits at most ``timeout`` seconds. The collective then stays pending until the group's own
-    timeout. If the last rank comes before that, later collectives of the group work again, in the same
-    order. The process may exit before that. After an error in Gloo, for example because a rank is gone, the
-    group cannot be used any more, and each call raises this error. In a compiled function, and on other
-    devices, nothing waits here, and the group's own timeout applies.
+    On the CPU it waits at most ``timeout`` seconds, and then a few more to find the missing ranks. After
+    that the collective stays pending until the group's own timeout. If the last rank arrives earlier, later
+    collectives of the group work again, in the same order. The process can exit meanwhile. After an error in
+    Gloo, for example because a rank is gone, the group cannot be used any more, and each call raises this
+    error. In a compiled function, and on other devices, nothing waits here, and the group's own timeout
+    applies.
 
     Raises:
-        RankError: on the CPU, if a rank is gone or has not responded in time; names the rank.
+        RankError: on the CPU, if a rank is gone or has not responded in time, naming the rank if it is
+            known; on any device, if the group was destroyed or has no backend for the device.
     """
     return all_reduce_pair([(tensor, operation)], group, timeout)[0]
 
@@ -137,7 +139,7 @@ def _given_up(work: Any, end: float, group: Group, number: int) -> _Call | None:
             if _is_called(group, call):
                 return call
         if previous is not None and _is_called(group, previous):
-            # others still wait for a collective that has ended here: report that this rank is not missing
+            # others gave up the previous collective, which has ended here: report that this rank is present
             _say_here(group, previous)
             previous = None
 
@@ -174,7 +176,7 @@ def _has_backend(group: Group, device: torch.device) -> bool:
 
 
 def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") -> list[Any]:
-    """Return the values that all ranks of a group pass, by rank; any value that can be pickled.
+    """Return the values that all ranks of a group pass, in the order of the group; they must be picklable.
 
     Either all ranks succeed or all fail: if one is late, every rank raises an error, including the late one.
 
@@ -185,7 +187,7 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
         what: the name of the call, for messages; the ranks of a group meet once per call of this name.
 
     Raises:
-        RankError: names the ranks that did not arrive in time.
+        RankError: if ranks do not arrive in time, naming them; if the store does not respond.
     """
     here, ranks = ranks_of(group)
     number = _count(group, what)
@@ -207,13 +209,13 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
 
 
 def tell(value: Any, place: int, group: Group, timeout: float = 60.0, what: str = "tell") -> Any:
-    """Return the value of the rank at this place in a group, on every rank; otherwise as `share`."""
+    """Return, on every rank, the value of the rank at this place in a group. The rest is as in `share`."""
     here, _ = ranks_of(group)
     return share(value if here == place else None, group, timeout, what)[place]
 
 
 def rendezvous(group: Group, timeout: float, what: str) -> None:
-    """Wait until all ranks of a group have made this call; otherwise as `share`."""
+    """Wait until all ranks of a group have made this call. The rest is as in `share`."""
     share(None, group, timeout, what)
 
 
@@ -260,7 +262,7 @@ def _missing(group: Group, number: int, call: _Call) -> list[int] | None:
     """Call all ranks; return those that do not respond, or None if the store does not.
 
     When something fails, one rank may time out and another may see an error from Gloo. So a rank that
-    answers either call is present.
+    answers any of these calls is present.
     """
     here, ranks = ranks_of(group)
     calls = [_BROKEN, _Call(number), _Call(number + 1)]

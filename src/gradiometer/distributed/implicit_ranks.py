@@ -1,4 +1,4 @@
-"""`Ranks` that a call creates itself, once, for DTensors."""
+"""`Ranks` that a call creates itself, once per model and group, if none are passed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["given_ranks", "implicit_ranks_for", "sharding_here"]
 def implicit_ranks_for(sharding: Sharding, home: torch.device | None, group: Any = None) -> Ranks:
     """Return the `Ranks` of a sharding, created at the first call, which all ranks make at the same time.
 
-    ``home``: the device of the columns; None: the CPU.
+    ``home``: the device of the columns; None: the CPU, unless other ranks use another device.
     """
     kept = _RANKS.setdefault(process_groups.group_of(group), {})
     if sharding not in kept:
@@ -72,7 +72,10 @@ def given_ranks(reduce: Any, what: str) -> Ranks | None:
 
 
 def sharding_here(names: tuple[str, ...], tensors: Sequence[Tensor]) -> Sharding | None:
-    """Return the sharding of parameters, kept while they are the same; None if there is only one rank."""
+    """Return the sharding of parameters, kept while they are the same.
+
+    None in a compiled function, or if there is only one rank.
+    """
     if torch.compiler.is_compiling() or not process_groups.is_active():
         return None
     key = (names, tuple([id(tensor) for tensor in tensors]))
@@ -86,7 +89,7 @@ def sharding_here(names: tuple[str, ...], tensors: Sequence[Tensor]) -> Sharding
     return sharding
 
 
-# number of models kept per group; dropped with the group
+# most models kept: `Ranks` per group, dropped with the group; shardings in all
 _KEPT = 8
 _RANKS: weakref.WeakKeyDictionary[Group, dict[Sharding, Ranks]] = weakref.WeakKeyDictionary()
 _SHARDINGS: dict[

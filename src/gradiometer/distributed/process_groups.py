@@ -106,7 +106,7 @@ def _place_of(rank: int, ranks: Sequence[int]) -> int:
 def side_group(ranks: Sequence[int], timeout: float) -> Group:
     """Return a new Gloo group for collectives beside those of training; all its ranks have to call this.
 
-    ``timeout``: seconds that waits in it take at most; Gloo's own timeout is longer.
+    ``timeout``: the longest wait in it, in seconds; Gloo's own timeout is longer.
     """
     # use local synchronization only for a part of the ranks: it reuses the name of a closed group, whose
     # addresses are still in the store

@@ -128,7 +128,7 @@ class Ranks:
         self.size = len(self.global_ranks)
         self.plan, kinds = exchange_shardings(sharding, home, self.group, self.size, self.timeout)
         if home is None and kinds:
-            # the others reduce on such a device, so a rank without tensors has to use one too
+            # the others reduce on such a device, so a rank without tensors there has to use one too
             home = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
         self.names = self.plan.names
         rows = {name: row for row, name in enumerate(self.names)}
@@ -164,7 +164,7 @@ class Ranks:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        # a process group cannot be copied, and nothing else here changes
+        # a process group cannot be copied, and all users have to share the number of calls
         return self
 
     def __reduce__(self) -> Any:
@@ -177,7 +177,10 @@ class Ranks:
         return f"<Ranks: rank {self.rank} of {self.size}, {len(self.names)} tensors, {here} of them here>"
 
     def where(self, name: str, rank: int) -> str:
-        """Return a rank's position in the mesh of a tensor: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
+        """Return a rank's position in the mesh of a tensor: ``rank 5, dp_shard 1 of 4, tp 0 of 2``.
+
+        ``rank`` is its place in the group.
+        """
         return self.plan.where(self.names.index(name), rank)
 
     def to_rows(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
@@ -230,8 +233,8 @@ class Ranks:
         """Return the columns of all rows, merged over the ranks, and where a non-finite value was found.
 
         It makes at most two collectives. Every rank has to call it, in the same order. If one calls
-        something else, it is an error on every rank: at once on the CPU; on other devices, where nothing
-        waits, the columns are NaN, and ``materialize`` raises.
+        something else, it is an error on every rank: at once in eager mode on the CPU; in compiled functions
+        and on other devices, where nothing waits, the columns are NaN, and ``materialize`` raises.
 
         Args:
             names: the names of the rows of ``columns``; this rank's other tensors add nothing.
@@ -241,8 +244,8 @@ class Ranks:
 
         Returns:
             ``(T, C) float64``, and ``(T,) float64``: the first rank, by its place in the group, that has a
-            NaN or Inf in its part or copy, whether counted or not; -1: none; -2: no rank has measured this
-            row.
+            NaN or Inf in its part or copy, whether counted or not; -1: none; -2: no rank that counts this
+            row has measured it.
 
         Raises:
             RankError: if a rank makes a different call, or does not respond.
@@ -254,11 +257,11 @@ class Ranks:
             # others
             columns = columns.to(home, non_blocking=True)
         bad = derived.value(columns, "n_nonfinite") > 0
-        # the first rank's code is the largest; a measured row is above 0
+        # the first rank's code is the largest; the code of a measured row is above 0
         code = torch.where(bad, float(self.size - self.rank), 0.0).unsqueeze(1)
         try:
             mine = self.to_rows(names, torch.cat([columns, torch.full_like(code, _MEASURED)], dim=1))
-            # report copies that are not counted too: only one copy may have a NaN
+            # copies that are not counted report a NaN too: the others may not have it
             code = self._spread(names, code)
         except ValueError as error:
             if torch.compiler.is_compiling() or self.size == 1:
@@ -313,7 +316,7 @@ class Ranks:
         return mark, mark
 
     def _difference(self, kind: str, failure: Exception | None) -> Exception:
-        """Return an error that names the differing calls. All ranks come here, as all see the same marks."""
+        """Return an error that names the differing calls. All eager ranks call it: all see the same marks."""
         calls, self._calls = self._calls, 0
         mine = (calls, kind, self._hash, None if failure is None else str(failure))
         try:

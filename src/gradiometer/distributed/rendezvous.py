@@ -1,6 +1,6 @@
 """Exchange values between ranks through a store, and find missing ranks; each request has a timeout.
 
-The store is the one that `torch.distributed` made for a process group; it needs no device.
+The store is the one that `torch.distributed` made for the default process group; it needs no device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ SLACK: Final = 5.0
 
 
 class RankError(RuntimeError):
-    """Ranks disagree, or one does not respond. The message is one line that names the ranks."""
+    """Ranks disagree, one does not respond, or the process group cannot be used.
+
+    The message is one line, and names the ranks if they are known.
+    """
 
 
 def exchange(

@@ -23,8 +23,9 @@ def settle(grads: Named, parameters: Sequence[Tensor], timeout: float, what: str
     """Return this rank's shard of each gradient, placed like its parameter.
 
     Partial gradients, such as those of a normalization under sequence parallelism or of a partial parameter,
-    are added up first: all of one mesh and dtype in one collective. The gradient itself is not changed. All
-    ranks of its mesh have to call this.
+    are added up: those of one dtype over the same mesh dimensions together, in one collective per dimension.
+    Other gradients that are not placed like their parameters are redistributed one by one. The gradient
+    itself is not changed. All ranks of its mesh have to call this.
 
     Raises:
         TypeError: if a gradient and its parameter are on different meshes.

@@ -18,7 +18,7 @@ __all__ = ["check_matches", "check_patterns", "with_shards"]
 
 
 def check_patterns(shards: Any) -> None:
-    """Raise an error unless ``shards`` maps regular expressions to groups."""
+    """Raise an error unless ``shards`` is a mapping whose keys are regular expressions."""
     if not isinstance(shards, Mapping):
         msg = f"Ranks: shards must map regular expressions to groups, got {type(shards).__name__}"
         raise TypeError(msg)

@@ -1,4 +1,4 @@
-"""The part of each tensor that a rank holds: all of it, or a DTensor's shard. Plain values, no tensors."""
+"""The part of each tensor that a rank holds: all of it, or a shard. Plain values, no tensors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Sharding:
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash that is the same on ranks whose shardings differ only in their coordinates."""
+        """A hash that is the same on ranks whose shardings differ only in coordinates inside their meshes."""
         meshes = [(mesh.names, mesh.shape, mesh.coordinate is None) for mesh in self.meshes]
         return hashlib.sha256(repr((self.names, self.specs, meshes)).encode()).digest()
 

@@ -31,7 +31,7 @@ def exchange_shardings(
         told = collectives.share(mine, group, timeout, "gm.Ranks")
         members = [Member(*each) for *each, _ in told]
         kinds = [kind for *_, kind in told if kind is not None]
-        # most ranks have the same sharding: only the first rank of each kind sends it
+        # most ranks have the same sharding: only the first rank with each sharding sends it
         firsts: dict[bytes, int] = {}
         for place, member in enumerate(members):
             firsts.setdefault(member.digest, place)

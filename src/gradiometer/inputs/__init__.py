@@ -1,8 +1,8 @@
 """Convert a user's input to named tensors.
 
 The input is a module, a mapping, a list or pairs. The output is `Named`: names without the parts that
-wrappers add, and tensors that can be measured. Any other input raises an error that names the tensor and
-says what to do. Nothing here computes.
+wrappers add, and tensors that can be measured. Any other input raises an error that says what to
+do and, for an item of a collection, names it. Nothing here computes.
 """
 
 from gradiometer.inputs.checks import Traits, check, has_float64, is_plain_subclass, layout

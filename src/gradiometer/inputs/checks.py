@@ -36,7 +36,7 @@ _LAYOUTS: Final = frozenset({torch.strided, torch.sparse_coo})
 
 
 def is_plain_subclass(kind: type) -> bool:
-    """Return whether this is a tensor subclass without its own ``__torch_dispatch__``, not a parameter."""
+    """Return whether this is a tensor subclass, not a parameter, without its own ``__torch_dispatch__``."""
     if kind is Tensor or issubclass(kind, nn.Parameter):
         return False
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]

@@ -121,6 +121,6 @@ def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[P
 
 
 def is_whole(placement: Any) -> bool:
-    """Return whether every rank in this mesh dimension holds the whole tensor."""
+    """Return whether every rank in this mesh dimension measures the whole tensor."""
     # a partial tensor is added up before it is measured
     return bool(placement.is_replicate() or placement.is_partial())

@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["CHUNK", "FINALIZE", "MAX_CHUNKS", "MOMENTS", "SCALE", "Finalize", "Moments", "Scale", "options"]
 
-# elements per program of the moments kernel, if a tensor has at most MAX_CHUNKS such chunks
+# elements per program of the moments and scale kernels, if a tensor has at most MAX_CHUNKS such chunks
 CHUNK: Final = 2**15
 # one program of the finalize kernel adds up a tensor's chunks: beyond this number, chunks get longer
 MAX_CHUNKS: Final = 2**12
@@ -45,6 +45,7 @@ class Finalize(NamedTuple):
     registers: int
 
 
+# the append kernels use it too
 FINALIZE: Final = Finalize(tile=1024, threads=256, registers=128)
 
 

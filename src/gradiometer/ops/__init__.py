@@ -1,8 +1,8 @@
 """The custom ops: schemas, fakes and dispatch to the Triton kernels or to eager PyTorch.
 
-The ops take lists of tensors and return raw columns ``(T, C) float64`` and flags ``(T,) int32``. Packing for
-the kernels and the eager reference are here too. Nothing here depends on names, ranks or reports. Triton is
-imported on the first call on a device that needs it.
+The ops measure lists of tensors: they return raw columns ``(T, C) float64`` and flags ``(T,) int32``, or
+write them into a ring. Packing for the kernels and the eager reference are here too. Nothing here depends on
+names, ranks or reports. Triton is imported on the first call on a device that needs it.
 """
 
 from gradiometer.ops.library import (

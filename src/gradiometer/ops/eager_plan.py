@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BATCH", "FEW", "SMALL", "WIDTHS", "Group", "Plan", "plan_of", "prepared"]
 
-# a small tensor fills one zero-padded row of the next larger width
+# a small tensor fills one zero-padded row, usually of the smallest width that holds it
 SMALL: Final = 2**12
 WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, SMALL)
 # the width for each number of elements
 _WIDTH_OF: Final = tuple([WIDTHS[bisect_left(WIDTHS, size)] for size in range(SMALL + 1)])
-# most elements in a batch of such rows: fewer than torch spreads over threads
+# most elements in a batch of such rows: fewer than torch spreads over threads; twice that on one thread
 BATCH: Final = 2**15 - 1
 # up to this many elements the number of operators costs more than their work
 FEW: Final = BATCH // 3

@@ -16,7 +16,7 @@ __all__ = ["alike", "guards_tell"]
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a function of equally many tensors: whether they differ from these at most in their addresses.
+    """Return a function that tells whether as many tensors differ from these at most in their addresses.
 
     It keeps no tensor alive. Call both functions with grad mode disabled.
     """

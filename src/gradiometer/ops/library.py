@@ -157,7 +157,7 @@ def writable(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
 def _in_function_mode() -> bool:
     """Return whether a function mode is active, other than the one of ``torch.set_default_device``.
 
-    While Inductor warms up or records a CUDA graph, another mode is active, which sets a device, too.
+    Inductor enters one that also sets a device while it warms up or records a CUDA graph.
     """
     count = _len_torch_function_stack()
     if count == 1:
@@ -167,7 +167,10 @@ def _in_function_mode() -> bool:
 
 
 def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
-    """Return the L2 norm of all tensors together; None if kernels measure them or others intercept calls."""
+    """Return the L2 norm of all tensors together.
+
+    None unless `recognize` has a plan for them, and eager PyTorch measures them on the CPU.
+    """
     with _without_grad():
         plan = recognize(tensors)
         if plan is None or plan.device.type != "cpu" or uses_kernels(plan.device):

@@ -13,8 +13,8 @@ lives.
 
 If no graph is being made, the caller can pass ``keep``. Then the tables stay on the device: the
 static one until the list is forgotten, the pointers until an address changes. They are never rewritten: a
-change makes new ones. They belong to the stream that they were copied on, so that kernels that read them,
-and later uses of their memory, come after the copy.
+change makes new ones, and so does a call on another stream. They belong to the stream that they were copied
+on, so that kernels that read them, and later uses of their memory, come after the copy.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class ChunkMap:
 class Pack:
     """The input of one call's kernels, on the device.
 
-    ``pointers``: ``(T,) int64``. ``table``: the chunk_map's table. ``tensors``: the flat tensors that the
-    pointers refer to, kept alive until the kernels are launched.
+    ``pointers``: ``(T,) int64``. ``table``: the chunk_map's table. ``tensors``: the tensors that the pointers
+    refer to, kept alive until the kernels are launched.
     """
 
     chunk_map: ChunkMap

@@ -184,7 +184,7 @@ def _measure_group(tensors: Sequence[Tensor], group: Group, rows: list[_Row], le
 
 
 def _measure_rows(x: Tensor, wide: Tensor | None = None) -> list[list[float]]:
-    """Return sumsq, sum, non-zeros and max |x| of each row. Overwrites both tensors."""
+    """Return sumsq, sum, non-zeros and max |x| of each row. It may overwrite both tensors."""
     # counts in a half-precision format would be rounded
     x = x.float() if x.itemsize < 4 else x
     if x.dtype != torch.float64 and x.numel() <= FEW:

@@ -36,14 +36,14 @@ def is_due(cursor: Tensor) -> bool:
 def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
     """Write one step's rows into the ring in eager PyTorch, as `kernels.append` does on a GPU.
 
-    The first call in a step opens a slot if the step is due, not finite or above the limit. A later call in
-    the same step overwrites the rows that it measured.
+    The first call in a step opens a slot if the step is due, its gradients are not finite, or their norm is
+    above the limit. A later call in the same step overwrites the rows that it measured.
 
     Args:
         columns: ``(R, C) float64``.
         flags: ``(R,) int32``.
-        grads: the number of gradients, which come first and decide whether to skip the step; with 0 the
-            decision does not change.
+        grads: the number of gradients, which come first and decide whether to skip the step; with 0 or -1
+            the decision does not change.
         steps: the ring, changed in place.
         cursor: its state, changed in place.
     """
