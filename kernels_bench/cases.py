@@ -25,9 +25,9 @@ class Case(NamedTuple):
     """A list of tensors of one dtype.
 
     ``blocks``: pairs of (shape, count). ``misaligned``: tensor i begins 1 + i mod k elements after a 16-byte
-    boundary, never on one. ``zeros``: the share of elements that are 0. ``only``: "cpu" is for a CPU, whole;
-    "memory" is for the memory check. ``compiled``: on a GPU, compile the equal-work functions
-    for it although the list is long.
+    boundary, never on one. ``zeros``: the share of elements that are 0. ``only``: "cpu" is for a CPU, at full
+    size; "memory" is for the memory check. ``compiled``: on a GPU, compile the functions that compute all
+    columns although the list is long.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Compare `clip_grad_norm_` with torch's, once with gradients above the bound and once below it.
+"""Compare `clip_grad_norm_` with torch's, once with a norm above the bound and once below it.
 
     python -m kernels_bench.clip                         # on the GPU, or on the CPU with smaller cases
     python -m kernels_bench.clip --device cuda --json PATH

@@ -60,7 +60,7 @@ def cells(row, rows, count="3"):
 
 
 def digits(value, count="3"):
-    """Return a number with ``count`` significant digits, without an exponent."""
+    """Return a number with ``count`` significant digits; from 1e-4 on it has no exponent."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 10 ** int(count) / 10 else f"{value:#.{count}g}".rstrip(".")
@@ -75,7 +75,7 @@ def by_case(rows):
 
 
 def heading(rows):
-    """Return a case's description: "gpt2 / 8: 148 float32 tensors, 15.6 M elements, 59.3 MiB"."""
+    """Return a case's description: "gpt2 / 8: 148 tensors of float32, 15.6 M elements, 59.3 MiB"."""
     row = rows[0]
     tensors = "1 tensor" if row["tensors"] == 1 else f"{row['tensors']} tensors"
     size = f"{row['elements'] / 1e6:,.1f} M elements, {row['bytes'] / 2**20:,.1f} MiB"

@@ -1,6 +1,6 @@
 """Many ranks without many machines: set-up simulated in one process, and predicted times of collectives.
 
-`simulate` generates the messages of up to 16,384 ranks, and runs `gm.Ranks` as the last of them.
+`simulate` generates the messages of many ranks, and runs the set-up of `gm.Ranks` as the last of them.
 `nccl_us` is the time that NCCL predicts for an all-reduce; `sent` is the minimum that a rank sends.
 """
 

@@ -1,8 +1,8 @@
 """Ranks as processes on this machine, with Gloo over the loopback device: times, collectives, bytes.
 
 Each process is a rank that holds its rows of every gradient, as with FSDP2. In every round each call runs
-once, and starts on all ranks together. The slowest rank of a round counts: its wall time, and the CPU time
-of its threads, which is the better figure on a busy machine.
+once, and starts on all ranks together; the calls in `APART` run in fewer rounds. The slowest rank of a round
+counts: its wall time, and the CPU time of its threads, which is the better figure on a busy machine.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def measure(size, all_tensors, rounds):
 
 
 def fit(rows):
-    """Return µs a hop, bytes a µs and the largest relative error of the fit ``hops * a + bytes / b``."""
+    """Return µs a hop, GB/s and the largest relative error of the fit ``hops * a + bytes / b``."""
     times = torch.tensor([row["ms"]["pair"] * 1e3 for row in rows], dtype=torch.float64)
     hops = torch.tensor([2.0 * 2 * (row["ranks"] - 1) for row in rows], dtype=torch.float64)
     moved = torch.tensor([row["traffic"]["pair"]["sent"] for row in rows], dtype=torch.float64)

@@ -3,8 +3,9 @@
     python -m kernels_bench.gpu.sweep --out build/gpu   # on a GPU, two minutes
     TRITON_INTERPRET=1 python -m kernels_bench.gpu.sweep --device cpu --divide 100000 --tensors 3  # a test
 
-For each dtype the search changes one value at a time and keeps the best so far. A candidate counts only if
-its norms are right. Its time is measured with a CUDA graph, alternating with the current table.
+For each dtype the search changes one group of values at a time (tile, unroll and threads; registers; chunk;
+finalize) and keeps the best so far. A candidate counts only if its norms are right. Its time is measured with
+a CUDA graph, alternating with the current table.
 Writes sweep.json and sweep.md; edit the table itself by hand.
 """
 

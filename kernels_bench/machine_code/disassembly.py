@@ -84,7 +84,7 @@ class Listing(NamedTuple):
 
     @property
     def main_span(self) -> tuple[int, int]:
-        """The innermost loop that reads most of global memory in an iteration; the first one on a tie.
+        """The innermost loop that reads the most bytes of global memory per iteration; on a tie the first.
 
         The remainder loop of an unrolled loop, and the counting path's loop, never read more than that one.
         """

@@ -26,8 +26,9 @@ RATE_HEAD = ["GPU", "rate", "value", "source"]
 RATES_OF = "Rates, per clock of one SM or CU unless a unit is given"
 
 PREDICTED = f"""\
-**Predicted**, not measured: the least ms of each resource for 10⁹ elements, memory at {REACHABLE:.0%} of the
-specified bandwidth; the longest binds. Below the MHz needed memory would no longer bind.
+**Predicted**, not measured: the least ms that each resource needs for 10⁹ elements, with memory at
+{REACHABLE:.0%} of the specified bandwidth; the longest is the bound. *MHz needed* is the lowest clock at
+which memory is the bound.
 """
 
 

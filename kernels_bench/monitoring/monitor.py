@@ -1,11 +1,11 @@
-"""Measure the cost of a monitor in a training step, beside no monitor and beside other telemetry.
+"""Measure the cost of a monitor in a training step, compared with no monitor and with other telemetry.
 
     python -m kernels_bench.monitoring.monitor            # eager steps of two models
     python -m kernels_bench.monitoring.monitor --modes eager,compiled --models transformer --json PATH
 
 Every contender trains its own model, from the same weights on the same batches. In each round every contender
 runs some steps, its turn, and turns of one round are compared. A turn of the monitor lasts until its
-background thread is done, so its later work counts too; the work of wandb's own process does not count. All
+background threads are done, so their work counts too; the work of wandb's own process does not count. All
 contenders must end with the same weights and the same norm, or the run fails.
 
 On a CPU one core is left free: threads that share theirs with other work take many times as long.

@@ -1,4 +1,4 @@
-"""Measure the cost of recording over a collection: `Recorder.record` and `advance` against `collect_grads`.
+"""Compare recording with a collection: the time of `Recorder.record` and `advance`, and of `collect_grads`.
 
     python -m kernels_bench.monitoring.recorder           # on the CPU; exit code 1 above 5 %
     python -m kernels_bench.monitoring.recorder --device cuda --json PATH

@@ -55,7 +55,7 @@ class Doctor:
         versions: of gradiometer, Python, torch, CUDA, HIP and triton, and the platform; None if missing.
         devices: the devices, the CPU last.
         triton: the target of triton's driver, or why there is none.
-        compiler: the C++ compiler that Inductor and triton call; None if there is none.
+        compiler: the C++ compiler that Inductor calls; None if there is none.
         trace_autograd_ops: whether torch has the flag that lets ``fullgraph=True`` trace ``backward()``.
         interpreted: whether ``TRITON_INTERPRET`` is set, so that kernels run as Python.
         packages: for each optional package its version or None, its extra, and the feature that needs it.
@@ -115,7 +115,7 @@ def examine(run_dir: Path | None = None) -> Doctor:
 
 
 def _problems(facts: Doctor) -> Iterator[Problem]:
-    """Yield the problems, except for devices that do not work."""
+    """Yield the problems other than those of `devices.examine`."""
     version = str(facts.versions["torch"])
     if tuple(int(n) for n in version.split("+", 1)[0].split(".")[:2]) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -137,7 +137,7 @@ def _problems(facts: Doctor) -> Iterator[Problem]:
         yield Problem(f"{gpu}: triton has {facts.triton}", fix)
     if facts.compiler is None:
         fix = "install g++ or clang, or set CXX; torch.compile(backend='aot_eager') works without one"
-        yield Problem("there is no C++ compiler, which torch.compile and triton need", fix)
+        yield Problem("there is no C++ compiler, which torch.compile needs", fix)
     if facts.interpreted:
         what = "TRITON_INTERPRET is set: kernels run as Python, thousands of times slower"
         yield Problem(what, "unset it, unless you are testing kernels")

@@ -47,12 +47,13 @@ class Frame:
         run, model, device: the run's folder, the class of its model, and its device.
         closed: whether the run was closed.
         fault: a summary of its black box; None if it has none.
-        attempt: the number of times the run was started.
+        attempt: the number of the last attempt, from 1.
         step: the last step; None if none is on disk yet.
         recorded_step: the last step with tensors.
-        steps, skipped, nonfinite: the numbers of steps, of skipped updates, and of steps with a NaN or Inf.
+        steps, skipped, nonfinite: the numbers of steps, of skipped updates, and of steps with a NaN or
+            Inf in a gradient.
         age: seconds since the last step ended.
-        steps_per_second: the average over the last 50 steps.
+        steps_per_second: the average over the last 50 steps, without those of earlier attempts.
         scalars: the scalars of the last step.
         total_norm: the total gradient norm of ``recorded_step``.
         loss_curve, norm_curve: the values of the last steps.

@@ -1,6 +1,7 @@
 """The demo: a small recorded training run with two faults, and its report page.
 
-``python -m gradiometer.demo`` runs it. Nothing else imports it.
+``gradiometer demo`` or ``python -m gradiometer.demo`` runs it. In the package only the command line imports
+it.
 """
 
 from gradiometer.demo.app import main

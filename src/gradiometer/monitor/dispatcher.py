@@ -171,7 +171,7 @@ class Dispatcher:
     def _tell(self, fault: Fault) -> None:
         for thread in self._sink_threads:
             thread.put_fault(fault)
-        # a process that ended normally without a non-finite value logs nothing
+        # a process that exits, with any status, without a non-finite value logs nothing
         if fault.reason != "exit" or fault.first_nonfinite is not None:
             LOG.warning("%s", fault)
 

@@ -32,7 +32,7 @@ _BYTES: Final = 1 << 24
 
 # marks of a step, in addition to its scalars, that are summed and that are maximized
 _SUMMED: Final = 1  # the number of ranks that recorded it
-_MAXIMIZED: Final = 4  # whether it was skipped, a rank with a non-finite loss, its number, and minus that
+_MAXIMIZED: Final = 4  # whether it was skipped, a rank with a non-finite loss, the step's number, minus that
 
 
 class Told(NamedTuple):

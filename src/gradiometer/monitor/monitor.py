@@ -90,8 +90,8 @@ class Monitor:
         skip_above: `skip_step` is also true if the total gradient norm, over all ranks, exceeds this. (Each
             rank uses its own part to decide whether to record a step that ``every`` leaves out.)
         queue: steps that may wait on the host for each sink, of ``R * 72`` bytes each. A full queue drops its
-            oldest steps, and `dropped` counts them for each sink. As many steps may wait for slower ranks;
-            beyond that the oldest lose their tensors and are counted too.
+            oldest steps, and `dropped` counts them for each sink. The same number may wait for slower ranks;
+            beyond that the oldest steps lose their tensors and are counted too.
         ranks: whether to merge the ranks of a job; may be a `gradiometer.Ranks` that they agreed on. With
             False each rank is watched separately, with a run record in ``run_dir/rank-00005``.
 
@@ -182,7 +182,7 @@ class Monitor:
             merger,
             rank,
         )
-        # a monitor that is collected without close() must not lose recorded steps
+        # a monitor that is garbage-collected without close() must not lose recorded steps
         weakref.finalize(self, pipeline.forget).atexit = False
 
     def __repr__(self) -> str:
@@ -197,7 +197,8 @@ class Monitor:
         values that it measures again.
 
         Args:
-            stats: statistics of gradients measured already, by the model's names; these are not read again.
+            stats: statistics of gradients that were already measured, by the model's names; these gradients
+                are not read again.
             inv_scale: ``1 / scale`` of a GradScaler, see `gradiometer.inverse_scale`.
         """
         if inv_scale is not None:
@@ -316,9 +317,9 @@ class Monitor:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run: the step, ``every``, the history of the rules, the findings.
 
-        Waits until all steps so far have reached the rules. With several ranks, the first rank's state is the
-        job's, and all ranks load it. If only the first rank calls it, it waits 5 s for steps of the others,
-        and the state may lack them.
+        Waits until all steps so far have reached the rules and sinks, at most a minute; with several ranks,
+        at most 5 s. Then the first rank's state is the job's, and all ranks load it. If only the first rank
+        calls it, the state may lack the last steps.
         """
         return {"every": self._every, **self._pipeline.state_dict()}
 

@@ -70,7 +70,7 @@ class Pipeline:
         self.merger = merger
         self.last: StepRecord | None = None
         self.reader = RingReader(recorder, self._pass_on, failures)
-        # the reader belongs to the training thread, except while that waits for a rank that ends
+        # the training thread owns the reader, except while it waits for a rank that is ending
         self._draining = threading.RLock()
         self._failures = failures
         self._describe = describe
@@ -162,7 +162,7 @@ class Pipeline:
         unsubscribe(self)
 
     def forget(self) -> None:
-        """End a pipeline whose monitor was collected; may be called on any thread."""
+        """End a pipeline whose monitor was garbage-collected; may be called on any thread."""
         if self.merger is None or threading.current_thread() is threading.main_thread():
             self.end()
         else:
@@ -172,7 +172,7 @@ class Pipeline:
     def _end_merger(
         self, merger: RankMerger, fault: tuple[str, str] | None, deadline: float
     ) -> tuple[str, str] | None:
-        """Leave the other ranks; return the fault, extended by the news of theirs."""
+        """Stop merging with other ranks; return the fault, with the news of another rank's fault added."""
         left = max(0.0, deadline - time.monotonic())
         said = None if fault is None or fault[0] == "exit" else f"{fault[0]}, {fault[1]}".removesuffix(", ")
         merger.finish(said, left / 2)
@@ -195,12 +195,12 @@ class Pipeline:
         self._signal = name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run. Waits until all steps so far have reached the rules."""
+        """Return the state for a resumed run. First waits as `rewind` does."""
         self._settle()
         return {"step": self.reader.step, "black_box": self.box.state_dict(), **self.dispatcher.state_dict()}
 
     def rewind(self, step: int) -> None:
-        """Continue at another step, after all steps so far have reached the rules."""
+        """Continue at another step. First waits, for a limited time, until sinks have all steps so far."""
         self._settle()
         self.reader.rewind(step)
 

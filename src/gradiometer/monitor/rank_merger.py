@@ -168,7 +168,7 @@ class RankMerger:
     def finish(self, fault: str | None, patience: float) -> None:
         """Leave once all steps of this rank are merged, or after ``patience`` seconds. Does not wait.
 
-        A fault is reported to the first rank and shortens the time to a moment.
+        A fault is reported to the first rank and shortens this time to 2 s.
         """
         with self._changed:
             self._fault, self._has_fault = fault, fault is not None

@@ -37,7 +37,7 @@ class _Taken(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A copy under way of the cursor, of slots from number ``first`` on, and of scalars."""
+    """A pending copy of the cursor, of the slots from number ``first`` on, and of scalars."""
 
     pending: Pending[list[Tensor]]
     first: int

@@ -76,7 +76,7 @@ class Comparison:
         shapes: the shape and dtype in A and in B where they differ; such tensors are still compared.
         missing: steps that only A, and only B, has, between the first and the last common step.
         first: the differences in the first step that differs, in the order of computation: weights,
-            scalars, gradients from the model's last to its first, and updates.
+            scalars, gradients from the model's last to its first, ``skipped``, and updates.
         scalars: the first difference of each scalar.
         total_norm: the last step with tensors in both, and its total gradient norm in A and in B.
     """
@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether both have the same tensors, and at least one step was compared and none differs."""
+        """Whether the tensors of the kinds in both are the same, a step was compared, and none differs."""
         return not (self.first or self.only_a or self.only_b or self.shapes) and self.compared > 0
 
     @property
@@ -117,10 +117,10 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
     Args:
         a: one run.
         b: the other.
-        rtol: the relative tolerance. With 0, values must be equal; any two NaNs are. Otherwise norms,
+        rtol: the relative tolerance. With 0, values must be equal; two NaNs are equal. Otherwise norms,
             magnitudes and scalars are compared relative to the larger one, ``sum`` relative to
-            ``sqrt(numel * sumsq)``, which it cannot exceed, and ``n_zero`` to ``numel``. Counts of elements,
-            NaN and Inf stay exact.
+            ``sqrt(numel * sumsq)``, which it cannot exceed, and ``n_zero`` relative to ``numel``. Counts of
+            elements, NaN and Inf must be equal.
         ignore: tensors and scalars whose name matches it (`re.Pattern.search`) are left out.
     """
     kinds = set(a.roster.kinds) & set(b.roster.kinds)

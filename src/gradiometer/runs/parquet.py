@@ -103,7 +103,7 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
         write_statistics=others,
         # a dictionary of ten thousand names must still fit into one page
         dictionary_pagesize_limit=1 << 26,
-        # small row groups, so that one step can be read without the rest of its segment
+        # small row groups, so that reading one step need not read its whole segment
         row_group_size=1 << 17,
     )
     return out.getvalue()

@@ -104,7 +104,7 @@ class Run:
         return f"<Run: {self.path}, {len(self._segments)} segments, {len(self.roster.names)} tensors>"
 
     def refresh(self) -> bool:
-        """Load what was written since; return whether there was anything. Only new files are read."""
+        """Load what was written since the last call; return whether anything was. Reads only new files."""
         segments = list_segments(self.path)
         files = [stamp(self.path / name) for name in ("run.json", "findings.json", "blackbox.json")]
         if (segments, files) == self._seen:

@@ -57,7 +57,7 @@ class RunRecord:
         fsync: whether written steps survive a power failure, not only the end of the process.
 
     Attributes:
-        lost: steps that were dropped because the disk failed for too long.
+        lost: steps not written, because the disk failed for too long or their tensors differ from the run's.
 
     Raises:
         ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` installs it.
@@ -115,7 +115,7 @@ class RunRecord:
             msg = f"{error.filename} cannot be created, because it or one of its parents is a file: "
             msg += "pass another run_dir"
             raise RunError(msg) from None
-        # unlock when this object is collected without close(); not at exit, where close() may still come
+        # unlock when this object is garbage-collected without close(); at exit close() may still come
         self._free = weakref.finalize(self, release, self.path, take(self.path))
         self._free.atexit = False
         try:
@@ -170,6 +170,7 @@ class RunRecord:
         Raises:
             OSError: if the disk failed. Up to four segments of steps are kept, and a later call tries to
                 write them again; beyond that the oldest are dropped and counted in ``lost``.
+            ValueError: for a step with other tensors than the run; the other steps are still added.
         """
         for finding in findings:
             entry = finding.to_dict() | {"attempt": self._attempt}

@@ -1,7 +1,8 @@
 """Sinks: where the steps of a run go. Each sink is one file and imports its package when it is created.
 
 A sink is any object with the methods of `gradiometer.sinks.Sink`, or a plain callable. It receives steps,
-findings and faults in order, on its own thread. Sinks do not wait for training.
+findings and faults in order, on its own thread; a callable receives no faults. Training does not wait for
+sinks.
 """
 
 from gradiometer.runs import RunRecord

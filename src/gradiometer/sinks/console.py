@@ -36,7 +36,9 @@ _FINDINGS: Final = 4
 
 
 class Console:
-    """Prints the newest step every few seconds, each finding once, and faults as a panel, to stderr.
+    """Prints the newest step every few seconds, findings, and faults as a panel, to stderr.
+
+    A finding is printed when it begins, and again if it becomes more severe.
 
     Output is coloured on a terminal, plain text in a file. Lines stay above a progress bar of tqdm or rich.
 
@@ -79,7 +81,7 @@ class Console:
         return "Console()"
 
     def start(self, info: RunInfo) -> None:
-        """Print what is watched."""
+        """Print the model, the kinds and number of tensors, and how often they are recorded."""
         tensors = len(info.roster.names)
         every = "every step" if info.every == 1 else f"every {info.every} steps"
         text = f"watching {info.model}: {', '.join(info.roster.kinds)} of {tensors} tensors, {every}"
@@ -101,7 +103,7 @@ class Console:
             self._due = now + self._seconds
 
     def fault(self, fault: Fault) -> None:
-        """Print the panel, unless the run just ended."""
+        """Print the panel, except for the reason ``"exit"``."""
         if fault.reason != "exit":
             self._print(_panel(fault))
 

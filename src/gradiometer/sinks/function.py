@@ -20,9 +20,9 @@ class Function:
     """Calls a function for each step, on the background thread.
 
     Args:
-        function: ``f(record)`` or ``f(record, findings)``, where ``findings`` are those that this step and
-            earlier ones without a call added or changed, often none. An error that it raises is counted as an
-            error of this sink.
+        function: ``f(record)`` or ``f(record, findings)``. ``findings`` lists the findings that were added or
+            changed by this step, and by earlier steps without a call; it is often empty. An error that the
+            function raises is counted as an error of this sink.
         every: call it for steps divisible by this. Findings of other steps are passed with the next call.
 
     Raises:

@@ -25,8 +25,8 @@ class JSONLines:
     """Appends one line of JSON per step: ``step``, ``time``, ``skipped``, and a value for each key.
 
     JSON has no NaN, so non-finite values are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which
-    Python's ``float()`` and JavaScript's ``Number()`` accept. If findings began or became worse in a step,
-    its line has them in ``findings``. A fault is a separate line with the key ``fault``.
+    Python's ``float()`` and JavaScript's ``Number()`` accept. Findings that are new or have become more
+    severe are in the list ``findings`` of a line. A fault is a separate line with the key ``fault``.
 
     Each batch is one write. A line that a killed process left incomplete is cut off when the file is opened
     again, and a resumed run appends to the file. If a step occurs twice, use the last line.

@@ -55,7 +55,7 @@ class Selection:
         totals: the statistics of all tensors together.
         scalars: a regular expression, searched in the names passed to ``advance``; None selects none.
         kinds: ``"grads"``, ``"weights"``, ``"updates"``; kinds that were not recorded are left out.
-        every: select steps divisible by this, and steps with a NaN or Inf.
+        every: select steps divisible by this, and steps with a NaN or Inf in a gradient.
 
     Raises:
         ValueError: for a bad regular expression, or an unknown statistic or kind.

@@ -2,7 +2,7 @@
 
 A matrix has a row per tensor and a column per recorded step, or per group of consecutive ones. A cell is a
 16-bit code: 0 not measured, 1 exactly 0, 2 to 65533 a value, 65534 Inf, 65535 NaN. A larger code is worse, so
-that merged cells take the maximum, here and in the page.
+merged cells take the maximum, here and in the page.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ const TABLE = [
   ["abs_max", "abs max", (r) => number(r.abs_max)], ["zero_fraction", "zero %", (r) => percent(r.zero_fraction)],
   ["at", "largest at", (r) => (r.at === null ? "–" : whole(r.at))], ["broken", "non-finite steps", (r) => whole(r.broken)], ["score", "flags", (r) => r.flags],
 ];
-// Worst first: NaN or Inf, then exploding, then dead or vanishing, then the rest; within each, by norm.
+// Worst first: NaN or Inf, then exploding, then dead or vanishing, then the rest; within each, by non-finite steps, then norm.
 const scoreOf = (words) => (words.NaN || words.Inf ? 3 : words.exploding ? 2 : words.dead || words.vanishing ? 1 : 0);
 function runRows() {
   const all = page.summary[state.kind];
