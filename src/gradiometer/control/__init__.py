@@ -1,7 +1,7 @@
 """Operations on gradients: clipping, checks for NaN and Inf, GradScaler support.
 
-The gradients of given parameters are scaled, clamped or checked in place, by norms measured in fp64.
-Nothing here records or reports over time.
+The functions scale or clamp gradients in place, or check tensors; norms are computed in fp64. Nothing here
+records or reports over time.
 """
 
 from gradiometer.control.check_finite import check_finite

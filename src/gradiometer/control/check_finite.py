@@ -111,7 +111,7 @@ _WORDS: Final = {
 
 
 def _together(parts: dict[str, Named]) -> dict[str, Report]:
-    """Measure all parts in one read, with one rank; a CPU loss is measured apart from a device model."""
+    """Measure all parts in one read, with one rank; a CPU loss is measured apart from a model on a device."""
     groups = [parts]
     if "loss" in parts and parts["loss"].tensors[0].device.type == "cpu":
         model = {kind: part for kind, part in parts.items() if kind != "loss"}

@@ -1,7 +1,7 @@
 """Clipping by the collected norm: telemetry and clipping share one read of the gradients.
 
 The coefficient is torch's, ``min(1, max_norm / (norm + 1e-6))``, with a norm that does not overflow and
-leaves NaN and Inf out. So it turns no finite gradient into 0 or NaN, whatever the other gradients are.
+leaves NaN and Inf out. So NaN, Inf or a huge norm does not turn all gradients into 0 or NaN.
 """
 
 from __future__ import annotations
@@ -61,37 +61,38 @@ def clip_grad_norm_(
     - NaN and infinite elements are left out of the coefficient and stay unchanged (except that with
       ``max_norm=0`` an Inf becomes NaN, as ``inf * 0`` does). The returned norm includes them, and finite
       elements are clipped as if they were not there. In torch all gradients become NaN or 0.
-    - Outside a compiled step nothing is written if nothing is clipped; torch multiplies by 1.
+    - Outside a compiled step nothing is written if nothing is clipped; torch multiplies by 1. On a GPU this
+      holds only for gradients that the kernels can scale, so not if two parameters share a gradient.
 
     The formula is torch's, ``c = min(1, max_norm / (norm + 1e-6))``: gradients are unchanged
     while ``norm + 1e-6 <= max_norm``. A gradient shared by several parameters counts for each of
     them and is scaled once; in a compiled function only if it is the same tensor, not another view
     of it. If some gradients are on the CPU and others on a device, clipping those on the CPU waits for it.
 
-    With several ranks the norm is that of the whole model, and every rank scales its part by the same
-    number. DTensors may be on several meshes, as with expert parallelism, and ranks may hold different
-    layers, as with pipeline stages; both only need ``reduce=gm.Ranks(model)``.
+    Merged over ranks (``reduce``), the norm is that of the whole model, and every rank scales its part by
+    the same number. DTensors may be on several meshes, as with expert parallelism, and ranks may hold
+    different layers, as with pipeline stages; both only need ``reduce=gm.Ranks(model)``.
 
     Args:
         parameters: a module, a tensor, or parameters as a mapping, an iterable, or (name, parameter)
             pairs; names make better errors. Parameters without a gradient are left out.
         max_norm: not negative; ``math.inf`` clips nothing. The value of a one-element tensor is not
             checked, so that it can change in a compiled step without the recompilation that each new
-            number costs. There, NaN clips nothing, and a negative value counts as 0.
+            number costs. A tensor that is NaN clips nothing, and a negative one counts as 0.
         norm_type: any order of `torch.linalg.vector_norm`, including ``"inf"``. Orders other
             than 0, 2 and infinity read the gradients once more, in fp64 copies of a million elements.
         error_if_nonfinite: whether to wait for the norm, in one transfer, and raise if it is NaN or inf.
         foreach: ignored; the only implementation takes all tensors at once.
         reduce: whether the norm is that of all ranks: True, False, or a `gradiometer.Ranks`; None: only
             if a parameter is a DTensor. If so, all ranks have to make this call. Orders other than 0, 2
-            and infinity take two more collectives of one number.
+            and infinity take one or two more collectives of one number.
 
     Returns:
         The norm before clipping, 0-d float64 on the gradients' device; 0 without gradients.
 
     Raises:
         ValueError: for a ``max_norm`` that is negative, NaN or not a number, and for an invalid order.
-        TypeError: for a gradient that cannot be measured, or not scaled in place.
+        TypeError: for a gradient that cannot be measured, or cannot be scaled in place.
         RuntimeError: with ``error_if_nonfinite``, for a norm that is NaN or inf; the message names
             the gradients and, with several ranks, the first rank with such an element. It is also
             raised inside a compiled function, where no error can depend on a value.
@@ -130,8 +131,8 @@ def clip_grads_with_norm_(
 
     The coefficient is ``c = min(1, max_norm / (total_norm + 1e-6))``, as in `clip_grad_norm_`: it is never
     rounded to half precision, NaN and infinite elements stay unchanged, and outside a compiled step nothing
-    is written if nothing is clipped. Works the same inside and outside ``torch.compile``, and does not wait
-    for a device.
+    is written if nothing is clipped, with the same exception on a GPU. Works the same inside and outside
+    ``torch.compile``. It waits for a device only to clip gradients on the CPU by a norm on that device.
 
     A norm that is NaN or inf tells nothing about the finite elements, so it clips nothing; in torch
     all gradients become NaN or 0. `clip_grad_norm_` clips the finite elements of such gradients.
@@ -209,7 +210,7 @@ def collect_and_clip_(
         reduce: as for `clip_grad_norm_`.
 
     Returns:
-        TensorStats of the gradients before clipping; with several ranks those of the whole model, with
+        TensorStats of the gradients before clipping; if merged over ranks, those of the whole model, with
         this rank's stats in ``.local``.
 
     Raises:

@@ -53,8 +53,8 @@ def clip_grad_value_(
         parameters: as for `gradiometer.clip_grad_norm_`. For a DTensor the local shard is clamped and
             counted. A gradient of two parameters counts for each.
         clip_value: not negative; ``math.inf`` clips nothing. The value of a one-element tensor is not
-            checked, so that it can change in a compiled step without a recompilation. There, NaN clips
-            nothing, and a negative value counts as 0.
+            checked, so that it can change in a compiled step without a recompilation. A tensor
+            that is NaN clips nothing, and a negative one counts as 0.
         foreach: ignored; there is one implementation.
 
     Returns:

@@ -102,7 +102,7 @@ class FiniteReport:
         return _render(self, max_rows)
 
     def __str__(self) -> str:
-        """Return a diagnosis: one line if all is finite, else the non-finite tensors, likely causes first."""
+        """Return one line if all is finite; else the loss and tensors that are not finite, and advice."""
         return self.to_string()
 
     def __repr__(self) -> str:

@@ -95,8 +95,8 @@ def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats
         raise ValueError(msg)
     if not getattr(scaler, "_enabled", True):
         return
-    # Private, since no method of a GradScaler accepts results from elsewhere. An Inf written into a gradient
-    # would have to be there before unscale_, and a rank without gradients could not write it.
+    # This attribute is private, but no method of a GradScaler accepts results from elsewhere. An Inf written
+    # into a gradient would have to be there before unscale_, and a rank without gradients could not write it.
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is None:
         msg = f"{what}: this {type(scaler).__name__} of torch {torch.__version__} does not store found_inf"

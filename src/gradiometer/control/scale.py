@@ -175,7 +175,7 @@ def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Return whether elements may share memory; some interleaved layouts count although they do not."""
+    """Return whether elements may share memory; also true for some interleaved layouts that share none."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:

@@ -1,7 +1,7 @@
 """The device ring, which is written inside the step, and the step records read back from it.
 
 Gradients, weights and updates of a model are recorded inside a compiled or captured step; `StepRecord`
-returns them on the host. Nothing here starts a thread, accesses a disk or judges what it records.
+holds them on the host. Nothing here starts a thread, accesses a disk or judges what it records.
 """
 
 from gradiometer.recorder.recorder import Recorder, tracked_parameters

@@ -53,7 +53,7 @@ class Recorder(Float64Module):
     which steps to record (``every``) and which to skip, so changing these recompiles nothing.
 
     A second `record` in one step overwrites the rows that it measures. So a step with several backward
-    passes, models or optimizers is one row, and with accumulated gradients the last `record` counts.
+    passes, models or optimizers fills one slot, and with accumulated gradients the last `record` counts.
 
     For a DTensor the local shard is recorded: each ring holds the data of its own rank. With ``ranks`` the
     ranks agree on which steps to skip; nothing else of the ring is exchanged.
@@ -183,7 +183,7 @@ class Recorder(Float64Module):
             msg += "steps that it records; create it with skip_nonfinite=True"
             raise ValueError(msg)
         if self._verdict is not None and skip_above is not None and skip_above < math.inf:
-            # from now on, one op's decision by this rank's norm is not enough
+            # from now on, the decision needs the squares of all ranks
             self._verdict.adds_up = True
         new: dict[Cursor, float | None] = {
             Cursor.STEP: step,
@@ -202,7 +202,7 @@ class Recorder(Float64Module):
         Args:
             stats: of gradients that were measured already, named as in the model; the gradients are not read
                 again. For stats merged over ranks, ``stats.local`` is recorded.
-            inv_scale: as for `gradiometer.collect_grads`; it applies to gradients only.
+            inv_scale: as for `gradiometer.collect_grads`; it applies to gradients only, and not to ``stats``.
 
         Raises:
             ValueError: for stats of other tensors, and for groups of stats merged over ranks.
@@ -306,7 +306,7 @@ class Recorder(Float64Module):
         return TensorStats(tuple([name for name, _ in found]), stats.columns, stats.flags, stats.thresholds)
 
     def _append(self, kind: Kind, stats: TensorStats) -> None:
-        """Write statistics into the rows of their names; this call does not measure the other rows."""
+        """Write statistics into the rows of their names; the other rows of the step do not change."""
         first = self.roster.place(kind) * len(self.roster.names)
         rows = []
         for name in stats.names:
@@ -329,7 +329,7 @@ class Recorder(Float64Module):
 
 
 def tracked_parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:
-    """Return names and parameters; with several modules, names are prefixed with the module's name."""
+    """Return names and parameters; in a mapping of modules, names are prefixed with the module's name."""
     if isinstance(model, Mapping) and model and all(isinstance(part, nn.Module) for part in model.values()):
         pairs = [
             (f"{prefix}.{name}", parameter)

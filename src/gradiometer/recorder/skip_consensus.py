@@ -58,7 +58,7 @@ class SkipConsensus(Float64Module):
         self._given.clear()
 
     def hear(self, columns: Tensor) -> None:
-        """Note this rank's gradients, ``(N, C) float64``."""
+        """If ``adds_up``, store the sum of squares of this rank's gradients; ``columns (N, C) float64``."""
         if self.adds_up:
             # not a product with the mask: a sum of squares may be inf
             self._sumsq.fill_(torch.where(self._counted > 0, derived.value(columns, "sumsq"), 0.0).sum())
@@ -68,7 +68,7 @@ class SkipConsensus(Float64Module):
 
         Args:
             ring: the ring; the decision is written into the header of its current step.
-            cursor: the ring's state; it holds this rank's decision before, and that of all ranks after.
+            cursor: the ring's state; this rank's decision in it is replaced by that of all ranks.
         """
         if not self._given:
             skip = cursor[Cursor.SKIP : Cursor.SKIP + 1]

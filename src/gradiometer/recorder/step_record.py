@@ -73,12 +73,12 @@ class StepRecord:
 
     Attributes:
         step: its number.
-        time: when it ended, in seconds since 1970.
-        scalars: given to ``advance``, by name: ``loss``, ``lr`` and others; may be NaN.
+        time: when it ended, in seconds since 1970; for `gradiometer.Recorder.read`, when it was read.
+        scalars: given to ``Monitor.advance``, by name: ``loss``, ``lr`` and others; may be NaN.
         roster: the tensors.
         values: ``(K, N, C + 1) float64``: for each kind and parameter the raw columns, then the flags.
             Rows that were not measured, as for a parameter without a gradient, have ``numel`` 0. None if
-            this step was not recorded (``every``), or its row was lost.
+            this step was not recorded (``every``), or its tensors were lost before they were read.
         skipped: whether the update was skipped: ``skip_step`` was true and something acts on it, see
             `gradiometer.Monitor.skips`. For a `gradiometer.Recorder` alone, whether ``skip_step`` was true.
         thresholds: limits of the flags.

@@ -21,12 +21,12 @@ class Fault:
     Attributes:
         reason: ``"exception"``, ``"interrupt"``, ``"SIGTERM"``, ``"non-finite loss"`` or ``"exit"``; or
             ``"other rank"`` if another rank ended for such a reason, or does not respond.
-        message: of the exception; empty without one.
+        message: details, such as the class and message of the exception; may be empty.
         step: the current step.
         first_nonfinite: such as ``"step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M"``; None if all
             recorded values are finite.
         findings: all findings of the run so far.
-        last: the last records, oldest first.
+        last: the last records, and those up to the first non-finite step; oldest first.
         rank: the rank of these last records; None if they are those of all ranks.
     """
 

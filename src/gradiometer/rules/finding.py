@@ -35,7 +35,7 @@ class Finding:
         severity: how much it matters.
         first_step: the step at which it began.
         last_step: the step at which it was last seen.
-        count: number of recorded steps in which it was seen.
+        count: number of steps in which the rule reported it.
         kind: ``"grads"``, ``"weights"`` or ``"updates"``; None if it is not about tensors.
         tensor: the parameter's name; None if it is about all of them, or about a scalar.
         value: the most extreme value seen.

@@ -1,6 +1,6 @@
 """The usual level of a value, and a robust z-score of new values against that history.
 
-For every finite value x, with the count n of values so far and the rate ``r = max(1/n, 1/window)``:
+For every finite value x, with the count n of values including x, and the rate ``r = max(1/n, 1/window)``:
 
     s = max(1.2533 d, floor)           the standard deviation, from d as for a normal distribution
     z = (x - m) / s                    the score, against the history before x
@@ -8,7 +8,8 @@ For every finite value x, with the count n of values so far and the rate ``r = m
     m <- m + r e                       the mean
     d <- d + r (|e| - d)               the mean absolute deviation
 
-At first all values have equal weight; then they fade over ``window`` steps. The clip, as in ZClip (Kumar et
+The first value initializes the mean; its deviation is 0. During the warm-up z is 0, and e is not clipped. At
+first all values have equal weight; then they fade over ``window`` steps. The clip, as in ZClip (Kumar et
 al. 2025, arXiv:2504.02507), keeps a spike from hiding the next one, and a new level is still learned within
 some tens of steps. A median over a window would have to read the whole window in every step.
 """

@@ -84,7 +84,7 @@ class LayerImbalance(TensorRule):
 
     Args:
         limit: the limit of the ratio of the largest to the smallest rms of a family. Query and key weights
-            of a healthy transformer differ by up to 600 in a slow warm-up.
+            of a healthy transformer differ by a factor of up to 600 in a slow warm-up.
         norms: the history, which several rules may share.
         most: maximum number of families named in a step.
         severity: the severity of a finding.

@@ -19,7 +19,7 @@ class Ledger:
     """Collects findings; a sighting within ``gap`` steps of a finding with the same key extends that finding.
 
     Attributes:
-        findings: all of them, in the order in which they began.
+        findings: all of them, in the order in which they were first added.
     """
 
     def __init__(self, gap: int = 100) -> None:
@@ -42,7 +42,7 @@ class Ledger:
         return list(changed.values())
 
     def span(self, every: int) -> None:
-        """Widen the gap to at least two recorded steps, if one in ``every`` is recorded."""
+        """Set the gap to at least ``2 * every`` steps, since only one step in ``every`` is recorded."""
         self.gap = max(self._least, 2 * every)
 
     def load(self, findings: Iterable[Finding]) -> None:

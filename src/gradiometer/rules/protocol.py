@@ -17,7 +17,8 @@ __all__ = ["Rule"]
 class Rule(Protocol):
     """Checks one step after the other, in order, and reports findings. Runs on a background thread.
 
-    Each check returns sightings, a `Finding` of one step each; a `Ledger` joins those that belong together.
+    Each check returns sightings: a `Finding` each, which ends at this step. A `Ledger` joins those that
+    belong together.
     """
 
     name: str

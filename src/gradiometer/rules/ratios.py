@@ -83,7 +83,7 @@ class UpdateRatio(TensorRule):
         self.before_step = None
 
     def prepare(self, roster: Roster) -> None:
-        """Find the matrices."""
+        """Find the tensors of at least two dimensions."""
         self.wide = torch.tensor([len(shape) >= 2 for shape in roster.shapes], dtype=torch.bool, device="cpu")
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
@@ -144,7 +144,8 @@ class GroupRatio(TensorRule):
         severity: the severity of a finding.
 
     Raises:
-        ValueError: for bounds out of order; at the first record, for a group without tensors.
+        ValueError: for an unknown group, or bounds out of order; at the first record, for a group without
+            tensors.
 
     >>> rule = GroupRatio({"head": r"^head", "encoder": r"^encoder"}, "head", "encoder", low=0.1, high=10.0)
     """

@@ -1,7 +1,8 @@
 """`TensorStats` on the device, `Report` on the host, and the functions that collect them.
 
-Named tensors come in; columns and flags go out, one row per tensor, without host synchronization. One copy
-to the host turns them into reports, tables and mappings by module or group. Nothing here modifies a tensor.
+The functions take named tensors and return columns and flags, one row per tensor, without host
+synchronization. One copy to the host turns them into reports, tables and mappings by module or group.
+Nothing here modifies a tensor.
 """
 
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm

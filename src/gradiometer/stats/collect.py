@@ -217,8 +217,8 @@ def total_norm(
         norm_type: any order of `torch.linalg.vector_norm`: 2, 1, 0.5, ``"inf"``, -inf, a negative number.
             With order 0 the result is the number of tensors that are not all zero, like torch's norm of
             norms. Orders other than 0, 2 and infinity read the tensors twice.
-        reduce: as for `grad_norm`. Orders other than 0, 2 and infinity take two more collectives of one
-            number.
+        reduce: as for `grad_norm`. Orders other than 0, 2 and infinity take one or two more collectives of
+            one number.
 
     Raises:
         ValueError: if ``norm_type`` is not an order.

@@ -141,7 +141,7 @@ class DeviceValues:
     """``max_norm / max(min_norm, 1e-10)``; 0-d float64; 0 with none."""
 
     is_healthy = _Value(_of_all)
-    """Whether all is finite, nothing explodes, norm ratio < 1000 and less than half are zeros; 0-d bool."""
+    """Whether all elements are finite, nothing explodes, norm ratio < 1000, zero share < 0.5; 0-d bool."""
 
     @property
     def total(self) -> Tensor:
@@ -168,7 +168,7 @@ class DeviceValues:
 
     @property
     def health(self) -> Tensor:
-        """Health from 0.0 to 1.0 (nothing flagged), see `health_score`; 0-d float64."""
+        """Health from 0.0 to 1.0 (nothing vanishes or explodes), see `health_score`; 0-d float64."""
         return self.health_score()
 
     def health_score(

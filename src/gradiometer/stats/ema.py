@@ -18,7 +18,7 @@ __all__ = ["EMA", "Smoothed"]
 
 
 class Smoothed(NamedTuple):
-    """The result of one `EMA` update; both fields are float64 of ``shape``, on its device, and snapshots.
+    """The result of one `EMA` update; both fields are float64 snapshots of ``shape``, on the EMA's device.
 
     ``value``: the mean after the update. ``drift``: the distance of x from the mean before
     the update, relative to that mean.
@@ -61,7 +61,7 @@ class EMA(Float64Module):
     Args:
         shape: of the values; ``()`` for a total norm, ``(T,)`` for one value per tensor.
         decay: in [0, 1), where 0 keeps only the last value; values fade after ``1 / (1 - decay)`` steps.
-        eps: positive, on the scale of x; it dominates the denominator of the drift for far smaller means.
+        eps: positive, on the scale of x; it dominates the denominator of the drift if the mean is smaller.
         bias_correction: whether to apply Adam's bias correction.
         device: of the state and the values.
 
@@ -70,7 +70,7 @@ class EMA(Float64Module):
             count of `steps`.
 
     Raises:
-        ValueError: for a decay or eps out of range.
+        ValueError: for an invalid shape, and for a decay or eps out of range.
         TypeError: if ``bias_correction`` is not a bool.
 
     >>> import torch, gradiometer as gm

@@ -56,7 +56,7 @@ def group_ratio(
     Args:
         grouped: stats with a row per group, as `TensorStats.group` returns them; or the norm of a.
         numerator: the name of a group, or several names for several ratios in one call; or the norm of b.
-        denominator: the name of a group; not used with norms.
+        denominator: the name of a group; only with stats.
         n_a: the number of elements of a; only with norms.
         n_b: the number of elements of b; only with norms.
         floor: a norm below it counts as 0.
@@ -67,8 +67,10 @@ def group_ratio(
 
     Raises:
         KeyError: if no group has the name.
-        ValueError: for a negative floor, norm or number of elements; for NaN, except as a norm.
-        TypeError: for arguments that are neither stats nor numbers; for norms without ``n_a`` and ``n_b``.
+        ValueError: for a negative floor, norm or number of elements; for NaN, except as a norm. The values of
+            tensors are not checked.
+        TypeError: for arguments that are neither stats, numbers nor real tensors; for norms without ``n_a``
+            and ``n_b``, or stats with them.
 
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect({"encoder.w": torch.ones(9), "head.w": torch.full((4,), 0.5)})

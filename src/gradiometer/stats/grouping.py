@@ -124,7 +124,7 @@ def _rows_by_module(names: tuple[str, ...], depth: int | None) -> tuple[tuple[st
     return tuple([(module, tuple(rows)) for module, rows in found.items()])
 
 
-# The mark that torch.compiler.assume_constant_result sets; calling it would import Dynamo with this package.
+# The attribute that torch.compiler.assume_constant_result sets; calling that would import Dynamo as well.
 # Names and patterns are constants of a graph, and not every version of Dynamo can trace the re module.
 _found._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001
 _rows_by_module._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001

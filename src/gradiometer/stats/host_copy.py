@@ -40,9 +40,8 @@ class Pending(Generic[T]):
             self._host.copy_(flat, non_blocking=True)
             self._event = torch.Event(flat.device)
             self._event.record(torch.accelerator.current_stream(flat.device))
-            # It was allocated on this stream, so its memory is reused only after the copy. The tensors that
-            # it was made from may belong to another stream; `build` keeps them alive until the copy has
-            # finished.
+            # The flat tensor was allocated on this stream, so its memory is reused only after the copy. The
+            # tensors in it may belong to another stream; `build` keeps those alive until the copy is done.
             self._parcel.flat = None
 
     def __repr__(self) -> str:
@@ -77,7 +76,7 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 class _Parcel:
-    """Snapshots of tensors: a copy of each one on the host, and one flat device tensor for all others."""
+    """Snapshots of tensors: a copy of each host tensor, and one flat device tensor for all others."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
@@ -112,7 +111,7 @@ class _Parcel:
 
 
 def outside_of_a_graph(what: str) -> None:
-    """Raise an error inside a compiled function."""
+    """Raise a RuntimeError if called inside a compiled function."""
     if torch.compiler.is_compiling():
         msg = f"{what} copies to the host, which a compiled function cannot do; call it outside"
         raise RuntimeError(msg)

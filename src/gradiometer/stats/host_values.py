@@ -84,7 +84,7 @@ class HostValues:
 
     @property
     def exploding(self) -> list[str]:
-        """Names of tensors whose norm is above the threshold or not finite."""
+        """Names of tensors whose norm is above the threshold or, without ``skip_nonfinite``, not finite."""
         return self.flagged(Flag.EXPLODING)
 
     @property
@@ -172,7 +172,7 @@ class HostValues:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all is finite, nothing explodes, norm ratio < 1000 and less than half are zeros."""
+        """Whether all elements are finite, nothing explodes, norm ratio < 1000 and zero fraction < 0.5."""
         return bool(self._of_all("is_healthy"))
 
     def is_healthy_within(

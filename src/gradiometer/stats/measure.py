@@ -95,8 +95,8 @@ def over_ranks(
 ) -> TensorStats:
     """Return the result of ``measured``, merged over the ranks if ``reduce`` asks for that.
 
-    A rank on which it fails tells the others, which would otherwise wait for it, and then raises. With
-    ``reduce=None`` the ranks merge if there is a DTensor.
+    If ``measured`` fails on a rank, that rank tells the others, which would otherwise wait for it, and then
+    raises. With ``reduce=None`` the ranks merge if there is a DTensor.
     """
     if reduce is None:
         reduce = _any_dtensor(parameters)
@@ -247,7 +247,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def _add_implicit_zeros(columns: Tensor, tensors: list[Tensor], dense: list[Tensor]) -> Tensor:
-    """Count the elements that a sparse tensor does not store as zeros."""
+    """Add the elements that a sparse tensor does not store, which are 0, to its counts."""
     columns = columns.clone()
     for i, (tensor, values) in enumerate(zip(tensors, dense, strict=True)):
         missing = (tensor.numel() - values.numel()) * (2 if tensor.is_complex() else 1)

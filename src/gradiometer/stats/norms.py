@@ -50,7 +50,7 @@ def order_of(norm_type: float | str, what: str) -> float:
 def finite_norm(named: Named, order: float, ranks: Ranks | None, home: torch.device) -> Tensor | None:
     """Return the norm of the finite elements that this rank counts; None if the columns hold it.
 
-    It is 0-d float64 on ``home``. Without elements it is 0, or inf for negative orders, which adds nothing.
+    It is 0-d float64 on ``home``. Without elements it is the identity: 0, or inf for a negative order.
     No power leaves the range of fp64. The tensors are read once more, one piece in fp64 at a time.
     """
     if order in {0.0, 2.0}:
@@ -116,7 +116,7 @@ def _any_complex(named: Named, ranks: Ranks | None) -> bool:
 
 
 def _counted(named: Named, ranks: Ranks | None) -> list[Tensor]:
-    """Return the tensors that this rank counts, each copy on one rank only; local shards for DTensors."""
+    """Return the tensors that this rank counts, DTensors as local shards; only one copy counts."""
     names, tensors = local_shards(named, "norm")
     if ranks is None:
         return tensors

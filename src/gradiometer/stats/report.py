@@ -166,7 +166,8 @@ class Report(HostValues):
     def worst_first(self) -> list[TensorReport]:
         """Return the tensors, worst first.
 
-        Non-finite, exploding, dead, vanishing (smallest first), then the rest; each by decreasing norm.
+        Non-finite (most such elements first), exploding, dead, vanishing (smallest norm first), then the
+        rest; otherwise by decreasing norm of the finite elements.
         """
         ranks = (Flag.NAN | Flag.INF, Flag.EXPLODING, Flag.DEAD, Flag.VANISHING)
 
@@ -226,7 +227,7 @@ class Report(HostValues):
     def _headline(self) -> str:
         if not self.measured:
             return _NOTHING
-        # rounded down, so that 1.00 means that nothing is flagged
+        # rounded down, so that 1.00 means that nothing vanishes or explodes
         health = math.floor(100 * self.health) / 100
         where = " of all ranks" if self.is_reduced else f", {_LOCAL}" if self.is_local else ""
         return (
@@ -254,7 +255,8 @@ def _found(report: Report) -> list[str]:
 class ModuleReports(Mapping[str, Report]):
     """A mapping from a model's modules, in its order, to a `Report` of each module's tensors.
 
-    ``print`` shows a table with a row per module; `to_frame` and `to_dict` return the same values.
+    ``print`` shows a table with a row per module; `to_frame` and `to_dict` return more values, such as
+    ``health``, unrounded.
     """
 
     def __init__(self, reports: Mapping[str, Report]) -> None:

@@ -49,7 +49,7 @@ class TensorStats(DeviceValues):
         thresholds: limits of the flags.
         skip_nonfinite: whether a step with a non-finite element is skipped, as by a GradScaler.
         sharding: with several ranks: the part of all the model's tensors, measured or not, that this process
-            holds. It tells `reduce` copies from shards. None with one rank, and after `reduce`.
+            holds. `reduce` needs it to tell shards from copies. None with one rank, and after `reduce`.
         origin: ``(T,) float64``, after `reduce`: the first rank, by its index in the group, with a NaN or Inf
             in its part of the tensor; -1 if none has; -2 if no rank measured it. None before `reduce`, when
             these are statistics of this process alone.
@@ -151,7 +151,8 @@ class TensorStats(DeviceValues):
 
         Raises:
             ValueError: for a group name that is a duplicate or not a string; for a module that has
-                parameters, but none of the model's; for a model whose names match no row.
+                parameters, but none of the model's; for a model whose names match no row; for a string
+                that is not a regular expression.
             TypeError: for any other rule; for a module without ``model``.
 
         >>> import torch, gradiometer as gm
@@ -250,7 +251,7 @@ class TensorStats(DeviceValues):
         first that is not the CPU.
 
         Raises:
-            ValueError: if the names differ.
+            ValueError: if the names differ, or if only one of the two is reduced.
             TypeError: if ``other`` is not TensorStats.
         """
         if not isinstance(other, TensorStats):

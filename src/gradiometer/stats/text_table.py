@@ -165,7 +165,7 @@ def amount(n: int, *, exact: int = 10**4, gap: str = " ") -> str:
     """Return a count as ``12``, ``1,207`` or ``4.2 M``; below ``exact`` it is written in full."""
     if n < exact:
         return f"{n:,}"
-    # the first unit in which it does not round to four digits
+    # the first unit in which it rounds to less than 1000
     size, unit = next((pair for pair in _UNITS if n / pair[0] < 999.95), _UNITS[-1])
     return f"{n / size:.1f}{gap}{unit}"
 
