@@ -27,6 +27,7 @@ from gradiometer.inputs import (
     local_shard,
     on_device,
     present,
+    reduction_of,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ __all__ = ["Part", "limit_of", "memory_of", "parts_of", "scale_"]
 # the least normal number of fp32
 TINY: Final = 2.0**-126
 # partial placements whose parts can be scaled one by one
-_LINEAR: Final = ("P(sum)", "P(avg)")
+_LINEAR: Final = ("sum", "avg")
 # types whose values are in memory
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
@@ -144,7 +145,7 @@ def _held(grad: Any, name: str, what: str) -> Tensor:
     if not is_dtensor(type(grad)):
         return grad  # type: ignore[no-any-return]
     for placement in grad.placements:
-        if placement.is_partial() and str(placement) not in _LINEAR:
+        if placement.is_partial() and reduction_of(placement) not in _LINEAR:
             msg = f"{what}: the gradient of {name!r} is a DTensor with placements {grad.placements}, "
             raise TypeError(msg + "whose parts cannot be scaled one by one; redistribute it first")
     return local_shard(grad)

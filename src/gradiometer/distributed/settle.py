@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradiometer.distributed import collectives
-from gradiometer.inputs import is_dtensor, local_shard, places
+from gradiometer.inputs import is_dtensor, local_shard, places, reduction_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,7 @@ def settle(grads: Named, parameters: Sequence[Tensor], timeout: float, what: str
 def _summed(grad: Any, found: list[Place]) -> tuple[Tensor, tuple[int, ...]]:
     """Return the gradient in the placements to measure, and the mesh dimensions to add it up over."""
     moved = tuple([i for i, place in enumerate(found) if not place.is_settled])
-    if all([str(found[i].now) == "P(sum)" and found[i].then is None for i in moved]):
+    if all([reduction_of(found[i].now) == "sum" and found[i].then is None for i in moved]):
         return grad, moved
     with torch.no_grad():
         return grad.redistribute(placements=[place.then or collectives.whole() for place in found]), ()

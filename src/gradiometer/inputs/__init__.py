@@ -15,6 +15,7 @@ from gradiometer.inputs.dtensor import (
     local_shards,
     placed_like,
     places,
+    reduction_of,
 )
 from gradiometer.inputs.named import Named, Tensors, check_names, named_tensors, present
 from gradiometer.inputs.parameters import Parameters, named_parameters
@@ -44,4 +45,5 @@ __all__ = [
     "placed_like",
     "places",
     "present",
+    "reduction_of",
 ]

@@ -18,6 +18,7 @@ __all__ = [
     "local_shards",
     "placed_like",
     "places",
+    "reduction_of",
 ]
 
 
@@ -118,6 +119,15 @@ def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[P
         raise TypeError(msg)
     pairs = zip(grad.placements, parameter.placements, strict=True)
     return grad, [Place(now, None if is_whole(then) else then) for now, then in pairs]
+
+
+def reduction_of(placement: Any) -> str | None:
+    """Return the reduction that combines the parts of a partial tensor: "sum", "avg", ...
+
+    None for other placements, and for subclasses of ``Partial``, which combine parts in their own way.
+    """
+    # Dynamo of torch 2.14.1 cannot trace str(placement)
+    return placement.reduce_op if type(placement).__name__ == "Partial" else None
 
 
 def is_whole(placement: Any) -> bool:

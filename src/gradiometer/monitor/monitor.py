@@ -269,7 +269,7 @@ class Monitor:
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings of the rules so far, in the order in which they began."""
+        """The findings of the rules so far, in the order in which they were first added."""
         return list(self._pipeline.dispatcher.ledger.findings)
 
     @property

@@ -39,7 +39,7 @@ class Finding:
         kind: ``"grads"``, ``"weights"`` or ``"updates"``; None if it is not about tensors.
         tensor: the parameter's name; None if it is about all of them, or about a scalar.
         value: the most extreme value seen.
-        worst_step: the step of that value; None for the first step.
+        worst_step: the step of that value; None if it is the value with which the finding began.
         threshold: the limit that the value is compared with.
         message: one self-contained line.
         advice: what to try, one line.

@@ -58,7 +58,7 @@ def _prolonged(old: Finding, seen: Finding) -> Finding:
         severity=max(old.severity, seen.severity),
         first_step=min(old.first_step, seen.first_step),
         last_step=max(old.last_step, seen.last_step),
-        worst_step=old.worst_step if worse is old else seen.first_step,
+        worst_step=old.worst_step if worse is old else seen.last_step,
         count=old.count + seen.count,
     )
 

@@ -198,7 +198,8 @@ class GroupRatio(TensorRule):
         )
         above, below = self._rows
         ratio = float(group_ratio(stats, above, below))
-        if not (stats.numel > 0).all() or not math.isfinite(ratio):
+        # the ratio to a norm that is Inf would be 0
+        if not (stats.numel > 0).all() or stats.found_inf or not math.isfinite(ratio):
             return []
         if self.low <= ratio <= self.high:
             self.row = 0
