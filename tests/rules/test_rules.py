@@ -28,8 +28,9 @@ from gradiometer.rules import (
     Vanishing,
     default_rules,
 )
-from gradiometer.rules.finding import Severity
+from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import History
+from gradiometer.rules.ledger import Ledger
 from gradiometer.rules.protocol import Rule
 from support.pages import blocks, text
 from support.real_runs import Run, batches, perceptron
@@ -227,6 +228,29 @@ def test_a_group_ratio_out_of_bounds_is_what_group_ratio_says():
     assert len(again.go(2)) == 1
     with pytest.raises(ValueError, match="no tensor belongs to the group 'none'"):
         run_of(model, [GroupRatio({"none": "zzz", "last": r"^7\."}, "last", "none")]).go(1)
+
+
+def test_a_group_ratio_leaves_out_a_step_that_is_not_finite():
+    model = perceptron()
+    run = run_of(
+        model, [GroupRatio({"first": r"^1\.", "last": r"^7\."}, "last", "first", low=1e-9, high=1e9)]
+    )
+
+    def spoil(_):
+        model[1].weight.grad[0, 0] = math.inf
+
+    assert run.go(3, before=spoil) == []
+
+
+def test_the_worst_step_of_a_finding_is_that_of_its_value():
+    def sighting(step, value):
+        return Finding("vanishing", Severity.WARNING, step - 9, step, "grads", "w", value, 1e-7, "small", "")
+
+    ledger = Ledger()
+    for step, value in ((9, 1e-8), (10, 1e-9), (11, 1e-8)):
+        ledger.add([sighting(step, value)])
+    (found,) = ledger.findings
+    assert (found.first_step, found.last_step, found.value, found.worst_step) == (0, 11, 1e-9, 10)
 
 
 RULES = sorted(name for name in all_rules.__all__ if hasattr(getattr(all_rules, name), "check"))
