@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,6 +145,20 @@ def test_the_limits_of_a_healthy_step_can_be_chosen(compiled):
         assert not function([torch.tensor([bad])], limits)
         assert stats.materialize().is_healthy_within(**limits) is False
     torch._dynamo.reset()
+
+
+def test_a_nan_on_a_replica_that_is_not_counted_is_unhealthy():
+    stats = gm.collect([torch.ones(3), torch.ones(2)])
+    for flag in (gm.Flag.NAN, gm.Flag.INF):
+        # as after a reduction: the flag and the rank are known, the columns are those of another replica
+        flags, origin = torch.tensor([int(flag), 0], dtype=torch.int32), torch.tensor([1, -1])
+        found = replace(stats, flags=flags, origin=origin)
+        assert found.found_inf
+        for one in (found, found.materialize()):
+            assert not one.is_healthy
+            assert float(one.health) == 0.0
+    assert stats.is_healthy
+    assert stats.health == 1.0
 
 
 @pytest.mark.parametrize("limit", [-0.1, math.nan, "0.5", None])

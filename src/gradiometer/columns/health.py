@@ -37,6 +37,9 @@ MAX_NORM_RATIO: Final = 1000.0
 LEAST_NORM: Final = 1e-10
 MAX_ZERO_FRACTION: Final = 0.5
 
+# a NaN on a replica that is not counted sets the flag, but is not in the columns
+_NONFINITE: Final = Flag.NAN | Flag.INF
+
 
 def score(
     columns: Tensor,
@@ -47,8 +50,8 @@ def score(
 ) -> Tensor:
     """Return ``clamp(1 - vanishing * n_vanishing / T - exploding * n_exploding / T, 0, 1)``.
 
-    It is 0 if the total norm is not finite, and 1 for T = 0. ``measured``, 0-d float64, is the number of
-    rows that some rank has measured; None means all T.
+    It is 0 if an element or the total norm is not finite, and 1 for T = 0. ``measured``, 0-d float64, is the
+    number of rows that some rank has measured; None means all T.
     """
     for name, weight in (("vanishing", vanishing), ("exploding", exploding)):
         if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
@@ -56,7 +59,8 @@ def score(
             raise ValueError(msg)
     count = max(columns.shape[0], 1) if measured is None else measured.clamp(min=1.0)
     loss = (vanishing * _count(flags, Flag.VANISHING) + exploding * _count(flags, Flag.EXPLODING)) / count
-    return torch.where(_total(columns, "norm").isfinite(), (1.0 - loss).clamp(0.0, 1.0), 0.0)
+    finite = _total(columns, "norm").isfinite() & (_count(flags, _NONFINITE) == 0)
+    return torch.where(finite, (1.0 - loss).clamp(0.0, 1.0), 0.0)
 
 
 def _count(flags: Tensor, flag: Flag) -> Tensor:
@@ -100,6 +104,7 @@ def is_healthy(
             raise ValueError(msg)
     return (
         (_total(columns, "n_nonfinite") == 0)
+        & (_count(flags, _NONFINITE) == 0)
         & (_norm_ratio(columns) < norm_ratio)
         & (_total(columns, "zero_fraction") < zero_fraction)
         & (_count(flags, Flag.EXPLODING) == 0)

@@ -179,7 +179,7 @@ class DeviceValues:
     ) -> Tensor:
         """Return ``clamp(1 - vanishing * n_vanishing / T - exploding * n_exploding / T, 0, 1)``, 0-d float64.
 
-        0.0 if the total norm is not finite; 1.0 without tensors.
+        0.0 if an element or the total norm is not finite; 1.0 without tensors.
 
         Args:
             vanishing: weight of the share of tensors flagged ``VANISHING``.

@@ -117,7 +117,7 @@ class HostValues:
     def health(self) -> float:
         """Health, from 0.0 to 1.0: ``clamp(1 - 0.5 * vanishing / T - 0.8 * exploding / T, 0, 1)``.
 
-        0.0 if the total norm is not finite; 1.0 without tensors.
+        0.0 if an element or the total norm is not finite; 1.0 without tensors.
         """
         return float(self._of_all("health"))
 
