@@ -109,7 +109,7 @@ def test_a_learning_rate_that_is_far_too_high_explodes():
         assert found[name].first_step in {41, 42}
         assert found[name].severity == Severity.WARNING
         assert found[name].value > found[name].threshold
-        assert "standard deviations above its usual" in found[name].message
+        assert "sigma above its usual" in found[name].message
     assert found["exploding"].message.startswith(f"{found['exploding'].tensor}.grad: norm ")
 
 
@@ -173,7 +173,7 @@ def test_a_layer_whose_input_fades_falls_below_its_own_history():
     found = [f for f in run.go(20) if f.rule == "vanishing"]
     assert {f.tensor for f in found} <= {"1.weight", "3.weight"}
     assert found[0].first_step == 40
-    assert "standard deviations below its usual" in found[0].message
+    assert "sigma below its usual" in found[0].message
 
 
 def test_a_layer_of_dead_relus_is_dead_after_a_while():

@@ -72,7 +72,7 @@ class LossSpike(BaseRule):
             return []
         harmless = abs(usual) < CONVERGED * self.highest and loss < HARD_BATCH * self.highest
         severity = min(self.severity, Severity.INFO) if harmless else self.severity
-        message = f"loss {loss:.4g}, {z:.0f} standard deviations above its usual {usual:.4g}"
+        message = f"loss {loss:.4g}, {z:.0f} sigma above its usual {usual:.4g}"
         limit = usual + self.deviations * deviation
         step = record.step
         return [Finding(self.name, severity, step, step, None, None, loss, limit, message, ADVICE)]

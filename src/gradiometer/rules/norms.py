@@ -92,7 +92,7 @@ class Exploding(TensorRule):
             if own[place]:
                 limit = float((usual[place] + self.deviations * deviation[place]).exp())
                 message = (
-                    f"norm {value:.3g}, {float(z[place]):.0f} standard deviations above its usual "
+                    f"norm {value:.3g}, {float(z[place]):.0f} sigma above its usual "
                     f"{float(usual[place].exp()):.3g}"
                 )
                 return Sight(value, limit, message, LOWER_LR, severity)
@@ -172,7 +172,7 @@ class Vanishing(LastingRule):
                 return Sight(value, threshold, message, VANISHES, self.severity)
             limit = float((usual[place] - self.deviations * deviation[place]).exp())
             message += (
-                f"{float(fallen[place] / deviation[place]):.0f} standard deviations below its usual "
+                f"{float(fallen[place] / deviation[place]):.0f} sigma below its usual "
                 f"{float(usual[place].exp()):.3g}, beyond the median decline of all gradients"
             )
             return Sight(value, limit, message, VANISHES, self.severity)
@@ -229,7 +229,7 @@ class NormSpike(BaseRule):
         squares = record.value("sumsq")
         place = int(squares.argmax())
         message = (
-            f"total gradient norm {total:.3g}, {z:.0f} standard deviations above its usual "
+            f"total gradient norm {total:.3g}, {z:.0f} sigma above its usual "
             f"{math.exp(usual):.3g}; {float(squares[place]) / total**2:.0%} of its square comes "
             f"from {label('grads', record.roster.names[place])}"
         )
