@@ -84,7 +84,10 @@ GPU = devices.Device("cuda:0", "H200", "Triton kernels", "1/2", 0.5, 2**37, True
             {"devices": [GPU], "versions": {"torch": "2.11.0", "triton": None}},
             "without triton, tensors on cuda:0",
         ),
-        ({"devices": [GPU], "triton": "no driver (0 active)"}, "cuda:0: triton has no driver"),
+        (
+            {"devices": [GPU], "triton": "no driver (Failed to find C compiler)"},
+            "(Failed to find C compiler), so tensors on cuda:0 are read by eager PyTorch",
+        ),
     ],
     ids=["torch", "flag", "compiler", "interpreter", "triton", "driver"],
 )

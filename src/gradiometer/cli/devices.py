@@ -92,16 +92,10 @@ def examine() -> tuple[list[Device], list[Problem]]:
         module = torch.get_device_module(kind)
         count = module.device_count() if module.is_available() else 0
         devices = [torch.device(kind, i) for i in range(count)] + devices
-    with warnings.catch_warnings(action="ignore"):  # they are reported as problems
-        errors = {kind: ops.driver_error(kind) for kind in {device.type for device in devices} - {"cpu"}}
-    problems = [(device, _problem(device)) for device in devices]
+    with warnings.catch_warnings(action="ignore"):  # of a missing driver, which is a problem of its own
+        problems = [(device, _problem(device)) for device in devices]
     fix = "report it with the output of `gradiometer doctor --json`; collecting on the CPU may work"
     found = [Problem(f"collecting on {device} {what}", fix) for device, what in problems if what]
-    found += [
-        Problem(f"{error}, so {kind} tensors are measured by eager PyTorch", ops.INSTALL_COMPILER)
-        for kind, error in errors.items()
-        if error
-    ]
     return [_device(device, works=what is None) for device, what in problems], found
 
 

@@ -133,8 +133,11 @@ def _problems(facts: Doctor) -> Iterator[Problem]:
             "pip install triton",
         )
     elif gpu is not None and facts.triton.startswith(_NO_DRIVER):
-        fix = "install the version of triton that torch requires, and the driver of the GPU"
-        yield Problem(f"{gpu}: triton has {facts.triton}", fix)
+        fix = "install the version of triton that torch requires, and the driver of the GPU; "
+        what = (
+            f"triton has {facts.triton}, so tensors on {gpu} are read by eager PyTorch, which is far slower"
+        )
+        yield Problem(what, fix + ops.INSTALL_COMPILER)
     if facts.compiler is None:
         fix = "install g++ or clang, or set CXX; torch.compile(backend='aot_eager') works without one"
         yield Problem("there is no C++ compiler, which torch.compile needs", fix)
