@@ -382,10 +382,19 @@ def test_bad_arguments_are_refused_at_once():
         Monitor(model, rules=(), queue=0)
     with pytest.raises(TypeError, match="list"):
         Monitor(model, rules=(), sinks=[list])
-    with pytest.raises(TypeError, match="7"):
+    with pytest.raises(TypeError, match="it has no start, write, fault, close"):
         Monitor(model, rules=(), sinks=[7])
+    with pytest.raises(TypeError, match="got 'nonfinite', not a rule"):
+        Monitor(model, rules="nonfinite")
     with pytest.raises(ValueError, match="no parameters"):
         Monitor(nn.GELU(), rules=())
+
+
+def test_one_sink_need_not_be_a_list():
+    model, seen = small(), []
+    with Monitor(model, rules=(), sinks=seen.append) as monitor:
+        train(monitor, model, 2)
+    assert [record.step for record in seen] == [0, 1]
 
 
 # inside a compiled step

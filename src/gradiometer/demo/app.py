@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import shutil
 import sys
 import textwrap
 import time
@@ -220,7 +222,9 @@ def _write_page(folder: Path, steps: int, checks: _Checks) -> None:
         "the run is on disk", f"{found} of {steps} steps, {len(run.findings)} findings", ok=found == steps
     )
     page = write_page(run)
-    print(f"Read the run record with: gradiometer show {folder}")
+    is_on_path = shutil.which("gradiometer")
+    command = "gradiometer" if is_on_path else f"{os.path.relpath(sys.executable)} -m gradiometer"
+    print(f"Read the run record with: {command} show {folder}")
     print(f"Open its page in a browser: {page.resolve()}")
 
 

@@ -212,7 +212,8 @@ class Ranks:
         unknown = [name for name in names if name not in self._places]
         if unknown:
             msg = f"reduce: {unknown[0]!r} is not among the tensors that gm.Ranks was created with; "
-            raise ValueError(msg + "pass the same names, or create gm.Ranks again on all ranks")
+            msg += "pass the model or mapping that it was created with (model.parameters() has no names), "
+            raise ValueError(msg + "or create gm.Ranks again on all ranks")
         return [self._rows[self._places[name]] for name in names]
 
     def fail(self, error: Exception) -> None:

@@ -50,7 +50,7 @@ def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
         from gradiometer.rules import default_rules  # noqa: PLC0415 only when needed
 
         return default_rules()
-    given = list(rules) if isinstance(rules, Iterable) else [rules]
+    given = list(rules) if isinstance(rules, Iterable) and not isinstance(rules, str) else [rules]
     for rule in given:
         if isinstance(rule, type) or not isinstance(rule, Rule):
             what = f"the class {rule.__name__}" if isinstance(rule, type) else repr(rule)
@@ -83,10 +83,17 @@ def prepare_sinks(
     if rank is not None and run_dir is not None:
         run_dir = Path(run_dir) / f"rank-{rank:05d}"
     made: list[Sink] = [] if run_dir is None else [RunRecord(run_dir)]
-    for sink in sinks:
+    for sink in sinks if isinstance(sinks, Iterable) else [sinks]:
         if isinstance(sink, type):
             msg = f"Monitor(sinks=...): got the class {sink.__name__}; pass an instance, {sink.__name__}(...)"
             raise TypeError(msg)
+        if not isinstance(sink, Sink) and not callable(sink):
+            methods = ("start", "write", "fault", "close")
+            missing = ", ".join([name for name in methods if not hasattr(sink, name)])
+            msg = (
+                f"Monitor(sinks=...): got {sink!r}, which is neither a function of a step nor a sink: it has "
+            )
+            raise TypeError(f"{msg}no {missing}")
         made.append(sink if isinstance(sink, Sink) else Function(sink))
     return made
 
