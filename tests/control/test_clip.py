@@ -1185,6 +1185,17 @@ def test_inductor_keeps_a_coefficient_that_fp32_has_no_number_for():
 
 
 @pytest.mark.usefixtures("_dynamo")
+def test_a_graph_does_not_ask_for_the_driver(monkeypatch):
+    def trace(device):
+        raise AssertionError(f"Dynamo cannot trace how Triton loads its driver for {device}")
+
+    monkeypatch.setattr(ops, "uses_kernels", trace)
+    g = torch.tensor([3.0, 4.0])
+    assert torch.compile(collect_and_clip_, fullgraph=True, backend="aot_eager")(with_grads(g), 1.0).norm == 5
+    torch.testing.assert_close(g, torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.usefixtures("_dynamo")
 def test_a_shared_gradient_is_scaled_once_in_a_graph_too():
     def clip(parameters):
         return clip_grad_norm_(parameters, 1.0)

@@ -86,7 +86,9 @@ def parts_of(grads: Named, what: str) -> list[Part]:
         named = grads
         if len(devices) > 1:
             named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
-        plan = ops.writable(named.tensors) if ops.uses_kernels(device) else None
+        # Dynamo cannot trace how Triton loads its driver
+        kernels_scale = not torch.compiler.is_compiling() and ops.uses_kernels(device)
+        plan = ops.writable(named.tensors) if kernels_scale else None
         if plan is not None and len(_once(named.names, named.tensors, what)) == plan.count:
             parts.append(Part(named.tensors, plan))
             continue
