@@ -10,10 +10,14 @@ JOBS ?= auto
 # test files that also run on interpreted kernels
 INTERPRETED = tests/ops/test_library.py tests/test_laws.py tests/inputs/test_inputs.py tests/test_numerics.py tests/ops/test_packing.py \
               tests/ops/test_host_path.py tests/control/test_clip.py tests/control/test_check_finite.py tests/control/test_grad_scaler.py tests/recorder/test_recorder.py \
-              tests/columns/test_roots.py
+              tests/columns/test_roots.py tests/kernels/test_compiled_kernels.py
+# of these, the ones that run on compiled kernels too, which support/ptx.py executes for each of these GPUs
+DEEP = $(filter deep,$(HYPOTHESIS_PROFILE))
+EXECUTED = $(if $(DEEP),$(filter-out tests/kernels/%,$(INTERPRETED)),tests/ops/test_library.py tests/test_laws.py tests/test_numerics.py)
+PTX_TARGETS = $(if $(DEEP),sm_80 sm_90 sm_100,sm_90)
 
 # the parts of `make test`
-PARTS = plain interpreted ranks
+PARTS = plain interpreted executed ranks
 
 # tests that start a process for each rank
 RANKS = tests/distributed
@@ -30,7 +34,7 @@ INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # worksteal keeps neighboring tests on one worker, which share per-file computations and compilations, until another is idle
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(PYTEST_FLAGS)
 
-.PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-ranks lint format check docs compare compare-ranks bench bench-cpu bench-host bench-monitor bench-ranks machine-code gpu clean
+.PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-executed run-ranks lint format check docs compare compare-ranks bench bench-cpu bench-host bench-monitor bench-ranks machine-code gpu clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -40,7 +44,7 @@ demo: $(CORE) ## record a small training run on this machine and write its repor
 	@rm -rf build/demo
 	@$(PY) -W 'ignore:Failed to initialize NumPy' -m gradiometer.demo --run-dir build/demo  # a warning of torch; nothing here needs NumPy
 
-test: $(DEV) ## run all tests: plain, on interpreted kernels, and on many ranks; continue if a part fails
+test: $(DEV) ## run all tests: plain, on interpreted and on compiled kernels, and on many ranks; continue if a part fails
 	@$(PY) tests/parts.py $(PARTS)
 
 test-distributed: $(DEV) run-ranks ## run the tests of many ranks, with processes on this machine
@@ -63,6 +67,9 @@ run-ranks:
 
 run-interpreted:
 	$(if $(wildcard $(INTERPRETED)),TRITON_INTERPRET=1 $(PYTEST) $(wildcard $(INTERPRETED)))
+
+run-executed:
+	$(foreach target,$(PTX_TARGETS),PTX_TARGET=$(target) $(PYTEST) $(EXECUTED) &&) true
 
 lint: $(DEV) ## check with ruff, mypy and import-linter, without edits
 	$(PY) -m ruff check

@@ -34,10 +34,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 if INTERPRETED:
     interpreter.find_builtins_once()
+# compiled kernels run on CPU tensors if PTX_TARGET names a GPU such as sm_90, see `support/ptx.py`
+PTX_TARGET = os.environ.get("PTX_TARGET", "")
+KERNELS = INTERPRETED or bool(PTX_TARGET)
 
 _relaxed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-# an example takes a hundred times as long under the interpreter
-settings.register_profile("ci", derandomize=True, max_examples=5 if INTERPRETED else 40, **_relaxed)
+# an example takes a hundred times as long on kernels
+settings.register_profile("ci", derandomize=True, max_examples=5 if KERNELS else 40, **_relaxed)
 settings.register_profile("deep", max_examples=2000, **_relaxed)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
@@ -48,10 +51,36 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile kernels independently of the user's cache and configuration; workers share the new cache."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("TRITON_")]:
+            if name != "TRITON_INTERPRET":
+                patch.delenv(name)
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _executed_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not PTX_TARGET:
+        yield
+        return
+    from support import ptx
+
+    request.getfixturevalue("triton_cache")
+    with ptx.executed_kernels(PTX_TARGET):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _unwritten_is_nan() -> Iterator[None]:
     """Fill the kernels' output buffers, so that a partial or column that they do not write is noticed."""
-    if not INTERPRETED:
+    if not KERNELS:
         yield
         return
     from gradiometer.ops import library
@@ -138,7 +167,7 @@ def four_ranks() -> Iterator[RankPool]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if PROFILE != "deep":
-        left_out = ("deep", "once") if INTERPRETED else ("deep",)
+        left_out = ("deep", "once") if KERNELS else ("deep",)
         deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not any(map(item.get_closest_marker, left_out))]

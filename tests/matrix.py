@@ -1,7 +1,7 @@
 """Run the whole suite on every supported pair of torch and triton, and print a table.
 
 Each pair gets a fresh virtual environment with the package and the test tools, and runs the parts of
-`make test`: plain, on interpreted kernels, and many ranks. A CUDA build of torch takes
+`make test`: plain, on interpreted and on compiled kernels, and many ranks. A CUDA build of torch takes
 about 5 GB, so an environment is removed after its parts, unless --keep is given.
 
 If pip's settings on this machine refuse a pair, for example by a constraints file, the table lists it as

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradiometer as gm
-from conftest import INTERPRETED
+from conftest import KERNELS
 from gradiometer import ops
 from support import oracle, strategies
 from support.gradients import bits
@@ -158,7 +158,7 @@ def test_no_other_tensor_of_the_call_changes_a_bit_of_a_row(some, random):
             assert bits(stats[1]).tolist() == bits(expected.flags[0]).tolist()
 
 
-@given(st.integers(1, 40 if INTERPRETED else 600), st.integers(1, 70), st.sampled_from(strategies.FLOATS))
+@given(st.integers(1, 40 if KERNELS else 600), st.integers(1, 70), st.sampled_from(strategies.FLOATS))
 def test_a_crowd_of_equal_tensors_gets_equal_rows(count, n, dtype):
     tensors = [Recipe(dtype, (n,), seed=n).tensor() for _ in range(count)]
     columns = bits(gm.collect(tensors).columns).tolist()
@@ -178,7 +178,7 @@ def number_of_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs in one thread")
+@pytest.mark.skipif(KERNELS, reason="kernels run in one thread here")
 @pytest.mark.parametrize("values", ["normal", "wide", "nonfinite"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_number_of_threads_changes_no_bit(dtype, values, number_of_threads):
@@ -254,5 +254,5 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one(which, inv_scale):
 
 
 def test_these_laws_are_tested_on_the_implementation_that_was_asked_for():
-    assert ops.uses_kernels(torch.device("cpu")) == INTERPRETED
+    assert ops.uses_kernels(torch.device("cpu")) == KERNELS
     assert math.isnan(gm.collect([torch.tensor([math.nan])]).norm.item())

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import gradiometer as gm
-from conftest import INTERPRETED
+from conftest import INTERPRETED, KERNELS
 from gradiometer import Flag, Thresholds
 from support import oracle, strategies
 from support.strategies import Recipe, recipes
@@ -25,7 +25,7 @@ RAW = tuple(column.name for column in gm.COLUMNS)
 DERIVED = ("n_inf", "n_nonfinite", "finite_norm", "norm", "rms", "mean", "std", "zero_fraction")
 
 # the interpreter takes a second for 2**20 elements
-CONSTANT_NUMEL = 2**17 + 5 if INTERPRETED else 2**24
+CONSTANT_NUMEL = 2**17 + 5 if KERNELS else 2**24
 
 
 def measure(tensor, **options):
@@ -325,7 +325,7 @@ def test_inv_scale_scales_norm_sum_and_largest_magnitude(recipe, scale):
 # a tensor beyond 2**27 elements has longer chunks instead of more
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the eager path has no chunks")
+@pytest.mark.skipif(not KERNELS, reason="the eager path has no chunks")
 @pytest.mark.parametrize(
     "dtype",
     [

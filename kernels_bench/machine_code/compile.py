@@ -80,15 +80,19 @@ class Launch:
         options = {k: v for k, v in self.kwargs.items() if k not in self.constants}
         return self.kernel, repr(specialization), repr(options), repr(self.constants)
 
-    def compile(self, target: str) -> Code:
+    def build(self, target: str) -> tuple[Any, dict[str, str]]:
+        """Return Triton's compiled kernel, and the types of its arguments by name."""
         bound, specialization, backend = self.bind(target)
         options, signature, constants, attrs = self.kernel._pack_args(
             backend, self.kwargs, bound, specialization, None
         )
         source = ASTSource(self.kernel, signature, constants, attrs)
         compiled = triton.compile(source, target=gpu_target(target), options=options.__dict__)
+        return compiled, {name: str(kind) for name, kind in signature.items()}
+
+    def compile(self, target: str) -> Code:
         read = _read_sass if target in CUDA_TARGETS else _read_amdgcn
-        return read(target, compiled, {k: str(v) for k, v in signature.items()})
+        return read(target, *self.build(target))
 
 
 @contextmanager

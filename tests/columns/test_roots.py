@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradiometer as gm
-from conftest import INTERPRETED
+from conftest import INTERPRETED, KERNELS
 from gradiometer import Flag, Thresholds
 from gradiometer.columns import derived, roots
 from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
@@ -20,7 +20,7 @@ from support.compiling import inductor, needs_compiler
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
 
-FEW = 20 if INTERPRETED else 300
+FEW = 20 if KERNELS else 300
 
 
 def to_float(bits):

@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_ as torchs_clip
 from torch.overrides import TorchFunctionMode
 
 import gradiometer as gm
-from conftest import INTERPRETED
+from conftest import KERNELS
 from gradiometer import clip_coefficient, clip_grad_norm_, clip_grads_with_norm_, collect_and_clip_, ops
 from gradiometer.ops import packing
 from support.compiling import inductor_if_deep, needs_compiler
@@ -150,7 +150,7 @@ def test_an_exhausted_generator_is_warned_of_and_an_empty_list_is_not():
 POSITIVE, NEGATIVE = (0.1, 1, 2, 3.5, INF), (-0.1, -1, -2, -3.5)
 BUT_0, ALL = (*POSITIVE, *NEGATIVE), (*POSITIVE, *NEGATIVE, 0)
 # the kernels only compute these orders
-ORDERS = (0, 2, INF) if INTERPRETED else ALL
+ORDERS = (0, 2, INF) if KERNELS else ALL
 # (whether only 1 of 10 elements has the value, whether a gradient of 1 comes first, values, orders whose
 # norm is not finite)
 NONFINITE = [
@@ -566,7 +566,7 @@ def test_a_default_device_changes_nothing_about_the_way():
     g = torch.full((4,), 0.1)
     with torch.device("cpu"):
         clip_grad_norm_(with_grads(g), 1e9)
-        assert g._version == 0 or INTERPRETED
+        assert g._version == 0 or KERNELS
         clip_grad_norm_(with_grads(g), 0.1)
     torch.testing.assert_close(g, torch.full((4,), 0.05))
 
@@ -709,7 +709,7 @@ def test_by_a_norm_finite_gradients_are_not_clipped_to_zero():
     assert norm_of([y]).item() == pytest.approx(1e-3, rel=1e-6)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the kernel decides on the device")
+@pytest.mark.skipif(KERNELS, reason="the kernel decides on the device")
 def test_by_a_norm_within_the_bound_nothing_is_written():
     x = torch.ones(4)
     before = x._version
@@ -934,7 +934,7 @@ UNFIT = {
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_gradient_that_cannot_be_scaled_is_named_before_the_first_is(case, place):
     make, said = UNFIT[case]
-    if INTERPRETED and case == "from inference":
+    if KERNELS and case == "from inference":
         pytest.skip("the kernel can write any memory")
     good, bad = torch.full((40,), 5.0), nn.Module()
     bad.grad = make()
@@ -1030,7 +1030,7 @@ def scalings(monkeypatch):
     packing.clear()
 
 
-needs_kernels = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreted kernels")
+needs_kernels = pytest.mark.skipif(not KERNELS, reason="needs kernels")
 
 
 @needs_kernels

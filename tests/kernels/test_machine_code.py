@@ -15,7 +15,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,9 +24,6 @@ import torch
 from gradiometer.columns.ring_layout import CURSOR_SIZE
 from gradiometer.columns.schema import NUM_COLUMNS, Thresholds
 from gradiometer.ops import library, packing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytest.importorskip("triton")
 if library.INTERPRETED:
@@ -60,6 +57,8 @@ from kernels_bench.machine_code.disassembly import (
 )
 from kernels_bench.machine_code.report import measures
 from kernels_bench.machine_code.roofline import GPUS, binding, times
+
+pytestmark = pytest.mark.usefixtures("triton_cache")
 
 # Maximum instructions per element of the main loop. On the GPUs that the kernels are tuned for, this is the
 # goal; on the others it is slightly above the count with triton 3.6 to 3.9, so that one more
@@ -124,19 +123,6 @@ few_targets = pytest.mark.parametrize(
 mutant_targets = pytest.mark.parametrize(
     "target", [pytest.param(name, marks=deep_unless(name == "sm_90")) for name in FEW_TARGETS]
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    # independent of the user's cache and its configuration; pytest's workers share one cache
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("TRITON_")]:
-            patch.delenv(name)
-        patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
-        yield
 
 
 def finalize_launch(target: str, inv_scale: torch.Tensor | None = None) -> Launch:

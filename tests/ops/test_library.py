@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradiometer as gm
-from conftest import INTERPRETED
+from conftest import KERNELS
 from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS
 from gradiometer.ops import reference
@@ -205,7 +205,7 @@ def test_tensors_made_in_inference_mode_are_measured(which):
 
 # the kernels against the reference; in the plain run both are the reference
 
-needs_kernels = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreted kernels")
+needs_kernels = pytest.mark.skipif(not KERNELS, reason="needs kernels")
 
 
 @needs_kernels

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import gradiometer as gm
-from conftest import INTERPRETED
+from conftest import KERNELS
 from gradiometer.columns.ring_layout import Cursor
 from gradiometer.columns.schema import NUM_COLUMNS
 from gradiometer.ops import reference
@@ -223,7 +223,7 @@ def test_what_is_skipped_can_be_chosen_and_changed():
     assert recorder.skip_step
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreted kernels check the gate themselves, see below")
+@pytest.mark.skipif(KERNELS, reason="kernels check the gate themselves, see below")
 def test_without_a_decision_only_recorded_steps_are_read(monkeypatch):
     model = model_of()
     recorder = Recorder(model, every=3, skip_nonfinite=False)

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from hypothesis import strategies as st
 
-from conftest import INTERPRETED
+from conftest import INTERPRETED, KERNELS
 from gradiometer.ops import eager_plan, reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -56,7 +56,7 @@ _NEAR_BORDERS = sorted({border + step for border in _borders() for step in (-1, 
 SMALL = [n for n in _NEAR_BORDERS if n <= 2**10 + 1]
 MEDIUM = [n for n in _NEAR_BORDERS if 2**10 + 1 < n <= 2**15 + 1]
 # the interpreter takes about a second for each of these
-LARGE = [n for n in _NEAR_BORDERS if n > 2**15 + 1 and not INTERPRETED]
+LARGE = [n for n in _NEAR_BORDERS if n > 2**15 + 1 and not KERNELS]
 
 
 def numels(largest=math.inf):

@@ -1,0 +1,308 @@
+"""The kernels' results are exact: compiled for GPUs and executed on this CPU, and interpreted.
+
+The values are chosen so that sums are exact in any order: integers, or single numbers among zeros. So all
+columns are equal to those of the oracle and of eager PyTorch, bit for bit. In the plain run
+`support/ptx.py` executes what Triton compiles; it raises if a kernel does what a GPU forbids. In the
+interpreted run Triton's interpreter computes the same cases.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from conftest import INTERPRETED
+from gradiometer import Thresholds
+from gradiometer.columns.derived import compute_flags
+from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
+from gradiometer.columns.schema import COLUMN_INDEX, COLUMNS, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.control import scale as eager_scale
+from gradiometer.ops import library, packing
+from support import oracle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+pytest.importorskip("triton")
+if os.name != "posix" or os.uname().machine != "x86_64":
+    pytest.skip("the executor reads this machine's memory by 47-bit addresses", allow_module_level=True)
+
+from gradiometer.kernels import tuning
+from support.kernel_cases import SPECIAL, each_level, in_eager, integers, kernels, same_bits, tensor_stats
+
+# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
+pytestmark = [
+    pytest.mark.usefixtures("triton_cache"),
+    pytest.mark.filterwarnings(
+        "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning",
+    ),
+]
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TARGETS = ("interpreted",) if INTERPRETED else ("sm_80", "sm_90", "sm_100")
+each_target = pytest.mark.parametrize("target", TARGETS)
+# for kernels that are small and differ little between targets
+chosen_target = pytest.mark.parametrize(
+    "target",
+    [pytest.param(name, marks=pytest.mark.deep if name in {"sm_80", "sm_100"} else ()) for name in TARGETS],
+)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def assert_exact(tensors: Sequence[Tensor], columns: Tensor, flags: Tensor) -> None:
+    names = [column.name for column in COLUMNS]
+    for i, x in enumerate(tensors):
+        found = dict(zip(names, columns[i].tolist(), strict=True))
+        expected = oracle.exact(x)
+        assert found == {name: getattr(expected, name) for name in names}, (x.dtype, x.shape, i)
+    expected_columns, expected_flags = in_eager(tensors)
+    assert same_bits(columns, expected_columns)
+    assert flags.tolist() == expected_flags.tolist()
+
+
+def sizes_of(dtype: torch.dtype) -> list[int]:
+    """Return sizes around those at which a kernel changes its method."""
+    tile, unroll, *_ = tuning.MOMENTS[dtype]
+    borders = {1, tile // 2, tile, tile * unroll}
+    # the interpreter takes a second for each of these
+    borders |= {tuning.CHUNK} if not INTERPRETED else set()
+    near = {border + step for border in borders for step in (-1, 0, 1)}
+    return sorted(near | ({3 * tuning.CHUNK + tile + 5} if not INTERPRETED else set()))
+
+
+# statistics
+
+
+@each_target
+@each_dtype
+def test_every_size_is_measured_exactly_and_read_once(target, dtype):
+    tensors = [integers(n, dtype, i % 9) for i, n in enumerate(sizes_of(dtype))]
+    with kernels(target) as launches:
+        columns, flags = tensor_stats(tensors)
+    assert_exact(tensors, columns, flags)
+    if launches:
+        moments = launches[0]
+        assert moments.kernel == "_moments_kernel"
+        assert {int(x.numel()) for x in tensors if (moments.reads(x) != 1).any()} == set()
+
+
+@each_target
+@each_dtype
+def test_a_value_counts_in_whichever_lane_it_is(target, dtype):
+    tensors = [x for value in (-3.0, *SPECIAL[:2]) for x in each_level(dtype, value)]
+    with kernels(target):
+        assert_exact(tensors, *tensor_stats(tensors))
+
+
+@each_target
+def test_the_partials_of_thousands_of_chunks_are_merged(target):
+    from gradiometer import kernels as launchers
+
+    tile = tuning.FINALIZE.tile
+    counts = [2 * tile + 5, tile, 0, *[tile] * (tile.bit_length() - 1)]
+    chunk_map = packing.chunk_map_of(
+        tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20
+    )
+    g = torch.Generator().manual_seed(0)
+    names = launchers.PARTIALS
+    partials = torch.randint(1, 9, (len(names), chunk_map.num_chunks), generator=g).to(torch.float64)
+    # NaN and +Inf are among the elements that are not finite
+    partials[names.index("n_nonfinite")] = partials[names.index("n_nan")] + partials[names.index("n_posinf")]
+    start, expected = 0, []
+    for k, count in enumerate(counts):
+        own = partials[:, start : start + count]
+        start += count
+        if k > 2:
+            # one chunk that each level of the reduction has to pass on
+            own[:, [i for i in range(count) if i != 2 ** (k - 3)]] = 0
+        sums = dict(zip(names, own.sum(1).tolist(), strict=True))
+        sums["abs_max"] = own[names.index("abs_max")].max().item() if count else 0.0
+        sums |= {"numel": count * 16, "n_neginf": sums["n_nonfinite"] - sums["n_nan"] - sums["n_posinf"]}
+        expected.append([sums[column.name] for column in COLUMNS])
+    with kernels(target):
+        columns, flags = launchers.finalize(chunk_map.table, partials, len(counts), DEFAULT_THRESHOLDS)
+    assert columns.tolist() == expected
+    assert flags.tolist() == compute_flags(columns, DEFAULT_THRESHOLDS).tolist()
+
+
+@each_target
+def test_tensors_of_several_dtypes_share_a_call(target):
+    tensors = [integers(40 + 1021 * i, DTYPES[i % 4], i) for i in range(9)]
+    with kernels(target):
+        assert_exact(tensors, *tensor_stats(tensors))
+
+
+@each_target
+@each_dtype
+def test_nan_and_infinities_are_counted_wherever_they_are(target, dtype):
+    tile, unroll, *_ = tuning.MOMENTS[dtype]
+    n = 2 * tile * unroll + tile + 7
+    tensors = []
+    for i, place in enumerate((0, 5, tile, tile * unroll + 3, n - tile, n - 1)):
+        for j, value in enumerate(SPECIAL):
+            x = integers(n, dtype, 3 * (i + j) % 8)
+            x[place] = value
+            tensors.append(x)
+    every = integers(n, dtype, 1)
+    every[::3], every[1::7], every[2::11] = SPECIAL
+    tensors += [every, torch.full((n,), math.nan, dtype=dtype)]
+    with kernels(target) as launches:
+        columns, flags = tensor_stats(tensors)
+    assert_exact(tensors, columns, flags)
+    if launches:
+        assert all((launches[0].reads(x) == 2).all() for x in tensors)
+
+
+@each_target
+@each_dtype
+def test_the_extremes_of_a_dtype_are_measured(target, dtype):
+    info = torch.finfo(dtype)
+    least = info.smallest_normal * info.eps
+    values = [-0.0, info.max, info.min, info.smallest_normal, 1 / 3]
+    if not (INTERPRETED and dtype == torch.bfloat16):  # the interpreter flushes subnormal bf16 to 0
+        values += [least, -least, info.smallest_normal - least]
+    tensors = []
+    for i, value in enumerate(values):
+        for n in (1, 40, 2**12 + 3):
+            x = torch.zeros(n + i % 5, dtype=dtype)[i % 5 :]
+            x[n // 2] = value
+            tensors.append(x)
+    with kernels(target):
+        columns, flags = tensor_stats(tensors)
+    if dtype != torch.float64:
+        assert_exact(tensors, columns, flags)
+    expected = in_eager(tensors)
+    # -0 and 0 are equal: a sum of zeros may have either sign
+    assert columns.tolist() == expected[0].tolist()
+    assert flags.tolist() == expected[1].tolist()
+
+
+@chosen_target
+@pytest.mark.parametrize("scale_dtype", DTYPES, ids=str)
+def test_an_inv_scale_multiplies_what_was_measured(target, scale_dtype):
+    tensors = [integers(700 + 300 * i, DTYPES[i % 4], i) for i in range(5)]
+    tensors[1][3], tensors[2][3] = math.nan, math.inf
+    for value in (2.0**-5, -3.0, 0.3, 0.0):
+        inv_scale = torch.tensor(value, dtype=scale_dtype)
+        with kernels(target):
+            columns, flags = tensor_stats(tensors, DEFAULT_THRESHOLDS, inv_scale)
+        expected = in_eager(tensors, DEFAULT_THRESHOLDS, inv_scale)
+        assert columns.tolist() == expected[0].tolist()
+        assert flags.tolist() == expected[1].tolist()
+
+
+@chosen_target
+def test_flags_compare_with_thresholds_in_fp64(target):
+    # norms of exactly 3 and 4, and neighbors of these numbers that fp32 does not have
+    tensors = [torch.full((9,), 1.0), torch.full((16,), 1.0), torch.zeros(5), torch.empty(0)]
+    for vanishing, exploding in ((3.0, 4.0), (math.nextafter(3, 4), math.nextafter(4, 3))):
+        limits = Thresholds(vanishing, exploding, dead=1.0)
+        with kernels(target):
+            columns, flags = tensor_stats(tensors, limits)
+        assert flags.tolist() == in_eager(tensors, limits)[1].tolist()
+        assert columns[:, COLUMN_INDEX["numel"]].tolist() == [9, 16, 5, 0]
+
+
+# the ring
+
+
+class Ring(SimpleNamespace):
+    """A ring for some rows, and its cursor."""
+
+    def __init__(self, rows: int, **cursor: float) -> None:
+        values = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
+        for name, value in ({"EVERY": 1, "SKIP_ABOVE": math.inf} | cursor).items():
+            values[Cursor[name]] = value
+        steps = torch.full((3, rows + 1, NUM_COLUMNS + 1), -1.0, dtype=torch.float64)
+        super().__init__(steps=steps, cursor=values)
+
+    def record(self, tensors: Sequence[Tensor], grads: int, *, gated: bool) -> None:
+        limits = (DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead)
+        torch.ops.gradiometer.record_(list(tensors), *limits, None, grads, gated, self.steps, self.cursor)
+
+    def advance(self) -> None:
+        self.cursor[Cursor.STEP] += 1
+
+
+CURSORS = {
+    "each step": {},
+    "every third": {"EVERY": 3},
+    "skips what is not finite": {"EVERY": 3, "SKIP_NONFINITE": 1},
+    "skips above a norm": {"EVERY": 2, "SKIP_ABOVE": 40.0},
+}
+
+
+@chosen_target
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("case", CURSORS)
+def test_a_ring_has_the_same_bits_as_in_eager(target, case, gated):
+    def fill(ring: Ring) -> None:
+        for step in range(7):
+            rows = [integers(70 * (step + 1), torch.float32), integers(9, torch.bfloat16, 1), torch.empty(0)]
+            if step % 4 == 1:
+                rows[0][5] = math.nan
+            ring.record(rows, 2, gated=gated)
+            if step % 2:
+                # later in the same step, only the third row is measured
+                ring.record([torch.empty(0), torch.empty(0), integers(5, torch.float16)], 0, gated=gated)
+            ring.advance()
+
+    executed, expected = Ring(3, **CURSORS[case]), Ring(3, **CURSORS[case])
+    with kernels(target):
+        fill(executed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "uses_kernels", lambda _: False)
+        fill(expected)
+    assert same_bits(executed.cursor, expected.cursor)
+    # what a header does not use is not written
+    assert same_bits(executed.steps, expected.steps)
+
+
+@chosen_target
+def test_a_ring_of_many_rows_has_them_all(target):
+    # more than one program writes
+    rows = 70
+    tensors = [integers(i, DTYPES[i % 4]) for i in range(rows)]
+    ring = Ring(rows)
+    with kernels(target):
+        ring.record(tensors, rows, gated=False)
+    assert_exact(tensors, ring.steps[0, 1:, :NUM_COLUMNS].contiguous(), ring.steps[0, 1:, NUM_COLUMNS].int())
+
+
+# scaling
+
+
+@each_target
+@each_dtype
+def test_scaling_has_the_same_bits_as_in_eager(target, dtype):
+    tile = tuning.SCALE[dtype].tile
+    sizes = [1, 7, tile - 1, tile, 2 * tile + 9] + ([] if INTERPRETED else [tuning.CHUNK + 1])
+    info = torch.finfo(dtype)
+    extremes = [math.nan, math.inf, -0.0, info.max, info.smallest_normal, info.smallest_normal * info.eps]
+    for factor in (0.5, 1 / 3, 2.0**-140, 0.0, 1.0):
+        tensors, expected = [], []
+        for i, n in enumerate(sizes):
+            x = torch.randn(n + 3 * i, dtype=torch.float64).to(dtype)[3 * i :]
+            x[: len(extremes)] = torch.tensor(extremes[:n], dtype=dtype)
+            if INTERPRETED and dtype == torch.bfloat16:
+                x[x.abs() < info.smallest_normal] = 1.0
+            tensors.append(x)
+            expected.append(x.clone())
+        c = torch.tensor(factor, dtype=torch.float64)
+        eager_scale.scale_(eager_scale.Part(expected, None), c)
+        with kernels(target) as launches:
+            plan = library.writable(tensors) or packing.remember(tensors)
+            library.scale_(tensors, c, plan)
+        for x, y in zip(tensors, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(x.signbit() & ~x.isnan(), y.signbit() & ~y.isnan())
+            if launches:
+                # a coefficient of 1 is the usual one: nothing is read
+                assert (launches[0].reads(x) == (factor != 1.0)).all()
