@@ -105,7 +105,7 @@ def shift(operation: Callable[..., np.ndarray], x: np.ndarray, by: np.ndarray) -
 
 
 def bit_field(x: np.ndarray, first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    return (x >> first) & ((np.uint32(1) << length) - np.uint32(1))
+    return shift(np.right_shift, x, first) & (shift(np.left_shift, np.ones_like(x), length) - x.dtype.type(1))
 
 
 def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
@@ -174,7 +174,7 @@ _define("xor", "b16 b32 b64 pred", "T T", "{} ^ {}")
 _define("not", "b16 b32 b64 pred", "T", "~{}")
 _define("shl", "b16 b32 b64", "T b32", "shift(np.left_shift, {}, {})")
 _define("shr", "s32 s64 u16 u32 u64", "T b32", "shift(np.right_shift, {}, {})")
-_define("bfe", "u32", "T b32 b32", "bit_field({}, {}, {})")
+_define("bfe", "u32 u64", "T b32 b32", "bit_field({}, {}, {})")
 _define("prmt", "b32", "T T b32", "permute({}, {}, {})")
 _define("mov", "b16 u16 b32 u32 b64 u64 f32 f64 pred", "T", "{}")
 _define("selp", "b16 b32 b64 f32 f64", "T T pred", "np.where({2}, {0}, {1})")
@@ -311,7 +311,7 @@ class Block:
         self.shared = _Shared(shared)
         self._buffers = buffers
         self._starts = [buffer.start for buffer in buffers]
-        self._jumps = 0
+        self._jumps = self.instructions = 0
 
     def taken(self, predicate: np.ndarray) -> bool:
         """Return whether the threads jump."""
@@ -459,19 +459,28 @@ class _Translation:
             elif re.search(r"\bbra\b", text):
                 place += 1
         self.lines = ["def run(block, parameters):", " tid, ctaid, place = block.tid, block.ctaid, 0"]
-        self.lines += [" while True:", "  if place == 0:"]
+        self.lines.append(" while True:")
+        # instructions of each basic block
+        self.counts = [0] * (place + 1)
         place = 0
+        self._begin(place)
         for label, text in statements:
             instruction = " ".join(text.split())
             if label in targets:
                 place += 1
-                self.lines += [f"   place = {place}", f"  if place == {place}:"]
+                self._emit(f"place = {place}")
+                self._begin(place)
             elif instruction and not instruction.startswith("."):
                 self._instruction(instruction, place)
+                self.counts[place] += 1
                 if re.search(r"\bbra\b", instruction):
                     place += 1
-                    self.lines.append(f"  if place == {place}:")
-        self.lines.append("   return")
+                    self._begin(place)
+        self._emit("return")
+
+    def _begin(self, place: int) -> None:
+        self.lines.append(f"  if place == {place}:")
+        self._emit(f"block.instructions += counts[{place}]")
 
     def _instruction(self, text: str, place: int) -> None:
         match = _INSTRUCTION.fullmatch(text)
@@ -611,21 +620,26 @@ def _constant(text: str, dtype: np.dtype) -> np.ndarray:
 def translate(ptx: str, shared: int) -> Program:
     """Translate the PTX of a kernel that uses this many bytes of shared memory."""
     translation = _Translation(ptx)
-    names = globals() | TYPES | translation.constants | {"zero": np.zeros(1, np.uint32)}
+    names = globals() | TYPES | translation.constants
+    names |= {"zero": np.zeros(1, np.uint32), "counts": translation.counts}
     names |= {f"poison{size}": np.frombuffer(_POISON * size, bits) for size, bits in _BITS.items()}
     exec(compile("\n".join(translation.lines), f"<{translation.name}>", "exec"), names)  # noqa: S102
     return Program(translation.name, translation.threads, shared, names["run"])
 
 
-def execute(program: Program, blocks: int, parameters: Sequence[np.ndarray], buffers: list[Buffer]) -> None:
-    """Run all blocks of a launch, whose parameters have one element each."""
+def execute(program: Program, blocks: int, parameters: Sequence[np.ndarray], buffers: list[Buffer]) -> int:
+    """Run all blocks of a launch, with parameters of one element; return the number of instructions."""
+    instructions = 0
     with np.errstate(all="ignore"):
         for index in range(blocks):
+            block = Block(index, program.threads, program.shared, buffers)
             try:
-                program.run(Block(index, program.threads, program.shared, buffers), parameters)
+                program.run(block, parameters)
             except NameError as error:
                 msg = f"a register is read before it is written: {error}"
                 raise Invalid(msg) from None
+            instructions += block.instructions
+    return instructions
 
 
 # launches
@@ -633,10 +647,11 @@ def execute(program: Program, blocks: int, parameters: Sequence[np.ndarray], buf
 
 @dataclass(frozen=True)
 class Executed:
-    """A launch that was executed: the kernel's name, and the memory that it used."""
+    """A launch that was executed: the kernel's name, the memory that it used, instructions of all blocks."""
 
     kernel: str
     buffers: list[Buffer]
+    instructions: int
 
     def reads(self, x: torch.Tensor) -> np.ndarray:
         """Return how often each byte of a tensor was read."""
@@ -676,8 +691,8 @@ def executed_kernels(
         spans = [span_of(x) for x in bound.values() if isinstance(x, torch.Tensor)]
         buffers = buffers_of(spans + inputs * ("pointers_ptr" in bound))
         # two more, for memory that these kernels do not need
-        execute(program, grid[0], [*parameters, *[np.zeros(1, np.uint64)] * 2], buffers)
-        launches.append(Executed(kernel.fn.__name__, buffers))
+        count = execute(program, grid[0], [*parameters, *[np.zeros(1, np.uint64)] * 2], buffers)
+        launches.append(Executed(kernel.fn.__name__, buffers, count))
 
     with (
         mock.patch.object(JITFunction, "run", run),

@@ -31,8 +31,8 @@ _DTYPES = {
 
 
 @triton.jit
-def _recount(base, n, NARROW: tl.constexpr, TILE: tl.constexpr):
-    """Read a chunk with NaN or Inf again; return its PARTIALS."""
+def _recount(address, head, n, DTYPE: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr):
+    """Read a chunk with NaN or Inf again; return its PARTIALS. The first ``head`` elements are not aligned."""
     lanes = tl.arange(0, TILE)
     sumsq = tl.zeros((TILE,), tl.float64)
     total = tl.zeros((TILE,), tl.float64)
@@ -41,20 +41,32 @@ def _recount(base, n, NARROW: tl.constexpr, TILE: tl.constexpr):
     nan = tl.zeros((TILE,), tl.int32)
     posinf = tl.zeros((TILE,), tl.int32)
     top = tl.zeros((TILE,), NARROW)
-    for i in range(0, n, TILE):
-        mask = i + lanes < n
-        # masked lanes are 1.0: neither zero nor non-finite
-        x = tl.load(base + (i + lanes), mask=mask, other=1.0).to(NARROW)
-        zeros += (x == 0).to(tl.int32)
-        finite = is_finite(x)
-        nonfinite += (finite == 0).to(tl.int32)
-        nan += (x != x).to(tl.int32)
-        posinf += (x == float("inf")).to(tl.int32)
-        x = tl.where(finite & mask, x, 0.0)
-        wide = x.to(tl.float64)
-        sumsq = tl.fma(wide, wide, sumsq)
-        total += wide
-        top = tl.maximum(top, tl.abs(x))
+    base = address.to(tl.pointer_type(DTYPE))
+    # whole tiles without a mask, which would split the loads, and then the elements before and after them;
+    # loads of fp64 elements are wide enough
+    FIRST: tl.constexpr = 1 if DTYPE == tl.float64 else 0
+    whole = (n - head) // TILE * TILE * (1 - FIRST)
+    for part in tl.static_range(FIRST, 2):
+        for i in range(0, whole if part == 0 else n - whole, TILE):
+            if part == 0:
+                mask = lanes >= 0
+                x = tl.load(tl.multiple_of(base + head, 16) + (i + lanes)).to(NARROW)
+            else:
+                place = i + lanes
+                mask = place < n - whole
+                place = tl.where(place < head, place, place + whole)
+                # masked lanes are 1.0: neither zero nor non-finite
+                x = tl.load(base + place, mask=mask, other=1.0).to(NARROW)
+            zeros += (x == 0).to(tl.int32)
+            finite = is_finite(x)
+            nonfinite += (finite == 0).to(tl.int32)
+            nan += (x != x).to(tl.int32)
+            posinf += (x == float("inf")).to(tl.int32)
+            x = tl.where(finite & mask, x, 0.0)
+            wide = x.to(tl.float64)
+            sumsq = tl.fma(wide, wide, sumsq)
+            total += wide
+            top = tl.maximum(top, tl.abs(x))
     return (
         tl.sum(sumsq),
         tl.sum(total),
@@ -139,7 +151,7 @@ def _moments_kernel(
         # seven totals per lane: use fewer lanes, or they would take registers from the main loop
         FEW: tl.constexpr = TILE // 2 if ITEMSIZE == 2 else TILE
         chunk_sumsq, chunk_total, chunk_zeros, chunk_top, chunk_nonfinite, chunk_nan, chunk_posinf = _recount(
-            base, n, NARROW, FEW
+            address, head, n, DTYPE, NARROW, FEW
         )
 
     # the order of PARTIALS

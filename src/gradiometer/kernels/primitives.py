@@ -13,12 +13,19 @@ _EVERY = tl.constexpr(int(Cursor.EVERY))
 
 @triton.jit
 def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
-    """Return the address of a chunk's first element, and the chunk's size; table: see packing.ChunkMap."""
+    """Return the address of a chunk's first element, and the number of its elements.
+
+    table: see packing.ChunkMap. The first chunk also has the elements before the first 16-byte boundary of a
+    view that begins elsewhere, so that all others begin at a boundary. The last chunk may then be empty.
+    """
     row = tl.load(table_ptr + 4 * num_tensors + chunk)
     size = tl.load(table_ptr + num_tensors + row)
     start = (chunk - tl.load(table_ptr + 2 * num_tensors + row)) * size
-    n = tl.minimum(tl.load(table_ptr + row) - start, size).to(tl.int32)
-    return tl.load(pointers_ptr + row) + start * ITEMSIZE, n
+    address = tl.load(pointers_ptr + row)
+    head = (-address & 15) // ITEMSIZE
+    begin = tl.where(start > 0, start + head, 0)
+    n = tl.maximum(tl.minimum(tl.load(table_ptr + row), start + size + head) - begin, 0)
+    return address + begin * ITEMSIZE, n.to(tl.int32)
 
 
 @triton.jit

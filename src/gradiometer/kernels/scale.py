@@ -68,8 +68,9 @@ def _scale_kernel(
         head = tl.minimum((-address & 15).to(tl.int32) // ITEMSIZE, n)
         base = address.to(tl.pointer_type(DTYPE))
         if head > 0:
-            x = tl.load(base + lanes, mask=lanes < head, other=0)
-            tl.store(base + lanes, _scaled(x, factor, high, low), mask=lanes < head)
+            first = tl.arange(0, 16 // ITEMSIZE)
+            x = tl.load(base + first, mask=first < head, other=0)
+            tl.store(base + first, _scaled(x, factor, high, low), mask=first < head)
 
         # no mask: it would split loads and stores
         full = (n - head) // TILE
@@ -78,10 +79,11 @@ def _scale_kernel(
             tl.store(ptrs, _scaled(tl.load(ptrs), factor, high, low))
             ptrs += TILE
 
-        done = head + full * TILE
-        if done < n:
-            x = tl.load(base + (done + lanes), mask=lanes < n - done, other=0)
-            tl.store(base + (done + lanes), _scaled(x, factor, high, low), mask=lanes < n - done)
+        # masked elements cost as much as others: use smaller tiles
+        few = tl.arange(0, TILE // 4)
+        for i in range(head + full * TILE, n, TILE // 4):
+            x = tl.load(base + (i + few), mask=few < n - i, other=0)
+            tl.store(base + (i + few), _scaled(x, factor, high, low), mask=few < n - i)
 
 
 def scale(
