@@ -170,44 +170,19 @@ def known():
     return list(packing._plans)
 
 
-def sources():
-    return [one.source.host for one in known()]
-
-
-def test_unchanged_addresses_reuse_the_very_same_source():
-    x, y = torch.ones(5), torch.ones(7)
-    pack_of(x, y)
-    (first,) = sources()
-    # an in-place change keeps the address
-    x.mul_(2)
-    pack_of(x, y)
-    (second,) = sources()
-    assert second is first
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_both_parts_begin_at_a_multiple_of_16_bytes_of_their_source(count):
-    packed = pack_of(*(torch.ones(5) for _ in range(count)))
-    (source,) = sources()
-    assert packed.pointers.data_ptr() == source.data_ptr()
-    assert (packed.table.data_ptr() - source.data_ptr()) % 16 == 0
-
-
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_one_changed_address_makes_a_new_source_and_leaves_the_old_one_alone(which):
+def test_one_changed_address_makes_new_pointers_and_leaves_the_old_ones_alone(which):
     tensors = [torch.ones(5), torch.ones(5), torch.ones(5)]
-    first = pack_of(*tensors)
-    (source,) = sources()
-    content = source.tolist()
+    first = pack_of(*tensors, keep=True)
     moved = list(tensors)
     moved[which] = torch.ones(5)
-    second = pack_of(*moved)
+    second = pack_of(*moved, keep=True)
     assert second.pointers.data_ptr() != first.pointers.data_ptr()
     assert second.pointers.tolist() == [x.data_ptr() for x in moved]
     assert first.pointers.tolist() == [x.data_ptr() for x in tensors]
-    assert source.tolist() == content
     # the static part is not rebuilt
     assert second.chunk_map is first.chunk_map
+    assert second.table is first.table
 
 
 def test_exchanged_addresses_are_a_change():
@@ -329,8 +304,7 @@ def test_what_a_captured_call_reads_is_never_written_again(capturing):
     assert moved.pointers.data_ptr() != captured.pointers.data_ptr()
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(capturing, monkeypatch, count):
+def test_what_captured_graphs_are_filled_from_is_kept_as_long_as_the_process(capturing, monkeypatch):
     # the meta device stands for one that data is uploaded to
     pinned = []
 
@@ -340,27 +314,30 @@ def test_what_a_captured_graph_is_filled_from_is_kept_as_long_as_the_process(cap
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(packing, "_captured", [])
-    device = torch.device("meta")
-    tensors = [torch.ones(5) for _ in range(count)]
-    addresses = [x.data_ptr() for x in tensors]
+    tensors, others = [torch.ones(5)], [torch.ones(5)]
     pack_of(*tensors)
     # as if the list had been seen on that device
-    one = replace(known()[0], device=device, source=None)
-    layout = one.chunk_map
-    packing._copies(one, layout, addresses)
+    one = replace(known()[0], device=torch.device("meta"))
+
+    def pack_there(tensors):
+        with torch.no_grad():
+            return packing.pack(tensors, CHUNK, MAX_CHUNKS, one)
+
+    pack_there(tensors)
     assert packing._captured == []
+    pinned.clear()
     capturing(True)
-    pointers, table = packing._copies(one, layout, addresses)
-    packing._copies(one, layout, [8 * address for address in addresses])
+    packed = pack_there(tensors)
+    for again in (others, tensors, others):
+        pack_there(again)
     capturing(False)
     packing.clear()
-    assert (pointers.device, table.device) == (device, device)
-    assert (pointers.shape, table.shape) == ((count,), layout.table.shape)
-    # the same addresses share a source, eager or captured; other addresses have another
-    assert [id(source) for source in packing._captured] == [id(source) for source in pinned]
-    assert len(pinned) == 2
-    padding = [0] * (count % 2)
-    assert pinned[0].tolist() == [*addresses, *padding, *layout.table.tolist()]
+    assert {packed.pointers.device, packed.table.device} == {one.device}
+    assert (packed.pointers.shape, packed.table.shape) == ((1,), one.chunk_map.table.shape)
+    # captures with the same addresses share them, all captures of a list share its static table
+    assert [id(host) for host in packing._captured] == [id(host) for host in pinned]
+    addresses = [[x.data_ptr() for x in each] for each in (tensors, others)]
+    assert [host.tolist() for host in pinned] == [addresses[0], one.chunk_map.table.tolist(), addresses[1]]
 
 
 def test_a_captured_call_measures_right(capturing):

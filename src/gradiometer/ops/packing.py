@@ -5,16 +5,18 @@ strides, dtypes and lazy conjugation or negation, including the `ChunkMap`. Late
 one C++ call; addresses are compared at every call. Nothing is keyed by ``id()`` or by a single pointer, since
 allocators reuse both, and no tensor is kept alive.
 
-By default each call copies its tables to the device, in stream order, from pinned host memory that is
-written once; the copy lives as long as the call. A table kept on the device would be wrong in a CUDA graph.
-If it is made while a graph is warmed up or captured, it lies in the graph's pool, and freeing or rewriting
-it later changes what a replay reads. The pinned source of a captured copy is kept as long as the process
-lives.
+If no graph is being made, the caller can pass ``keep``. Then the tables stay on the device: the static one
+until the list is forgotten, the pointers until an address changes. They are never rewritten: a change makes
+new ones, and so does a call on another stream. They belong to the stream that they were copied on, so that
+kernels that read them, and later uses of their memory, come after the copy.
 
-If no graph is being made, the caller can pass ``keep``. Then the tables stay on the device: the
-static one until the list is forgotten, the pointers until an address changes. They are never rewritten: a
-change makes new ones, and so does a call on another stream. They belong to the stream that they were copied
-on, so that kernels that read them, and later uses of their memory, come after the copy.
+Such a table would be wrong in a CUDA graph. If it is made while a graph is warmed up or captured, it lies in
+the graph's pool, and freeing or rewriting it later changes what a replay reads. There each call copies its
+tables from pinned memory, in stream order; the copies live as long as the call.
+
+Pinned memory is either copied from once and released at once, outside of any capture, or made in a capture
+and kept as long as the process lives. So none is released that a stream being captured has used: PyTorch's
+allocator would record an event in that capture, and a later allocation would fail when it queries it.
 """
 
 from __future__ import annotations
@@ -101,14 +103,6 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Pinned host memory that is copied at every call; written once."""
-
-    addresses: list[int]
-    host: Tensor
-
-
-@dataclass(frozen=True)
 class _Kept:
     """Tables that stay on the device, for calls on one stream."""
 
@@ -130,7 +124,7 @@ class LaunchPlan:
         direct: whether they are guarded, ordinary tensors whose memory the kernels can read as it is.
         cut: the chunk size and the maximum number of chunks that ``chunk_map`` was made for.
         eager: the `eager_plan.Plan` of a direct list.
-        source, kept: tables in pinned memory, and on the device.
+        kept: tables that stay on the device.
     """
 
     count: int
@@ -141,7 +135,6 @@ class LaunchPlan:
     cut: tuple[int, int] | None = None
     chunk_map: ChunkMap | None = None
     eager: Any = None
-    source: _Source | None = None
     kept: _Kept | None = None
 
 
@@ -183,7 +176,7 @@ def _int64(values: Sequence[int]) -> Tensor:
 
 # the most recently used plan is the last
 _plans: dict[LaunchPlan, None] = {}
-# memory that captured graphs read at every replay: never freed
+# pinned memory that captured graphs read at every replay: never written again and never freed
 _captured: list[Tensor] = []
 
 
@@ -244,14 +237,19 @@ def pack(
     if chunk_map is None or plan.cut != (chunk, max_chunks):
         sizes, dtypes = tuple([x.numel() for x in flats]), tuple([x.dtype for x in flats])
         chunk_map = chunk_map_of(sizes, dtypes, chunk, max_chunks)
-        plan.source = plan.kept = None
+        plan.kept = None
         plan.chunk_map, plan.cut = chunk_map, (chunk, max_chunks)
-    addresses = list(map(Tensor.data_ptr, flats))
+    device, addresses = plan.device, list(map(Tensor.data_ptr, flats))
+    if is_capturing(device):
+        pointers = _upload(_lasting(_int64(addresses), device), device)
+        table = _upload(_lasting(chunk_map.table, device), device)
     # a capture cannot be detected on other devices
-    if keep and plan.device.type in {"cpu", "cuda"} and not is_capturing(plan.device):
+    elif keep and device.type in {"cpu", "cuda"}:
         kept = _keep(plan, chunk_map, addresses)
-        return Pack(chunk_map, kept.pointers, kept.table, flats)
-    return Pack(chunk_map, *_copies(plan, chunk_map, addresses), flats)
+        pointers, table = kept.pointers, kept.table
+    else:
+        pointers, table = _copy(_int64(addresses), device), _copy(chunk_map.table, device)
+    return Pack(chunk_map, pointers, table, flats)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -283,28 +281,31 @@ def _is_own_memory(tensor: Tensor) -> bool:
 
 def _keep(plan: LaunchPlan, chunk_map: ChunkMap, addresses: list[int]) -> _Kept:
     device, kept = plan.device, plan.kept
-    stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+    stream = _stream_of(device)
     if kept is None or kept.stream != stream:
-        pointers, table = _copies(plan, chunk_map, addresses)
+        table = _copy(chunk_map.table, device)
     elif kept.addresses == addresses:
         return kept
     else:
-        pointers, table = _upload(_pinned(_int64(addresses), device), device), kept.table
-    plan.kept = kept = _Kept(stream, addresses, pointers, table)
+        table = kept.table
+    plan.kept = kept = _Kept(stream, addresses, _copy(_int64(addresses), device), table)
     return kept
 
 
-def _copies(plan: LaunchPlan, chunk_map: ChunkMap, addresses: list[int]) -> tuple[Tensor, Tensor]:
-    device, source = plan.device, plan.source
-    # align both parts to 16 bytes: Triton compiles another kernel for unaligned pointers
-    padding = len(addresses) % 2
-    if source is None or source.addresses != addresses:
-        both = torch.cat([_int64([*addresses, *[0] * padding]), chunk_map.table])
-        plan.source = source = _Source(addresses, _pinned(both, device))
-    if is_capturing(device):
-        _captured.append(source.host)
-    both = _upload(source.host, device)
-    return both[: len(addresses)], both[len(addresses) + padding :]
+def _lasting(values: Tensor, device: torch.device) -> Tensor:
+    """Return pinned memory that holds these values, for captured copies."""
+    # recordings with the same addresses share it, as do all of one list share the static table
+    for host in _captured:
+        if torch.equal(host, values):
+            return host
+    host = _pinned(values, device)
+    _captured.append(host)
+    return host
+
+
+def _copy(host: Tensor, device: torch.device) -> Tensor:
+    # outside of a capture: the pinned memory is released when the copy is queued, and reused when it is done
+    return _upload(_pinned(host, device), device)
 
 
 def _pinned(host: Tensor, device: torch.device) -> Tensor:
@@ -313,6 +314,10 @@ def _pinned(host: Tensor, device: torch.device) -> Tensor:
 
 def _upload(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
+
+
+def _stream_of(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
 
 
 def is_capturing(device: torch.device) -> bool:
