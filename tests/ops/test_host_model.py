@@ -6,6 +6,7 @@ import __future__
 import inspect
 import sys
 import textwrap
+import warnings
 from contextlib import ExitStack
 
 import pytest
@@ -219,6 +220,24 @@ def test_recordings_with_the_same_addresses_share_pinned_memory(model, training)
     assert len(packing._captured) == len(pointers) + 2
     for graph in graphs:
         model.replay(graph, 2)
+    model.synchronize()
+
+
+def test_gradients_that_move_before_every_recording_are_reported_once(model):
+    most = packing.CAPTURES_EXPECTED
+    training = Training(model, most + 20)
+    graphs = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for place in range(most + 20):
+            training.move(2, place)
+            # the second recording adds nothing
+            graphs += [record(model, training, 2), record(model, training, 2)]
+            assert len(caught) == (place >= most - 1)
+    assert f"3 tensors were recorded in CUDA graphs at {most} sets of addresses" in str(caught[0].message)
+    assert len(packing._captured) == most + 20 + 1
+    for graph in graphs:
+        model.replay(graph, 1)
     model.synchronize()
 
 

@@ -21,6 +21,7 @@ allocator would record an event in that capture, and a later allocation would fa
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,6 +52,8 @@ __all__ = [
 
 # distinct lists kept; a training step has one or two (gradients, weights)
 LISTS_KEPT: Final = 64
+# addresses of one list in captured graphs that are not suspicious: layers of equal shapes share a plan
+CAPTURES_EXPECTED: Final = 64
 
 # dtypes that the kernels read
 _READ: Final = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
@@ -125,6 +128,7 @@ class LaunchPlan:
         cut: the chunk size and the maximum number of chunks that ``chunk_map`` was made for.
         eager: the `eager_plan.Plan` of a direct list.
         kept: tables that stay on the device.
+        captured: how many different lists of addresses were captured.
     """
 
     count: int
@@ -136,6 +140,7 @@ class LaunchPlan:
     chunk_map: ChunkMap | None = None
     eager: Any = None
     kept: _Kept | None = None
+    captured: int = 0
 
 
 @lru_cache(maxsize=LISTS_KEPT)
@@ -241,8 +246,8 @@ def pack(
         plan.chunk_map, plan.cut = chunk_map, (chunk, max_chunks)
     device, addresses = plan.device, list(map(Tensor.data_ptr, flats))
     if is_capturing(device):
-        pointers = _upload(_lasting(_int64(addresses), device), device)
-        table = _upload(_lasting(chunk_map.table, device), device)
+        pointers = _upload(_captured_pointers(plan, addresses), device)
+        table = _upload(_lasting(chunk_map.table, device)[0], device)
     # a capture cannot be detected on other devices
     elif keep and device.type in {"cpu", "cuda"}:
         kept = _keep(plan, chunk_map, addresses)
@@ -292,15 +297,29 @@ def _keep(plan: LaunchPlan, chunk_map: ChunkMap, addresses: list[int]) -> _Kept:
     return kept
 
 
-def _lasting(values: Tensor, device: torch.device) -> Tensor:
-    """Return pinned memory that holds these values, for captured copies."""
+def _captured_pointers(plan: LaunchPlan, addresses: list[int]) -> Tensor:
+    pointers, is_new = _lasting(_int64(addresses), plan.device)
+    plan.captured += is_new
+    if is_new and plan.captured == CAPTURES_EXPECTED:
+        msg = (
+            f"{plan.count} tensors were recorded in CUDA graphs at {plan.captured} sets of addresses; "
+            f"each set keeps {pointers.nbytes} bytes of pinned memory until the process ends. Keep "
+            "gradients at fixed addresses: compute them inside the compiled step, or clear them with "
+            "zero_grad(set_to_none=False)"
+        )
+        warnings.warn(msg, stacklevel=2)
+    return pointers
+
+
+def _lasting(values: Tensor, device: torch.device) -> tuple[Tensor, bool]:
+    """Return pinned memory for captured copies that holds these values, and whether it is new."""
     # recordings with the same addresses share it, as do all of one list share the static table
     for host in _captured:
         if torch.equal(host, values):
-            return host
+            return host, False
     host = _pinned(values, device)
     _captured.append(host)
-    return host
+    return host, True
 
 
 def _copy(host: Tensor, device: torch.device) -> Tensor:
