@@ -36,6 +36,9 @@ COUNTS = (1, 148, 1000, 2000)
 # share of foreach_norm's time, the smallest list it applies to, and the launches for a list of one dtype
 BOUND_SHARE, BOUND_COUNT, BOUND_LAUNCHES = 0.2, 1000, 2
 BARE, OURS, PEER = "list of data_ptr()", "ops.tensor_stats", "foreach_norm"
+OP = "  through the dispatcher"
+# contenders whose launches and copies are counted
+COUNTED = (OURS, "  other addresses", "  a first call", OP, "  through it, other addresses")
 
 
 class Stub:
@@ -90,12 +93,19 @@ def contenders_of(tensors):
     def moved():
         ops.tensor_stats(other, DEFAULT_THRESHOLDS)
 
+    def op():
+        torch.ops.gradiometer.tensor_stats(tensors, *limits)
+
+    def op_moved():
+        torch.ops.gradiometer.tensor_stats(other, *limits)
+
     return {
         BARE: (None, lambda: [tensor.data_ptr() for tensor in tensors]),
         OURS: (ours, ours),
         "  other addresses": (moved, ours),
         "  a first call": (packing.clear, ours),
-        "  through the dispatcher": (ours, lambda: torch.ops.gradiometer.tensor_stats(tensors, *limits)),
+        OP: (op, op),
+        "  through it, other addresses": (op_moved, op),
         "gm.collect of a list": (ours, lambda: gm.collect(tensors)),
         "gm.collect of a dict": (ours, lambda: gm.collect(named)),
         "gm.collect_grads": (ours, lambda: gm.collect_grads(model)),
@@ -120,7 +130,7 @@ def measure(count, device, rounds):
                 run()
                 times[name].append((time.perf_counter() - start) * 1e6)
         counted = {}
-        for name in (OURS, "  other addresses", "  a first call"):
+        for name in COUNTED:
             before, run = contenders[name]
             before()
             stub.launches = 0

@@ -265,7 +265,7 @@ MUTANTS = {
         "False",
     ),
     "addresses are not compared": (packing, "_keep", "kept.addresses == addresses", "True"),
-    "tables are kept in a warm-up": (library, "_run_kernels", "plan is not None", "True"),
+    "tables are kept in a warm-up": (library, "_may_warm_up", "return True", "return False"),
     "pinned memory is released later": (
         packing,
         "_copy",

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import subprocess
 import sys
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -529,13 +530,43 @@ def test_a_graph_holds_the_op_of_a_known_list(direct):
 # which device tables are kept
 
 
+GRAPH_TREES = "torch._inductor.cudagraph_trees"
+
+
+@pytest.fixture(params=["not imported", "imported", "not in this torch"])
+def graph_trees(request, monkeypatch):
+    monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
+    if request.param == "imported":
+        monkeypatch.setitem(sys.modules, GRAPH_TREES, ModuleType(GRAPH_TREES))
+    if request.param == "not in this torch":
+        monkeypatch.setitem(sys.modules, "torch._inductor", ModuleType("torch._inductor"))
+        monkeypatch.setattr(library, "_has_graph_trees", lambda: False)
+    return request.param
+
+
 @pytest.mark.usefixtures("launches")
-def test_calls_through_the_dispatcher_keep_nothing_on_the_device():
+def test_calls_through_the_dispatcher_keep_tables_where_no_graph_can_be_warmed_up(graph_trees):
     tensors = kinds(3)
     for _ in range(3):
         torch.ops.gradiometer.tensor_stats(tensors, *LIMITS)
     (known,) = packing._plans
-    assert known.kept is None
+    assert (known.kept is not None) == (graph_trees == "not imported")
+
+
+IMPORT = f"""
+import sys
+import torch._inductor.compile_fx
+from gradiometer.ops import library
+
+assert "{GRAPH_TREES}" not in sys.modules
+assert library._has_graph_trees()
+assert not library._may_warm_up()
+"""
+
+
+def test_the_module_of_graph_trees_is_not_imported_without_graphs():
+    run = subprocess.run([sys.executable, "-c", IMPORT], check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.usefixtures("launches")
@@ -678,14 +709,16 @@ def test_without_torchs_guards_all_is_compared_in_python(direct):
 
 def test_the_benchmark_writes_what_it_measures(tmp_path, monkeypatch, capsys):
     pytest.importorskip("rich")
+    # other tests import it
+    monkeypatch.delitem(sys.modules, GRAPH_TREES, raising=False)
     path = tmp_path / "host.json"
     monkeypatch.setattr(bench, "COUNTS", (1, 20))
     monkeypatch.setattr(sys, "argv", ["host_path", "--rounds", "2", "--json", str(path)])
     assert bench.main() == 0
     figures = json.loads(path.read_text())
-    steady, moved, first = figures["calls"]["20"].values()
-    assert steady == {"launches": 2, "copies": 0, "bytes": 0}
-    assert moved == {"launches": 2, "copies": 1, "bytes": 20 * 8}
+    steady, moved, first, op, op_moved = figures["calls"]["20"].values()
+    assert steady == op == {"launches": 2, "copies": 0, "bytes": 0}
+    assert moved == op_moved == {"launches": 2, "copies": 1, "bytes": 20 * 8}
     assert first == {"launches": 2, "copies": 2, "bytes": (20 + 4 * 20 + 20) * 8}
     assert set(figures["medians_us"]) == {"1", "20"}
     assert "bound" in figures

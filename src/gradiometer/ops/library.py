@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -65,6 +66,7 @@ _LIBRARY.define("append_(Tensor columns, Tensor flags, int grads, Tensor(a!) ste
 # read as Triton reads it; if set, kernels run on CPU tensors, slowly, for tests
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 _HAS_TRITON: Final = _is_installed("triton")
+_GRAPH_TREES: Final = "torch._inductor.cudagraph_trees"
 _KERNEL_DEVICES: Final = {"cuda", "xpu"}
 INSTALL_COMPILER: Final = (
     "install a C compiler (on Debian and Ubuntu: apt-get install gcc libc6-dev), or set CC to the path of one"
@@ -166,6 +168,23 @@ def _in_function_mode() -> bool:
     return count > 0
 
 
+def _may_warm_up() -> bool:
+    """Return whether a call through the dispatcher may be part of the warm-up of a CUDA graph.
+
+    An op can't tell: nothing is captured yet, and the dispatcher hides function modes. But only Inductor's
+    graph trees allocate from a graph's pool in a warm-up, and their module is imported for the first of them.
+    """
+    if _GRAPH_TREES in sys.modules:
+        return True
+    # a version of torch without this module may have another one
+    return "torch._inductor" in sys.modules and not _has_graph_trees()
+
+
+@cache
+def _has_graph_trees() -> bool:
+    return _is_installed(_GRAPH_TREES)
+
+
 def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
     """Return the L2 norm of all tensors together.
 
@@ -233,9 +252,9 @@ def _run_kernels(
 ) -> tuple[Tensor, Tensor]:
     from gradiometer import kernels  # noqa: PLC0415 triton is imported when a kernel is first needed
 
-    # a call through the dispatcher has no plan, and may come from a graph that is being warmed up
     tuning = kernels.tuning
-    packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=plan is not None)
+    keep = plan is not None or not _may_warm_up()
+    packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=keep)
     chunk_map = packed.chunk_map
     partials = torch.empty(
         (len(kernels.PARTIALS), chunk_map.num_chunks), dtype=torch.float64, device=packed.table.device
