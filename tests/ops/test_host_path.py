@@ -642,12 +642,23 @@ def test_a_captured_call_neither_reads_nor_leaves_what_is_kept(elsewhere, monkey
     assert keep(tensors, known).pointers is kept.pointers
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_tables_stay_only_where_a_capture_is_noticed():
-    tensors = [torch.ones(5)]
-    known = known_elsewhere(tensors, "xpu:0")
-    assert keep(tensors, known).pointers is not keep(tensors, known).pointers
-    assert known.kept is None
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_captures_and_streams_are_those_of_the_device(kind, monkeypatch):
+    device, module = torch.device(kind, 0), torch.get_device_module(kind)
+    others = {torch.cuda, torch.xpu} - {module}
+    for name in ("is_initialized", "is_current_stream_capturing", "current_stream"):
+        for other in others:
+            monkeypatch.setattr(other, name, lambda *_: pytest.fail("another device"))
+    monkeypatch.setattr(module, "is_initialized", lambda: True)
+    monkeypatch.setattr(module, "current_stream", lambda of: SimpleNamespace(stream_id=7 + of.index))
+    for answer in (True, False):
+        monkeypatch.setattr(module, "is_current_stream_capturing", lambda answer=answer: answer)
+        assert packing.is_capturing(device) is answer
+    assert packing._stream_of(device) == 7
+    # asking would initialize the device
+    monkeypatch.setattr(module, "is_initialized", lambda: False)
+    monkeypatch.setattr(module, "is_current_stream_capturing", lambda: pytest.fail("initialized"))
+    assert packing.is_capturing(device) is False
 
 
 def test_threads_do_not_mix_their_addresses():

@@ -248,8 +248,7 @@ def pack(
     if is_capturing(device):
         pointers = _upload(_captured_pointers(plan, addresses), device)
         table = _upload(_lasting(chunk_map.table, device)[0], device)
-    # a capture cannot be detected on other devices
-    elif keep and device.type in {"cpu", "cuda"}:
+    elif keep:
         kept = _keep(plan, chunk_map, addresses)
         pointers, table = kept.pointers, kept.table
     else:
@@ -336,10 +335,17 @@ def _upload(host: Tensor, device: torch.device) -> Tensor:
 
 
 def _stream_of(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+    return 0 if device.type == "cpu" else _module_of(device).current_stream(device).stream_id
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether work queued on this device now becomes part of a CUDA graph."""
+    """Return whether work queued on this device now becomes part of a CUDA or XPU graph."""
+    if device.type not in {"cuda", "xpu"}:
+        return False
+    module = _module_of(device)
     # a fake tensor's device may not exist
-    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return bool(module.is_initialized() and module.is_current_stream_capturing())
+
+
+def _module_of(device: torch.device) -> Any:
+    return torch.cuda if device.type == "cuda" else torch.xpu
