@@ -32,7 +32,7 @@ _DTYPES = {
 
 @triton.jit
 def _recount(address, head, n, DTYPE: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr):
-    """Read a chunk with NaN or Inf again; return its PARTIALS. The first ``head`` elements are not aligned."""
+    """Read a chunk with NaN or Inf again; return its PARTIALS. ``head`` elements are not aligned."""
     lanes = tl.arange(0, TILE)
     sumsq = tl.zeros((TILE,), tl.float64)
     total = tl.zeros((TILE,), tl.float64)
