@@ -15,7 +15,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
@@ -356,6 +356,41 @@ def test_a_group_may_be_a_mesh_of_any_dimensions(four_ranks):
         of_row = (tp, 2, row, sum(squares[r] for r in row))
         of_column = (dp, 2, column, sum(squares[r] for r in column))
         assert found == [of_all, of_all, of_all, of_row, of_column, of_row, of_row]
+
+
+def over_a_mesh_of_a_bound_world(rank):
+    mesh = DeviceMesh("cpu", [[0, 1]])
+    world = dist.group.WORLD
+    world.bound_device_id = device = torch.device("cuda", 0)  # as init_process_group(device_id=...) does
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            # NCCL then splits the world's communicator, which waits for ranks 2 and 3 for ever
+            patch.setattr(dist.distributed_c10d, "_get_split_source", lambda _: pytest.fail("split"))
+            if rank > 1:
+                with pytest.raises(gm.RankError, match=f"rank {rank} is not in the group of ranks 0, 1"):
+                    gm.Ranks({"w": torch.ones(3)}, group=mesh, timeout=30)
+                return None
+            ranks = gm.Ranks({"w": torch.ones(3)}, group=mesh, shards={"w": mesh}, timeout=30)
+            squares = gm.total_norm({"w": torch.ones(3)}, reduce=ranks).item() ** 2
+            return world.bound_device_id == device, ranks.global_ranks, round(squares)
+    finally:
+        world.bound_device_id = None
+
+
+def test_only_the_ranks_of_a_mesh_create_its_group_in_a_world_bound_to_a_device(four_ranks):
+    assert four_ranks.run(over_a_mesh_of_a_bound_world) == [(True, [0, 1], 6)] * 2 + [None] * 2
+
+
+def outside_of_a_mesh(rank):
+    mesh = DeviceMesh("cpu", [0])
+    if rank == 1:
+        with pytest.raises(gm.RankError, match="rank 1 is not in the group of ranks 0; only its members"):
+            gm.Ranks({"w": torch.ones(3)}, group=mesh, timeout=30)
+    return rank
+
+
+def test_a_rank_outside_of_a_mesh_is_refused(two_ranks):
+    assert two_ranks.run(outside_of_a_mesh) == [0, 1]
 
 
 # process groups that are destroyed and made again

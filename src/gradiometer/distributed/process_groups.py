@@ -65,20 +65,29 @@ def group_of(group: Any) -> Group:
     if isinstance(group, dist.ProcessGroup):
         return group
     if hasattr(group, "get_group") and hasattr(group, "mesh"):
-        return group.get_group() if group.ndim == 1 else _group_of_mesh(group)
+        return _group_of_mesh(group)
     msg = f"group must be a process group, a device mesh or None (all ranks), got {type(group).__name__}"
     raise TypeError(msg)
 
 
 def _group_of_mesh(mesh: Any) -> Group:
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
     _place_of(dist.get_rank(), ranks)
-    kept = _of_meshes.setdefault(dist.group.WORLD, {})
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world: Group = dist.group.WORLD
+    if len(ranks) == dist.get_world_size():
+        return world
+    kept = _of_meshes.setdefault(world, {})
     if ranks not in kept:
-        # ranks outside the mesh need not call this
-        kept[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        # Ranks outside the mesh need not call this. But if the world is bound to a device, NCCL splits the
+        # world's communicator, which waits for all its ranks. Not bound, it connects the group's ranks at
+        # their first collective.
+        device, world.bound_device_id = world.bound_device_id, None
+        try:
+            kept[ranks] = _new_group("process", ranks, use_local_synchronization=True)
+        finally:
+            world.bound_device_id = device
     return kept[ranks]
 
 
@@ -111,11 +120,15 @@ def side_group(ranks: Sequence[int], timeout: float) -> Group:
     # use local synchronization only for a part of the ranks: it reuses the name of a closed group, whose
     # addresses are still in the store
     some = len(ranks) < dist.get_world_size()
+    end = timedelta(seconds=timeout + _LATER)
+    return _new_group("Gloo", ranks, timeout=end, backend="gloo", use_local_synchronization=some)
+
+
+def _new_group(kind: str, ranks: Sequence[int], **options: Any) -> Group:
     try:
-        end = timedelta(seconds=timeout + _LATER)
-        return dist.new_group(list(ranks), timeout=end, backend="gloo", use_local_synchronization=some)
+        return dist.new_group(list(ranks), **options)
     except (RuntimeError, ValueError) as error:
-        msg = f"cannot create a Gloo group of {len(ranks)} ranks: {one_line(error)}"
+        msg = f"cannot create a {kind} group of {len(ranks)} ranks: {one_line(error)}"
         raise RankError(msg) from error
 
 
