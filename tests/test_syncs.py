@@ -212,8 +212,6 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return "report"
 
     monkeypatch.setattr(tensor_stats, "Report", fake_report)
-    monkeypatch.setattr(torch, "Event", FakeEvent)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
     monkeypatch.setattr(FakeEvent, "waits", 0)
     return seen
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gradiometer as gm
 from gradiometer.columns.ring_layout import Cursor
 from gradiometer.recorder.recorder import Recorder
-from support.gpu import DEVICE, no_waits, small_model
+from support.gpu import DEVICE, LONG, no_waits, small_model
 from support.recording import new_gradients, packed, step_of
 
 if TYPE_CHECKING:
@@ -108,6 +108,26 @@ def test_a_captured_step_goes_on_at_every_replay():
         assert bool(recorder.skip_step) == (i == 9)
     check(recorder, expected, {9})
     assert recorder.cursor[Cursor.STEP] == STEPS
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_steps_on_one_stream_and_advances_on_another_are_in_order(weights):
+    """Nothing but the monitor makes the streams wait for one another."""
+    model, seen, expected = small_model(), [], []
+    side = torch.cuda.Stream()
+    with gm.Monitor(model, weights=weights, rules=(), sinks=[seen.append], capacity=4) as monitor:
+        for i in range(STEPS):
+            torch.cuda._sleep(LONG // 50)
+            new_gradients(model)
+            expected.append(packed(gm.collect_grads(model)))
+            loss = torch.full((), float(i), device=DEVICE)
+            monitor.record()
+            with torch.cuda.stream(side):
+                monitor.advance(loss=loss)
+        torch.cuda.synchronize()
+    assert [record.loss for record in seen] == list(range(STEPS))
+    for record, values in zip(seen, expected, strict=True):
+        assert torch.equal(record.values[0], values.cpu())
 
 
 def test_it_lives_where_the_model_lives():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -166,8 +167,19 @@ def device_of(name: str) -> Iterator[torch.device]:
     if name == "cpu":
         yield torch.device("cpu")
     else:
-        with FakeTensorMode(), nullcontext() if torch.backends.cuda.is_built() else _NoGuard():
+        with FakeTensorMode(), no_guard():
             yield torch.device(name)
+
+
+@contextmanager
+def no_guard() -> Iterator[None]:
+    """Let fake tensors of a device that is not there be used, on one stream."""
+    with (
+        nullcontext() if torch.backends.cuda.is_built() else _NoGuard(),
+        patch.object(torch, "Event", FakeEvent),
+        patch.object(torch.accelerator, "current_stream", lambda device: device),
+    ):
+        yield
 
 
 class Model(nn.Module):

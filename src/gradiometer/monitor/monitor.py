@@ -193,7 +193,9 @@ class Monitor:
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
         """Measure the gradients, and the weights if requested, into the current step's row.
 
-        It may be called inside or outside of a compiled step. A second call in the same step overwrites the
+        It may be called inside or outside of a compiled step. Outside, `advance` may be called on another
+        stream; a stream that runs a compiled step or replays a graph has to be waited for first, as for any
+        result of the step. A second call in the same step overwrites the
         values that it measures again.
 
         Args:

@@ -118,11 +118,12 @@ class RingReader:
         self.step += 1
 
     def _keep(self, name: str, value: Tensor) -> int:
-        # copy, because the next replay of a CUDA graph overwrites the loss
-        if name not in self._away:
-            self._away[name] = torch.empty(self._room, dtype=torch.float64, device=value.device)
         place = len(self._taken)
-        self._away[name][place].copy_(value.reshape(()), non_blocking=True)
+        with self._recorder.in_order():
+            # copy, because the next replay of a CUDA graph overwrites the loss
+            if name not in self._away:
+                self._away[name] = torch.empty(self._room, dtype=torch.float64, device=value.device)
+            self._away[name][place].copy_(value.reshape(()), non_blocking=True)
         return place
 
     @property
@@ -169,15 +170,17 @@ class RingReader:
         """Continue at another step; all recorded steps must have been delivered."""
         self.step, self._floor = step, 0
         # a new step may have the same number as an old one in the ring, so clear the numbers
-        self._recorder.ring[:, 0, HEADER_STEP].fill_(-1)
+        with self._recorder.in_order():
+            self._recorder.ring[:, 0, HEADER_STEP].fill_(-1)
         self._recorder.configure_(step=step)
 
     def _start(self, *, in_step: bool) -> None:
         recorder = self._recorder
         slots = _slots(recorder.ring, self._count, self._advances - self._mark + in_step)
         tensors = [recorder.cursor, *slots, *self._away.values()]
-        # keep the sources alive until the copy has arrived
-        pending = Pending(tensors, partial(_keep_alive, tensors))
+        with recorder.in_order():
+            # keep the sources alive until the copy has arrived
+            pending = Pending(tensors, partial(_keep_alive, tensors))
         flight = _Flight(pending, self._count, self._advances, self._taken, tuple(self._away))
         self._flights.append(flight)
         self._taken, self._away = [], {}

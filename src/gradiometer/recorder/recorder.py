@@ -33,9 +33,11 @@ from gradiometer.inputs import (
 )
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_record import KINDS, Kind, Roster, StepRecord, label
+from gradiometer.recorder.stream_order import StreamOrder
 from gradiometer.stats import Float64Module, TensorStats, collect, fetch, measure, settled
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from typing import Self
 
     from gradiometer.distributed import Ranks
@@ -141,6 +143,7 @@ class Recorder(Float64Module):
         self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=home))
         self._ranks = ranks
         self._verdict = None if ranks is None or ranks.size == 1 else SkipConsensus(names, ranks, home)
+        self._order = StreamOrder()
         self._has_dtensors = any([is_dtensor(type(p)) for p in parameters])
         self._gated = False
         self.configure_(every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)
@@ -191,9 +194,10 @@ class Recorder(Float64Module):
             Cursor.SKIP_NONFINITE: skip_nonfinite,
             Cursor.SKIP_ABOVE: skip_above,
         }
-        for place, number in new.items():
-            if number is not None:
-                self.cursor[place].fill_(float(number))
+        with self.in_order():
+            for place, number in new.items():
+                if number is not None:
+                    self.cursor[place].fill_(float(number))
         return self
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
@@ -208,6 +212,10 @@ class Recorder(Float64Module):
             ValueError: for stats of other tensors, and for groups of stats merged over ranks.
             TypeError: for a gradient that cannot be measured; the message names it.
         """
+        with self.in_order():
+            self._record(stats, inv_scale)
+
+    def _record(self, stats: TensorStats | None, inv_scale: Tensor | float | None) -> None:
         if self._verdict is not None:
             self._verdict.begin()
         if stats is not None:
@@ -246,7 +254,8 @@ class Recorder(Float64Module):
 
     def record_updates(self, updates: Mapping[str, Tensor]) -> None:
         """Measure updates, by name of their parameter, and write them into the current step's slot."""
-        self._append("updates", collect(updates, thresholds=self.thresholds))
+        with self.in_order():
+            self._append("updates", collect(updates, thresholds=self.thresholds))
 
     @property
     def skip_step(self) -> Tensor:
@@ -264,11 +273,20 @@ class Recorder(Float64Module):
         """Advance to the next step, inside or outside of a compiled function."""
         if self._verdict is not None:
             self._verdict.begin()
-        self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
+        with self.in_order():
+            self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Return a context for a use of the buffers: the current stream waits for uses on other streams.
+
+        All methods use it. Uses in compiled functions and captured graphs are not seen; see `StreamOrder`.
+        """
+        return self._order.on(self.ring.device)
 
     def read(self) -> list[StepRecord]:
         """Return the records in the ring, oldest first. Waits for the device."""
-        (ring,) = fetch([self.ring])
+        with self.in_order():
+            (ring,) = fetch([self.ring])
         now = time.time()
         written = sorted(
             (int(step), i) for i, step in enumerate(ring[:, 0, HEADER_STEP].tolist()) if step >= 0

@@ -53,10 +53,11 @@ class Updates:
         """Measure a step's updates if the step is due, and copy the weights if the next step is due."""
         try:
             if self._before is not None and self._step == step:
-                torch._foreach_neg_(self._before)
-                torch._foreach_add_(self._before, self._weights())
-                changed = zip(self._names, self._parameters, self._before, strict=True)
-                self._recorder.record_updates({name: x for name, p, x in changed if p.requires_grad})
+                with self._recorder.in_order():
+                    torch._foreach_neg_(self._before)
+                    torch._foreach_add_(self._before, self._weights())
+                    changed = zip(self._names, self._parameters, self._before, strict=True)
+                    self._recorder.record_updates({name: x for name, p, x in changed if p.requires_grad})
         except Exception:
             # the weights may have another shape now, so the next copy is a new one
             self._before = None
@@ -69,10 +70,11 @@ class Updates:
     def keep(self, step: int) -> None:
         """Copy the weights as they are before ``step``."""
         room, self._before = self._before, None
-        if room is None:
-            room = [weight.detach().clone() for weight in self._weights()]
-        else:
-            torch._foreach_copy_(room, self._weights())
+        with self._recorder.in_order():
+            if room is None:
+                room = [weight.detach().clone() for weight in self._weights()]
+            else:
+                torch._foreach_copy_(room, self._weights())
         self._before, self._step = room, step
 
     def _weights(self) -> list[Tensor]:

@@ -46,7 +46,8 @@ def materialize_async(tree: Any) -> Pending[Any]:
     """Start the copy that `materialize` makes, and return at once.
 
     Use one call for all collections and groups of a step. The copy is a snapshot: a later clip, optimizer
-    step or ``zero_grad`` does not change it.
+    step or ``zero_grad`` does not change it. It is queued on the current stream. If that is not the stream
+    that computes the tensors, make it wait for that one first, as before any other use of a tensor.
 
     Args:
         tree: as for `materialize`.
