@@ -7,6 +7,7 @@ waited for the device is detected because the device is idle when it returns.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch.nn.functional import mse_loss
 
 import gradiometer as gm
 from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.monitor.capture_mode import beside_captures
 from support.gpu import (
     DEVICE,
     LONG,
@@ -414,6 +416,39 @@ def test_reports_of_a_compiled_step_are_those_of_their_step(mode):
         assert [row.norm for row in found["stats"]] == near(norm)
         assert found["loss"].item() == loss.item()
     assert len({loss.item() for _, loss in expected}) == 15
+
+
+# captures, in the default mode, which a query by any thread would invalidate
+
+
+def test_a_copy_under_way_does_not_disturb_a_capture():
+    tensors = tensors_of()
+    expected = gm.collect(tensors).materialize().to_dict()
+    side = torch.cuda.Stream()
+    asked: list[bool] = []
+
+    def ask() -> None:
+        with beside_captures(torch.device(DEVICE)) as may:
+            asked.extend([may, pending.ready()])
+
+    pending = gm.collect(tensors).materialize_async()
+    torch.cuda.synchronize()
+    x = torch.zeros(3, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        x += 1
+        assert not pending.ready()
+        with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
+            pending.result()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    graph.replay()
+    assert x.tolist() == [1.0, 1.0, 1.0]
+    if torch.version.cuda is not None:
+        assert asked == [True, True]
+    assert pending.ready()
+    assert pending.result().to_dict() == expected
 
 
 # two devices

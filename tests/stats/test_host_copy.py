@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import gradiometer as gm
+from gradiometer.stats import host_copy
 from support.fake_device import Model, device_of, watch
 
 
@@ -287,6 +288,26 @@ def test_one_that_nobody_reads_never_waits(device):
     gc.collect()
     assert gone() is None
     assert device.log == []
+
+
+def test_the_device_is_not_asked_while_a_graph_is_captured(device, monkeypatch):
+    """CUDA invalidates the capture if the same thread queries an event."""
+    pending = away(gm.collect([torch.ones(4)])).materialize_async()
+    device.run(1)
+    monkeypatch.setattr(host_copy, "is_capturing", lambda _: True)
+    monkeypatch.setattr(Event, "query", lambda _: pytest.fail("queried"))
+    assert not pending.ready()
+    assert repr(pending) == "<Pending: in progress>"
+    with pytest.raises(
+        RuntimeError, match=r"while a CUDA graph is captured; call result\(\) before or after"
+    ):
+        pending.result()
+    assert device.log == []
+    monkeypatch.undo()
+    assert pending.ready()
+    report = pending.result()
+    monkeypatch.setattr(host_copy, "is_capturing", lambda _: True)
+    assert pending.result() is report
 
 
 # snapshots

@@ -12,10 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.monitor.blackbox import BlackBox
+from gradiometer.monitor.capture_mode import beside_captures
 from gradiometer.monitor.dispatcher import Dispatcher
 from gradiometer.monitor.failures import reason_of
 from gradiometer.monitor.ring_reader import RingReader
 from gradiometer.monitor.sigterm import record_only, subscribe, unsubscribe
+from gradiometer.ops import is_capturing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -70,6 +72,7 @@ class Pipeline:
         self.merger = merger
         self.last: StepRecord | None = None
         self.reader = RingReader(recorder, self._pass_on, failures)
+        self._device = recorder.ring.device
         # the training thread owns the reader, except while it waits for a rank that is ending
         self._draining = threading.RLock()
         self._failures = failures
@@ -86,7 +89,7 @@ class Pipeline:
             merger.start(self._put, partial(self._tell, "other rank"), self._poll)
 
     def is_open(self) -> bool:
-        """Return whether steps are accepted; report steps of a forked process or after the end."""
+        """Return whether steps are accepted; report those of a fork, in a capture or after the end."""
         if os.getpid() != self._pid:
             self._failures.add(
                 "fork", "the monitor was created in the parent process: create it in the process that uses it"
@@ -94,6 +97,10 @@ class Pipeline:
         elif self._is_ended:
             self._failures.add(
                 "closed", "advance() was called after close(), so its step is lost: call close() last"
+            )
+        elif is_capturing(self._device):
+            self._failures.add(
+                "capture", "advance() was called while a CUDA graph was captured: call it after each replay"
             )
         else:
             return True
@@ -121,6 +128,8 @@ class Pipeline:
         """Wait until all steps so far have been written; return whether they have."""
         if self._is_ended or os.getpid() != self._pid:
             return True
+        if is_capturing(self._device):
+            return False
         if not self._is_started:
             self._start()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -163,11 +172,18 @@ class Pipeline:
 
     def forget(self) -> None:
         """End a pipeline whose monitor was garbage-collected; may be called on any thread."""
+        if is_capturing(self._device):
+            # nothing can be copied now; it ends with the process
+            return
         if self.merger is None or threading.current_thread() is threading.main_thread():
-            self.end()
+            self._end_anywhere()
         else:
             # garbage collection may run on any thread, even on one that `end` joins
-            threading.Thread(target=self.end, name="gradiometer end", daemon=True).start()
+            threading.Thread(target=self._end_anywhere, name="gradiometer end", daemon=True).start()
+
+    def _end_anywhere(self) -> None:
+        with beside_captures(self._device):
+            self.end()
 
     def _end_merger(
         self, merger: RankMerger, fault: tuple[str, str] | None, deadline: float
@@ -225,7 +241,9 @@ class Pipeline:
         """Deliver arrived copies from another thread, unless the training thread uses the reader."""
         if self._draining.acquire(blocking=False):
             try:
-                self.reader.poll()
+                with beside_captures(self._device) as may_poll:
+                    if may_poll:
+                        self.reader.poll()
             finally:
                 self._draining.release()
 

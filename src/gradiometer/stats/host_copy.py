@@ -33,11 +33,13 @@ class Pending(Generic[T]):
         self._result: T
         self._event: torch.Event | None = None
         self._host: Tensor | None = None
+        self._device = torch.device("cpu")
         self._parcel = _Parcel(tensors)
         flat = self._parcel.flat
         if flat is not None:
             self._host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
             self._host.copy_(flat, non_blocking=True)
+            self._device = flat.device
             self._event = torch.Event(flat.device)
             self._event.record(torch.accelerator.current_stream(flat.device))
             # The flat tensor was allocated on this stream, so its memory is reused only after the copy. The
@@ -49,15 +51,25 @@ class Pending(Generic[T]):
         return f"<Pending: {'ready' if self.ready() else 'in progress'}>"
 
     def ready(self) -> bool:
-        """Return whether `result` would return at once. Never waits."""
-        return self._event is None or self._event.query()
+        """Return whether `result` would return at once. Never waits.
+
+        False while the current stream is capturing a CUDA graph, since the device cannot be asked then.
+        """
+        return self._event is None or (not is_capturing(self._device) and self._event.query())
 
     def result(self) -> T:
-        """Return the result; if needed, wait for this copy and nothing else."""
+        """Return the result; if needed, wait for this copy and nothing else.
+
+        Raises:
+            RuntimeError: while the current stream is capturing a CUDA graph.
+        """
         # read in this order and written below in reverse: another thread may call this at the same time
         host, build = self._host, self._build
         if build is not None:
             if self._event is not None:
+                if is_capturing(self._device):
+                    msg = "a copy to the host cannot be waited for while a CUDA graph is captured; "
+                    raise RuntimeError(msg + "call result() before or after the capture")
                 self._event.synchronize()
             self._result = build(self._parcel.unpack(host))
             self._build = None
