@@ -254,8 +254,6 @@ def measure(mode: str, options: argparse.Namespace) -> list[dict]:
                 rows.append({"mode": mode, "collects": what, "first_call_s": seconds})
                 options.clock.longest = max(options.clock.longest, seconds)
     training.wait()
-    if options.warm:
-        return rows
     breaks, skips = sum(counters["graph_break"].values()), counters["inductor"]["cudagraph_skips"]
     graphs = counters["stats"]["unique_graphs"]
     if breaks or graphs != (0 if mode == "eager" else len(steps)):
@@ -329,14 +327,13 @@ def parse(argv) -> argparse.Namespace:
         "--limit", type=float, default=math.inf, help="seconds; start no mode that would take longer"
     )
     parser.add_argument("--out", type=Path, help="a folder for gpt2.json and gpt2.md")
-    parser.add_argument("--warm", action="store_true", help="only compile, for a later run")
     options = parser.parse_args(argv)
     options.modes, options.collects = options.modes.split(","), options.collects.split(",")
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: there is no GPU here; --device cpu runs a small model")
     if unknown := [*({*options.modes} - {*MODES}), *({*options.collects} - {*COLLECTS})]:
         parser.error(f"unknown: {', '.join(unknown)}; modes are {', '.join(MODES)}")
-    if options.collects[0] != "nothing" and not options.warm:
+    if options.collects[0] != "nothing":
         parser.error("--collects must begin with nothing, which the others are compared with")
     if options.width % options.heads:
         parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
@@ -345,7 +342,7 @@ def parse(argv) -> argparse.Namespace:
 
 def save(result: dict, options: argparse.Namespace) -> None:
     """Write the results so far after every mode, so that an interrupted run keeps them."""
-    if options.out and not options.warm:
+    if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "gpt2.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         (options.out / "gpt2.md").write_text(markdown(result), encoding="utf-8")
@@ -380,7 +377,7 @@ def main(argv=None) -> int:
         torch._dynamo.reset()
         gc.collect()
         save(result, options)
-    print(json.dumps(result["rows"]) if options.warm else markdown(result))
+    print(markdown(result))
     return int(any("error" in row for row in result["rows"]))
 
 

@@ -1,10 +1,11 @@
-"""Collect from tensors with one allocation each, so that a memory checker detects reads beyond their ends.
+"""Collect, scale and record tensors of odd sizes, each with its own allocation, for a memory checker.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 \\
         python -m kernels_bench.gpu.odd_sizes
 
-The sizes are close to the tile and chunk sizes, in every dtype; some tensors are misaligned or contain NaN.
-The exit code is 3 if a result differs from that of the CPU.
+A checker then detects a read beyond the end of a tensor. The sizes are close to the tile and chunk sizes, in
+every dtype; some tensors are misaligned or contain NaN. The exit code is 3 if a result differs from that of
+the CPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import math
 import torch
 
 import gradiometer as gm
+from gradiometer.columns import NUM_COLUMNS
+from gradiometer.recorder import Recorder
 from kernels_bench import scripts
 
 SIZES = (0, 1, 3, 17, 1023, 2049, 2**15 - 1, 2**15 + 1, 70_001)
@@ -38,11 +41,43 @@ def main(argv=None) -> int:
         # these views end at the last byte of their allocation
         host |= {f"{name} from {start}": x[start:] for name, x in host.items() if "from" not in name}
         there |= {f"{name} from {start}": x[start:] for name, x in there.items() if "from" not in name}
-    found, expected = gm.collect(there), gm.collect(host)
+    found = gm.collect(there)
+    wrong = differences(found, gm.collect(host))
+    recorder = Recorder(with_grads(there), capacity=2)
+    recorder.record()
+    (record,) = recorder.read()
+    if not torch.equal(record.values[0, :, :NUM_COLUMNS], found.columns.cpu()):
+        wrong.append("record")
+    for start in (0, 1, 3):
+        # one at a time, since these views overlap
+        names = [
+            name for name in host if name.endswith(f" from {start}") or (not start and "from" not in name)
+        ]
+        for tensors in (there, host):
+            grads = with_grads({name: tensors[name] for name in names})
+            gm.clip_grads_with_norm_(grads.values(), 1.0, 3.0)
+    wrong += [
+        f"scaled {name}"
+        for name, x in host.items()
+        if not torch.allclose(x, there[name].cpu(), 0.0, 0.0, equal_nan=True)
+    ]
+    print(f"{len(host)} tensors, wrong: {wrong or 'none'}")
+    return WRONG if wrong else 0
+
+
+def with_grads(tensors):
+    """Return parameters whose gradients are these tensors."""
+    parameters = {name: torch.nn.Parameter(torch.empty_like(x)) for name, x in tensors.items()}
+    for name, x in tensors.items():
+        parameters[name].grad = x
+    return parameters
+
+
+def differences(found, expected):
+    """Return the names of columns that differ from those of the CPU."""
     wrong = [name for name in EXACT if not torch.equal(getattr(found, name).cpu(), getattr(expected, name))]
     off = (found.finite_norm.cpu() - expected.finite_norm).abs() > 1e-12 * expected.finite_norm
-    print(f"{len(host)} tensors, {int(off.sum())} norms differ, other columns that differ: {wrong or 'none'}")
-    return WRONG if wrong or off.any() else 0
+    return wrong + ["norm"] * bool(off.any())
 
 
 if __name__ == "__main__":

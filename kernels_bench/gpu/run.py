@@ -1,17 +1,20 @@
-"""Run everything that needs a GPU, in under 8 minutes: tests, memory checker, benchmark, a training step.
+"""Run everything that needs a GPU, in parts, in the order in which they show most.
 
-    make gpu PY=python3              # on a GPU machine with torch 2.11 or newer; needs no network
-    python -m kernels_bench.gpu.run --sweep --out build/gpu
+    make gpu PY=python3                    # on a GPU machine with torch 2.11 or newer; needs no network
+    python -m kernels_bench.gpu.run --out build/gpu --seconds 540
+    python -m kernels_bench.gpu.run --out build/gpu --seconds 540 --from compiled
 
-Each part is a process with a time limit. A part that overruns is stopped; its written results count, and
-the other parts still run. Writes gpu.json and gpu.md, with the figures and whether they meet their bounds.
-The exit code is 1 if a test or a part failed. A missed bound or a stopped benchmark is reported, but does
-not fail the run. Without a GPU the script collects the tests and takes a small step on the CPU.
+Each part is a process with a time limit, and prints as it runs. At its limit it is interrupted, and 10 s
+later ended; its written results count, and the other parts still run. With ``--seconds`` no part is started
+that could take longer than that; the last line names the part to go on with. ``--from`` keeps the results of
+earlier calls. After each part gpu.json and gpu.md are written anew, with all figures so far and whether they
+meet their bounds. The exit code is 1 if a test or a part failed. A missed bound, or a part other than tests
+that was cut off, is reported, but does not fail the run. Without a GPU the same parts run with small inputs
+on the CPU, to test the scripts; the tests skip themselves.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -20,7 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -33,27 +36,39 @@ from kernels_bench import machine, scripts
 from kernels_bench.gpu import odd_sizes
 from kernels_bench.scripts import ROOT
 
-SECONDS = 460
-# LIMIT is replaced by a part's seconds in its command, less MARGIN for its start and end
-LIMIT, MARGIN = "{limit}", 15
-# the memory checker's exit code if it found something
+# seconds between an interrupt and the end
+GRACE = 10.0
+# the checkers' exit code if they found something
 FOUND = 9
 # bytes: the bounds apply to larger lists
 LARGE = 256e6
 # short cases and those with a bound come first, because the last ones may be cut off
 CASES = "one-1.5e9,2000x1m,2000x1k,gpt2,llama-1b,moe,misaligned,beyond-2^31"
+PROVIDERS = "ceiling,ours-eager,ours-graph,foreach,foreach64"
+# they compile a long list, so they come last
+PEERS = "ours-eager,loop,inductor,inductor-combo"
 # files that a run writes to its folder, besides logs
-WRITTEN = [f"{name}.{kind}" for name in ("gpu", "bench", "gpt2", "sweep") for kind in ("json", "md")]
-WRITTEN += ["host.json", "tests.xml", "bench.png"]
+WRITTEN = [
+    f"{name}.{kind}" for name in ("gpu", "bench", "gpt2", "sweep", "peers/bench") for kind in ("json", "md")
+]
+WRITTEN += ["host.json", "bench.png", "peers/bench.png"]
 SMALL = "--layers 1 --width 32 --heads 2 --vocabulary 64 --context 16 --batch 2 --seconds 0.2"
-
+METRICS = "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed"
+METRICS += ",sm__inst_executed.avg.pct_of_peak_sustained_elapsed,launch__registers_per_thread"
 
 # tools of compute-sanitizer, and their time limits in seconds
-CHECKERS = {"memcheck": 35, "racecheck": 20}
+CHECKERS = {"memcheck": 120, "racecheck": 90, "initcheck": 90}
+
+
+# the command `gradiometer doctor` needs typer and rich
+DOCTOR = "import json; from gradiometer.cli.doctor import examine; "
+DOCTOR += (
+    "found = examine(); print(json.dumps(found.to_dict(), indent=1)); raise SystemExit(bool(found.problems))"
+)
 
 
 class Part(NamedTuple):
-    """A command, and its time limit in seconds; unused seconds of earlier parts are added."""
+    """A command, and its time limit in seconds."""
 
     name: str
     command: list[str]
@@ -77,114 +92,150 @@ class Figure(NamedTuple):
         return self.reached <= self.bound if self.most else self.reached >= self.bound
 
 
-def parts(out: Path, *, sweep: bool, sanitizer: str | None) -> list[Part]:
-    """Return the parts in the order in which they run."""
-    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--durations=5", "-p", "no:cacheprovider"]
-    tests += ["--continue-on-collection-errors", f"--junitxml={out / 'tests.xml'}", str(ROOT / "tests")]
-    if importlib.util.find_spec("pytest_timeout"):
-        tests += ["-p", "timeout"]
-    if importlib.util.find_spec("xdist"):  # most of the tests' time is compilation
-        tests += ["-p", "xdist", "-n", "4"]
-    # other installed plugins may warn, and warnings are errors
-    listed = [Part("tests", tests, 130, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})]
-    for tool, seconds in CHECKERS.items() if sanitizer else ():
-        command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)]
-        command += scripts.command("kernels_bench.gpu.odd_sizes")
-        # with the caching allocator a read beyond a tensor would read its neighbor, undetected
-        listed.append(Part(tool, command, seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
-    host = scripts.command("kernels_bench.host_path", "--device", "cuda", "--json", out / "host.json")
-    bench = ["--device", "cuda", "--cases", CASES, "--seconds", 1, "--out", out]
-    gpt2 = scripts.command("kernels_bench.gpu.gpt2", "--limit", LIMIT, "--out", out)
-    listed += [
-        Part("host", host, 20),
-        Part("bench", scripts.command("kernels_bench", *bench), 130),
-        Part("gpt2", gpt2, 100),
+def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
+    """Return the parts in the order in which they run; on the CPU with small inputs."""
+    small = device == "cpu"
+    on = ("--device", device)
+
+    def script(name: str, *arguments: object) -> list[str]:
+        return scripts.command(f"kernels_bench{name}", *on, *arguments)
+
+    odd = script(".gpu.odd_sizes")
+    listed = [
+        Part("doctor", [sys.executable, "-c", DOCTOR], 60),
+        Part("odd-sizes", odd, 60),
+        tests("kernels", out, "gpu and not compiles", 240, "test_gpu.py"),
+        Part("captures", script(".gpu.probe", "captures"), 90),
+        Part(
+            "monitor", script(".gpu.probe", "monitor", "--out", out, *(["--steps", 20] if small else [])), 120
+        ),
+        tests("compiled", out, "gpu and compiles", 300),
+        tests("others", out, "gpu and not compiles", 240, "test_gpu_recorder.py", "test_gpu_async.py"),
+        tests("ranks", out, "gpu and not compiles", 180, "test_gpu_ranks.py", "test_gpu_devices.py"),
     ]
-    left = SECONDS - sum(part.seconds for part in listed)
+    if sanitizer := shutil.which("compute-sanitizer"):
+        for tool, seconds in CHECKERS.items():
+            command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *odd]
+            # with the caching allocator a read beyond a tensor would read its neighbor, undetected
+            listed.append(Part(tool, command, seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
+    bench = ["--cases", "64m-fp32" if small else CASES, "--seconds", 0.1 if small else 1, "--no-memory"]
+    listed.append(Part("bench", script("", *bench, "--providers", PROVIDERS, "--out", out), 240))
+    if ncu := shutil.which("ncu"):
+        one = script("", "--cases", bench[1].split(",")[0], "--providers", "ours-eager", "--seconds", 0.1)
+        one += ["--out", str(out / "ncu")]
+        options = ["--kernel-name", "regex:moments", "--launch-count", "2", "--metrics", METRICS]
+        listed.append(Part("ncu", [ncu, *options, *one], 90))
+    host = script(".host_path", "--json", out / "host.json", *(["--rounds", 2] if small else []))
+    gpt2 = [*SMALL.split(), "--modes", "eager"] if small else ["--modes", "compiled,reduce-overhead"]
+    peers = ["--cases", "2000x1k" if small else "gpt2", "--seconds", 0.1 if small else 1, "--no-memory"]
+    peers += ["--providers", "ours-eager,loop" if small else PEERS, "--out", out / "peers"]
+    listed += [
+        Part("host", host, 40),
+        Part("gpt2", script(".gpu.gpt2", *gpt2, "--limit", 180, "--out", out), 240),
+        Part("peers", script("", *peers), 180),
+    ]
     if sweep:
-        search = scripts.command("kernels_bench.gpu.sweep", "--seconds", LIMIT, "--out", out)
-        listed.append(Part("sweep", search, left))
+        few = ["--divide", 1_000_000, "--tensors", 3, "--turns", 1] if small else []
+        listed.append(Part("sweep", script(".gpu.sweep", "--seconds", 240, "--out", out, *few), 300))
     return listed
 
 
-def warm_ups(out: Path) -> list[list[str]]:
-    """Return commands that compile while the tests run, so that later parts find a warm compiler cache."""
-    bench = ("--device", "cuda", "--cases", "gpt2", "--providers", "inductor,inductor-combo,ours-compiled")
-    modes = ("compiled", "reduce-overhead")
-    return [
-        scripts.command("kernels_bench", *bench, "--seconds", 0.1, "--out", out / "warm"),
-        *(scripts.command("kernels_bench.gpu.gpt2", "--warm", "--modes", mode) for mode in modes),
-    ]
+def tests(name: str, out: Path, marker: str, seconds: float, *files: str) -> Part:
+    """Return a part that runs tests in one process, and names each before it runs."""
+    folder = ROOT / "tests" / "gpu"
+    # a configuration of its own, since the project's needs plugins and the latest pytest
+    command = [sys.executable, "-m", "pytest", "-c", str(Path(__file__).with_name("pytest.ini"))]
+    command += ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-v", "--tb=short", "--durations=5"]
+    command += ["-m", marker, f"--junitxml={out / name}.xml"]
+    command += [str(folder / file) for file in files] or [str(folder)]
+    return Part(name, command, seconds, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
 
 
-def start(command: list[str], log: Path | None = None, **env: str) -> subprocess.Popen:
-    env = {**scripts.environment(ROOT / "src"), "PYTHONUNBUFFERED": "1", **env}
+def start(part: Part) -> subprocess.Popen:
+    sources = scripts.environment(ROOT / "src", ROOT / "tests")
+    env = {**sources, "PYTHONUNBUFFERED": "1", **part.env}
     env.pop("TRITON_INTERPRET", None)
     # its own process group, so that its compiler processes end with it
-    with log.open("wb") if log else open(os.devnull, "wb") as sink:  # noqa: PTH123
-        return subprocess.Popen(
-            command,
-            env=env,
-            cwd=ROOT,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    return subprocess.Popen(
+        part.command,
+        env=env,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def tee(process: subprocess.Popen, log: Path) -> None:
+    """Copy what a process prints to a file and to this process's output, as it comes."""
+    with process.stdout, log.open("wb") as file:
+        while block := os.read(process.stdout.fileno(), 2**16):
+            file.write(block)
+            file.flush()
+            sys.stdout.write(block.decode(errors="replace"))
+            sys.stdout.flush()
 
 
 def end(process: subprocess.Popen) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """Interrupt a process, so that it writes its results; later kill it and all that it started."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            if number == signal.SIGKILL or process.poll() is None:
+                os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE)
 
 
-def within(command: list[str], limit: float) -> list[str]:
-    """Return a part's command with its time limit filled in."""
-    return [f"{max(1.0, limit - MARGIN):.0f}" if word == LIMIT else word for word in command]
-
-
-def run(part: Part, log: Path, limit: float) -> dict:
+def run(part: Part, log: Path) -> dict:
     """Run one part; return its name, command, seconds, and how it ended."""
-    print(f"{part.name}: at most {limit:.0f} s ... ", end="", flush=True)
+    print(f"\n== {part.name}: at most {part.seconds:.0f} s: {shlex.join(part.command)}", flush=True)
     begin = time.perf_counter()
-    command = within(part.command, limit)
-    process = start(command, log, **part.env)
+    process = start(part)
+    reader = threading.Thread(target=tee, args=(process, log))
+    reader.start()
     try:
-        status = process.wait(timeout=limit)
+        status = process.wait(timeout=part.seconds)
         ended = "ok" if status == 0 else f"exit code {status}"
-        if part.name in CHECKERS and status not in {0, FOUND, odd_sizes.WRONG}:
+        if part.name in {*CHECKERS, "ncu"} and status not in {0, FOUND, odd_sizes.WRONG}:
             ended = f"does not run here ({ended})"
     except subprocess.TimeoutExpired:
-        ended = f"cut off after {limit:.0f} s"
+        ended = f"cut off after {part.seconds:.0f} s"
     finally:
         end(process)
+        reader.join()
     seconds = time.perf_counter() - begin
-    print(f"{seconds:.0f} s, {ended}", flush=True)
-    if ended != "ok":
-        print("".join(f"    {line}\n" for line in log.read_text(errors="replace").splitlines()[-25:]), end="")
-    return {"part": part.name, "command": shlex.join(command), "seconds": seconds, "ended": ended}
+    print(f"== {part.name}: {seconds:.0f} s, {ended}", flush=True)
+    return {"part": part.name, "command": shlex.join(part.command), "seconds": seconds, "ended": ended}
 
 
 def failed(part: dict) -> bool:
-    needed = part["part"] in {"tests", *CHECKERS} and part["ended"].startswith("cut off")
+    needed = "pytest" in part["command"] and part["ended"].startswith("cut off")
     return needed or part["ended"].startswith("exit code")
 
 
-def counts(xml: Path) -> dict[str, int]:
-    """Return the numbers of all, failed and skipped tests; empty without the file."""
-    if not xml.exists():
-        return {}
-    suites = ET.parse(xml).getroot().iter("testsuite")  # noqa: S314 pytest wrote it
-    total = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for suite in suites:
-        for name in total:
-            total[name] += int(suite.get(name, "0"))
+def counts(files: list[Path]) -> dict[str, int]:
+    """Return the numbers of all, failed and skipped tests; empty without a file."""
+    total: dict[str, int] = {}
+    for xml in files:
+        for suite in ET.parse(xml).getroot().iter("testsuite"):  # noqa: S314 pytest wrote it
+            for name in ("tests", "failures", "errors", "skipped"):
+                total[name] = total.get(name, 0) + int(suite.get(name, "0"))
     return total
 
 
-def figures(bench: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
-    """Return the figures that have a bound, from the rows of bench.json and gpt2.json, and from host.json."""
-    ms = {(row["case"], row["provider"]): row["ms"] for row in bench if row["ms"] and not row["error"]}
+def times_of(rows: list[dict]) -> dict[tuple[str, str], float]:
+    return {(row["case"], row["provider"]): row["ms"] for row in rows if row["ms"] and not row["error"]}
+
+
+def ratio_of(ms: dict[tuple[str, str], float], case: str, *others: str) -> float | None:
+    """Return our time over that of the fastest of ``others``."""
+    peers = [ms[case, other] for other in others if (case, other) in ms]
+    return ms[case, "ours-eager"] / min(peers) if peers and (case, "ours-eager") in ms else None
+
+
+def figures(bench: list[dict], peers: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
+    """Return the figures that have a bound, from the benchmarks' and GPT-2's rows, and from host.json."""
+    ms = times_of(bench)
     ours = [row for row in bench if row["provider"] == "ours-eager" and (row["case"], "ours-eager") in ms]
     large = [row for row in ours if row["bytes"] > LARGE]
     found = []
@@ -197,21 +248,12 @@ def figures(bench: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
             Figure(f"share of torch.sum's bandwidth, {dtype} above 256 MB", share, 0.95, False, where)
         )
 
-    def times(case: str, one: str, *others: str) -> float | None:
-        """Return the time of ``one`` over that of the fastest of ``others``."""
-        peers = [ms[case, other] for other in others if (case, other) in ms]
-        return ms[case, one] / min(peers) if peers and (case, one) in ms else None
-
-    over = [
-        (times(row["case"], "ours-eager", "foreach"), row["case"])
-        for row in large
-        if row["dtype"] == "float32"
-    ]
+    over = [(ratio_of(ms, row["case"], "foreach"), row["case"]) for row in large if row["dtype"] == "float32"]
     ratio, where = max([pair for pair in over if pair[0]], default=(None, ""))
     found.append(Figure("time / _foreach_norm's, float32 above 256 MB", ratio, 1.05, True, where))
     compiled, eager = ("inductor", "inductor-combo"), ("loop",)
-    for what, peers, bound in (("compiled", compiled, 4.0), ("eager", eager, 10.0)):
-        share = times("gpt2", "ours-eager", *peers)
+    for what, others, bound in (("compiled", compiled, 4.0), ("eager", eager, 10.0)):
+        share = ratio_of(times_of(peers), "gpt2", *others)
         found.append(
             Figure(
                 f"times faster than all columns {what}", 1 / share if share else None, bound, False, "gpt2"
@@ -220,7 +262,7 @@ def figures(bench: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
     found.append(
         Figure(
             "time / _foreach_norm's, 2000 tiny",
-            times("2000x1k", "ours-eager", "foreach"),
+            ratio_of(ms, "2000x1k", "foreach"),
             1.0,
             True,
             "2000x1k",
@@ -250,7 +292,12 @@ def markdown(result: dict, out: Path) -> str:
         lines.append(f"| {part['part']} | {part['seconds']:.0f} | {part['ended']} |")
     tests = result["tests"]
     lines += ["", "Tests: " + (", ".join(f"{n} {what}" for what, n in tests.items()) or "no result")]
-    for name, title in (("gpt2", "A training step of GPT-2"), ("bench", "Benchmark"), ("sweep", "Tuning")):
+    sections = {"doctor.log": "Versions", "ncu.log": "Nsight Compute"}
+    for name, title in sections.items():
+        if text := text_of(out / name):
+            lines += [f"\n## {title}\n", "```text", text.strip(), "```"]
+    titles = {"gpt2": "A training step of GPT-2", "bench": "Benchmark", "peers/bench": "Other collectors"}
+    for name, title in {**titles, "sweep": "Tuning"}.items():
         if text := text_of(out / f"{name}.md"):
             lines += [f"\n## {title}\n", text.strip()]
     return "\n".join(lines) + "\n"
@@ -264,66 +311,62 @@ def load(path: Path) -> list[dict]:
     return json.loads(text)["rows"] if (text := text_of(path)) else []
 
 
-def without_gpu(out: Path) -> int:
-    """Collect the tests, which skip themselves, and take a small step on the CPU."""
-    print("There is no GPU here, so nothing is measured. On a machine with one this would run:\n")
-    for part in parts(out, sweep=True, sanitizer="compute-sanitizer"):
-        print(f"    {shlex.join(within(part.command, part.seconds))}")
-    print("\nThis run checks that the tests are found and that a step runs on the CPU:\n")
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--device", "cpu", "--modes", "eager", *SMALL.split(), "--out", folder]
-        small = scripts.command("kernels_bench.gpu.gpt2", *options)
-        tests = parts(Path(folder), sweep=False, sanitizer=None)[0]
-        dry = [tests, Part("gpt2, small, on the CPU", small, 120)]
-        ended = [run(part, Path(folder) / "log", part.seconds) for part in dry]
-        skipped = counts(Path(folder) / "tests.xml")
-    print(f"{skipped.get('skipped', 0)} of {skipped.get('tests', 0)} tests wait for a GPU")
-    return int(any(map(failed, ended)))
+def combine(result: dict, out: Path) -> str:
+    """Write gpu.json and gpu.md from all that is in the folder; return the Markdown."""
+    names = [part["part"] for part in result["parts"]]
+    result["tests"] = counts([path for name in names if (path := out / f"{name}.xml").exists()])
+    host = json.loads(read) if (read := text_of(out / "host.json")) else {}
+    rows = [load(out / f"{name}.json") for name in ("bench", "peers/bench", "gpt2")]
+    result["figures"] = [
+        {**each._asdict(), "met": each.met} for each in figures(*rows, host.get("bound", {}))
+    ]
+    (out / "gpu.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    text = markdown(result, out)
+    (out / "gpu.md").write_text(text, encoding="utf-8")
+    return text
 
 
 def main(argv=None) -> int:
     parser = scripts.parser("kernels_bench.gpu.run", __doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument("--from", dest="first", metavar="PART", help="the first part; keep earlier results")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no part that may take longer")
     parser.add_argument("--sweep", action="store_true", help="also try other chunks, tiles and threads")
     options = parser.parse_args(argv)
-    out = options.out.resolve()
-    if not torch.cuda.is_available():
-        return without_gpu(out)
-    # remove files of an earlier run; other files stay
-    for name in WRITTEN:
-        (out / name).unlink(missing_ok=True)
-    (out / "warm").mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out = options.out.resolve()
+    if device == "cpu":
+        print("There is no GPU here: this run tests the scripts, and measures nothing")
+        out /= "rehearsal"
+    listed = parts(out, device, sweep=options.sweep)
+    names = [part.name for part in listed]
+    if options.first is not None and options.first not in names:
+        parser.error(f"--from {options.first}: the parts here are {', '.join(names)}")
+    first = 0 if options.first is None else names.index(options.first)
     command = scripts.command_line("kernels_bench.gpu.run", argv)
-    result = {"machine": machine.describe(), "command": command, "parts": [], "tests": {}, "figures": []}
+    result = {"machine": machine.describe(), "command": command, "parts": []}
+    if first and (read := text_of(out / "gpu.json")):
+        # parts that run again below are replaced
+        result["parts"] = [part for part in json.loads(read)["parts"] if part["part"] not in names[first:]]
+    elif out.exists():
+        # other files stay
+        for path in [out / name for part in names for name in (f"{part}.log", f"{part}.xml")]:
+            path.unlink(missing_ok=True)
+        for name in WRITTEN:
+            (out / name).unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     print(machine.one_line(result["machine"]), flush=True)
-    beside = [start(each, out / "warm" / f"{i}.log") for i, each in enumerate(warm_ups(out))]
-    granted = 0.0
-    try:
-        for part in parts(out, sweep=options.sweep, sanitizer=shutil.which("compute-sanitizer")):
-            granted += part.seconds
-            if part.name == "bench":
-                # they may use the rest of the tests' time, but must not disturb the benchmark
-                while (
-                    any(p.poll() is None for p in beside)
-                    and time.perf_counter() - begin < granted - part.seconds
-                ):
-                    time.sleep(0.2)
-                for process in beside:
-                    end(process)
-            limit = max(1.0, granted - (time.perf_counter() - begin))
-            result["parts"].append(run(part, out / f"{part.name}.log", limit))
-    finally:
-        for process in beside:
-            end(process)
-    result["tests"] = counts(out / "tests.xml")
-    host = json.loads(read) if (read := text_of(out / "host.json")) else {}
-    found = figures(load(out / "bench.json"), load(out / "gpt2.json"), host.get("bound", {}))
-    result["figures"] = [{**figure._asdict(), "met": figure.met} for figure in found]
-    (out / "gpu.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    text = markdown(result, out)
-    (out / "gpu.md").write_text(text, encoding="utf-8")
+    rest = listed[first:]
+    while rest and (
+        rest == listed[first:] or time.perf_counter() - begin + rest[0].seconds <= options.seconds
+    ):
+        part = rest.pop(0)
+        result["parts"].append(run(part, out / f"{part.name}.log"))
+        text = combine(result, out)
     print(f"\n{text}\n{out / 'gpu.md'}, {time.perf_counter() - begin:.0f} s")
+    if rest:
+        print(f"{len(rest)} parts are left; go on with --from {rest[0].name}")
     return int(any(map(failed, result["parts"])))
 
 

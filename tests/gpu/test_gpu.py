@@ -719,6 +719,7 @@ def updating_step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, gm.Te
     return loss, stats, grads
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("step", [measured_step, updating_step])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_step_measures_what_it_computes(mode, step, monkeypatch):
@@ -755,6 +756,7 @@ def test_a_compiled_step_measures_what_it_computes(mode, step, monkeypatch):
         assert len(replays) >= 10
 
 
+@pytest.mark.compiles
 def test_a_compiled_step_between_steady_calls_keeps_its_pool_clean():
     # weights are measured in eager mode before, between and after steps that Inductor captures
     model = small_model()
@@ -770,6 +772,7 @@ def test_a_compiled_step_between_steady_calls_keeps_its_pool_clean():
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+@pytest.mark.compiles
 def test_a_call_inside_an_op_of_a_recorded_graph_leaves_nothing_in_its_pool():
     # its implementation is ordinary eager code, run while Inductor warms up and captures
     @torch.library.custom_op("gradiometer_tests::measured_sum", mutates_args=())
@@ -791,6 +794,7 @@ def test_a_call_inside_an_op_of_a_recorded_graph_leaves_nothing_in_its_pool():
         assert compiled(x).item() == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.compiles
 def test_several_sizes_of_batch_are_recorded_side_by_side():
     model = small_model()
     compiled = torch.compile(measured_step, fullgraph=True, mode="reduce-overhead", dynamic=False)
@@ -803,6 +807,7 @@ def test_several_sizes_of_batch_are_recorded_side_by_side():
         del stats, grads
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("shared", [False, True], ids=["a step each", "one step"])
 @pytest.mark.parametrize("step", [measured_step, updating_step])
 def test_two_models_are_trained_in_turn_by_recorded_steps(step, shared):
@@ -826,6 +831,7 @@ def test_two_models_are_trained_in_turn_by_recorded_steps(step, shared):
         del stats, grads
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("freed", [True, False], ids=["freed", "in place"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_gradients_made_outside_are_measured_by_a_compiled_update(mode, freed):
@@ -1063,6 +1069,7 @@ def clipping_step(model: nn.Module, x: Tensor, y: Tensor, bound: Tensor) -> tupl
     return norm, after, bound.clone()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_step_clips(mode):
     model = small_model()

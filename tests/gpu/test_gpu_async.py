@@ -389,6 +389,7 @@ def test_a_single_tensor_of_another_stream_is_kept_too():
     assert pending.result().item() == 3.0
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_reports_of_a_compiled_step_are_those_of_their_step(mode):
     model = small_model()
@@ -599,6 +600,7 @@ def test_a_recorded_step_reads_the_scale_of_the_moment():
         assert_same_bits(stats, gm.collect(x, inv_scale=1 / scale))
 
 
+@pytest.mark.compiles
 def test_a_compiled_step_reads_the_scale_of_the_moment():
     scaler = torch.amp.GradScaler(DEVICE)
     scaler.scale(torch.ones((), device=DEVICE))

@@ -271,6 +271,7 @@ def test_a_report_takes_one_transfer_that_nothing_waits_for(pair):
 # compiled steps
 
 
+@pytest.mark.compiles
 @every_pair
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_collection_has_the_same_bits(pair, backend):
@@ -302,6 +303,7 @@ class TwoParts(nn.Module):
         return x
 
 
+@pytest.mark.compiles
 @two_gpus
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_step_over_two_gpus_measures_both(pair, backend):

@@ -239,6 +239,7 @@ def compiled(_rank, size):
     return found[0]
 
 
+@pytest.mark.compiles
 @of_two
 def test_a_compiled_reduction(gpu_ranks):
     found = gpu_ranks(2).run(compiled, 2, timeout=300.0)

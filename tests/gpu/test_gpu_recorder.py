@@ -58,6 +58,7 @@ def test_the_last_steps_are_there_and_exact(gated):
     check(recorder, expected, {5})
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_compiled_step_records_what_it_collects(mode, weights):

@@ -1,9 +1,12 @@
 """The scripts of `make gpu`, as far as they run without a GPU: each line at least once."""
 
 import argparse
-import importlib.util
+import ast
+import importlib
 import json
 import math
+import os
+import re
 import sys
 import time
 
@@ -14,8 +17,9 @@ import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS
 from gradiometer.ops import reference
+from gradiometer.recorder import StepRecord
 from kernels_bench import machine
-from kernels_bench.gpu import gpt2, odd_sizes, run
+from kernels_bench.gpu import gpt2, odd_sizes, probe, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -177,7 +181,7 @@ HOST = {"1": {"beyond_us": 20.0, "limit_us": 60.12}, "1000": {"beyond_us": 170.0
 
 
 def test_figures_are_computed_from_the_rows():
-    found = run.figures(BENCH, GPT2, HOST)
+    found = run.figures(BENCH, BENCH, GPT2, HOST)
     assert [figure.met for figure in found] == [True] * 8
     assert [figure.reached for figure in found] == pytest.approx(
         [0.98, 0.96, 1.0, 4.5, 11.0, 0.5, 0.5, 170.0]
@@ -201,18 +205,18 @@ def test_figures_are_computed_from_the_rows():
 )
 def test_each_figure_can_be_missed(figure, row, change):
     rows = [{**r, **(change if i == row else {})} for i, r in enumerate(BENCH)]
-    assert [i for i, found in enumerate(run.figures(rows, GPT2, HOST)) if not found.met] == [figure]
+    assert [i for i, found in enumerate(run.figures(rows, rows, GPT2, HOST)) if not found.met] == [figure]
 
 
 def test_the_hosts_figure_can_be_missed():
     slow = {**HOST, "148": {"beyond_us": 90.0, "limit_us": 77.8}}
-    assert [i for i, found in enumerate(run.figures(BENCH, GPT2, slow)) if not found.met] == [7]
+    assert [i for i, found in enumerate(run.figures(BENCH, BENCH, GPT2, slow)) if not found.met] == [7]
 
 
 def test_a_figure_that_was_not_measured_is_neither_met_nor_missed():
-    assert {figure.met for figure in run.figures([], [], {})} == {None}
+    assert {figure.met for figure in run.figures([], [], [], {})} == {None}
     failed = [bench_row("2000x1k", "ours-eager", 0.1, error="wrong: 1e+00"), *BENCH[-1:]]
-    assert run.figures(failed, [{"mode": "compiled", "error": "it broke"}], {})[5:7] == [
+    assert run.figures(failed, [], [{"mode": "compiled", "error": "it broke"}], {})[5:7] == [
         run.Figure("time / _foreach_norm's, 2000 tiny", None, 1.0, most=True, where="2000x1k"),
         run.Figure("% of a compiled step of GPT-2", None, 1.0, most=True, where="gpu.gpt2"),
     ]
@@ -233,84 +237,175 @@ def write(path, rows):
     return f"from pathlib import Path; Path({str(path)!r}).write_text({json.dumps({'rows': rows})!r})"
 
 
+@pytest.fixture
+def listed(monkeypatch):
+    """The parts of a run; the test fills the list."""
+    found = []
+    monkeypatch.setattr(run, "parts", lambda *_, **__: list(found))
+    monkeypatch.setattr(run, "GRACE", 2.0)
+    return found
+
+
 @pytest.mark.usefixtures("with_gpu")
-def test_all_parts_run_whatever_one_of_them_does(monkeypatch, tmp_path, capsys):
+def test_all_parts_run_whatever_one_of_them_does(listed, tmp_path, capsys):
     out, left = tmp_path / "out", tmp_path / "left"
     xml = '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1"/></testsuites>'
-    forks = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', %r]).wait()"
-    late = f"import time, pathlib; time.sleep(4); pathlib.Path({str(left)!r}).touch()"
-    listed = [
-        run.Part(
-            "tests", python(f"open({str(out / 'tests.xml')!r}, 'w').write({xml!r}); raise SystemExit(1)"), 30
-        ),
-        run.Part("bench", python(write(out / "bench.json", BENCH) + f"; {forks % late}"), 0),
+    # the process that is interrupted writes its results; the one that it started ignores the interrupt
+    child = "import signal, time, pathlib; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(6); "
+    child += f"pathlib.Path({str(left)!r}).touch()"
+    forks = f"import subprocess, sys\ntry:\n  subprocess.Popen([sys.executable, '-c', {child!r}]).wait()\n"
+    forks += f"except KeyboardInterrupt:\n  {write(out / 'bench.json', BENCH)}"
+    listed += [
+        run.Part("tests", python(f"open({str(out / 'tests.xml')!r}, 'w').write({xml!r}); 1 / 0"), 30),
+        run.Part("bench", python(forks), 2),
         run.Part("gpt2", python(write(out / "gpt2.json", GPT2)), 30),
-        run.Part("sweep", python("import sys; raise SystemExit(0 if float(sys.argv[1]) > 1 else 3)"), 30),
     ]
-    listed[3].command.append(run.LIMIT)
-    # the time that the tests leave goes to the next part: here there is none, so that part is cut off
-    monkeypatch.setattr(run, "parts", lambda *_, **__: [listed[0]._replace(seconds=3), *listed[1:]])
-    monkeypatch.setattr(run, "warm_ups", lambda _: [python("import time; time.sleep(60)")])
     begin = time.perf_counter()
     assert run.main(["--out", str(out)]) == 1
-    assert time.perf_counter() - begin < 30
     result = json.loads((out / "gpu.json").read_text(encoding="utf-8"))
     ended = {part["part"]: part["ended"] for part in result["parts"]}
-    assert ended["tests"] == "exit code 1"
-    assert ended["bench"].startswith("cut off after")
-    assert (ended["gpt2"], ended["sweep"]) == ("ok", "ok")
+    assert ended == {"tests": "exit code 1", "bench": "cut off after 2 s", "gpt2": "ok"}
     assert result["tests"] == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1}
-    table = (out / "gpu.md").read_text(encoding="utf-8")
-    assert table in capsys.readouterr().out
+    assert result["figures"][0]["met"]
+    table, said = (out / "gpu.md").read_text(encoding="utf-8"), capsys.readouterr().out
+    assert table in said
+    assert "ZeroDivisionError" in said
+    assert "ZeroDivisionError" in (out / "tests.log").read_text(encoding="utf-8")
     # a process that the part started ended with it
-    time.sleep(max(0.0, 5 - (time.perf_counter() - begin)))
+    time.sleep(max(0.0, 9 - (time.perf_counter() - begin)))
     assert not left.exists()
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_it_succeeds_when_every_part_does(monkeypatch, tmp_path):
-    listed = [run.Part("bench", python(""), 30), run.Part("gpt2", python(""), 30)]
-    monkeypatch.setattr(run, "parts", lambda *_, **__: listed)
-    monkeypatch.setattr(run, "warm_ups", lambda _: [])
-    assert run.main(["--out", str(tmp_path / "out")]) == 0
-    assert "not measured" in (tmp_path / "out" / "gpu.md").read_text(encoding="utf-8")
+def test_several_short_calls_give_one_result(listed, tmp_path, capsys):
+    out = tmp_path / "out"
+    listed += [
+        run.Part("doctor", python("print('as it is')"), 30),
+        run.Part("bench", python(write(out / "bench.json", BENCH)), 30),
+        run.Part("gpt2", python(write(out / "gpt2.json", GPT2)), 30),
+    ]
+    # the first part of a call runs anyway
+    assert run.main(["--out", str(out), "--seconds", "1"]) == 0
+    assert capsys.readouterr().out.endswith("2 parts are left; go on with --from bench\n")
+    assert run.main(["--out", str(out), "--from", "bench"]) == 0
+    result = json.loads((out / "gpu.json").read_text(encoding="utf-8"))
+    assert [part["part"] for part in result["parts"]] == ["doctor", "bench", "gpt2"]
+    assert [figure["met"] for figure in result["figures"]][:2] == [True, True]
+    assert "as it is" in (out / "gpu.md").read_text(encoding="utf-8")
+    # a part that failed can be run again
+    listed[2] = run.Part("gpt2", python("raise SystemExit(5)"), 30)
+    assert run.main(["--out", str(out), "--from", "gpt2"]) == 1
+    listed[2] = run.Part("gpt2", python(""), 30)
+    assert run.main(["--out", str(out), "--from", "gpt2"]) == 0
+    # without --from a run begins anew; other files stay
+    (out / "notes.txt").write_text("mine")
+    listed[1] = run.Part("bench", python(""), 30)
+    assert run.main(["--out", str(out)]) == 0
+    assert not (out / "bench.json").exists()
+    assert (out / "notes.txt").read_text() == "mine"
+    with pytest.raises(SystemExit):
+        run.main(["--from", "nothing"])
+    assert "the parts here are doctor, bench, gpt2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sweep", [False, True])
-@pytest.mark.parametrize("sanitizer", [None, "/usr/bin/compute-sanitizer"])
-def test_the_parts_take_less_than_eight_minutes(sweep, sanitizer, tmp_path):
-    listed = run.parts(tmp_path, sweep=sweep, sanitizer=sanitizer)
-    assert sum(part.seconds for part in listed) <= run.SECONDS < 480
-    assert all(part.seconds > run.MARGIN for part in listed)
-    for part in listed:
-        modules = [word for word in part.command if word.startswith("kernels_bench")]
-        assert all(importlib.util.find_spec(word) for word in modules)
+TOOLS = ("compute-sanitizer", "ncu")
 
 
-def test_without_a_gpu_the_tests_are_collected_and_nothing_is_kept(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def tools(monkeypatch, tmp_path):
+    """Stand-ins for the tools of a GPU machine, which only start the program."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in TOOLS:
+        tool = folder / name
+        tool.write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift 2; done\nexec "$@"\n')
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("tools")
+def test_scripts_take_the_arguments_that_they_get_on_a_gpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ended = []
-    monkeypatch.setattr(run, "run", lambda part, *_: ended.append(part.name) or {"part": "", "ended": "ok"})
-    assert run.main(["--out", str(tmp_path / "out")]) == 0
-    assert ended == ["tests", "gpt2, small, on the CPU"]
-    assert "There is no GPU here" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
+    seen = []
+    for part in run.parts(tmp_path, "cuda", sweep=True):
+        module = next((word for word in part.command if word.startswith("kernels_bench")), "")
+        # host_path runs on the CPU too, and is run there by the test of all parts
+        if not module or part.name == "host":
+            continue
+        script = importlib.import_module("kernels_bench.bench" if module == "kernels_bench" else module)
+        with pytest.raises(SystemExit):
+            script.main(part.command[part.command.index(module) + 1 :])
+        # not an unknown argument, case or provider
+        assert re.search("sees no GPU here|there is no GPU here", capsys.readouterr().err)
+        seen.append(part.name)
+    assert seen == [
+        "odd-sizes",
+        "captures",
+        "monitor",
+        *run.CHECKERS,
+        "bench",
+        "ncu",
+        "gpt2",
+        "peers",
+        "sweep",
+    ]
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("tools")
+def test_the_whole_order_runs_without_a_gpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run.main(["--out", str(tmp_path)]) == 0, capsys.readouterr().out
+    result = json.loads((tmp_path / "rehearsal" / "gpu.json").read_text(encoding="utf-8"))
+    names = [part.name for part in run.parts(tmp_path, "cpu")]
+    assert [(part["part"], part["ended"]) for part in result["parts"]] == [(name, "ok") for name in names]
+    # each test on a GPU is in one of the parts
+    assert result["tests"]["tests"] == result["tests"]["skipped"] > 200
+    assert sum(figure["reached"] is not None for figure in result["figures"]) >= 3
+
+
+def test_every_test_that_compiles_is_marked():
+    for file in (run.ROOT / "tests" / "gpu").glob("test_*.py"):
+        functions = [x for x in ast.parse(file.read_text()).body if isinstance(x, ast.FunctionDef)]
+        compiling = {x.name for x in functions if "torch.compile(" in ast.unparse(x)}
+        for function in functions:
+            names = {x.id for x in ast.walk(function) if isinstance(x, ast.Name)} | {function.name}
+            if function.name.startswith("test_") and names & compiling:
+                marks = [ast.unparse(x) for x in function.decorator_list]
+                assert "pytest.mark.compiles" in marks, function.name
+
+
+@pytest.mark.parametrize("what", ["captures", "monitor"])
+def test_a_wrong_number_fails_the_probe(what, tmp_path, monkeypatch, capsys):
+    arguments = [what, "--device", "cpu", "--steps", "8", "--out", str(tmp_path)]
+    monkeypatch.setattr(probe, "ATTACKS", (probe.fill_device,))
+    monkeypatch.setattr(probe, "SIZES", (1, 70))
+    assert probe.main(arguments) == 0
+    if what == "captures":
+        capture = probe.capture
+        monkeypatch.setattr(probe, "capture", lambda *args: (capture(*args)[0], lambda: None))
+    else:
+        total = StepRecord.total
+        monkeypatch.setattr(StepRecord, "total", lambda record: total(record) * (1 + 1e-9))
+    assert probe.main(arguments) == probe.WRONG
+    assert "wrong: none" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("name", "ended", "fails"),
+    ("command", "ended", "fails"),
     [
-        ("tests", "ok", False),
-        ("tests", "exit code 1", True),
-        ("tests", "cut off after 130 s", True),
-        ("memcheck", "exit code 9", True),
-        ("memcheck", "does not run here (exit code 1)", False),
-        ("bench", "cut off after 130 s", False),
-        ("gpt2", "exit code 1", True),
+        ("python -m pytest", "ok", False),
+        ("python -m pytest", "exit code 1", True),
+        ("python -m pytest", "cut off after 130 s", True),
+        ("compute-sanitizer", "exit code 9", True),
+        ("compute-sanitizer", "cut off after 90 s", False),
+        ("compute-sanitizer", "does not run here (exit code 1)", False),
+        ("python -m kernels_bench", "cut off after 130 s", False),
+        ("python -m kernels_bench", "exit code 1", True),
     ],
 )
-def test_what_fails_the_run(name, ended, fails):
-    assert run.failed({"part": name, "ended": ended}) == fails
+def test_what_fails_the_run(command, ended, fails):
+    assert run.failed({"command": command, "ended": ended}) == fails
 
 
 @pytest.mark.parametrize(
@@ -318,7 +413,7 @@ def test_what_fails_the_run(name, ended, fails):
 )
 def test_a_checker_that_cannot_attach_has_found_nothing(status, ended, tmp_path):
     part = run.Part("memcheck", python(f"raise SystemExit({status})"), 30)
-    assert run.run(part, tmp_path / "log", 30)["ended"] == ended
+    assert run.run(part, tmp_path / "log")["ended"] == ended
 
 
 # the sweep
@@ -420,17 +515,3 @@ def test_recorded_candidates_are_timed_by_the_device(sweep, monkeypatch):
     call = sweep.prepare(tensors, torch.stack([x.double().norm() for x in tensors]), {}, "cuda")
     assert call()[0].shape[0] == 2
     assert sweep.sample(call, "cuda") == 10.0
-
-
-def test_only_what_a_run_writes_is_removed_from_its_folder(monkeypatch, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "bench.json").write_text("old")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run, "warm_ups", lambda _: [])
-    monkeypatch.setattr(run, "parts", lambda *_, **__: [])
-    monkeypatch.setattr(run.machine, "describe", dict)
-    monkeypatch.setattr(run.machine, "one_line", lambda _: "a machine")
-    assert run.main(["--out", str(tmp_path)]) == 0
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert not (tmp_path / "bench.json").exists()
-    assert (tmp_path / "gpu.json").exists()
