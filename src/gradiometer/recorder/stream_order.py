@@ -33,7 +33,7 @@ class StreamOrder:
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context for one use of the memory, on the device's current stream."""
-        if torch.compiler.is_compiling() or device.type == "cpu" or is_capturing(device):
+        if device.type == "cpu" or torch.compiler.is_compiling() or is_capturing(device):
             return nullcontext()
         return self._use(device)
 
