@@ -7,11 +7,12 @@ import gc
 import logging
 import math
 import os
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from support import interpreter
 from support.default_device import DefaultDevice
@@ -37,16 +38,12 @@ if INTERPRETED:
 PTX_TARGET = os.environ.get("PTX_TARGET", "")
 KERNELS = INTERPRETED or bool(PTX_TARGET)
 
+_relaxed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+# an example takes a hundred times as long on kernels
+settings.register_profile("ci", derandomize=True, max_examples=5 if KERNELS else 40, **_relaxed)
+settings.register_profile("deep", max_examples=2000, **_relaxed)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
-# the tests on a GPU do not need it
-with suppress(ImportError):
-    from hypothesis import HealthCheck, settings
-
-    slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-    # an example takes a hundred times as long on kernels
-    settings.register_profile("ci", derandomize=True, max_examples=5 if KERNELS else 40, **slow)
-    settings.register_profile("deep", max_examples=2000, **slow)
-    settings.load_profile(PROFILE)
+settings.load_profile(PROFILE)
 
 
 @pytest.fixture(autouse=True)
