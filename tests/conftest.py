@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import math
 import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from support import interpreter
 from support.default_device import DefaultDevice
 from support.rank_pool import RankPool
+from support.unwritten import unwritten_is_nan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,25 +79,7 @@ def _executed_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _unwritten_is_nan() -> Iterator[None]:
-    """Fill the kernels' output buffers, so that a partial or column that they do not write is noticed."""
-    if not KERNELS:
-        yield
-        return
-    from gradiometer.ops import library
-
-    run_kernels, empty = library._run_kernels, torch.empty
-
-    def filled(*args: Any, **options: Any) -> torch.Tensor:
-        made = empty(*args, **options)
-        return made.fill_(math.nan if made.is_floating_point() else -(2**31))
-
-    def run(*args: Any, **options: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "empty", filled)
-            return run_kernels(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_run_kernels", run)
+    with unwritten_is_nan() if KERNELS else nullcontext():
         yield
 
 

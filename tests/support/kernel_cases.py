@@ -13,6 +13,7 @@ from conftest import INTERPRETED
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.kernels import tuning
 from gradiometer.ops import library, packing
+from support.unwritten import unwritten_is_nan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ def kernels(target: str, change: Callable[[str, str], str] | None = None) -> Ite
     else:
         from support import ptx
 
-        with ptx.executed_kernels(target, *([change] if change else [])) as launches:
+        with unwritten_is_nan(), ptx.executed_kernels(target, *([change] if change else [])) as launches:
             yield launches
     packing.clear()
 

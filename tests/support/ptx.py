@@ -45,7 +45,7 @@ _BITS = {size: np.dtype(f"u{size}") for size in (2, 4, 8)}
 
 WARP = 32
 # jumps of a block: the loop of a kernel that is wrong may not end
-_MOST_JUMPS = 1_000_000
+_MOST_JUMPS = 10_000
 _NOBODY, _SEVERAL = -1, -2
 # the bytes of a register in threads that have not written it: a huge number of any type
 _POISON = b"\x7f"
