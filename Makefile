@@ -14,7 +14,7 @@ INTERPRETED = tests/ops/test_library.py tests/test_laws.py tests/inputs/test_inp
 # of these, the ones that run on compiled kernels too, which support/ptx.py executes for each of these GPUs
 DEEP = $(filter deep,$(HYPOTHESIS_PROFILE))
 EXECUTED = $(if $(DEEP),$(filter-out tests/kernels/%,$(INTERPRETED)),tests/ops/test_library.py tests/test_laws.py tests/test_numerics.py)
-PTX_TARGETS = $(if $(DEEP),sm_80 sm_90 sm_100,sm_90)
+GPU_TARGETS = $(if $(DEEP),sm_80 sm_89 sm_90 sm_100,sm_90)
 
 # the parts of `make test`
 PARTS = plain interpreted executed ranks
@@ -69,7 +69,8 @@ run-interpreted:
 	$(if $(wildcard $(INTERPRETED)),TRITON_INTERPRET=1 $(PYTEST) $(wildcard $(INTERPRETED)))
 
 run-executed:
-	$(foreach target,$(PTX_TARGETS),PTX_TARGET=$(target) $(PYTEST) $(EXECUTED) &&) true
+	$(foreach target,$(GPU_TARGETS),GPU_TARGET=$(target) $(PYTEST) $(EXECUTED) &&) \
+	GPU_TARGET=sm_89 $(PYTEST) tests/test_numerics.py
 
 lint: $(DEV) ## check with ruff, mypy and import-linter, without edits
 	$(PY) -m ruff check

@@ -34,9 +34,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 if INTERPRETED:
     interpreter.find_builtins_once()
-# compiled kernels run on CPU tensors if PTX_TARGET names a GPU such as sm_90, see `support/ptx.py`
-PTX_TARGET = os.environ.get("PTX_TARGET", "")
-KERNELS = INTERPRETED or bool(PTX_TARGET)
+    interpreter.round_fma_once()
+# Kernels as they are on a GPU such as sm_90. If they are not interpreted, they are compiled for it and run on
+# CPU tensors, see `support/ptx.py`
+GPU_TARGET = os.environ.get("GPU_TARGET", "")
+KERNELS = INTERPRETED or bool(GPU_TARGET)
 
 _relaxed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 # an example takes a hundred times as long on kernels
@@ -67,14 +69,19 @@ def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _executed_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not PTX_TARGET:
+    if not GPU_TARGET:
         yield
-        return
-    from support import ptx
+    elif INTERPRETED:
+        from kernels_bench.machine_code.compile import launching_for
 
-    request.getfixturevalue("triton_cache")
-    with ptx.executed_kernels(PTX_TARGET):
-        yield
+        with launching_for(GPU_TARGET):
+            yield
+    else:
+        from support import ptx
+
+        request.getfixturevalue("triton_cache")
+        with ptx.executed_kernels(GPU_TARGET):
+            yield
 
 
 @pytest.fixture(autouse=True)

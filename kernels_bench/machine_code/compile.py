@@ -23,6 +23,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
+from gradiometer.kernels import tuning
 from gradiometer.ops import library
 from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
 
@@ -108,6 +109,22 @@ def recorded_launches() -> Iterator[list[Launch]]:
         yield launches
 
 
+@contextmanager
+def launching_for(target: str) -> Iterator[None]:
+    """Make the launchers choose what they choose on such a GPU."""
+    few = target in CUDA_TARGETS and capability(target) in tuning.FEW_FP64_UNITS
+    # they ask torch for the warp size
+    hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
+    with hip, mock.patch.object(tuning, "has_few_fp64_units", return_value=few):
+        yield
+
+
+def capability(target: str) -> tuple[int, int]:
+    """Return the compute capability of a target such as sm_90."""
+    number = int(target.removeprefix("sm_"))
+    return number // 10, number % 10
+
+
 def launches_of(
     tensors: Sequence[torch.Tensor],
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
@@ -116,9 +133,8 @@ def launches_of(
 ) -> list[Launch]:
     """Return the launches that measuring these tensors makes on such a GPU."""
     limits = (thresholds.vanishing, thresholds.exploding, thresholds.dead)
-    # the launchers ask torch for the warp size
-    hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
-    with recorded_launches() as launches, hip, mock.patch.object(library, "uses_kernels", return_value=True):
+    uses_kernels = mock.patch.object(library, "uses_kernels", return_value=True)
+    with recorded_launches() as launches, launching_for(target), uses_kernels:
         torch.ops.gradiometer.tensor_stats(list(tensors), *limits, inv_scale)
     return launches
 

@@ -125,6 +125,15 @@ GPUS = (
         bandwidth="NVIDIA Ada GPU Architecture white paper",
         fp64="NVIDIA Ada GPU Architecture white paper: 2 FP64 cores an SM, 1/64 of the fp32 rate",
     ),
+    _cuda(
+        "L40S",
+        "sm_89",
+        (142, 2520, 864, 2, 2),
+        processors="inferred from the data sheet's 18,176 CUDA cores, 128 an SM",
+        clock="inferred from the data sheet's 91.6 TFLOPS fp32: 142 SMs x 128 lanes x 2 x 2.52 GHz",
+        bandwidth="NVIDIA L40S data sheet",
+        fp64="NVIDIA Ada GPU Architecture white paper: 2 FP64 cores an SM, 1/64 of the fp32 rate",
+    ),
     _cdna("MI300X", "gfx942", (304, 2100, 5300), sheet="AMD Instinct MI300X data sheet"),
 )
 

@@ -135,8 +135,8 @@ def test_the_compiler_that_is_named_is_the_one_that_is_looked_for(named, monkeyp
     ("capability", "share", "says"),
     [
         ((8, 0), 1 / 2, "1/2 of fp32, 32 per clock"),
-        ((7, 5), 1 / 32, "few fp64 units"),
-        ((8, 9), 1 / 64, "few fp64 units"),
+        ((7, 5), 1 / 32, "few, so"),
+        ((8, 9), 1 / 64, "in fp32 with compensation"),
         ((9, 0), 1 / 2, "1/2 of fp32, 64 per clock"),
         ((99, 1), None, "unknown for compute capability 99.1"),
     ],

@@ -28,6 +28,7 @@ if INTERPRETED or os.name != "posix" or os.uname().machine != "x86_64":
     pytest.skip("the executor needs compiled kernels, and 47-bit addresses", allow_module_level=True)
 
 from support import ptx
+from support.fma import fma
 from support.kernel_cases import SPECIAL, each_level, in_eager, integers, kernels, same_bits, tensor_stats
 from support.ptx import Invalid
 
@@ -93,7 +94,7 @@ def test_fma_rounds_once(a, b, c):
         expected = float(Fraction(a) * Fraction(b) + Fraction(c))
     except OverflowError:
         expected = math.copysign(math.inf, a) * math.copysign(1, b)
-    assert ptx.fma(*(np.array([x]) for x in (a, b, c))) == expected
+    assert fma(*(np.array([x]) for x in (a, b, c))) == expected
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
@@ -234,8 +235,9 @@ CHANGES: dict[str, tuple[str, str | Callable[[re.Match[str]], str]]] = {
 
 def moments_and_flags() -> list[torch.Tensor]:
     tensors = [integers(n, torch.float32, i) for i, n in enumerate((0, 1, 5, 2 * 2048 + 523))]
-    for place in (4, 1, 2, 11):
-        x = integers(1541, torch.float32, 1)
+    # and of the whole tiles that are read again, and of the rest
+    for place in (4, 1, 2, 11, *range(1539, 1543)):
+        x = integers(1936, torch.float32, 1)
         x[::7], x[3::11], x[5::13] = SPECIAL
         x[place] = -9
         tensors.append(x)

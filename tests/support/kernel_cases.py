@@ -13,6 +13,7 @@ from conftest import INTERPRETED
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.kernels import tuning
 from gradiometer.ops import library, packing
+from kernels_bench.machine_code.compile import launching_for
 from support.unwritten import unwritten_is_nan
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def kernels(target: str, change: Callable[[str, str], str] | None = None) -> Ite
     """Measure on the kernels of a target; return its last launches, if they are executed."""
     packing.clear()
     if INTERPRETED:
-        yield None
+        with launching_for(target):
+            yield None
     else:
         from support import ptx
 

@@ -16,7 +16,6 @@ instruction that is not among `OPERATIONS` or in `_Translation` is a KeyError.
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import re
 from bisect import bisect_right
 from collections import deque
@@ -31,7 +30,8 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from gradiometer.ops import library, packing
-from kernels_bench.machine_code.compile import Launch
+from kernels_bench.machine_code.compile import Launch, launching_for
+from support.fma import fma  # noqa: F401 translated kernels call it
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -62,22 +62,6 @@ class Invalid(Exception):  # noqa: N818 the kernel is wrong, not the program tha
 
 
 # arithmetic
-
-_libm_fma = ctypes.CDLL(ctypes.util.find_library("m")).fma
-_libm_fma.restype = ctypes.c_double
-_libm_fma.argtypes = [ctypes.c_double] * 3
-_fma_of_each = np.frompyfunc(_libm_fma, 3, 1)
-
-
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return ``a * b + c`` in fp64, rounded once."""
-    a, b, c = np.broadcast_arrays(a, b, c)
-    with np.errstate(all="ignore"):
-        result = a * b + c
-        # the product of two fp32 numbers is exact in fp64
-        wide = (a != a.astype(np.float32)) | (b != b.astype(np.float32))
-        result[wide] = _fma_of_each(a[wide], b[wide], c[wide]).astype(np.float64)
-    return result
 
 
 def maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -155,7 +139,7 @@ for _name, _symbol in {"add": "+", "sub": "-", "mul": "*"}.items():
     _define(f"{_name}.rn", "f32x2", "b64 b64", f"(pairs({{}}) {_symbol} pairs({{}})).reshape(-1)", "b64")
     _define(_name if _name != "mul" else "mul.lo", "s32 s64", "T T", f"{{}} {_symbol} {{}}")
 _define("div.rn", "f64", "T T", "{} / {}")
-_define("fma.rn", "f64", "T T T", "fma({}, {}, {})")
+_define("fma.rn", "f32 f64", "T T T", "fma({}, {}, {})")
 _define("sqrt.rn", "f64", "T", "np.sqrt({})")
 _define("abs", "f32 f64", "T", "np.abs({})")
 _define("abs", "f16x2 bf16x2", "b32", "{} & np.uint32(0x7fff7fff)", "b32")
@@ -695,6 +679,7 @@ def executed_kernels(
         launches.append(Executed(kernel.fn.__name__, buffers, count))
 
     with (
+        launching_for(target),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(packing, "pack", note),
         mock.patch.object(library, "INTERPRETED", True),

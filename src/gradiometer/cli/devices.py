@@ -78,9 +78,7 @@ def fp64_rate(capability: tuple[int, int]) -> tuple[str, float | None]:
         return f"unknown for compute capability {capability[0]}.{capability[1]}", None
     fp64, fp32, source = _FP64_RATES[capability]
     poor = (
-        "; these few fp64 units, not the memory bandwidth, limit the speed for 16-bit tensors"
-        if 16 * fp64 < fp32
-        else ""
+        "; few, so kernels add fp32 and 16-bit tensors in fp32 with compensation" if 16 * fp64 < fp32 else ""
     )
     return f"1/{fp32 // fp64} of fp32, {fp64} per clock and multiprocessor ({source}){poor}", fp64 / fp32
 

@@ -4,6 +4,9 @@ For a chunk of tensor x: sum x_i**2 and sum x_i in fp64, and max |x_i|, over fin
 zeros, of non-finite values, of NaN and of +Inf. Reads each element once (twice in a chunk with NaN or Inf),
 and writes seven float64 per chunk: ``partials (7, N)``, in the order of `PARTIALS`.
 
+On GPUs with few fp64 units the main loop adds fp32 numbers with compensation instead; the results are as
+accurate.
+
 The main loop is optimistic: it has no mask and no NaN or Inf counter. fp64 holds the square of every fp32,
 bf16 and fp16 value, so a chunk's sum of squares is finite exactly when all its elements are. A chunk whose
 sum is not finite is read again by the counting path. (Squares of fp64 elements beyond 1e154 overflow: such a
@@ -21,6 +24,9 @@ __all__ = ["PARTIALS", "moments"]
 
 # The last two are read only if n_nonfinite is not 0. The other non-finite elements are -Inf.
 PARTIALS = ("sumsq", "sum", "n_zero", "abs_max", "n_nonfinite", "n_nan", "n_posinf")
+
+# the least mean square that a compensated sum holds to 2**-46
+_LEAST_SQUARE = tl.constexpr(2.0**-103)
 
 _DTYPES = {
     torch.float64: tl.float64,
@@ -78,6 +84,12 @@ def _recount(address, head, n, DTYPE: tl.constexpr, NARROW: tl.constexpr, TILE: 
     )
 
 
+@triton.jit
+def _joined(parts):
+    """Return the sum over all lanes of three fp32 numbers each."""
+    return tl.sum(parts[0].to(tl.float64) + (parts[1].to(tl.float64) + parts[2].to(tl.float64)))
+
+
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _moments_kernel(
     pointers_ptr,  # (T,) int64
@@ -92,6 +104,7 @@ def _moments_kernel(
     ITEMSIZE: tl.constexpr,
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
+    COMPENSATED: tl.constexpr,
 ):
     if GATED:  # noqa: SIM102 the first is known at compile time, the second at run time
         if not is_due(gate_ptr):
@@ -106,10 +119,12 @@ def _moments_kernel(
     WORD: tl.constexpr = tl.int32 if PAIRS else DTYPE
     LANES: tl.constexpr = TILE // 2 if PAIRS else TILE
     lanes = tl.arange(0, LANES)
-    sumsq = tl.zeros((LANES,), tl.float64)
-    total = tl.zeros((LANES,), tl.float64)
-    top = tl.zeros((LANES,), NARROW)
-    zeros = tl.zeros((LANES,), tl.float32)
+    narrow, wide = tl.zeros((LANES,), NARROW), tl.zeros((LANES,), tl.float64)
+    EXACT_SQUARE: tl.constexpr = ITEMSIZE == 2
+    if COMPENSATED:
+        totals = narrow, narrow, narrow, narrow, narrow, narrow, narrow, narrow
+    else:
+        totals = narrow, tl.zeros((LANES,), tl.float32), wide, wide
 
     # a view may begin anywhere: its first elements, up to a 16-byte boundary, are read separately
     head = (-address & 15).to(tl.int32) // ITEMSIZE
@@ -117,8 +132,7 @@ def _moments_kernel(
     base = address.to(tl.pointer_type(DTYPE))
     if head > 0:
         x = tl.load(base + lanes, mask=lanes < head, other=0.0).to(NARROW)
-        sumsq, total, top, zeros = accumulate(x, sumsq, total, top, zeros)
-        zeros -= tl.where(lanes < head, 0.0, 1.0)
+        totals = accumulate(x, totals, COMPENSATED, EXACT_SQUARE)
 
     # no mask: it would split the loads
     full = (n - head) // (TILE * UNROLL)
@@ -128,26 +142,33 @@ def _moments_kernel(
             word = tl.load(words + u * LANES)
             if PAIRS:
                 low, high = halves(word)
-                sumsq, total, top, zeros = accumulate(low, sumsq, total, top, zeros)
-                sumsq, total, top, zeros = accumulate(high, sumsq, total, top, zeros)
+                totals = accumulate(low, totals, COMPENSATED, EXACT_SQUARE)
+                totals = accumulate(high, totals, COMPENSATED, EXACT_SQUARE)
             else:
-                sumsq, total, top, zeros = accumulate(word.to(NARROW), sumsq, total, top, zeros)
+                totals = accumulate(word.to(NARROW), totals, COMPENSATED, EXACT_SQUARE)
         words += UNROLL * LANES
 
-    for i in range(head + full * (TILE * UNROLL), n, LANES):
-        left = n - i
-        x = tl.load(base + (i + lanes), mask=lanes < left, other=0.0).to(NARROW)
-        sumsq, total, top, zeros = accumulate(x, sumsq, total, top, zeros)
-        zeros -= tl.where(lanes < left, 0.0, 1.0)
+    done = head + full * (TILE * UNROLL)
+    for i in range(done, n, LANES):
+        x = tl.load(base + (i + lanes), mask=lanes < n - i, other=0.0).to(NARROW)
+        totals = accumulate(x, totals, COMPENSATED, EXACT_SQUARE)
 
-    chunk_sumsq = tl.sum(sumsq)
-    chunk_total = tl.sum(total)
-    chunk_top = tl.max(top).to(tl.float64)
-    chunk_zeros = tl.sum(zeros.to(tl.float64))
+    chunk_top = tl.max(totals[0]).to(tl.float64)
+    # masked lanes were counted as zeros
+    masked = tl.where(head > 0, LANES - head, 0) + ((done - n) & (LANES - 1))
+    chunk_zeros = tl.sum(totals[1].to(tl.float64)) - masked.to(tl.float64)
     none = tl.zeros((), tl.float64)
     chunk_nonfinite, chunk_nan, chunk_posinf = none, none, none
+    if COMPENSATED:
+        chunk_sumsq, chunk_total = _joined(totals[2:5]), _joined(totals[5:8])
+        # each square lost at most 2**-149, which matters only in a chunk of tiny elements
+        again = (chunk_sumsq < n.to(tl.float64) * _LEAST_SQUARE) & (chunk_top > 0)
+        again = again | (is_finite(chunk_sumsq) == 0)
+    else:
+        chunk_sumsq, chunk_total = tl.sum(totals[2]), tl.sum(totals[3])
+        again = is_finite(chunk_sumsq) == 0
 
-    if not is_finite(chunk_sumsq):
+    if again:
         # seven totals per lane: use fewer lanes, or they would take registers from the main loop
         FEW: tl.constexpr = TILE // 2 if ITEMSIZE == 2 else TILE
         chunk_sumsq, chunk_total, chunk_zeros, chunk_top, chunk_nonfinite, chunk_nan, chunk_posinf = _recount(
@@ -189,6 +210,7 @@ def moments(
         gate: the cursor of a ring; nothing is read or written in a step that is not due.
     """
     tile, unroll, threads, registers = tuning.MOMENTS[dtype]
+    compensated = dtype != torch.float64 and tuning.has_few_fp64_units(partials.device)
     _moments_kernel[(num_chunks,)](
         pointers,
         table,
@@ -202,5 +224,8 @@ def moments(
         ITEMSIZE=dtype.itemsize,
         TILE=tile,
         UNROLL=unroll,
-        **tuning.options(threads, registers, partials.device),
+        COMPENSATED=compensated,
+        **tuning.options(
+            threads, tuning.COMPENSATED_REGISTERS if compensated else registers, partials.device
+        ),
     )

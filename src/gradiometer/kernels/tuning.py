@@ -4,11 +4,29 @@ Launchers read it at every call. `CHUNK`, `MAX_CHUNKS` and the tiles also determ
 and so the last bits of a norm.
 """
 
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
 
-__all__ = ["CHUNK", "FINALIZE", "MAX_CHUNKS", "MOMENTS", "SCALE", "Finalize", "Moments", "Scale", "options"]
+__all__ = [
+    "CHUNK",
+    "COMPENSATED_REGISTERS",
+    "FEW_FP64_UNITS",
+    "FINALIZE",
+    "MAX_CHUNKS",
+    "MOMENTS",
+    "SCALE",
+    "Finalize",
+    "Moments",
+    "Scale",
+    "has_few_fp64_units",
+    "options",
+]
+
+# compute capabilities with 2 fp64 units per multiprocessor, beside 64 or 128 for fp32 (NVIDIA, CUDA C++
+# Programming Guide, table "Throughput of Native Arithmetic Instructions")
+FEW_FP64_UNITS: Final = {(7, 5), (8, 6), (8, 7), (8, 9), (10, 3), (11, 0), (12, 0), (12, 1)}
 
 # elements per program of the moments and scale kernels, if a tensor has at most MAX_CHUNKS such chunks
 CHUNK: Final = 2**15
@@ -34,6 +52,9 @@ MOMENTS: Final = {
     torch.bfloat16: Moments(tile=1024, unroll=4, threads=128, registers=80),
     torch.float16: Moments(tile=1024, unroll=4, threads=128, registers=96),
 }
+
+# with compensation a lane has four more totals; arithmetic, rather than occupancy, hides the latency of loads
+COMPENSATED_REGISTERS: Final = 160
 
 
 class Finalize(NamedTuple):
@@ -64,6 +85,16 @@ SCALE: Final = {
     torch.bfloat16: Scale(tile=4096, threads=128, registers=96),
     torch.float16: Scale(tile=4096, threads=128, registers=64),
 }
+
+
+def has_few_fp64_units(device: torch.device) -> bool:
+    """Return whether fp64 arithmetic, rather than memory, would limit the main loop on this device."""
+    return device.type == "cuda" and not torch.version.hip and _capability(device) in FEW_FP64_UNITS
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def options(threads: int, registers: int, device: torch.device) -> dict[str, Any]:
