@@ -51,10 +51,19 @@ TARGETS = ("sm_89", "sm_90") if INTERPRETED else ("sm_80", "sm_89", "sm_90", "sm
 each_target = pytest.mark.parametrize("target", TARGETS)
 # for kernels that are small and differ little between targets
 chosen_target = pytest.mark.parametrize(
-    "target",
-    [pytest.param(name, marks=() if name == "sm_90" else pytest.mark.deep) for name in TARGETS],
+    "target", [pytest.param(name, marks=() if name == "sm_90" else pytest.mark.deep) for name in TARGETS]
 )
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+FP64, FP32, BF16, FP16 = DTYPES
+CHOSEN = {"sm_80": (FP64, BF16), "sm_89": (FP32, FP16), "sm_90": DTYPES, "sm_100": (FP32, BF16)}
+each_pair = pytest.mark.parametrize(
+    ("target", "dtype"),
+    [
+        pytest.param(target, dtype, marks=() if dtype in CHOSEN[target] else pytest.mark.deep)
+        for target in TARGETS
+        for dtype in DTYPES
+    ],
+    ids=str,
+)
 
 
 def assert_exact(tensors: Sequence[Tensor], columns: Tensor, flags: Tensor) -> None:
@@ -81,8 +90,7 @@ def sizes_of(dtype: torch.dtype) -> list[int]:
 # statistics
 
 
-@each_target
-@each_dtype
+@each_pair
 def test_every_size_is_measured_exactly_and_read_once(target, dtype):
     tensors = [integers(n, dtype, i % 9) for i, n in enumerate(sizes_of(dtype))]
     with kernels(target) as launches:
@@ -94,15 +102,14 @@ def test_every_size_is_measured_exactly_and_read_once(target, dtype):
         assert {int(x.numel()) for x in tensors if (moments.reads(x) != 1).any()} == set()
 
 
-@each_target
-@each_dtype
+@each_pair
 def test_a_value_counts_in_whichever_lane_it_is(target, dtype):
     tensors = [x for value in (-3.0, *SPECIAL[:2]) for x in each_level(dtype, value)]
     with kernels(target):
         assert_exact(tensors, *tensor_stats(tensors))
 
 
-@each_target
+@chosen_target
 def test_the_partials_of_thousands_of_chunks_are_merged(target):
     from gradiometer import kernels as launchers
 
@@ -140,8 +147,7 @@ def test_tensors_of_several_dtypes_share_a_call(target):
         assert_exact(tensors, *tensor_stats(tensors))
 
 
-@each_target
-@each_dtype
+@each_pair
 def test_nan_and_infinities_are_counted_wherever_they_are(target, dtype):
     tile, unroll, *_ = tuning.MOMENTS[dtype]
     n = 2 * tile * unroll + tile + 7
@@ -161,8 +167,7 @@ def test_nan_and_infinities_are_counted_wherever_they_are(target, dtype):
         assert all((launches[0].reads(x) == 2).all() for x in tensors)
 
 
-@each_target
-@each_dtype
+@each_pair
 def test_the_extremes_of_a_dtype_are_measured(target, dtype):
     info = torch.finfo(dtype)
     least = info.smallest_normal * info.eps
@@ -280,8 +285,7 @@ def test_a_ring_of_many_rows_has_them_all(target):
 # scaling
 
 
-@each_target
-@each_dtype
+@each_pair
 def test_scaling_has_the_same_bits_as_in_eager(target, dtype):
     tile = tuning.SCALE[dtype].tile
     sizes = [1, 7, tile - 1, tile, 2 * tile + 9] + ([] if INTERPRETED else [tuning.CHUNK + 1])

@@ -160,9 +160,10 @@ def waits_before_all_is_asked_for(loop: Loop) -> bool:
     return Loop(loop.opcodes[:last]).count(r"F2F|D(FMA|ADD|MUL|SETP|MNMX)|F(MNMX|ADD|SET)|HADD") > 0
 
 
-# by itself, ptxas issues the second half of the loads only after the first half has arrived
+# By itself, ptxas issues the second half of the loads only after the first half has arrived. With
+# compensation, the arithmetic of other warps takes longer than a load
 @pytest.mark.parametrize(
-    ("target", "dtype"), pairs({name: CHOSEN[name] for name in ("sm_80", "sm_89", "sm_90", "sm_100")})
+    ("target", "dtype"), pairs({name: CHOSEN[name] for name in ("sm_80", "sm_90", "sm_100")})
 )
 def test_all_loads_of_an_iteration_are_in_flight_together(target, dtype):
     loop = moments_code(target, dtype).main_loop
@@ -464,7 +465,7 @@ def test_a_reduction_in_every_tile_is_noticed(target, tmp_path):
 
 @mutant_targets
 def test_one_more_fp64_operation_an_element_is_noticed(target, tmp_path):
-    new = f"{TILE_LOAD}; total += word.to(tl.float64) * 0.3"
+    new = f"{TILE_LOAD}; word = (word.to(tl.float64) * 0.3).to(tl.float32)"
     loop = changed(moments_launch(torch.float32, target), TILE_LOAD, new, tmp_path).compile(target).main_loop
     assert loop.fp64_arithmetic > 2 * loop.elements(4)
 

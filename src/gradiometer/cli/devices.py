@@ -26,11 +26,13 @@ _FP64_RATES: Final = {
     (7, 5): (2, 64, "NVIDIA Turing architecture white paper"),
     (8, 0): (32, 64, "NVIDIA A100 architecture white paper"),
     (8, 6): (2, 128, "NVIDIA Ampere GA102 architecture white paper"),
+    (8, 7): (2, 128, "NVIDIA CUDA C++ Programming Guide, compute capability 8.x"),
     (8, 9): (2, 128, "NVIDIA Ada architecture white paper"),
     (9, 0): (64, 128, "NVIDIA H100 architecture white paper"),
     (10, 0): (64, 128, "inferred from the B200 data sheet"),
     (10, 3): (2, 128, "inferred from the B300 data sheet"),
     (12, 0): (2, 128, "NVIDIA RTX Blackwell architecture white paper"),
+    (12, 1): (2, 128, "inferred from compute capability 12.0"),
 }
 
 

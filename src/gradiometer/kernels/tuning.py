@@ -26,7 +26,7 @@ __all__ = [
 
 # compute capabilities with 2 fp64 units per multiprocessor, beside 64 or 128 for fp32 (NVIDIA, CUDA C++
 # Programming Guide, table "Throughput of Native Arithmetic Instructions")
-FEW_FP64_UNITS: Final = {(7, 5), (8, 6), (8, 7), (8, 9), (10, 3), (11, 0), (12, 0), (12, 1)}
+FEW_FP64_UNITS: Final = {(7, 5), (8, 6), (8, 7), (8, 9), (10, 3), (12, 0), (12, 1)}
 
 # elements per program of the moments and scale kernels, if a tensor has at most MAX_CHUNKS such chunks
 CHUNK: Final = 2**15
