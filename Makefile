@@ -11,7 +11,8 @@ JOBS ?= auto
 INTERPRETED = tests/ops/test_library.py tests/test_laws.py tests/inputs/test_inputs.py tests/test_numerics.py tests/ops/test_packing.py \
               tests/ops/test_host_path.py tests/control/test_clip.py tests/control/test_check_finite.py tests/control/test_grad_scaler.py tests/recorder/test_recorder.py \
               tests/columns/test_roots.py tests/kernels/test_compiled_kernels.py
-# of these, the ones that run on compiled kernels too, which support/ptx.py executes for each of these GPUs
+# of these, the ones that run on compiled kernels too, which support/ptx.py executes for each of these GPUs.
+# sm_89 has few fp64 units, and another main loop
 DEEP = $(filter deep,$(HYPOTHESIS_PROFILE))
 EXECUTED = $(if $(DEEP),$(filter-out tests/kernels/%,$(INTERPRETED)),tests/ops/test_library.py tests/test_laws.py tests/test_numerics.py)
 GPU_TARGETS = $(if $(DEEP),sm_80 sm_89 sm_90 sm_100,sm_90)
@@ -67,6 +68,7 @@ run-ranks:
 
 run-interpreted:
 	$(if $(wildcard $(INTERPRETED)),TRITON_INTERPRET=1 $(PYTEST) $(wildcard $(INTERPRETED)))
+	$(if $(DEEP),TRITON_INTERPRET=1 GPU_TARGET=sm_89 $(PYTEST) tests/test_numerics.py)
 
 run-executed:
 	$(foreach target,$(GPU_TARGETS),GPU_TARGET=$(target) $(PYTEST) $(EXECUTED) &&) \

@@ -54,7 +54,12 @@ chosen_target = pytest.mark.parametrize(
     "target", [pytest.param(name, marks=() if name == "sm_90" else pytest.mark.deep) for name in TARGETS]
 )
 FP64, FP32, BF16, FP16 = DTYPES
-CHOSEN = {"sm_80": (FP64, BF16), "sm_89": (FP32, FP16), "sm_90": DTYPES, "sm_100": (FP32, BF16)}
+CHOSEN = {
+    "sm_80": (FP64, BF16),
+    "sm_89": (FP32,) if INTERPRETED else (FP32, FP16),
+    "sm_90": DTYPES,
+    "sm_100": (FP32, BF16),
+}
 each_pair = pytest.mark.parametrize(
     ("target", "dtype"),
     [
