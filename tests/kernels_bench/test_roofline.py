@@ -98,7 +98,7 @@ def test_a_bound_follows_for_each_gpu_of_a_target():
 
 
 def test_a_gpu_without_fp64_units_is_said_to_be_bound_by_them():
-    (row,) = report.bound_rows([ROW | {"target": "sm_89", "dtype": "bfloat16"}])
+    row, _ = report.bound_rows([ROW | {"target": "sm_89", "dtype": "bfloat16"}])
     assert (row["gpu"], row["bound"]) == ("RTX 4090", "fp64")
     assert "| fp64 |" in tables.pipe_table(tables.BOUND_HEAD, tables.bound_table([row]))
 
