@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from support import oracle
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from torch import Tensor
 
 pytest.importorskip("triton")
@@ -316,6 +317,35 @@ def test_scaling_has_the_same_bits_as_in_eager(target, dtype):
             if launches:
                 # a coefficient of 1 is the usual one: nothing is read
                 assert ((launches[0].reads(x) > 0) == (factor != 1.0)).all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="observes the blocks of compiled kernels")
+def test_scaling_begins_with_what_was_measured_last():
+    from support import ptx
+
+    # chunks of 64 to 256 KiB, of two dtypes
+    tensors = [torch.ones(n, dtype=dtype) for n in (40, 2 * tuning.CHUNK, 9) for dtype in DTYPES[1:3]]
+    spans = [(*ptx.span_of(x), x.itemsize * tuning.CHUNK) for x in tensors]
+    pieces: dict[tuple[int, int], None] = {}
+    load_global = ptx.Block.load_global
+
+    def noted(block: ptx.Block, address: np.ndarray, *args: Any) -> list[np.ndarray]:
+        found = int(address[0])
+        pieces.update({(i, (found - a) // size): None for i, (a, b, size) in enumerate(spans) if a <= found < b})
+        return load_global(block, address, *args)
+
+    orders = []
+    half = torch.tensor(0.5, dtype=torch.float64)
+    with kernels("sm_90"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ptx.Block, "load_global", noted)
+        for call in (tensor_stats, lambda x: library.scale_(x, half, library.writable(x))):
+            pieces.clear()
+            call(tensors)
+            orders.append(list(pieces))
+    measured, scaled = orders
+    assert len(measured) == 8
+    assert scaled == measured[::-1]
+    assert all((x == 0.5).all() for x in tensors)
 
 
 # how many instructions are executed

@@ -3,6 +3,8 @@
 fp64 elements become ``x_i * c`` in fp64. fp32, bf16 and fp16 elements become ``(x_i * high) * low``,
 computed in fp32 and rounded to their format once. ``high * low = c``, and low is 1 unless c is below the
 normal numbers of fp32. Reads and writes each element once; with c = 1 it touches none.
+
+The chunks are processed in reverse order: those that the moments kernel has read last may still be in L2.
 """
 
 import torch
@@ -42,12 +44,12 @@ def _scaled(x, factor, high, low):
     return y
 
 
-@triton.jit(do_not_specialize=["first_chunk", "num_tensors"])
+@triton.jit(do_not_specialize=["last_chunk", "num_tensors"])
 def _scale_kernel(
     pointers_ptr,  # (T,) int64
     table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
     factor_ptr,  # () float64
-    first_chunk: tl.int32,
+    last_chunk: tl.int32,
     num_tensors: tl.int32,
     DTYPE: tl.constexpr,
     ITEMSIZE: tl.constexpr,
@@ -60,7 +62,7 @@ def _scale_kernel(
         below = factor < _TINY
         high = tl.where(below, factor * _LIFT, factor).to(tl.float32)
         low = tl.where(below, _TINY, 1.0).to(tl.float32)
-        chunk = first_chunk + tl.program_id(0)
+        chunk = last_chunk - tl.program_id(0)
         address, n = locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE)
         lanes = tl.arange(0, TILE)
 
@@ -111,7 +113,7 @@ def scale(
         pointers,
         table,
         factor,
-        first_chunk,
+        first_chunk + num_chunks - 1,
         num_tensors,
         DTYPE=_READ_AS[dtype],
         ITEMSIZE=dtype.itemsize,

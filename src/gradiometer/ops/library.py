@@ -336,7 +336,8 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: packing.LaunchPlan) 
         tuning = kernels.tuning
         keep = not _in_function_mode()
         packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=keep)
-        for group in packed.chunk_map.groups:
+        # in reverse, as the kernel does with the chunks of a group
+        for group in reversed(packed.chunk_map.groups):
             kernels.scale(
                 packed.pointers,
                 packed.table,
