@@ -331,7 +331,9 @@ def test_scaling_begins_with_what_was_measured_last():
 
     def noted(block: ptx.Block, address: np.ndarray, *args: Any) -> list[np.ndarray]:
         found = int(address[0])
-        pieces.update({(i, (found - a) // size): None for i, (a, b, size) in enumerate(spans) if a <= found < b})
+        pieces.update(
+            {(i, (found - a) // size): None for i, (a, b, size) in enumerate(spans) if a <= found < b}
+        )
         return load_global(block, address, *args)
 
     orders = []
