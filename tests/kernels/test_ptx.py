@@ -28,7 +28,7 @@ if INTERPRETED or os.name != "posix" or os.uname().machine != "x86_64":
     pytest.skip("the executor needs compiled kernels, and 47-bit addresses", allow_module_level=True)
 
 from support import ptx
-from support.fma import fma
+from support.arithmetic import fma
 from support.kernel_cases import SPECIAL, each_level, in_eager, integers, kernels, same_bits, tensor_stats
 from support.ptx import Invalid
 
@@ -97,6 +97,10 @@ def test_fma_rounds_once(a, b, c):
     assert fma(*(np.array([x]) for x in (a, b, c))) == expected
 
 
+def _bf16(x: np.ndarray) -> np.ndarray:
+    return (x.view("u2").astype("u4") << 16).view("f4")
+
+
 def _bytes(x: np.ndarray) -> np.ndarray:
     # bytes 2, 0, 1 of x, and the lowest of the thread's number
     tid = np.arange(64, dtype=np.uint32)
@@ -118,6 +122,12 @@ def _bytes(x: np.ndarray) -> np.ndarray:
         ("max.f32 %r2, %r1, 0f00000000;", "f4", lambda x: np.where(x > 0, x, 0)),
         ("max.f32 %r2, %r1, 0f7FC00000;", "f4", lambda x: x),
         ("abs.f32 %r2, %r1;", "f4", np.abs),
+        ("max.f16x2 %r2, %r1, 0;", "u4", lambda x: np.fmax(x.view("f2"), np.float16(0)).view("u4")),
+        (
+            "max.bf16x2 %r2, %r1, 0;",
+            "u4",
+            lambda x: (np.fmax(_bf16(x), 0).view("u4") >> 16).astype("u2").view("u4"),
+        ),
         ("sqrt.rn.f64 %rd3, %rd2;", "f8", np.sqrt),
         ("setp.lt.f32 %p1, %r1, 0f3F800000; selp.b32 %r2, 1, 0, %p1;", "f4", lambda x: (x < 1) * 1.4e-45),
         ("setp.equ.f32 %p1, %r1, %r1; selp.b32 %r2, 1, 0, %p1;", "f4", lambda x: np.full(x.shape, 1.4e-45)),

@@ -15,7 +15,7 @@ def round_fma_once() -> None:
     """Make the interpreter's fused multiply-add round once."""
     from triton.runtime import interpreter
 
-    from support.fma import fma
+    from support.arithmetic import fma
 
     def create_fma(_: Any, x: Any, y: Any, z: Any) -> Any:
         return interpreter.TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)

@@ -31,7 +31,8 @@ from triton.runtime.jit import JITFunction
 
 from gradiometer.ops import library, packing
 from kernels_bench.machine_code.compile import Launch, launching_for
-from support.fma import fma  # noqa: F401 translated kernels call it
+from support import arithmetic
+from support.arithmetic import Invalid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -57,69 +58,6 @@ _space = np.frombuffer((ctypes.c_uint8 * ((1 << 47) - _START)).from_address(_STA
 _memory = {size: _space[: len(_space) // size * size].view(bits) for size, bits in _BITS.items()}
 
 
-class Invalid(Exception):  # noqa: N818 the kernel is wrong, not the program that executes it
-    """The kernel did something that a GPU forbids or leaves undefined."""
-
-
-# arithmetic
-
-
-def maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    # a number rather than NaN, and +0 rather than -0
-    return np.where((a == 0) & (b == 0), a + b, np.fmax(a, b))
-
-
-def remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    if (b == 0).any():
-        msg = "division by zero"
-        raise Invalid(msg)
-    return np.fmod(a, b)
-
-
-def to_int64(x: np.ndarray) -> np.ndarray:
-    if not (np.abs(x) < 2.0**63).all():
-        msg = f"{x} does not fit into 64 bits"
-        raise Invalid(msg)
-    return x.astype(np.int64)
-
-
-def shift(operation: Callable[..., np.ndarray], x: np.ndarray, by: np.ndarray) -> np.ndarray:
-    # by the width or more, NumPy returns 0 or the sign, as PTX does
-    return operation(x, by.astype(x.dtype))
-
-
-def bit_field(x: np.ndarray, first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    return shift(np.right_shift, x, first) & (shift(np.left_shift, np.ones_like(x), length) - x.dtype.type(1))
-
-
-def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """Return four of the eight bytes of b and a, which four hexadecimal digits select."""
-    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    result = np.zeros_like(both)
-    for digit in (0, 4, 8, 12):
-        byte = selector.astype(np.uint64) >> np.uint64(digit) & np.uint64(15)
-        if (byte > 7).any():
-            msg = "prmt repeats a sign"
-            raise KeyError(msg)
-        result |= (both >> byte * np.uint64(8) & np.uint64(255)) << np.uint64(2 * digit)
-    return result.astype(np.uint32)
-
-
-def pairs(x: np.ndarray) -> np.ndarray:
-    """Return the two fp32 numbers of each register, ``(threads, 2)``."""
-    return x.view(np.float32).reshape(-1, 2)
-
-
-def half_pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    a, b = (x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (high, low))
-    return a << np.uint32(16) | b
-
-
-def bfloat(x: np.ndarray) -> np.ndarray:
-    """Return the fp32 values of bf16 bits."""
-    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
 # by spelling and number of operands: the types of the result and of the operands, and an expression
 OPERATIONS: dict[str, tuple[str, str, str]] = {}
 
@@ -136,18 +74,27 @@ def _define(names: str, types: str, operands: str, expression: str, result: str 
 
 for _name, _symbol in {"add": "+", "sub": "-", "mul": "*"}.items():
     _define(f"{_name}.rn", "f32 f64", "T T", f"{{}} {_symbol} {{}}")
-    _define(f"{_name}.rn", "f32x2", "b64 b64", f"(pairs({{}}) {_symbol} pairs({{}})).reshape(-1)", "b64")
+    _define(
+        f"{_name}.rn", "f32x2", "b64 b64", f"(pairs({{}}, f32) {_symbol} pairs({{}}, f32)).reshape(-1)", "b64"
+    )
     _define(_name if _name != "mul" else "mul.lo", "s32 s64", "T T", f"{{}} {_symbol} {{}}")
 _define("div.rn", "f64", "T T", "{} / {}")
 _define("fma.rn", "f32 f64", "T T T", "fma({}, {}, {})")
 _define("sqrt.rn", "f64", "T", "np.sqrt({})")
 _define("abs", "f32 f64", "T", "np.abs({})")
 _define("abs", "f16x2 bf16x2", "b32", "{} & np.uint32(0x7fff7fff)", "b32")
+_define("abs", "f16 bf16", "b16", "{} & np.uint16(0x7fff)", "b16")
 _define("max", "f32 f64", "T T", "maximum({}, {})")
 _define("max", "f32", "T T T", "maximum(maximum({}, {}), {})")
 _define("max", "s32 s64", "T T", "np.maximum({}, {})")
 _define("min", "s32 s64", "T T", "np.minimum({}, {})")
-_define("neg", "s32 s64", "T", "-{}")
+_define("max", "f16", "T T", "maximum({}, {})")
+_define("max", "bf16", "T T", "to_bfloat(maximum(bfloat({}), bfloat({})))")
+_define("max", "f16x2", "b32 b32", "maximum(pairs({}, f16), pairs({}, f16)).reshape(-1)", "b32")
+_define(
+    "max", "bf16x2", "b32 b32", "to_bfloat(maximum(bfloat(pairs({}, b16)), bfloat(pairs({}, b16))))", "b32"
+)
+_define("neg", "s32 s64 f32", "T", "-{}")
 _define("mad.lo", "s32 s64", "T T T", "{} * {} + {}")
 _define("mul.wide", "s32 u32", "T T", "{}.astype(W) * {}", "W")
 _define("mad.wide", "s32 u32", "T T W", "{}.astype(W) * {} + {}", "W")
@@ -580,7 +527,7 @@ def _first(pattern: str, text: str) -> str:
 
 def _access(name: str, registers: str) -> tuple[str, str, list[str]]:
     """Return the state space, the type and the registers of a load or store."""
-    _, space, *vector, kind = name.split(".")
+    _, space, *vector, kind = name.replace("shared::cta", "shared").split(".")
     found = _members(registers)
     if space not in {"global", "shared"} or vector != [f"v{len(found)}"] * (len(found) > 1):
         raise KeyError(name)
@@ -604,7 +551,7 @@ def _constant(text: str, dtype: np.dtype) -> np.ndarray:
 def translate(ptx: str, shared: int) -> Program:
     """Translate the PTX of a kernel that uses this many bytes of shared memory."""
     translation = _Translation(ptx)
-    names = globals() | TYPES | translation.constants
+    names = vars(arithmetic) | globals() | TYPES | translation.constants
     names |= {"zero": np.zeros(1, np.uint32), "counts": translation.counts}
     names |= {f"poison{size}": np.frombuffer(_POISON * size, bits) for size, bits in _BITS.items()}
     exec(compile("\n".join(translation.lines), f"<{translation.name}>", "exec"), names)  # noqa: S102
