@@ -283,15 +283,19 @@ def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype
 # the scale kernel
 
 
-@cache
-def scale_code(target: str, dtype: torch.dtype) -> Code:
+def scale_launch(dtype: torch.dtype, target: str) -> Launch:
     x = torch.zeros(9, dtype=dtype)
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
     packing.clear()
     with recorded_launches() as launches, hip, mock.patch.object(library, "uses_kernels", return_value=True):
         library.tensor_stats([x], Thresholds())
         library.scale_([x], torch.ones((), dtype=torch.float64), library.writable([x]))
-    return launches[-1].compile(target)
+    return launches[-1]
+
+
+@cache
+def scale_code(target: str, dtype: torch.dtype) -> Code:
+    return scale_launch(dtype, target).compile(target)
 
 
 @few_pairs
@@ -370,6 +374,14 @@ def test_there_is_one_launch_a_dtype_and_one_more():
         "_moments_kernel",
         "_finalize_kernel",
     ]
+
+
+def test_a_launch_compares_no_global_of_its_kernel():
+    # Triton compares them at every launch with the values that were compiled, for 2 us each on the host
+    for launch in [*record_launches(torch.float32, "sm_90"), scale_launch(torch.float32, "sm_90")]:
+        kernel = launch.kernel
+        assert kernel.cache_key
+        assert [name for name, of in kernel.used_global_vals if of == id(kernel.fn.__globals__)] == []
 
 
 @every_target

@@ -15,18 +15,17 @@ from gradiometer.kernels.primitives import is_due
 
 __all__ = ["append"]
 
-_STEP = tl.constexpr(int(Cursor.STEP))
-_COUNT = tl.constexpr(int(Cursor.COUNT))
-_SKIP_NONFINITE = tl.constexpr(int(Cursor.SKIP_NONFINITE))
-_SKIP_ABOVE = tl.constexpr(int(Cursor.SKIP_ABOVE))
-_SKIP = tl.constexpr(int(Cursor.SKIP))
-_HEADER_STEP = tl.constexpr(HEADER_STEP)
-_HEADER_SKIPPED = tl.constexpr(HEADER_SKIPPED)
-_SUMSQ = tl.constexpr(COLUMN_INDEX["sumsq"])
-_NAN = tl.constexpr(COLUMN_INDEX["n_nan"])
-_POSINF = tl.constexpr(COLUMN_INDEX["n_posinf"])
-_NEGINF = tl.constexpr(COLUMN_INDEX["n_neginf"])
-_NUMEL = tl.constexpr(COLUMN_INDEX["numel"])
+# defaults of arguments, see finalize.py
+_STEP = int(Cursor.STEP)
+_COUNT = int(Cursor.COUNT)
+_SKIP_NONFINITE = int(Cursor.SKIP_NONFINITE)
+_SKIP_ABOVE = int(Cursor.SKIP_ABOVE)
+_SKIP = int(Cursor.SKIP)
+_SUMSQ = COLUMN_INDEX["sumsq"]
+_NAN = COLUMN_INDEX["n_nan"]
+_POSINF = COLUMN_INDEX["n_posinf"]
+_NEGINF = COLUMN_INDEX["n_neginf"]
+_NUMEL = COLUMN_INDEX["numel"]
 
 # rows per program
 _ROWS = 64
@@ -43,9 +42,20 @@ def _open_kernel(
     slot_size: tl.int64,  # (R + 1) * (C + 1)
     NUM_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
+    STEP: tl.constexpr = _STEP,
+    COUNT: tl.constexpr = _COUNT,
+    SKIP_NONFINITE: tl.constexpr = _SKIP_NONFINITE,
+    SKIP_ABOVE: tl.constexpr = _SKIP_ABOVE,
+    SKIP: tl.constexpr = _SKIP,
+    HEADER_STEP: tl.constexpr = HEADER_STEP,
+    HEADER_SKIPPED: tl.constexpr = HEADER_SKIPPED,
+    SUMSQ: tl.constexpr = _SUMSQ,
+    NAN: tl.constexpr = _NAN,
+    POSINF: tl.constexpr = _POSINF,
+    NEGINF: tl.constexpr = _NEGINF,
 ):
     found = tl.zeros((), tl.int1)
-    skip = tl.load(cursor_ptr + _SKIP)
+    skip = tl.load(cursor_ptr + SKIP)
     if grads > 0:
         offs = tl.arange(0, TILE)
         sumsq = tl.zeros((TILE,), tl.float64)
@@ -53,29 +63,29 @@ def _open_kernel(
         for i in range(0, grads, TILE):
             mask = offs < grads - i
             row = columns_ptr + (i + offs).to(tl.int64) * NUM_COLUMNS
-            sumsq += tl.load(row + _SUMSQ, mask=mask, other=0.0)
-            nonfinite += tl.load(row + _NAN, mask=mask, other=0.0)
-            nonfinite += tl.load(row + _POSINF, mask=mask, other=0.0)
-            nonfinite += tl.load(row + _NEGINF, mask=mask, other=0.0)
-        above = tl.sqrt(tl.sum(sumsq)) > tl.load(cursor_ptr + _SKIP_ABOVE)
+            sumsq += tl.load(row + SUMSQ, mask=mask, other=0.0)
+            nonfinite += tl.load(row + NAN, mask=mask, other=0.0)
+            nonfinite += tl.load(row + POSINF, mask=mask, other=0.0)
+            nonfinite += tl.load(row + NEGINF, mask=mask, other=0.0)
+        above = tl.sqrt(tl.sum(sumsq)) > tl.load(cursor_ptr + SKIP_ABOVE)
         has_nonfinite = tl.sum(nonfinite) > 0
         found = has_nonfinite | above
-        skip = ((has_nonfinite & (tl.load(cursor_ptr + _SKIP_NONFINITE) > 0)) | above).to(tl.float64)
-        tl.store(cursor_ptr + _SKIP, skip)
+        skip = ((has_nonfinite & (tl.load(cursor_ptr + SKIP_NONFINITE) > 0)) | above).to(tl.float64)
+        tl.store(cursor_ptr + SKIP, skip)
 
-    step = tl.load(cursor_ptr + _STEP)
-    count = tl.load(cursor_ptr + _COUNT).to(tl.int64)
+    step = tl.load(cursor_ptr + STEP)
+    count = tl.load(cursor_ptr + COUNT).to(tl.int64)
     # in an empty ring this is the last slot, which holds no step
     last = (count + capacity - 1) % capacity
-    is_open = tl.load(ring_ptr + last * slot_size + _HEADER_STEP) == step
+    is_open = tl.load(ring_ptr + last * slot_size + HEADER_STEP) == step
     slot = tl.where(is_open, last, count % capacity)
     # grads is -1 in a gated recorder, whose rows are garbage in a step that is not due
     if (is_open & (grads >= 0)) | found | is_due(cursor_ptr):
         header = ring_ptr + slot * slot_size
-        skipped = tl.load(header + _HEADER_SKIPPED)
-        tl.store(header + _HEADER_STEP, step)
-        tl.store(header + _HEADER_SKIPPED, tl.where(is_open, tl.maximum(skipped, skip), skip))
-        tl.store(cursor_ptr + _COUNT, (count + (is_open == 0).to(tl.int64)).to(tl.float64))
+        skipped = tl.load(header + HEADER_SKIPPED)
+        tl.store(header + HEADER_STEP, step)
+        tl.store(header + HEADER_SKIPPED, tl.where(is_open, tl.maximum(skipped, skip), skip))
+        tl.store(cursor_ptr + COUNT, (count + (is_open == 0).to(tl.int64)).to(tl.float64))
         tl.store(plan_ptr, slot)
     else:
         tl.store(plan_ptr, slot * 0 - 1)
@@ -92,12 +102,13 @@ def _write_kernel(
     NUM_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,  # a power of two, C + 1 or more
+    NUMEL: tl.constexpr = _NUMEL,
 ):
     slot = tl.load(plan_ptr)
     if slot >= 0:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = row < num_rows
-        measured = tl.load(columns_ptr + row * NUM_COLUMNS + _NUMEL, mask=there, other=0.0) > 0
+        measured = tl.load(columns_ptr + row * NUM_COLUMNS + NUMEL, mask=there, other=0.0) > 0
         written = there & (measured | (tl.load(plan_ptr + 1) == 0))
         column = tl.arange(0, WIDTH)
         out = ring_ptr + (slot * (num_rows + 1) + 1) * (NUM_COLUMNS + 1) + row * (NUM_COLUMNS + 1)

@@ -16,31 +16,34 @@ from gradiometer.kernels.moments import PARTIALS
 
 __all__ = ["finalize"]
 
+# These are defaults of arguments and not global constants: at every launch Triton compares each of those that
+# a kernel uses with the value that was compiled, which takes the host 2 us.
+
 # indices in moments.PARTIALS; the first four are read as one tile
-_SUMSQ = tl.constexpr(PARTIALS.index("sumsq"))
-_ZEROS = tl.constexpr(PARTIALS.index("n_zero"))
-_TOP = tl.constexpr(PARTIALS.index("abs_max"))
-_NONFINITE = tl.constexpr(PARTIALS.index("n_nonfinite"))
-_NAN = tl.constexpr(PARTIALS.index("n_nan"))
-_POSINF = tl.constexpr(PARTIALS.index("n_posinf"))
+_SUMSQ = PARTIALS.index("sumsq")
+_ZEROS = PARTIALS.index("n_zero")
+_TOP = PARTIALS.index("abs_max")
+_NONFINITE = PARTIALS.index("n_nonfinite")
+_NAN = PARTIALS.index("n_nan")
+_POSINF = PARTIALS.index("n_posinf")
 
 # indices in schema.COLUMNS; sumsq, sum and n_zero have the same order there as in PARTIALS
-_NUMEL = tl.constexpr(COLUMN_INDEX["numel"])
-_FIRST_SUM = tl.constexpr(COLUMN_INDEX["sumsq"])
-_NAN_COLUMN = tl.constexpr(COLUMN_INDEX["n_nan"])
-_POSINF_COLUMN = tl.constexpr(COLUMN_INDEX["n_posinf"])
-_NEGINF_COLUMN = tl.constexpr(COLUMN_INDEX["n_neginf"])
-_TOP_COLUMN = tl.constexpr(COLUMN_INDEX["abs_max"])
+_NUMEL = COLUMN_INDEX["numel"]
+_FIRST_SUM = COLUMN_INDEX["sumsq"]
+_NAN_COLUMN = COLUMN_INDEX["n_nan"]
+_POSINF_COLUMN = COLUMN_INDEX["n_posinf"]
+_NEGINF_COLUMN = COLUMN_INDEX["n_neginf"]
+_TOP_COLUMN = COLUMN_INDEX["abs_max"]
 
 # rows of packing.ChunkMap's table, whose first row is numel
-_FIRST_CHUNK = tl.constexpr(2)
-_NUM_CHUNKS = tl.constexpr(3)
+_FIRST_CHUNK = 2
+_NUM_CHUNKS = 3
 
-_NAN_FLAG = tl.constexpr(int(Flag.NAN))
-_INF_FLAG = tl.constexpr(int(Flag.INF))
-_VANISHING = tl.constexpr(int(Flag.VANISHING))
-_EXPLODING = tl.constexpr(int(Flag.EXPLODING))
-_DEAD = tl.constexpr(int(Flag.DEAD))
+_NAN_FLAG = int(Flag.NAN)
+_INF_FLAG = int(Flag.INF)
+_VANISHING = int(Flag.VANISHING)
+_EXPLODING = int(Flag.EXPLODING)
+_DEAD = int(Flag.DEAD)
 
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks", "vanishing", "exploding", "dead"])
@@ -58,11 +61,30 @@ def _finalize_kernel(
     HAS_INV_SCALE: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
+    SUMSQ: tl.constexpr = _SUMSQ,
+    ZEROS: tl.constexpr = _ZEROS,
+    TOP: tl.constexpr = _TOP,
+    NONFINITE: tl.constexpr = _NONFINITE,
+    NAN: tl.constexpr = _NAN,
+    POSINF: tl.constexpr = _POSINF,
+    NUMEL: tl.constexpr = _NUMEL,
+    FIRST_SUM: tl.constexpr = _FIRST_SUM,
+    NAN_COLUMN: tl.constexpr = _NAN_COLUMN,
+    POSINF_COLUMN: tl.constexpr = _POSINF_COLUMN,
+    NEGINF_COLUMN: tl.constexpr = _NEGINF_COLUMN,
+    TOP_COLUMN: tl.constexpr = _TOP_COLUMN,
+    FIRST_CHUNK: tl.constexpr = _FIRST_CHUNK,
+    NUM_CHUNKS: tl.constexpr = _NUM_CHUNKS,
+    NAN_FLAG: tl.constexpr = _NAN_FLAG,
+    INF_FLAG: tl.constexpr = _INF_FLAG,
+    VANISHING: tl.constexpr = _VANISHING,
+    EXPLODING: tl.constexpr = _EXPLODING,
+    DEAD: tl.constexpr = _DEAD,
 ):
     row = tl.program_id(0).to(tl.int64)
     numel = tl.load(table_ptr + row)
-    first = tl.load(table_ptr + _FIRST_CHUNK * num_tensors + row)
-    count = tl.load(table_ptr + _NUM_CHUNKS * num_tensors + row).to(tl.int32)
+    first = tl.load(table_ptr + FIRST_CHUNK * num_tensors + row)
+    count = tl.load(table_ptr + NUM_CHUNKS * num_tensors + row).to(tl.int32)
     stride = num_chunks.to(tl.int64)
 
     # read the first four of PARTIALS as rows of one tile, so that all its loads are in flight together
@@ -74,9 +96,9 @@ def _finalize_kernel(
     for i in range(0, count, TILE):
         mask = offs < count - i
         x = tl.load(rows + i, mask=mask[None, :], other=0.0)
-        sums = tl.where(part[:, None] == _TOP, tl.maximum(sums, x), sums + x)
-        nonfinite += tl.load(partials_ptr + first + _NONFINITE * stride + (i + offs), mask=mask, other=0.0)
-    values = tl.where(part == _TOP, tl.max(sums, 1), tl.sum(sums, 1))
+        sums = tl.where(part[:, None] == TOP, tl.maximum(sums, x), sums + x)
+        nonfinite += tl.load(partials_ptr + first + NONFINITE * stride + (i + offs), mask=mask, other=0.0)
+    values = tl.where(part == TOP, tl.max(sums, 1), tl.sum(sums, 1))
     row_nonfinite = tl.sum(nonfinite)
 
     nan = tl.zeros((TILE,), tl.float64)
@@ -84,40 +106,40 @@ def _finalize_kernel(
     if row_nonfinite > 0:
         for i in range(0, count, TILE):
             mask = offs < count - i
-            nan += tl.load(partials_ptr + first + _NAN * stride + (i + offs), mask=mask, other=0.0)
-            posinf += tl.load(partials_ptr + first + _POSINF * stride + (i + offs), mask=mask, other=0.0)
+            nan += tl.load(partials_ptr + first + NAN * stride + (i + offs), mask=mask, other=0.0)
+            posinf += tl.load(partials_ptr + first + POSINF * stride + (i + offs), mask=mask, other=0.0)
     row_nan = tl.sum(nan)
     row_posinf = tl.sum(posinf)
 
     if HAS_INV_SCALE:
         scale = tl.load(inv_scale_ptr).to(tl.float64)
-        values = tl.where(part == _ZEROS, values, values * tl.where(part == _TOP, tl.abs(scale), scale))
-        values = tl.where(part == _SUMSQ, values * scale, values)
+        values = tl.where(part == ZEROS, values, values * tl.where(part == TOP, tl.abs(scale), scale))
+        values = tl.where(part == SUMSQ, values * scale, values)
 
     out = columns_ptr + row * NUM_COLUMNS
     row_numel = numel.to(tl.float64)
-    tl.store(out + _NUMEL, row_numel)
-    tl.store(out + tl.where(part == _TOP, _TOP_COLUMN, _FIRST_SUM + part), values)
-    tl.store(out + _NAN_COLUMN, row_nan)
-    tl.store(out + _POSINF_COLUMN, row_posinf)
-    tl.store(out + _NEGINF_COLUMN, row_nonfinite - row_nan - row_posinf)
+    tl.store(out + NUMEL, row_numel)
+    tl.store(out + tl.where(part == TOP, TOP_COLUMN, FIRST_SUM + part), values)
+    tl.store(out + NAN_COLUMN, row_nan)
+    tl.store(out + POSINF_COLUMN, row_posinf)
+    tl.store(out + NEGINF_COLUMN, row_nonfinite - row_nan - row_posinf)
 
     vanishing = vanishing.to(tl.int64).to(tl.float64, bitcast=True)
     exploding = exploding.to(tl.int64).to(tl.float64, bitcast=True)
     dead = dead.to(tl.int64).to(tl.float64, bitcast=True)
     # the same comparisons as in derived.compute_flags
-    norm = tl.sqrt(tl.sum(tl.where(part == _SUMSQ, values, 0.0)))
-    row_zeros = tl.sum(tl.where(part == _ZEROS, values, 0.0))
+    norm = tl.sqrt(tl.sum(tl.where(part == SUMSQ, values, 0.0)))
+    row_zeros = tl.sum(tl.where(part == ZEROS, values, 0.0))
     has_nan = row_nan > 0
     has_inf = row_nonfinite > row_nan
     finite = row_nonfinite == 0
     exploding_norm = (finite & (norm <= exploding)) == 0
     dead_share = row_zeros / tl.maximum(row_numel, 1.0) >= dead
-    flags = has_nan.to(tl.int32) * _NAN_FLAG
-    flags += has_inf.to(tl.int32) * _INF_FLAG
-    flags += (finite & (norm < vanishing)).to(tl.int32) * _VANISHING
-    flags += exploding_norm.to(tl.int32) * _EXPLODING
-    flags += dead_share.to(tl.int32) * _DEAD
+    flags = has_nan.to(tl.int32) * NAN_FLAG
+    flags += has_inf.to(tl.int32) * INF_FLAG
+    flags += (finite & (norm < vanishing)).to(tl.int32) * VANISHING
+    flags += exploding_norm.to(tl.int32) * EXPLODING
+    flags += dead_share.to(tl.int32) * DEAD
     tl.store(flags_ptr + row, flags * (numel > 0).to(tl.int32))
 
 

@@ -24,8 +24,8 @@ _READ_AS = {
 }
 
 # the smallest normal fp32 number, and the factor that lifts smaller ones into the normal range
-_TINY = tl.constexpr(2.0**-126)
-_LIFT = tl.constexpr(2.0**126)
+_TINY = 2.0**-126
+_LIFT = 2.0**126
 
 
 @triton.jit
@@ -54,14 +54,16 @@ def _scale_kernel(
     DTYPE: tl.constexpr,
     ITEMSIZE: tl.constexpr,
     TILE: tl.constexpr,
+    TINY: tl.constexpr = _TINY,
+    LIFT: tl.constexpr = _LIFT,
 ):
     factor = tl.load(factor_ptr)
     # most training steps are not clipped
     if factor != 1.0:
         # gradiometer.control.scale splits the factor in the same way
-        below = factor < _TINY
-        high = tl.where(below, factor * _LIFT, factor).to(tl.float32)
-        low = tl.where(below, _TINY, 1.0).to(tl.float32)
+        below = factor < TINY
+        high = tl.where(below, factor * LIFT, factor).to(tl.float32)
+        low = tl.where(below, TINY, 1.0).to(tl.float32)
         chunk = last_chunk - tl.program_id(0)
         address, n = locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE)
         lanes = tl.arange(0, TILE)
