@@ -124,7 +124,7 @@ def _moments_kernel(
     if COMPENSATED:
         totals = narrow, narrow, narrow, narrow, narrow, narrow, narrow, narrow
     else:
-        totals = narrow, tl.zeros((LANES,), tl.float32), wide, wide
+        totals = narrow, tl.zeros((LANES,), tl.float32), wide, wide  # type: ignore[assignment]
 
     # a view may begin anywhere: its first elements, up to a 16-byte boundary, are read separately
     head = (-address & 15).to(tl.int32) // ITEMSIZE
