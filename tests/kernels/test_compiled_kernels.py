@@ -56,10 +56,10 @@ chosen_target = pytest.mark.parametrize(
 )
 FP64, FP32, BF16, FP16 = DTYPES
 CHOSEN = {
-    "sm_80": (FP64, BF16),
-    "sm_89": (FP32,) if INTERPRETED else (FP32, FP16),
+    "sm_80": (FP64,),
+    "sm_89": (FP32,),
     "sm_90": DTYPES,
-    "sm_100": (FP32, BF16),
+    "sm_100": (BF16,),
 }
 each_pair = pytest.mark.parametrize(
     ("target", "dtype"),
@@ -197,7 +197,9 @@ def test_the_extremes_of_a_dtype_are_measured(target, dtype):
 
 
 @chosen_target
-@pytest.mark.parametrize("scale_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "scale_dtype", [FP64, *(pytest.param(dtype, marks=pytest.mark.deep) for dtype in DTYPES[1:])], ids=str
+)
 def test_an_inv_scale_multiplies_what_was_measured(target, scale_dtype):
     tensors = [integers(700 + 300 * i, DTYPES[i % 4], i) for i in range(5)]
     tensors[1][3], tensors[2][3] = math.nan, math.inf
@@ -252,8 +254,14 @@ CURSORS = {
 
 
 @chosen_target
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("case", CURSORS)
+@pytest.mark.parametrize(
+    ("case", "gated"),
+    [
+        pytest.param(case, gated, marks=() if (case == "every third") == gated else pytest.mark.deep)
+        for case in CURSORS
+        for gated in (False, True)
+    ],
+)
 def test_a_ring_has_the_same_bits_as_in_eager(target, case, gated):
     def fill(ring: Ring) -> None:
         for step in range(7):

@@ -259,7 +259,15 @@ def moments_and_flags() -> list[torch.Tensor]:
     return [*tensors, *each_level(torch.float32, -3.0), *each_level(torch.float32, math.nan)]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(
+            change, marks=() if change in {"no barrier", "no exchange", "no store"} else pytest.mark.deep
+        )
+        for change in CHANGES
+    ],
+)
 def test_a_changed_moments_kernel_is_noticed(change):
     tensors = moments_and_flags()
     columns, flags = in_eager(tensors)
