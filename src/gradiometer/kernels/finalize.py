@@ -17,7 +17,7 @@ from gradiometer.kernels.moments import PARTIALS
 __all__ = ["finalize"]
 
 # These are defaults of arguments and not global constants: at every launch Triton compares each of those that
-# a kernel uses with the value that was compiled, which takes the host 2 us.
+# a kernel uses with the value that was compiled, which takes the host time.
 
 # indices in moments.PARTIALS; the first four are read as one tile
 _SUMSQ = PARTIALS.index("sumsq")

@@ -26,7 +26,7 @@ __all__ = ["PARTIALS", "moments"]
 PARTIALS = ("sumsq", "sum", "n_zero", "abs_max", "n_nonfinite", "n_nan", "n_posinf")
 
 # the least mean square that a compensated sum holds to 2**-46
-_LEAST_SQUARE = tl.constexpr(2.0**-103)
+_LEAST_SQUARE = 2.0**-103
 
 _DTYPES = {
     torch.float64: tl.float64,
@@ -105,6 +105,8 @@ def _moments_kernel(
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
     COMPENSATED: tl.constexpr,
+    # not a global constant, see finalize.py
+    LEAST_SQUARE: tl.constexpr = _LEAST_SQUARE,
 ):
     if GATED:  # noqa: SIM102 the first is known at compile time, the second at run time
         if not is_due(gate_ptr):
@@ -162,7 +164,7 @@ def _moments_kernel(
     if COMPENSATED:
         chunk_sumsq, chunk_total = _joined(totals[2:5]), _joined(totals[5:8])
         # each square lost at most 2**-149, which matters only in a chunk of tiny elements
-        again = (chunk_sumsq < n.to(tl.float64) * _LEAST_SQUARE) & (chunk_top > 0)
+        again = (chunk_sumsq < n.to(tl.float64) * LEAST_SQUARE) & (chunk_top > 0)
         again = again | (is_finite(chunk_sumsq) == 0)
     else:
         chunk_sumsq, chunk_total = tl.sum(totals[2]), tl.sum(totals[3])
