@@ -14,7 +14,7 @@ INTERPRETED = tests/ops/test_library.py tests/test_laws.py tests/inputs/test_inp
 # of these, the ones that run on compiled kernels too, which support/ptx.py executes for each of these GPUs.
 # sm_89 has few fp64 units, and another main loop
 DEEP = $(filter deep,$(HYPOTHESIS_PROFILE))
-EXECUTED = $(if $(DEEP),$(filter-out tests/kernels/%,$(INTERPRETED)),tests/ops/test_library.py tests/test_laws.py tests/test_numerics.py)
+EXECUTED = $(if $(DEEP),$(filter-out tests/kernels/%,$(INTERPRETED)),tests/ops/test_library.py tests/test_laws.py)
 GPU_TARGETS = $(if $(DEEP),sm_80 sm_89 sm_90 sm_100,sm_90)
 
 # the parts of `make test`
@@ -66,8 +66,10 @@ run-ranks: JOBS := $(if $(filter auto,$(JOBS)),$(shell n=$$(nproc 2>/dev/null); 
 run-ranks:
 	$(PYTEST) --dist loadfile --no-loadscope-reorder $(LONGEST) $(RANKS)
 
+# by default without the laws, which run on compiled kernels
+run-interpreted: FILES = $(wildcard $(if $(DEEP),$(INTERPRETED),$(filter-out tests/test_laws.py,$(INTERPRETED))))
 run-interpreted:
-	$(if $(wildcard $(INTERPRETED)),TRITON_INTERPRET=1 $(PYTEST) $(wildcard $(INTERPRETED)))
+	$(if $(FILES),TRITON_INTERPRET=1 $(PYTEST) $(FILES))
 	$(if $(DEEP),TRITON_INTERPRET=1 GPU_TARGET=sm_89 $(PYTEST) tests/test_numerics.py)
 
 run-executed:
