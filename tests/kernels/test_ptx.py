@@ -292,7 +292,8 @@ def test_a_changed_moments_kernel_is_noticed(change):
 
     assert not is_noticed(None)
     assert sites
-    # each takes a second or two
-    chosen = sites if PROFILE == "deep" else sites[len(sites) // 2 :][:1]
+    # each takes a second or two; the tensors above do not reach every maximum and every comparison
+    every = PROFILE == "deep" and change not in {"no magnitude", "other comparison"}
+    chosen = sites if every else sites[len(sites) // 2 :][:1]
     missed = [site for site in chosen if not is_noticed(site)]
     assert [(site.start(), site[0]) for site in missed] == []
