@@ -1,11 +1,20 @@
-"""Import optional dependencies with an actionable error."""
+"""Optional dependencies: whether they are installed, and their import with an actionable error."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
-__all__ = ["require"]
+__all__ = ["is_installed", "require"]
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found; packages that contain it are imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # raised by an import hook or a half-loaded package
+        return False
 
 
 def require(module: str, extra: str, what: str) -> Any:

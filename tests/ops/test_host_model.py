@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS
-from gradiometer.ops import library, packing
+from gradiometer.ops import library, packing, warm_up
 
 pytest.importorskip("triton", reason="the kernels' path")
 
@@ -265,7 +265,7 @@ MUTANTS = {
         "False",
     ),
     "addresses are not compared": (packing, "_keep", "kept.addresses == addresses", "True"),
-    "tables are kept in a warm-up": (library, "_may_warm_up", "return True", "return False"),
+    "tables are kept in a warm-up": (warm_up, "is_possible", "return True", "return False"),
     "pinned memory is released later": (
         packing,
         "_copy",

@@ -30,7 +30,7 @@ from conftest import INTERPRETED
 from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.ops import guards as tensor_guards
-from gradiometer.ops import library, packing
+from gradiometer.ops import library, packing, warm_up
 from kernels_bench import host_path as bench
 from support.gradients import bit_patterns
 from support.strategies import lists
@@ -540,7 +540,7 @@ def graph_trees(request, monkeypatch):
         monkeypatch.setitem(sys.modules, GRAPH_TREES, ModuleType(GRAPH_TREES))
     if request.param == "not in this torch":
         monkeypatch.setitem(sys.modules, "torch._inductor", ModuleType("torch._inductor"))
-        monkeypatch.setattr(library, "_has_graph_trees", lambda: False)
+        monkeypatch.setattr(warm_up, "_has_graph_trees", lambda: False)
     return request.param
 
 
@@ -556,11 +556,11 @@ def test_calls_through_the_dispatcher_keep_tables_where_no_graph_can_be_warmed_u
 IMPORT = f"""
 import sys
 import torch._inductor.compile_fx
-from gradiometer.ops import library
+from gradiometer.ops import warm_up
 
 assert "{GRAPH_TREES}" not in sys.modules
-assert library._has_graph_trees()
-assert not library._may_warm_up()
+assert warm_up._has_graph_trees()
+assert not warm_up.is_possible()
 """
 
 

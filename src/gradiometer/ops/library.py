@@ -10,10 +10,8 @@ earlier result there; both change their arguments, so they stay in the graph. Th
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
-import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -21,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._autograd import _profiler_enabled
 
 from gradiometer.columns import NUM_COLUMNS, Thresholds
-from gradiometer.ops import eager_plan, packing, reference, ring
+from gradiometer.extras import is_installed
+from gradiometer.ops import eager_plan, packing, reference, ring, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,13 +43,6 @@ __all__ = [
 ]
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # raised by an import hook or a half-loaded package
-        return False
-
-
 _LIBRARY: Final = torch.library.Library("gradiometer", "DEF")
 _LIBRARY.define(
     "tensor_stats(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale=None)"
@@ -65,8 +56,7 @@ _LIBRARY.define("append_(Tensor columns, Tensor flags, int grads, Tensor(a!) ste
 
 # read as Triton reads it; if set, kernels run on CPU tensors, slowly, for tests
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
-_HAS_TRITON: Final = _is_installed("triton")
-_GRAPH_TREES: Final = "torch._inductor.cudagraph_trees"
+_HAS_TRITON: Final = is_installed("triton")
 _KERNEL_DEVICES: Final = {"cuda", "xpu"}
 INSTALL_COMPILER: Final = (
     "install a C compiler (on Debian and Ubuntu: apt-get install gcc libc6-dev), or set CC to the path of one"
@@ -144,7 +134,7 @@ def recognize(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
     # Dynamo folds this condition: its graph contains the op
     if torch.compiler.is_compiling():
         return None
-    return None if _profiler_enabled() or _in_function_mode() else writable(tensors)
+    return None if _profiler_enabled() or warm_up.in_function_mode() else writable(tensors)
 
 
 def writable(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
@@ -154,35 +144,6 @@ def writable(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
     with _without_grad():
         plan = packing.recognize(tensors)
     return plan if plan is not None and plan.direct else None
-
-
-def _in_function_mode() -> bool:
-    """Return whether a function mode is active, other than the one of ``torch.set_default_device``.
-
-    Inductor enters one that also sets a device while it warms up or records a CUDA graph.
-    """
-    count = _len_torch_function_stack()
-    if count == 1:
-        default = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
-        return _get_function_stack_at(0) is not getattr(default, "device_context", None)
-    return count > 0
-
-
-def _may_warm_up() -> bool:
-    """Return whether a call through the dispatcher may be part of the warm-up of a CUDA graph.
-
-    An op can't tell: nothing is captured yet, and the dispatcher hides function modes. But only Inductor's
-    graph trees allocate from a graph's pool in a warm-up, and their module is imported for the first of them.
-    """
-    if _GRAPH_TREES in sys.modules:
-        return True
-    # a version of torch without this module may have another one
-    return "torch._inductor" in sys.modules and not _has_graph_trees()
-
-
-@cache
-def _has_graph_trees() -> bool:
-    return _is_installed(_GRAPH_TREES)
 
 
 def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
@@ -253,7 +214,7 @@ def _run_kernels(
     from gradiometer import kernels  # noqa: PLC0415 triton is imported when a kernel is first needed
 
     tuning = kernels.tuning
-    keep = plan is not None or not _may_warm_up()
+    keep = plan is not None or not warm_up.is_possible()
     packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=keep)
     chunk_map = packed.chunk_map
     partials = torch.empty(
@@ -334,7 +295,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: packing.LaunchPlan) 
         from gradiometer import kernels  # noqa: PLC0415 as above
 
         tuning = kernels.tuning
-        keep = not _in_function_mode()
+        keep = not warm_up.in_function_mode()
         packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=keep)
         # in reverse, as the kernel does with the chunks of a group
         for group in reversed(packed.chunk_map.groups):
