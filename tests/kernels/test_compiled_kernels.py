@@ -196,6 +196,24 @@ def test_the_extremes_of_a_dtype_are_measured(target, dtype):
     assert flags.tolist() == expected[1].tolist()
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_sums_of_fp32_numbers_keep_their_bounds_at_the_ends_of_its_range(dtype):
+    # below 2**-51 squares lose bits in fp32, and from 2**63 on their sum overflows
+    g = torch.Generator().manual_seed(0)
+    values = torch.randn(500, generator=g, dtype=torch.float64)
+    powers = [*range(-75, -45), *range(58, 68)]
+    tensors = [(values * 2.0**power).to(dtype) for power in powers]
+    # tiny elements beside larger ones
+    tensors += [torch.cat([x, tensors[-9]]) for x in tensors[:30:10]]
+    with kernels("sm_89"):
+        columns, _ = tensor_stats(tensors)
+    names = [column.name for column in COLUMNS]
+    for x, row in zip(tensors, columns.tolist(), strict=True):
+        measured, expected = dict(zip(names, row, strict=True)), oracle.exact(x)
+        oracle.assert_same_counts(measured, expected)
+        oracle.assert_within_bounds(measured, expected)
+
+
 @chosen_target
 @pytest.mark.parametrize(
     "scale_dtype", [FP64, *(pytest.param(dtype, marks=pytest.mark.deep) for dtype in DTYPES[1:])], ids=str
