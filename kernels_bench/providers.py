@@ -301,7 +301,11 @@ _PEERS = (
 
 def _replayed(provider):
     name = f"{provider.name.removesuffix('-eager')}-graph"
-    return replace(provider, name=name, level="graph", build=captured(provider.build), needs=_cuda)
+
+    def needs(data):
+        return _cuda(data) or provider.needs(data)
+
+    return replace(provider, name=name, level="graph", build=captured(provider.build), needs=needs)
 
 
 _CEILING = Provider(
@@ -318,6 +322,7 @@ _OURS = (
     _ours("ours-compiled", level="compiled", build=compiled(gm.collect), **_stats),
     _replayed(_EAGER),
 )
-_GRAPHS = tuple(_replayed(p) for p in _PEERS if p.name in {"foreach", "foreach64", "total-norm"})
+_IN_GRAPHS = {"foreach", "foreach64", "total-norm", "loop", "inductor", "inductor-combo"}
+_GRAPHS = tuple(_replayed(p) for p in _PEERS if p.name in _IN_GRAPHS)
 PROVIDERS = {p.name: p for p in (_CEILING, *_OURS, *_PEERS, *_GRAPHS)}
 GROUPS = {"ours": [p.name for p in _OURS], "peers": [p.name for p in (*_PEERS, *_GRAPHS)]}

@@ -4,9 +4,10 @@
     python -m kernels_bench.gpu.gpt2 --device cpu --layers 2 --width 64 --heads 4 --vocabulary 128 \\
         --context 32 --batch 2 --seconds 1 --out build/gpt2 # the same code with a small model, anywhere
 
-Weights and tokens are random. A step is forward, backward and AdamW. The eager step updates with torch's
-fused AdamW; the compiled step is one graph with the update written out. Steps with and without collection
-take turns on the same weights; the figure is the median difference within a turn, with its middle half.
+Weights and tokens are random. A step is forward, backward, collection and an update with torch's fused
+AdamW; when compiled, all but the update is one graph. An update inside of it adds minutes of compilation.
+Steps with and without collection take turns on the same weights; the figure is the median difference within
+a turn, with its middle half.
 Writes gpt2.json and gpt2.md; the exit code is 1 if a mode fails.
 """
 
@@ -96,68 +97,33 @@ class Training:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
         )
-        # the state of the written-out update
-        self.first = [torch.zeros_like(p.data) for p in self.parameters]
-        self.second = [torch.zeros_like(p.data) for p in self.parameters]
-        self.count = torch.zeros((), device=self.device)
-        # an input of the graph: `check` changes it without a recompilation
-        self.beta = torch.full((), BETAS[0], device=self.device)
-        # CUDA graphs write to fixed addresses
-        for tensor in (*self.first, *self.second, self.count):
-            torch._dynamo.mark_static_address(tensor)
-
-    def eager(self, what: str):
-        self.model(self.tokens, self.targets).backward()
-        stats = self.collect(what)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return stats
 
     def collect(self, what: str) -> list[gm.TensorStats]:
         stats = [] if what == "nothing" else [gm.collect_grads(self.model)]
         return [*stats, gm.collect_weights(self.model)] if what == "grads+weights" else stats
 
-    @torch.no_grad()
-    def update(self) -> None:
-        """AdamW written out in operators that the compiler fuses."""
-        grads = [p.grad for p in self.parameters]
-        self.count += 1
-        torch._foreach_mul_(self.first, self.beta)
-        torch._foreach_add_(self.first, torch._foreach_mul(grads, 1 - self.beta))
-        torch._foreach_mul_(self.second, BETAS[1])
-        torch._foreach_addcmul_(self.second, grads, grads, 1 - BETAS[1])
-        divisors = torch._foreach_div(self.second, 1 - BETAS[1] ** self.count)
-        torch._foreach_sqrt_(divisors)
-        torch._foreach_add_(divisors, EPS)
-        changes = torch._foreach_div(self.first, divisors)
-        torch._foreach_mul_(changes, LR / (1 - self.beta**self.count))
-        torch._foreach_mul_(self.parameters, 1 - LR * DECAY)
-        torch._foreach_sub_(self.parameters, changes)
-        for p in self.parameters:
-            p.grad = None
-
     def step(self, mode: str, what: str):
         """Return a function that takes one step and returns the collected stats."""
-        if mode == "eager":
-            return lambda: self.eager(what)
 
-        def whole(tokens, targets):
+        def backward(tokens, targets):
             loss = self.model(tokens, targets)
             loss.backward()
-            stats = self.collect(what)
-            self.update()
-            return loss.detach(), stats
+            return loss.detach(), self.collect(what)
 
         # its own code object: Dynamo caches graphs by code object, and would search those of other steps
-        whole.__code__ = whole.__code__.replace(co_name=f"step_with_{what}")
-        compiled = torch.compile(
-            whole, fullgraph=True, dynamic=False, mode=None if mode == "compiled" else mode
-        )
+        backward.__code__ = backward.__code__.replace(co_name=f"step_with_{what}")
+        if mode != "eager":
+            backward = torch.compile(
+                backward, fullgraph=True, dynamic=False, mode=None if mode == "compiled" else mode
+            )
 
         def run():
             # the previous step's results are no longer needed
             torch.compiler.cudagraph_mark_step_begin()
-            return compiled(self.tokens, self.targets)[1]
+            _, stats = backward(self.tokens, self.targets)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return stats
 
         return run
 
@@ -177,24 +143,21 @@ class Clock:
         return time.perf_counter() + compiling + self.seconds < self.end
 
 
-def check(training: Training, mode: str, step) -> None:
+def check(training: Training, step) -> None:
     """Compare the stats of one step with an eager call, bit for bit, and with norms in fp64."""
     weights, grads = [p.detach().clone() for p in training.parameters], []
     hook = training.optimizer.register_step_pre_hook(
         lambda *_: grads.extend([p.grad.clone() for p in training.parameters])
     )
-    # with beta 0, the first moments of the written-out update equal the gradients, which are freed by then
-    training.beta.zero_()
     stats = step()
     hook.remove()
-    for found, tensors in zip(stats, (grads if mode == "eager" else training.first, weights), strict=False):
+    for found, tensors in zip(stats, (grads, weights), strict=False):
         again = gm.collect(dict(zip(found.names, tensors, strict=True)))
         if not (torch.equal(again.columns, found.columns) and torch.equal(again.flags, found.flags)):
             raise AssertionError("a step's statistics differ from those of an eager call on its tensors")
         norms = torch.stack([x.double().norm() for x in tensors])
         if not (norms > 0).any() or not torch.all((found.norm - norms).abs() <= NORM_TOLERANCE * norms):
             raise AssertionError("norms differ from those that torch computes in fp64")
-    training.beta.fill_(BETAS[0])
 
 
 def take_turns(training: Training, steps: dict, seconds: float) -> dict[str, list[float]]:
@@ -263,7 +226,7 @@ def measure(mode: str, options: argparse.Namespace) -> list[dict]:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for what, step in steps.items():
             if what != "nothing":
-                check(training, mode, step)
+                check(training, step)
         peaks = {what: peak(training, step) for what, step in steps.items()}
         before = allocated(training.device)
         times = take_turns(training, steps, options.seconds)

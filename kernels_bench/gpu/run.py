@@ -44,9 +44,9 @@ FOUND = 9
 LARGE = 256e6
 # short cases and those with a bound come first, because the last ones may be cut off
 CASES = "one-1.5e9,2000x1m,2000x1k,gpt2,llama-1b,moe,misaligned,beyond-2^31"
-PROVIDERS = "ceiling,ours-eager,ours-graph,foreach,foreach64"
+PROVIDERS = "ceiling,ours-eager,ours-graph,foreach,foreach64,foreach-graph,foreach64-graph"
 # they compile a long list, so they come last
-PEERS = "ours-eager,loop,inductor,inductor-combo"
+PEERS = "ours-eager,ours-graph,loop,loop-graph,inductor,inductor-graph,inductor-combo,inductor-combo-graph"
 # files that a run writes to its folder, besides logs
 WRITTEN = [
     f"{name}.{kind}" for name in ("gpu", "bench", "gpt2", "sweep", "peers/bench") for kind in ("json", "md")
@@ -123,7 +123,8 @@ def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
     if ncu := shutil.which("ncu"):
         one = script("", "--cases", bench[1].split(",")[0], "--providers", "ours-eager", "--seconds", 0.1)
         one += ["--out", str(out / "ncu")]
-        options = ["--kernel-name", "regex:moments", "--launch-count", "2", "--metrics", METRICS]
+        # the clocks stay as they are: the machine may be shared
+        options = ["--clock-control", "none", "--kernel-name", "regex:moments", "--launch-count", "2", "--metrics", METRICS]
         listed.append(Part("ncu", [ncu, *options, *one], 90))
     host = script(".host_path", "--json", out / "host.json", *(["--rounds", 2] if small else []))
     gpt2 = [*SMALL.split(), "--modes", "eager"] if small else ["--modes", "compiled,reduce-overhead"]
@@ -132,7 +133,7 @@ def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
     listed += [
         Part("host", host, 40),
         Part("gpt2", script(".gpu.gpt2", *gpt2, "--limit", 180, "--out", out), 240),
-        Part("peers", script("", *peers), 180),
+        Part("peers", script("", *peers), 240),
     ]
     if sweep:
         few = ["--divide", 1_000_000, "--tensors", 3, "--turns", 1] if small else []
@@ -227,16 +228,19 @@ def times_of(rows: list[dict]) -> dict[tuple[str, str], float]:
     return {(row["case"], row["provider"]): row["ms"] for row in rows if row["ms"] and not row["error"]}
 
 
-def ratio_of(ms: dict[tuple[str, str], float], case: str, *others: str) -> float | None:
+def ratio_of(ms: dict[tuple[str, str], float], case: str, ours: str, *others: str) -> float | None:
     """Return our time over that of the fastest of ``others``."""
     peers = [ms[case, other] for other in others if (case, other) in ms]
-    return ms[case, "ours-eager"] / min(peers) if peers and (case, "ours-eager") in ms else None
+    return ms[case, ours] / min(peers) if peers and (case, ours) in ms else None
 
 
 def figures(bench: list[dict], peers: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
-    """Return the figures that have a bound, from the benchmarks' and GPT-2's rows, and from host.json."""
+    """Return the figures that have a bound, from the benchmarks' and GPT-2's rows, and from host.json.
+
+    Times of the device are those of replayed graphs: with nothing else to do, the host is slower than the device.
+    """
     ms = times_of(bench)
-    ours = [row for row in bench if row["provider"] == "ours-eager" and (row["case"], "ours-eager") in ms]
+    ours = [row for row in bench if row["provider"] == "ours-graph" and (row["case"], "ours-graph") in ms]
     large = [row for row in ours if row["bytes"] > LARGE]
     found = []
     for dtype in ("float32", "bfloat16"):
@@ -248,12 +252,13 @@ def figures(bench: list[dict], peers: list[dict], gpt2: list[dict], host: dict) 
             Figure(f"share of torch.sum's bandwidth, {dtype} above 256 MB", share, 0.95, False, where)
         )
 
-    over = [(ratio_of(ms, row["case"], "foreach"), row["case"]) for row in large if row["dtype"] == "float32"]
+    names = [row["case"] for row in large if row["dtype"] == "float32"]
+    over = [(ratio_of(ms, case, "ours-graph", "foreach-graph"), case) for case in names]
     ratio, where = max([pair for pair in over if pair[0]], default=(None, ""))
     found.append(Figure("time / _foreach_norm's, float32 above 256 MB", ratio, 1.05, True, where))
-    compiled, eager = ("inductor", "inductor-combo"), ("loop",)
+    compiled, eager = ("inductor-graph", "inductor-combo-graph"), ("loop-graph",)
     for what, others, bound in (("compiled", compiled, 4.0), ("eager", eager, 10.0)):
-        share = ratio_of(times_of(peers), "gpt2", *others)
+        share = ratio_of(times_of(peers), "gpt2", "ours-graph", *others)
         found.append(
             Figure(
                 f"times faster than all columns {what}", 1 / share if share else None, bound, False, "gpt2"
@@ -262,7 +267,7 @@ def figures(bench: list[dict], peers: list[dict], gpt2: list[dict], host: dict) 
     found.append(
         Figure(
             "time / _foreach_norm's, 2000 tiny",
-            ratio_of(ms, "2000x1k", "foreach"),
+            ratio_of(ms, "2000x1k", "ours-eager", "foreach"),
             1.0,
             True,
             "2000x1k",

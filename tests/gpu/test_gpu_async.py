@@ -342,7 +342,8 @@ def test_memory_that_is_used_again_while_the_copy_is_pending_is_harmless(monkeyp
         return pending, rubbish
 
     _, (pending, rubbish) = queued(copy_and_reuse)
-    assert addresses[-1] in {x.data_ptr() for x in rubbish}
+    # one of them covers it: the allocator may have joined it with other free memory
+    assert any(0 <= addresses[-1] - x.data_ptr() < x.nbytes for x in rubbish)
     assert pending.result().to_dict() == expected.to_dict()
 
 

@@ -164,13 +164,13 @@ def bench_row(case, provider, ms, dtype="float32", size=5e8, share=None, error=N
 
 
 BENCH = [
-    bench_row("one-1.5e9", "ours-eager", 1.0, "bfloat16", share=0.97),
-    bench_row("llama-1b", "ours-eager", 1.0, "bfloat16", share=0.96),
-    bench_row("gpt2", "ours-eager", 1.0, share=0.98),
-    bench_row("gpt2", "foreach", 1.0),
-    bench_row("gpt2", "inductor", 4.5),
-    bench_row("gpt2", "inductor-combo", None, error="not compiled"),
-    bench_row("gpt2", "loop", 11.0),
+    bench_row("one-1.5e9", "ours-graph", 1.0, "bfloat16", share=0.97),
+    bench_row("llama-1b", "ours-graph", 1.0, "bfloat16", share=0.96),
+    bench_row("gpt2", "ours-graph", 1.0, share=0.98),
+    bench_row("gpt2", "foreach-graph", 1.0),
+    bench_row("gpt2", "inductor-graph", 4.5),
+    bench_row("gpt2", "inductor-combo-graph", None, error="not compiled"),
+    bench_row("gpt2", "loop-graph", 11.0),
     bench_row("2000x1k", "ours-eager", 0.1, size=2e6, share=0.01),
     bench_row("2000x1k", "foreach", 0.2, size=2e6),
 ]
