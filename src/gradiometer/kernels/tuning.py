@@ -47,7 +47,7 @@ class Moments(NamedTuple):
 
 
 MOMENTS: Final = {
-    torch.float64: Moments(tile=256, unroll=4, threads=128, registers=64),
+    torch.float64: Moments(tile=512, unroll=4, threads=256, registers=64),
     torch.float32: Moments(tile=512, unroll=4, threads=128, registers=72),
     torch.bfloat16: Moments(tile=1024, unroll=4, threads=128, registers=80),
     torch.float16: Moments(tile=1024, unroll=4, threads=128, registers=96),
@@ -67,7 +67,7 @@ class Finalize(NamedTuple):
 
 
 # the append kernels use it too
-FINALIZE: Final = Finalize(tile=1024, threads=256, registers=128)
+FINALIZE: Final = Finalize(tile=512, threads=128, registers=128)
 
 
 class Scale(NamedTuple):
