@@ -111,13 +111,13 @@ def test_statistics_that_are_not_those_of_the_gradients_fail_the_mode(mode, monk
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_graph_break_fails_the_mode(monkeypatch, tmp_path):
-    update = gpt2.Training.update
+    collect = gpt2.Training.collect
 
-    def broken(self):
+    def broken(self, what):
         torch._dynamo.graph_break()
-        update(self)
+        return collect(self, what)
 
-    monkeypatch.setattr(gpt2.Training, "update", broken)
+    monkeypatch.setattr(gpt2.Training, "collect", broken)
     assert gpt2.main([*SMALL, "--modes", "compiled,eager", "--out", str(tmp_path)]) == 1
     assert ["error" in row for row in rows_of(tmp_path, "gpt2")] == [True, False, False, False]
 
