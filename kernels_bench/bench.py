@@ -219,7 +219,10 @@ def rounds(turns, first, rows, args):
 
     Returns each provider's times in ms per call; the tables show their medians.
     """
-    counts = {label: min(MOST_CALLS, math.ceil(SAMPLE_MS[args.device] / max(ms, 1e-3))) for label, ms in first.items()}
+    counts = {
+        label: min(MOST_CALLS, math.ceil(SAMPLE_MS[args.device] / max(ms, 1e-3)))
+        for label, ms in first.items()
+    }
     one = sum(counts[label] * ms for label, ms in first.items()) / 1e3
     least, most = CHECK_ROUNDS if args.check else ROUNDS
     wanted = min(most, max(least, int(args.seconds / max(one, 1e-6))))

@@ -13,6 +13,7 @@ from collections import Counter
 from math import ceil, log2
 from typing import NamedTuple
 
+from gradiometer.distributed.calls import ARGUMENTS
 from gradiometer.distributed.global_plan import Member, make_global_plan
 from gradiometer.distributed.rendezvous import exchange
 from gradiometer.distributed.sharding import Mesh, Sharding, ShardSpec
@@ -39,9 +40,13 @@ SHARES = {"LL": 1 / 4, "LL128": 0.92, "Simple": 1.0}
 LL_GB_S = 20.4
 
 
+# rows of the MAX by which ranks compare their calls, and the arguments of these
+CHECKS = 1 + len(ARGUMENTS)
+
+
 def payload(tensors, steps=1):
     """Return the bytes of the SUM and of the MAX all-reduce for this many tensors and steps at once."""
-    return DOUBLE * SUMS * tensors * steps, DOUBLE * TOPS * (tensors * steps + 1)
+    return DOUBLE * SUMS * tensors * steps, DOUBLE * TOPS * (tensors * steps + CHECKS)
 
 
 def sent(nbytes, ranks):
@@ -132,6 +137,10 @@ class Book:
 
     def set(self, key, value):
         self.values[key] = value
+
+    def compare_set(self, key, _, value):
+        self.values.setdefault(key, value.encode())
+        return self.values[key]
 
     def add(self, key, number):
         self.numbers[key] += number

@@ -39,7 +39,7 @@ def contenders(parameters, ranks):
     grads = [parameter.grad for parameter in parameters.values()]
     local = gm.collect_grads(parameters)
     sums = torch.zeros(len(ranks.names), cost_model.SUMS, dtype=torch.float64)
-    tops = torch.zeros(len(ranks.names) + 1, cost_model.TOPS, dtype=torch.float64)
+    tops = torch.zeros(len(ranks.names) + cost_model.CHECKS, cost_model.TOPS, dtype=torch.float64)
 
     def pair():
         works = [dist.all_reduce(sums, async_op=True)]

@@ -124,7 +124,16 @@ def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
         one = script("", "--cases", bench[1].split(",")[0], "--providers", "ours-eager", "--seconds", 0.1)
         one += ["--out", str(out / "ncu")]
         # the clocks stay as they are: the machine may be shared
-        options = ["--clock-control", "none", "--kernel-name", "regex:moments", "--launch-count", "2", "--metrics", METRICS]
+        options = [
+            "--clock-control",
+            "none",
+            "--kernel-name",
+            "regex:moments",
+            "--launch-count",
+            "2",
+            "--metrics",
+            METRICS,
+        ]
         listed.append(Part("ncu", [ncu, *options, *one], 90))
     host = script(".host_path", "--json", out / "host.json", *(["--rounds", 2] if small else []))
     gpt2 = [*SMALL.split(), "--modes", "eager"] if small else ["--modes", "compiled,reduce-overhead"]
@@ -237,7 +246,7 @@ def ratio_of(ms: dict[tuple[str, str], float], case: str, ours: str, *others: st
 def figures(bench: list[dict], peers: list[dict], gpt2: list[dict], host: dict) -> list[Figure]:
     """Return the figures that have a bound, from the benchmarks' and GPT-2's rows, and from host.json.
 
-    Times of the device are those of replayed graphs: with nothing else to do, the host is slower than the device.
+    Times of the device are those of replayed graphs: the host alone is slower than the device.
     """
     ms = times_of(bench)
     ours = [row for row in bench if row["provider"] == "ours-graph" and (row["case"], "ours-graph") in ms]

@@ -274,7 +274,7 @@ def collectives_of(rank, size, kind):
 @pytest.mark.parametrize("kind", ["FSDP2", "pipeline"])
 def test_there_are_two_collectives_and_two_numbers_more_for_another_order(two_ranks, kind):
     for found, rows in two_ranks.run(collectives_of, 2, kind):
-        pair = [(rows, 7), (rows + 1, 2)]
+        pair = [(rows, 7), (rows + 8, 2)]
         assert found == [pair, pair, [*pair, (), ()], []]
 
 
@@ -722,8 +722,12 @@ def run_the_page(rank):
         scope = {}
         exec(setup, scope)  # noqa: S102 the page's own code
         scope["model"] = Louder(scope["model"], rank)
-        exec(code, scope)  # noqa: S102
-        found.append((scope["scales"], scope["stats"].columns))
+        try:
+            exec(code, scope)  # noqa: S102
+            said = ""
+        except gm.RankError as error:
+            said = str(error)
+        found.append((scope["scales"], scope["stats"].columns, said))
     return found
 
 
@@ -732,8 +736,11 @@ def test_the_loop_of_the_page_keeps_scales_equal(two_ranks):
     assert first[0] == second[0]
     assert len(set(first[0])) > 1
     assert torch.equal(first[1], second[1])
-    # without the agreement the scales differ
+    # without the agreement the scales differ, and the next call says so
     assert alone[0] != other[0]
+    assert first[2] == second[2] == ""
+    assert alone[2] == other[2]
+    assert re.match(r"reduce: rank 1 called \w+ with inv_scale=\S+, but rank 0 with inv_scale=", alone[2])
 
 
 def torch_alone(rank, case):

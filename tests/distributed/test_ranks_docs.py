@@ -181,7 +181,7 @@ def test_what_ranks_get_at_set_up():
 
 
 def test_a_collective_on_paper():
-    assert payload(17) == (17 * 56, 18 * 16)
+    assert payload(17) == (17 * 56, 25 * 16)
     assert [sent(1000, ranks) for ranks in (2, 4, 1000)] == [1000, 1500, 1998]
     # twice as many nodes add one hop of a tree, up and down
     times = [nccl_us(56, ranks)[0] for ranks in (64, 128, 256)]
@@ -194,7 +194,7 @@ def test_what_is_sent_is_what_is_said():
     (row,) = measure(2, (8,), 2)
     ours = row["traffic"]["ours"]
     assert ours["collectives"] == 2
-    assert ours["payload"] == sum(payload(8)) == 72 * 8 + 16
+    assert ours["payload"] == sum(payload(8)) == 72 * 8 + 128
     if ours["received"] is not None:
         # Gloo's own messages come on top
         assert sent(ours["payload"], 2) < ours["received"] < sent(ours["payload"], 2) + 4096

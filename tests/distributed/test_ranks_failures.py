@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import gradiometer as gm
-from gradiometer.distributed import collectives
+from gradiometer.distributed import collectives, process_groups
 from gradiometer.distributed import ranks as ranks_module
 from support.rank_pool import RankPool
 
@@ -141,10 +143,6 @@ def not_the_same(rank, kind):
             partial(gm.collect_weights, own, reduce=ranks),
             partial(gm.collect_grads, own, reduce=ranks),
         ],
-        "thresholds": [
-            partial(gm.collect_grads, own, reduce=ranks, thresholds=gm.Thresholds(vanishing=0.5)),
-            partial(gm.collect_grads, own, reduce=ranks),
-        ],
         "model": [
             partial(gm.collect_grads, tensors("other"), reduce=other),
             partial(gm.collect_grads, own, reduce=ranks),
@@ -157,12 +155,8 @@ def not_the_same(rank, kind):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("function", r"rank 1 called collect_grads\(.*\), but rank 0 called grad_norm\("),
-        ("what", r"rank 1 called collect_grads\(.*\), but rank 0 called collect_weights\("),
-        (
-            "thresholds",
-            r"collect_grads\(Thresholds\(vanishing=1e-07,.*collect_grads\(Thresholds\(vanishing=0.5,",
-        ),
+        ("function", "rank 1 called collect_grads, but rank 0 called grad_norm"),
+        ("what", "rank 1 called collect_grads, but rank 0 called collect_weights"),
         ("model", "rank 1 and rank 0 called .* with gm.Ranks of different models"),
     ],
 )
@@ -171,6 +165,64 @@ def test_ranks_that_do_not_call_the_same_are_told_at_once(two_ranks, kind, said)
     assert raised == "RankError"
     assert re.search(said, text), text
     assert then == pytest.approx(18**0.5)
+
+
+CLIP = partial(gm.collect_and_clip_, max_norm=1.0)
+# a call, and the arguments of each rank
+ARGUMENTS = {
+    "max_norm": (gm.collect_and_clip_, {"max_norm": 1.0}, {"max_norm": math.inf}),
+    "norm_type": (partial(gm.clip_grad_norm_, max_norm=1.0), {}, {"norm_type": "inf"}),
+    "vanishing": (gm.collect_grads, {}, {"thresholds": gm.Thresholds(vanishing=0.5)}),
+    "dead": (gm.collect_weights, {}, {"thresholds": gm.Thresholds(dead=0.5)}),
+    "inv_scale": (gm.collect_grads, {"inv_scale": torch.tensor([0.5])}, {}),
+    "inv_scale, as NaN": (CLIP, {"inv_scale": torch.tensor(math.nan)}, {"inv_scale": 0.5}),
+    "max_norm, as a tensor": (gm.collect_and_clip_, {"max_norm": torch.tensor(1.0)}, {"max_norm": 2.0}),
+    "skip_nonfinite": (gm.collect_grads, {"skip_nonfinite": True}, {}),
+}
+
+
+def not_the_same_arguments(rank, kind):
+    own = tensors()
+    ranks = gm.Ranks(own, timeout=10)
+    function, *arguments = ARGUMENTS[kind]
+    gradients = {name: x.grad.clone() for name, x in own.items()}
+    found = attempt(lambda: function(own, reduce=ranks, **arguments[rank]))
+    assert all(torch.equal(x.grad, gradients[name]) for name, x in own.items())
+    # arguments of other types, but the same values
+    limit = 1.0 if rank else torch.tensor(1.0, dtype=torch.float16)
+    scale = torch.tensor([1.0]) if rank else None
+    return found, gm.collect_and_clip_(own, limit, inv_scale=scale, reduce=ranks).total_norm.item()
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_an_argument_that_differs_is_named_on_every_rank(two_ranks, kind):
+    (raised, text), then = one(two_ranks.run(not_the_same_arguments, kind))
+    assert raised == "RankError"
+    name = kind.partition(",")[0]
+    assert re.search(rf"rank 1 called \w+ with {name}=\S+, but rank 0 with {name}=\S+; every rank", text), (
+        text
+    )
+    assert then == pytest.approx(18**0.5)
+
+
+def not_the_same_when_compiled(rank, kind):
+    own = tensors()
+    ranks = gm.Ranks(own, timeout=10)
+    function, *arguments = ARGUMENTS[kind]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(**arguments):
+        return function(own, reduce=ranks, **arguments)
+
+    found = attempt(lambda: step(**arguments[rank]).materialize())
+    return found, step(**arguments[0]).materialize().total_norm
+
+
+@pytest.mark.parametrize("kind", ["max_norm", "inv_scale", "dead", "skip_nonfinite"])
+def test_an_argument_that_differs_between_compiled_functions_is_named(two_ranks, kind):
+    first, then = one(two_ranks.run(not_the_same_when_compiled, kind))
+    assert first == ("RankError", f"reduce: {kind} differs between ranks; pass the same value on all ranks")
+    assert then > 0
 
 
 def cut_afterwards(_):
@@ -313,6 +365,41 @@ def die_within(rank, victim):
     return (*timed(reduce), 0.0)
 
 
+def die_while_gathering(rank, victim):
+    """The victim arrives last, so it gathers the values of all ranks."""
+    if rank == victim:
+        time.sleep(1.0)
+        # the package has a function of this name
+        module = sys.modules["gradiometer.distributed.rendezvous"]
+        module.zlib = SimpleNamespace(compress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    return (*timed(lambda: gm.Ranks(tensors(), timeout=TIMEOUT)), 0.0)
+
+
+def die_before_the_monitor(rank, victim):
+    process_groups._LATER = 0.0
+    ranks = gm.Ranks(tensors(), timeout=TIMEOUT)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (*timed(lambda: gm.Monitor(tensors(), ranks=ranks)), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (
+            die_while_gathering,
+            "rank 1 exited while it gathered the values of all ranks; see its log",
+        ),
+        (die_before_the_monitor, "Monitor: rank 1 of 3 did not arrive within 2 s; every rank must make .*"),
+    ],
+)
+def test_a_rank_that_dies_during_set_up_is_named(pool, function, said):
+    for rank, (failed, (raised, text, *_)) in enumerate(pool(3).outcomes(function, 1)):
+        if rank != 1:
+            assert (failed, raised) == (False, "RankError"), text
+            assert re.fullmatch(said, text), text
+
+
 @pytest.mark.parametrize(
     ("over_tcp", "victim", "function"),
     [
@@ -333,7 +420,7 @@ def test_survivors_of_a_killed_rank_name_it(pool, over_tcp, victim, function):
         if over_tcp and victim == 0:
             # without the store, no rank can find out which one has died
             assert "the store of the process group" in text
-            assert re.search(r"\(often rank 0\)|\(often on rank 0\)", text), text
+            assert "rank 0 by default" in text, text
         else:
             assert re.match(rf"(gm.Ranks: )?rank {victim} (of 4 did not arrive|does not respond)", text), text
 

@@ -298,7 +298,8 @@ def _clip(
             finite = _unscaled(finite, inv_scale)
         return stats
 
-    stats = over_ranks(reduce, parameters, what, measured)
+    agreed = {"max_norm": limit, "norm_type": order, "inv_scale": 1.0 if inv_scale is None else inv_scale}
+    stats = over_ranks(reduce, parameters, what, measured, **agreed)
     norms = norms_of(stats.columns, order, finite, over)
     if error_if_nonfinite:
         _refuse_nonfinite(stats, norms.said, order, over)

@@ -4,6 +4,7 @@ All ranks first agree on the names, their order, and which rank counts which ten
 all-reduce merge the columns of all ranks. Nothing here measures a tensor.
 """
 
+from gradiometer.distributed.calls import differing_calls
 from gradiometer.distributed.collectives import (
     all_reduce,
     all_reduce_pair,
@@ -27,6 +28,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_pair",
     "close",
+    "differing_calls",
     "given_ranks",
     "group_of",
     "implicit_ranks_for",

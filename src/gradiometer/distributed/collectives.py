@@ -20,8 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradiometer.distributed.calls import SAME_CALLS
 from gradiometer.distributed.process_groups import PRESENCE_TIMEOUT, Group, listed, one_line, ranks_of
-from gradiometer.distributed.rendezvous import SLACK, RankError, exchange, in_time, missing_ranks
+from gradiometer.distributed.rendezvous import (
+    SLACK,
+    STORE_HOLDER,
+    RankError,
+    exchange,
+    in_time,
+    missing_ranks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,8 +42,7 @@ _PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.02
 # seconds between checks whether another rank has given up the collective that this rank waits for
 _LOOK: Final = 1.0
-_NO_STORE: Final = "the store of the process group (often on rank 0) does not respond either"
-_SAME: Final = "every rank must make the same calls in the same order"
+_NO_STORE: Final = f"the store of the process group, on {STORE_HOLDER}, does not respond either"
 
 # number of calls in each world, by group and purpose: the same on all ranks of the group
 _met: weakref.WeakKeyDictionary[Group, Counter[str]] = weakref.WeakKeyDictionary()
@@ -200,11 +207,11 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
     except RankError:
         raise
     except RuntimeError as error:
-        msg = f"{what}: the store of the process group is gone, because its rank (often rank 0) has exited: "
+        msg = f"{what}: the store of the process group is gone: its process, {STORE_HOLDER}, has exited: "
         raise RankError(msg + one_line(error)) from error
     if missing:
         msg = f"{what}: {_named(missing)} of {len(ranks)} did not arrive within {timeout:g} s; "
-        raise RankError(msg + _SAME)
+        raise RankError(msg + SAME_CALLS)
     return [pickle.loads(value) for value in values]  # noqa: S301 the ranks of one job
 
 
@@ -239,7 +246,7 @@ def _late(group: Group, number: int, timeout: float) -> RankError:
         return RankError(f"a rank {late}; {_NO_STORE}")
     if missing:
         return RankError(f"{_named(missing)} {late}")
-    return RankError(f"a rank {late}, although all ranks respond; {_SAME}")
+    return RankError(f"a rank {late}, although all ranks respond; {SAME_CALLS}")
 
 
 def _gone(group: Group, number: int, reason: str = "") -> RankError:
@@ -248,7 +255,7 @@ def _gone(group: Group, number: int, reason: str = "") -> RankError:
     if missing is None:
         text = f"a rank does not respond{reason}; {_NO_STORE}"
     elif not missing:
-        text = f"a reduction failed{reason}, although all ranks respond; {_SAME}"
+        text = f"a reduction failed{reason}, although all ranks respond; {SAME_CALLS}"
     elif len(missing) == 1:
         text = f"{_named(missing)} does not respond{reason}"
     else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import NUM_COLUMNS, NUM_SUM_COLUMNS, derived
-from gradiometer.distributed import collectives, process_groups
+from gradiometer.distributed import calls, collectives, process_groups
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.shard_patterns import check_matches, check_patterns, with_shards
 from gradiometer.distributed.sharding import Sharding, ShardSpec, sharding_of
@@ -45,6 +45,7 @@ _KINDS = 1 << 20
 _MOMENT = 10.0
 # seconds
 _LONGEST = 1e6
+_NOTHING: Mapping[str, Any] = {}
 
 
 class Ranks:
@@ -53,7 +54,7 @@ class Ranks:
     All ranks create it at the same point, once, outside of a compiled step: they compare their tensors, and
     agree on one order of all names. Then ``collect_grads(model, reduce=ranks)``, or ``stats.reduce(ranks)``,
     merges the measurements of all ranks with one sum and one maximum over the group, ``(T, 7)`` and
-    ``(T + 1, 2)`` float64 for any model. A rank that does not have a tensor, or its gradient, adds nothing;
+    ``(T + 8, 2)`` float64 for any model. A rank that does not have a tensor, or its gradient, adds nothing;
     this needs no further communication.
 
     Raw columns merge over the mesh dimensions in which a tensor is sharded. If ranks have copies, as in
@@ -229,24 +230,28 @@ class Ranks:
         columns: Tensor,
         *,
         failure: Exception | None = None,
-        kind: str = "reduce",
+        what: str = "reduce",
+        arguments: Mapping[str, Any] = _NOTHING,
     ) -> tuple[Tensor, Tensor]:
         """Return the columns of all rows, merged over the ranks, and where a non-finite value was found.
 
-        It makes at most two collectives. Every rank has to call it, in the same order. If one calls
-        something else, it is an error on every rank: at once in eager mode on the CPU; in compiled functions
-        and on other devices, where nothing waits, the columns are NaN, and ``materialize`` raises.
+        It makes at most two collectives. Every rank has to call it, in the same order, with the same
+        arguments. If one calls something else, it is an error on every rank: at once in eager mode on the
+        CPU; in compiled functions and on other devices, where nothing waits, the columns are NaN, and
+        ``materialize`` raises.
 
         Args:
             names: the names of the rows of ``columns``; this rank's other tensors add nothing.
             columns: their ``(len(names), C) float64``.
             failure: the error because of which this rank has no columns.
-            kind: the call and its options, the same on all ranks; not checked in compiled functions.
+            what: the name of the call, the same on all ranks; not checked in compiled functions.
+            arguments: those of its arguments that are among `calls.ARGUMENTS`.
 
         Returns:
             ``(T, C) float64``, and ``(T,) float64``: the first rank, by its place in the group, that has a
             NaN or Inf in its part or copy, whether counted or not; -1: none; -2: no rank that counts this
-            row has measured it.
+            row has measured it; -3 in every row: the
+            calls differ; -4 - i: the arguments ``ARGUMENTS[i]`` differ.
 
         Raises:
             RankError: if a rank makes a different call, or does not respond.
@@ -275,32 +280,34 @@ class Ranks:
         if self.size == 1:
             return mine[:, :NUM_COLUMNS], self._origin(mine[:, NUM_COLUMNS])
         sums, tops = mine[:, :NUM_SUM_COLUMNS], mine[:, NUM_SUM_COLUMNS:]
-        low, high = self._marks(kind, failure)
+        low, high = self._marks(what, failure)
         # created on the device, without a copy
         check = [tops.new_full((1, 1), low), tops.new_full((1, 1), -high)]
-        tops = torch.cat([tops, torch.cat(check, dim=1)])
+        tops = torch.cat([tops, torch.cat(check, dim=1), calls.told(arguments, tops)])
         sums, tops = collectives.all_reduce_pair([(sums, "sum"), (tops, "max")], self.group, self.timeout)
-        return self._merged(sums, tops, kind, failure)
+        return self._merged(sums, tops, failure, what, arguments)
 
     def _merged(
-        self, sums: Tensor, tops: Tensor, kind: str, failure: Exception | None
+        self, sums: Tensor, tops: Tensor, failure: Exception | None, what: str, arguments: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor]:
         rows = len(self.names)
-        agree_here = tops[rows, 0] <= -tops[rows, 1]
-        merged = torch.cat([sums, tops[:rows, :1]], dim=1)
+        # first the call itself, then its arguments
+        differ = calls.differ(tops[rows:])
+        merged, origin = torch.cat([sums, tops[:rows, :1]], dim=1), self._origin(tops[:rows, 1])
         if not torch.compiler.is_compiling() and tops.device.type == "cpu":
-            if not bool(agree_here):
-                raise self._difference(kind, failure) from failure
+            if bool(differ.any()):
+                raise self._difference(what, arguments, failure) from failure
         else:
-            merged = torch.where(agree_here, merged, torch.nan)
+            merged = torch.where(differ.any(), torch.nan, merged)
+            origin = torch.where(differ.any(), -3.0 - differ.to(torch.uint8).argmax(), origin)
         if failure is not None:
             raise failure
-        return merged, self._origin(tops[:rows, 1])
+        return merged, origin
 
     def _origin(self, code: Tensor) -> Tensor:
         return torch.where(code >= 1, self.size - code, torch.where(code > 0, -1.0, -2.0))
 
-    def _marks(self, kind: str, failure: Exception | None) -> tuple[float, float]:
+    def _marks(self, what: str, failure: Exception | None) -> tuple[float, float]:
         """Return a range of integers, exact in float64; it overlaps those of ranks that make the same call.
 
         In a compiled function calls are not distinguished: its range overlaps that of any call in eager
@@ -313,13 +320,14 @@ class Ranks:
         if torch.compiler.is_compiling():
             return float(first), float(first + _KINDS - 1)
         self._calls += 1
-        mark = float(first + zlib.crc32(f"{self._calls} {kind}".encode()) % _KINDS)
+        mark = float(first + zlib.crc32(f"{self._calls} {what}".encode()) % _KINDS)
         return mark, mark
 
-    def _difference(self, kind: str, failure: Exception | None) -> Exception:
+    def _difference(self, what: str, arguments: Mapping[str, Any], failure: Exception | None) -> Exception:
         """Return an error that names the differing calls. All eager ranks call it: all see the same marks."""
-        calls, self._calls = self._calls, 0
-        mine = (calls, kind, self._hash, None if failure is None else str(failure))
+        number, self._calls = self._calls, 0
+        failed = None if failure is None else str(failure)
+        mine = calls.Call(number, what, self._hash, calls.values_of(arguments), failed)
         try:
             told = collectives.share(mine, self.group, min(self.timeout, _MOMENT), "reduce")
         except RankError as error:
@@ -327,19 +335,8 @@ class Ranks:
             return failure or RankError(
                 f"reduce: the ranks made different calls, and some did not report theirs; {error}"
             )
-        for rank, (*_, text) in enumerate(told):
-            if text is not None:
-                return failure or RankError(f"reduce: rank {self.global_ranks[rank]} failed: {text}")
-        other = next((rank for rank, what in enumerate(told) if what != told[0]), 0)
-        first, theirs = told[0], told[other]
-        here, there = f"rank {self.global_ranks[0]}", f"rank {self.global_ranks[other]}"
-        if first[1] != theirs[1]:
-            difference = f"{there} called {theirs[1]}, but {here} called {first[1]}"
-        elif first[2] != theirs[2]:
-            difference = f"{there} and {here} called {first[1]} with gm.Ranks of different models"
-        else:
-            difference = f"{there} is at call {theirs[0]} of its gm.Ranks, but {here} is at call {first[0]}"
-        return RankError(f"reduce: {difference}; every rank must make the same calls in the same order")
+        said = calls.difference([calls.Call(*each) for each in told], self.global_ranks)
+        return failure or RankError(f"reduce: {said}")
 
     def check(self, sharding: Sharding | None, what: str) -> None:
         """Reject tensors that differ from the agreement, such as one that was whole and is now sharded.

@@ -5,6 +5,7 @@ The store is the one that `torch.distributed` made for the default process group
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
@@ -14,8 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["SLACK", "RankError", "exchange", "in_time", "missing_ranks"]
+__all__ = ["SLACK", "STORE_HOLDER", "RankError", "exchange", "in_time", "missing_ranks"]
 
+# where init_process_group starts the store; torchrun keeps it in its own process
+STORE_HOLDER: Final = (
+    "torchrun's first node"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    else "rank 0 by default"
+)
 # seconds between polls of a store, at first and at most
 _PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.5
@@ -40,9 +47,10 @@ def exchange(
     own, outcome = f"{key}/{rank}", f"{key}/outcome"
     store.set(own, told)
     if store.add(f"{key}/count", 1) == len(ranks) or not _appears(store, outcome, timeout):
-        _decide(store, key, ranks)
+        _decide(store, key, rank, ranks)
     if not _appears(store, outcome, SLACK):
-        msg = "a rank exited while the ranks exchanged values; see the logs of the other ranks"
+        decider = store.get(f"{key}/decided").decode()
+        msg = f"rank {decider} exited while it gathered the values of all ranks; see its log"
         raise RankError(msg)
     missing, values = pickle.loads(zlib.decompress(store.get(outcome)))  # noqa: S301 the ranks of one job
     if not missing:
@@ -54,9 +62,9 @@ def exchange(
     return missing, values
 
 
-def _decide(store: Any, key: str, ranks: Sequence[int]) -> None:
+def _decide(store: Any, key: str, rank: int, ranks: Sequence[int]) -> None:
     """Write the outcome; the first rank that gets here does so for all."""
-    if store.add(f"{key}/decided", 1) == 1:
+    if store.compare_set(f"{key}/decided", "", str(rank)) == str(rank).encode():
         missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
         values = [] if missing else store.multi_get([f"{key}/{rank}" for rank in ranks])
         # compress: the values of most ranks are similar
@@ -119,6 +127,6 @@ def in_time(seconds: float, function: Callable[[], Any]) -> Any:
     if errors:
         raise errors[0]
     if not found:
-        msg = f"the store of the process group (often on rank 0) did not respond within {seconds:g} s"
+        msg = f"the store of the process group, on {STORE_HOLDER}, did not respond within {seconds:g} s"
         raise RankError(msg)
     return found[0]

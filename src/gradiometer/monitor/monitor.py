@@ -142,6 +142,7 @@ class Monitor:
         rank = rank_here(agreed)
         settings: dict[str, Any] = {"every": every, "weights": bool(weights), "updates": bool(updates)}
         settings |= {"skip_nonfinite": bool(skip_nonfinite), "skip_above": skip_above}
+        settings["thresholds"] = repr(thresholds)
         with together(agreed, settings) as group:
             if not isinstance(queue, int) or queue < 1:
                 msg = f"Monitor(queue={queue!r}): queue must be a positive integer"

@@ -142,7 +142,12 @@ def together(ranks: Ranks | None, settings: Mapping[str, Any]) -> Iterator[Any]:
     if ranks is None or ranks.size == 1:
         yield None
         return
-    group = distributed.side_group(ranks.global_ranks, ranks.timeout)
+    try:
+        group = distributed.side_group(ranks.global_ranks, ranks.timeout)
+    except RankError:
+        # raises an error that names ranks that are gone
+        distributed.rendezvous(ranks.group, ranks.timeout, "Monitor")
+        raise
     try:
         try:
             yield group

@@ -133,7 +133,7 @@ def collect(
     def measured(_: Ranks | None) -> TensorStats:
         return measure(named, "collect", thresholds, inv_scale, skip_nonfinite=skip_nonfinite)
 
-    return over_ranks(reduce, named, "collect", measured)
+    return over_ranks(reduce, named, "collect", measured, inv_scale=1.0 if inv_scale is None else inv_scale)
 
 
 @overload
@@ -237,7 +237,9 @@ def total_norm(
         if norm is not None:
             check_names(named.names, "total_norm")
             return torch.tensor(norm, dtype=torch.float64, device="cpu")
-        return over_ranks(reduce, named, "total_norm", lambda _: measure(named, "total_norm")).total_norm
+        return over_ranks(
+            reduce, named, "total_norm", lambda _: measure(named, "total_norm"), norm_type=order
+        ).total_norm
     finite: Tensor | None = None
     over: Ranks | None = None
 
@@ -248,5 +250,5 @@ def total_norm(
         finite = finite_norm(named, order, ranks, stats.columns.device)
         return stats
 
-    stats = over_ranks(reduce, named, "total_norm", measured)
+    stats = over_ranks(reduce, named, "total_norm", measured, norm_type=order)
     return norms_of(stats.columns, order, finite, over).said

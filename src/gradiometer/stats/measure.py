@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,9 @@ def measure_grads(
         local = settled(grads, parameters, ranks, what)
         return measure(local, what, thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
 
-    return grads, over_ranks(reduce, parameters, what, measured)
+    return grads, over_ranks(
+        reduce, parameters, what, measured, inv_scale=1.0 if inv_scale is None else inv_scale
+    )
 
 
 def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> Named:
@@ -92,8 +94,11 @@ def over_ranks(
     parameters: Named,
     what: str,
     measured: Callable[[Ranks | None], TensorStats],
+    **arguments: Any,
 ) -> TensorStats:
     """Return the result of ``measured``, merged over the ranks if ``reduce`` asks for that.
+
+    ``arguments``: those of ``what`` that must be the same on all ranks; None stands for none.
 
     If ``measured`` fails on a rank, that rank tells the others, which would otherwise wait for it, and then
     raises. With ``reduce=None`` the ranks merge if there is a DTensor.
@@ -118,7 +123,7 @@ def over_ranks(
     except Exception as error:
         ranks.fail(error)
         raise
-    return stats.reduced_by(ranks, what)
+    return stats.reduced_by(ranks, what, **arguments)
 
 
 def _any_dtensor(named: Named) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch import Tensor
 from gradiometer.columns import Flag, Thresholds, derived
 from gradiometer.distributed import (
     UNKNOWN,
-    RankError,
     Sharding,
+    differing_calls,
     given_ranks,
     implicit_ranks_for,
     is_active,
@@ -186,7 +186,7 @@ class TensorStats(DeviceValues):
     def reduce(self, ranks: Ranks | None = None) -> TensorStats:
         """Merge with the statistics of the other ranks; every rank gets those of the whole model.
 
-        It takes two collectives, ``(T, 7)`` and ``(T + 1, 2)`` float64, for any model; nothing is gathered.
+        It takes two collectives, ``(T, 7)`` and ``(T + 8, 2)`` float64, for any model; nothing is gathered.
         All ranks have to call it, including ranks without gradients. Rows are those of all ranks' models, in
         the same order on every rank. A row that no rank has measured has numel 0 and is left out of reports.
 
@@ -219,11 +219,12 @@ class TensorStats(DeviceValues):
             ranks = implicit_ranks_for(self._agreeable(), self.columns.device)
         return self.reduced_by(ranks, "reduce")
 
-    def reduced_by(self, ranks: Ranks, what: str) -> TensorStats:
-        """Do the work of `reduce`; ``what`` names the calling function, which is the same on all ranks."""
-        if not torch.compiler.is_compiling():
-            what = f"{what}({self.thresholds}, skip_nonfinite={self.skip_nonfinite})"
-        columns, origin = ranks.reduce(self.names, self.columns, kind=what)
+    def reduced_by(self, ranks: Ranks, what: str, **arguments: Any) -> TensorStats:
+        """Do the work of `reduce`; the calling function and its arguments are the same on all ranks."""
+        limits = self.thresholds
+        arguments |= {"vanishing": limits.vanishing, "exploding": limits.exploding, "dead": limits.dead}
+        arguments["skip_nonfinite"] = self.skip_nonfinite
+        columns, origin = ranks.reduce(self.names, self.columns, what=what, arguments=arguments)
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
         # replicas disagree; only the presence of a non-finite value is known
         odd = (origin >= 0) & (derived.value(columns, "n_nonfinite") == 0)
@@ -316,8 +317,7 @@ class TensorStats(DeviceValues):
         names, ranks = self.names, None
         if self.origin is not None:
             if bool(packed[:, 0].isnan().any()):
-                msg = "reduce: the ranks made different calls; every rank must make the same calls in the "
-                raise RankError(msg + "same order")
+                raise differing_calls(int(packed[0, -1]))
             # a tensor that no rank has measured gets no row, as with one rank
             keep = packed[:, -1] > -2
             names, packed = tuple(compress(names, keep.tolist())), packed[keep]
