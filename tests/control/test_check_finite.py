@@ -191,8 +191,14 @@ def test_a_loss_is_its_mean_and_carries_what_is_not_finite(name):
         (1j, TypeError, "the loss must be a real number or tensor, got complex"),
         (torch.tensor(1j), TypeError, "the loss must be real, got torch.complex64"),
         (torch.ones((), device="meta"), TypeError, "'loss' is on the meta device"),
+        (10**400, ValueError, "the loss is an integer beyond the range of float64"),
+        (
+            torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.qint8),
+            TypeError,
+            "'loss' has quantized dtype",
+        ),
     ],
-    ids=["empty", "string", "list", "complex", "complex tensor", "meta"],
+    ids=["empty", "string", "list", "complex", "complex tensor", "meta", "too large", "quantized"],
 )
 def test_what_is_no_loss_is_refused(loss, error, words):
     with pytest.raises(error, match=f"check_finite: {words}"):

@@ -885,6 +885,17 @@ REFUSED = {
     "list": (lambda p: clip_grad_norm_(p, [1.0]), ValueError, r"got \[1.0\]"),
     "decimal": (lambda p: clip_grad_norm_(p, Decimal(1)), ValueError, "got Decimal"),
     "tensor of two": (lambda p: clip_grad_norm_(p, torch.ones(2)), ValueError, r"a tensor of shape \(2,\)"),
+    "tensor on meta": (
+        lambda p: clip_grad_norm_(p, torch.ones(1, device="meta")),
+        ValueError,
+        r"max_norm .* got a tensor of shape \(1,\) and dtype torch.float32 on the meta device",
+    ),
+    "sparse tensor": (
+        lambda p: clip_grad_norm_(p, torch.ones(1).to_sparse()),
+        ValueError,
+        "torch.sparse_coo",
+    ),
+    "too large": (lambda p: clip_grad_norm_(p, 10**400), ValueError, "max_norm .* got an integer beyond the"),
     "tensor of bool": (lambda p: clip_grad_norm_(p, torch.tensor(True)), ValueError, "torch.bool"),
     "order": (lambda p: clip_grad_norm_(p, 1.0, norm_type="two"), ValueError, "norm_type .* got 'two'"),
     "order nan": (lambda p: clip_grad_norm_(p, 1.0, norm_type=NAN), ValueError, "norm_type .* got nan"),

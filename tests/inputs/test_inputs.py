@@ -21,6 +21,7 @@ import gradiometer as gm
 from conftest import INTERPRETED
 from gradiometer import ops
 from gradiometer.inputs import checks
+from gradiometer.inputs import named as checks_named
 from gradiometer.ops import library
 
 if TYPE_CHECKING:
@@ -373,6 +374,7 @@ def test_a_conjugate_bit_view_is_measured_with_its_signs(dtype: torch.dtype, siz
         assert both.is_conj()
         assert both.is_neg()
         assert_measures(both, parts([-z.conjugate() for z in values]))
+    assert_measures(torch._neg_view(tensor), parts([-z for z in values]))
     # the imaginary part of a conjugate is a strided real view with the negative bit
     assert conjugate.imag.is_neg()
     assert_measures(conjugate.imag, [-z.imag for z in values])
@@ -680,6 +682,13 @@ BAD_SCALES = {
     "infinite": math.inf,
     "negative": -0.5,
     "zero": 0.0,
+    "too large": 10**400,
+    "digits that have no text": -(10**5000),
+    "sparse": torch.ones(1).to_sparse(),
+    "sparse CSR": torch.ones(1, 1).to_sparse_csr(),
+    "meta": torch.ones(1, device="meta"),
+    "nested": torch.nested.nested_tensor([torch.ones(1)]),
+    "quantized": torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.qint8),
 }
 
 
@@ -687,6 +696,31 @@ BAD_SCALES = {
 def test_an_inv_scale_that_is_not_one_positive_finite_number_is_refused(scale: object) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^collect: inv_scale"):
         gm.collect([torch.ones(3)], inv_scale=scale)
+    with pytest.raises(ValueError, match=r"^collect: inv_scale"):
+        gm.collect({}, inv_scale=scale)
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    recorder = gm.Recorder(model)
+    with pytest.raises(ValueError, match=r"^Recorder: inv_scale"):
+        recorder.record(inv_scale=scale)
+
+
+def test_a_duplicate_name_among_many_is_found_in_linear_time() -> None:
+    class Name(str):
+        __slots__ = ()
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    names = [Name(i) for i in range(2000)]
+    with pytest.raises(ValueError, match="two tensors have the name '1999'"):
+        checks_named.check_names((*names, Name("1999")), "collect")
+    # in quadratic time there would be two million
+    assert Name.compared < 20 * len(names)
 
 
 # refused inputs
@@ -694,6 +728,14 @@ def test_an_inv_scale_that_is_not_one_positive_finite_number_is_refused(scale: o
 
 def _quantized() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def _half_complex() -> torch.Tensor:
+    return torch._neg_view(torch.ones(3, dtype=torch.complex32).conj())
+
+
+def _negated_fp8() -> torch.Tensor:
+    return torch._neg_view(torch.ones(3).to(torch.float8_e5m2))
 
 
 # case -> how to make it, the expected error, and the expected advice
@@ -715,6 +757,8 @@ REFUSED = {
     "quantized": (_quantized, "quantized", r"tensor\.dequantize\(\)"),
     "sparse CSR": (lambda: torch.eye(3).to_sparse_csr(), r"torch\.sparse_csr", r"tensor\.values\(\)"),
     "sparse BSR": (lambda: torch.eye(4).to_sparse_bsr((2, 2)), r"torch\.sparse_bsr", r"tensor\.values\(\)"),
+    "negated and conjugated half complex": (_half_complex, "torch cannot read", "negate it in"),
+    "negated fp8": (_negated_fp8, "torch cannot read", "negate it in"),
     "None": (lambda: None, "NoneType", r"omit it|torch\.as_tensor"),
     "float": (lambda: 1.0, "float", r"torch\.as_tensor"),
     "list": (lambda: [1.0, 2.0], "list", r"torch\.as_tensor"),

@@ -382,8 +382,13 @@ def test_bad_arguments_are_refused_at_once():
         Monitor(model, rules=(), queue=0)
     with pytest.raises(TypeError, match="list"):
         Monitor(model, rules=(), sinks=[list])
-    with pytest.raises(TypeError, match="it has no start, write, fault, close"):
-        Monitor(model, rules=(), sinks=[7])
+    for sinks in (7, [7]):
+        with pytest.raises(
+            TypeError, match=r"got 7, .* it has no start, write, fault, close; pass sinks from"
+        ):
+            Monitor(model, rules=(), sinks=sinks)
+    with pytest.raises(TypeError, match=r"Monitor\(run_dir=...\): expected the path of a folder, got int"):
+        Monitor(model, rules=(), run_dir=5)
     with pytest.raises(TypeError, match="got 'nonfinite', not a rule"):
         Monitor(model, rules="nonfinite")
     with pytest.raises(ValueError, match="no parameters"):

@@ -363,7 +363,18 @@ def test_a_checkpoint_goes_on_where_it_was():
     [
         ({"capacity": 0}, "capacity=0"),
         ({"capacity": 2.5}, "capacity=2.5"),
+        # refused by the allocator, by the count of bytes, and by the conversion to int64
+        (
+            {"capacity": 10**15},
+            "capacity=1000000000000000): the ring needs 432 bytes for each step on",
+        ),
+        ({"capacity": 10**18}, "use a smaller capacity"),
+        ({"capacity": 10**30}, "use a smaller capacity"),
+        ({"capacity": 10**5000}, "capacity=an integer beyond the range of float64"),
+        ({"capacity": True}, "capacity=True"),
         ({"every": 0}, "every=0"),
+        ({"every": 2**53 + 1}, "every must be an integer from 1 to 2**53"),
+        ({"skip_above": 10**400}, "skip_above must be a non-negative number"),
         ({"skip_above": -1.0}, "skip_above=-1.0"),
         ({"skip_above": NAN}, "skip_above=nan"),
     ],
@@ -380,6 +391,14 @@ def test_models_that_cannot_be_recorded_are_refused():
         Recorder(nn.Linear(2, 2), thresholds=3.0)
     with pytest.raises(TypeError, match=r"'weight' .*meta device"):
         Recorder(nn.Linear(2, 2, device="meta"))
+    half = nn.Parameter(torch.ones(2, dtype=torch.complex32))
+    half.grad = torch._neg_view(half.detach().conj())
+    with pytest.raises(TypeError, match=r"Recorder: 'w\.grad' is a lazily negated view"):
+        Recorder({"w": half}).record()
+    with pytest.raises(ValueError, match="two tensors have the name 'w'"):
+        Recorder([("w", nn.Parameter(torch.ones(1))), ("w", nn.Parameter(torch.ones(1)))])
+    with pytest.raises(TypeError, match="stats must be the TensorStats that collect_grads returns, got int"):
+        Recorder(nn.Linear(2, 2)).record(5)
 
 
 # inside a compiled step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Real
 from typing import TYPE_CHECKING, Final
 
@@ -10,7 +11,15 @@ from torch import Tensor, nn
 
 from gradiometer.control.finite_report import FiniteReport
 from gradiometer.distributed import is_active
-from gradiometer.inputs import Named, check, check_names, named_parameters, named_tensors, present
+from gradiometer.inputs import (
+    Named,
+    check,
+    check_names,
+    describe,
+    named_parameters,
+    named_tensors,
+    present,
+)
 from gradiometer.stats import (
     Report,
     fetch,
@@ -61,7 +70,7 @@ def check_finite(
         RuntimeError: inside a compiled function; call it outside.
         TypeError: for a weight, gradient or buffer that cannot be measured, by name; for a loss that is
             not a real number or tensor; for ``buffers=True`` without a module.
-        ValueError: for a loss with no elements.
+        ValueError: for a loss with no elements, or beyond the range of float64.
         RankError: if the ranks disagree or one does not respond.
 
     >>> import torch, gradiometer as gm
@@ -81,6 +90,9 @@ def check_finite(
     elif loss is not None and not isinstance(loss, Real):
         msg = f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}"
         raise TypeError(msg)
+    elif isinstance(loss, int) and abs(loss) > sys.float_info.max:
+        msg = f"check_finite: the loss is {describe(loss)}; pass a float or a tensor"
+        raise ValueError(msg)
     # integer tensors, such as quantized weights, are always finite
     parts["weights"] = present(names, [None if _is_integer(p) else p for p in tensors])
     parts["grads"] = present(names, [p.grad for p in tensors])
@@ -175,7 +187,8 @@ def _real(loss: Tensor) -> Tensor:
             f"check_finite: the loss of shape {tuple(loss.shape)} has no elements; pass loss=None to skip it"
         )
         raise ValueError(msg)
-    return loss if loss.is_floating_point() else loss.double()
+    # a quantized loss is refused like any other tensor
+    return loss if loss.is_floating_point() or loss.is_quantized else loss.double()
 
 
 def _buffers(model: Parameters) -> Named:

@@ -9,7 +9,6 @@ Inductor's code and the CPU's operators all do this, and give the same bits.
 from __future__ import annotations
 
 from itertools import pairwise
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -21,7 +20,10 @@ from gradiometer.columns import derived
 from gradiometer.inputs import (
     Named,
     as_flat,
+    describe,
     is_dtensor,
+    is_limit,
+    is_one_number,
     is_plain_subclass,
     layout,
     local_shard,
@@ -52,16 +54,13 @@ def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
         ValueError: for anything else.
     """
     if isinstance(number, Tensor):
-        if number.numel() == 1 and not number.is_complex() and number.dtype != torch.bool:
+        if is_one_number(number) and not number.is_complex() and number.dtype != torch.bool:
             return number.detach()
-        got = f"a tensor of shape {tuple(number.shape)} and dtype {number.dtype}"
-    else:
-        # NumPy scalars too
-        if isinstance(number, Real) and number >= 0:
-            return float(number)
-        # a number that Dynamo has made an input of the graph has no repr
-        got = f"{number}" if isinstance(number, Real) else repr(number)
-    msg = f"{what}: {name} must be a non-negative number, or a one-element real tensor, got {got}"
+    elif is_limit(number):
+        return float(number)
+    msg = (
+        f"{what}: {name} must be a non-negative number, or a one-element real tensor, got {describe(number)}"
+    )
     raise ValueError(msg)
 
 

@@ -5,7 +5,16 @@ wrappers add, and tensors that can be measured. Any other input raises an error 
 do and, for an item of a collection, names it. Nothing here computes.
 """
 
-from gradiometer.inputs.checks import Traits, check, has_float64, is_plain_subclass, layout
+from gradiometer.inputs.checks import (
+    Traits,
+    check,
+    describe,
+    has_float64,
+    is_limit,
+    is_one_number,
+    is_plain_subclass,
+    layout,
+)
 from gradiometer.inputs.dtensor import (
     Place,
     is_dtensor,
@@ -18,7 +27,7 @@ from gradiometer.inputs.dtensor import (
     reduction_of,
 )
 from gradiometer.inputs.named import Named, Tensors, check_names, named_tensors, present
-from gradiometer.inputs.parameters import Parameters, named_parameters
+from gradiometer.inputs.parameters import Parameters, named_parameters, tracked_parameters
 from gradiometer.inputs.views import as_flat, as_real, on_device
 
 __all__ = [
@@ -31,8 +40,11 @@ __all__ = [
     "as_real",
     "check",
     "check_names",
+    "describe",
     "has_float64",
     "is_dtensor",
+    "is_limit",
+    "is_one_number",
     "is_partial",
     "is_plain_subclass",
     "is_whole",
@@ -46,4 +58,5 @@ __all__ = [
     "places",
     "present",
     "reduction_of",
+    "tracked_parameters",
 ]

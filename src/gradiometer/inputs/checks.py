@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+import math
+import sys
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +14,17 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 if TYPE_CHECKING:
     from gradiometer.inputs.named import Named
 
-__all__ = ["Traits", "check", "has_float64", "is_plain_subclass", "layout", "refusal"]
+__all__ = [
+    "Traits",
+    "check",
+    "describe",
+    "has_float64",
+    "is_limit",
+    "is_one_number",
+    "is_plain_subclass",
+    "layout",
+    "refusal",
+]
 
 _DTYPES: Final = frozenset(
     {
@@ -29,8 +42,8 @@ _DTYPES: Final = frozenset(
         torch.complex32,
     }
 )
-
-
+# fp8, and half complex numbers that are conjugated too
+_UNRESOLVED: Final = frozenset([dtype for dtype in _DTYPES if dtype.itemsize == 1]) | {torch.complex32}
 _UNINITIALIZED: Final = (UninitializedParameter, UninitializedBuffer)
 _LAYOUTS: Final = frozenset({torch.strided, torch.sparse_coo})
 
@@ -69,6 +82,8 @@ def check(named: Named, what: str) -> Traits:
             kinds = dict.fromkeys([(tensor.dtype, tensor.layout, tensor.device) for tensor in tensors])
         fine = all([_is_measurable(*kind) for kind in kinds])
         fine = fine and not any([tensor.is_nested for tensor in tensors])
+        if any([dtype in _UNRESOLVED for dtype, _, _ in kinds]) and not torch.compiler.is_compiling():
+            fine = fine and not any([_is_unresolvable(tensor) for tensor in tensors])
     if not fine:
         for name, tensor in zip(named.names, tensors, strict=True):
             reason = refusal(tensor)
@@ -103,11 +118,45 @@ def _is_sparse_fp8(dtype: torch.dtype, layout: torch.layout) -> bool:
     return layout == torch.sparse_coo and dtype.itemsize == 1
 
 
+def _is_unresolvable(tensor: Tensor) -> bool:
+    """Return whether torch cannot read a lazily negated tensor, not even to copy it."""
+    return tensor.dtype in _UNRESOLVED and tensor.is_neg() and (not tensor.is_complex() or tensor.is_conj())
+
+
 def has_float64(device: torch.device) -> bool:
     """Return whether statistics can be computed on this device."""
     if device.type == "xpu" and torch.xpu.is_available():
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type not in {"mps", "meta"}
+
+
+def is_one_number(tensor: Tensor) -> bool:
+    """Return whether a tensor holds one element in memory of its own, which an operator can read."""
+    if tensor.is_nested or layout(tensor) != torch.strided or tensor.is_quantized:
+        return False
+    return tensor.numel() == 1 and tensor.device.type != "meta"
+
+
+def is_limit(value: Any) -> bool:
+    """Return whether this is a non-negative real number that float64 can hold, or inf; NumPy scalars too."""
+    return isinstance(value, Real) and (0 <= value <= sys.float_info.max or value == math.inf)
+
+
+def describe(value: object) -> str:
+    """Return what an error message says about an argument that is not the number it has to be."""
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            return "a nested tensor"
+        text = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+        if layout(value) != torch.strided:
+            text += f" with layout {value.layout}"
+        return f"{text} on the meta device" if value.device.type == "meta" else text
+    if not isinstance(value, (int, float)):
+        return repr(value)
+    # the digits of a very large integer raise an error. A number that Dynamo has made an input of the graph
+    # has no repr
+    is_huge = isinstance(value, int) and abs(value) > sys.float_info.max
+    return "an integer beyond the range of float64" if is_huge else f"{value}"
 
 
 def refusal(tensor: object) -> str | None:
@@ -132,6 +181,9 @@ def refusal(tensor: object) -> str | None:
         return f"has dtype {tensor.dtype}, which is not supported; {advice}"
     if _is_sparse_fp8(tensor.dtype, tensor.layout):
         return f"is sparse {tensor.dtype}, which torch cannot coalesce; convert it to float16 first"
+    if _is_unresolvable(tensor):
+        advice = "negate it in float32 or complex64 first"
+        return f"is a lazily negated view of dtype {tensor.dtype}, which torch cannot read; {advice}"
     if tensor.device.type == "meta":
         return "is on the meta device and has no values; materialize the model first"
     if not has_float64(tensor.device):

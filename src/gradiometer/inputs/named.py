@@ -99,9 +99,12 @@ def check_names(names: tuple[str, ...], what: str) -> None:
 
 
 def _twice(names: tuple[str, ...]) -> str | None:
-    if len(set(names)) == len(names):
-        return None
-    return next(name for i, name in enumerate(names) if name in names[:i])
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 _KEPT: Final = {

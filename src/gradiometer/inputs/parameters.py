@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -10,9 +11,9 @@ from gradiometer.inputs.checks import refusal
 from gradiometer.inputs.named import Named, Tensors, named_tensors, present, with_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
-__all__ = ["Parameters", "named_parameters"]
+__all__ = ["Parameters", "named_parameters", "tracked_parameters"]
 
 Parameters = nn.Module | Tensors
 
@@ -33,6 +34,18 @@ def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what
         once.append(None if parameter in seen else parameter)
         seen.add(parameter)
     return present(named.names, once)
+
+
+def tracked_parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:
+    """Return names and parameters; in a mapping of modules, names are prefixed with the module's name."""
+    if isinstance(model, Mapping) and model and all(isinstance(part, nn.Module) for part in model.values()):
+        pairs = [
+            (f"{prefix}.{name}", parameter)
+            for prefix, part in model.items()
+            for name, parameter in zip(*named_parameters(part, "Recorder"), strict=True)
+        ]
+        return named_parameters(pairs, "Recorder")
+    return named_parameters(model, "Recorder")
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -7,13 +7,15 @@ import platform
 import time
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradiometer import distributed
 from gradiometer.distributed import RankError, Ranks
+from gradiometer.inputs import tracked_parameters
 from gradiometer.monitor.failures import describe
-from gradiometer.recorder import RunInfo, tracked_parameters
+from gradiometer.recorder import RunInfo
 from gradiometer.rules import Rule
 from gradiometer.sinks import Sink
 from gradiometer.version import __version__
@@ -72,10 +74,13 @@ def prepare_sinks(
     own run record.
 
     Raises:
-        TypeError: for an object that is neither a sink nor a function of a step.
+        TypeError: for an object that is neither a sink nor a function of a step, or not a path.
     """
     from gradiometer.sinks import Function, RunRecord  # noqa: PLC0415 likewise
 
+    if run_dir is not None and not isinstance(run_dir, (str, PathLike)):
+        msg = f"Monitor(run_dir=...): expected the path of a folder, got {type(run_dir).__name__}"
+        raise TypeError(msg)
     if rank is not None and is_merged:
         from gradiometer.runs import RankBlackbox  # noqa: PLC0415 likewise
 
@@ -93,7 +98,7 @@ def prepare_sinks(
             msg = (
                 f"Monitor(sinks=...): got {sink!r}, which is neither a function of a step nor a sink: it has "
             )
-            raise TypeError(f"{msg}no {missing}")
+            raise TypeError(f"{msg}no {missing}; pass sinks from gradiometer.sinks, or functions")
         made.append(sink if isinstance(sink, Sink) else Function(sink))
     return made
 

@@ -4,7 +4,7 @@ Gradients, weights and updates of a model are recorded inside a compiled or capt
 holds them on the host. Nothing here starts a thread, accesses a disk or judges what it records.
 """
 
-from gradiometer.recorder.recorder import Recorder, tracked_parameters
+from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.step_record import KINDS, Kind, Roster, RunInfo, StepRecord, label
 from gradiometer.recorder.updates import Updates
 
@@ -17,5 +17,4 @@ __all__ = [
     "StepRecord",
     "Updates",
     "label",
-    "tracked_parameters",
 ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +23,16 @@ from gradiometer.columns import (
 from gradiometer.inputs import (
     Named,
     check,
+    check_names,
+    describe,
     is_dtensor,
+    is_limit,
+    is_one_number,
     layout,
     local_shards,
-    named_parameters,
     on_device,
     present,
+    tracked_parameters,
 )
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_record import KINDS, Kind, Roster, StepRecord, label
@@ -37,13 +40,18 @@ from gradiometer.recorder.stream_order import StreamOrder
 from gradiometer.stats import Float64Module, TensorStats, collect, fetch, measure, settled
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
     from typing import Self
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
 
-__all__ = ["Recorder", "tracked_parameters"]
+__all__ = ["Recorder"]
+
+
+# the cursor is float64, which holds every integer up to this
+_LARGEST: Final = 2**53
 
 
 class Recorder(Float64Module):
@@ -79,7 +87,8 @@ class Recorder(Float64Module):
 
     Raises:
         TypeError: for a parameter that cannot be measured; the message names it.
-        ValueError: without parameters, for a number out of range, or for ranks of another model.
+        ValueError: without parameters, for a duplicate name, for a number out of range, for a ring that
+            cannot be allocated, or for ranks of another model.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -114,8 +123,9 @@ class Recorder(Float64Module):
         if not parameters:
             msg = "Recorder: the model has no parameters to record"
             raise ValueError(msg)
-        if not isinstance(capacity, int) or capacity < 1:
-            msg = f"Recorder(capacity={capacity!r}): capacity must be an integer, at least 1"
+        check_names(names, "Recorder")
+        if type(capacity) is not int or capacity < 1:
+            msg = f"Recorder(capacity={describe(capacity)}): capacity must be an integer, at least 1"
             raise ValueError(msg)
         if not isinstance(thresholds, Thresholds):
             msg = f"Recorder: thresholds must be gm.Thresholds(...), got {thresholds!r}"
@@ -136,10 +146,14 @@ class Recorder(Float64Module):
         self._tracked = [list(parameters)]
         home = next((device for device in devices if device.type != "cpu"), devices[0])
         size = (capacity, self.roster.num_rows + 1, NUM_COLUMNS + 1)
-        # -1 marks an empty slot: step numbers are not negative
-        self.register_buffer(
-            "ring", torch.full(size, -1.0, dtype=torch.float64, device=home), persistent=False
-        )
+        try:
+            # -1 marks an empty slot: step numbers are not negative
+            ring = torch.full(size, -1.0, dtype=torch.float64, device=home)
+        except (RuntimeError, TypeError) as error:
+            needs = f"{size[1] * size[2] * 8} bytes for each step on {home}, and torch cannot allocate that"
+            msg = f"Recorder(capacity={describe(capacity)}): the ring needs {needs}; use a smaller capacity"
+            raise ValueError(msg) from error
+        self.register_buffer("ring", ring, persistent=False)
         self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=home))
         self._ranks = ranks
         self._verdict = None if ranks is None or ranks.size == 1 else SkipConsensus(names, ranks, home)
@@ -175,11 +189,11 @@ class Recorder(Float64Module):
                 nothing and so reads gradients in recorded steps only.
         """
         for name, value, least in (("step", step, 0), ("every", every, 1)):
-            if value is not None and (not isinstance(value, int) or value < least):
-                msg = f"Recorder({name}={value!r}): {name} must be an integer, at least {least}"
+            if value is not None and (not isinstance(value, int) or not least <= value <= _LARGEST):
+                msg = f"Recorder({name}={describe(value)}): {name} must be an integer from {least} to 2**53"
                 raise ValueError(msg)
-        if skip_above is not None and (not isinstance(skip_above, (int, float)) or not skip_above >= 0):
-            msg = f"Recorder(skip_above={skip_above!r}): skip_above must be a non-negative number"
+        if skip_above is not None and not is_limit(skip_above):
+            msg = f"Recorder(skip_above={describe(skip_above)}): skip_above must be a non-negative number"
             raise ValueError(msg)
         if self._gated and (skip_nonfinite or (skip_above is not None and skip_above < math.inf)):
             msg = "Recorder: it was created without a skip condition, so it reads gradients only in the "
@@ -346,19 +360,12 @@ class Recorder(Float64Module):
         ops.append_(columns, flags, grads, self.ring, self.cursor)
 
 
-def tracked_parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:
-    """Return names and parameters; in a mapping of modules, names are prefixed with the module's name."""
-    if isinstance(model, Mapping) and model and all(isinstance(part, nn.Module) for part in model.values()):
-        pairs = [
-            (f"{prefix}.{name}", parameter)
-            for prefix, part in model.items()
-            for name, parameter in zip(*named_parameters(part, "Recorder"), strict=True)
-        ]
-        return named_parameters(pairs, "Recorder")
-    return named_parameters(model, "Recorder")
-
-
 def _of_this_rank(stats: TensorStats) -> TensorStats:
+    if not isinstance(stats, TensorStats):
+        msg = (
+            f"Recorder: stats must be the TensorStats that collect_grads returns, got {type(stats).__name__}"
+        )
+        raise TypeError(msg)
     if stats.origin is None:
         return stats
     if stats.local is None:
@@ -374,6 +381,7 @@ def _is_ordinary(tensor: Tensor, ring: Tensor) -> bool:
         (kind is Tensor or kind is nn.Parameter)
         and layout(tensor) == torch.strided
         and tensor.device == ring.device
+        and (torch.compiler.is_compiling() or not tensor.is_neg())
     )
 
 
@@ -381,7 +389,7 @@ def _is_scale(inv_scale: Tensor | float, ring: Tensor) -> bool:
     """Return whether the op accepts the scale as it is."""
     return (
         isinstance(inv_scale, Tensor)
-        and inv_scale.numel() == 1
+        and is_one_number(inv_scale)
         and inv_scale.is_floating_point()
         and inv_scale.device == ring.device
     )

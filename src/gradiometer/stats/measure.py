@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,10 @@ from gradiometer.inputs import (
     Traits,
     check,
     check_names,
+    describe,
     has_float64,
     is_dtensor,
+    is_one_number,
     is_plain_subclass,
     local_shards,
     named_parameters,
@@ -224,16 +226,13 @@ def _check_scale(inv_scale: Tensor | float | None, what: str) -> None:
     if inv_scale is None:
         return
     if isinstance(inv_scale, Tensor):
-        if inv_scale.numel() == 1 and inv_scale.is_floating_point():
+        if is_one_number(inv_scale) and inv_scale.is_floating_point():
             return
-        got = f"shape {tuple(inv_scale.shape)} and dtype {inv_scale.dtype}"
-    else:
-        if isinstance(inv_scale, (int, float)) and 0 < inv_scale < math.inf:
-            return
-        got = repr(inv_scale)
+    elif isinstance(inv_scale, (int, float)) and 0 < inv_scale <= sys.float_info.max:
+        return
     msg = (
         f"{what}: inv_scale must be a positive finite number, such as 1 / scaler.get_scale(), "
-        f"or a one-element floating-point tensor, got {got}"
+        f"or a one-element floating-point tensor, got {describe(inv_scale)}"
     )
     raise ValueError(msg)
 
