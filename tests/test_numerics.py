@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -153,6 +154,51 @@ def test_subnormal_numbers_are_no_zeros(dtype):
     assert measured["abs_max"] == smallest
     assert measured["sum"] == 40 * smallest
     assert not measured["flags"] & Flag.DEAD
+
+
+# subnormal numbers of each format by their bits: conversions may flush them
+SUBNORMAL = {
+    torch.float64: (torch.int64, 1 << 51),
+    torch.float32: (torch.int32, 1 << 22),
+    torch.bfloat16: (torch.int16, 1 << 6),
+    torch.float16: (torch.int16, 1 << 9),
+    torch.float8_e4m3fn: (torch.uint8, 4),
+    torch.float8_e4m3fnuz: (torch.uint8, 4),
+    torch.float8_e5m2: (torch.uint8, 2),
+    torch.float8_e5m2fnuz: (torch.uint8, 2),
+    torch.float8_e8m0fnu: (torch.uint8, 0),
+}
+# exponents of the numbers above; fp16 and these formats of fp8 are read as fp32, where they are normal
+EXPONENTS = dict(zip(SUBNORMAL, [-1023, -127, -127, -15, -7, -8, -15, -16, -127], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "n"), [*itertools.product(["eager", "flushed"], [1, 40, 5000]), ("compiled", 40)]
+)
+def test_a_subnormal_number_is_measured_unless_the_cpu_or_the_interpreter_flushes_it(mode, n):
+    tensors = {
+        str(dtype): torch.full((n,), code, dtype=raw).view(dtype) for dtype, (raw, code) in SUBNORMAL.items()
+    }
+    collect = torch.compile(gm.collect, backend="eager", fullgraph=True) if mode == "compiled" else gm.collect
+    try:
+        if mode == "flushed" and not torch.set_flush_denormal(True):
+            pytest.skip("this CPU cannot flush subnormal numbers")
+        stats = collect(tensors)
+    finally:
+        torch.set_flush_denormal(False)
+    for dtype, (n_zero, top, total) in zip(SUBNORMAL, _counted(stats), strict=True):
+        is_flushed = mode == "flushed" and EXPONENTS[dtype] in {-127, -1023}
+        if INTERPRETED and dtype in {torch.bfloat16, torch.float8_e8m0fnu}:
+            # the interpreter's own conversion of bf16, which only the elements beside whole tiles go through
+            assert (n_zero > 0) or is_flushed
+            continue
+        value = 0.0 if is_flushed else 2.0 ** EXPONENTS[dtype]
+        assert (n_zero, top, total) == (n * is_flushed, value, n * value), dtype
+
+
+def _counted(stats):
+    places = [RAW.index(name) for name in ("n_zero", "abs_max", "sum")]
+    return stats.columns[:, places].tolist()
 
 
 @given(recipes(strategies.FLOATS, largest=2**16))

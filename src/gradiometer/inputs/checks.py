@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -137,9 +137,11 @@ def is_one_number(tensor: Tensor) -> bool:
     return tensor.numel() == 1 and tensor.device.type != "meta"
 
 
-def is_limit(value: Any) -> bool:
+def is_limit(value: object) -> bool:
     """Return whether this is a non-negative real number that float64 can hold, or inf; NumPy scalars too."""
-    return isinstance(value, Real) and (0 <= value <= sys.float_info.max or value == math.inf)
+    if not isinstance(value, Real):
+        return False
+    return value == math.inf or 0 <= value <= sys.float_info.max  # type: ignore[operator] # numbers compare
 
 
 def describe(value: object) -> str:

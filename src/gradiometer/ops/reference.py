@@ -145,8 +145,9 @@ def _flags_of(row: _Row, thresholds: Thresholds) -> int:
 def _row_of_number(x: float) -> _Row:
     if not math.isfinite(x):
         return (1.0, 0.0, 0.0, 0.0, float(x != x), float(x == math.inf), float(x == -math.inf), 0.0)  # noqa: PLR0124
-    # + 0.0, because a sum is never -0
-    return (1.0, x * x, x + 0.0, float(x == 0), 0.0, 0.0, 0.0, abs(x))
+    # a sum is never -0. With torch.set_flush_denormal(True) this also makes 0 of a subnormal number
+    x += 0.0
+    return (1.0, x * x, x, float(x == 0), 0.0, 0.0, 0.0, abs(x))
 
 
 def _measure_group(tensors: Sequence[Tensor], group: Group, rows: list[_Row], length: int) -> None:
