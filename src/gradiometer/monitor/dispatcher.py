@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.monitor.failures import LOG, Failures
@@ -11,7 +12,7 @@ from gradiometer.monitor.sink_thread import Calls, SinkThread
 from gradiometer.rules import Finding, Ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gradiometer.monitor.blackbox import BlackBox
     from gradiometer.recorder import RunInfo, StepRecord
@@ -155,7 +156,16 @@ class Dispatcher:
         changed: list[Finding] = []
         for name, rule in self._rules:
             try:
-                changed += self.ledger.add(rule.check(record))
+                found = rule.check(record)
+                if not isinstance(found, Iterable):
+                    text = f"check() returned an object of type {type(found).__name__}, "
+                    self._failures.add(f"rule {name}", text + "not a list of findings")
+                    continue
+                for sighting in found:
+                    try:
+                        changed += self.ledger.add([sighting])
+                    except TypeError as error:
+                        self._failures.add(f"rule {name}", f"a finding was refused: {error}")
             except BaseException as error:  # noqa: BLE001 the other rules go on
                 self._failures.add(f"rule {name}", error)
         return changed

@@ -7,7 +7,7 @@ Each rule takes one `StepRecord` after the other (`check`) and keeps its own his
 
 from gradiometer.rules.defaults import default_rules
 from gradiometer.rules.fault import Fault, summarize
-from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import first_nonfinite_text
 from gradiometer.rules.history import NormHistory
 from gradiometer.rules.layers import Dead, LayerImbalance
@@ -34,6 +34,7 @@ __all__ = [
     "Severity",
     "UpdateRatio",
     "Vanishing",
+    "checked",
     "default_rules",
     "first_nonfinite_text",
     "summarize",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import enum
+import numbers
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from gradiometer.recorder import KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from gradiometer.recorder import Kind
 
-__all__ = ["Finding", "Severity"]
+__all__ = ["Finding", "Severity", "checked"]
 
 
 class Severity(enum.IntEnum):
@@ -80,3 +85,100 @@ class Finding:
     def from_dict(cls, values: Mapping[str, Any]) -> Finding:
         """Return the finding that `to_dict` converted to these values."""
         return cls(**{**values, "severity": Severity[values["severity"].upper()]})
+
+
+def checked(found: object) -> Finding:
+    """Return a finding whose fields have the types of `Finding`.
+
+    Tensors on the CPU and NumPy arrays of one element, and other real numbers, are converted to float or
+    int. A value or threshold may be NaN or infinite.
+
+    Raises:
+        TypeError: for an object that is not a finding, or for a field that cannot be converted; the message
+            names the field.
+    """
+    if not isinstance(found, Finding):
+        msg = f"it is {_text(found)}, not a gm.Finding"
+        raise TypeError(msg)
+    fields: dict[str, Any] = {}
+    for name, (convert, wanted) in _FIELDS.items():
+        value = getattr(found, name)
+        try:
+            fields[name] = convert(value)
+        except Exception:  # noqa: BLE001 a value of an unknown type may raise anything
+            away = isinstance(value, Tensor) and value.device.type != "cpu"
+            text = f"a tensor on {value.device.type}" if away else _text(value)
+            msg = f"its {name} is {text}, not {wanted}"
+            raise TypeError(msg) from None
+    return Finding(**fields)
+
+
+def _number(value: Any) -> Any:
+    """Return a number; raise if the value is not one, or if it would have to be copied from a device."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu":
+            raise TypeError
+        value = value.detach()
+    if not isinstance(value, numbers.Real):
+        value = value.item()
+        if not isinstance(value, numbers.Real):
+            raise TypeError
+    return value
+
+
+def _float(value: Any) -> float:
+    return float(_number(value))
+
+
+def _count(value: Any) -> int:
+    number = _number(value)
+    whole = int(number)
+    # Parquet and most readers of JSON have no larger integers
+    if whole != number or not 0 <= whole < 2**63:
+        raise ValueError
+    return whole
+
+
+def _severity(value: Any) -> Severity:
+    return Severity[value.upper()] if isinstance(value, str) else Severity(_count(value))
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _kind(value: Any) -> Kind:
+    return KINDS[KINDS.index(_str(value))]
+
+
+def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else convert(value)
+
+
+_INTEGER: Final = "an integer from 0 to 2**63 - 1"
+# of each field: the function that converts it or raises, and what it should be
+_FIELDS: Final[Mapping[str, tuple[Callable[[Any], Any], str]]] = {
+    "rule": (_str, "a str"),
+    "severity": (_severity, "a Severity"),
+    "first_step": (_count, _INTEGER),
+    "last_step": (_count, _INTEGER),
+    "kind": (_or_none(_kind), f"one of {', '.join(KINDS)}, or None"),
+    "tensor": (_or_none(_str), "a str or None"),
+    "value": (_float, "a number"),
+    "threshold": (_float, "a number"),
+    "message": (_str, "a str"),
+    "advice": (_str, "a str"),
+    "count": (_count, _INTEGER),
+    "worst_step": (_or_none(_count), f"{_INTEGER}, or None"),
+}
+
+
+def _text(value: object) -> str:
+    """Return a short text of a value and its type, for a message."""
+    try:
+        text = f"{value!r:.60}"
+    except Exception:  # noqa: BLE001 `__repr__` may raise anything
+        text = "an object"
+    return f"{text} ({type(value).__name__})"

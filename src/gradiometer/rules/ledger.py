@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gradiometer.rules.finding import checked
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -29,9 +31,15 @@ class Ledger:
         self._open: dict[tuple[str, str | None, str | None], int] = {}
 
     def add(self, sightings: Iterable[Finding]) -> list[Finding]:
-        """Add the sightings of one step; return the findings that are new or have changed."""
+        """Add the sightings of one step; return the findings that are new or have changed.
+
+        Raises:
+            TypeError: for a sighting that is not a `Finding`, or with a field of another type that cannot be
+                converted; the message names the field. Those before it are added.
+        """
         changed: dict[int, Finding] = {}
-        for seen in sightings:
+        for sighting in sightings:
+            seen = checked(sighting)
             place = self._open.get(seen.key)
             if place is None or seen.first_step - self.findings[place].last_step > self.gap:
                 place = self._open[seen.key] = len(self.findings)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.recorder import KINDS, Roster
+from gradiometer.rules import checked
 from gradiometer.runs.directory import prepare, release, remove_leftovers, take
 from gradiometer.runs.format import (
     FORMAT,
@@ -27,7 +28,7 @@ from gradiometer.runs.format import (
 from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["RunRecord"]
 
 _LOG = logging.getLogger("gradiometer")
-# seconds; a failed write is retried at once, then after 1 s, 2 s, 4 s, up to this pause
+# seconds between two tries of a write that fails
 _LONGEST_PAUSE: Final = 60.0
 # number of segments whose steps may wait for the disk
 _WAITING: Final = 4
@@ -98,8 +99,8 @@ class RunRecord:
         self._last_step = -1
         self._findings: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._findings_changed = False
-        self._failures = 0
-        self._pause_until = -math.inf
+        # of the segment, run.json and findings.json
+        self._retries = _Retry(), _Retry(), _Retry()
 
     def start(self, info: RunInfo) -> None:
         """Lock the folder and begin an attempt.
@@ -171,11 +172,17 @@ class RunRecord:
             OSError: if the disk failed. Up to four segments of steps are kept, and a later call tries to
                 write them again; beyond that the oldest are dropped and counted in ``lost``.
             ValueError: for a step with other tensors than the run; the other steps are still added.
+            TypeError: for an object that is not a finding, or has a field of another type; all else is added.
         """
+        refused: list[Exception] = []
         for finding in findings:
-            entry = finding.to_dict() | {"attempt": self._attempt}
-            self._findings[_key(entry)] = entry
-            self._findings_changed = True
+            try:
+                entry = checked(finding).to_dict() | {"attempt": self._attempt}
+            except TypeError as error:
+                refused.append(error)
+            else:
+                self._findings[_key(entry)] = entry
+                self._findings_changed = True
         errors: list[Exception] = []
         for record in records:
             try:
@@ -184,10 +191,13 @@ class RunRecord:
                 errors.append(error)
         waits = len(self._pending) > self._saved or self._findings_changed or self._info_changed
         if waits and not errors and time.monotonic() - self._saved_at >= self._seconds:
-            self._flush()
+            try:
+                self._flush()
+            except Exception as error:  # noqa: BLE001 raised below
+                errors.append(error)
         self._drop()
-        if errors:
-            raise errors[0]
+        if errors or refused:
+            raise [*errors, *refused][0]
 
     def _add(self, record: StepRecord, *, full: bool) -> None:
         """Add one step; with ``full``, write the segment if this step fills it."""
@@ -247,23 +257,16 @@ class RunRecord:
         return len(self._pending) >= segments * steps or recorded * self._roster.num_rows >= segments * rows
 
     def _flush(self, *, now: bool = False) -> None:
-        """Write the current segment and the findings."""
-        if not now and time.monotonic() < self._pause_until:
-            return
-        try:
-            if len(self._pending) > self._saved:
-                self._save()
-            if self._info_changed:
-                self._write_info()
-            if self._findings_changed:
-                self._replace(self.path / "findings.json", to_json(list(self._findings.values())))
-                self._findings_changed = False
-        except Exception:
-            pause = min(2.0 ** (self._failures - 1), _LONGEST_PAUSE) if self._failures else 0.0
-            self._pause_until = time.monotonic() + pause
-            self._failures = min(self._failures + 1, 10)
-            raise
-        self._failures = 0
+        """Write what has changed; a file that cannot be written holds up no other."""
+        writes = self._write_segment, self._write_new_info, self._write_new_findings
+        tries = [retry(write, now=now) for retry, write in zip(self._retries, writes, strict=True)]
+        errors = [error for error in tries if error is not None]
+        if errors:
+            raise errors[0]
+
+    def _write_segment(self) -> None:
+        if len(self._pending) > self._saved:
+            self._save()
         self._saved_at = time.monotonic()
         if self._holds(1):
             self._pending, self._saved = [], 0
@@ -290,6 +293,15 @@ class RunRecord:
                 # everything that earlier attempts wrote is superseded
                 self._info["roster"] = _roster(self._roster, None)
 
+    def _write_new_info(self) -> None:
+        if self._info_changed:
+            self._write_info()
+
+    def _write_new_findings(self) -> None:
+        if self._findings_changed:
+            self._replace(self.path / "findings.json", to_json(list(self._findings.values())))
+            self._findings_changed = False
+
     def _write_info(self) -> None:
         self._replace(self.path / "run.json", to_json(self._info))
         self._info_changed = False
@@ -305,6 +317,28 @@ class RunRecord:
 
     def _replace(self, path: Path, text: str) -> None:
         prepare(self.path, path, text.encode(), sync=self._fsync)()
+
+
+class _Retry:
+    """Calls a write; after it has failed, once more at once, and then after 1 s, 2 s, 4 s, up to a minute."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._pause_until = -math.inf
+
+    def __call__(self, write: Callable[[], None], *, now: bool) -> Exception | None:
+        """Return the error of the write; during a pause, call it only with ``now``."""
+        if not now and time.monotonic() < self._pause_until:
+            return None
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001 returned
+            pause = min(2.0 ** (self._failures - 1), _LONGEST_PAUSE) if self._failures else 0.0
+            self._pause_until = time.monotonic() + pause
+            self._failures = min(self._failures + 1, 10)
+            return error
+        self._failures = 0
+        return None
 
 
 def _roster(roster: Roster, old: Mapping[str, Any] | None) -> dict[str, Any]:
