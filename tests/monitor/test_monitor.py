@@ -211,7 +211,7 @@ def test_numbers_that_are_none_are_said_once_and_the_rest_goes_on(caplog):
             monitor.advance(loss=torch.ones(2), lr="fast", momentum=0.9, nothing=None)
     assert [record.scalars for record in seen] == [{"momentum": 0.9}] * 3
     assert monitor.failures == {"scalar 'loss'": 3, "scalar 'lr'": 3, "scalar 'nothing'": 3}
-    assert caplog.text.count("scalar 'lr'") == 1
+    assert caplog.text.count("scalar 'lr': ") == 1
 
 
 # no waits
@@ -548,7 +548,7 @@ def test_updates_after_weights_got_another_shape_are_said_once_and_go_on(caplog)
         monitor.advance()
     assert monitor.failures == {"updates": 1}
     assert seen[-1].total("abs_max", "updates") == 1.0
-    assert caplog.text.count("updates") == 1
+    assert caplog.text.count("updates: ") == 1
 
 
 def test_parameters_replaced_after_the_monitor_was_made_are_named_once(caplog, monkeypatch):
@@ -560,7 +560,7 @@ def test_parameters_replaced_after_the_monitor_was_made_are_named_once(caplog, m
         for _ in range(3):
             monitor.advance()
     assert monitor.failures == {"parameters": 1}
-    (said,) = [r.message for r in caplog.records]
+    said, _ = [r.message for r in caplog.records]
     assert "1.weight was replaced or added after the monitor was created" in said
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+import gradiometer as gm
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import writer
-from gradiometer.runs.reader import read_run
+from gradiometer.runs.directory import is_locked
+from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import make_info, make_records, make_roster
 
@@ -96,3 +105,200 @@ def test_a_finding_that_cannot_be_written_holds_up_neither_steps_nor_the_others(
     assert run.steps["step"].to_pylist() == list(range(25))
     assert run.findings == [finding()]
     assert (run.info["closed"], sink.lost) == (True, 0)
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records]
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_one_line_says_how_many_steps_were_lost_and_why(tmp_path, full, caplog, recovers):
+    sink = opened(tmp_path, segment_steps=10)
+    full.add("steps")
+    for record in make_records(ROSTER, 100):
+        try:
+            sink.write([record], [])
+        except OSError:
+            assert caplog.text == ""
+    if recovers:
+        full.clear()
+        sink.close()
+    else:
+        with pytest.raises(OSError, match="No space left"):
+            sink.close()
+    (line,) = warnings_of(caplog)
+    lost = 61 if recovers else 100
+    assert line.startswith(f"{tmp_path}: {lost} steps are lost, because they could not be written (OSError: ")
+    assert "No space left on device" in line
+    assert sink.lost == read_run(tmp_path).info["attempts"][0]["lost"] == lost
+    assert steps_of(tmp_path) == (list(range(61, 100)) if recovers else [])
+
+
+@pytest.mark.parametrize("removed", [".", "steps", "tensors", "*"])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_removed_folder_is_made_again_and_the_run_goes_on(tmp_path, caplog, removed, goes_on):
+    run_dir = tmp_path / "run"
+    records = list(make_records(ROSTER, 50))
+    sink = opened(run_dir, segment_steps=10)
+    sink.write(records[:24], [finding()])
+    sink.fault(SimpleNamespace(to_dict=dict))  # writes the open segment, too
+    assert steps_of(run_dir) == list(range(24))
+    for path in list(run_dir.glob("*")) if removed == "*" else [run_dir / removed]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if goes_on:
+        sink.write(records[24:45], [])
+        # the lock is held again
+        with pytest.raises(RunError, match="is already being written by this process"):
+            opened(run_dir)
+        assert is_locked(run_dir, sink._lock)
+        run = read_run(run_dir)
+        assert [s for s in run.steps["step"].to_pylist() if s >= 20] == list(range(20, 40))
+        assert run.findings == [finding()]
+        sink.write(records[45:], [])
+    sink.close()
+    run = read_run(run_dir)
+    left = [step for step in run.steps["step"].to_pylist() if step >= 20]
+    assert left == list(range(20, 50 if goes_on else 24))
+    for record in run.records(20):
+        assert torch.equal(record.values, records[record.step].values)
+    # full segments that were in the folder are gone
+    assert sink.lost == run.info["attempts"][0]["lost"] == 20
+    assert run.info["closed"]
+    (line,) = warnings_of(caplog)
+    assert line.startswith(
+        f"{run_dir} was removed while the run went on: it is made again, and 20 steps that"
+    )
+    opened(run_dir).close()
+
+
+def test_a_removed_folder_on_a_full_disk_is_made_again_when_there_is_room(tmp_path, full, caplog):
+    run_dir = tmp_path / "run"
+    sink = opened(run_dir, segment_steps=10)
+    sink.write(list(make_records(ROSTER, 10)), [])
+    shutil.rmtree(run_dir)
+    full.add("")
+    with pytest.raises(OSError, match="No space left"):
+        sink.write(list(make_records(ROSTER, 15, first=10)), [])
+    full.clear()
+    sink.write(list(make_records(ROSTER, 1, first=25)), [])
+    sink.close()
+    assert steps_of(run_dir) == list(range(10, 26))
+    assert sink.lost == 10
+    assert len(warnings_of(caplog)) == 1
+
+
+# without torch, whose import takes seconds
+OTHER = """
+import fcntl, os, sys
+file = open(sys.argv[1], "a+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+file.write("another run")
+file.flush()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_removed_folder_that_another_run_has_taken_is_left_to_it(tmp_path):
+    run_dir = tmp_path / "run"
+    sink = opened(run_dir, segment_steps=10)
+    sink.write(list(make_records(ROSTER, 10)), [])
+    shutil.rmtree(run_dir)
+    run_dir.mkdir()
+    command, pipe = [sys.executable, "-c", OTHER, str(run_dir / ".lock")], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout.readline() == "locked\n"
+        (run_dir / "run.json").write_text("its own")
+        with pytest.raises(RunError, match="is already being written by another run"):
+            sink.write(list(make_records(ROSTER, 10, first=10)), [])
+        with pytest.raises(RunError, match="is already being written by another run"):
+            sink.close()
+    assert sink.lost == 10
+    assert (run_dir / "run.json").read_text() == "its own"
+    assert not list(run_dir.glob("*/*"))
+
+
+def test_a_change_of_the_working_directory_moves_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sink = opened("run", segment_steps=10)
+    sink.write(list(make_records(ROSTER, 10)), [])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    sink.write(list(make_records(ROSTER, 10, first=10)), [])
+    sink.close()
+    assert steps_of(tmp_path / "run") == list(range(20))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_steps_that_a_restart_supersedes_are_not_lost_with_the_folder(tmp_path):
+    sink = opened(tmp_path / "run", segment_steps=10)
+    sink.write([*make_records(ROSTER, 30), *make_records(ROSTER, 7, first=12)], [])
+    shutil.rmtree(tmp_path / "run")
+    sink.close()
+    assert steps_of(tmp_path / "run") == list(range(12, 19))
+    assert sink.lost == 12
+
+
+# seen from the monitor
+
+
+def train(monitor, steps):
+    for _ in range(steps):
+        monitor.record()
+        monitor.advance(loss=1.0)
+        monitor.flush(60)
+
+
+def end_of(caplog):
+    (record,) = [r for r in caplog.records if " ended: " in r.getMessage()]
+    return record.levelno, record.getMessage()
+
+
+def test_the_end_of_a_run_says_what_was_recorded(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "gradiometer")
+    with gm.Monitor(nn.Linear(2, 1), run_dir=tmp_path, rules=(), every=2) as monitor:
+        train(monitor, 5)
+    monitor.close()
+    said = "the run ended: 5 steps, 3 of them with tensors; dropped: 0; failures: none"
+    assert end_of(caplog) == (logging.INFO, said)
+
+
+def test_dropped_counts_steps_that_the_disk_lost_and_the_end_says_so(tmp_path, full, caplog):
+    sink = RunRecord(tmp_path, fsync=False, segment_steps=2)
+    with gm.Monitor(nn.Linear(2, 1), sinks=[sink], rules=()) as monitor:
+        train(monitor, 2)
+        full.update(("steps", "tensors"))
+        train(monitor, 20)
+        # more than four segments wait for the disk
+        assert monitor.dropped == sink.lost == 13
+        full.clear()
+    assert monitor.dropped == sink.lost == 13
+    run = read_run(tmp_path)
+    assert run.steps["step"].to_pylist() == [0, 1, *range(15, 22)]
+    failed = monitor.failures["sink RunRecord"]
+    said = (
+        f"the run ended: 22 steps, 22 of them with tensors; dropped: 13; failures: sink RunRecord ({failed})"
+    )
+    assert end_of(caplog) == (logging.WARNING, said)
+    assert caplog.text.count("13 steps are lost, because they could not be written (OSError") == 1
+    # the first failure, the loss, the end
+    assert len(warnings_of(caplog)) == 3
+
+
+def test_a_run_goes_on_in_a_monitor_whose_folder_was_removed(tmp_path):
+    sink = RunRecord(tmp_path / "run", fsync=False, segment_steps=2)
+    with gm.Monitor(nn.Linear(2, 1), sinks=[sink], rules=()) as monitor:
+        train(monitor, 5)
+        shutil.rmtree(tmp_path / "run")
+        train(monitor, 3)
+        assert read_run(tmp_path / "run").steps["step"].to_pylist() == [4, 5, 6, 7]
+    assert (monitor.dropped, monitor.failures) == (4, {})
+
+
+def test_steps_of_a_run_that_cannot_be_opened_are_dropped(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with gm.Monitor(nn.Linear(2, 1), run_dir=tmp_path / "file", rules=()) as monitor:
+        train(monitor, 4)
+    assert monitor.dropped == 4
+    said = "the run ended: 4 steps, 4 of them with tensors; dropped: 4; failures: sink RunRecord (1)"
+    assert end_of(caplog) == (logging.WARNING, said)

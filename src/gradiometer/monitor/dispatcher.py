@@ -105,8 +105,8 @@ class Dispatcher:
 
     @property
     def dropped(self) -> int:
-        """Steps dropped by all queues together; a step that two sinks miss counts twice."""
-        return sum(thread.dropped for thread in [self._first, *self._sink_threads])
+        """Steps dropped by queues and lost by sinks; a step that two sinks miss counts twice."""
+        return sum(thread.dropped + thread.lost for thread in [self._first, *self._sink_threads])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history of the rules, and the findings."""

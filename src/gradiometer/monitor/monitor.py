@@ -282,10 +282,12 @@ class Monitor:
 
     @property
     def dropped(self) -> int:
-        """The number of steps that a slow sink missed, or whose tensors were lost."""
-        merger = self._pipeline.merger
-        unmerged = 0 if merger is None else merger.lost
-        return self._pipeline.dispatcher.dropped + self._pipeline.reader.lost + unmerged
+        """The number of steps that a sink missed, that the run record lost, or whose tensors were lost.
+
+        A sink misses steps if it is slow, or if it could not be opened; a step that two sinks miss counts
+        twice. The run record loses steps if the disk fails for long, or if its folder is removed.
+        """
+        return self._pipeline.dropped
 
     @property
     def failures(self) -> dict[str, int]:
@@ -300,7 +302,11 @@ class Monitor:
         return self._pipeline.flush(timeout)
 
     def close(self) -> None:
-        """Write all steps to the sinks and close them, waiting up to a minute. A second call does nothing."""
+        """Write all steps to the sinks and close them, waiting up to a minute. A second call does nothing.
+
+        One line of the logger ``gradiometer`` says what was recorded, dropped and failed. It has the level
+        INFO, or WARNING if anything was dropped or failed.
+        """
         if not self._has_advanced:
             self._try("advance", self._see_what_was_forgotten)
         self._pipeline.end()

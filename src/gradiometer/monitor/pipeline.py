@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import sys
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gradiometer.monitor.blackbox import BlackBox
 from gradiometer.monitor.capture_mode import beside_captures
 from gradiometer.monitor.dispatcher import Dispatcher
-from gradiometer.monitor.failures import reason_of
+from gradiometer.monitor.failures import LOG, reason_of
 from gradiometer.monitor.ring_reader import RingReader
 from gradiometer.monitor.sigterm import record_only, subscribe, unsubscribe
 from gradiometer.ops import is_capturing
@@ -71,6 +72,8 @@ class Pipeline:
         self.dispatcher = Dispatcher(rules, sinks, queue, self.box, failures)
         self.merger = merger
         self.last: StepRecord | None = None
+        self._steps = self._recorded = 0
+        self._rank = rank
         self.reader = RingReader(recorder, self._pass_on, failures)
         self._device = recorder.ring.device
         # the training thread owns the reader, except while it waits for a rank that is ending
@@ -166,6 +169,7 @@ class Pipeline:
                 self._failures.add(
                     "close", f"a sink has not finished after {PATIENCE:g} s: its last steps may be missing"
                 )
+            self._report_end()
         self._is_ended = True
         _open.pop(self, None)
         unsubscribe(self)
@@ -200,6 +204,24 @@ class Pipeline:
         if fault is not None and merger.news is not None and (said or fault[0]) not in merger.news:
             return fault[0], f"{fault[1]} (before that, {merger.news})".lstrip()
         return fault
+
+    def _report_end(self) -> None:
+        """Log in one line what was recorded, dropped and failed."""
+        failures, dropped = dict(self._failures.counts), self.dropped
+        bad = bool(failures or dropped)
+        if not bad and self.merger is not None and not self.merger.is_first:
+            return  # the first rank says it for all
+        who = "the run" if self._rank is None else f"the run on rank {self._rank}"
+        failed = ", ".join([f"{what} ({count})" for what, count in failures.items()]) or "none"
+        text = "%s ended: %d steps, %d of them with tensors; dropped: %d; failures: %s"
+        level = logging.WARNING if bad else logging.INFO
+        LOG.log(level, text, who, self._steps, self._recorded, dropped, failed)
+
+    @property
+    def dropped(self) -> int:
+        """As `Monitor.dropped`."""
+        unmerged = 0 if self.merger is None else self.merger.lost
+        return self.dispatcher.dropped + self.reader.lost + unmerged
 
     @property
     def has_begun(self) -> bool:
@@ -249,6 +271,8 @@ class Pipeline:
 
     def _put(self, records: list[StepRecord]) -> None:
         self.last = records[-1]
+        self._steps += len(records)
+        self._recorded += sum([record.recorded for record in records])
         self.dispatcher.put(records)
 
     def _start(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,11 +30,13 @@ class Calls(NamedTuple):
     fault: Callable[[Any], object]
     close: Callable[[], object]
     tick: Callable[[], object] | None = None
+    lost: Callable[[], object] = int
 
     @classmethod
     def of(cls, sink: Any) -> Calls:
         """Return the methods of a sink."""
-        return cls(sink.start, sink.write, sink.fault, sink.close, getattr(sink, "tick", None))
+        lost = partial(getattr, sink, "lost", 0)
+        return cls(sink.start, sink.write, sink.fault, sink.close, getattr(sink, "tick", None), lost)
 
 
 class SinkThread:
@@ -49,7 +52,7 @@ class SinkThread:
         failures: counts errors and dropped steps.
 
     Attributes:
-        dropped: the number of dropped steps.
+        dropped: the number of dropped steps, and of those for a sink that could not be opened.
 
     >>> from gradiometer.monitor.failures import Failures
     >>> seen = []
@@ -96,6 +99,7 @@ class SinkThread:
         """Add steps, in order, each with the findings that it created or changed."""
         with self._changed:
             if self._ended.is_set():
+                self.dropped += sum(1 for _ in steps)
                 return
             for record, findings in steps:
                 self._append(record, findings)
@@ -131,6 +135,12 @@ class SinkThread:
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the thread has ended; return False on a timeout."""
         return self._thread is None or self._ended.wait(timeout)
+
+    @property
+    def lost(self) -> int:
+        """Steps that the sink itself has lost, if it has such an attribute."""
+        lost = self._calls.lost()
+        return lost if isinstance(lost, int) else 0
 
     @property
     def is_own_thread(self) -> bool:
@@ -190,6 +200,8 @@ class SinkThread:
     def _end(self) -> None:
         with self._changed:
             self._ended.set()
+            self.dropped += self._steps
+            self._steps = 0
             self._items.clear()
             self._changed.notify_all()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["prepare", "release", "remove_leftovers", "take"]
+__all__ = ["is_locked", "prepare", "release", "remove_leftovers", "take"]
 
 # folders that this process writes; a process's locks do not exclude the process itself
 _ours: set[Path] = set()
@@ -51,6 +51,15 @@ def take(run: Path) -> Any:
     file.flush()
     _ours.add(home)
     return file
+
+
+def is_locked(run: Path, lock: Any) -> bool:
+    """Return whether the folder still has the file of a lock that `take` returned."""
+    # only stat: closing a second descriptor of the file would release the lock
+    try:
+        return not lock.closed and os.path.samestat(os.fstat(lock.fileno()), (run / ".lock").stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def release(run: Path, lock: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import weakref
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.recorder import KINDS, Roster
 from gradiometer.rules import checked
-from gradiometer.runs.directory import prepare, release, remove_leftovers, take
+from gradiometer.runs.directory import is_locked, prepare, release, remove_leftovers, take
 from gradiometer.runs.format import (
     FORMAT,
     VERSION,
@@ -26,9 +25,10 @@ from gradiometer.runs.format import (
     to_json,
 )
 from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
+from gradiometer.runs.retry import Retry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["RunRecord"]
 
 _LOG = logging.getLogger("gradiometer")
-# seconds between two tries of a write that fails
-_LONGEST_PAUSE: Final = 60.0
+_TABLES: Final = ("steps", "tensors")
 # number of segments whose steps may wait for the disk
 _WAITING: Final = 4
 
@@ -47,7 +46,8 @@ class RunRecord:
 
     Steps are collected in a segment. Every ``segment_seconds`` its two files are replaced by longer ones;
     the replacement is atomic. A full segment is not written again, and the next one begins. A killed process
-    therefore loses at most the last ``segment_seconds`` or ``segment_steps``.
+    therefore loses at most the last ``segment_seconds`` or ``segment_steps``. A folder that is removed while
+    the run goes on is made again, without the full segments that were in it.
 
     Args:
         run_dir: the folder, created if missing. A run that it already holds is continued: its rows from
@@ -58,7 +58,8 @@ class RunRecord:
         fsync: whether written steps survive a power failure, not only the end of the process.
 
     Attributes:
-        lost: steps not written, because the disk failed for too long or their tensors differ from the run's.
+        lost: steps that are not on disk, because it failed for too long, their tensors differ from the run's,
+            or the folder was removed.
 
     Raises:
         ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` installs it.
@@ -82,13 +83,16 @@ class RunRecord:
             msg = f"RunRecord(segment_seconds={segment_seconds!r}): segment_seconds must be a number >= 0"
             raise ValueError(msg)
         pyarrow()
-        self.path = Path(run_dir)
+        # absolute, so that a change of the working directory does not look like a removed folder
+        self.path = Path(run_dir).absolute()
         self.lost = 0
         self._limits = segment_steps, segment_rows
         self._seconds = segment_seconds
         self._fsync = fsync
         self._info: dict[str, Any] = {}
+        self._lock: Any = None
         self._free: Any = None
+        self._is_open = False
         self._attempt = 0
         self._has_written = False  # in this attempt
         self._info_changed = False
@@ -97,10 +101,15 @@ class RunRecord:
         self._saved = 0
         self._saved_at = 0.0
         self._last_step = -1
+        # steps of this run in segments that are on disk and no longer in memory
+        self._first_step = self._written = 0
+        # lost steps that the log does not report yet, and why the segment could not be written
+        self._unreported = 0
+        self._why = ""
         self._findings: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._findings_changed = False
         # of the segment, run.json and findings.json
-        self._retries = _Retry(), _Retry(), _Retry()
+        self._retries = Retry(), Retry(), Retry()
 
     def start(self, info: RunInfo) -> None:
         """Lock the folder and begin an attempt.
@@ -110,20 +119,28 @@ class RunRecord:
             OSError: if the disk failed; there is no run record then.
         """
         try:
-            for table in ("steps", "tensors"):
-                (self.path / table).mkdir(parents=True, exist_ok=True)
+            self._make_folders()
         except (FileExistsError, NotADirectoryError) as error:
             msg = f"{error.filename} cannot be created, because it or one of its parents is a file: "
             msg += "pass another run_dir"
             raise RunError(msg) from None
-        # unlock when this object is garbage-collected without close(); at exit close() may still come
-        self._free = weakref.finalize(self, release, self.path, take(self.path))
-        self._free.atexit = False
+        self._take()
         try:
             self._start(info)
         except BaseException:
             self._free()
             raise
+        self._is_open = True
+
+    def _make_folders(self) -> None:
+        for table in _TABLES:
+            (self.path / table).mkdir(parents=True, exist_ok=True)
+
+    def _take(self) -> None:
+        self._lock = take(self.path)
+        # unlock when this object is garbage-collected without close(); at exit close() may still come
+        self._free = weakref.finalize(self, release, self.path, self._lock)
+        self._free.atexit = False
 
     def _start(self, info: RunInfo) -> None:
         remove_leftovers(self.path)
@@ -153,6 +170,7 @@ class RunRecord:
         }
         for entry in read_findings(self.path):
             self._findings[_key(entry)] = entry
+        self._first_step = info.first_step
         self._begin(info.first_step, info.started)
         self._write_info()
 
@@ -212,7 +230,10 @@ class RunRecord:
                 self._flush(now=True)
             except Exception as error:  # noqa: BLE001 raised after the step is added
                 failed = error
-            self.lost += len(self._pending) - self._saved
+            self._lose(len(self._pending) - self._saved)
+            self._written += self._saved
+            # the others are superseded
+            self._written = min(self._written, max(0, record.step - self._first_step))
             self._pending, self._saved = [], 0
             self._begin(record.step, record.time)
         self._last_step = record.step
@@ -236,13 +257,15 @@ class RunRecord:
 
     def close(self) -> None:
         """Write all steps and findings, mark the run as closed, and unlock the folder."""
-        if self._free is None or not self._free.alive:
+        if not self._is_open:
             return
+        self._is_open = False
         try:
             self._flush(now=True)
         finally:
             try:
-                self.lost += len(self._pending) - self._saved
+                self._lose(len(self._pending) - self._saved)
+                self._report_lost()
                 self._pending, self._saved = [], 0
                 self._info["attempts"][-1] |= {"ended": time.time(), "lost": self.lost}
                 self._info["closed"] = True
@@ -265,11 +288,43 @@ class RunRecord:
             raise errors[0]
 
     def _write_segment(self) -> None:
-        if len(self._pending) > self._saved:
-            self._save()
+        try:
+            self._restore()
+            if len(self._pending) > self._saved:
+                self._save()
+        except Exception as error:
+            self._why = f"{type(error).__name__}: {error}"
+            raise
+        self._report_lost()
         self._saved_at = time.monotonic()
         if self._holds(1):
+            self._written += len(self._pending)
             self._pending, self._saved = [], 0
+
+    def _restore(self) -> None:
+        """Make the folder again if it was removed, and write again what is in memory."""
+        is_locked_here = is_locked(self.path, self._lock)
+        if is_locked_here and all([(self.path / table).is_dir() for table in _TABLES]):
+            return
+        self._make_folders()
+        if not is_locked_here:
+            self._free()
+            self._take()
+        gone, self._written, self._saved = self._written, 0, 0
+        self.lost += gone
+        self._info_changed, self._findings_changed = True, bool(self._findings)
+        text = "%s was removed while the run went on: it is made again, and %d steps that were in it are lost"
+        _LOG.warning(text, self.path, gone)
+
+    def _lose(self, steps: int) -> None:
+        self.lost += steps
+        self._unreported += steps
+
+    def _report_lost(self) -> None:
+        if self._unreported:
+            text = "%s: %d steps are lost, because they could not be written (%s)"
+            _LOG.warning(text, self.path, self._unreported, self._why)
+            self._unreported = 0
 
     def _save(self) -> None:
         """Replace the segment's files with longer ones."""
@@ -311,34 +366,14 @@ class RunRecord:
         while self._holds(_WAITING) and len(self._pending) > 1:
             # saved steps are on disk and not lost; the next segment begins after them
             gone = max(self._saved, 1)
-            self.lost += gone - self._saved
+            self._lose(gone - self._saved)
+            self._written += self._saved
             del self._pending[:gone]
             self._saved = 0
 
     def _replace(self, path: Path, text: str) -> None:
+        self._restore()
         prepare(self.path, path, text.encode(), sync=self._fsync)()
-
-
-class _Retry:
-    """Calls a write; after it has failed, once more at once, and then after 1 s, 2 s, 4 s, up to a minute."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-        self._pause_until = -math.inf
-
-    def __call__(self, write: Callable[[], None], *, now: bool) -> Exception | None:
-        """Return the error of the write; during a pause, call it only with ``now``."""
-        if not now and time.monotonic() < self._pause_until:
-            return None
-        try:
-            write()
-        except Exception as error:  # noqa: BLE001 returned
-            pause = min(2.0 ** (self._failures - 1), _LONGEST_PAUSE) if self._failures else 0.0
-            self._pause_until = time.monotonic() + pause
-            self._failures = min(self._failures + 1, 10)
-            return error
-        self._failures = 0
-        return None
 
 
 def _roster(roster: Roster, old: Mapping[str, Any] | None) -> dict[str, Any]:

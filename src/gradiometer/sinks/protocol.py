@@ -19,7 +19,8 @@ class Sink(Protocol):
 
     All methods are called on the sink's own thread, one at a time. An error is logged once and counted;
     training and the other sinks go on. An optional method ``tick()`` is called in every second without a
-    step, for example to write buffered steps.
+    step, for example to write buffered steps. An optional attribute ``lost`` is the number of steps that it
+    could not write, which `gradiometer.Monitor.dropped` includes.
     """
 
     def start(self, info: RunInfo) -> None:
