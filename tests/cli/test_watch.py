@@ -19,7 +19,7 @@ from rich.console import Console
 from gradiometer.cli import watch
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs.reader import read_run
-from support.synthetic_run import STARTED, write_run
+from support.synthetic_run import STARTED, edit_info, write_run
 
 CULPRIT = Finding(
     "nonfinite", Severity.ERROR, 15, 15, "grads", "blocks.0.weight", 3.0, 0.0, "3 NaN", "skip it"
@@ -111,7 +111,7 @@ def test_the_pace_is_that_of_the_last_attempt(tmp_path):
 def test_the_fault_of_an_earlier_attempt_is_over(run):
     info = json.loads((run.path / "run.json").read_text())
     info["attempts"].append({**info["attempts"][-1], "attempt": 2})
-    (run.path / "run.json").write_text(json.dumps(info))
+    edit_info(run.path, attempts=info["attempts"])
     fault = {"reason": "exception", "message": "", "step": 19, "first_nonfinite": None}
     for attempt, told in ((1, False), (2, True)):
         (run.path / "blackbox.json").write_text(json.dumps({**fault, "attempt": attempt}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -17,12 +16,21 @@ from gradiometer.recorder.step_record import StepRecord
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import format as run_format
 from gradiometer.runs import reader as run_module
+from gradiometer.runs import segments
+from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.format import arrow_schema
 from gradiometer.runs.parquet import tensors_table, to_parquet
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
 from support.pages import code_of, text
-from support.synthetic_run import make_info, make_records, make_roster, write_run
+from support.synthetic_run import (
+    as_without_digests,
+    edit_info,
+    make_info,
+    make_records,
+    make_roster,
+    write_run,
+)
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -114,8 +122,8 @@ def test_several_matrices_are_those_of_one_each(path, monkeypatch):
     wanted = ["rms", "flags", "norm", "n_zero"]
     ones = {name: run.matrix(name, first=3, last=40) for name in wanted}
     read = []
-    real = run_module.read_table
-    monkeypatch.setattr(run_module, "read_table", lambda *args: (read.append(args[0]), real(*args))[1])
+    real = segments.read_table
+    monkeypatch.setattr(segments, "read_table", lambda *args: (read.append(args[0]), real(*args))[1])
     steps, found = run.matrices(wanted, first=3, last=40)
     assert list(found) == wanted
     for name, (own_steps, values) in ones.items():
@@ -166,9 +174,9 @@ def test_thresholds_come_back(tmp_path):
 
 def test_refresh_reads_what_is_new_and_nothing_else(tmp_path, monkeypatch):
     read = []
-    real = run_module.read_table
+    real = segments.read_table
     monkeypatch.setattr(
-        run_module, "read_table", lambda path, *rest: (read.append(path.name), real(path, *rest))[1]
+        segments, "read_table", lambda path, *rest: (read.append(path.name), real(path, *rest))[1]
     )
     roster = make_roster(2)
     records = list(make_records(roster, 30))
@@ -201,7 +209,8 @@ def test_tensors_of_steps_that_were_not_written_are_left_out(own):
     roster = make_roster(9, ("grads", "weights"))
     records = list(make_records(roster, 10, first=48))
     path = own / "tensors" / "tensors-0001-0000000048.parquet"
-    path.write_bytes(to_parquet(tensors_table(records, 1, roster)))
+    claims = Claims("tensors", 1, 48, len(records))
+    path.write_bytes(with_claims(to_parquet(tensors_table(records, 1, roster)), claims)[0])
     run = read_run(own)
     assert run.tensors(first=48)["step"].unique().to_pylist() == [48, 49]
     assert run.matrix("norm", first=40)[0] == [40, 42, 44, 46, 48]
@@ -209,6 +218,7 @@ def test_tensors_of_steps_that_were_not_written_are_left_out(own):
 
 
 def test_columns_that_are_younger_or_older_than_the_reader(own):
+    as_without_digests(own)
     file = own / "steps" / "steps-0001-0000000016.parquet"
     table = pq.read_table(file).drop_columns(["updates_norm", "n_flagged"])
     pq.write_table(table.append_column("later", pa.array(["x"] * 16)), file)
@@ -218,17 +228,13 @@ def test_columns_that_are_younger_or_older_than_the_reader(own):
     assert len(list(run.records())) == 50
 
 
-def spoil_info(path, **changes):
-    info = json.loads((path / "run.json").read_text())
-    (path / "run.json").write_text(json.dumps({k: v for k, v in (info | changes).items() if v is not None}))
-
-
 def overwrite(name, content):
     return lambda path: (path / name).write_bytes(content)
 
 
 def retype(path):
     """Give a column a type that readers do not accept as a number."""
+    as_without_digests(path)
     file = path / f"steps/steps-{SEGMENT}"
     table = pq.read_table(file)
     times = pa.array([[0.0]] * len(table))
@@ -246,16 +252,16 @@ SPOILED = {
     "torn info": (overwrite("run.json", b'{"format": "gra'), r"run.json cannot be read \(Unterminated"),
     "not text": (overwrite("run.json", b"\xff"), r"run.json cannot be read \('utf-8'"),
     "no dict": (overwrite("run.json", b"[]"), "run.json does not have the format gradiometer-run: pass"),
-    "other": (lambda p: spoil_info(p, format="other"), "run.json does not have the format gradiometer-run"),
+    "other": (lambda p: edit_info(p, format="other"), "run.json does not have the format gradiometer-run"),
     "newer": (
-        lambda p: spoil_info(p, version=2),
+        lambda p: edit_info(p, version=2),
         "run of version 2, but .* reads only up to 1: pip install -U",
     ),
     "no roster": (
-        lambda p: spoil_info(p, roster=None),
+        lambda p: edit_info(p, roster=None),
         r"run.json has unexpected content \(KeyError\('roster'\)\)",
     ),
-    "thresholds": (lambda p: spoil_info(p, thresholds={"dead": -1}), "run.json has unexpected content"),
+    "thresholds": (lambda p: edit_info(p, thresholds={"dead": -1}), "run.json has unexpected content"),
     "finding": (overwrite("findings.json", b"[{}]"), "findings.json has unexpected content"),
     "no finding": (overwrite("findings.json", b"[3]"), "findings.json has unexpected content"),
     "black box": (overwrite("blackbox.json", b"{"), "blackbox.json cannot be read .*: fix or delete it"),
@@ -264,14 +270,14 @@ SPOILED = {
         "0016.parquet cannot be read .*to read the other steps",
     ),
     "a word for a version": (
-        lambda p: spoil_info(p, version="2"),
+        lambda p: edit_info(p, version="2"),
         r"has unexpected content \(version: '2'\)",
     ),
-    "no version": (lambda p: spoil_info(p, version=None), r"unexpected content \(version: None\)"),
-    "no numbers": (lambda p: spoil_info(p, thresholds=3), "run.json has unexpected content"),
-    "attempts": (lambda p: spoil_info(p, attempts=[{}]), r"unexpected content \(attempts: \[\{\}\]\)"),
-    "no attempts": (lambda p: spoil_info(p, attempts=3), r"unexpected content \(attempts: 3\)"),
-    "created": (lambda p: spoil_info(p, created="x"), r"unexpected content \(created: 'x'\)"),
+    "no version": (lambda p: edit_info(p, version=None), r"unexpected content \(version: None\)"),
+    "no numbers": (lambda p: edit_info(p, thresholds=3), "run.json has unexpected content"),
+    "attempts": (lambda p: edit_info(p, attempts=[{}]), r"unexpected content \(attempts: \[\{\}\]\)"),
+    "no attempts": (lambda p: edit_info(p, attempts=3), r"unexpected content \(attempts: 3\)"),
+    "created": (lambda p: edit_info(p, created="x"), r"unexpected content \(created: 'x'\)"),
     "a file": (
         lambda p: (shutil.rmtree(p), p.write_text("")),
         "own is not a run: it is a file, not a folder",
@@ -305,6 +311,7 @@ def test_what_cannot_be_read_is_named_in_one_line(own, spoil, said):
 
 
 def test_a_column_that_cannot_be_compared_is_a_file_that_cannot_be_read(own):
+    as_without_digests(own)
     file = own / f"tensors/tensors-{SEGMENT}"
     table = pq.read_table(file)
     pq.write_table(table.set_column(0, "step", pa.array([[0]] * len(table))), file)
@@ -346,7 +353,7 @@ def test_what_there_is_not_is_said(path, ask, said):
 
 
 def test_opening_a_run_reads_no_table(path, monkeypatch):
-    monkeypatch.setattr(run_module, "read_table", None)
+    monkeypatch.setattr(segments, "read_table", None)
     run = read_run(str(path))
     assert repr(run) == f"<Run: {path}, 4 segments, 9 tensors>"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +11,7 @@ import torch
 
 from gradiometer.columns import derived
 from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.extras import require
 from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
 from gradiometer.runs.writer import RunRecord
 
@@ -105,3 +107,17 @@ def write_run(
         sink._flush(now=True)
         sink._free()
     return Path(path)
+
+
+def edit_info(path, **changes):
+    """Change run.json by hand: it has no digest then. None removes a key."""
+    info = json.loads((path / "run.json").read_text()) | {"digest": None} | changes
+    (path / "run.json").write_text(json.dumps({k: v for k, v in info.items() if v is not None}))
+
+
+def as_without_digests(path):
+    """Make the run one that an earlier release might have written, without digests."""
+    pq = require("pyarrow.parquet", "monitor", "A run record")
+    edit_info(path, digests_from=None, files=None)
+    for file in path.glob("*/*.parquet"):
+        pq.write_table(pq.read_table(file), file)

@@ -36,7 +36,7 @@ class Exit(enum.IntEnum):
     """Exit codes."""
 
     OK = 0
-    FOUND = 1  # the runs differ, a check failed, or there is a problem
+    FOUND = 1  # the runs differ, a file is damaged, a check failed, or there is a problem
     USAGE = 2
     UNREADABLE = 3  # a run or file cannot be read or written, or a run lacks the requested step
     MISSING = 4  # a package is not installed
@@ -310,6 +310,19 @@ def _diff(
     return Exit.OK if found.same else Exit.FOUND
 
 
+def _verify(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Check every file of a run against its digest; the exit code is 1 if one is damaged or missing."""
+    from gradiometer.cli import tables  # noqa: PLC0415 with rich
+    from gradiometer.runs import verify  # noqa: PLC0415 only this command needs it
+
+    found = verify(run)
+    _print(found.to_dict(), lambda _: tables.verification(found), as_json=as_json)
+    return Exit.OK if found.whole else Exit.FOUND
+
+
 def _doctor(
     run: Annotated[
         Path | None,
@@ -330,5 +343,6 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "watch": _watch,
     "show": _show,
     "diff": _diff,
+    "verify": _verify,
     "doctor": _doctor,
 }

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradiometer.cli.doctor import Doctor
     from gradiometer.cli.show import Shown
     from gradiometer.rules import Finding
-    from gradiometer.runs import Comparison, Difference, Side
+    from gradiometer.runs import Comparison, Difference, Side, Verification
     from gradiometer.stats import TensorReport
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "shown",
     "tensors",
     "text",
+    "verification",
 ]
 
 _STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
@@ -270,6 +271,18 @@ def _relative(a: float | None, b: float | None) -> str:
     if a is None or b is None or not math.isfinite(a - b) or a == b:
         return ""
     return f"{abs(a - b) / max(abs(a), abs(b)):.1e}"
+
+
+def verification(found: Verification) -> RenderableType:
+    """Return how many files are whole, and a line for each that is not."""
+    states = {"whole": "green", "no digest": "yellow", "damaged": "bold red", "missing": "bold red"}
+    counts = [f"{len(files)} {state}" for state in states if (files := found.of(state))]  # type: ignore[arg-type]
+    table = _grid(["", "", ""], show_header=False)
+    for file in found.files:
+        if file.state != "whole":
+            table.add_row(text((file.state, states[file.state])), text(file.name), text(file.reason))
+    style = "green" if found.whole else "bold red"
+    return group(text(f"{found.path}: ", (", ".join(counts), style), " of its files"), table)
 
 
 def doctor(found: Doctor) -> RenderableType:

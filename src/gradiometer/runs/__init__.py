@@ -9,19 +9,23 @@ from gradiometer.runs.format import encodable, to_json
 from gradiometer.runs.rank_blackbox import RankBlackbox
 from gradiometer.runs.reader import Run, RunError, read_run
 from gradiometer.runs.tables import scalars_of
+from gradiometer.runs.verify import File, Verification, verify
 from gradiometer.runs.writer import RunRecord
 
 __all__ = [
     "Comparison",
     "Difference",
+    "File",
     "RankBlackbox",
     "Run",
     "RunError",
     "RunRecord",
     "Side",
+    "Verification",
     "compare",
     "encodable",
     "read_run",
     "scalars_of",
     "to_json",
+    "verify",
 ]

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gradiometer.columns import COLUMNS
 from gradiometer.extras import require
+from gradiometer.runs.digest import DamageError, json_digest, pop_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import os
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -26,15 +28,19 @@ __all__ = [
     "RunError",
     "arrow_schema",
     "encodable",
+    "file_error",
     "from_json",
+    "json_file",
     "list_segments",
     "plain",
     "pyarrow",
     "read_findings",
     "read_info",
     "read_json",
+    "read_with_digest",
     "segment_path",
     "stamp",
+    "stamp_of",
     "summary",
     "to_json",
     "unfit",
@@ -45,7 +51,20 @@ VERSION: Final = 1
 
 
 class RunError(ValueError):
-    """A run cannot be read or written; the message is one line that says what to do."""
+    """A run cannot be read or written; the message is one line that says what to do.
+
+    Attributes:
+        reason: for a file that cannot be read, what is wrong with it; otherwise empty.
+    """
+
+    reason = ""
+
+
+def file_error(path: Path, reason: str, advice: str) -> RunError:
+    """Return the error for a file that cannot be read."""
+    error = RunError(f"{path} cannot be read ({reason}): {advice}")
+    error.reason = reason
+    return error
 
 
 class Field(NamedTuple):
@@ -122,13 +141,14 @@ def segment_path(run: Path, table: str, attempt: int, first_step: int) -> Path:
     return run / table / f"{table}-{attempt:04d}-{first_step:010d}.parquet"
 
 
-def list_segments(run: Path) -> dict[tuple[int, int], Any]:
-    """Return the `stamp` of each segment, by attempt and first step, ascending."""
+def list_segments(run: Path, table: str = "steps") -> dict[tuple[int, int], Any]:
+    """Return the `stamp` of each segment's file in a table, by attempt and first step, ascending."""
     found = {}
-    for path in (run / "steps").glob("steps-*.parquet"):
-        if match := re.fullmatch(r"steps-(\d+)-(\d+)\.parquet", path.name):
-            found[int(match[1]), int(match[2])] = stamp(path)
-    return dict(sorted(found.items()))
+    for path in (run / table).glob(f"{table}-*.parquet"):
+        if match := re.fullmatch(rf"{table}-(\d+)-(\d+)\.parquet", path.name):
+            found[int(match[1]), int(match[2])] = path
+    # after the last name: a segment that has a following one is not replaced any more
+    return {key: stamp(path) for key, path in sorted(found.items())}
 
 
 def encodable(text: str) -> str:
@@ -166,15 +186,39 @@ def from_json(value: Any) -> Any:
     return _NONFINITE.get(value, value) if isinstance(value, str) else value
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a run's JSON file; None if the file is missing."""
+def json_file(name: str, value: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Return the content of a run's JSON file, with its digest, and the digest."""
+    content: dict[str, Any] = plain(value)
+    digest = json_digest(name, content)
+    return to_json(content | {"digest": digest}).encode(), digest
+
+
+def read_json(path: Path, closed_with: str | None = None) -> Any:
+    """Return the content of a run's JSON file without its digest; None if the file is missing.
+
+    Args:
+        path: the file.
+        closed_with: the digest that it must have, if it has one.
+
+    Raises:
+        RunError: if it cannot be read, or is not as it was written.
+    """
+    return read_with_digest(path, closed_with)[0]
+
+
+def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, str | None]:
+    """Return what `read_json` does, and the digest; None if the file has none or is missing."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
+        digest = pop_digest(path.name, value)
+        if digest is not None and closed_with not in {None, digest}:
+            msg = "it is not the version that the run was closed with"
+            raise DamageError(msg)
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return None, None
     except (OSError, ValueError) as error:
-        msg = f"{path} cannot be read ({summary(error)}): fix or delete it"
-        raise RunError(msg) from None
+        raise file_error(path, summary(error), "fix or delete it") from None
+    return value, digest
 
 
 def pyarrow() -> Any:
@@ -210,13 +254,16 @@ def read_info(path: Path) -> dict[str, Any]:
     return info
 
 
-def read_findings(path: Path) -> list[dict[str, Any]]:
-    """Return findings.json; each finding has the attempt that saw it last."""
-    found = read_json(path / "findings.json")
-    found = [] if found is None else found
+def read_findings(path: Path, closed_with: str | None = None) -> list[dict[str, Any]]:
+    """Return the findings of findings.json; each finding has the attempt that saw it last."""
+    content = read_json(path / "findings.json", closed_with)
+    if content is None:
+        return []
+    # a list before files had digests
+    found = content.get("findings") if isinstance(content, dict) else content
     keys = {"attempt", "rule", "kind", "tensor", "first_step", "last_step", "value", "threshold"}
     if not isinstance(found, list) or not all([isinstance(x, dict) and keys <= x.keys() for x in found]):
-        raise unfit(path / "findings.json", f"{found!r:.40}")
+        raise unfit(path / "findings.json", f"{content!r:.40}")
     return found
 
 
@@ -228,9 +275,13 @@ def unfit(path: Path, said: object) -> RunError:
 def stamp(path: Path) -> tuple[int, int, int] | None:
     """Return a value that changes when a file is replaced; None if the file is missing."""
     try:
-        stat = path.stat()
+        return stamp_of(path.stat())
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def stamp_of(stat: os.stat_result) -> tuple[int, int, int]:
+    """Return `stamp` from the result of stat."""
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 

@@ -105,6 +105,7 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
         dictionary_pagesize_limit=1 << 26,
         # small row groups, so that reading one step need not read its whole segment
         row_group_size=1 << 17,
+        write_page_checksum=True,
     )
     return out.getvalue()
 

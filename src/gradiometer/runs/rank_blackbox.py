@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradiometer.runs.directory import prepare
-from gradiometer.runs.format import to_json
+from gradiometer.runs.format import json_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +40,8 @@ class RankBlackbox:
     def fault(self, fault: Fault) -> None:
         """Write the report, replacing an earlier one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = to_json(fault.to_dict() | {"time": time.time()})
-        prepare(self.path.parent, self.path, text.encode(), sync=True)()
+        data, _ = json_file(self.path.name, fault.to_dict() | {"time": time.time()})
+        prepare(self.path.parent, self.path, data, sync=True)()
 
     def close(self) -> None:
         """Do nothing."""

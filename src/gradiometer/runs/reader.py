@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import replace
+import itertools
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,7 @@ import torch
 from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, Thresholds, derived
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, Roster, StepRecord
-from gradiometer.rules import Finding
+from gradiometer.runs.findings import FOREVER, load_findings
 from gradiometer.runs.format import (
     FORMAT,
     STEPS,
@@ -23,14 +24,14 @@ from gradiometer.runs.format import (
     from_json,
     list_segments,
     pyarrow,
-    read_findings,
     read_info,
     read_json,
     segment_path,
     stamp,
     unfit,
 )
-from gradiometer.runs.tables import codes, cut, numbers, put, read_table, scalars_of, unreadable
+from gradiometer.runs.segments import Segments
+from gradiometer.runs.tables import codes, cut, numbers, put, scalars_of, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,21 +40,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradiometer.recorder import Kind
+    from gradiometer.rules import Finding
 
 __all__ = ["FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run"]
 
-_FOREVER: Final = 2**63 - 1
+_LOG = logging.getLogger("gradiometer")
 # the columns of `TENSORS` that identify a row
 _PLACE: Final = ("step", "kind", "name")
 _STORED: Final = (*COLUMN_NAMES, "flags", "norm")
 
 
-def read_run(path: Path | str) -> Run:
+def read_run(path: Path | str, *, skip_damaged: bool = False) -> Run:
     """Open a run on disk; its tables are read when they are accessed.
 
+    Args:
+        path: the folder.
+        skip_damaged: leave out segments with a damaged file, and ``findings.json`` and ``blackbox.json`` if
+            they are damaged; ``run.damaged`` lists them, and a warning is logged for each. This checks every
+            file at once.
+
     Raises:
-        RunError: if there is no run, or its version is newer than this package reads. Methods that read a
-            file later raise it too, if the file is missing or damaged.
+        RunError: if there is no run, or its version is newer than this package reads. Without
+            ``skip_damaged``, methods that read a file later raise it too, if the file is missing or is not
+            as it was written.
         ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` installs it.
 
     >>> import tempfile, torch, gradiometer as gm
@@ -67,7 +76,7 @@ def read_run(path: Path | str) -> Run:
     >>> record.loss, record.report()["weight"].norm
     (0.5, 5.0)
     """
-    return Run(path)
+    return Run(path, skip_damaged=skip_damaged)
 
 
 class Run:
@@ -81,18 +90,23 @@ class Run:
         info: the content of run.json.
         roster: the tensors.
         thresholds: the thresholds of the flags.
+        damaged: with ``skip_damaged``, what is left out: the error of each file by its path in the folder.
     """
 
     info: dict[str, Any]
     roster: Roster
     thresholds: Thresholds
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, skip_damaged: bool = False) -> None:
         self.path = Path(path)
+        self.damaged: dict[str, str] = {}
+        self._skip = skip_damaged
+        self._files = Segments(self.path)
         self._seen: Any = None
         # a segment is identified by its attempt and its first step
         self._segments: list[tuple[int, int]] = []
         self._stamps: Mapping[tuple[int, int], Any] = {}
+        self._begins: dict[int, int] = {}  # for each attempt, the first step that it wrote
         self._ends: dict[int, int] = {}  # for each attempt, its first superseded step
         self._kept: dict[tuple[int, int], tuple[Any, pa.Table]] = {}
         self._steps: pa.Table | None = None
@@ -110,6 +124,7 @@ class Run:
         if (segments, files) == self._seen:
             return False
         info = read_info(self.path)
+        segments = list_segments(self.path)  # again, so that none is older than run.json
         try:
             roster = _roster(info["roster"])
             thresholds = Thresholds(**{name: float(value) for name, value in info["thresholds"].items()})
@@ -117,17 +132,40 @@ class Run:
             msg = f"{self.path / 'run.json'} has unexpected content ({error!r}): fix it"
             raise RunError(msg) from None
         self.info, self.roster, self.thresholds = info, roster, thresholds
+        self._files.update(segments, info)
+        self._seen = segments, files
         # from the written segments, so that an attempt that wrote nothing supersedes nothing
-        begins: dict[int, int] = {}
+        self._begins = {}
         for attempt, first in segments:
-            begins.setdefault(attempt, first)
-        self._ends = {a: min([s for b, s in begins.items() if b > a], default=_FOREVER) for a in begins}
+            self._begins.setdefault(attempt, first)
+        begins = self._begins.items()
+        self._ends = {a: min([s for b, s in begins if b > a], default=FOREVER) for a, _ in begins}
         self._segments = [key for key in segments if key[1] < self._ends[key[0]]]
         self._stamps = segments
         self._kept = {key: kept for key, kept in self._kept.items() if key in segments}
         self._steps = None
-        self._seen = segments, files
+        if self._skip:
+            self._skip_damaged()
         return True
+
+    def _skip_damaged(self) -> None:
+        """Leave out segments with a damaged file, and note what is damaged."""
+        before, self.damaged, left = self.damaged, {}, dict.fromkeys(self._segments)
+        for key, table in itertools.product(self._segments, ("steps", "tensors")):
+            try:
+                self._files.claims(table, key)
+            except RunError as error:
+                left.pop(key, None)
+                self.damaged[f"{table}/{segment_path(self.path, table, *key).name}"] = str(error)
+        # they still supersede what their names say, lest rows come back that do not belong to the run
+        self._segments = list(left)
+        for name, read in (("findings.json", self._read_findings), ("blackbox.json", self._read_blackbox)):
+            try:
+                read()
+            except RunError as error:
+                self.damaged[name] = str(error)
+        for name in self.damaged.keys() - before.keys():
+            _LOG.warning("left out: %s", self.damaged[name])
 
     @property
     def steps(self) -> pa.Table:
@@ -172,7 +210,7 @@ class Run:
                 where &= ds.field("kind") == kind
             if names is not None:
                 where &= ds.field("name").isin([names] if isinstance(names, str) else list(names))
-            tables.append(read_table(segment_path(self.path, "tensors", *key), columns, where))
+            tables.append(self._files.read("tensors", key, columns, where))
         return pyarrow().concat_tables(tables).unify_dictionaries()
 
     def matrix(
@@ -254,37 +292,39 @@ class Run:
     @property
     def findings(self) -> list[Finding]:
         """The findings of the rules, without those that later attempts have superseded."""
-        known = []
-        try:
-            for values in read_findings(self.path):
-                end = self._ends.get(values.pop("attempt"), _FOREVER)
-                if values["first_step"] < end:
-                    numbers = {name: float(values[name]) for name in ("value", "threshold")}
-                    found = Finding.from_dict(values | numbers)
-                    if found.last_step >= end:
-                        count = min(found.count, end - found.first_step)
-                        worst = found.worst_step if (found.worst_step or 0) < end else None
-                        found = replace(found, last_step=end - 1, count=count, worst_step=worst)
-                    known.append(found)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, RunError):
-                raise
-            raise unfit(self.path / "findings.json", repr(error)) from None
-        return known
+        return [] if "findings.json" in self.damaged else self._read_findings()
 
     @property
     def blackbox(self) -> dict[str, Any] | None:
         """The report of the last fault in any attempt; None if there was none."""
-        found: dict[str, Any] | None = from_json(read_json(self.path / "blackbox.json"))
+        return None if "blackbox.json" in self.damaged else self._read_blackbox()
+
+    def _read_findings(self) -> list[Finding]:
+        return load_findings(
+            self.path,
+            self._closed_with("findings.json"),
+            self._ends,
+            lambda: [self._files.claims("steps", key) for key in self._begins.items()],
+        )
+
+    def _read_blackbox(self) -> dict[str, Any] | None:
+        path = self.path / "blackbox.json"
+        found: dict[str, Any] | None = from_json(read_json(path, self._closed_with(path.name)))
         if not isinstance(found, dict | None):
-            raise unfit(self.path / "blackbox.json", f"{found!r:.40}")
+            raise unfit(path, f"{found!r:.40}")
         return found
+
+    def _closed_with(self, name: str) -> str | None:
+        """Return the digest of a JSON file of a closed run; None if it is not known, or out of date."""
+        # a writer that continues the run replaces run.json first
+        is_current = stamp(self.path / "run.json") == self._seen[1][0]
+        return self.info.get("files", {}).get(name) if is_current else None
 
     def _steps_of(self, key: tuple[int, int]) -> pa.Table:
         """Return the rows of a segment that are not superseded."""
         seen = self._stamps[key], self._ends[key[0]]
         if key not in self._kept or self._kept[key][0] != seen:
-            table = read_table(segment_path(self.path, "steps", *key))
+            table = self._files.read("steps", key)
             # a column may be newer than the segment, or newer than this reader
             none = arrow_schema(STEPS).empty_table()
             try:
@@ -318,12 +358,12 @@ class Run:
         self, key: tuple[int, int], columns: Sequence[str], first: int | None, last: int | None
     ) -> pa.Table:
         """Return rows of a segment with the columns that identify them; other steps may be included."""
-        path, where = segment_path(self.path, "tensors", *key), None
+        where = None
         low, high = self._bounds(key, first, last)
         if (low, high) != self._bounds(key, None, None):
             ds = require("pyarrow.dataset", "monitor", "A run record")
             where = (ds.field("step") >= low) & (ds.field("step") <= high)
-        return read_table(path, [*_PLACE, *columns], where)
+        return self._files.read("tensors", key, [*_PLACE, *columns], where)
 
     def _places(self, table: pa.Table, steps: Tensor, kinds: Sequence[str]) -> tuple[Tensor, ...]:
         """Return the indices of each row's step, kind and name; -1 for one that is not in the lists."""

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from gradiometer.extras import require
-from gradiometer.runs.format import (
-    RunError,
-    pyarrow,
-    summary,
-)
+from gradiometer.runs.format import file_error, pyarrow, summary
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import pyarrow as pa
     from torch import Tensor
 
+    from gradiometer.runs.format import RunError
 
 __all__ = ["codes", "cut", "numbers", "put", "read_table", "scalars_of", "unreadable"]
 
 
-def read_table(path: Path, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
-    """Read one file."""
+def read_table(
+    path: Path,
+    check: Callable[[IO[bytes]], object],
+    columns: Sequence[str] | None = None,
+    where: Any = None,
+) -> pa.Table:
+    """Read one file, after ``check`` has accepted it."""
+    pq = require("pyarrow.parquet", "monitor", "A run record")
     try:
-        if where is None:
-            pq = require("pyarrow.parquet", "monitor", "A run record")
-            with pq.ParquetFile(path) as file:
-                return file.read(columns=columns)
-        ds = require("pyarrow.dataset", "monitor", "A run record")
-        return ds.dataset(path, format="parquet").to_table(columns=columns, filter=where)
+        with path.open("rb") as file:
+            check(file)
+            if where is not None:
+                return pq.read_table(file, columns=columns, filters=where, page_checksum_verification=True)
+            with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+                return parquet.read(columns=columns)
     except (OSError, ValueError, pyarrow().ArrowException) as error:
         raise unreadable(path, error) from None
 
@@ -45,9 +48,8 @@ def unreadable(path: Path, error: Exception) -> RunError:
     table = path.parent.name
     other = "tensors" if table == "steps" else "steps"
     twin = f"{other}/{other}{path.name.removeprefix(table)}"
-    return RunError(
-        f"{path} cannot be read ({summary(error)}): to read the other steps, move it and {twin} away"
-    )
+    advice = f"to read the other steps, move it and {twin} away, or pass skip_damaged=True to read_run"
+    return file_error(path, summary(error), advice)
 
 
 def scalars_of(rows: pa.Table) -> list[dict[str, float]]:

@@ -5,27 +5,30 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.recorder import KINDS, Roster
 from gradiometer.rules import checked
+from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.directory import is_locked, prepare, release, remove_leftovers, take
 from gradiometer.runs.format import (
     FORMAT,
     VERSION,
     RunError,
     encodable,
+    json_file,
     list_segments,
     pyarrow,
     read_findings,
     read_info,
     segment_path,
-    to_json,
 )
 from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
 from gradiometer.runs.retry import Retry
+from gradiometer.runs.segments import Segments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -102,7 +105,7 @@ class RunRecord:
         self._saved_at = 0.0
         self._last_step = -1
         # steps of this run in segments that are on disk and no longer in memory
-        self._first_step = self._written = 0
+        self._first_step = self._num_written = 0
         # lost steps that the log does not report yet, and why the segment could not be written
         self._unreported = 0
         self._why = ""
@@ -110,6 +113,12 @@ class RunRecord:
         self._findings_changed = False
         # of the segment, run.json and findings.json
         self._retries = Retry(), Retry(), Retry()
+        # attempt and first step of the current segment; attempt, first step and digest of the one before it,
+        # and of what is on disk of this one; None where that is not known
+        self._segment: tuple[int, int] | None = None
+        self._previous: tuple[int, int, str] | None = None
+        self._written: tuple[int, int, str] | None = None
+        self._digests: dict[str, str] = {}  # of the JSON files
 
     def start(self, info: RunInfo) -> None:
         """Lock the folder and begin an attempt.
@@ -146,7 +155,8 @@ class RunRecord:
         remove_leftovers(self.path)
         old = read_info(self.path) if (self.path / "run.json").exists() else {}
         attempts = old.get("attempts", [])
-        known = [attempt for attempt, _ in list_segments(self.path)]
+        segments = list(list_segments(self.path))
+        known = [attempt for attempt, _ in segments]
         self._attempt = max([*known, *(entry["attempt"] for entry in attempts)], default=0)
         if known and not info.first_step:
             text = "%s holds an earlier run, which this one supersedes from step 0 on; nothing is deleted. "
@@ -166,8 +176,14 @@ class RunRecord:
             "device": info.device,
             "ranks": info.ranks,
             "attempts": attempts,
+            "digests_from": old.get("digests_from", self._attempt + 1),
             "closed": False,
         }
+        self._digests = {k: v for k, v in old.get("files", {}).items() if k.endswith(".json")}
+        if segments:
+            with suppress(RunError):  # a damaged one is not vouched for
+                last = Segments(self.path).claims("steps", segments[-1])
+                self._written = last and (last.attempt, last.first_step, last.digest)
         for entry in read_findings(self.path):
             self._findings[_key(entry)] = entry
         self._first_step = info.first_step
@@ -231,9 +247,9 @@ class RunRecord:
             except Exception as error:  # noqa: BLE001 raised after the step is added
                 failed = error
             self._lose(len(self._pending) - self._saved)
-            self._written += self._saved
+            self._num_written += self._saved
             # the others are superseded
-            self._written = min(self._written, max(0, record.step - self._first_step))
+            self._num_written = min(self._num_written, max(0, record.step - self._first_step))
             self._pending, self._saved = [], 0
             self._begin(record.step, record.time)
         self._last_step = record.step
@@ -253,7 +269,7 @@ class RunRecord:
             self._flush(now=True)
         finally:
             report = fault.to_dict() | {"attempt": self._attempt}
-            self._replace(self.path / "blackbox.json", to_json(report))
+            self._replace(self.path / "blackbox.json", report)
 
     def close(self) -> None:
         """Write all steps and findings, mark the run as closed, and unlock the folder."""
@@ -269,6 +285,7 @@ class RunRecord:
                 self._pending, self._saved = [], 0
                 self._info["attempts"][-1] |= {"ended": time.time(), "lost": self.lost}
                 self._info["closed"] = True
+                self._info["files"] = self._files()
                 self._write_info()
             finally:
                 self._free()
@@ -298,7 +315,7 @@ class RunRecord:
         self._report_lost()
         self._saved_at = time.monotonic()
         if self._holds(1):
-            self._written += len(self._pending)
+            self._num_written += len(self._pending)
             self._pending, self._saved = [], 0
 
     def _restore(self) -> None:
@@ -310,7 +327,8 @@ class RunRecord:
         if not is_locked_here:
             self._free()
             self._take()
-        gone, self._written, self._saved = self._written, 0, 0
+            self._digests = {}
+        gone, self._num_written, self._saved = self._num_written, 0, 0
         self.lost += gone
         self._info_changed, self._findings_changed = True, bool(self._findings)
         text = "%s was removed while the run went on: it is made again, and %d steps that were in it are lost"
@@ -329,17 +347,22 @@ class RunRecord:
     def _save(self) -> None:
         """Replace the segment's files with longer ones."""
         first = self._pending[0].step
-        files = {
-            "tensors": to_parquet(tensors_table(self._pending, self._attempt, self._roster)),
-            "steps": to_parquet(steps_table(self._pending, self._attempt)),
-        }
+        if self._segment != (self._attempt, first):
+            self._segment, self._previous, self._written = (self._attempt, first), self._written, None
+        claims = Claims("tensors", *self._segment, len(self._pending))
+        table = tensors_table(self._pending, self._attempt, self._roster)
+        tensors, digest = with_claims(to_parquet(table), claims)
+        claims = claims._replace(table="steps", tensors=digest, previous=self._previous)
+        steps, digest = with_claims(to_parquet(steps_table(self._pending, self._attempt)), claims)
         # tensors before steps, so that no step lacks its tensors; both are written before either is replaced
         ready = [
             prepare(self.path, segment_path(self.path, name, self._attempt, first), data, sync=self._fsync)
-            for name, data in files.items()
+            for name, data in (("tensors", tensors), ("steps", steps))
         ]
+        self._written = None
         for put in ready:
             put()
+        self._written = (*self._segment, digest)
         self._saved = len(self._pending)
         if not self._has_written:
             self._has_written = self._info_changed = True
@@ -354,11 +377,11 @@ class RunRecord:
 
     def _write_new_findings(self) -> None:
         if self._findings_changed:
-            self._replace(self.path / "findings.json", to_json(list(self._findings.values())))
+            self._replace(self.path / "findings.json", {"findings": list(self._findings.values())})
             self._findings_changed = False
 
     def _write_info(self) -> None:
-        self._replace(self.path / "run.json", to_json(self._info))
+        self._replace(self.path / "run.json", self._info)
         self._info_changed = False
 
     def _drop(self) -> None:
@@ -367,13 +390,24 @@ class RunRecord:
             # saved steps are on disk and not lost; the next segment begins after them
             gone = max(self._saved, 1)
             self._lose(gone - self._saved)
-            self._written += self._saved
+            self._num_written += self._saved
             del self._pending[:gone]
             self._saved = 0
 
-    def _replace(self, path: Path, text: str) -> None:
+    def _replace(self, path: Path, value: Mapping[str, Any]) -> None:
         self._restore()
-        prepare(self.path, path, text.encode(), sync=self._fsync)()
+        data, digest = json_file(path.name, value)
+        self._digests.pop(path.name, None)
+        prepare(self.path, path, data, sync=self._fsync)()
+        self._digests[path.name] = digest
+
+    def _files(self) -> dict[str, str]:
+        """Return the digests of the files that a closed run must have: no other file has those."""
+        files = {name: digest for name, digest in self._digests.items() if name != "run.json"}
+        if self._written is not None:
+            *segment, digest = self._written
+            files[f"steps/{segment_path(self.path, 'steps', *segment).name}"] = digest
+        return files
 
 
 def _roster(roster: Roster, old: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""Read the findings of a run, without those that later attempts have superseded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from gradiometer.rules import Finding
+from gradiometer.runs.format import RunError, read_findings, unfit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+__all__ = ["FOREVER", "load_findings"]
+
+FOREVER: Final = 2**63 - 1
+
+
+def load_findings(
+    run: Path, closed_with: str | None, ends: Mapping[int, int], check: Callable[[], object]
+) -> list[Finding]:
+    """Return the findings, each up to where its attempt was superseded.
+
+    Args:
+        run: the folder.
+        closed_with: the digest of findings.json, if it is known.
+        ends: the first superseded step of each attempt; it comes from names of files.
+        check: called before a finding is left out or shortened; it checks those files.
+
+    Raises:
+        RunError: if they cannot be read.
+    """
+    known = []
+    try:
+        for values in read_findings(run, closed_with):
+            end = ends.get(values.pop("attempt"), FOREVER)
+            if values["last_step"] >= end:
+                check()
+            if values["first_step"] < end:
+                numbers = {name: float(values[name]) for name in ("value", "threshold")}
+                found = Finding.from_dict(values | numbers)
+                if found.last_step >= end:
+                    count = min(found.count, end - found.first_step)
+                    worst = found.worst_step if (found.worst_step or 0) < end else None
+                    found = replace(found, last_step=end - 1, count=count, worst_step=worst)
+                known.append(found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise unfit(run / "findings.json", repr(error)) from None
+    return known

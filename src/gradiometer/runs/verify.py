@@ -1,0 +1,137 @@
+"""Check every file of a run against its digest."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from gradiometer.runs.format import (
+    RunError,
+    list_segments,
+    read_findings,
+    read_info,
+    read_with_digest,
+    segment_path,
+)
+from gradiometer.runs.segments import Segments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping
+
+    from gradiometer.runs.digest import Claims
+
+__all__ = ["File", "Verification", "verify"]
+
+_State = Literal["whole", "no digest", "damaged", "missing"]
+_JSON: Final = ("findings.json", "blackbox.json")
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a run.
+
+    Attributes:
+        name: its path in the run's folder.
+        state: ``"whole"``: it is as it was written; ``"no digest"``: it can be read, but was written by hand
+            or by an earlier release; ``"damaged"``; or ``"missing"``.
+        reason: what is wrong, in one line; empty if nothing is.
+    """
+
+    name: str
+    state: _State
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The state of all files of a run, in the order run.json, segments, other JSON files."""
+
+    path: str
+    files: tuple[File, ...]
+
+    def of(self, *states: _State) -> list[File]:
+        """Return the files in one of these states."""
+        return [file for file in self.files if file.state in states]
+
+    @property
+    def whole(self) -> bool:
+        """Whether no file is damaged or missing."""
+        return not self.of("damaged", "missing")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"whole": self.whole, **asdict(self)}
+
+
+def verify(path: Path | str) -> Verification:
+    """Check every file of a run against its digest; a run that is still being written can be checked too.
+
+    Raises:
+        RunError: if there is no run.
+    """
+    path = Path(path)
+    segments = list(list_segments(path))
+    if not (path / "run.json").exists() and not segments:
+        read_info(path)  # the error says what is there
+    files = [_checked("run.json", partial(_of_info, path))]
+    info = {} if files[0].state == "damaged" else read_info(path)
+    files += _segments(path, segments, info)
+    listed: Mapping[str, str] = info.get("files", {})
+    for file in sorted(path.glob("*.json")):
+        if file.name in _JSON or file.match("blackbox.rank-*.json"):
+            files.append(_checked(file.name, partial(_of_json, file, listed)))
+    found = {file.name for file in files}
+    reason = "it was there when the run was closed"
+    files += [File(name, "missing", reason) for name in listed if name not in found]
+    return Verification(str(path), tuple(files))
+
+
+def _checked(name: str, digest: Callable[[], object]) -> File:
+    try:
+        return File(name, "whole" if digest() is not None else "no digest")
+    except RunError as error:
+        return File(name, "damaged", error.reason or str(error))
+
+
+def _of_info(path: Path) -> str | None:
+    read_info(path)
+    return read_with_digest(path / "run.json")[1]
+
+
+def _of_json(file: Path, listed: Mapping[str, str]) -> str | None:
+    digest = read_with_digest(file, listed.get(file.name))[1]
+    if file.name == "findings.json":
+        read_findings(file.parent)
+    return digest
+
+
+def _segments(path: Path, keys: list[tuple[int, int]], info: Mapping[str, Any]) -> Iterator[File]:
+    segments = Segments(path, keys, info)
+    for key in keys:
+        claims = yield from _parquet(segments, "steps", key)
+        if claims and claims.previous and claims.previous[:2] not in keys:
+            before = segment_path(path, "steps", *claims.previous[:2])
+            reason = f"it was there when {segment_path(path, 'steps', *key).name} was begun"
+            yield File(f"steps/{before.name}", "missing", reason)
+        yield from _parquet(segments, "tensors", key)
+    # without a file of steps: readers leave them out
+    for key in list_segments(path, "tensors"):
+        if key not in keys:
+            yield from _parquet(segments, "tensors", key)
+
+
+def _parquet(segments: Segments, table: str, key: tuple[int, int]) -> Generator[File, None, Claims | None]:
+    path = segment_path(segments.run, table, *key)
+    name = f"{table}/{path.name}"
+    claims = None
+    try:
+        claims = segments.claims(table, key)
+        if claims is None:
+            segments.read(table, key)
+        yield File(name, "no digest" if claims is None else "whole")
+    except RunError as error:
+        state: _State = "damaged" if path.exists() else "missing"
+        yield File(name, state, error.reason or str(error))
+    return claims

@@ -1,0 +1,330 @@
+"""Files of a run that are damaged, exchanged or put back: no value is read differently, and all are named."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import random
+import shutil
+import signal
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("typer")
+
+from conftest import PROFILE
+from gradiometer.cli import main
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs import RankBlackbox, RunError, read_run, verify, writer
+from gradiometer.runs.writer import RunRecord
+from support.synthetic_run import (
+    as_without_digests,
+    edit_info,
+    make_info,
+    make_records,
+    make_roster,
+    write_run,
+)
+
+pq = pytest.importorskip("pyarrow.parquet")
+
+MUTATIONS = 2000 if PROFILE == "deep" else 27
+SEGMENT = 8
+FOUND = [Finding("dead", Severity.WARNING, 3, 9, "grads", "blocks.0.bias", 1.0, 0.5, "dead", "look", count=4)]
+
+
+def content(path):
+    return {file.relative_to(path): file.read_bytes() for file in path.glob("**/*.*") if file.suffix}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A closed run of two attempts with findings and faults, and the versions that its files had before."""
+    path = tmp_path_factory.mktemp("run")
+    roster = make_roster(3, ("grads", "weights"))
+    versions = collections.defaultdict(list)
+    for first, steps in ((0, 15), (12, 10)):
+        sink = RunRecord(path, segment_steps=SEGMENT, segment_seconds=0, fsync=False)
+        sink.start(make_info(roster, first))
+        for record in make_records(roster, steps, first=first, nonfinite_at=5, seed=first):
+            step = record.step
+            sink.write([record], FOUND if step == 10 else [])
+            if step in {2, 12, 18}:
+                report = {"reason": "exception", "step": step, "x": math.nan}
+                sink.fault(SimpleNamespace(to_dict=report.copy))
+            for name, data in content(path).items():
+                if data not in versions[name]:
+                    versions[name].append(data)
+        sink.close()
+    RankBlackbox(path, 3).fault(SimpleNamespace(to_dict=lambda: {"reason": "SIGTERM", "step": 3}))
+    last = content(path)
+    older = {name: [data for data in found if data != last[name]] for name, found in versions.items()}
+    # an older run.json is that of a run that was killed
+    return path, {name: found for name, found in older.items() if found and name.name != "run.json"}
+
+
+def flip(choose, data):
+    damaged = bytearray(data)
+    for _ in range(choose.randint(1, 8)):
+        damaged[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+    return bytes(damaged)
+
+
+def zero(choose, data):
+    begin = choose.randrange(len(data))
+    end = choose.choice([begin + 1, begin + choose.randrange(1, len(data) + 1), len(data)])
+    return data[:begin] + bytes(len(data[begin:end])) + data[end:]
+
+
+def truncate(choose, data):
+    return data[: choose.randrange(len(data))]
+
+
+def damage(choose, files, older):
+    """Return how some files are damaged, and their new content by name."""
+    how = choose.choice(["flip", "truncate", "zero", "swap", "duplicate", "new name", "older"])
+    # half of the time a JSON file, of which there are fewer
+    some = choose.choice([sorted(files), sorted([name for name in files if name.suffix == ".json"])])
+    one, other = choose.choice(some), choose.choice(sorted(files))
+    if how in {"flip", "truncate", "zero"}:
+        return how, {one: {"flip": flip, "truncate": truncate, "zero": zero}[how](choose, files[one])}
+    if how == "swap":
+        return how, {one: files[other], other: files[one]}
+    if how == "duplicate":
+        return how, {one: files[other]}
+    if how == "new name":
+        one = choose.choice(sorted([name for name in files if name.suffix == ".parquet"]))
+        attempt, first = choose.randint(1, 2), choose.randint(0, 30)
+        made = {one.with_name(f"{one.parent}-{attempt:04d}-{first:010d}.parquet"): files[one]}
+        if choose.random() < 0.5:  # both files of the segment
+            twin = "steps" if one.parent.name == "tensors" else "tensors"
+            at = one.parents[1] / twin
+            of = at / one.name.replace(one.parent.name, twin)
+            made[at / f"{twin}-{attempt:04d}-{first:010d}.parquet"] = files[of]
+        return how, made
+    one = choose.choice(sorted(older))
+    made = {one: choose.choice(older[one])}
+    if one.parent.name in {"steps", "tensors"} and choose.random() < 0.5:  # of a whole segment
+        twin = {"steps": "tensors", "tensors": "steps"}[one.parent.name]
+        of = one.parents[1] / twin / one.name.replace(one.parent.name, twin)
+        made[of] = choose.choice(older[of])
+    return how, made
+
+
+PARTS = {
+    "info": lambda run: run.info,
+    "roster": lambda run: run.roster,
+    "steps": lambda run: run.steps.to_pylist(),
+    "tensors": lambda run: run.tensors().to_pylist(),
+    "some": lambda run: run.tensors(first=5, last=9, kind="grads", names="blocks.0.bias").to_pylist(),
+    "matrix": lambda run: [x.tolist() if hasattr(x, "tolist") else x for x in run.matrix("rms", "weights")],
+    "records": lambda run: [
+        (r.step, r.scalars, None if r.values is None else r.values.tolist()) for r in run.records()
+    ],
+    "findings": lambda run: run.findings,
+    "blackbox": lambda run: run.blackbox,
+}
+
+
+def page(path):
+    from gradiometer.web import write_page
+
+    return write_page(path, path.with_suffix(".html")).read_text()
+
+
+@contextmanager
+def no_hang():
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def stop(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(120)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_no_damage_is_read_as_other_values(written, tmp_path, capsys):
+    path, older = written
+    files = content(path)
+    own = tmp_path / "own"
+    shutil.copytree(path, own)
+    choose = random.Random(None if PROFILE == "deep" else 0)  # noqa: S311
+    commands = [["show", "--json"], ["show", "--step", "3", "--json"], ["watch", "--once", "--json"]]
+    assert main(["verify", str(own)]) == 0
+    capsys.readouterr()
+
+    def show(words):
+        code = main([words[0], str(own), *words[1:]])
+        out = capsys.readouterr().out
+        # an age depends on the time
+        return code, [{k: v for k, v in json.loads(x).items() if k != "age"} for x in [out] if out]
+
+    expected = {name: repr(part(read_run(own))) for name, part in PARTS.items()}
+    rows = {row["step"]: repr(row) for row in read_run(own).steps.to_pylist()}
+    shown, page_text = [show(words) for words in commands], page(own)
+    counts = collections.Counter()
+    for i in range(MUTATIONS):
+        how, changed = damage(choose, files, older)
+        changed = {name: data for name, data in changed.items() if files.get(name) != data}
+        where = f"{how} {', '.join(map(str, changed))}"
+        for name, data in changed.items():
+            (own / name).write_bytes(data)
+        found = {}
+        with no_hang():
+            try:
+                found["whole"] = verify(own).whole
+            except RunError:
+                found["whole"] = False
+            run = None
+            for name, part in PARTS.items():
+                try:
+                    run = run or read_run(own)
+                    value = repr(part(run))
+                except RunError as error:
+                    found[name] = str(error)
+                else:
+                    assert value == expected[name], f"{where}: {name}"
+            try:
+                kept = read_run(own, skip_damaged=True)
+                some = {row["step"]: repr(row) for row in kept.steps.to_pylist()}
+                assert some.items() <= rows.items(), where
+                assert repr(kept.findings) in {expected["findings"], "[]"}, where
+            except RunError:
+                assert "info" in found, where
+            if i % 3 == 0:
+                counts["through the CLI"] += 1
+                assert main(["verify", str(own)]) == (0 if found["whole"] else 1), where
+                capsys.readouterr()
+                code, said = show(commands[i // 3 % 3])
+                assert (code, said) == shown[i // 3 % 3] or (code, said) == (3, []), where
+            if i % 9 == 0:
+                counts["through the page"] += 1
+                try:
+                    assert page(own) == page_text, where
+                except RunError as error:
+                    found["page"] = str(error)
+        counts[how] += 1
+        counts["noticed"] += not found["whole"]
+        # damage that no value depends on is noticed too, except for white space in JSON
+        assert not found["whole"] or len(found) == 1, where
+        assert not any("\n" in str(error) for error in found.values()), where
+        assert not found["whole"] or not changed or how == "flip", where
+        assert not found["whole"] or not [x for x in changed if x.suffix == ".parquet"], where
+        for name in changed:
+            if name in files:
+                (own / name).write_bytes(files[name])
+            else:
+                (own / name).unlink()
+    with capsys.disabled():
+        print(f"\n{MUTATIONS} damaged runs, none read as other values: {dict(sorted(counts.items()))}")  # noqa: T201
+    assert content(own) == files
+
+
+def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(written, tmp_path, capsys, caplog):
+    own = tmp_path / "own"
+    shutil.copytree(written[0], own)
+    steps = own / "steps" / "steps-0001-0000000008.parquet"
+    steps.write_bytes(flip(random.Random(0), steps.read_bytes()))  # noqa: S311
+    (own / "findings.json").unlink()
+    run = read_run(own)
+    assert len(list(run.records(0, 7))) == 8
+    with pytest.raises(
+        RunError, match=r"08.parquet cannot be read \(.*digest\): .*skip_damaged=True"
+    ) as caught:
+        run.steps  # noqa: B018
+    rest = read_run(own, skip_damaged=True)
+    assert rest.damaged == {"steps/steps-0001-0000000008.parquet": str(caught.value)}
+    assert rest.steps["step"].to_pylist() == [*range(8), *range(12, 22)]
+    assert rest.matrix("norm")[0] == rest.steps["step"].to_pylist()
+    assert not rest.refresh()
+    assert caplog.text.count("left out: ") == 1
+    assert main(["verify", str(own)]) == 1
+    # lines are wrapped where COLUMNS is small
+    out = " ".join(capsys.readouterr().out.split())
+    assert "own: 10 whole, 1 damaged, 1 missing of its files" in out
+    assert "damaged steps/steps-0001-0000000008.parquet its content does not match its digest" in out
+    assert "missing findings.json" in out
+    assert main(["verify", str(own), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["whole"] is False
+
+
+def test_a_writer_that_was_killed_between_two_files_leaves_a_whole_run(tmp_path, monkeypatch):
+    roster = make_roster(2)
+    records = list(make_records(roster, 20))
+    sink = RunRecord(tmp_path, segment_steps=8, segment_seconds=0, fsync=False)
+    sink.start(make_info(roster))
+    real, left = writer.prepare, [3]
+
+    def killed(run, path, data, *, sync):
+        put = real(run, path, data, sync=sync)
+
+        def dying():
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            put()
+
+        return dying
+
+    monkeypatch.setattr(writer, "prepare", killed)
+    # the files of tensors, steps and run.json, then only that of tensors
+    sink.write(records[:3], [])
+    left[0] = 1
+    with pytest.raises(KeyboardInterrupt):
+        sink.write(records[3:5], [])
+    monkeypatch.undo()
+    assert verify(tmp_path).whole
+    assert read_run(tmp_path).tensors().num_rows == 3 * 2
+    # the process goes on, as after a failure of the disk, and another one continues the run
+    sink.write(records[5:20], [])
+    assert verify(tmp_path).whole
+    sink._free()
+    run = read_run(write_run(tmp_path, 2, 4, first=20))
+    assert run.steps.num_rows == 24
+    assert verify(tmp_path).whole
+    (tmp_path / "steps" / "steps-0001-0000000008.parquet").unlink()
+    missing = verify(tmp_path).of("missing")
+    assert [file.name for file in missing] == ["steps/steps-0001-0000000008.parquet"]
+
+
+def test_files_without_digests_are_read_and_their_pages_are_checked(tmp_path):
+    path = write_run(tmp_path, 3, 20, segment_steps=8)
+    edit_info(path)
+    found = verify(path)
+    assert found.whole
+    assert [file.name for file in found.of("no digest")] == ["run.json"]
+    file = path / "steps" / "steps-0001-0000000008.parquet"
+    # the file as it was before it got a digest
+    data = file.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    at = footer - 40
+    plain = data[: at - 4 - int.from_bytes(data[at - 4 : at], "little")] + data[footer:]
+    file.write_bytes(plain)
+    with pytest.raises(RunError, match="its digest is missing"):
+        read_run(path).steps  # noqa: B018
+    as_without_digests(path)
+    file.write_bytes(plain)
+    assert {file.state for file in verify(path).files} == {"no digest"}
+    assert read_run(path).steps.num_rows == 20
+    (column,) = [c for c in columns(file) if c.path_in_schema == "loss"]
+    damaged = bytearray(plain)
+    damaged[column.data_page_offset + column.total_compressed_size - 1] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(RunError, match="CRC"):
+        read_run(path).steps  # noqa: B018
+
+
+def columns(file):
+    group = pq.ParquetFile(file).metadata.row_group(0)
+    return [group.column(i) for i in range(group.num_columns)]
