@@ -373,7 +373,7 @@ def test_a_checkpoint_goes_on_where_it_was():
         ({"capacity": 10**5000}, "capacity=an integer beyond the range of float64"),
         ({"capacity": True}, "capacity=True"),
         ({"every": 0}, "every=0"),
-        ({"every": 2**53 + 1}, "every must be an integer from 1 to 2**53"),
+        ({"every": 2**53 + 1}, "every must be an integer, at least 1 and at most 2**53"),
         ({"skip_above": 10**400}, "skip_above must be a non-negative number"),
         ({"skip_above": -1.0}, "skip_above=-1.0"),
         ({"skip_above": NAN}, "skip_above=nan"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.rules import Fault, first_nonfinite_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from gradiometer.recorder import StepRecord
     from gradiometer.rules import Finding
@@ -70,7 +72,22 @@ class BlackBox:
         """Return the state for a resumed run."""
         return {"first": self._first, "is_broken": self._is_broken, "had_bad_loss": self._had_bad_loss}
 
+    def check_state(self, state: Any) -> None:
+        """Raise a ValueError unless this is a `state_dict`."""
+        fits = isinstance(state, Mapping) and {"first", "is_broken", "had_bad_loss"} <= state.keys()
+        if fits:
+            flags = state["is_broken"], state["had_bad_loss"]
+            fits = isinstance(state["first"], (str, NoneType)) and all([isinstance(x, bool) for x in flags])
+        if not fits:
+            msg = f"the state's black_box is {state!r:.80}; pass the result of Monitor.state_dict()"
+            raise ValueError(msg)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Continue from a `state_dict`.
+
+        Raises:
+            ValueError: as `check_state`.
+        """
+        self.check_state(state)
         self._first, self._is_broken = state["first"], state["is_broken"]
         self._had_bad_loss = state["had_bad_loss"]

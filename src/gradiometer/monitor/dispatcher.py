@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.monitor.failures import LOG, Failures
+from gradiometer.monitor.failures import LOG, Failures, describe
 from gradiometer.monitor.sink_thread import Calls, SinkThread
-from gradiometer.rules import Finding, Ledger
+from gradiometer.rules import Finding, Ledger, checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -117,15 +119,38 @@ class Dispatcher:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`. A rule restores the history saved under its name, if there is one."""
+        """Continue from a `state_dict`. A rule restores the history saved under its name, if there is one.
+
+        Raises:
+            ValueError: for a state that does not fit, or that a rule refuses; nothing has changed then.
+        """
         histories: dict[str, list[Any]] = {}
-        for name, history in state["rules"]:
-            histories.setdefault(name, []).append(history)
+        what = "rules"
+        try:
+            for name, history in state["rules"]:
+                histories.setdefault(name, []).append(history)
+            what = "findings"
+            findings = [checked(Finding.from_dict(values)) for values in state["findings"]]
+        except Exception as error:
+            msg = (
+                f"the state's {what} do not fit ({describe(error)}); pass the result of Monitor.state_dict()"
+            )
+            raise ValueError(msg) from error
         with self._state:
+            before: list[tuple[Rule, Any]] = []
             for name, rule in self._rules:
-                if histories.get(name):
+                if not histories.get(name):
+                    continue
+                try:
+                    before.append((rule, copy.deepcopy(rule.state_dict())))
                     rule.load_state_dict(histories[name].pop(0))
-            self.ledger.load([Finding.from_dict(values) for values in state["findings"]])
+                except Exception as error:
+                    for changed, history in before:
+                        with suppress(Exception):
+                            changed.load_state_dict(history)
+                    msg = f"the rule {name} does not accept its part of the state ({describe(error)})"
+                    raise ValueError(msg) from error
+            self.ledger.load(findings)
 
     def _look(self, batch: Sequence[StepRecord], _: Sequence[Finding]) -> None:
         steps: list[tuple[StepRecord, Sequence[Finding]]] = []

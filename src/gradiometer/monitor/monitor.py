@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,10 @@ from gradiometer.monitor.setup import (
     together,
 )
 from gradiometer.monitor.sigterm import subscribe
-from gradiometer.recorder import Recorder, Updates
+from gradiometer.recorder import Recorder, Updates, check_integer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from types import TracebackType
     from typing import Self
@@ -245,7 +246,7 @@ class Monitor:
             self._next_check = now + _PARAMETER_CHECK
             self._try("parameters", self._parameter_check)
         self._has_advanced = True
-        self._pipeline.reader.skips = self.skips
+        self._try("skips", self._pass_skips)
         self._pipeline.take(scalars)
 
     @property
@@ -255,9 +256,9 @@ class Monitor:
 
     @step.setter
     def step(self, step: int) -> None:
+        check_integer("Monitor", "step", step, 0)
         self._pipeline.rewind(step)
-        if self._updates is not None:
-            self._updates.keep(step)
+        self._keep_weights()
 
     @property
     def every(self) -> int:
@@ -266,6 +267,7 @@ class Monitor:
 
     @every.setter
     def every(self, every: int) -> None:
+        check_integer("Monitor", "every", every, 1)
         self._recorder.configure_(every=every)
         self._pipeline.dispatcher.ledger.span(every)
         self._every = every
@@ -333,14 +335,30 @@ class Monitor:
         return {"every": self._every, **self._pipeline.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, preferably before the first `advance`; later it rewinds the step."""
+        """Continue from a `state_dict`, preferably before the first `advance`; later it rewinds the step.
+
+        Raises:
+            TypeError, ValueError: for a state that does not fit; nothing has changed then.
+        """
+        if not isinstance(state, Mapping):
+            msg = f"Monitor.load_state_dict: got {type(state).__name__}; pass the result of "
+            raise TypeError(msg + "Monitor.state_dict()")
         missing = [key for key in ("step", "every", "black_box", "rules", "findings") if key not in state]
         if missing:
             msg = f"Monitor.load_state_dict: the state has no {', '.join(missing)}; pass the result of "
             raise ValueError(msg + "Monitor.state_dict()")
-        self.step = state["step"]
+        for name, least in (("step", 0), ("every", 1)):
+            check_integer("Monitor.load_state_dict", name, state[name], least)
         self._pipeline.load_state_dict(state)
+        self._keep_weights()
         self.every = state["every"]
+
+    def _keep_weights(self) -> None:
+        if self._updates is not None:
+            self._try("updates", self._updates.keep, self.step)
+
+    def _pass_skips(self) -> None:
+        self._pipeline.reader.skips = bool(self.skips)
 
     def _see_what_was_forgotten(self) -> None:
         # the run is over, so a host sync costs nothing

@@ -243,10 +243,17 @@ class Pipeline:
         self.reader.rewind(step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; call `rewind` first to set the step."""
-        self.box.load_state_dict(state["black_box"])
+        """Continue from a `state_dict`. First waits as `rewind` does.
+
+        Raises:
+            ValueError: for a state that does not fit; nothing has changed then.
+        """
+        self.box.check_state(state["black_box"])
+        self._settle()
         if self.merger is None or self.merger.is_first:
             self.dispatcher.load_state_dict(state)
+        self.box.load_state_dict(state["black_box"])
+        self.reader.rewind(state["step"])
 
     def _settle(self) -> None:
         if self._is_started:

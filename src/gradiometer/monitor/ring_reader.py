@@ -168,11 +168,11 @@ class RingReader:
 
     def rewind(self, step: int) -> None:
         """Continue at another step; all recorded steps must have been delivered."""
-        self.step, self._floor = step, 0
         # a new step may have the same number as an old one in the ring, so clear the numbers
         with self._recorder.in_order():
             self._recorder.ring[:, 0, HEADER_STEP].fill_(-1)
         self._recorder.configure_(step=step)
+        self.step, self._floor = step, 0
 
     def _start(self, *, in_step: bool) -> None:
         recorder = self._recorder

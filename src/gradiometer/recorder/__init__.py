@@ -5,6 +5,7 @@ holds them on the host. Nothing here starts a thread, accesses a disk or judges 
 """
 
 from gradiometer.recorder.recorder import Recorder
+from gradiometer.recorder.settings import check_integer
 from gradiometer.recorder.step_record import KINDS, Kind, Roster, RunInfo, StepRecord, label
 from gradiometer.recorder.updates import Updates
 
@@ -16,5 +17,6 @@ __all__ = [
     "RunInfo",
     "StepRecord",
     "Updates",
+    "check_integer",
     "label",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from gradiometer.inputs import (
     check_names,
     describe,
     is_dtensor,
-    is_limit,
     is_one_number,
     layout,
     local_shards,
@@ -34,6 +33,7 @@ from gradiometer.inputs import (
     present,
     tracked_parameters,
 )
+from gradiometer.recorder.settings import check_cursor, check_integer, check_skips
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_record import KINDS, Kind, Roster, StepRecord, label
 from gradiometer.recorder.stream_order import StreamOrder
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
 
 __all__ = ["Recorder"]
-
-
-# the cursor is float64, which holds every integer up to this
-_LARGEST: Final = 2**53
 
 
 class Recorder(Float64Module):
@@ -188,30 +184,28 @@ class Recorder(Float64Module):
             ValueError: for a number out of range; for a skip condition, if the recorder was created to skip
                 nothing and so reads gradients in recorded steps only.
         """
+        # check all values before the first change
         for name, value, least in (("step", step, 0), ("every", every, 1)):
-            if value is not None and (not isinstance(value, int) or not least <= value <= _LARGEST):
-                msg = f"Recorder({name}={describe(value)}): {name} must be an integer from {least} to 2**53"
-                raise ValueError(msg)
-        if skip_above is not None and not is_limit(skip_above):
-            msg = f"Recorder(skip_above={describe(skip_above)}): skip_above must be a non-negative number"
-            raise ValueError(msg)
+            if value is not None:
+                check_integer("Recorder", name, value, least)
+        check_skips(skip_nonfinite, skip_above)
         if self._gated and (skip_nonfinite or (skip_above is not None and skip_above < math.inf)):
             msg = "Recorder: it was created without a skip condition, so it reads gradients only in the "
             msg += "steps that it records; create it with skip_nonfinite=True"
             raise ValueError(msg)
-        if self._verdict is not None and skip_above is not None and skip_above < math.inf:
-            # from now on, the decision needs the squares of all ranks
-            self._verdict.adds_up = True
-        new: dict[Cursor, float | None] = {
+        given: dict[Cursor, float | None] = {
             Cursor.STEP: step,
             Cursor.EVERY: every,
             Cursor.SKIP_NONFINITE: skip_nonfinite,
             Cursor.SKIP_ABOVE: skip_above,
         }
+        new = {place: float(number) for place, number in given.items() if number is not None}
+        if self._verdict is not None and skip_above is not None and skip_above < math.inf:
+            # from now on, the decision needs the squares of all ranks
+            self._verdict.adds_up = True
         with self.in_order():
             for place, number in new.items():
-                if number is not None:
-                    self.cursor[place].fill_(float(number))
+                self.cursor[place].fill_(number)
         return self
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
@@ -265,6 +259,14 @@ class Recorder(Float64Module):
         self._append("grads", self._collect("grads", grads, inv_scale))
         if "weights" in self.roster.kinds:
             self._append("weights", self._collect("weights", self._tensors("weights")))
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        cursor = state_dict.get(f"{prefix}cursor")
+        if isinstance(cursor, Tensor) and cursor.shape == self.cursor.shape and not cursor.is_meta:
+            check_cursor(cursor)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def record_updates(self, updates: Mapping[str, Tensor]) -> None:
         """Measure updates, by name of their parameter, and write them into the current step's slot."""

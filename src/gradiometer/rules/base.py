@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor
 
 from gradiometer.recorder import label
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.rules.history import History, NormHistory
+from gradiometer.rules.history import History, NormHistory, is_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from gradiometer.recorder import Kind, Roster, StepRecord
 
@@ -54,18 +55,45 @@ class BaseRule:
         """Restore a history that `state_dict` of the same kind of rule returned.
 
         Raises:
-            ValueError: for the state of another rule.
+            ValueError: for the state of another rule, or a value that does not fit; nothing has changed then.
         """
-        if set(state) != set(self.kept):
-            msg = f"{type(self).__name__}: got the state of another rule, with the keys {list(state)}; "
+        if not isinstance(state, Mapping) or set(state) != set(self.kept):
+            keys = f"with the keys {list(state)}" if isinstance(state, Mapping) else f"{state!r:.40}"
+            msg = f"{type(self).__name__}: got the state of another rule, {keys}; "
             msg += f"pass one with the keys {list(self.kept)}"
             raise ValueError(msg)
-        for key, value in state.items():
+        new = {key: _plain(value) for key, value in state.items()}
+        for key, value in new.items():
+            try:
+                self.check_value(key, value)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                msg = f"{type(self).__name__}: {key} in the state does not fit ({error})"
+                raise ValueError(msg) from None
+        for key, value in new.items():
             mine = getattr(self, key)
             if isinstance(mine, (History, NormHistory)):
-                mine.load_state_dict(_plain(value))
+                mine.load_state_dict(value)
             else:
-                setattr(self, key, _plain(value))
+                setattr(self, key, value)
+
+    def check_value(self, key: str, value: Any) -> None:
+        """Raise an error unless the value can replace the attribute ``key``."""
+        mine = getattr(self, key)
+        if isinstance(mine, (History, NormHistory)):
+            mine.check_state(value)
+        elif isinstance(mine, Tensor):
+            if not isinstance(value, Tensor) or value.dtype != mine.dtype or value.dim() != mine.dim():
+                msg = f"expected a tensor of {mine.dtype} with {mine.dim()} dimensions"
+                raise ValueError(msg)
+        elif isinstance(mine, list):
+            if not is_names(value):
+                msg = "expected a list of str"
+                raise ValueError(msg)
+        elif isinstance(mine, (int, float)) and (
+            not isinstance(value, (int, float)) or isinstance(value, bool) != isinstance(mine, bool)
+        ):
+            msg = f"expected {type(mine).__name__}, got {value!r:.40}"
+            raise ValueError(msg)
 
 
 class TensorRule(BaseRule):
@@ -216,7 +244,8 @@ class LastingRule(TensorRule):
 def _plain(value: Any) -> Any:
     """Return a plain copy that shares no mutable data with the value."""
     if isinstance(value, Tensor):
-        return value.clone()
+        # a checkpoint may have been loaded onto another device
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, (History, NormHistory)):
         value = value.state_dict()
     if isinstance(value, dict):

@@ -19,17 +19,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gradiometer.columns import COLUMN_INDEX, derived
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
-
     from gradiometer.recorder import Roster, StepRecord
 
-__all__ = ["FLOOR", "WARMUP", "WINDOW", "History", "NormHistory", "Norms", "Score"]
+__all__ = ["FLOOR", "WARMUP", "WINDOW", "History", "NormHistory", "Norms", "Score", "is_names"]
 
 # no scores at the start of a run, where norms fall by a factor of 10 to 100
 WARMUP = 20
@@ -118,8 +117,21 @@ class History:
         """Return count, mean and deviation, ``(N,)`` each."""
         return {"count": self.count, "mean": self.mean, "deviation": self.deviation}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless the state has count, mean and deviation, of one length."""
+        parts = [state.get(name) for name in ("count", "mean", "deviation")]
+        fit = [isinstance(x, Tensor) and x.dtype == torch.float64 and x.dim() == 1 for x in parts]
+        if not all(fit) or len({len(x) for x in parts if x is not None}) > 1:
+            msg = "a history's count, mean and deviation must be float64 vectors of one length"
+            raise ValueError(msg)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history."""
+        """Restore a history.
+
+        Raises:
+            ValueError: as `check_state`.
+        """
+        self.check_state(state)
         self.count, self.mean, self.deviation = state["count"], state["mean"], state["deviation"]
 
 
@@ -199,9 +211,27 @@ class NormHistory:
         """Return the history and the names of its parameters."""
         return self.history.state_dict() | {"names": self.names}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless the state has names and a history of their norms and of the total."""
+        self.history.check_state(state)
+        names = state.get("names")
+        if not is_names(names) or len(state["count"]) != (len(names) + 1 if names else 0):
+            msg = "a norm history's names must be a list of str, one for each norm but the last"
+            raise ValueError(msg)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history."""
+        """Restore a history.
+
+        Raises:
+            ValueError: as `check_state`.
+        """
+        self.check_state(state)
         self.names = list(state["names"])
         self._roster = None
         self.history.load_state_dict(state)
         self._last = None
+
+
+def is_names(names: Any) -> bool:
+    """Return whether this is a list of str."""
+    return isinstance(names, list) and all([isinstance(name, str) for name in names])

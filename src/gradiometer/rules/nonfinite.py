@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.columns import COLUMN_INDEX
 from gradiometer.rules.base import BaseRule
-from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import first_nonfinite, first_nonfinite_text
 
 if TYPE_CHECKING:
@@ -94,6 +94,12 @@ class NonFinite(BaseRule):
         if self.first is None or severity > Finding.from_dict(self.first).severity:
             self.first = found.to_dict()
         return [found]
+
+    def check_value(self, key: str, value: Any) -> None:
+        """Raise an error unless the value can replace the attribute ``key``."""
+        super().check_value(key, value)
+        if key == "first" and value is not None:
+            checked(Finding.from_dict(value))
 
     def _finding(self, kind: object, tensor: str | None, value: float, message: str, advice: str) -> Finding:
         return Finding(self.name, self.severity, 0, 0, kind, tensor, value, 0.0, message, advice)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -75,6 +75,15 @@ class UpdateRatio(TensorRule):
         self.seen = self.before = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.before_step: int | None = None
         self.wide = torch.zeros(0, dtype=torch.bool, device="cpu")
+
+    def check_value(self, key: str, value: Any) -> None:
+        """Raise an error unless the value can replace the attribute ``key``."""
+        if key == "before_step":
+            if value is not None and not isinstance(value, int):
+                msg = f"expected a step or None, got {value!r:.40}"
+                raise ValueError(msg)
+            return
+        super().check_value(key, value)
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""

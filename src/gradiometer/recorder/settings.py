@@ -1,0 +1,42 @@
+"""Checks of the numbers in a recorder's cursor, before any of them is changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from gradiometer.columns import Cursor
+from gradiometer.inputs import describe, is_limit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["check_cursor", "check_integer", "check_skips"]
+
+# the cursor is float64, which holds every integer up to here
+_MOST: Final = 2**53
+
+
+def check_integer(what: str, name: str, value: object, least: int) -> None:
+    """Raise a ValueError unless the value is an integer from ``least`` to 2**53."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        msg = f"{what}({name}={describe(value)}): {name} must be an integer, at least {least}"
+        raise ValueError(f"{msg} and at most 2**53" if isinstance(value, int) and value > _MOST else msg)
+
+
+def check_skips(skip_nonfinite: object, skip_above: object) -> None:
+    """Raise a ValueError for an invalid condition; None is valid."""
+    if skip_nonfinite is not None and not isinstance(skip_nonfinite, (bool, int)):
+        msg = f"Recorder(skip_nonfinite={skip_nonfinite!r:.40}): skip_nonfinite must be True or False"
+        raise ValueError(msg)
+    if skip_above is not None and not is_limit(skip_above):
+        msg = f"Recorder(skip_above={describe(skip_above)}): skip_above must be a non-negative number"
+        raise ValueError(msg)
+
+
+def check_cursor(cursor: Tensor) -> None:
+    """Raise a ValueError unless the numbers are those of a recorder."""
+    numbers = cursor.tolist()
+    for place, least in ((Cursor.STEP, 0), (Cursor.COUNT, 0), (Cursor.EVERY, 1), (Cursor.SKIP_NONFINITE, 0)):
+        value = numbers[place]
+        check_integer("cursor", place.name.lower(), int(value) if value == value // 1 else value, least)
+    check_skips(None, numbers[Cursor.SKIP_ABOVE])
