@@ -231,7 +231,8 @@ def test_no_damage_is_read_as_other_values(written, tmp_path, capsys):
     assert content(own) == files
 
 
-def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(written, tmp_path, capsys, caplog):
+def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(written, tmp_path, capsys, caplog, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
     own = tmp_path / "own"
     shutil.copytree(written[0], own)
     steps = own / "steps" / "steps-0001-0000000008.parquet"
@@ -250,7 +251,6 @@ def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(written, tmp_path,
     assert not rest.refresh()
     assert caplog.text.count("left out: ") == 1
     assert main(["verify", str(own)]) == 1
-    # lines are wrapped where COLUMNS is small
     out = " ".join(capsys.readouterr().out.split())
     assert "own: 10 whole, 1 damaged, 1 missing of its files" in out
     assert "damaged steps/steps-0001-0000000008.parquet its content does not match its digest" in out

@@ -29,7 +29,7 @@ def take(run: Path) -> Any:
     if home in _ours:
         msg = f"{run} is already being written by this process: close that Monitor, or pass another run_dir"
         raise RunError(msg)
-    file = (run / ".lock").open("a+", encoding="utf-8")
+    file = open(run / ".lock", "a+", encoding="utf-8", opener=_no_link)  # noqa: SIM115 closed later
     try:
         import fcntl  # noqa: PLC0415 not on Windows, where two processes are not kept apart
     except ImportError:
@@ -62,6 +62,11 @@ def is_locked(run: Path, lock: Any) -> bool:
         return False
 
 
+def _no_link(path: str, flags: int) -> int:
+    """Open a file, but not through a symbolic link, which may lead out of the folder."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def release(run: Path, lock: Any) -> None:
     """Unlock a folder."""
     _ours.discard(run.resolve())
@@ -75,7 +80,9 @@ def prepare(run: Path, path: Path, data: Any, *, sync: bool) -> Callable[[], Non
     """
     temporary = run / f".{path.name}.{os.getpid()}.tmp"
     try:
-        with temporary.open("wb") as file:
+        # a link that was put there is removed, not followed
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
             file.write(data)
             if sync:
                 file.flush()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gradiometer.columns import COLUMNS
 from gradiometer.extras import require
+from gradiometer.recorder import KINDS, Roster
 from gradiometer.runs.digest import DamageError, json_digest, pop_digest
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "from_json",
     "json_file",
     "list_segments",
+    "load_roster",
     "plain",
     "pyarrow",
     "read_findings",
@@ -48,6 +50,10 @@ __all__ = [
 
 FORMAT: Final = "gradiometer-run"
 VERSION: Final = 1
+
+# of JSON: digits of an integer, and levels
+_DIGITS: Final = 18
+_DEPTH: Final = 50
 
 
 class RunError(ValueError):
@@ -209,16 +215,40 @@ def read_json(path: Path, closed_with: str | None = None) -> Any:
 def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, str | None]:
     """Return what `read_json` does, and the digest; None if the file has none or is missing."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), parse_int=_int)
+        _check_depth(value)
         digest = pop_digest(path.name, value)
         if digest is not None and closed_with not in {None, digest}:
             msg = "it is not the version that the run was closed with"
             raise DamageError(msg)
     except (FileNotFoundError, NotADirectoryError):
         return None, None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise file_error(path, summary(error), "fix or delete it") from None
     return value, digest
+
+
+def _int(text: str) -> int:
+    if len(text) > _DIGITS:
+        msg = f"the integer {text:.12}... is too long"
+        raise ValueError(msg)
+    return int(text)
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse values nested so deeply that functions which recurse into them would fail."""
+    level = [value]
+    for _ in range(_DEPTH):
+        level = [
+            item
+            for x in level
+            if isinstance(x, dict | list)
+            for item in (x.values() if isinstance(x, dict) else x)
+        ]
+        if not level:
+            return
+    msg = f"it is nested more than {_DEPTH} levels deep"
+    raise ValueError(msg)
 
 
 def pyarrow() -> Any:
@@ -237,7 +267,7 @@ def read_info(path: Path) -> dict[str, Any]:
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         msg = f"{path / 'run.json'} does not have the format {FORMAT}: pass the run_dir of a Monitor"
         raise RunError(msg)
-    version, attempts = info.get("version"), info.get("attempts", [])
+    version, attempts, files = info.get("version"), info.get("attempts", []), info.get("files", {})
     if isinstance(version, int) and version > VERSION:
         msg = f"{path} is a run of version {version}, but this gradiometer reads only up to {VERSION}: "
         raise RunError(msg + "pip install -U gradiometer")
@@ -245,13 +275,35 @@ def read_info(path: Path) -> dict[str, Any]:
         "version": isinstance(version, int),
         "created": isinstance(info.get("created", 0.0), (int, float)),
         "attempts": isinstance(attempts, list)
-        and all([isinstance(x, dict) and isinstance(x.get("attempt"), int) for x in attempts]),
+        and all([isinstance(x, dict) and isinstance(x.get("attempt"), int) for x in attempts])
+        and all([isinstance(x.get(name, 0), int) for x in attempts for name in ("first_step", "lost")]),
+        "versions": isinstance(info.get("versions", {}), dict),
+        "digests_from": isinstance(info.get("digests_from", 1), int),
+        "files": isinstance(files, dict) and all([isinstance(x, str) for x in files.values()]),
     }
     if wrong := [key for key, fit in fits.items() if not fit]:
         said = ", ".join([f"{key}: {info.get(key)!r:.40}" for key in wrong])
         msg = f"{path / 'run.json'} has unexpected content ({said}): fix it"
         raise RunError(msg)
     return info
+
+
+def load_roster(values: Mapping[str, Any]) -> Roster:
+    """Return the roster of run.json; a ValueError or another error if it is not one."""
+    shapes = tuple([tuple(shape) for shape in values["shapes"]])
+    found = Roster(tuple(values["names"]), shapes, tuple(values["dtypes"]), tuple(values["kinds"]))
+    fits = {
+        "names": all([isinstance(x, str) for x in found.names]) and len({*found.names}) == len(found.names),
+        "shapes": all([isinstance(x, int) and x >= 0 for shape in shapes for x in shape]),
+        "dtypes": all([isinstance(x, str) for x in found.dtypes]),
+        "kinds": {*found.kinds} <= {*KINDS} and len({*found.kinds}) == len(found.kinds),
+        "lengths": len(found.names) == len(shapes) == len(found.dtypes),
+    }
+    for name, fit in fits.items():
+        if not fit:
+            msg = f"roster: {name}"
+            raise ValueError(msg)
+    return found
 
 
 def read_findings(path: Path, closed_with: str | None = None) -> list[dict[str, Any]]:
@@ -262,7 +314,12 @@ def read_findings(path: Path, closed_with: str | None = None) -> list[dict[str, 
     # a list before files had digests
     found = content.get("findings") if isinstance(content, dict) else content
     keys = {"attempt", "rule", "kind", "tensor", "first_step", "last_step", "value", "threshold"}
-    if not isinstance(found, list) or not all([isinstance(x, dict) and keys <= x.keys() for x in found]):
+    steps = ("attempt", "first_step", "last_step")
+    if (
+        not isinstance(found, list)
+        or not all([isinstance(x, dict) and keys <= x.keys() for x in found])
+        or not all([isinstance(x[name], int) for x in found for name in steps])
+    ):
         raise unfit(path / "findings.json", f"{content!r:.40}")
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,7 @@ from gradiometer.runs.format import (
     arrow_schema,
     from_json,
     list_segments,
+    load_roster,
     pyarrow,
     read_info,
     read_json,
@@ -126,7 +128,7 @@ class Run:
         info = read_info(self.path)
         segments = list_segments(self.path)  # again, so that none is older than run.json
         try:
-            roster = _roster(info["roster"])
+            roster = load_roster(info["roster"])
             thresholds = Thresholds(**{name: float(value) for name, value in info["thresholds"].items()})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             msg = f"{self.path / 'run.json'} has unexpected content ({error!r}): fix it"
@@ -249,6 +251,7 @@ class Run:
         self._check_kind(kind)
         steps = self._recorded(first, last)
         size = len(steps), 1, len(self.roster.names)
+        self._files.check_cells(self._between(first, last), len(statistics) * math.prod(size))
         out = {name: torch.full(size, torch.nan, dtype=torch.float64, device="cpu") for name in statistics}
         stored = [name for name in out if name in _STORED]
         raw = [] if len(stored) == len(out) else list(COLUMN_NAMES)
@@ -379,6 +382,7 @@ class Run:
     def _dense(self, key: tuple[int, int], steps: Tensor) -> Tensor:
         """Return ``(S, K, N, C + 1) float64`` for steps of a segment; 0 where nothing was measured."""
         size = len(steps), len(self.roster.kinds), len(self.roster.names), NUM_COLUMNS + 1
+        self._files.check_cells([key], math.prod(size))
         out = torch.zeros(size, dtype=torch.float64, device="cpu")
         if len(steps):
             columns = [*COLUMN_NAMES, "flags"]
@@ -393,8 +397,3 @@ class Run:
             more = ", ".join(f"{name}=True" for name in KINDS[1:])
             msg = f"{self.path} has no {kind!r}; choose from {kinds}, or record more with Monitor({more})"
             raise RunError(msg)
-
-
-def _roster(values: Mapping[str, Any]) -> Roster:
-    shapes = tuple([tuple(shape) for shape in values["shapes"]])
-    return Roster(tuple(values["names"]), shapes, tuple(values["dtypes"]), tuple(values["kinds"]))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from gradiometer.runs.digest import Claims, DamageError, read_claims
-from gradiometer.runs.format import segment_path, stamp_of
+from gradiometer.runs.format import RunError, segment_path, stamp, stamp_of
 from gradiometer.runs.tables import read_table, unreadable
 
 if TYPE_CHECKING:
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = ["Segments"]
+
+# a matrix takes at most _LARGEST bytes of memory, or _RATIO times the size of the files that it is read from;
+# a tensor that was not measured has a value in the matrix, but no row in a file
+_LARGEST: Final = 1 << 28
+_RATIO: Final = 500
 
 
 class Segments:
@@ -69,6 +74,19 @@ class Segments:
                 return self._check(table, key, file)
         except (OSError, ValueError) as error:
             raise unreadable(path, error) from None
+
+    def check_cells(self, keys: Collection[tuple[int, int]], cells: int) -> None:
+        """Check that a dense matrix of some segments fits to what is on disk, before it is allocated.
+
+        Raises:
+            RunError: if there are too few bytes for so many values.
+        """
+        seen = [stamp(segment_path(self.run, "tensors", *key)) for key in keys]
+        size = sum([found[1] for found in seen if found is not None])
+        if 8 * cells > max(_LARGEST, _RATIO * size):
+            msg = f"{self.run}: {cells} values of its steps and tensors would take {8 * cells >> 20} MiB, "
+            msg += f"too many for {size} bytes on disk: choose fewer steps with first= and last="
+            raise RunError(msg)
 
     def _check(self, table: str, key: tuple[int, int], file: IO[bytes]) -> Claims | None:
         claims = self._alone(table, key, file)

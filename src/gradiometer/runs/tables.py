@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import IO, TYPE_CHECKING, Any
+import os
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from gradiometer.extras import require
-from gradiometer.runs.format import file_error, pyarrow, summary
+from gradiometer.runs.format import STEPS, TENSORS, arrow_schema, file_error, pyarrow, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor
 
-    from gradiometer.runs.format import RunError
+    from gradiometer.runs.format import Field, RunError
 
 __all__ = ["codes", "cut", "numbers", "put", "read_table", "scalars_of", "unreadable"]
+
+# the rows of a file take at most _LARGEST bytes of memory, or _RATIO times the size of the file
+_LARGEST: Final = 1 << 27
+_RATIO: Final = 100
 
 
 def read_table(
@@ -34,12 +39,46 @@ def read_table(
     try:
         with path.open("rb") as file:
             check(file)
+            fields = {"steps": STEPS, "tensors": TENSORS}[path.parent.name]
+            with pq.ParquetFile(file) as parquet:
+                _check_form(parquet, fields, columns, os.fstat(file.fileno()).st_size)
+                if where is None:
+                    options = {"page_checksum_verification": True, "metadata": parquet.metadata}
+                    table = pq.ParquetFile(file, **options).read(columns=columns)
             if where is not None:
-                return pq.read_table(file, columns=columns, filters=where, page_checksum_verification=True)
-            with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-                return parquet.read(columns=columns)
+                options = {"filters": where, "page_checksum_verification": True}
+                table = pq.read_table(file, columns=columns, **options)
     except (OSError, ValueError, pyarrow().ArrowException) as error:
         raise unreadable(path, error) from None
+    for field in fields:
+        if not field.nullable and field.name in table.column_names and table[field.name].null_count:
+            raise unreadable(path, ValueError(f"column {field.name} has nulls"))
+    return table
+
+
+def _check_form(parquet: Any, fields: Sequence[Field], columns: Sequence[str] | None, size: int) -> None:
+    """Check a file's columns and sizes before anything is allocated for its rows."""
+    schema, metadata = parquet.schema_arrow, parquet.metadata
+    for field, expected in zip(fields, arrow_schema(fields), strict=True):
+        places = schema.get_all_field_indices(field.name)
+        needed = not field.nullable and (columns is None or field.name in columns)
+        if len(places) > 1 or (needed and not places):
+            msg = f"it has {len(places) or 'no'} column{'s' * bool(places)} {field.name}"
+            raise ValueError(msg)
+        if places and (found := schema.field(places[0]).type) != expected.type:
+            msg = f"column {field.name} has the type {found!s:.60}, not {expected.type}"
+            raise ValueError(msg)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    stored = sum(
+        [
+            max(group.column(i).total_uncompressed_size, 8 * group.column(i).num_values)
+            for group in groups
+            for i in range(group.num_columns)
+        ]
+    )
+    if stored > max(_LARGEST, _RATIO * size):
+        msg = f"its {metadata.num_rows} rows would take {stored >> 20} MiB, too many for {size} bytes on disk"
+        raise ValueError(msg)
 
 
 def unreadable(path: Path, error: Exception) -> RunError:
