@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from gradiometer.extras import require
 from gradiometer.runs import RunError, read_run, to_json
+from gradiometer.terminal import one_line, printable
 from gradiometer.version import __version__
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _debugs() -> bool:
 
 
 def _fail(code: Exit, error: object) -> int:
-    line = " ".join(str(error).split()) or type(error).__name__
+    line = one_line(error) or type(error).__name__
     # print(file=None) would print to stdout
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
@@ -244,7 +245,7 @@ def _report(
     if as_json:
         print(to_json({"page": str(page), "bytes": size, "opened": opened}))
     else:
-        print(page)
+        print(printable(str(page)))
     return Exit.OK
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from gradiometer.columns import Flag
 from gradiometer.extras import require
 from gradiometer.rules import Severity
-from gradiometer.stats import amount, printable
+from gradiometer.stats import amount
+from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -47,8 +48,9 @@ _HEAD: Final = 4
 
 
 def text(*parts: str | tuple[str, str]) -> Text:
-    """Return text without parsing markup, because a tensor may be named ``[red]``."""
-    assembled: Text = require("rich.text", "monitor", "The command line").Text.assemble(*parts)
+    """Return `printable` text without parsing markup, because a tensor may be named ``[red]``."""
+    safe = [printable(part) if isinstance(part, str) else (printable(part[0]), part[1]) for part in parts]
+    assembled: Text = require("rich.text", "monitor", "The command line").Text.assemble(*safe)
     return assembled
 
 
@@ -208,7 +210,7 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
     if found.total_norm is not None and found.first:
         step, a, b = found.total_norm
         said = f"total norm at step {step}, the last in both: {number(a, 6)} in A, {number(b, 6)} in B"
-        lines.append(text(("\n" + said, "dim")))
+        lines += [text(""), text((said, "dim"))]
     return group(*lines)
 
 
@@ -319,7 +321,8 @@ def doctor(found: Doctor) -> RenderableType:
     if found.problems:
         n = len(found.problems)
         problems = [text((f"{n} problem{'s' if n > 1 else ''} found", "bold red"))]
-        problems += [text((f"  {p.what}\n", "red"), f"      {p.fix}") for p in found.problems]
+        for p in found.problems:
+            problems += [text((f"  {p.what}", "red")), text(f"      {p.fix}")]
     parts: Iterable[Sequence[RenderableType]] = ([facts], [devices], [packages], problems)
     gap = text("")
     return group(*itertools.chain.from_iterable((*part, gap) for part in parts))

@@ -16,6 +16,7 @@ from gradiometer.extras import require
 from gradiometer.rules import summarize
 from gradiometer.runs import scalars_of, to_json
 from gradiometer.stats import row_to_dict
+from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -265,7 +266,7 @@ def watch(
                 elif once:
                     console.print(render(seen, console.width, console.height))
                 else:
-                    print(_line(seen), flush=True)
+                    print(printable(_line(seen)), flush=True)
             changes = seen.changes
             if once or (seen.closed and not follow):
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradiometer.stats import printable
+from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,6 +12,8 @@ import time
 import zlib
 from typing import TYPE_CHECKING, Any, Final
 
+from gradiometer.terminal import one_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -35,6 +37,10 @@ class RankError(RuntimeError):
 
     The message is one line, and names the ranks if they are known.
     """
+
+    def __str__(self) -> str:
+        """Return the message; it may contain the text of another rank's error."""
+        return one_line(super().__str__())
 
 
 def exchange(

@@ -17,6 +17,7 @@ from gradiometer.distributed import RankError
 from gradiometer.inputs import is_dtensor
 from gradiometer.monitor import Monitor
 from gradiometer.stats import collect_grads
+from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -226,7 +227,23 @@ class Session:
 
     def say(self, message: str) -> None:
         """Log a warning. `warnings` is not used, because a filter may turn its warnings into errors."""
-        _LOG.warning("%s: %s", self._what, message)
+        _LOG.warning("%s: %s", self._what, one_line(message))
+
+
+def _for_others(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ranks without rules need of a monitor's state, as plain values."""
+    box = state["black_box"]
+    return {
+        "step": int(state["step"]),
+        "every": int(state["every"]),
+        "black_box": {
+            "first": None if box["first"] is None else str(box["first"]),
+            "is_broken": bool(box["is_broken"]),
+            "had_bad_loss": bool(box["had_bad_loss"]),
+        },
+        "rules": {},
+        "findings": [],
+    }
 
 
 def _description(failure: Exception | None) -> tuple[str, bool]:

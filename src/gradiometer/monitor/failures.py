@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
+
+from gradiometer.terminal import one_line, printable
 
 __all__ = ["LOG", "Failures", "describe", "is_quiet", "reason_of"]
 
@@ -56,7 +59,9 @@ class Failures:
             first = what not in self.counts
             self.counts[what] = self.counts.get(what, 0) + times
         if first:
-            text = error if isinstance(error, str) else describe(error)
-            trace = None if isinstance(error, str) else error
-            LOG.warning("%s: %s (logged once, later ones only counted; training continues)", what, text)
-            LOG.debug("traceback of this failure", exc_info=trace)
+            text = one_line(error if isinstance(error, str) else describe(error))
+            once = "(logged once, later ones only counted; training continues)"
+            LOG.warning("%s: %s %s", printable(what), text, once)
+            if not isinstance(error, str) and LOG.isEnabledFor(logging.DEBUG):
+                trace = "".join(traceback.format_exception(error)).splitlines()
+                LOG.debug("traceback of this failure:\n%s", "\n".join(map(printable, trace)))

@@ -24,6 +24,7 @@ from torch._C._autograd import _profiler_enabled
 from gradiometer.columns import NUM_COLUMNS, Thresholds
 from gradiometer.extras import is_installed
 from gradiometer.ops import eager_plan, packing, reference, ring, warm_up
+from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +83,8 @@ def driver_error(kind: str) -> str | None:
     try:
         kernels.load_driver()
     except Exception as error:  # noqa: BLE001 the compiler or the linker may fail in any way
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        # compilers color their messages
+        cause = printable((str(error).strip() or type(error).__name__).splitlines()[0])
         reason = f"Triton cannot build its driver ({cause})"
         msg = (
             f"{reason}, so gradiometer measures {kind} tensors with eager PyTorch, which is slower and makes "

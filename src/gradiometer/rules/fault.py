@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradiometer.terminal import one_line
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -64,7 +66,7 @@ def summarize(fault: Mapping[str, Any]) -> str:
         text += f": {message}"
     if where := fault.get("first_nonfinite"):
         text += f"; first non-finite: {where}"
-    return text
+    return one_line(text)
 
 
 def _row(record: StepRecord) -> dict[str, Any]:

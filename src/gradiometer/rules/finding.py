@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from gradiometer.recorder import KINDS
+from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -75,7 +76,7 @@ class Finding:
             steps += f" to {self.last_step}"
         if self.worst_step is not None:
             steps += f", worst at {self.worst_step}"
-        return f"{self.severity!s:7}  {steps}: {self.message}"
+        return printable(f"{self.severity!s:7}  {steps}: {self.message}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; the severity as a word."""

@@ -11,6 +11,7 @@ from gradiometer.columns import COLUMNS
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, Roster
 from gradiometer.runs.digest import DamageError, json_digest, pop_digest
+from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
     import os
@@ -71,6 +72,10 @@ def file_error(path: Path, reason: str, advice: str) -> RunError:
     error = RunError(f"{path} cannot be read ({reason}): {advice}")
     error.reason = reason
     return error
+
+    def __str__(self) -> str:
+        """Return the message; it may name what a file contains."""
+        return one_line(super().__str__())
 
 
 class Field(NamedTuple):

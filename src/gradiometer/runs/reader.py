@@ -34,6 +34,7 @@ from gradiometer.runs.format import (
 )
 from gradiometer.runs.segments import Segments
 from gradiometer.runs.tables import codes, cut, numbers, put, scalars_of, unreadable
+from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -117,7 +118,8 @@ class Run:
 
     def __repr__(self) -> str:
         """Return one line, without reading files."""
-        return f"<Run: {self.path}, {len(self._segments)} segments, {len(self.roster.names)} tensors>"
+        path, tensors = printable(str(self.path)), len(self.roster.names)
+        return f"<Run: {path}, {len(self._segments)} segments, {tensors} tensors>"
 
     def refresh(self) -> bool:
         """Load what was written since the last call; return whether anything was. Reads only new files."""

@@ -29,6 +29,7 @@ from gradiometer.runs.format import (
 from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
 from gradiometer.runs.retry import Retry
 from gradiometer.runs.segments import Segments
+from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -161,7 +162,7 @@ class RunRecord:
         if known and not info.first_step:
             text = "%s holds an earlier run, which this one supersedes from step 0 on; nothing is deleted. "
             text += "To continue it, call load_state_dict; to keep both, pass another run_dir"
-            _LOG.warning(text, self.path)
+            _LOG.warning(text, printable(str(self.path)))
         self._roster = info.roster
         self._info = {
             "format": FORMAT,

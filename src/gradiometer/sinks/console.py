@@ -12,6 +12,7 @@ from gradiometer.columns import Flag
 from gradiometer.extras import require
 from gradiometer.rules import Severity
 from gradiometer.sinks.selection import News, check_key, lookup
+from gradiometer.terminal import one_line, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,7 +162,8 @@ class Console:
     def _text(self, *parts: tuple[str, str]) -> Any:
         # a Text does not parse markup, so brackets in names are safe
         text = require("rich.text", "monitor", "sinks.Console")
-        return text.Text.assemble(*parts, no_wrap=True, overflow="ignore")
+        safe = [(printable(part), style) for part, style in parts]
+        return text.Text.assemble(*safe, no_wrap=True, overflow="ignore")
 
     def _print(self, renderable: Any) -> None:
         file = self._file or sys.stderr
@@ -226,9 +228,10 @@ def _panel(fault: Fault) -> Any:
         require("rich.panel", "monitor", "Console"),
     )
     text, table = require("rich.text", "monitor", "Console").Text, require("rich.table", "monitor", "Console")
-    rows: list[Any] = [text.assemble((fault.reason, "bold red"), (f"  {fault.message}".rstrip(), ""))]
+    message = f"  {one_line(fault.message)}".rstrip()
+    rows: list[Any] = [text.assemble((printable(fault.reason), "bold red"), message)]
     if fault.first_nonfinite:
-        rows.append(text.assemble(("first non-finite: ", "bold"), fault.first_nonfinite))
+        rows.append(text.assemble(("first non-finite: ", "bold"), printable(fault.first_nonfinite)))
     worst = sorted(fault.findings, key=lambda finding: (-finding.severity, finding.first_step))
     rows += [
         text(str(finding), style=_STYLES[finding.severity], no_wrap=True, overflow="ellipsis")

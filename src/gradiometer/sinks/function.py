@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from gradiometer.terminal import printable
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -42,7 +44,7 @@ class Function:
 
     def __repr__(self) -> str:
         """Return the function's name."""
-        return f"Function({self.name})"
+        return f"Function({printable(self.name)})"
 
     def start(self, info: RunInfo) -> None:
         """Do nothing."""

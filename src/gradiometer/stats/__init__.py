@@ -17,7 +17,7 @@ from gradiometer.stats.norms import finite_norm, norms_of, order_of
 from gradiometer.stats.report import ModuleReports, Report
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
 from gradiometer.stats.tensor_stats import TensorStats
-from gradiometer.stats.text_table import amount, printable
+from gradiometer.stats.text_table import amount
 
 __all__ = [
     "EMA",
@@ -45,7 +45,6 @@ __all__ = [
     "order_of",
     "outside_of_a_graph",
     "over_ranks",
-    "printable",
     "row_to_dict",
     "settled",
     "total_norm",

@@ -16,6 +16,7 @@ from gradiometer.columns import Flag, Thresholds
 from gradiometer.stats import grouping, text_table
 from gradiometer.stats.host_values import HostValues
 from gradiometer.stats.tensor_report import TensorReport, dicts, frame, row_to_dict, rows
+from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -342,7 +343,7 @@ def _module_row(report: Report) -> dict[str, Any]:
 def _module_cells(module: str, report: Report) -> tuple[str, ...]:
     total = report.total
     return (
-        text_table.printable(module) or "(root)",
+        printable(module) or "(root)",
         text_table.count(len(report)),
         text_table.count(total.numel),
         # one digit fewer, since there are many columns

@@ -5,6 +5,8 @@ from __future__ import annotations
 import unicodedata
 from typing import TYPE_CHECKING, Final
 
+from gradiometer.terminal import printable
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -18,7 +20,6 @@ __all__ = [
     "number",
     "of_finite",
     "percent",
-    "printable",
     "render",
     "with_ranks",
     "with_short_names",
@@ -82,11 +83,6 @@ def aligned(cells: Sequence[Sequence[str]]) -> tuple[list[str], str]:
     """Return the rows as aligned lines, and a horizontal rule of the same width."""
     widths = [max(_width(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [_line(row, widths) for row in cells], "─" * (sum(widths) + 2 * (len(widths) - 1))
-
-
-def printable(name: str) -> str:
-    """Return a name without characters that a terminal would interpret."""
-    return name if name.isprintable() else repr(name)[1:-1]
 
 
 def _cells(row: TensorReport) -> tuple[str, ...]:
