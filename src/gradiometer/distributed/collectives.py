@@ -7,7 +7,7 @@ collectives of the group, each with its own timeout on the CPU.
 
 from __future__ import annotations
 
-import pickle
+import json
 import threading
 import time
 import weakref
@@ -183,12 +183,13 @@ def _has_backend(group: Group, device: torch.device) -> bool:
 
 
 def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") -> list[Any]:
-    """Return the values that all ranks of a group pass, in the order of the group; they must be picklable.
+    """Return the values that all ranks of a group pass, in the order of the group, as JSON gives them back.
 
     Either all ranks succeed or all fail: if one is late, every rank raises an error, including the late one.
 
     Args:
-        value: this rank's value; small, as the store holds those of all ranks.
+        value: this rank's value: None, numbers, strings, and lists, tuples (which become lists) and
+            dictionaries of these; small, as the store holds those of all ranks.
         group: the ranks.
         timeout: seconds to wait for the others.
         what: the name of the call, for messages; the ranks of a group meet once per call of this name.
@@ -199,7 +200,7 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
     here, ranks = ranks_of(group)
     number = _count(group, what)
     key = f"gradiometer/{group.group_name}/{what}/{number}"
-    told = pickle.dumps(value)
+    told = json.dumps(value)
     try:
         missing, values = in_time(
             timeout + 2 * SLACK, lambda: exchange(_store(), key, ranks[here], ranks, told, timeout)
@@ -212,7 +213,7 @@ def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") 
     if missing:
         msg = f"{what}: {_named(missing)} of {len(ranks)} did not arrive within {timeout:g} s; "
         raise RankError(msg + SAME_CALLS)
-    return [pickle.loads(value) for value in values]  # noqa: S301 the ranks of one job
+    return [json.loads(value) for value in values]
 
 
 def tell(value: Any, place: int, group: Group, timeout: float = 60.0, what: str = "tell") -> Any:

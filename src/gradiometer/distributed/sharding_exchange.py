@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from gradiometer.distributed import collectives, process_groups
 from gradiometer.distributed.global_plan import DisagreementError, GlobalPlan, Member, make_global_plan
 from gradiometer.distributed.rendezvous import RankError
+from gradiometer.distributed.sharding import Sharding
 
 if TYPE_CHECKING:
     import torch
 
     from gradiometer.distributed.process_groups import Group
-    from gradiometer.distributed.sharding import Sharding
 
 __all__ = ["exchange_shardings"]
 
@@ -27,17 +27,22 @@ def exchange_shardings(
     members, shardings = [Member(sharding.digest, sharding.coordinates)], {sharding.digest: sharding}
     kinds: list[str] = []
     if size > 1:
-        mine = (*members[0], None if home is None else home.type)
+        mine = (sharding.digest.hex(), sharding.coordinates, None if home is None else home.type)
         told = collectives.share(mine, group, timeout, "gm.Ranks")
-        members = [Member(*each) for *each, _ in told]
+        members = [
+            Member(
+                bytes.fromhex(digest), tuple([None if place is None else tuple(place) for place in places])
+            )
+            for digest, places, _ in told
+        ]
         kinds = [kind for *_, kind in told if kind is not None]
         # most ranks have the same sharding: only the first rank with each sharding sends it
         firsts: dict[bytes, int] = {}
         for place, member in enumerate(members):
             firsts.setdefault(member.digest, place)
         is_first = process_groups.ranks_of(group)[0] in firsts.values()
-        told = collectives.share(sharding if is_first else None, group, timeout, "gm.Ranks")
-        shardings = {digest: told[place] for digest, place in firsts.items()}
+        told = collectives.share(sharding.to_plain() if is_first else None, group, timeout, "gm.Ranks")
+        shardings = {digest: Sharding.from_plain(told[place]) for digest, place in firsts.items()}
     try:
         return make_global_plan(members, shardings), kinds
     except DisagreementError as error:

@@ -135,9 +135,10 @@ class Session:
             assert self.monitor is not None  # noqa: S101 for the type checker
             if is_first():
                 state = self._resume(state, step)
-            state, step = distributed.tell((state, self.monitor.step), 0, group)
+            mine = (None if state is None else _for_others(state), self.monitor.step) if is_first() else None
+            told_state, step = distributed.tell(mine, 0, group)
             if not is_first():
-                self._resume(state, step)
+                self._resume(told_state, step)
         except Exception as error:  # noqa: BLE001 such as a lost store; training goes on
             return failure or error
         return None

@@ -66,16 +66,16 @@ class RunError(ValueError):
 
     reason = ""
 
+    def __str__(self) -> str:
+        """Return the message; it may name what a file contains."""
+        return one_line(super().__str__())
+
 
 def file_error(path: Path, reason: str, advice: str) -> RunError:
     """Return the error for a file that cannot be read."""
     error = RunError(f"{path} cannot be read ({reason}): {advice}")
     error.reason = reason
     return error
-
-    def __str__(self) -> str:
-        """Return the message; it may name what a file contains."""
-        return one_line(super().__str__())
 
 
 class Field(NamedTuple):
