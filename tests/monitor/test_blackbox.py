@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from gradiometer.rules.first_nonfinite import (
     first_nonfinite_text,
     nonfinite,
 )
+from gradiometer.sinks import Console, JSONLines
 
 ROSTER = Roster(
     ("emb.w", "blocks.3.mlp.w1", "head.w"),
@@ -84,6 +86,35 @@ def steps(monitor, model, count, factor=1.0, **scalars):
 def made(sink=None):
     model, sink = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), sink or Keeps()
     return model, sink, Monitor(model, rules=(), sinks=[sink])
+
+
+# the text of an exception
+
+
+@pytest.mark.parametrize("redact", [False, True])
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_the_text_of_an_exception_can_be_left_out_everywhere(kind, redact, tmp_path, caplog):
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("rich")
+    sink, screen = Keeps(), io.StringIO()
+    sinks = [sink, Console(file=screen), JSONLines(tmp_path / "lines.jsonl")]
+    model = nn.Sequential(nn.Linear(3, 1))
+
+    def train():
+        with Monitor(model, run_dir=tmp_path / "run", rules=(), sinks=sinks, redact=redact) as monitor:
+            steps(monitor, model, 2, factor=math.nan)
+            message = "token=SECRET"
+            raise kind(message)
+
+    with pytest.raises(kind):
+        train()
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    shown = [screen.getvalue(), caplog.text, *[str(fault) for fault in sink.faults]]
+    holding = [text for text in shown if "SECRET" in text] + [data for data in files if b"SECRET" in data]
+    # no other file has it: the black box, and the line of the fault
+    assert len(holding) == (0 if redact else {ValueError: 5, SystemExit: 4}[kind])
+    assert kind.__name__ in caplog.text
+    assert json.loads((tmp_path / "run" / "blackbox.json").read_text())["message"].startswith(kind.__name__)
 
 
 # the first non-finite tensor

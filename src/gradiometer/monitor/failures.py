@@ -11,8 +11,10 @@ from gradiometer.terminal import one_line, printable
 __all__ = ["LOG", "Failures", "describe", "is_quiet", "reason_of"]
 
 
-def reason_of(error: BaseException) -> tuple[str, str]:
+def reason_of(error: BaseException, *, redact: bool = False) -> tuple[str, str]:
     """Return the reason and the message of the fault for an exception that ends a run.
+
+    With ``redact`` the message is the class of the exception, without its text.
 
     >>> reason_of(ZeroDivisionError("division by zero"))
     ('exception', 'ZeroDivisionError: division by zero')
@@ -20,8 +22,8 @@ def reason_of(error: BaseException) -> tuple[str, str]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupt", "KeyboardInterrupt"
     if isinstance(error, SystemExit):
-        return "exit", f"SystemExit: {error.code}"
-    return "exception", describe(error)
+        return "exit", "SystemExit" if redact else f"SystemExit: {error.code}"
+    return "exception", type(error).__name__ if redact else describe(error)
 
 
 def is_quiet(error: BaseException) -> bool:

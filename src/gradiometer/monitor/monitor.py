@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Cursor, Thresholds
-from gradiometer.monitor.failures import Failures, is_quiet, reason_of
+from gradiometer.monitor.failures import Failures, is_quiet
 from gradiometer.monitor.parameter_check import ParameterCheck
 from gradiometer.monitor.pipeline import Pipeline
 from gradiometer.monitor.rank_merger import RankMerger
@@ -95,6 +95,8 @@ class Monitor:
             beyond that the oldest steps lose their tensors and are counted too.
         ranks: whether to merge the ranks of a job; may be a `gradiometer.Ranks` that they agreed on. With
             False each rank is watched separately, with a run record in ``run_dir/rank-00005``.
+        redact: whether to leave the text of the exception that ends a run, which may quote data, paths or
+            keys, out of the black box, the sinks and the log: a fault then has the class of the exception.
 
     Attributes:
         skips: whether your loop skips the update when `skip_step` is true, so that records are marked as
@@ -137,6 +139,7 @@ class Monitor:
         skip_above: float = math.inf,
         queue: int = 1024,
         ranks: bool | Ranks = True,
+        redact: bool = False,
     ) -> None:
         self._failures = Failures()
         agreed = prepare_ranks(ranks, model)
@@ -144,6 +147,7 @@ class Monitor:
         settings: dict[str, Any] = {"every": every, "weights": bool(weights), "updates": bool(updates)}
         settings |= {"skip_nonfinite": bool(skip_nonfinite), "skip_above": skip_above}
         settings["thresholds"] = repr(thresholds)
+        settings["redact"] = bool(redact)
         with together(agreed, settings) as group:
             if not isinstance(queue, int) or queue < 1:
                 msg = f"Monitor(queue={queue!r}): queue must be a positive integer"
@@ -183,6 +187,7 @@ class Monitor:
             partial(run_info, recorder, class_names(model), every, merger),
             merger,
             rank,
+            redact=bool(redact),
         )
         # a monitor that is garbage-collected without close() must not lose recorded steps
         weakref.finalize(self, pipeline.forget).atexit = False
@@ -323,7 +328,7 @@ class Monitor:
         if error is None or is_quiet(error):
             self.close()
         else:
-            self._pipeline.end(reason_of(error))
+            self._pipeline.end_by(error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run: the step, ``every``, the history of the rules, the findings.

@@ -55,6 +55,7 @@ class Pipeline:
         merger: merges steps with other ranks; then rules and sinks get the job's steps on the first rank. On
             other ranks they get this rank's own steps, which its black box needs.
         rank: the rank in the black box's reports; None for all ranks, or the only one.
+        redact: leave the text of an exception out of the fault.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class Pipeline:
         describe: Callable[[int], RunInfo],
         merger: RankMerger | None = None,
         rank: int | None = None,
+        *,
+        redact: bool = False,
     ) -> None:
         self.box = BlackBox(rank)
         self.dispatcher = Dispatcher(rules, sinks, queue, self.box, failures)
@@ -80,6 +83,7 @@ class Pipeline:
         self._draining = threading.RLock()
         self._failures = failures
         self._describe = describe
+        self._redact = redact
         self._next = 0.0
         self._signal: str | None = None
         self._pid = os.getpid()
@@ -173,6 +177,10 @@ class Pipeline:
         self._is_ended = True
         _open.pop(self, None)
         unsubscribe(self)
+
+    def end_by(self, error: BaseException) -> None:
+        """Do what `end` does, with the fault for an exception."""
+        self.end(reason_of(error, redact=self._redact))
 
     def forget(self) -> None:
         """End a pipeline whose monitor was garbage-collected; may be called on any thread."""
@@ -308,7 +316,9 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     fault = ("exit", "the process ended before the monitor was closed")
     for pipeline in list(_open):
-        if pipeline.has_begun:
-            pipeline.end(fault if error is None else reason_of(error))
-        else:
+        if not pipeline.has_begun:
             pipeline.end()
+        elif error is None:
+            pipeline.end(fault)
+        else:
+            pipeline.end_by(error)
