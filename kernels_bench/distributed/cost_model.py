@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import time
 import tracemalloc
 from collections import Counter
@@ -131,12 +131,12 @@ class Book:
     """The store of a job in which all ranks but the last have written."""
 
     def __init__(self, key, told):
-        self.values = {f"{key}/{rank}": value for rank, value in enumerate(told[:-1])}
+        self.values = {f"{key}/{rank}": value.encode() for rank, value in enumerate(told[:-1])}
         self.numbers = Counter({f"{key}/count": len(self.values)})
         self.given = 0
 
     def set(self, key, value):
-        self.values[key] = value
+        self.values[key] = value.encode() if isinstance(value, str) else value
 
     def compare_set(self, key, _, value):
         self.values.setdefault(key, value.encode())
@@ -162,10 +162,10 @@ class Book:
 
 def heard(told):
     """Exchange descriptions as the last rank; return all ranks' descriptions, and their bytes."""
-    told = [pickle.dumps(value) for value in told]
+    told = [json.dumps(value) for value in told]
     book, ranks = Book("meeting", told), range(len(told))
     _, values = exchange(book, "meeting", ranks[-1], ranks, told[-1], 1.0)
-    return [pickle.loads(value) for value in values], book.given  # noqa: S301 this process wrote it
+    return [json.loads(value) for value in values], book.given
 
 
 def simulate(ranks, tensors):
@@ -174,15 +174,21 @@ def simulate(ranks, tensors):
     firsts = {member.digest: place for place, member in reversed([*enumerate(members)])}
     told = [None] * ranks
     for digest, place in firsts.items():
-        told[place] = shardings[digest]
+        told[place] = shardings[digest].to_plain()
 
     def whole():
         start = time.process_time()
-        found, member_bytes = heard([tuple(member) for member in members])
-        found = [Member(*member) for member in found]
+        found, member_bytes = heard([(member.digest.hex(), member.coordinates) for member in members])
+        found = [
+            Member(
+                bytes.fromhex(digest), tuple([None if place is None else tuple(place) for place in places])
+            )
+            for digest, places in found
+        ]
         layout_values, layout_bytes = heard(told)
+        layout_values = [Sharding.from_plain(plain) for plain in layout_values if plain]
         met = time.process_time()
-        plan = make_global_plan(found, {sharding.digest: sharding for sharding in layout_values if sharding})
+        plan = make_global_plan(found, {sharding.digest: sharding for sharding in layout_values})
         agreed = time.process_time()
         # the last rank has the most earlier ranks to compare with
         plan.counts(ranks - 1)
