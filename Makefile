@@ -66,8 +66,9 @@ run-ranks: JOBS := $(if $(filter auto,$(JOBS)),$(shell n=$$(nproc 2>/dev/null); 
 run-ranks:
 	$(PYTEST) --dist loadfile --no-loadscope-reorder $(LONGEST) $(RANKS)
 
-# by default without the laws, which run on compiled kernels
-run-interpreted: FILES = $(wildcard $(if $(DEEP),$(INTERPRETED),$(filter-out tests/test_laws.py,$(INTERPRETED))))
+# by default without the laws, which run on compiled kernels, and without files that test little of the kernels
+LEFT_OUT = tests/test_laws.py tests/control/% tests/ops/test_host_path.py tests/columns/test_roots.py
+run-interpreted: FILES = $(wildcard $(if $(DEEP),$(INTERPRETED),$(filter-out $(LEFT_OUT),$(INTERPRETED))))
 run-interpreted:
 	$(if $(FILES),TRITON_INTERPRET=1 $(PYTEST) $(FILES))
 	$(if $(DEEP),TRITON_INTERPRET=1 GPU_TARGET=sm_89 $(PYTEST) tests/test_numerics.py)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
-from gradiometer.monitor import sigterm
+from gradiometer.monitor import signals
 from gradiometer.monitor.blackbox import BlackBox
 from gradiometer.monitor.failures import reason_of
 from gradiometer.monitor.monitor import Monitor
@@ -314,30 +314,29 @@ def test_ctrl_c_at_the_end_can_be_followed_by_another_try():
         signal.signal(signal.SIGINT, before)
 
 
-# SIGTERM
+# SIGTERM and SIGHUP
 
 main_thread = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="only the main thread sets handlers"
 )
 
 
-@pytest.fixture
-def handler():
-    """Restore the signal handlers."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield before
-    signal.signal(signal.SIGTERM, before)
-    sigterm._subscribers.clear()
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def number(request):
+    """Restore the signal's handler."""
+    before = signal.getsignal(request.param)
+    yield request.param
+    signal.signal(request.param, before)
+    signals._subscribers.clear()
 
 
-def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
+def terminate(number):
+    os.kill(os.getpid(), number)
 
 
 @main_thread
-@pytest.mark.usefixtures("handler")
-def test_sigterm_unwinds_tells_and_puts_the_handler_back():
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def test_it_unwinds_tells_and_puts_the_handler_back(number):
+    signal.signal(number, signal.SIG_DFL)
     (model, sink, monitor), (other_model, other_sink, other) = made(), made()
     unwound = []
 
@@ -346,65 +345,64 @@ def test_sigterm_unwinds_tells_and_puts_the_handler_back():
             try:
                 steps(monitor, model, 2)
                 steps(other, other_model, 1)
-                terminate()
+                terminate(number)
                 steps(monitor, model, 100)
             finally:
                 unwound.append(True)
 
     with pytest.raises(SystemExit) as exit_:
         run()
-    assert exit_.value.code == 143
+    assert exit_.value.code == 128 + number
     assert unwound == [True]
     for sink_ in (sink, other_sink):
-        assert [fault.reason for fault in sink_.faults] == ["SIGTERM"]
+        assert [fault.reason for fault in sink_.faults] == [number.name]
         assert sink_.calls[-1] == "close"
     assert sink.steps == [0, 1]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 @main_thread
-@pytest.mark.usefixtures("handler")
-def test_a_handler_that_was_there_is_called_and_may_let_training_go_on():
+def test_a_handler_that_was_there_is_called_and_may_let_training_go_on(number):
     called = []
     mine = lambda number, _: called.append(number)  # noqa: E731 compared by identity below
-    signal.signal(signal.SIGTERM, mine)
+    signal.signal(number, mine)
     model, sink, monitor = made()
     with monitor:
         steps(monitor, model, 2)
-        terminate()
+        terminate(number)
         steps(monitor, model, 3)
         assert monitor.flush(20)
-        assert [fault.reason for fault in sink.faults] == ["SIGTERM"]
-    assert called == [signal.SIGTERM]
+        assert [fault.reason for fault in sink.faults] == [number.name]
+    assert called == [number]
     assert sink.steps == [0, 1, 2, 3, 4]
-    assert [fault.reason for fault in sink.faults] == ["SIGTERM", "SIGTERM"]
+    assert [fault.reason for fault in sink.faults] == [number.name, number.name]
     assert [r.step for r in sink.faults[-1].last] == [0, 1, 2, 3, 4]
-    assert signal.getsignal(signal.SIGTERM) is mine
+    assert signal.getsignal(number) is mine
 
 
 @main_thread
-@pytest.mark.usefixtures("handler")
-def test_ignored_stays_ignored_and_a_handler_on_top_stays_there():
+def test_ignored_stays_ignored_and_a_handler_on_top_stays_there(number):
     model, sink, monitor = made()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(number, signal.SIG_IGN)
     with monitor:
         steps(monitor, model, 1)
-        terminate()
+        terminate(number)
     assert sink.faults == []
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert signal.getsignal(number) is signal.SIG_IGN
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(number, signal.SIG_DFL)
     model, sink, monitor = made()
     on_top = lambda *_: None  # noqa: E731
     with monitor:
-        below = signal.getsignal(signal.SIGTERM)
-        assert below is sigterm._handler
-        signal.signal(signal.SIGTERM, on_top)
-    assert signal.getsignal(signal.SIGTERM) is on_top
+        below = signal.getsignal(number)
+        assert below is signals._handlers[number]
+        signal.signal(number, on_top)
+    assert signal.getsignal(number) is on_top
 
 
 @main_thread
-def test_on_another_thread_no_handler_is_touched(handler):
+def test_on_another_thread_no_handler_is_touched(number):
+    before = signal.getsignal(number)
     model, sink, monitor = made()
 
     def run():
@@ -415,7 +413,7 @@ def test_on_another_thread_no_handler_is_touched(handler):
     thread.start()
     thread.join()
     assert sink.steps == [0, 1]
-    assert signal.getsignal(signal.SIGTERM) == handler
+    assert signal.getsignal(number) == before
 
 
 SCRIPT = """
@@ -428,6 +426,8 @@ class Prints:
     def fault(self, fault): print("fault", fault.reason, "|", fault.message, "|", fault.step, flush=True)
     def close(self): print("close", flush=True)
 
+# nohup ignores it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 model = torch.nn.Linear(2, 1)
 monitor = Monitor(model, rules=(), sinks=[Prints()])
 for _ in range(3):
@@ -465,7 +465,8 @@ sys.exit(4)
     ("end", "code", "fault"),
     [
         ("1 / 0", 1, "exception | ZeroDivisionError: division by zero | 3"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "SIGTERM |  | 3"),
+        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", 143, "SIGTERM |  | 3", marks=pytest.mark.deep),
+        ("os.kill(os.getpid(), signal.SIGHUP)", 129, "SIGHUP |  | 3"),
         pytest.param(
             "sys.exit(4)",
             4,

@@ -18,7 +18,7 @@ from gradiometer.runs.reader import RunError, read_run
 from support.killing import SEGMENT, loss_of
 
 ROOT = Path(__file__).parents[2]
-RUNS, KILLS = 12 if PROFILE == "deep" else 3, 9
+RUNS, KILLS = 12 if PROFILE == "deep" else 2, 9
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 

@@ -138,6 +138,7 @@ def test_names_become_legal_and_stay_apart(mlflow):
     [
         ("exception", "FAILED"),
         ("SIGTERM", "KILLED"),
+        ("SIGHUP", "KILLED"),
         ("interrupt", "KILLED"),
         ("non-finite loss", "FINISHED"),
     ],

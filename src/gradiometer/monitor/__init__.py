@@ -1,7 +1,8 @@
 """`Monitor`: recorded steps -> host -> rules -> sinks, on background threads.
 
 It owns the recorder, the threads and queues between recorder and sinks, the black box, the handling of
-SIGTERM, and the merging of ranks. It does not measure tensors itself, and training never waits for it.
+signals that end a process, and the merging of ranks. It does not measure tensors itself, and training never
+waits for it.
 """
 
 from gradiometer.monitor.monitor import Monitor

@@ -26,7 +26,7 @@ from gradiometer.monitor.setup import (
     run_info,
     together,
 )
-from gradiometer.monitor.sigterm import subscribe
+from gradiometer.monitor.signals import subscribe
 from gradiometer.recorder import Recorder, Updates, check_integer
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ class Monitor:
     Steps are copied to the host every 0.2 s, or when half of the ring is full, in one asynchronous copy. A
     later `advance` passes the copied steps to background threads: one for the rules, and one for each sink.
 
-    In a ``with`` block the sinks are told how the run ended: an exception, Ctrl-C, SIGTERM, or ``sys.exit``
-    with a nonzero status, becomes a `gradiometer.rules.Fault` with the last steps and the first non-finite
-    tensor, and then propagates. SIGTERM raises SystemExit(143) in the main thread, unless a handler was
-    installed before, which is then called. Without ``with``, call `close`; otherwise it happens at the end of
-    the process.
+    In a ``with`` block the sinks are told how the run ended: an exception, Ctrl-C, SIGTERM, SIGHUP, or
+    ``sys.exit`` with a nonzero status, becomes a `gradiometer.rules.Fault` with the last steps and the first
+    non-finite tensor, and then propagates. SIGTERM raises SystemExit(143) in the main thread, and SIGHUP
+    SystemExit(129), unless a handler was installed before, which is then called. Without ``with``, call
+    `close`; otherwise it happens at the end of the process.
 
     In a job of several ranks, every rank creates the monitor and calls its methods at the same place. A
     background thread merges the steps of all ranks, several at once. Rules and sinks run on the first rank
@@ -319,7 +319,7 @@ class Monitor:
         self._pipeline.end()
 
     def __enter__(self) -> Self:
-        """Handle SIGTERM from here on."""
+        """Handle SIGTERM and SIGHUP from here on."""
         subscribe(self._pipeline)
         return self
 

@@ -17,7 +17,7 @@ from gradiometer.monitor.capture_mode import beside_captures
 from gradiometer.monitor.dispatcher import Dispatcher
 from gradiometer.monitor.failures import LOG, reason_of
 from gradiometer.monitor.ring_reader import RingReader
-from gradiometer.monitor.sigterm import record_only, subscribe, unsubscribe
+from gradiometer.monitor.signals import record_only, subscribe, unsubscribe
 from gradiometer.ops import is_capturing
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ class Fault:
     """Why a run ended or was found broken, with the findings and last steps before that.
 
     Attributes:
-        reason: ``"exception"``, ``"interrupt"``, ``"SIGTERM"``, ``"non-finite loss"`` or ``"exit"``; or
-            ``"other rank"`` if another rank ended for such a reason, or does not respond.
+        reason: ``"exception"``, ``"interrupt"``, ``"SIGTERM"``, ``"SIGHUP"``, ``"non-finite loss"`` or
+            ``"exit"``; or ``"other rank"`` if another rank ended for such a reason, or does not respond.
         message: details, such as the class and message of the exception; may be empty.
         step: the current step.
         first_nonfinite: such as ``"step 1207, blocks.3.mlp.w1.grad, 12 NaN of 4.2 M"``; None if all

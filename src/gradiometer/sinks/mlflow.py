@@ -25,7 +25,13 @@ __all__ = ["MLflow", "legal"]
 _BATCH: Final = 1000
 _LONGEST_NAME: Final = 250
 _LONGEST_TAG: Final = 5000
-_STATUS: Final = {"exception": "FAILED", "interrupt": "KILLED", "SIGTERM": "KILLED", "other rank": "FAILED"}
+_STATUS: Final = {
+    "exception": "FAILED",
+    "interrupt": "KILLED",
+    "SIGTERM": "KILLED",
+    "SIGHUP": "KILLED",
+    "other rank": "FAILED",
+}
 
 
 class MLflow:
