@@ -112,19 +112,23 @@ HOSTILE = {
 }
 
 
+def read_everything(path):
+    run = read_run(path)
+    assert run.findings == []
+    assert run.blackbox is None
+    run.steps  # noqa: B018
+    run.matrix("norm")
+    run.tensors()
+
+
 @pytest.mark.parametrize(("damage", "said"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_file_is_named_in_one_line(path, damage, said, monkeypatch):
     monkeypatch.setattr(tables, "_LARGEST", 1 << 20)
     monkeypatch.setattr(segments, "_LARGEST", 1 << 20)
     damage(path)
     before = pa.total_allocated_bytes()
-    with pytest.raises(RunError, match=said) as caught:  # noqa: PT012 wherever it is found
-        run = read_run(path)
-        assert run.findings == []
-        assert run.blackbox is None
-        run.steps  # noqa: B018
-        run.matrix("norm")
-        run.tensors()
+    with pytest.raises(RunError, match=said) as caught:
+        read_everything(path)
     assert not re.search("[\n\x1b]", str(caught.value))
     assert pa.total_allocated_bytes() - before < 1 << 27
 
@@ -144,3 +148,17 @@ def test_links_are_not_followed(tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         write_run(run, 2, 4)
     assert other.read_text() == "kept"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+@pytest.mark.parametrize("name", ["run.json", "findings.json", "steps", "tensors"])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_not_read(path, name):
+    file = path / name
+    if file.is_dir():
+        (file,) = file.glob("*.parquet")
+    said = rf"{re.escape(str(file))} cannot be read \(it is not a regular file\)"
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        file.unlink(missing_ok=True)
+        make(file)
+        with pytest.raises(RunError, match=said):
+            read_everything(path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+import stat as stat_
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from gradiometer.columns import COLUMNS
 from gradiometer.extras import require
@@ -14,7 +16,6 @@ from gradiometer.runs.digest import DamageError, json_digest, pop_digest
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
@@ -35,6 +36,7 @@ __all__ = [
     "json_file",
     "list_segments",
     "load_roster",
+    "open_file",
     "plain",
     "pyarrow",
     "read_findings",
@@ -204,6 +206,20 @@ def json_file(name: str, value: Mapping[str, Any]) -> tuple[bytes, str]:
     return to_json(content | {"digest": digest}).encode(), digest
 
 
+def open_file(path: Path) -> IO[bytes]:
+    """Open a regular file to read it: to open a pipe could block, and a device may have no end."""
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 the caller closes it
+    if stat_.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    msg = "it is not a regular file"
+    raise OSError(msg)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 def read_json(path: Path, closed_with: str | None = None) -> Any:
     """Return the content of a run's JSON file without its digest; None if the file is missing.
 
@@ -220,7 +236,8 @@ def read_json(path: Path, closed_with: str | None = None) -> Any:
 def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, str | None]:
     """Return what `read_json` does, and the digest; None if the file has none or is missing."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), parse_int=_int)
+        with open_file(path) as file:
+            value = json.loads(file.read().decode(), parse_int=_int)
         _check_depth(value)
         digest = pop_digest(path.name, value)
         if digest is not None and closed_with not in {None, digest}:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from gradiometer.runs.digest import Claims, DamageError, read_claims
-from gradiometer.runs.format import RunError, segment_path, stamp, stamp_of
+from gradiometer.runs.format import RunError, open_file, segment_path, stamp, stamp_of
 from gradiometer.runs.tables import read_table, unreadable
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Segments:
         """
         path = segment_path(self.run, table, *key)
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 return self._check(table, key, file)
         except (OSError, ValueError) as error:
             raise unreadable(path, error) from None
@@ -95,7 +95,7 @@ class Segments:
             return claims
         path = segment_path(self.run, "steps", *key)
         try:
-            with path.open("rb") as of_steps:
+            with open_file(path) as of_steps:
                 steps = self._alone("steps", key, of_steps)
         except (OSError, ValueError):
             return claims  # it says nothing about this one
@@ -137,7 +137,7 @@ class Segments:
             return
         after = segment_path(self.run, "steps", *following)
         try:
-            with after.open("rb") as file:
+            with open_file(after) as file:
                 later = self._alone("steps", following, file)
         except (OSError, ValueError):
             return  # it is damaged too, and says nothing about this one

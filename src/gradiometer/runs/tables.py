@@ -10,7 +10,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gradiometer.extras import require
-from gradiometer.runs.format import STEPS, TENSORS, arrow_schema, file_error, pyarrow, summary
+from gradiometer.runs.format import STEPS, TENSORS, arrow_schema, file_error, open_file, pyarrow, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ def read_table(
     """Read one file, after ``check`` has accepted it."""
     pq = require("pyarrow.parquet", "monitor", "A run record")
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             check(file)
             fields = {"steps": STEPS, "tensors": TENSORS}[path.parent.name]
             with pq.ParquetFile(file) as parquet:

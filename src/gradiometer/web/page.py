@@ -8,6 +8,7 @@ import html
 import json
 import os
 import re
+import secrets
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -68,9 +69,11 @@ def write_page(run: Run | Path | str, path: Path | str | None = None) -> Path:
     # one pass over the template, so that inserted text is not substituted again
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text("page.html"))
     # replace atomically: a page is often rewritten while a browser has it open
-    written = target.with_name(f".{target.name}.{os.getpid()}")
+    written = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        written.write_bytes(page.encode("utf-8", "replace"))
+        # exclusively, so that it follows no link
+        with written.open("xb") as file:
+            file.write(page.encode("utf-8", "replace"))
         written.replace(target)
     finally:
         written.unlink(missing_ok=True)
