@@ -328,3 +328,16 @@ def test_files_without_digests_are_read_and_their_pages_are_checked(tmp_path):
 def columns(file):
     group = pq.ParquetFile(file).metadata.row_group(0)
     return [group.column(i) for i in range(group.num_columns)]
+
+
+def test_a_run_with_damaged_findings_goes_on_and_keeps_the_file(written, tmp_path, caplog):
+    own = tmp_path / "own"
+    shutil.copytree(written[0], own)
+    damaged = flip(random.Random(0), (own / "findings.json").read_bytes())  # noqa: S311
+    (own / "findings.json").write_bytes(damaged)
+    write_run(own, 3, 4, first=22)
+    (kept,) = own.glob("findings-damaged-*.json")
+    assert kept.read_bytes() == damaged
+    assert "goes on without earlier findings" in caplog.text
+    assert read_run(own).findings == []
+    assert verify(own).whole

@@ -185,11 +185,22 @@ class RunRecord:
             with suppress(RunError):  # a damaged one is not vouched for
                 last = Segments(self.path).claims("steps", segments[-1])
                 self._written = last and (last.attempt, last.first_step, last.digest)
-        for entry in read_findings(self.path):
+        for entry in self._earlier_findings():
             self._findings[_key(entry)] = entry
         self._first_step = info.first_step
         self._begin(info.first_step, info.started)
         self._write_info()
+
+    def _earlier_findings(self) -> list[dict[str, Any]]:
+        """Return the findings of earlier attempts; keep a file that cannot be read under another name."""
+        try:
+            return read_findings(self.path)
+        except RunError as error:
+            kept = self.path / f"findings-damaged-{self._attempt}.json"
+            (self.path / "findings.json").replace(kept)
+            self._digests.pop("findings.json", None)
+            _LOG.warning("%s. It is now %s, and the run goes on without earlier findings", error, kept.name)
+            return []
 
     def _begin(self, first_step: int, started: float) -> None:
         """Begin another attempt without writing to disk; run.json is written with its first steps."""
