@@ -53,3 +53,13 @@ def test_nothing_that_another_process_wrote_is_run(tmp_path):
         assert not path.exists()
     pickle.loads(evil)  # noqa: S301 which this shows to be dangerous
     assert path.exists()
+
+
+def test_a_rank_that_exited_while_it_gathered_the_values_is_named(monkeypatch):
+    monkeypatch.setitem(exchange.__globals__, "SLACK", 0.1)
+    store = HashStore()
+    store.set("meeting/1", "mine")
+    store.add("meeting/count", 1)
+    store.set("meeting/decided", "1")
+    with pytest.raises(gm.RankError, match="^rank 1 exited while it gathered the values of all ranks"):
+        exchange(store, "meeting", 0, [0, 1], "mine", 0.1)
