@@ -61,5 +61,5 @@ def test_a_rank_that_exited_while_it_gathered_the_values_is_named(monkeypatch):
     store.set("meeting/1", "mine")
     store.add("meeting/count", 1)
     store.set("meeting/decided", "1")
-    with pytest.raises(gm.RankError, match="^rank 1 exited while it gathered the values of all ranks"):
+    with pytest.raises(gm.RankError, match=r"^rank 1 exited while it gathered the values of all ranks"):
         exchange(store, "meeting", 0, [0, 1], "mine", 0.1)
