@@ -517,3 +517,27 @@ def test_the_page_runs(two_ranks, kind, block):
             expected.append(gm.grad_norm(model))
     for norms in two_ranks.run(page, 2, kind, code):
         assert norms == pytest.approx(expected, rel=1e-12)
+
+
+def clip_to_other_limits(_):
+    model = nn.Linear(4, 3)
+    ranks = gm.Ranks(model, timeout=60)
+    found = []
+    # one more graph, in which the number is an input
+    with one_graph(graphs=2) as compiled, torch._dynamo.config.patch(error_on_recompile=False):
+
+        @compiled
+        def step(limit):
+            return gm.collect_and_clip_(model, limit, reduce=ranks)
+
+        for limit in (1.0, 2.0, 3.0, 4.0):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 10.0)
+            step(limit)
+            found.append(gm.grad_norm(model))
+    return found
+
+
+def test_a_limit_that_changes_recompiles_once(two_ranks):
+    for found in two_ranks.run(clip_to_other_limits):
+        assert found == pytest.approx([1.0, 2.0, 3.0, 4.0], rel=1e-5)

@@ -182,3 +182,18 @@ def test_what_a_rule_found_before_it_failed_reaches_the_sinks(tmp_path):
     assert monitor.failures == {"rule odd": 5}
     assert monitor.findings == run.findings
     assert [f.count for f in run.findings] == [5]
+
+
+class Largest(Odd):
+    def check(self, record):
+        most = 2**63 - 1
+        return [
+            good(rule="largest", first_step=record.step, last_step=record.step, count=most, worst_step=most)
+        ]
+
+
+def test_the_largest_integers_are_kept_and_counts_do_not_exceed_them(tmp_path):
+    monitor, run = watched(tmp_path, [Largest("largest", None)])
+    (found,) = run.findings
+    assert (found.count, found.worst_step, found.last_step) == (2**63 - 1, 2**63 - 1, 4)
+    assert monitor.failures == {}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from gradiometer.columns import derived
 from gradiometer.distributed.rendezvous import RankError
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def told(arguments: Mapping[str, Any], like: Tensor) -> Tensor:
 
 def _number(value: Any, like: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
-        # filled on the device, so nothing is copied to it
-        return like.new_full((), value)
+        return derived.number(value, like.device)
     value = value.detach().to(like.device, like.dtype, non_blocking=True).reshape(())
     # a maximum may drop NaN
     return torch.where(value.isnan(), torch.finfo(like.dtype).min, value)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Severity", "checked"]
 
 
+# Parquet and most readers of JSON have no larger integers
+MOST: Final = 2**63 - 1
+
+
 class Severity(enum.IntEnum):
     """How much a finding matters: worth knowing, probably a problem, or harmful to the run."""
 
@@ -134,8 +138,7 @@ def _float(value: Any) -> float:
 def _count(value: Any) -> int:
     number = _number(value)
     whole = int(number)
-    # Parquet and most readers of JSON have no larger integers
-    if whole != number or not 0 <= whole < 2**63:
+    if whole != number or not 0 <= whole <= MOST:
         raise ValueError
     return whole
 

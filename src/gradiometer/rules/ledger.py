@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gradiometer.rules.finding import checked
+from gradiometer.rules.finding import MOST, checked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,7 +67,7 @@ def _prolonged(old: Finding, seen: Finding) -> Finding:
         first_step=min(old.first_step, seen.first_step),
         last_step=max(old.last_step, seen.last_step),
         worst_step=old.worst_step if worse is old else seen.last_step,
-        count=old.count + seen.count,
+        count=min(old.count + seen.count, MOST),
     )
 
 

@@ -54,8 +54,8 @@ __all__ = [
 FORMAT: Final = "gradiometer-run"
 VERSION: Final = 1
 
-# of JSON: digits of an integer, and levels
-_DIGITS: Final = 18
+# of JSON: digits of an integer, which those of int64 do not exceed, and levels
+_DIGITS: Final = 19
 _DEPTH: Final = 50
 
 
