@@ -237,6 +237,12 @@ def times_of(rows: list[dict]) -> dict[tuple[str, str], float]:
     return {(row["case"], row["provider"]): row["ms"] for row in rows if row["ms"] and not row["error"]}
 
 
+def level_of(ms: dict[tuple[str, str], float]) -> tuple[str, str]:
+    """Return our provider, and the suffix of the others': replayed graphs, or eager calls without a GPU."""
+    has_graphs = any([provider == "ours-graph" for _, provider in ms])
+    return ("ours-graph", "-graph") if has_graphs else ("ours-eager", "")
+
+
 def ratio_of(ms: dict[tuple[str, str], float], case: str, ours: str, *others: str) -> float | None:
     """Return our time over that of the fastest of ``others``."""
     peers = [ms[case, other] for other in others if (case, other) in ms]
@@ -249,8 +255,10 @@ def figures(bench: list[dict], peers: list[dict], gpt2: list[dict], host: dict) 
     Times of the device are those of replayed graphs: the host alone is slower than the device.
     """
     ms = times_of(bench)
-    ours = [row for row in bench if row["provider"] == "ours-graph" and (row["case"], "ours-graph") in ms]
-    large = [row for row in ours if row["bytes"] > LARGE]
+    mine, suffix = level_of(ms)
+    large = [
+        row for row in bench if row["provider"] == mine and (row["case"], mine) in ms and row["bytes"] > LARGE
+    ]
     found = []
     for dtype in ("float32", "bfloat16"):
         shares = [
@@ -262,12 +270,13 @@ def figures(bench: list[dict], peers: list[dict], gpt2: list[dict], host: dict) 
         )
 
     names = [row["case"] for row in large if row["dtype"] == "float32"]
-    over = [(ratio_of(ms, case, "ours-graph", "foreach-graph"), case) for case in names]
+    over = [(ratio_of(ms, case, mine, f"foreach{suffix}"), case) for case in names]
     ratio, where = max([pair for pair in over if pair[0]], default=(None, ""))
     found.append(Figure("time / _foreach_norm's, float32 above 256 MB", ratio, 1.05, True, where))
-    compiled, eager = ("inductor-graph", "inductor-combo-graph"), ("loop-graph",)
+    ours, suffix = level_of(times_of(peers))
+    compiled, eager = (f"inductor{suffix}", f"inductor-combo{suffix}"), (f"loop{suffix}",)
     for what, others, bound in (("compiled", compiled, 4.0), ("eager", eager, 10.0)):
-        share = ratio_of(times_of(peers), "gpt2", "ours-graph", *others)
+        share = ratio_of(times_of(peers), "gpt2", ours, *others)
         found.append(
             Figure(
                 f"times faster than all columns {what}", 1 / share if share else None, bound, False, "gpt2"
