@@ -19,7 +19,7 @@ pytest.importorskip("typer")
 from conftest import PROFILE
 from gradiometer.cli import main
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.runs import RankBlackbox, RunError, read_run, verify, writer
+from gradiometer.runs import RankBlackbox, RunError, open_segment, read_run, verify
 from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import (
     as_without_digests,
@@ -264,23 +264,18 @@ def test_a_writer_that_was_killed_between_two_files_leaves_a_whole_run(tmp_path,
     records = list(make_records(roster, 20))
     sink = RunRecord(tmp_path, segment_steps=8, segment_seconds=0, fsync=False)
     sink.start(make_info(roster))
-    real, left = writer.prepare, [3]
+    real = open_segment.prepare
 
     def killed(run, path, data, *, sync):
         put = real(run, path, data, sync=sync)
 
         def dying():
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-            put()
+            raise KeyboardInterrupt
 
-        return dying
+        return dying if path.parent.name == "steps" else put
 
-    monkeypatch.setattr(writer, "prepare", killed)
-    # the files of tensors, steps and run.json, then only that of tensors
     sink.write(records[:3], [])
-    left[0] = 1
+    monkeypatch.setattr(open_segment, "prepare", killed)
     with pytest.raises(KeyboardInterrupt):
         sink.write(records[3:5], [])
     monkeypatch.undo()

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -21,11 +22,11 @@ import torch
 from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
 from gradiometer.recorder.step_record import Roster, StepRecord
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.runs import writer
+from gradiometer.runs import verify
 from gradiometer.runs.format import arrow_schema
 from gradiometer.runs.reader import STEPS, TENSORS, RunError, read_run
 from gradiometer.runs.writer import RunRecord
-from support.synthetic_run import STARTED, make_info, make_records, make_roster, write_run
+from support.synthetic_run import STARTED, fail_writes, make_info, make_records, make_roster, write_run
 
 pq = pytest.importorskip("pyarrow.parquet")
 
@@ -59,6 +60,10 @@ def all_same(ones, others):
 
 def steps_of(path):
     return read_run(path).steps["step"].to_pylist()
+
+
+def steps_in_parquet(path):
+    return sum(pq.read_metadata(file).num_rows for file in (path / "steps").iterdir())
 
 
 @pytest.mark.parametrize("kinds", [("grads",), ("grads", "weights"), ("grads", "updates")])
@@ -135,7 +140,8 @@ def test_a_segment_is_full_by_steps_or_by_rows_and_grows_until_then(tmp_path):
         seen = []
         for record in make_records(roster, 25):
             sink.write([record], [])
-            seen.append(len(steps_of(tmp_path / name)))
+            seen.append(steps_in_parquet(tmp_path / name))
+            assert steps_of(tmp_path / name) == list(range(len(seen)))
         sink.close()
         counts = [pq.read_metadata(p).num_rows for p in sorted((tmp_path / name / "steps").iterdir())]
         return seen, counts
@@ -155,11 +161,12 @@ def test_steps_wait_no_longer_than_the_seconds_that_were_given(tmp_path, monkeyp
     for record in make_records(roster, 8):
         now[0] += 4
         sink.write([record], [])
-        seen.append(len(steps_of(tmp_path)))
+        seen.append(steps_in_parquet(tmp_path))
+        assert len(steps_of(tmp_path)) == len(seen)
     assert seen == [0, 0, 3, 3, 3, 6, 6, 6]
     now[0] += 4
     sink.write([], [])  # no steps, but time has passed
-    assert len(steps_of(tmp_path)) == 8
+    assert steps_in_parquet(tmp_path) == 8
     sink.close()
 
 
@@ -198,11 +205,10 @@ def test_a_killed_writer_leaves_whole_segments_and_its_lock_is_taken_over(tmp_pa
         run = read_run(tmp_path)
         steps = run.steps["step"].to_pylist()
         assert steps == list(range(len(steps)))
-        # at most the open segment is missing
-        assert done - 7 <= steps[-1] <= done + 1
-        assert all_same(
-            run.records(first), make_records(run.roster, len(steps) - first, first=first, batch=7)
-        )
+        # nothing that was written is missing
+        assert done <= steps[-1] <= done + 1
+        written = make_records(run.roster, len(steps) - first + 7, first=first, batch=7)
+        assert all_same(run.records(first), islice(written, len(steps) - first))
         first = len(steps)
     (tmp_path / ".steps-0001-0000000000.parquet.77.tmp").write_bytes(b"PAR1")
     sink = opened(tmp_path, run.roster, first)
@@ -232,7 +238,7 @@ def test_two_writers_in_one_process_are_refused(tmp_path):
 
 @pytest.fixture
 def small_disk():
-    """Limit files to 6 kB, to simulate a full disk."""
+    """Limit the size of files, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -252,7 +258,7 @@ def test_a_disk_that_fails_costs_nothing_if_it_recovers(tmp_path, small_disk, sa
     sink.write(records[:saved], [])
     sink.fault(SimpleNamespace(to_dict=dict))
     files = sorted(tmp_path.rglob("*"))
-    small_disk(6000)
+    small_disk(5000)
     with pytest.raises(OSError, match="File too large"):
         sink.write(records[saved:12], [finding()])
     with pytest.raises(OSError, match="File too large"):
@@ -279,7 +285,7 @@ def test_a_disk_that_fails_for_long_loses_the_oldest_and_counts_them(tmp_path, s
     sink = opened(tmp_path, roster, segment_steps=10)
     sink.write(records[:saved], [])
     sink.fault(SimpleNamespace(to_dict=dict))
-    small_disk(6000)
+    small_disk(5000)
     for record in records[saved:]:
         try:
             sink.write([record], [])
@@ -291,33 +297,43 @@ def test_a_disk_that_fails_for_long_loses_the_oldest_and_counts_them(tmp_path, s
     assert left == [*range(saved), *range(max(saved, total - 39), total)]
     assert sink.lost == total - len(left) == read_run(tmp_path).info["attempts"][0]["lost"]
     # and no step is there twice
-    assert sum(pq.read_metadata(p).num_rows for p in (tmp_path / "steps").iterdir()) == len(left)
+    assert steps_in_parquet(tmp_path) == len(left)
 
 
-def test_what_cannot_be_written_at_the_end_is_counted_and_the_folder_is_free(tmp_path, small_disk):
+@pytest.mark.parametrize("journaled", [12, 0])
+def test_what_cannot_be_written_at_the_end_is_counted_and_the_folder_is_free(tmp_path, small_disk, journaled):
     roster = make_roster(50)
+    records = list(make_records(roster, 20))
     sink = opened(tmp_path, roster)
-    sink.write(list(make_records(roster, 20)), [])
-    small_disk(6000)
+    sink.write(records[:journaled], [])
+    small_disk(5000)
+    with pytest.raises(OSError, match="too large"):
+        sink.write(records[journaled:], [])
     with pytest.raises(OSError, match="too large"):
         sink.close()
     small_disk(None)
-    assert sink.lost == 20
-    assert read_run(tmp_path).info["attempts"][0]["lost"] == 20
-    opened(tmp_path, roster).close()
+    assert sink.lost == 20 - journaled
+    run = read_run(tmp_path)
+    assert run.info["attempts"][0]["lost"] == 20 - journaled
+    assert all_same(run.records(), records[:journaled])
+    # what is in the journal gets into Parquet files
+    opened(tmp_path, roster, 20).close()
+    assert steps_in_parquet(tmp_path) == journaled
+    assert all_same(read_run(tmp_path).records(), records[:journaled])
 
 
 def test_the_pauses_between_tries_grow(tmp_path, monkeypatch):
     now, tries = [time.monotonic()], []
 
-    def fail(*_, **__):
-        tries.append(now[0])
-        raise OSError(28, "No space left on device")
+    def fail(path):
+        if path.name.startswith("tensors"):
+            tries.append(now[0])
+            raise OSError(28, "No space left on device")
 
     roster = make_roster(3)
     sink = opened(tmp_path, roster, segment_seconds=0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr("gradiometer.runs.writer.prepare", fail)
+    fail_writes(monkeypatch, fail)
     for record in make_records(roster, 200):
         try:
             sink.write([record], [])
@@ -385,21 +401,24 @@ def test_going_back_in_one_process_is_another_attempt(tmp_path):
 
 def failing(monkeypatch, *names, calls=math.inf):
     """Make the first ``calls`` writes fail: of files with these names, or of any file if there are none."""
-    real, left = writer.prepare, [calls]
+    left = [calls]
 
-    def prepare(run, path, data, *, sync):
+    def check(path):
         if left[0] > 0 and (not names or path.name in names):
             left[0] -= 1
             raise OSError(28, "No space left on device")
-        return real(run, path, data, sync=sync)
 
-    monkeypatch.setattr(writer, "prepare", prepare)
+    fail_writes(monkeypatch, check)
 
 
-def test_going_back_while_the_disk_fails_is_another_attempt_all_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize("journal", [True, False])
+def test_going_back_while_the_disk_fails_is_another_attempt_all_the_same(tmp_path, monkeypatch, journal):
     roster = make_roster(4)
     sink = opened(tmp_path, roster, segment_steps=10)
-    sink.write(list(make_records(roster, 15)), [])
+    with monkeypatch.context() as patch:
+        failing(patch, *([] if journal else ["journal-0001-0000000010.bin"]), calls=0 if journal else 1)
+        with nullcontext() if journal else pytest.raises(OSError, match="No space left"):
+            sink.write(list(make_records(roster, 15)), [])
     again = list(make_records(roster, 9, first=5, seed=1))
     with monkeypatch.context() as patch:
         failing(patch)
@@ -408,11 +427,16 @@ def test_going_back_while_the_disk_fails_is_another_attempt_all_the_same(tmp_pat
     sink.write(again[1:], [])
     sink.close()
     run = read_run(tmp_path)
-    # the step that was written with the failure is kept; the steps that waited are superseded, and lost
+    # the step that was written with the failure is kept; the steps that waited are superseded, and are lost
+    # if they were not in the journal
     assert run.steps["step"].to_pylist() == list(range(14))
     assert all_same(run.records(5), again)
     assert [(e["attempt"], e["first_step"]) for e in run.info["attempts"]] == [(1, 0), (2, 5)]
-    assert sink.lost == run.info["attempts"][1]["lost"] == 5
+    assert sink.lost == run.info["attempts"][1]["lost"] == (0 if journal else 5)
+    assert verify(tmp_path).whole
+    opened(tmp_path, roster, 14).close()
+    assert steps_in_parquet(tmp_path) == 10 + 9 + (5 if journal else 0)
+    assert all_same(read_run(tmp_path).records(5), again)
 
 
 def test_run_json_is_written_again_if_it_failed(tmp_path, monkeypatch):

@@ -13,6 +13,9 @@ from gradiometer.columns import derived
 from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.extras import require
 from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
+from gradiometer.runs import open_segment, writer
+from gradiometer.runs.directory import prepare
+from gradiometer.runs.journal import JournalWriter
 from gradiometer.runs.writer import RunRecord
 
 STARTED = 1_700_000_000.0
@@ -107,6 +110,23 @@ def write_run(
         sink._flush(now=True)
         sink._free()
     return Path(path)
+
+
+def fail_writes(monkeypatch, check):
+    """Call ``check`` with the path of each file of a run before it is written; it may raise."""
+    append = JournalWriter.append
+
+    def checked_prepare(run, path, data, *, sync):
+        check(path)
+        return prepare(run, path, data, sync=sync)
+
+    def checked_append(journal, records):
+        check(journal.path)
+        append(journal, records)
+
+    for module in (writer, open_segment):
+        monkeypatch.setattr(module, "prepare", checked_prepare)
+    monkeypatch.setattr(JournalWriter, "append", checked_append)
 
 
 def edit_info(path, **changes):

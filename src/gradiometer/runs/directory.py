@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from gradiometer.runs.format import RunError
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["is_locked", "prepare", "release", "remove_leftovers", "take"]
+__all__ = ["is_at", "is_locked", "prepare", "release", "remove_leftovers", "take"]
 
 # folders that this process writes; a process's locks do not exclude the process itself
 _ours: set[Path] = set()
@@ -56,8 +56,13 @@ def take(run: Path) -> Any:
 def is_locked(run: Path, lock: Any) -> bool:
     """Return whether the folder still has the file of a lock that `take` returned."""
     # only stat: closing a second descriptor of the file would release the lock
+    return is_at(run / ".lock", lock)
+
+
+def is_at(path: Path, file: IO[Any]) -> bool:
+    """Return whether an open file still has this path."""
     try:
-        return not lock.closed and os.path.samestat(os.fstat(lock.fileno()), (run / ".lock").stat())
+        return not file.closed and os.path.samestat(os.fstat(file.fileno()), path.stat())
     except (FileNotFoundError, NotADirectoryError):
         return False
 

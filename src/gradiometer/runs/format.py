@@ -37,6 +37,7 @@ __all__ = [
     "list_segments",
     "load_roster",
     "open_file",
+    "parse_json",
     "plain",
     "pyarrow",
     "read_findings",
@@ -237,8 +238,7 @@ def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, s
     """Return what `read_json` does, and the digest; None if the file has none or is missing."""
     try:
         with open_file(path) as file:
-            value = json.loads(file.read().decode(), parse_int=_int)
-        _check_depth(value)
+            value = parse_json(file.read())
         digest = pop_digest(path.name, value)
         if digest is not None and closed_with not in {None, digest}:
             msg = "it is not the version that the run was closed with"
@@ -248,6 +248,18 @@ def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, s
     except (OSError, ValueError, RecursionError) as error:
         raise file_error(path, summary(error), "fix or delete it") from None
     return value, digest
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: if it is not JSON, or has integers too long or levels too many.
+        RecursionError: if it has far too many levels.
+    """
+    value = json.loads(data.decode(), parse_int=_int)
+    _check_depth(value)
+    return value
 
 
 def _int(text: str) -> int:

@@ -32,6 +32,7 @@ from gradiometer.runs.format import (
     stamp,
     unfit,
 )
+from gradiometer.runs.journal import journal_path, list_journals, read_journal
 from gradiometer.runs.segments import Segments
 from gradiometer.runs.tables import codes, cut, numbers, put, scalars_of, unreadable
 from gradiometer.terminal import printable
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Kind
     from gradiometer.rules import Finding
+    from gradiometer.runs.journal import Journal
 
 __all__ = ["FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run"]
 
@@ -58,9 +60,9 @@ def read_run(path: Path | str, *, skip_damaged: bool = False) -> Run:
 
     Args:
         path: the folder.
-        skip_damaged: leave out segments with a damaged file, and ``findings.json`` and ``blackbox.json`` if
-            they are damaged; ``run.damaged`` lists them, and a warning is logged for each. This checks every
-            file at once.
+        skip_damaged: leave out segments with a damaged file, journals from the damage on, and
+            ``findings.json`` and ``blackbox.json`` if they are damaged; ``run.damaged`` lists them, and a
+            warning is logged for each. This checks every file at once.
 
     Raises:
         RunError: if there is no run, or its version is newer than this package reads. Without
@@ -111,6 +113,8 @@ class Run:
         self._stamps: Mapping[tuple[int, int], Any] = {}
         self._begins: dict[int, int] = {}  # for each attempt, the first step that it wrote
         self._ends: dict[int, int] = {}  # for each attempt, its first superseded step
+        self._limits: dict[tuple[int, int], int] = {}
+        self._journals: dict[tuple[int, int], Journal] = {}
         self._kept: dict[tuple[int, int], tuple[Any, pa.Table]] = {}
         self._steps: pa.Table | None = None
         pyarrow()
@@ -123,11 +127,16 @@ class Run:
 
     def refresh(self) -> bool:
         """Load what was written since the last call; return whether anything was. Reads only new files."""
-        segments = list_segments(self.path)
+        journals, segments = list_journals(self.path), list_segments(self.path)
         files = [stamp(self.path / name) for name in ("run.json", "findings.json", "blackbox.json")]
-        if (segments, files) == self._seen:
+        if (journals, segments, files) == self._seen:
             return False
         info = read_info(self.path)
+        # before the Parquet files, which get what a journal loses
+        found = [(key, read_journal(self.path, *key)) for key in list_journals(self.path)]
+        for _, journal in found:
+            if journal is not None and journal.error is not None and not self._skip:
+                raise journal.error
         segments = list_segments(self.path)  # again, so that none is older than run.json
         try:
             roster = load_roster(info["roster"])
@@ -136,16 +145,24 @@ class Run:
             msg = f"{self.path / 'run.json'} has unexpected content ({error!r}): fix it"
             raise RunError(msg) from None
         self.info, self.roster, self.thresholds = info, roster, thresholds
-        self._files.update(segments, info)
-        self._seen = segments, files
+        self._journals = {key: journal for key, journal in found if journal is not None}
+        self._files.update(segments, info, self._journals)
+        self._seen = journals, segments, files
+        keys = sorted([*segments, *self._files.journals])
         # from the written segments, so that an attempt that wrote nothing supersedes nothing
         self._begins = {}
-        for attempt, first in segments:
+        for attempt, first in keys:
             self._begins.setdefault(attempt, first)
         begins = self._begins.items()
         self._ends = {a: min([s for b, s in begins if b > a], default=FOREVER) for a, _ in begins}
-        self._segments = [key for key in segments if key[1] < self._ends[key[0]]]
+        self._segments = [key for key in keys if key[1] < self._ends[key[0]]]
         self._stamps = segments
+        # the first step after each: a file may have got more since the next one was listed
+        nexts = [first for _, first in self._segments[1:]]
+        self._limits = {
+            key: min(self._ends[key[0]], following)
+            for key, following in zip(self._segments, [*nexts, FOREVER], strict=False)
+        }
         self._kept = {key: kept for key, kept in self._kept.items() if key in segments}
         self._steps = None
         if self._skip:
@@ -155,6 +172,9 @@ class Run:
     def _skip_damaged(self) -> None:
         """Leave out segments with a damaged file, and note what is damaged."""
         before, self.damaged, left = self.damaged, {}, dict.fromkeys(self._segments)
+        for key, journal in self._journals.items():
+            if journal.error is not None:
+                self.damaged[journal_path(self.path, *key).name] = str(journal.error)
         for key, table in itertools.product(self._segments, ("steps", "tensors")):
             try:
                 self._files.claims(table, key)
@@ -322,12 +342,12 @@ class Run:
     def _closed_with(self, name: str) -> str | None:
         """Return the digest of a JSON file of a closed run; None if it is not known, or out of date."""
         # a writer that continues the run replaces run.json first
-        is_current = stamp(self.path / "run.json") == self._seen[1][0]
+        is_current = stamp(self.path / "run.json") == self._seen[-1][0]
         return self.info.get("files", {}).get(name) if is_current else None
 
     def _steps_of(self, key: tuple[int, int]) -> pa.Table:
         """Return the rows of a segment that are not superseded."""
-        seen = self._stamps[key], self._ends[key[0]]
+        seen = self._stamps.get(key), self._limits[key]
         if key not in self._kept or self._kept[key][0] != seen:
             table = self._files.read("steps", key)
             # a column may be newer than the segment, or newer than this reader
@@ -337,7 +357,7 @@ class Run:
             except pyarrow().ArrowException as error:
                 raise unreadable(segment_path(self.path, "steps", *key), error) from None
             table = table.select(none.column_names)
-            self._kept[key] = seen, cut(table, None, self._ends[key[0]] - 1).combine_chunks()
+            self._kept[key] = seen, cut(table, None, self._limits[key] - 1).combine_chunks()
         return self._kept[key][1]
 
     def _between(self, first: int | None, last: int | None) -> list[tuple[int, int]]:

@@ -1,13 +1,17 @@
-"""The Parquet files of a run, checked against their digests and against each other."""
+"""The steps of a run: its Parquet files, checked against their digests and each other, and its journals."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
+from contextlib import suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from gradiometer.runs.digest import Claims, DamageError, read_claims
 from gradiometer.runs.format import RunError, open_file, segment_path, stamp, stamp_of
+from gradiometer.runs.parquet import steps_table, tensors_table
 from gradiometer.runs.tables import read_table, unreadable
 
 if TYPE_CHECKING:
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pyarrow as pa
+
+    from gradiometer.recorder import StepRecord
+    from gradiometer.runs.journal import Journal
 
 __all__ = ["Segments"]
 
@@ -25,7 +32,9 @@ _RATIO: Final = 500
 
 
 class Segments:
-    """The Parquet files of a run.
+    """The Parquet files of a run, and its journals.
+
+    The steps of a journal that are in no Parquet file are a segment, too.
 
     A file is checked against its digest when it is first read; page checksums protect later reads. The
     file of steps has the digest of its file of tensors, and that of the segment before it, so that an older
@@ -33,23 +42,41 @@ class Segments:
 
     Args:
         run: the folder.
-        keys: attempt and first step of all segments, ascending.
+        keys: attempt and first step of all Parquet files, ascending.
         info: the content of run.json.
+
+    Attributes:
+        keys: as above.
+        journals: the steps of journals, by attempt and first step.
     """
 
     def __init__(self, run: Path, keys: Collection[tuple[int, int]] = (), info: Any = None) -> None:
         self.run = run
         # what the files whose digest was right claim to be, for as long as they are not replaced
         self._whole: dict[Path, tuple[Any, Claims | None]] = {}
-        self.update(keys, info or {})
+        self.update(keys, info or {}, {})
 
-    def update(self, keys: Collection[tuple[int, int]], info: Mapping[str, Any]) -> None:
-        """Set the segments and the content of run.json."""
-        self._following = dict(zip(keys, [*keys][1:], strict=False))
+    def update(
+        self,
+        keys: Collection[tuple[int, int]],
+        info: Mapping[str, Any],
+        journals: Mapping[tuple[int, int], Journal],
+    ) -> None:
+        """Set the Parquet files, the content of run.json, and the content of the journals."""
+        self.keys = list(keys)
+        self._following = dict(itertools.pairwise(self.keys))
         self._from = info.get("digests_from")
         self._closed_with = info.get("files", {})
         known = {segment_path(self.run, table, *key) for table in ("steps", "tensors") for key in keys}
         self._whole = {path: whole for path, whole in self._whole.items() if path in known}
+        self._tables: dict[tuple[str, tuple[int, int]], pa.Table] = {}
+        self.journals: dict[tuple[int, int], list[StepRecord]] = {}
+        for (attempt, _), journal in journals.items():
+            records = journal.records
+            with suppress(RunError):  # raised where those rows are read
+                records = self.without(attempt, records)
+            if records and (key := (attempt, records[0].step)) not in keys:
+                self.journals[key] = records
 
     def read(
         self, table: str, key: tuple[int, int], columns: Sequence[str] | None = None, where: Any = None
@@ -59,15 +86,29 @@ class Segments:
         Raises:
             RunError: if it cannot be read or is not as it was written.
         """
-        path = segment_path(self.run, table, *key)
-        return read_table(path, partial(self._check, table, key), columns, where)
+        if key not in self.journals:
+            path = segment_path(self.run, table, *key)
+            return read_table(path, partial(self._check, table, key), columns, where)
+        if (table, key) not in self._tables:
+            attempt, records = key[0], self.journals[key]
+            made = (
+                steps_table(records, attempt)
+                if table == "steps"
+                else tensors_table(records, attempt, records[0].roster)
+            )
+            self._tables[table, key] = made
+        rows = self._tables[table, key]
+        rows = rows if where is None else rows.filter(where)
+        return rows if columns is None else rows.select(columns)
 
     def claims(self, table: str, key: tuple[int, int]) -> Claims | None:
-        """Check a file, and return what it claims to be; None if it has no digest.
+        """Check a Parquet file, and return what it claims to be; None if it has no digest, or for a journal.
 
         Raises:
             RunError: if it cannot be read or is not as it was written.
         """
+        if key in self.journals:
+            return None
         path = segment_path(self.run, table, *key)
         try:
             with open_file(path) as file:
@@ -75,18 +116,48 @@ class Segments:
         except (OSError, ValueError) as error:
             raise unreadable(path, error) from None
 
+    def last_written(self) -> tuple[int, int, str] | None:
+        """Return attempt, first step and digest of the last file of steps; None without, or if damaged."""
+        with suppress(RunError):
+            if self.keys and (found := self.claims("steps", self.keys[-1])):
+                return found.attempt, found.first_step, found.digest
+        return None
+
+    def without(self, attempt: int, records: Sequence[StepRecord]) -> list[StepRecord]:
+        """Return those of an attempt's steps that are in none of its Parquet files.
+
+        Raises:
+            RunError: if a file that may have them cannot be read.
+        """
+        starts = [first for of, first in self.keys if of == attempt]
+        lasts: dict[int, int] = {}
+        left = []
+        for record in records:
+            place = bisect.bisect_right(starts, record.step) - 1
+            if place >= 0 and place not in lasts:
+                steps = self.read("steps", (attempt, starts[place]), ["step"])["step"]
+                lasts[place] = steps[-1].as_py() if len(steps) else -1
+            if place < 0 or record.step > lasts[place]:
+                left.append(record)
+        return left
+
     def check_cells(self, keys: Collection[tuple[int, int]], cells: int) -> None:
         """Check that a dense matrix of some segments fits to what is on disk, before it is allocated.
 
         Raises:
             RunError: if there are too few bytes for so many values.
         """
-        seen = [stamp(segment_path(self.run, "tensors", *key)) for key in keys]
-        size = sum([found[1] for found in seen if found is not None])
+        size = sum([self._size(key) for key in keys])
         if 8 * cells > max(_LARGEST, _RATIO * size):
             msg = f"{self.run}: {cells} values of its steps and tensors would take {8 * cells >> 20} MiB, "
             msg += f"too many for {size} bytes on disk: choose fewer steps with first= and last="
             raise RunError(msg)
+
+    def _size(self, key: tuple[int, int]) -> int:
+        if key in self.journals:
+            return sum([x.values.nbytes for x in self.journals[key] if x.values is not None])
+        seen = stamp(segment_path(self.run, "tensors", *key))
+        return 0 if seen is None else seen[1]
 
     def _check(self, table: str, key: tuple[int, int], file: IO[bytes]) -> Claims | None:
         claims = self._alone(table, key, file)

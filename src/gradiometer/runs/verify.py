@@ -15,6 +15,7 @@ from gradiometer.runs.format import (
     read_with_digest,
     segment_path,
 )
+from gradiometer.runs.journal import journal_path, list_journals, read_journal
 from gradiometer.runs.segments import Segments
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class File:
 
 @dataclass(frozen=True)
 class Verification:
-    """The state of all files of a run, in the order run.json, segments, other JSON files."""
+    """The state of all files of a run, in the order run.json, segments, journals, other JSON files."""
 
     path: str
     files: tuple[File, ...]
@@ -78,6 +79,7 @@ def verify(path: Path | str) -> Verification:
     files = [_checked("run.json", partial(_of_info, path))]
     info = {} if files[0].state == "damaged" else read_info(path)
     files += _segments(path, segments, info)
+    files += _journals(path)
     listed: Mapping[str, str] = info.get("files", {})
     for file in sorted(path.glob("*.json")):
         if file.name in _JSON or file.match("blackbox.rank-*.json"):
@@ -120,6 +122,13 @@ def _segments(path: Path, keys: list[tuple[int, int]], info: Mapping[str, Any]) 
     for key in list_segments(path, "tensors"):
         if key not in keys:
             yield from _parquet(segments, "tensors", key)
+
+
+def _journals(path: Path) -> Iterator[File]:
+    for key in list_journals(path):
+        name, journal = journal_path(path, *key).name, read_journal(path, *key)
+        if journal is not None:  # else it was replaced by Parquet files
+            yield File(name, "damaged", journal.error.reason) if journal.error else File(name, "whole")
 
 
 def _parquet(segments: Segments, table: str, key: tuple[int, int]) -> Generator[File, None, Claims | None]:

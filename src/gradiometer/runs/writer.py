@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.recorder import KINDS, Roster
 from gradiometer.rules import checked
-from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.directory import is_locked, prepare, release, remove_leftovers, take
 from gradiometer.runs.format import (
     FORMAT,
@@ -26,7 +24,8 @@ from gradiometer.runs.format import (
     read_info,
     segment_path,
 )
-from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
+from gradiometer.runs.journal import list_journals
+from gradiometer.runs.open_segment import OpenSegment, recover
 from gradiometer.runs.retry import Retry
 from gradiometer.runs.segments import Segments
 from gradiometer.terminal import printable
@@ -48,17 +47,18 @@ _WAITING: Final = 4
 class RunRecord:
     """A sink that writes a run record, see ``docs/reference/run-record.md``.
 
-    Steps are collected in a segment. Every ``segment_seconds`` its two files are replaced by longer ones;
-    the replacement is atomic. A full segment is not written again, and the next one begins. A killed process
-    therefore loses at most the last ``segment_seconds`` or ``segment_steps``. A folder that is removed while
-    the run goes on is made again, without the full segments that were in it.
+    Steps are collected in a segment, and appended to a journal as they arrive. Every ``segment_seconds`` the
+    segment's two Parquet files are replaced by longer ones, and the journal begins anew; the replacement is
+    atomic. A full segment is not written again, and the next one begins. If the process is killed, no step
+    that has arrived is lost; a power failure loses at most the last ``segment_seconds`` or ``segment_steps``.
+    A folder that is removed while the run goes on is made again, without the full segments that were in it.
 
     Args:
         run_dir: the folder, created if missing. A run that it already holds is continued: its rows from
             the first newly written step on are superseded.
         segment_steps: steps in a full segment.
         segment_rows: rows of tensors in a full segment; the limit that is reached first counts.
-        segment_seconds: how long a step may wait to be written; with 0, `write` writes it.
+        segment_seconds: how long a step may be in the journal only; with 0, `write` writes Parquet files.
         fsync: whether written steps survive a power failure, not only the end of the process.
 
     Attributes:
@@ -100,9 +100,7 @@ class RunRecord:
         self._attempt = 0
         self._has_written = False  # in this attempt
         self._info_changed = False
-        # the steps of the current segment, how many of them are on disk, and when they were written
-        self._pending: list[StepRecord] = []
-        self._saved = 0
+        self._segment: OpenSegment
         self._saved_at = 0.0
         self._last_step = -1
         # steps of this run in segments that are on disk and no longer in memory
@@ -112,13 +110,9 @@ class RunRecord:
         self._why = ""
         self._findings: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._findings_changed = False
-        # of the segment, run.json and findings.json
+        # of the segment, run.json and findings.json; of the journal
         self._retries = Retry(), Retry(), Retry()
-        # attempt and first step of the current segment; attempt, first step and digest of the one before it,
-        # and of what is on disk of this one; None where that is not known
-        self._segment: tuple[int, int] | None = None
-        self._previous: tuple[int, int, str] | None = None
-        self._written: tuple[int, int, str] | None = None
+        self._journal_retry = Retry()
         self._digests: dict[str, str] = {}  # of the JSON files
 
     def start(self, info: RunInfo) -> None:
@@ -154,10 +148,11 @@ class RunRecord:
 
     def _start(self, info: RunInfo) -> None:
         remove_leftovers(self.path)
+        recover(self.path, fsync=self._fsync)
         old = read_info(self.path) if (self.path / "run.json").exists() else {}
         attempts = old.get("attempts", [])
-        segments = list(list_segments(self.path))
-        known = [attempt for attempt, _ in segments]
+        segments = Segments(self.path, list_segments(self.path))
+        known = [attempt for attempt, _ in (*segments.keys, *list_journals(self.path))]
         self._attempt = max([*known, *(entry["attempt"] for entry in attempts)], default=0)
         if known and not info.first_step:
             text = "%s holds an earlier run, which this one supersedes from step 0 on; nothing is deleted. "
@@ -181,10 +176,8 @@ class RunRecord:
             "closed": False,
         }
         self._digests = {k: v for k, v in old.get("files", {}).items() if k.endswith(".json")}
-        if segments:
-            with suppress(RunError):  # a damaged one is not vouched for
-                last = Segments(self.path).claims("steps", segments[-1])
-                self._written = last and (last.attempt, last.first_step, last.digest)
+        last = segments.last_written()
+        self._segment = OpenSegment(self.path, info.roster, self._attempt, last, fsync=self._fsync)
         for entry in self._earlier_findings():
             self._findings[_key(entry)] = entry
         self._first_step = info.first_step
@@ -205,6 +198,8 @@ class RunRecord:
     def _begin(self, first_step: int, started: float) -> None:
         """Begin another attempt without writing to disk; run.json is written with its first steps."""
         self._attempt += 1
+        self._segment.clear()
+        self._segment.attempt = self._attempt
         self._has_written = False
         entry = {"attempt": self._attempt, "started": started, "first_step": first_step, "ended": None}
         self._info["attempts"].append(entry)
@@ -235,12 +230,15 @@ class RunRecord:
                 self._add(record, full=not errors)
             except Exception as error:  # noqa: BLE001 the other steps must still be added
                 errors.append(error)
-        waits = len(self._pending) > self._saved or self._findings_changed or self._info_changed
+        segment = self._segment
+        waits = len(segment.records) > segment.saved or self._findings_changed or self._info_changed
         if waits and not errors and time.monotonic() - self._saved_at >= self._seconds:
             try:
                 self._flush()
             except Exception as error:  # noqa: BLE001 raised below
                 errors.append(error)
+        if failed := self._journal_retry(self._write_journal, now=False):
+            errors.append(failed)
         self._drop()
         if errors or refused:
             raise [*errors, *refused][0]
@@ -258,14 +256,13 @@ class RunRecord:
                 self._flush(now=True)
             except Exception as error:  # noqa: BLE001 raised after the step is added
                 failed = error
-            self._lose(len(self._pending) - self._saved)
-            self._num_written += self._saved
+            self._lose(len(self._segment.records) - self._segment.kept)
+            self._num_written += self._segment.kept
             # the others are superseded
             self._num_written = min(self._num_written, max(0, record.step - self._first_step))
-            self._pending, self._saved = [], 0
             self._begin(record.step, record.time)
         self._last_step = record.step
-        self._pending.append(record)
+        self._segment.records.append(record)
         if failed is not None:
             raise failed
         if full and self._holds(1):
@@ -292,9 +289,9 @@ class RunRecord:
             self._flush(now=True)
         finally:
             try:
-                self._lose(len(self._pending) - self._saved)
+                self._lose(len(self._segment.records) - self._segment.kept)
                 self._report_lost()
-                self._pending, self._saved = [], 0
+                self._segment.clear()
                 self._info["attempts"][-1] |= {"ended": time.time(), "lost": self.lost}
                 self._info["closed"] = True
                 self._info["files"] = self._files()
@@ -303,10 +300,11 @@ class RunRecord:
                 self._free()
 
     def _holds(self, segments: int) -> bool:
-        """Return whether the pending steps, or their rows, fill ``segments`` segments."""
+        """Return whether the steps in memory, or their rows, fill ``segments`` segments."""
         steps, rows = self._limits
-        recorded = sum([record.values is not None for record in self._pending])
-        return len(self._pending) >= segments * steps or recorded * self._roster.num_rows >= segments * rows
+        records = self._segment.records
+        recorded = sum([record.values is not None for record in records])
+        return len(records) >= segments * steps or recorded * self._roster.num_rows >= segments * rows
 
     def _flush(self, *, now: bool = False) -> None:
         """Write what has changed; a file that cannot be written holds up no other."""
@@ -319,16 +317,22 @@ class RunRecord:
     def _write_segment(self) -> None:
         try:
             self._restore()
-            if len(self._pending) > self._saved:
-                self._save()
+            if len(self._segment.records) > self._segment.saved:
+                self._segment.save()
+                self._note_first_write()
         except Exception as error:
             self._why = f"{type(error).__name__}: {error}"
             raise
         self._report_lost()
         self._saved_at = time.monotonic()
         if self._holds(1):
-            self._num_written += len(self._pending)
-            self._pending, self._saved = [], 0
+            self._num_written += len(self._segment.records)
+            self._segment.clear()
+
+    def _write_journal(self) -> None:
+        if self._segment.kept < len(self._segment.records):
+            self._restore()
+            self._segment.append()
 
     def _restore(self) -> None:
         """Make the folder again if it was removed, and write again what is in memory."""
@@ -340,7 +344,8 @@ class RunRecord:
             self._free()
             self._take()
             self._digests = {}
-        gone, self._num_written, self._saved = self._num_written, 0, 0
+        self._segment.write_anew()
+        gone, self._num_written = self._num_written, 0
         self.lost += gone
         self._info_changed, self._findings_changed = True, bool(self._findings)
         text = "%s was removed while the run went on: it is made again, and %d steps that were in it are lost"
@@ -356,28 +361,10 @@ class RunRecord:
             _LOG.warning(text, self.path, self._unreported, self._why)
             self._unreported = 0
 
-    def _save(self) -> None:
-        """Replace the segment's files with longer ones."""
-        first = self._pending[0].step
-        if self._segment != (self._attempt, first):
-            self._segment, self._previous, self._written = (self._attempt, first), self._written, None
-        claims = Claims("tensors", *self._segment, len(self._pending))
-        table = tensors_table(self._pending, self._attempt, self._roster)
-        tensors, digest = with_claims(to_parquet(table), claims)
-        claims = claims._replace(table="steps", tensors=digest, previous=self._previous)
-        steps, digest = with_claims(to_parquet(steps_table(self._pending, self._attempt)), claims)
-        # tensors before steps, so that no step lacks its tensors; both are written before either is replaced
-        ready = [
-            prepare(self.path, segment_path(self.path, name, self._attempt, first), data, sync=self._fsync)
-            for name, data in (("tensors", tensors), ("steps", steps))
-        ]
-        self._written = None
-        for put in ready:
-            put()
-        self._written = (*self._segment, digest)
-        self._saved = len(self._pending)
+    def _note_first_write(self) -> None:
         if not self._has_written:
             self._has_written = self._info_changed = True
+            first = self._segment.records[0].step
             self._info["attempts"][-1]["first_step"] = first
             if all(start >= first for _, start in list_segments(self.path)):
                 # everything that earlier attempts wrote is superseded
@@ -398,13 +385,10 @@ class RunRecord:
 
     def _drop(self) -> None:
         """Drop the oldest steps if too many wait for the disk."""
-        while self._holds(_WAITING) and len(self._pending) > 1:
-            # saved steps are on disk and not lost; the next segment begins after them
-            gone = max(self._saved, 1)
-            self._lose(gone - self._saved)
-            self._num_written += self._saved
-            del self._pending[:gone]
-            self._saved = 0
+        while self._holds(_WAITING) and len(self._segment.records) > 1:
+            gone, lost = self._segment.drop()
+            self._lose(lost)
+            self._num_written += gone - lost
 
     def _replace(self, path: Path, value: Mapping[str, Any]) -> None:
         self._restore()
@@ -416,8 +400,8 @@ class RunRecord:
     def _files(self) -> dict[str, str]:
         """Return the digests of the files that a closed run must have: no other file has those."""
         files = {name: digest for name, digest in self._digests.items() if name != "run.json"}
-        if self._written is not None:
-            *segment, digest = self._written
+        if self._segment.last is not None:
+            *segment, digest = self._segment.last
             files[f"steps/{segment_path(self.path, 'steps', *segment).name}"] = digest
         return files
 

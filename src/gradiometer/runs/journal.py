@@ -1,0 +1,273 @@
+"""The journal of a run: steps that no Parquet file has yet, appended to a file as they arrive.
+
+A journal is a sequence of frames. A frame is a header of 60 bytes, a JSON text, and numbers. The header has
+`_MAGIC`; the number of bytes of the text and of the numbers, 8 bytes each; a SHA-256 digest in 32 bytes; and
+the CRC-32 of these. The digest is that of the digest of the frame before, the header up to here, the text and
+the numbers. All integers are little-endian.
+
+The first frame has no numbers; its text has the attempt, its first step, the columns and the tensors. The
+text of each other frame is a list of ``[step, time, recorded, skipped, scalars]``; its numbers are the columns,
+with the flags, of the recorded steps: ``(S, K, N, C + 1) float64``. They are not compressed, so a small file
+can't take much memory.
+
+A killed process leaves at most the beginning of a frame, and a power failure may leave zeros; both are
+ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+import weakref
+import zlib
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from gradiometer.columns import COLUMN_NAMES
+from gradiometer.recorder import Roster, StepRecord
+from gradiometer.runs.digest import DamageError
+from gradiometer.runs.directory import is_at
+from gradiometer.runs.format import (
+    RunError,
+    encodable,
+    file_error,
+    from_json,
+    load_roster,
+    open_file,
+    parse_json,
+    plain,
+    pyarrow,
+    stamp,
+    summary,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+__all__ = ["Journal", "JournalWriter", "journal_path", "list_journals", "read_journal"]
+
+_MAGIC: Final = b"GRADJNL1"
+_SIZES: Final = struct.Struct("<8sQQ")
+# with the digest and the CRC
+_HEADER: Final = _SIZES.size + 32 + 4
+_BLOCK: Final = 1 << 20
+_COLUMNS: Final = (*COLUMN_NAMES, "flags")
+_LARGEST_STEP: Final = 2**63 - 1
+
+
+class Journal(NamedTuple):
+    """What a journal holds.
+
+    Attributes:
+        roster: the tensors of its steps; None if nothing can be read.
+        records: the steps, ascending, up to the first damage.
+        error: what is damaged; None if nothing is.
+    """
+
+    roster: Roster | None
+    records: list[StepRecord]
+    error: RunError | None = None
+
+
+def journal_path(run: Path, attempt: int, first_step: int) -> Path:
+    """Return the path of a journal."""
+    return run / f"journal-{attempt:04d}-{first_step:010d}.bin"
+
+
+def list_journals(run: Path) -> dict[tuple[int, int], Any]:
+    """Return the `stamp` of each journal by attempt and first step, ascending."""
+    found = {}
+    for path in run.glob("journal-*.bin"):
+        if match := re.fullmatch(r"journal-(\d+)-(\d+)\.bin", path.name):
+            found[int(match[1]), int(match[2])] = stamp(path)
+    return dict(sorted(found.items()))
+
+
+class JournalWriter:
+    """Appends steps to a new journal.
+
+    Args:
+        run: the folder.
+        attempt: the attempt that writes it.
+        first_step: the first step that will be appended.
+        roster: the tensors of the steps.
+    """
+
+    def __init__(self, run: Path, attempt: int, first_step: int, roster: Roster) -> None:
+        self.path = journal_path(run, attempt, first_step)
+        head = {"attempt": attempt, "first_step": first_step, "columns": _COLUMNS}
+        head |= {"names": [encodable(name) for name in roster.names], "shapes": roster.shapes}
+        self._head = head | {"dtypes": roster.dtypes, "kinds": roster.kinds}
+        self._file: IO[bytes] | None = None
+        self._size = 0  # of whole frames
+        self._digest = b""
+
+    def append(self, records: Sequence[StepRecord]) -> None:
+        """Append steps; if that fails, it can be called again."""
+        frames = [] if self._size else [_frame(self._head, [], b"")]
+        digest = frames[0][1] if frames else self._digest
+        frames.append(
+            _frame([_entry(x) for x in records], [_bytes(x) for x in records if x.recorded], digest)
+        )
+        data = memoryview(b"".join([frame for frame, _ in frames]))
+        if self._file is None:
+            # a link that was put there is removed, not followed
+            self.path.unlink(missing_ok=True)
+            self._file = self.path.open("xb", buffering=0)
+            # also if this object is garbage-collected
+            weakref.finalize(self, self._file.close)
+        try:
+            # over what a failed call has left
+            self._file.seek(self._size)
+            self._file.truncate()
+            left = data
+            while left:
+                left = left[self._file.write(left) :]
+        except BaseException:
+            if not self._size:
+                self.close(remove=True)
+            raise
+        self._size += len(data)
+        self._digest = frames[-1][1]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody has removed the file."""
+        return self._file is None or is_at(self.path, self._file)
+
+    def close(self, *, remove: bool) -> None:
+        """Close the file, and remove it if its steps are in Parquet files."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+            if remove:
+                self.path.unlink(missing_ok=True)
+
+
+def _entry(record: StepRecord) -> list[Any]:
+    return [record.step, record.time, record.recorded, record.skipped, record.scalars]
+
+
+def _bytes(record: StepRecord) -> Any:
+    values = record.values.contiguous()  # type: ignore[union-attr]
+    return pyarrow().foreign_buffer(values.data_ptr(), values.nbytes, base=values)
+
+
+def _frame(said: Any, numbers: Sequence[Any], previous: bytes) -> tuple[bytes, bytes]:
+    """Return a frame and its digest."""
+    text = json.dumps(plain(said), allow_nan=False).encode()
+    body = b"".join([text, *numbers])
+    sizes = _SIZES.pack(_MAGIC, len(text), len(body) - len(text))
+    digest = _digest(previous, sizes, body)
+    head = sizes + digest
+    return b"".join([head, zlib.crc32(head).to_bytes(4, "little"), body]), digest
+
+
+def _digest(*parts: Any) -> bytes:
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(part)
+    return hashed.digest()
+
+
+def read_journal(run: Path, attempt: int, first_step: int) -> Journal | None:
+    """Return what a journal holds up to its first damage; None if the file is missing."""
+    path = journal_path(run, attempt, first_step)
+    head: _Head | None = None
+    records: list[StepRecord] = []
+    try:
+        with open_file(path) as file:
+            for text, numbers in _frames(file):
+                if head is None:
+                    head = _read_head(parse_json(text))
+                    if head.key != (attempt, first_step):
+                        msg = f"its content is that of {journal_path(run, *head.key).name}"
+                        raise DamageError(msg)
+                else:
+                    records += _read_steps(parse_json(text), numbers, head, records[-1:])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        advice = "to read the other steps, move it away, or pass skip_damaged=True to read_run"
+        failed = file_error(path, summary(error), advice)
+        return Journal(head and head.roster, records, failed)
+    return Journal(head and head.roster, records)
+
+
+def _frames(file: IO[bytes]) -> Iterator[tuple[bytes, bytearray]]:
+    """Return text and numbers of each whole frame.
+
+    Raises:
+        DamageError: for a frame that is not as it was written.
+    """
+    at, size, previous = 0, file.seek(0, 2), b""
+    file.seek(0)
+    while len(header := file.read(_HEADER)) == _HEADER:
+        sizes, digest = header[: _SIZES.size], header[_SIZES.size : -4]
+        if zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
+            if not any(header) and not any(map(any, iter(lambda: file.read(_BLOCK), b""))):
+                return
+            msg = f"there is no batch of steps at byte {at}"
+            raise DamageError(msg)
+        magic, text_size, numbers_size = _SIZES.unpack(sizes)
+        if magic != _MAGIC:
+            msg = f"there is no batch of steps at byte {at}"
+            raise DamageError(msg)
+        at += _HEADER + text_size + numbers_size
+        if at > size:
+            return
+        text, numbers = file.read(text_size), bytearray(numbers_size)
+        file.readinto(numbers)  # type: ignore[attr-defined]
+        previous = _digest(previous, sizes, text, numbers)
+        if previous != digest:
+            msg = f"the batch of steps that ends at byte {at} does not match its digest"
+            raise DamageError(msg)
+        yield text, numbers
+
+
+class _Head(NamedTuple):
+    key: tuple[int, int]
+    roster: Roster
+    places: list[int]  # of this release's columns among the journal's
+    width: int
+
+
+def _read_head(said: Any) -> _Head:
+    try:
+        columns = said["columns"]
+        places = [columns.index(name) for name in _COLUMNS]
+        return _Head((int(said["attempt"]), int(said["first_step"])), load_roster(said), places, len(columns))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        msg = f"unexpected content: {error!r:.80}"
+        raise DamageError(msg) from None
+
+
+def _read_steps(said: Any, numbers: bytearray, head: _Head, before: Sequence[StepRecord]) -> list[StepRecord]:
+    roster, last = head.roster, before[-1].step if before else -1
+    shape = len(roster.kinds), len(roster.names), head.width
+    try:
+        recorded = sum([entry[2] is True for entry in said])
+        if len(numbers) != 8 * recorded * math.prod(shape):
+            msg = f"{len(numbers)} bytes of numbers for {recorded} steps"
+            raise ValueError(msg)  # noqa: TRY301 as for other content
+        values = torch.empty((0, *shape), dtype=torch.float64, device="cpu")
+        if numbers:
+            values = torch.frombuffer(numbers, dtype=torch.float64).view(-1, *shape)[..., head.places]
+        left, records = iter(values), []
+        for step, time, is_recorded, skipped, scalars in said:
+            if not (isinstance(step, int) and last < step <= _LARGEST_STEP):
+                msg = f"step {step!r:.20} after step {last}"
+                raise ValueError(msg)  # noqa: TRY301
+            last = step
+            found = {name: float(x) for name, x in from_json(scalars).items()}
+            kept = next(left) if is_recorded is True else None
+            records.append(StepRecord(step, float(time), found, roster, kept, bool(skipped)))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        msg = f"unexpected content: {error!r:.80}"
+        raise DamageError(msg) from None
+    return records
