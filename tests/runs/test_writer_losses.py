@@ -69,7 +69,7 @@ def test_a_json_file_that_cannot_be_written_holds_up_no_step(tmp_path, full, nam
     assert errors >= 1
     assert steps_of(tmp_path) == list(range(25))
     # full segments are closed
-    assert len(sink._segment.records) == 5
+    assert len(sink._segment) == 5
     assert len(list((tmp_path / "steps").iterdir())) == (3 if seconds == 0 else 2)
     # the other JSON file is up to date
     assert len(read_run(tmp_path).findings) == (0 if name == "findings" else 25 if seconds == 0 else 20)

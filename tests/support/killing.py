@@ -1,6 +1,7 @@
 """Train in a process that gets killed: each input line, JSON, names a run to begin and when to kill it.
 
-The process is killed ``delay`` seconds after its record has taken ``steps`` steps, however long they take.
+The process is killed ``delay`` seconds after ``steps`` of its steps, however long they take. With a ``rate``,
+of steps/s, it trains with the defaults of `Monitor`; else it writes small segments as fast as it can.
 
 torch is imported once, and each training is a fork of this process, which starts no threads itself.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import struct
 import sys
@@ -23,6 +25,12 @@ from gradiometer.runs.writer import RunRecord
 
 # steps in a full segment
 SEGMENT = 25
+# of a report: the time, the last step, and the last one that has left the device; a pipe takes it at once
+TOLD = struct.Struct("dqq")
+
+
+def tell(pipe, last, left):
+    os.write(pipe, TOLD.pack(time.monotonic(), last, left))
 
 
 def loss_of(step):
@@ -30,7 +38,7 @@ def loss_of(step):
 
 
 class Telling(RunRecord):
-    """A run record that reports its last step: a separate sink would be ahead of it."""
+    """A run record that reports each step that it has written: a separate sink would be ahead of it."""
 
     def __init__(self, pipe, *args, **options):
         super().__init__(*args, **options)
@@ -38,7 +46,7 @@ class Telling(RunRecord):
 
     def write(self, records, findings):
         super().write(records, findings)
-        os.write(self.pipe, struct.pack("q", records[-1].step))
+        tell(self.pipe, records[-1].step, records[-1].step)
 
 
 def train(run, first, pipe):
@@ -58,9 +66,58 @@ def train(run, first, pipe):
             time.sleep(0.0003)
 
 
+def train_with_defaults(run, rate, pipe):
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
+    with Monitor(model, run_dir=run) as monitor:
+        began = time.monotonic()
+        for step in range(10**6):
+            time.sleep(max(0.0, began + step / rate - time.monotonic()))
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float(step))
+            monitor.record()
+            monitor.advance(loss=loss_of(step))
+            left = monitor._pipeline.last
+            tell(pipe, step, -1 if left is None else left.step)
+
+
 def last_of(told):
-    """Return the last reported step; a write of 8 bytes to a pipe is atomic."""
-    return max((step for (step,) in struct.iter_unpack("q", told)), default=-1)
+    return max([last for _, last, _ in TOLD.iter_unpack(told)], default=-1)
+
+
+def kill(run, first=0, steps=1, delay=0.0, rate=None, lost=0.5):
+    """Train and kill; return what the process had reported."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reader)
+            if rate is None:
+                train(run, first, writer)
+            train_with_defaults(run, rate, writer)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    told = b""
+    while steps and last_of(told) < first + steps - 1 and (part := os.read(reader, 1 << 16)):
+        told += part
+    end = time.monotonic() + delay
+    # a full pipe would stop the training
+    while (left := end - time.monotonic()) > 0:
+        if select.select([reader], [], [], left)[0]:
+            part = os.read(reader, 1 << 16)
+            told += part
+            if not part:
+                break
+            time.sleep(min(left, 0.01))
+    now = time.monotonic()
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    while part := os.read(reader, 1 << 16):
+        told += part
+    os.close(reader)
+    # the last step that had left the device ``lost`` seconds before
+    left = max([left for at, _, left in TOLD.iter_unpack(told) if at <= now - lost], default=-1)
+    return {"killed": os.WIFSIGNALED(status), "last": last_of(told) if told else None, "left": left}
 
 
 def main():
@@ -68,28 +125,7 @@ def main():
     # with its first array, pyarrow imports pandas if it is installed
     pyarrow.array(["once"])
     for line in sys.stdin:
-        order = json.loads(line)
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.close(reader)
-                train(order["run"], order["first"], writer)
-            finally:
-                os._exit(1)
-        os.close(writer)
-        told = b""
-        last = order["first"] + order["steps"] - 1
-        while order["steps"] and last_of(told) < last and (part := os.read(reader, 1 << 16)):
-            told += part
-        time.sleep(order["delay"])
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        while part := os.read(reader, 1 << 16):
-            told += part
-        os.close(reader)
-        killed = os.WIFSIGNALED(status)
-        sys.stdout.write(json.dumps({"killed": killed, "last": last_of(told) if told else None}) + "\n")
+        sys.stdout.write(json.dumps(kill(**json.loads(line))) + "\n")
         sys.stdout.flush()
 
 

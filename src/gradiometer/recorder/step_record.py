@@ -138,10 +138,15 @@ class StepRecord:
 
     def total(self, statistic: str = "norm", kind: Kind = "grads") -> float:
         """Return a raw column or derived value, by name, of all parameters together."""
+        return float(derived.value(self.merged(kind), statistic))
+
+    def merged(self, kind: Kind = "grads") -> Tensor:
+        """Return the raw columns of all parameters together, ``(C,) float64``."""
         key = ("total", kind)
         if key not in self._kept:
             self._kept[key] = derived.merge_rows(self.columns(kind))
-        return float(derived.value(self._kept[key], statistic))
+        kept: Tensor = self._kept[key]
+        return kept
 
     def where(self, name: str, kind: Kind = "grads") -> str | None:
         """Return the first rank with a NaN or Inf in this tensor: ``rank 5, dp_shard 1 of 4``.

@@ -6,9 +6,9 @@ the CRC-32 of these. The digest is that of the digest of the frame before, the h
 the numbers. All integers are little-endian.
 
 The first frame has no numbers; its text has the attempt, its first step, the columns and the tensors. The
-text of each other frame is a list of ``[step, time, recorded, skipped, scalars]``; its numbers are the columns,
-with the flags, of the recorded steps: ``(S, K, N, C + 1) float64``. They are not compressed, so a small file
-can't take much memory.
+text of each other frame is a list of ``[step, time, recorded, skipped, scalars]``; its numbers are the
+columns, with the flags, of the recorded steps: ``(S, K, N, C + 1) float64``. They are not compressed, so a
+small file can't take much memory.
 
 A killed process leaves at most the beginning of a frame, and a power failure may leave zeros; both are
 ignored.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import re
 import struct
 import weakref
@@ -114,7 +115,7 @@ class JournalWriter:
         frames.append(
             _frame([_entry(x) for x in records], [_bytes(x) for x in records if x.recorded], digest)
         )
-        data = memoryview(b"".join([frame for frame, _ in frames]))
+        data = memoryview(b"".join([part for parts, _ in frames for part in parts]))
         if self._file is None:
             # a link that was put there is removed, not followed
             self.path.unlink(missing_ok=True)
@@ -158,14 +159,13 @@ def _bytes(record: StepRecord) -> Any:
     return pyarrow().foreign_buffer(values.data_ptr(), values.nbytes, base=values)
 
 
-def _frame(said: Any, numbers: Sequence[Any], previous: bytes) -> tuple[bytes, bytes]:
-    """Return a frame and its digest."""
+def _frame(said: Any, numbers: Sequence[Any], previous: bytes) -> tuple[list[Any], bytes]:
+    """Return the parts of a frame, and its digest."""
     text = json.dumps(plain(said), allow_nan=False).encode()
-    body = b"".join([text, *numbers])
-    sizes = _SIZES.pack(_MAGIC, len(text), len(body) - len(text))
-    digest = _digest(previous, sizes, body)
+    sizes = _SIZES.pack(_MAGIC, len(text), sum([part.size for part in numbers]))
+    digest = _digest(previous, sizes, text, *numbers)
     head = sizes + digest
-    return b"".join([head, zlib.crc32(head).to_bytes(4, "little"), body]), digest
+    return [head, zlib.crc32(head).to_bytes(4, "little"), text, *numbers], digest
 
 
 def _digest(*parts: Any) -> bytes:
@@ -241,7 +241,8 @@ def _read_head(said: Any) -> _Head:
     try:
         columns = said["columns"]
         places = [columns.index(name) for name in _COLUMNS]
-        return _Head((int(said["attempt"]), int(said["first_step"])), load_roster(said), places, len(columns))
+        attempt, first_step = operator.index(said["attempt"]), operator.index(said["first_step"])
+        return _Head((attempt, first_step), load_roster(said), places, len(columns))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         msg = f"unexpected content: {error!r:.80}"
         raise DamageError(msg) from None
@@ -255,9 +256,10 @@ def _read_steps(said: Any, numbers: bytearray, head: _Head, before: Sequence[Ste
         if len(numbers) != 8 * recorded * math.prod(shape):
             msg = f"{len(numbers)} bytes of numbers for {recorded} steps"
             raise ValueError(msg)  # noqa: TRY301 as for other content
-        values = torch.empty((0, *shape), dtype=torch.float64, device="cpu")
+        values = torch.empty((recorded, *shape), dtype=torch.float64, device="cpu")
         if numbers:
-            values = torch.frombuffer(numbers, dtype=torch.float64).view(-1, *shape)[..., head.places]
+            values = torch.frombuffer(numbers, dtype=torch.float64).view(-1, *shape)
+        values = values[..., head.places]
         left, records = iter(values), []
         for step, time, is_recorded, skipped, scalars in said:
             if not (isinstance(step, int) and last < step <= _LARGEST_STEP):

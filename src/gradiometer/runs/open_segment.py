@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.directory import prepare
-from gradiometer.runs.format import RunError, list_segments, segment_path
+from gradiometer.runs.format import RunError, list_segments, pyarrow, segment_path
 from gradiometer.runs.journal import JournalWriter, journal_path, list_journals, read_journal
 from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
 from gradiometer.runs.segments import Segments
+from gradiometer.runs.tables import cut
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pyarrow as pa
+
     from gradiometer.recorder import Roster, StepRecord
 
 __all__ = ["OpenSegment", "recover"]
+
+# the rows of so many steps are made at once
+_BATCH: Final = 64
 
 _LOG = logging.getLogger("gradiometer")
 
@@ -25,8 +31,9 @@ _LOG = logging.getLogger("gradiometer")
 class OpenSegment:
     """The steps after the last full segment.
 
-    `append` adds new steps to a journal. `save` writes all steps to Parquet files; then the journal is
-    removed, and the next one begins with the next step.
+    `append` writes new steps to a journal. `save` writes all steps to Parquet files; then the journal is
+    removed, and the next one begins with the next step. The steps are made into rows as they come, so that
+    `save` takes less time.
 
     Args:
         run: the folder.
@@ -37,9 +44,8 @@ class OpenSegment:
 
     Attributes:
         attempt: the attempt that writes.
-        records: the steps in memory.
-        saved: how many of them are in Parquet files.
-        kept: how many of them are on disk, in Parquet files or in a journal.
+        saved: how many of the steps are in Parquet files.
+        kept: how many of the steps are on disk, in Parquet files or in a journal.
         last: as above.
     """
 
@@ -58,33 +64,57 @@ class OpenSegment:
 
     def clear(self) -> None:
         """Go on with the steps after these."""
-        self.records: list[StepRecord] = []
-        self.saved = self.kept = 0
+        # the steps whose rows are made, as tables, and those after them
+        self._rows = [(steps_table([], 0), tensors_table([], 0, self._roster))]
+        self._done = 0
+        self._new: list[StepRecord] = []
+        self.recorded = self.saved = self.kept = 0
         self._close_journal(remove=False)
 
-    def append(self) -> None:
-        """Append the steps that are not on disk to the journal."""
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return self._done + len(self._new)
+
+    @property
+    def first_step(self) -> int:
+        """The first step; there must be one."""
+        steps = self._tables()[0]["step"]
+        return int(steps[0].as_py()) if len(steps) else self._new[0].step
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step, without writing it."""
+        self._new.append(record)
+        self.recorded += record.recorded
+
+    def append(self) -> bool:
+        """Append steps that are not on disk to the journal; return False if only `save` can write them."""
         if self._journal is not None and not self._journal.is_there:
             self.kept = self.saved
             self._close_journal(remove=False)
-        if self.kept == len(self.records) or self._is_sealed:
-            return
-        new = self.records[self.kept :]
+        if self.kept == len(self) or self._is_sealed:
+            return True
+        if self.kept < self._done:
+            return False  # only their rows are left
+        new = self._new[self.kept - self._done :]
         if self._journal is None:
             self._journal = JournalWriter(self._run, self.attempt, new[0].step, self._roster)
         self._journal.append(new)
-        self.kept = len(self.records)
+        self.kept = len(self)
+        if len(self._new) >= _BATCH:
+            self._make_rows()
+        return True
 
     def save(self) -> None:
         """Replace the segment's files with longer ones."""
-        first = self.records[0].step
+        self._make_rows()
+        first = self.first_step
         if self._key != (self.attempt, first):
             self._key, self._previous, self.last = (self.attempt, first), self.last, None
-        claims = Claims("tensors", *self._key, len(self.records))
-        table = tensors_table(self.records, self.attempt, self._roster)
-        tensors, digest = with_claims(to_parquet(table), claims)
+        of_steps, of_tensors = self._tables()
+        claims = Claims("tensors", *self._key, len(self))
+        tensors, digest = with_claims(to_parquet(of_tensors), claims)
         claims = claims._replace(table="steps", tensors=digest, previous=self._previous)
-        steps, digest = with_claims(to_parquet(steps_table(self.records, self.attempt)), claims)
+        steps, digest = with_claims(to_parquet(of_steps), claims)
         # tensors before steps, so that no step lacks its tensors; both are written before either is replaced
         ready = [
             prepare(self._run, segment_path(self._run, name, *self._key), data, sync=self._fsync)
@@ -94,20 +124,24 @@ class OpenSegment:
         for put in ready:
             put()
         self.last = (*self._key, digest)
-        self.saved = self.kept = len(self.records)
+        self.saved = self.kept = len(self)
         self._close_journal(remove=not self._is_sealed)
 
     def drop(self) -> tuple[int, int]:
-        """Drop the steps that are in Parquet files, or else the oldest one, from memory.
+        """Drop the steps that are in Parquet files, or else the oldest one; at least one must be left.
 
         Returns:
             how many were dropped, and how many of them are lost.
         """
+        self._make_rows()
         gone = max(self.saved, 1)
         lost = max(gone - self.kept, 0)
         # no more is appended: the journal must not grow without end
         self._is_sealed |= not self.saved and not lost
-        del self.records[:gone]
+        steps, tensors = self._tables()
+        steps = steps.slice(gone)
+        self._rows = [(steps, cut(tensors, steps["step"][0].as_py(), None))]
+        self._done, self.recorded = len(steps), sum(steps["recorded"].to_pylist())
         self.saved, self.kept = 0, max(self.kept - gone, 0)
         return gone, lost
 
@@ -115,6 +149,21 @@ class OpenSegment:
         """Write all steps in memory once more, as the folder was removed."""
         self.saved = self.kept = 0
         self._close_journal(remove=not self._is_sealed)
+
+    def _make_rows(self) -> None:
+        if self._new:
+            tensors = tensors_table(self._new, self.attempt, self._roster)
+            self._rows.append((steps_table(self._new, self.attempt), tensors))
+            self._done += len(self._new)
+            self._new = []
+
+    def _tables(self) -> tuple[pa.Table, pa.Table]:
+        """Return the tables of steps and of tensors."""
+        if len(self._rows) > 1:
+            steps, tensors = zip(*self._rows, strict=True)
+            concat = pyarrow().concat_tables
+            self._rows = [(concat(steps).combine_chunks(), concat(tensors).combine_chunks())]
+        return self._rows[0]
 
     def _close_journal(self, *, remove: bool) -> None:
         journal, self._journal, self._is_sealed = self._journal, None, False
@@ -136,7 +185,8 @@ def recover(run: Path, *, fsync: bool) -> None:
             continue  # its steps stay there, beside a damaged Parquet file
         if journal.roster is not None and records:
             segment = OpenSegment(run, journal.roster, key[0], segments.last_written(), fsync=fsync)
-            segment.records = records
+            for record in records:
+                segment.add(record)
             segment.save()
         if journal.error is None:
             path.unlink(missing_ok=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from gradiometer.recorder import Kind, Roster, StepRecord
 
 __all__ = ["steps_table", "tensors_table", "to_parquet"]
+
+# a measured tensor has elements, and a flagged one has flags
+_COUNTED: Final = [COLUMN_INDEX["numel"], NUM_COLUMNS]
 
 
 def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -> pa.Table:
@@ -112,12 +116,10 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
 
 def _totals(records: Sequence[StepRecord], kind: Kind) -> dict[str, list[Any]]:
     """Return the statistics of all tensors of a kind together, one value per record."""
-    merged = torch.zeros((len(records), NUM_COLUMNS), dtype=torch.float64, device="cpu")
-    counts = torch.zeros((len(records), 2), dtype=torch.int32, device="cpu")
-    for i, record in enumerate(records):
-        merged[i] = derived.merge_rows(record.columns(kind))
-        counts[i, 0] = record.measured(kind).sum()
-        counts[i, 1] = (record.flags(kind) != 0).sum()
+    none = torch.zeros((0, NUM_COLUMNS), dtype=torch.float64, device="cpu")
+    merged = torch.cat([none, *[record.merged(kind)[None] for record in records]])
+    values = [record.values[record.roster.place(kind), :, _COUNTED] for record in records]  # type: ignore[index]
+    counts = torch.stack(values).count_nonzero(dim=1) if values else none
     totals = {
         "total_norm": derived.value(merged, "norm"),
         "n_measured": counts[:, 0],
@@ -130,9 +132,14 @@ def _totals(records: Sequence[StepRecord], kind: Kind) -> dict[str, list[Any]]:
 
 
 def _words(codes: Tensor, words: Sequence[str]) -> pa.Array:
+    indices = _array(codes.to(torch.int32))
+    return pyarrow().DictionaryArray.from_arrays(indices, _dictionary(tuple(words)))
+
+
+@functools.lru_cache(maxsize=4)
+def _dictionary(words: tuple[str, ...]) -> pa.Array:
     pa = pyarrow()
-    dictionary = pa.array([encodable(word) for word in words], pa.string())
-    return pa.DictionaryArray.from_arrays(_array(codes.to(torch.int32)), dictionary)
+    return pa.array([encodable(word) for word in words], pa.string())
 
 
 def _array(numbers: Tensor) -> pa.Array:

@@ -19,13 +19,13 @@ from gradiometer.runs.format import (
     encodable,
     json_file,
     list_segments,
-    pyarrow,
     read_findings,
     read_info,
     segment_path,
 )
 from gradiometer.runs.journal import list_journals
 from gradiometer.runs.open_segment import OpenSegment, recover
+from gradiometer.runs.parquet import steps_table, to_parquet
 from gradiometer.runs.retry import Retry
 from gradiometer.runs.segments import Segments
 from gradiometer.terminal import printable
@@ -86,7 +86,8 @@ class RunRecord:
         if not isinstance(segment_seconds, (int, float)) or not segment_seconds >= 0:
             msg = f"RunRecord(segment_seconds={segment_seconds!r}): segment_seconds must be a number >= 0"
             raise ValueError(msg)
-        pyarrow()
+        # with its first array, pyarrow imports pandas if it is installed: not in the middle of the training
+        to_parquet(steps_table([], 0))
         # absolute, so that a change of the working directory does not look like a removed folder
         self.path = Path(run_dir).absolute()
         self.lost = 0
@@ -230,15 +231,16 @@ class RunRecord:
                 self._add(record, full=not errors)
             except Exception as error:  # noqa: BLE001 the other steps must still be added
                 errors.append(error)
+        # with 0 seconds, all is written below
+        if self._seconds and (failed := self._journal_retry(self._write_journal, now=False)):
+            errors.append(failed)
         segment = self._segment
-        waits = len(segment.records) > segment.saved or self._findings_changed or self._info_changed
+        waits = len(segment) > segment.saved or self._findings_changed or self._info_changed
         if waits and not errors and time.monotonic() - self._saved_at >= self._seconds:
             try:
                 self._flush()
             except Exception as error:  # noqa: BLE001 raised below
                 errors.append(error)
-        if failed := self._journal_retry(self._write_journal, now=False):
-            errors.append(failed)
         self._drop()
         if errors or refused:
             raise [*errors, *refused][0]
@@ -256,13 +258,13 @@ class RunRecord:
                 self._flush(now=True)
             except Exception as error:  # noqa: BLE001 raised after the step is added
                 failed = error
-            self._lose(len(self._segment.records) - self._segment.kept)
+            self._lose(len(self._segment) - self._segment.kept)
             self._num_written += self._segment.kept
             # the others are superseded
             self._num_written = min(self._num_written, max(0, record.step - self._first_step))
             self._begin(record.step, record.time)
         self._last_step = record.step
-        self._segment.records.append(record)
+        self._segment.add(record)
         if failed is not None:
             raise failed
         if full and self._holds(1):
@@ -289,7 +291,7 @@ class RunRecord:
             self._flush(now=True)
         finally:
             try:
-                self._lose(len(self._segment.records) - self._segment.kept)
+                self._lose(len(self._segment) - self._segment.kept)
                 self._report_lost()
                 self._segment.clear()
                 self._info["attempts"][-1] |= {"ended": time.time(), "lost": self.lost}
@@ -302,9 +304,9 @@ class RunRecord:
     def _holds(self, segments: int) -> bool:
         """Return whether the steps in memory, or their rows, fill ``segments`` segments."""
         steps, rows = self._limits
-        records = self._segment.records
-        recorded = sum([record.values is not None for record in records])
-        return len(records) >= segments * steps or recorded * self._roster.num_rows >= segments * rows
+        segment = self._segment
+        found = segment.recorded * self._roster.num_rows
+        return len(segment) >= segments * steps or found >= segments * rows
 
     def _flush(self, *, now: bool = False) -> None:
         """Write what has changed; a file that cannot be written holds up no other."""
@@ -317,7 +319,7 @@ class RunRecord:
     def _write_segment(self) -> None:
         try:
             self._restore()
-            if len(self._segment.records) > self._segment.saved:
+            if len(self._segment) > self._segment.saved:
                 self._segment.save()
                 self._note_first_write()
         except Exception as error:
@@ -326,13 +328,14 @@ class RunRecord:
         self._report_lost()
         self._saved_at = time.monotonic()
         if self._holds(1):
-            self._num_written += len(self._segment.records)
+            self._num_written += len(self._segment)
             self._segment.clear()
 
     def _write_journal(self) -> None:
-        if self._segment.kept < len(self._segment.records):
+        if self._segment.kept < len(self._segment):
             self._restore()
-            self._segment.append()
+            if not self._segment.append():
+                self._write_segment()
 
     def _restore(self) -> None:
         """Make the folder again if it was removed, and write again what is in memory."""
@@ -364,7 +367,7 @@ class RunRecord:
     def _note_first_write(self) -> None:
         if not self._has_written:
             self._has_written = self._info_changed = True
-            first = self._segment.records[0].step
+            first = self._segment.first_step
             self._info["attempts"][-1]["first_step"] = first
             if all(start >= first for _, start in list_segments(self.path)):
                 # everything that earlier attempts wrote is superseded
@@ -385,7 +388,7 @@ class RunRecord:
 
     def _drop(self) -> None:
         """Drop the oldest steps if too many wait for the disk."""
-        while self._holds(_WAITING) and len(self._segment.records) > 1:
+        while self._holds(_WAITING) and len(self._segment) > 1:
             gone, lost = self._segment.drop()
             self._lose(lost)
             self._num_written += gone - lost

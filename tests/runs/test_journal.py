@@ -1,0 +1,429 @@
+"""The journal: every step that was appended is read, whatever else happens to the file or beside it."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+import threading
+import time
+import zlib
+from itertools import pairwise
+
+import pytest
+import torch
+
+from conftest import PROFILE
+from gradiometer.columns.schema import NUM_COLUMNS
+from gradiometer.recorder.step_record import StepRecord
+from gradiometer.runs import journal, open_segment, verify
+from gradiometer.runs.format import RunError, list_segments
+from gradiometer.runs.journal import JournalWriter, journal_path, list_journals, read_journal
+from gradiometer.runs.reader import read_run
+from gradiometer.runs.writer import RunRecord
+from support.synthetic_run import fail_writes, make_info, make_records, make_roster, write_run
+
+pytest.importorskip("pyarrow")
+DEEP = PROFILE == "deep"
+ROSTER = make_roster(3, ("grads", "weights"))
+
+
+def opened(path, first=0, roster=ROSTER, **options):
+    sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
+    sink.start(make_info(roster, first))
+    return sink
+
+
+def bits(record):
+    values = None if record.values is None else record.values.view(torch.int64).tolist()
+    return record.step, record.time, record.skipped, repr(dict(record.scalars)), values
+
+
+def all_bits(records):
+    return [bits(record) for record in records]
+
+
+def steps_of(path):
+    return read_run(path).steps["step"].to_pylist()
+
+
+def odd_records():
+    values = torch.randn(2, 3, NUM_COLUMNS + 1, dtype=torch.float64)
+    values[0, 0] = torch.tensor([0.0, -0.0, 5e-324, 1.7e308, math.inf, -math.inf, math.nan, 1.0, 31.0])
+    scalars = {"loss": math.nan, "lr": -math.inf, "tokens/s": 1e300, "": 0.1, "é\n\ud800": 3.0}
+    yield StepRecord(0, 1.5, scalars, ROSTER, values)
+    yield StepRecord(3, math.inf, {}, ROSTER, values.transpose(0, 1).contiguous().transpose(0, 1))
+    yield StepRecord(2**53 + 1, 0.1, {}, ROSTER, None, skipped=True)
+    yield StepRecord(2**63 - 1, 0.1, {}, ROSTER, values.flip(1))
+
+
+def test_what_is_read_is_what_was_appended_bit_by_bit(tmp_path):
+    records = list(odd_records())
+    out = JournalWriter(tmp_path, 2, 0, ROSTER)
+    out.append(records[:1])
+    out.append(records[1:3])
+    out.append(records[3:])
+    found = read_journal(tmp_path, 2, 0)
+    assert found.roster == ROSTER
+    assert found.error is None
+    escaped = StepRecord(
+        0,
+        1.5,
+        {k.replace("\ud800", "\\ud800"): v for k, v in records[0].scalars.items()},
+        ROSTER,
+        records[0].values,
+    )
+    assert all_bits(found.records) == all_bits([escaped, *records[1:]])
+    out.close(remove=True)
+    assert read_journal(tmp_path, 2, 0) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_tensors_and_no_columns_are_steps_too(tmp_path):
+    roster = make_roster(0)
+    empty = torch.zeros(1, 0, NUM_COLUMNS + 1, dtype=torch.float64)
+    out = JournalWriter(tmp_path, 1, 5, roster)
+    out.append([StepRecord(5, 1.0, {}, roster, empty), StepRecord(6, 1.0, {}, roster, None)])
+    out.close(remove=False)
+    found = read_journal(tmp_path, 1, 5)
+    assert [(x.step, x.recorded) for x in found.records] == [(5, True), (6, False)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The bytes of a journal with four batches, its records, and where each batch ends."""
+    path = tmp_path_factory.mktemp("journal")
+    records = list(make_records(ROSTER, 7, every=3, nonfinite_at=3))
+    out, ends = JournalWriter(path, 1, 0, ROSTER), []
+    for begin, end in pairwise([0, 2, 3, 6, 7]):
+        out.append(records[begin:end])
+        ends.append((journal_path(path, 1, 0).stat().st_size, end))
+    out.close(remove=False)
+    return journal_path(path, 1, 0).read_bytes(), all_bits(records), ends
+
+
+def reread(path, data):
+    journal_path(path, 1, 0).write_bytes(data)
+    return read_journal(path, 1, 0)
+
+
+def test_of_a_journal_that_was_cut_off_all_whole_batches_are_read(tmp_path, whole):
+    data, records, ends = whole
+    for size in range(len(data) + 1):
+        found = reread(tmp_path, data[:size])
+        left = max([n for end, n in ends if end <= size], default=0)
+        assert found.error is None
+        assert all_bits(found.records) == records[:left]
+        # a power failure may leave zeros
+        if size in {0, *(end for end, _ in ends)}:
+            found = reread(tmp_path, data[:size] + bytes(5000))
+            assert found.error is None
+            assert all_bits(found.records) == records[:left]
+
+
+def test_every_changed_byte_is_noticed_and_the_steps_before_it_are_kept(tmp_path, whole):
+    data, records, ends = whole
+    choose = random.Random(0)  # noqa: S311
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 1 << choose.randrange(8)
+        found = reread(tmp_path, changed)
+        assert found.error is not None, place
+        left = max([n for end, n in ends if end <= place], default=0)
+        assert all_bits(found.records) == records[:left]
+
+
+def test_batches_in_another_order_or_of_another_journal_are_noticed(tmp_path, whole):
+    data, records, ends = whole
+    cuts = [0, *(end for end, _ in ends)]
+    parts = [data[a:b] for a, b in pairwise(cuts)]
+    for order in ([0, 2, 1, 3], [0, 1, 1, 2, 3], [0, 1, 3], [1, 2, 3], [0, 1, 2, 3, 3]):
+        found = reread(tmp_path, b"".join([parts[i] for i in order]))
+        assert found.error is not None, order
+        assert all_bits(found.records) == records[: len(found.records)]
+    journal_path(tmp_path, 2, 9).write_bytes(data)
+    found = read_journal(tmp_path, 2, 9)
+    assert found.records == []
+    assert "its content is that of journal-0001-0000000000.bin" in str(found.error)
+
+
+HEAD = {"attempt": 1, "first_step": 0, "columns": list(journal._COLUMNS), **vars(make_roster(1))}
+STEP = [0, 1.0, False, False, {}]
+
+
+@pytest.mark.parametrize(
+    ("said", "numbers"),
+    [
+        ([{}], b""),
+        ([None], b""),
+        ([[]], b""),
+        ([HEAD | {"columns": ["numel"]}], b""),
+        ([HEAD | {"columns": None}], b""),
+        ([HEAD | {"names": ["a", "a"], "shapes": [[], []], "dtypes": ["", ""]}], b""),
+        ([HEAD | {"shapes": 3}], b""),
+        ([HEAD | {"attempt": "1"}], b""),
+        ([HEAD, 5], b""),
+        ([HEAD, {"a": 1}], b""),
+        ([HEAD, [[]]], b""),
+        ([HEAD, [STEP[:4]]], b""),
+        ([HEAD, [["0", *STEP[1:]]]], b""),
+        ([HEAD, [[-1, *STEP[1:]]]], b""),
+        ([HEAD, [[2**63, *STEP[1:]]]], b""),
+        ([HEAD, [[10**30, *STEP[1:]]]], b""),
+        ([HEAD, [STEP, STEP]], b""),
+        ([HEAD, [STEP], [STEP]], b""),
+        ([HEAD, [[0, None, False, False, {}]]], b""),
+        ([HEAD, [[0, 1.0, False, False, []]]], b""),
+        ([HEAD, [[0, 1.0, False, False, {"loss": "much"}]]], b""),
+        ([HEAD, [[0, 1.0, False, False, {"loss": {}}]]], b""),
+        ([HEAD, [[0, 1.0, True, False, {}]]], b""),
+        ([HEAD, [[0, 1.0, True, False, {}]]], bytes(8 * (NUM_COLUMNS + 1) - 1)),
+        ([HEAD, [[0, 1.0, 2, False, {}]]], bytes(8 * 2 * (NUM_COLUMNS + 1))),
+        ([HEAD, [STEP]], bytes(8)),
+        ([HEAD, eval("[" * 60 + "]" * 60)], b""),  # noqa: S307
+    ],
+)
+def test_content_that_is_no_journal_is_refused_though_its_digest_is_right(tmp_path, said, numbers):
+    data, digest = b"", b""
+    for i, value in enumerate(said):
+        last = i == len(said) - 1
+        parts, digest = journal._frame(value, [memory(numbers)] if last and numbers else [], digest)
+        data += b"".join(bytes(part) for part in parts)
+    found = reread(tmp_path, data)
+    assert isinstance(found.error, RunError)
+    (tmp_path / "run.json").write_text("{}")
+    write_run(tmp_path / "run", 1, 4, segment_steps=4)
+    journal_path(tmp_path / "run", 1, 0).write_bytes(data)
+    with pytest.raises(RunError, match=r"journal-0001-0000000000.bin cannot be read \(.*\): to read"):
+        read_run(tmp_path / "run")
+    run = read_run(tmp_path / "run", skip_damaged=True)
+    assert list(run.damaged) == ["journal-0001-0000000000.bin"]
+    assert run.steps["step"].to_pylist() == [0, 1, 2, 3]
+    assert [file.name for file in verify(tmp_path / "run").of("damaged")] == ["journal-0001-0000000000.bin"]
+
+
+def memory(numbers):
+    import pyarrow as pa
+
+    return pa.py_buffer(numbers)
+
+
+def test_a_batch_that_claims_more_than_the_file_has_takes_no_memory(tmp_path):
+    sizes = struct.pack("<8sQQ", b"GRADJNL1", 10, 2**62)
+    head = sizes + bytes(32)
+    found = reread(tmp_path, head + zlib.crc32(head).to_bytes(4, "little") + b"x" * 100)
+    # as if it had been cut off
+    assert found == (None, [], None)
+
+
+# beside Parquet files
+
+
+def test_the_steps_of_a_killed_process_are_read_and_get_into_parquet_files(tmp_path):
+    records = list(make_records(ROSTER, 14, every=2, nonfinite_at=12))
+    sink = opened(tmp_path, segment_steps=10)
+    for record in records:
+        sink.write([record], [])
+    assert list(list_journals(tmp_path)) == [(1, 10)]
+    sink._free()
+
+    def read():
+        run = read_run(tmp_path)
+        assert all_bits(run.records()) == all_bits(records)
+        assert run.tensors(
+            first=9, last=12, kind="weights", names="blocks.0.bias", columns=["step"]
+        ).to_pydict() == {"step": [10, 12]}
+        steps, found = run.matrices(["norm", "n_nan"], first=8)
+        assert steps == [8, 10, 12]
+        assert found["norm"].shape == (3, 3)
+        assert verify(tmp_path).whole
+        return repr([run.steps.to_pydict(), run.tensors().to_pydict(), found])
+
+    before = read()
+    opened(tmp_path, first=14).close()
+    assert list_journals(tmp_path) == {}
+    assert list(list_segments(tmp_path)) == [(1, 0), (1, 10)]
+    assert read() == before
+
+
+def test_an_attempt_that_has_only_a_journal_supersedes_and_is_superseded(tmp_path):
+    write_run(tmp_path, 3, 20, kinds=ROSTER.kinds, segment_steps=8)
+    second = list(make_records(ROSTER, 6, first=9, seed=1))
+    sink = opened(tmp_path, first=9)
+    sink.write(second, [])
+    sink._free()
+    run = read_run(tmp_path)
+    assert run.steps["attempt"].to_pylist() == [1] * 9 + [2] * 6
+    assert all_bits(run.records(9)) == all_bits(second)
+    third = list(make_records(ROSTER, 2, first=12, seed=2))
+    sink = opened(tmp_path, first=12)
+    sink.write(third, [])
+    run = read_run(tmp_path)
+    assert run.steps["attempt"].to_pylist() == [1] * 9 + [2] * 3 + [3] * 2
+    assert all_bits(run.records(9)) == all_bits([*second[:3], *third])
+    sink.close()
+    assert all_bits(read_run(tmp_path).records(9)) == all_bits([*second[:3], *third])
+
+
+def test_a_process_killed_between_parquet_and_journal_leaves_no_step_twice(tmp_path, monkeypatch):
+    records = list(make_records(ROSTER, 12))
+    sink = opened(tmp_path, segment_steps=10)
+    sink.write(records[:4], [])
+    monkeypatch.setattr(JournalWriter, "close", lambda *_, **__: None)
+    sink._flush(now=True)
+    assert list(list_journals(tmp_path)) == list(list_segments(tmp_path)) == [(1, 0)]
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:4])
+    # it was not killed, but could not remove the journal
+    sink.write(records[4:7], [])
+    assert list(list_journals(tmp_path)) == [(1, 0), (1, 4)]
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:7])
+    sink.write(records[7:], [])
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+    assert verify(tmp_path).whole
+    sink._free()
+    opened(tmp_path, first=12).close()
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+    assert sum(x.values is not None for x in read_run(tmp_path).records()) == 12
+    assert list_journals(tmp_path) == {}
+
+
+def test_a_journal_that_was_removed_is_made_again(tmp_path, monkeypatch):
+    records = list(make_records(ROSTER, 9))
+    sink = opened(tmp_path)
+    sink.write(records[:4], [])
+    journal_path(tmp_path, 1, 0).unlink()
+    sink.write(records[4:6], [])
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:6])
+    # when the rows of its steps are made, these are all that is left
+    monkeypatch.setattr(open_segment, "_BATCH", 1)
+    sink.write(records[6:7], [])
+    for path in tmp_path.glob("journal-*"):
+        path.unlink()
+    sink.write(records[7:8], [])
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:8])
+    sink.write(records[8:], [])
+    sink.close()
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+    assert sink.lost == 0
+
+
+def test_steps_that_only_the_journal_could_take_stay_in_it(tmp_path, monkeypatch):
+    records = list(make_records(ROSTER, 60))
+
+    def check(path):
+        if path.parent.name == "tensors":
+            raise OSError(28, "No space left on device")
+
+    sink = opened(tmp_path, segment_steps=10)
+    with monkeypatch.context() as patch:
+        fail_writes(patch, check)
+        for record in records[:55]:
+            try:
+                sink.write([record], [])
+            except OSError as error:
+                assert "No space" in str(error)  # noqa: PT017 most calls pause
+        (key,) = list_journals(tmp_path)
+        in_journal = [record.step for record in read_journal(tmp_path, *key).records]
+        assert in_journal == list(range(len(in_journal)))
+        assert len(in_journal) >= 9
+        found = steps_of(tmp_path)
+    assert found == in_journal
+    sink.write(records[55:], [])
+    sink.close()
+    # the four segments that memory holds, and those in the journal
+    found = steps_of(tmp_path)
+    assert found[: len(in_journal)] == in_journal
+    assert found[-39:] == list(range(21, 60))
+    assert sink.lost == 60 - len(found)
+    assert all_bits(read_run(tmp_path).records()) == all_bits([records[step] for step in found])
+    opened(tmp_path, first=60).close()
+    assert list_journals(tmp_path) == {}
+    assert steps_of(tmp_path) == found
+    assert verify(tmp_path).whole
+
+
+def test_a_damaged_journal_is_kept_and_the_run_goes_on_with_the_steps_before_the_damage(tmp_path, caplog):
+    records = list(make_records(ROSTER, 6))
+    sink = opened(tmp_path)
+    for record in records:
+        sink.write([record], [])
+    sink._free()
+    path = journal_path(tmp_path, 1, 0)
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RunError, match=r"does not match its digest.*skip_damaged=True"):
+        read_run(tmp_path)
+    left = read_run(tmp_path, skip_damaged=True)
+    assert list(left.damaged) == [path.name]
+    assert all_bits(left.records()) == all_bits(records[:5])
+    opened(tmp_path, first=5).close()
+    assert "It is now damaged-journal-0001-0000000000.bin" in caplog.text
+    assert (tmp_path / "damaged-journal-0001-0000000000.bin").read_bytes() == data
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:5])
+
+
+def test_a_journal_beside_a_damaged_parquet_file_stays_where_it_is(tmp_path):
+    records = list(make_records(ROSTER, 9))
+    sink = opened(tmp_path)
+    sink.write(records[:5], [])
+    sink._flush(now=True)
+    sink.write(records[5:], [])
+    sink._free()
+    path = tmp_path / "steps" / "steps-0001-0000000000.parquet"
+    data = bytearray(path.read_bytes())
+    data[50] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RunError, match="steps-0001-0000000000"):
+        read_run(tmp_path).steps  # noqa: B018
+    run = read_run(tmp_path, skip_damaged=True)
+    assert run.steps["step"].to_pylist() == [5, 6, 7, 8]
+    opened(tmp_path, first=9).close()
+    assert list(list_journals(tmp_path)) == [(1, 5)]
+    assert path.read_bytes() == data
+
+
+def test_no_link_is_followed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (tmp_path / "run").mkdir()
+    sink = opened(tmp_path / "run")
+    journal_path(tmp_path / "run", 1, 0).symlink_to(outside)
+    sink.write(list(make_records(ROSTER, 2)), [])
+    assert outside.read_text() == "mine"
+    assert steps_of(tmp_path / "run") == [0, 1]
+    sink.close()
+
+
+@pytest.mark.parametrize("seconds", [0.005, 0.05])
+def test_who_reads_while_the_run_goes_on_sees_every_step_once(tmp_path, seconds):
+    roster = make_roster(4)
+    sink = opened(tmp_path, roster=roster, segment_steps=40, segment_seconds=seconds)
+    records = list(make_records(roster, 1500 if DEEP else 400))
+    written = [0]
+
+    def write():
+        choose = random.Random(0)  # noqa: S311
+        at = 0
+        while at < len(records):
+            count = choose.randint(1, 9)
+            sink.write(records[at : at + count], [])
+            at += count
+            time.sleep(0.001)
+            written[0] = min(at, len(records))
+        sink.close()
+
+    thread = threading.Thread(target=write)
+    run = read_run(tmp_path)
+    thread.start()
+    while thread.is_alive():
+        least = written[0]
+        run.refresh()
+        steps = run.steps["step"].to_pylist()
+        assert steps == list(range(len(steps)))
+        assert len(steps) >= least
+        for fresh in (run, read_run(tmp_path)):
+            assert fresh.tensors(columns=["step"]).num_rows == 4 * fresh.steps.num_rows
+    thread.join()
+    run.refresh()
+    assert all_bits(run.records()) == all_bits(records)
