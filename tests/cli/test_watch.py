@@ -114,14 +114,14 @@ def test_the_fault_of_an_earlier_attempt_is_over(run):
     edit_info(run.path, attempts=info["attempts"])
     fault = {"reason": "exception", "message": "", "step": 19, "first_nonfinite": None}
     for attempt, told in ((1, False), (2, True)):
-        (run.path / "blackbox.json").write_text(json.dumps({**fault, "attempt": attempt}))
+        (run.path / "blackbox.json").write_text(json.dumps({**fault, "attempt": attempt, "digest": None}))
         assert (watch.look(read_run(run.path)).fault is not None) == told
 
 
 def test_a_fault_is_told(run):
     seen = watch.look(run)
     fault = {"reason": "exception", "message": "out of memory", "step": 19, "first_nonfinite": "step 15, w"}
-    (run.path / "blackbox.json").write_text(json.dumps(fault))
+    (run.path / "blackbox.json").write_text(json.dumps(fault | {"digest": None}))
     run.refresh()
 
     assert watch.look(run).fault == ("exception in step 19: out of memory; first non-finite: step 15, w")

@@ -126,3 +126,20 @@ def test_a_page_needs_nothing_from_elsewhere(page):
 def test_a_page_names_files_that_exist(page):
     named = re.findall(r"`((?:tests|src|kernels_bench|docs)/[\w./*-]+)`", text(page))
     assert [path for path in named if not list(ROOT.glob(path.rstrip("/")))] == []
+
+
+def test_every_promise_of_the_run_record_names_tests_that_exist():
+    page = text("docs/explanation/run-record.md")
+    named = re.findall(r"`(tests/[\w/.]+\.py)`(?: -k `([\w ]+)`)?", page)
+    assert len(named) > 30
+    # each row of the tables of promises ends with a test
+    rows = re.findall(
+        r"^\|(?! *(?:---|the run ends by|what happens|damage|in the run)).*",
+        page.split("## Figures")[0],
+        re.MULTILINE,
+    )
+    assert [row for row in rows if "`tests/" not in row] == []
+    for path, words in named:
+        tests = re.findall(r"^def (test_\w+)", text(path), re.MULTILINE)
+        for word in words.split(" or "):
+            assert any(word in test for test in tests), (path, word)

@@ -232,6 +232,16 @@ def overwrite(name, content):
     return lambda path: (path / name).write_bytes(content)
 
 
+def old(name, content):
+    """Overwrite a file of a run that an earlier release wrote, without digests."""
+
+    def spoil(path):
+        edit_info(path, digests_from=None, files=None)
+        (path / name).write_bytes(content)
+
+    return spoil
+
+
 def retype(path):
     """Give a column a type that readers do not accept as a number."""
     as_without_digests(path)
@@ -262,8 +272,9 @@ SPOILED = {
         r"run.json has unexpected content \(KeyError\('roster'\)\)",
     ),
     "thresholds": (lambda p: edit_info(p, thresholds={"dead": -1}), "run.json has unexpected content"),
-    "finding": (overwrite("findings.json", b"[{}]"), "findings.json has unexpected content"),
-    "no finding": (overwrite("findings.json", b"[3]"), "findings.json has unexpected content"),
+    "finding": (old("findings.json", b"[{}]"), "findings.json has unexpected content"),
+    "no finding": (old("findings.json", b"[3]"), "findings.json has unexpected content"),
+    "no digest": (overwrite("findings.json", b"{}"), r"findings.json cannot be read \(its digest is missing"),
     "black box": (overwrite("blackbox.json", b"{"), "blackbox.json cannot be read .*: fix or delete it"),
     "steps": (
         overwrite(f"steps/steps-{SEGMENT}", b"PAR1"),
@@ -282,16 +293,16 @@ SPOILED = {
         lambda p: (shutil.rmtree(p), p.write_text("")),
         "own is not a run: it is a file, not a folder",
     ),
-    "findings": (overwrite("findings.json", b"{}"), r"findings.json has unexpected content \(\{\}\)"),
+    "findings": (old("findings.json", b"{}"), r"findings.json has unexpected content \(\{\}\)"),
     "severity": (
-        overwrite(
+        old(
             "findings.json",
             b'[{"attempt": 1, "rule": "x", "severity": "?", "kind": null, "tensor": null, "first_step": 0,'
             b' "last_step": 0, "value": "x", "threshold": 0, "message": "", "advice": ""}]',
         ),
         "findings.json has unexpected content",
     ),
-    "no black box": (overwrite("blackbox.json", b"[1]"), r"blackbox.json has unexpected content \(\[1\]\)"),
+    "no black box": (old("blackbox.json", b"[1]"), r"blackbox.json has unexpected content \(\[1\]\)"),
     "types": (retype, "0016.parquet cannot be read"),
     "tensors": (lambda p: (p / f"tensors/tensors-{SEGMENT}").unlink(), "0016.parquet cannot be read"),
 }

@@ -130,9 +130,10 @@ def fail_writes(monkeypatch, check):
 
 
 def edit_info(path, **changes):
-    """Change run.json by hand: it has no digest then. None removes a key."""
-    info = json.loads((path / "run.json").read_text()) | {"digest": None} | changes
-    (path / "run.json").write_text(json.dumps({k: v for k, v in info.items() if v is not None}))
+    """Change run.json by hand: its digest is null then. None removes a key."""
+    info = json.loads((path / "run.json").read_text()) | changes
+    kept = {key: value for key, value in info.items() if value is not None}
+    (path / "run.json").write_text(json.dumps(kept | {"digest": None}))
 
 
 def as_without_digests(path):

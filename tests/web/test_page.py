@@ -210,11 +210,8 @@ def test_findings_come_worst_first_with_the_place_of_their_tensor(tmp_path):
 def test_the_head_tells_a_closed_run_from_one_that_was_killed_and_from_a_fault(tmp_path):
     run = write_run(tmp_path / "run", tensors=2, steps=5, close=False)
     assert held(write_page(run))["state"]["mood"] == "open"
-    (run / "blackbox.json").write_text(
-        json.dumps(
-            {"reason": "SIGTERM", "step": 4, "message": "", "first_nonfinite": "step 4, <w>.grad, 1 NaN"}
-        )
-    )
+    fault = {"reason": "SIGTERM", "step": 4, "message": "", "first_nonfinite": "step 4, <w>.grad, 1 NaN"}
+    (run / "blackbox.json").write_text(json.dumps(fault | {"digest": None}))
     values = held(write_page(run))
     assert values["state"] == {"text": "✖ SIGTERM", "mood": "broken"}
     assert values["fault"] == ["Black box: SIGTERM at step 4", "First non-finite: step 4, <w>.grad, 1 NaN"]

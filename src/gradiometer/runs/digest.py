@@ -118,19 +118,28 @@ def json_digest(name: str, value: Mapping[str, Any]) -> str:
     return _PREFIX + hashlib.sha256(text.encode()).hexdigest()
 
 
-def pop_digest(name: str, value: Any) -> str | None:
-    """Check the content of a JSON file against its digest, which is removed and returned; None without one.
+def pop_digest(name: str, value: Any, *, needed: bool) -> str | None:
+    """Check the content of a JSON file against its digest, which is removed and returned.
+
+    Args:
+        name: the file's name.
+        value: its content.
+        needed: whether it was written with a digest.
+
+    Returns:
+        the digest; None without one, or if it is null.
 
     Raises:
-        DamageError: if they differ.
+        DamageError: if they differ, or it is missing.
     """
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or "digest" not in value:
+        if needed:
+            # a damaged key must not make it a file without a digest
+            msg = "its digest is missing; a change by hand must set it to null"
+            raise DamageError(msg)
         return None
-    digest = value.pop("digest", None)
-    # a damaged key must not make it a file without a digest
-    if digest is None and not any([isinstance(x, str) and x.startswith(_PREFIX) for x in value.values()]):
-        return None
-    if digest != json_digest(name, value):
-        msg = "its content does not match its digest; a change by hand must remove the digest"
+    digest = value.pop("digest")
+    if digest not in {None, json_digest(name, value)}:
+        msg = "its content does not match its digest; a change by hand must set the digest to null"
         raise DamageError(msg)
-    return str(digest)
+    return digest if digest is None else str(digest)

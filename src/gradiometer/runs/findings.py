@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.rules import Finding
 from gradiometer.runs.format import RunError, read_findings, unfit
@@ -18,12 +18,17 @@ FOREVER: Final = 2**63 - 1
 
 
 def load_findings(
-    run: Path, closed_with: str | None, ends: Mapping[int, int], check: Callable[[], object]
+    run: Path,
+    info: Mapping[str, Any],
+    closed_with: str | None,
+    ends: Mapping[int, int],
+    check: Callable[[], object],
 ) -> list[Finding]:
     """Return the findings, each up to where its attempt was superseded.
 
     Args:
         run: the folder.
+        info: the content of run.json.
         closed_with: the digest of findings.json, if it is known.
         ends: the first superseded step of each attempt; it comes from names of files.
         check: called before a finding is left out or shortened; it checks those files.
@@ -33,7 +38,7 @@ def load_findings(
     """
     known = []
     try:
-        for values in read_findings(run, closed_with):
+        for values in read_findings(run, info, closed_with):
             end = ends.get(values.pop("attempt"), FOREVER)
             if values["last_step"] >= end:
                 check()

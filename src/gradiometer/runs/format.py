@@ -33,6 +33,7 @@ __all__ = [
     "encodable",
     "file_error",
     "from_json",
+    "has_digests",
     "json_file",
     "list_segments",
     "load_roster",
@@ -221,25 +222,29 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def read_json(path: Path, closed_with: str | None = None) -> Any:
+def read_json(path: Path, closed_with: str | None = None, *, needs_digest: bool = False) -> Any:
     """Return the content of a run's JSON file without its digest; None if the file is missing.
 
     Args:
         path: the file.
         closed_with: the digest that it must have, if it has one.
+        needs_digest: whether it was written with a digest, which may be null now; for run.json, it says so.
 
     Raises:
         RunError: if it cannot be read, or is not as it was written.
     """
-    return read_with_digest(path, closed_with)[0]
+    return read_with_digest(path, closed_with, needs_digest=needs_digest)[0]
 
 
-def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, str | None]:
+def read_with_digest(
+    path: Path, closed_with: str | None = None, *, needs_digest: bool = False
+) -> tuple[Any, str | None]:
     """Return what `read_json` does, and the digest; None if the file has none or is missing."""
     try:
         with open_file(path) as file:
             value = parse_json(file.read())
-        digest = pop_digest(path.name, value)
+        is_info = isinstance(value, dict) and "digests_from" in value
+        digest = pop_digest(path.name, value, needed=needs_digest or is_info)
         if digest is not None and closed_with not in {None, digest}:
             msg = "it is not the version that the run was closed with"
             raise DamageError(msg)
@@ -248,6 +253,11 @@ def read_with_digest(path: Path, closed_with: str | None = None) -> tuple[Any, s
     except (OSError, ValueError, RecursionError) as error:
         raise file_error(path, summary(error), "fix or delete it") from None
     return value, digest
+
+
+def has_digests(info: Mapping[str, Any]) -> bool:
+    """Return whether all files of a run were written with digests."""
+    return info.get("digests_from") == 1
 
 
 def parse_json(data: bytes) -> Any:
@@ -340,9 +350,11 @@ def load_roster(values: Mapping[str, Any]) -> Roster:
     return found
 
 
-def read_findings(path: Path, closed_with: str | None = None) -> list[dict[str, Any]]:
+def read_findings(
+    path: Path, info: Mapping[str, Any], closed_with: str | None = None
+) -> list[dict[str, Any]]:
     """Return the findings of findings.json; each finding has the attempt that saw it last."""
-    content = read_json(path / "findings.json", closed_with)
+    content = read_json(path / "findings.json", closed_with, needs_digest=has_digests(info))
     if content is None:
         return []
     # a list before files had digests

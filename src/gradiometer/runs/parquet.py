@@ -46,7 +46,10 @@ def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -
     steps = torch.tensor([record.step for record in recorded], device="cpu")
     names = places % len(roster.names)
     kinds = places // len(roster.names) % len(roster.kinds)
-    raw = [x.to(torch.int64) if c.scaling == "1" else x for c, x in zip(COLUMNS, columns, strict=False)]
+    # clones, because views would keep the memory of all columns
+    raw = [
+        x.to(torch.int64) if c.scaling == "1" else x.clone() for c, x in zip(COLUMNS, columns, strict=False)
+    ]
     arrays = [
         _array(steps[places // roster.num_rows]),
         _array(torch.full_like(names, attempt, dtype=torch.int32)),

@@ -23,6 +23,7 @@ from gradiometer.runs.format import (
     RunError,
     arrow_schema,
     from_json,
+    has_digests,
     list_segments,
     load_roster,
     pyarrow,
@@ -327,6 +328,7 @@ class Run:
     def _read_findings(self) -> list[Finding]:
         return load_findings(
             self.path,
+            self.info,
             self._closed_with("findings.json"),
             self._ends,
             lambda: [self._files.claims("steps", key) for key in self._begins.items()],
@@ -334,7 +336,8 @@ class Run:
 
     def _read_blackbox(self) -> dict[str, Any] | None:
         path = self.path / "blackbox.json"
-        found: dict[str, Any] | None = from_json(read_json(path, self._closed_with(path.name)))
+        content = read_json(path, self._closed_with(path.name), needs_digest=has_digests(self.info))
+        found: dict[str, Any] | None = from_json(content)
         if not isinstance(found, dict | None):
             raise unfit(path, f"{found!r:.40}")
         return found

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gradiometer.runs.format import (
     RunError,
+    has_digests,
     list_segments,
     read_findings,
     read_info,
@@ -83,7 +84,7 @@ def verify(path: Path | str) -> Verification:
     listed: Mapping[str, str] = info.get("files", {})
     for file in sorted(path.glob("*.json")):
         if file.name in _JSON or file.match("blackbox.rank-*.json"):
-            files.append(_checked(file.name, partial(_of_json, file, listed)))
+            files.append(_checked(file.name, partial(_of_json, file, info)))
     found = {file.name for file in files}
     reason = "it was there when the run was closed"
     files += [File(name, "missing", reason) for name in listed if name not in found]
@@ -102,10 +103,11 @@ def _of_info(path: Path) -> str | None:
     return read_with_digest(path / "run.json")[1]
 
 
-def _of_json(file: Path, listed: Mapping[str, str]) -> str | None:
-    digest = read_with_digest(file, listed.get(file.name))[1]
+def _of_json(file: Path, info: Mapping[str, Any]) -> str | None:
+    closed_with = info.get("files", {}).get(file.name)
+    digest = read_with_digest(file, closed_with, needs_digest=has_digests(info))[1]
     if file.name == "findings.json":
-        read_findings(file.parent)
+        read_findings(file.parent, info)
     return digest
 
 

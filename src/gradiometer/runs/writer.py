@@ -179,16 +179,16 @@ class RunRecord:
         self._digests = {k: v for k, v in old.get("files", {}).items() if k.endswith(".json")}
         last = segments.last_written()
         self._segment = OpenSegment(self.path, info.roster, self._attempt, last, fsync=self._fsync)
-        for entry in self._earlier_findings():
+        for entry in self._earlier_findings(old):
             self._findings[_key(entry)] = entry
         self._first_step = info.first_step
         self._begin(info.first_step, info.started)
         self._write_info()
 
-    def _earlier_findings(self) -> list[dict[str, Any]]:
+    def _earlier_findings(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the findings of earlier attempts; keep a file that cannot be read under another name."""
         try:
-            return read_findings(self.path)
+            return read_findings(self.path, info)
         except RunError as error:
             kept = self.path / f"findings-damaged-{self._attempt}.json"
             (self.path / "findings.json").replace(kept)
