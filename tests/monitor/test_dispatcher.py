@@ -213,6 +213,36 @@ def test_a_slow_rule_holds_up_nobody_and_the_oldest_steps_go(caplog, failures):
     assert failures.counts == {"queue of the rules": 29}
 
 
+def test_a_sink_that_asks_for_steps_before_the_rules_gets_their_findings_later():
+    entered, go = threading.Event(), threading.Event()
+
+    class Slow(Others):
+        def check(self, record):
+            entered.set()
+            assert go.wait(60)
+            yield from super().check(record)
+
+    early, late = Log(), Log()
+    early.before_rules = True
+    dispatcher = make(early, late, rules=[Slow()], limit=10)
+    dispatcher.put([record(step) for step in range(10)])
+    assert entered.wait(60)
+    until(lambda: len(early.steps) == 10)
+    dispatcher.put([record(step) for step in range(10, 30)])
+    dispatcher.put_fault(fault)
+    until(lambda: len(early.steps) >= 20)
+    assert (early.findings, late.steps) == ([], [])
+    go.set()
+    assert dispatcher.stop(60)
+    assert early.steps[:10] == list(range(10))
+    assert early.steps[-10:] == list(range(20, 30))
+    # what the rules never saw has no findings
+    assert [found.first_step for found in early.findings] == late.steps
+    assert late.findings == early.findings
+    # the fault follows the findings
+    assert early.calls[-2:] == late.calls[-2:] == ["fault", "close"]
+
+
 def test_what_waits_for_a_sink_is_not_taken_for_written_when_later_steps_push_others_out():
     slow, good = Log(), Record()
     slow.go.clear()

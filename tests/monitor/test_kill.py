@@ -24,6 +24,7 @@ RUNS, KILLS = 12 if DEEP else 5, 12
 # kills of trainings with the defaults; for how many seconds they train; and how many seconds before the kill
 # a step must have left the device to be on disk, which are more if the machine may be busy
 DEFAULTS, SECONDS, LOST = (30, (1.0, 14.0), 0.5) if DEEP else (3, (3.0, 5.0), 2.0)
+RATES = (5, 500) if DEEP else (5, 100)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
@@ -98,7 +99,7 @@ def test_what_a_killed_process_leaves(victim, tmp_path, capsys):
         print(f"\n{RUNS * KILLS} kills, {journals} of them left a journal: no step was lost")  # noqa: T201
 
 
-@pytest.mark.parametrize("rate", [5, 500])
+@pytest.mark.parametrize("rate", RATES)
 def test_with_the_defaults_at_most_half_a_second_of_steps_that_have_left_the_device_is_lost(
     victim, tmp_path, capsys, rate
 ):

@@ -27,7 +27,8 @@ __all__ = ["Dispatcher"]
 class Dispatcher:
     """Runs rules and the black box on one thread, in the order of the steps, and each sink on its own.
 
-    A sink that is slow or hangs does not delay the rules or the other sinks.
+    A sink that is slow or hangs does not delay the rules or the other sinks, and a slow rule does not delay a
+    sink that takes steps ``before_rules``.
 
     Args:
         rules, sinks: the rules and sinks to run; their errors are counted in ``failures`` and stop nothing.
@@ -62,9 +63,11 @@ class Dispatcher:
         self._state = threading.Lock()
         self._box = box
         self._failures = failures
-        self._sink_threads = [
-            SinkThread(name, Calls.of(sink), limit, failures) for name, sink in _named(list(sinks)).items()
-        ]
+        named = _named(list(sinks))
+        threads = {name: SinkThread(name, Calls.of(sink), limit, failures) for name, sink in named.items()}
+        self._sink_threads = list(threads.values())
+        # those that get steps before the rules
+        self._ahead = [threads[name] for name in named if getattr(named[name], "before_rules", False)]
         own = Calls(self._open_sinks, self._look, self._tell_made, self._close_sinks)
         # all steps pass this thread first; it counts its errors and goes on
         self._first = SinkThread("the rules", own, limit, failures)
@@ -76,7 +79,8 @@ class Dispatcher:
 
     def put(self, records: Sequence[StepRecord]) -> None:
         """Add steps, in order. Never waits for rules or sinks."""
-        self._first.put((record, ()) for record in records)
+        for thread in [*self._ahead, self._first]:
+            thread.put((record, ()) for record in records)
 
     def put_fault(self, make: Callable[[], Fault]) -> None:
         """Add a fault, built when all steps so far have passed the rules; sinks get it after those steps."""
@@ -173,7 +177,10 @@ class Dispatcher:
                 except BaseException as error:  # noqa: BLE001 the sinks must still get the step
                     self._failures.add("black box", error)
         for thread in self._sink_threads:
-            thread.put(steps)
+            if thread in self._ahead:
+                thread.put_findings([finding for _, findings in steps for finding in findings])
+            else:
+                thread.put(steps)
         for fault in faults:
             self._tell(fault)
 

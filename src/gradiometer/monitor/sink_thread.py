@@ -42,7 +42,7 @@ class Calls(NamedTuple):
 class SinkThread:
     """Calls the methods of one sink on a thread of its own, one at a time and in order.
 
-    Producers never block. A full queue drops its oldest steps; their findings are passed with the next step.
+    Producers never block. A full queue drops its oldest steps; their findings are passed with the next ones.
     Faults are never dropped. An error in the sink is counted, and the thread continues.
 
     Args:
@@ -74,7 +74,7 @@ class SinkThread:
     def __init__(self, name: str, calls: Calls, limit: int, failures: Failures) -> None:
         self.dropped = 0
         self._name, self._calls, self._limit, self._failures = name, calls, limit, failures
-        # in order: (number, step, its findings), or (number, fault, None)
+        # in order: (number, step or None, findings), or (number, fault, None)
         self._items: deque[tuple[int, Any, Sequence[Finding] | None]] = deque()
         self._steps = 0  # the number of steps in the items
         self._homeless: dict[tuple[Any, ...], Finding] = {}  # findings of dropped steps
@@ -112,6 +112,13 @@ class SinkThread:
             text = f"{self._name} cannot keep up: more than {self._limit} steps are waiting, "
             text += "so the oldest are dropped"
             self._failures.add(f"queue of {self._name}", text, excess)
+
+    def put_findings(self, findings: Sequence[Finding]) -> None:
+        """Add findings of steps that were added before."""
+        with self._changed:
+            if findings and not self._ended.is_set():
+                self._append(None, findings)
+                self._changed.notify_all()
 
     def put_fault(self, fault: Any) -> None:
         """Add a fault, which follows all steps so far."""
@@ -152,7 +159,8 @@ class SinkThread:
         self._items.append((self._given, what, findings))
 
     def _drop(self) -> None:
-        place = next(i for i, (_, _, findings) in enumerate(self._items) if findings is not None)
+        items = enumerate(self._items)
+        place = next(i for i, (_, what, found) in items if what is not None and found is not None)
         self._homeless |= _by_key(self._items[place][2] or ())
         del self._items[place]
         self._steps -= 1
@@ -176,16 +184,17 @@ class SinkThread:
             items = self._items
             # small batches, so that a full queue has room again soon
             while items and (found := items[0][2]) is not None and len(records) < _BATCH:
-                records.append(items.popleft()[1])
+                record = items.popleft()[1]
+                records += [] if record is None else [record]
                 findings |= _by_key(found)
             self._steps -= len(records)
-            if records:
+            if records or findings:
                 findings, self._homeless = self._homeless | findings, {}
             elif items:
                 fault.append(items.popleft()[1])
             elif self._finishing:
                 return False
-        if records:
+        if records or findings:
             self._guard(self._calls.write, records, list(findings.values()))
         elif fault:
             self._guard(self._calls.fault, *fault)

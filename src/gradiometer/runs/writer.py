@@ -70,6 +70,9 @@ class RunRecord:
         ValueError: for a number out of range.
     """
 
+    # a slow rule must not hold up the journal
+    before_rules: Final = True
+
     def __init__(
         self,
         run_dir: Path | str,

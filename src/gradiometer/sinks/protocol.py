@@ -20,7 +20,9 @@ class Sink(Protocol):
     All methods are called on the sink's own thread, one at a time. An error is logged once and counted;
     training and the other sinks go on. An optional method ``tick()`` is called in every second without a
     step, for example to write buffered steps. An optional attribute ``lost`` is the number of steps that it
-    could not write, which `gradiometer.Monitor.dropped` includes.
+    could not write, which `gradiometer.Monitor.dropped` includes. If it has a true attribute
+    ``before_rules``, it does not wait for the rules: it gets each step at once, and the step's findings in a
+    later call of `write`, which may have no steps.
     """
 
     def start(self, info: RunInfo) -> None:
