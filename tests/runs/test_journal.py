@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import random
+import shutil
 import struct
 import threading
 import time
@@ -18,7 +21,7 @@ from gradiometer.columns.schema import NUM_COLUMNS
 from gradiometer.recorder.step_record import StepRecord
 from gradiometer.runs import journal, open_segment, verify
 from gradiometer.runs.format import RunError, list_segments
-from gradiometer.runs.journal import JournalWriter, journal_path, list_journals, read_journal
+from gradiometer.runs.journal import Journal, JournalWriter, journal_path, list_journals, read_journal
 from gradiometer.runs.reader import read_run
 from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import fail_writes, make_info, make_records, make_roster, write_run
@@ -167,6 +170,8 @@ STEP = [0, 1.0, False, False, {}]
         ([HEAD, [[]]], b""),
         ([HEAD, [STEP[:4]]], b""),
         ([HEAD, [["0", *STEP[1:]]]], b""),
+        ([HEAD, [[True, *STEP[1:]]]], b""),
+        ([HEAD | {"attempt": 2**31}], b""),
         ([HEAD, [[-1, *STEP[1:]]]], b""),
         ([HEAD, [[2**63, *STEP[1:]]]], b""),
         ([HEAD, [[10**30, *STEP[1:]]]], b""),
@@ -213,7 +218,7 @@ def test_a_batch_that_claims_more_than_the_file_has_takes_no_memory(tmp_path):
     head = sizes + bytes(32)
     found = reread(tmp_path, head + zlib.crc32(head).to_bytes(4, "little") + b"x" * 100)
     # as if it had been cut off
-    assert found == (None, [], None)
+    assert found == Journal(None, [])
 
 
 # beside Parquet files
@@ -427,3 +432,231 @@ def test_who_reads_while_the_run_goes_on_sees_every_step_once(tmp_path, seconds)
     thread.join()
     run.refresh()
     assert all_bits(run.records()) == all_bits(records)
+
+
+# when the disk fails
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Writes of files whose path has one of these words in it fail, as on a full disk."""
+    words = set()
+
+    def check(path):
+        if any(word in str(path) for word in words):
+            raise OSError(28, "No space left on device", str(path))
+
+    fail_writes(monkeypatch, check)
+    return words
+
+
+def write_each(sink, records):
+    """Write one step after another, whatever fails; return how many calls failed."""
+    failed = 0
+    for record in records:
+        try:
+            sink.write([record], [])
+        except OSError:
+            failed += 1
+    return failed
+
+
+def lost_of(path, total):
+    return total - len(steps_of(path))
+
+
+def close(sink):
+    with contextlib.suppress(OSError):
+        sink.close()
+
+
+def test_while_parquet_files_cannot_be_written_the_journal_has_every_step(tmp_path, full):
+    records = list(make_records(ROSTER, 20))
+    sink = opened(tmp_path, segment_steps=5, segment_seconds=10.0)
+    full.add("tensors")
+    assert write_each(sink, records[:19])
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records[:19])
+    # going back to a checkpoint, and the end
+    assert write_each(sink, [records[18]])
+    close(sink)
+    assert steps_of(tmp_path) == list(range(19))
+    assert sink.lost == 0
+
+
+def test_a_journal_that_failed_goes_on_when_its_disk_works_again(tmp_path, full, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    records = list(make_records(ROSTER, 8))
+    sink = opened(tmp_path, segment_seconds=0.001)
+    full.update(("tensors", "journal"))
+    for record in records[:5]:
+        now[0] += 1
+        write_each(sink, [record])
+    assert steps_of(tmp_path) == []
+    full.remove("journal")
+    now[0] += 100
+    write_each(sink, records[5:])
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+
+
+def test_parquet_files_are_written_though_the_journal_fails(tmp_path, full, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    sink = opened(tmp_path, segment_seconds=10.0)
+    full.add("journal")
+    for record in make_records(ROSTER, 6):
+        now[0] += 100
+        assert write_each(sink, [record]) <= 1
+    assert steps_of(tmp_path) == list(range(6))
+
+
+def removed_journal(tmp_path, sink, records, full):
+    full.add("tensors")
+    write_each(sink, records)
+    for path in tmp_path.glob("journal-*"):
+        path.unlink()
+    close(sink)
+
+
+def removed_and_gone_back(tmp_path, sink, records, full):
+    full.add("tensors")
+    write_each(sink, records[:30])
+    for path in tmp_path.glob("journal-*"):
+        path.unlink()
+    write_each(sink, [records[0]])
+    full.clear()
+    write_each(sink, records[1:])
+    sink.close()
+
+
+def removed_while_memory_was_full(tmp_path, sink, records, full):
+    full.add("tensors")
+    write_each(sink, records[:55])
+    for path in tmp_path.glob("journal-*"):
+        path.unlink()
+    full.clear()
+    write_each(sink, records[55:])
+    sink.close()
+
+
+def a_file_in_place_of_the_folder(tmp_path, sink, records, _):
+    write_each(sink, records)
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("")
+    close(sink)
+    tmp_path.unlink()
+    write_run(tmp_path, 3, 0)
+
+
+def no_folder_of_tensors(tmp_path, sink, records, full):
+    sink.write(records[:3], [])
+    full.add("tensors")
+    write_each(sink, records[3:50])
+    shutil.rmtree(tmp_path / "tensors")
+    full.clear()
+    write_each(sink, records[50:])
+    sink.close()
+
+
+def no_folder_of_tensors_and_no_space(tmp_path, sink, records, full):
+    full.add("tensors")
+    write_each(sink, records[:20])
+    shutil.rmtree(tmp_path / "tensors")
+    write_each(sink, records[20:])
+    close(sink)
+
+
+@pytest.mark.parametrize(
+    ("happens", "lost"),
+    [
+        (removed_journal, 60),
+        (removed_while_memory_was_full, None),
+        (a_file_in_place_of_the_folder, 60),
+        (no_folder_of_tensors, 0),
+        (no_folder_of_tensors_and_no_space, 0),
+        # 30 steps that were superseded, of which none was on disk any more
+        (removed_and_gone_back, 30),
+    ],
+)
+def test_lost_are_the_steps_that_are_not_on_disk(tmp_path, full, happens, lost):
+    run_dir = tmp_path / "run"
+    records = list(make_records(ROSTER, 60))
+    size = 10 if happens in {removed_while_memory_was_full, no_folder_of_tensors} else 1000
+    sink = opened(run_dir, segment_steps=size)
+    happens(run_dir, sink, records, full)
+    expected = lost_of(run_dir, 60) if lost is None else lost
+    assert sink.lost == expected
+    assert happens is removed_and_gone_back or sink.lost == lost_of(run_dir, 60)
+    found = list(read_run(run_dir).records())
+    assert all_bits(found) == all_bits([records[record.step] for record in found])
+
+
+def test_a_journal_that_cannot_be_read_for_now_is_left_for_the_next_attempt(tmp_path, monkeypatch):
+    records = list(make_records(ROSTER, 5))
+    sink = opened(tmp_path)
+    sink.write(records, [])
+    sink._free()
+    with monkeypatch.context() as patch:
+
+        def fail(_):
+            raise OSError(24, "Too many open files")
+
+        patch.setattr(journal, "open_file", fail)
+        opened(tmp_path, first=5).close()
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+    opened(tmp_path, first=5).close()
+    assert list_journals(tmp_path) == {}
+    assert all_bits(read_run(tmp_path).records()) == all_bits(records)
+
+
+def test_a_damaged_journal_does_not_bring_superseded_steps_back(tmp_path):
+    write_run(tmp_path, 3, 20, kinds=ROSTER.kinds)
+    sink = opened(tmp_path, first=5)
+    sink.write(list(make_records(ROSTER, 8, first=5, seed=1)), [])
+    sink._free()
+    path = journal_path(tmp_path, 2, 5)
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1  # the first frame
+    path.write_bytes(data)
+    assert read_run(tmp_path, skip_damaged=True).steps["step"].to_pylist() == [*range(5)]
+    sink = opened(tmp_path, first=10)
+    sink.write(list(make_records(ROSTER, 3, first=10, seed=2)), [])
+    sink.close()
+    assert steps_of(tmp_path) == [*range(5), 10, 11, 12]
+
+
+def test_special_files_in_place_of_a_journal_stop_neither_readers_nor_the_next_attempt(tmp_path):
+    for i, make in enumerate((lambda p: p.mkdir(), lambda p: p.symlink_to(p.name), os.mkfifo)):
+        run_dir = write_run(tmp_path / str(i), 3, 4, kinds=ROSTER.kinds)
+        make(journal_path(run_dir, 1, 4))
+        (run_dir / "damaged-journal-0001-0000000004.bin").mkdir()
+        with pytest.raises(RunError, match="journal-0001-0000000004"):
+            read_run(run_dir)
+        assert len(verify(run_dir).of("damaged")) == 1
+        assert list(read_run(run_dir, skip_damaged=True).damaged) == ["journal-0001-0000000004.bin"]
+        opened(run_dir, first=4).close()
+        assert read_run(run_dir, skip_damaged=True).steps.num_rows == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "SEEK_HOLE"), reason="no files with holes")
+def test_a_file_with_terabytes_of_holes_is_refused(tmp_path):
+    run_dir = write_run(tmp_path, 3, 4)
+    path = journal_path(run_dir, 1, 4)
+    path.touch()
+    try:
+        os.truncate(path, 1 << 40)
+    except OSError:
+        pytest.skip("the file system has no files of this size")
+    with pytest.raises(RunError, match="it has large holes"):
+        read_run(run_dir)
+
+
+def test_many_small_steps_take_no_more_than_a_small_multiple_of_the_file(tmp_path):
+    roster = make_roster(0)
+    values = torch.zeros(1, 0, NUM_COLUMNS + 1, dtype=torch.float64)
+    out = JournalWriter(tmp_path, 1, 0, roster)
+    out.append([StepRecord(step, 1.0, {}, roster, values) for step in range(20_000)])
+    found = read_journal(tmp_path, 1, 0)
+    assert len(found.records) == 20_000
+    assert len({id(record.values) for record in found.records}) == 1
+    out.close(remove=False)

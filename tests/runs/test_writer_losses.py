@@ -211,7 +211,7 @@ def test_a_removed_folder_that_another_run_has_taken_is_left_to_it(tmp_path):
             sink.write(list(make_records(ROSTER, 10, first=10)), [])
         with pytest.raises(RunError, match="is already being written by another run"):
             sink.close()
-    assert sink.lost == 10
+    assert sink.lost == 20
     assert (run_dir / "run.json").read_text() == "its own"
     assert not list(run_dir.glob("*/*"))
 

@@ -59,6 +59,9 @@ VERSION: Final = 1
 # of JSON: digits of an integer, which those of int64 do not exceed, and levels
 _DIGITS: Final = 19
 _DEPTH: Final = 50
+# a file of more bytes takes this part of it on disk, at least
+_LARGEST_HOLE: Final = 1 << 30
+_HOLES: Final = 100
 
 
 class RunError(ValueError):
@@ -211,10 +214,15 @@ def json_file(name: str, value: Mapping[str, Any]) -> tuple[bytes, str]:
 def open_file(path: Path) -> IO[bytes]:
     """Open a regular file to read it: to open a pipe could block, and a device may have no end."""
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 the caller closes it
-    if stat_.S_ISREG(os.fstat(file.fileno()).st_mode):
+    stat = os.fstat(file.fileno())
+    # a file of some bytes can have holes of terabytes, which would be read as zeros
+    is_sparse = stat.st_size > _LARGEST_HOLE and stat.st_size > _HOLES * 512 * getattr(
+        stat, "st_blocks", math.inf
+    )
+    if stat_.S_ISREG(stat.st_mode) and not is_sparse:
         return file
     file.close()
-    msg = "it is not a regular file"
+    msg = "it has large holes" if is_sparse else "it is not a regular file"
     raise OSError(msg)
 
 
@@ -376,10 +384,10 @@ def unfit(path: Path, said: object) -> RunError:
 
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when a file is replaced; None if the file is missing."""
+    """Return a value that changes when a file is replaced; None if it is missing or cannot be read."""
     try:
         return stamp_of(path.stat())
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return None
 
 

@@ -17,6 +17,7 @@ ignored.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -50,13 +51,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["Journal", "JournalWriter", "journal_path", "list_journals", "read_journal"]
+__all__ = [
+    "Journal",
+    "JournalWriter",
+    "journal_path",
+    "keep_damaged",
+    "list_damaged",
+    "list_journals",
+    "read_journal",
+]
 
 _MAGIC: Final = b"GRADJNL1"
 _SIZES: Final = struct.Struct("<8sQQ")
 # with the digest and the CRC
 _HEADER: Final = _SIZES.size + 32 + 4
-_BLOCK: Final = 1 << 20
+# a power failure may leave so many zeros
+_BLOCK: Final = 1 << 26
+_DAMAGED: Final = "damaged-"
+_LARGEST_ATTEMPT: Final = 2**31 - 1
 _COLUMNS: Final = (*COLUMN_NAMES, "flags")
 _LARGEST_STEP: Final = 2**63 - 1
 
@@ -68,11 +80,13 @@ class Journal(NamedTuple):
         roster: the tensors of its steps; None if nothing can be read.
         records: the steps, ascending, up to the first damage.
         error: what is damaged; None if nothing is.
+        is_unreadable: whether the error is not damage, but that the file cannot be read now.
     """
 
     roster: Roster | None
     records: list[StepRecord]
     error: RunError | None = None
+    is_unreadable: bool = False
 
 
 def journal_path(run: Path, attempt: int, first_step: int) -> Path:
@@ -80,13 +94,32 @@ def journal_path(run: Path, attempt: int, first_step: int) -> Path:
     return run / f"journal-{attempt:04d}-{first_step:010d}.bin"
 
 
-def list_journals(run: Path) -> dict[tuple[int, int], Any]:
+def list_journals(run: Path, prefix: str = "") -> dict[tuple[int, int], Any]:
     """Return the `stamp` of each journal by attempt and first step, ascending."""
     found = {}
-    for path in run.glob("journal-*.bin"):
-        if match := re.fullmatch(r"journal-(\d+)-(\d+)\.bin", path.name):
+    for path in run.glob(f"{prefix}journal-*.bin"):
+        if match := re.fullmatch(rf"{prefix}journal-(\d+)-(\d+)\.bin", path.name):
             found[int(match[1]), int(match[2])] = stamp(path)
     return dict(sorted(found.items()))
+
+
+def keep_damaged(path: Path) -> Path:
+    """Give a damaged journal a name under which it is not read, and return its path.
+
+    It still supersedes steps of earlier attempts; `list_damaged` lists it.
+    """
+    kept = path.with_name(_DAMAGED + path.name)
+    if kept.exists():
+        return path
+    try:
+        return path.rename(kept)
+    except OSError:
+        return path
+
+
+def list_damaged(run: Path) -> list[tuple[int, int]]:
+    """Return attempt and first step of each journal that `keep_damaged` has kept."""
+    return list(list_journals(run, _DAMAGED))
 
 
 class JournalWriter:
@@ -192,10 +225,10 @@ def read_journal(run: Path, attempt: int, first_step: int) -> Journal | None:
                     records += _read_steps(parse_json(text), numbers, head, records[-1:])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (MemoryError, OSError, ValueError, RecursionError) as error:
         advice = "to read the other steps, move it away, or pass skip_damaged=True to read_run"
         failed = file_error(path, summary(error), advice)
-        return Journal(head and head.roster, records, failed)
+        return Journal(head and head.roster, records, failed, isinstance(error, (MemoryError, OSError)))
     return Journal(head and head.roster, records)
 
 
@@ -210,7 +243,7 @@ def _frames(file: IO[bytes]) -> Iterator[tuple[bytes, bytearray]]:
     while len(header := file.read(_HEADER)) == _HEADER:
         sizes, digest = header[: _SIZES.size], header[_SIZES.size : -4]
         if zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
-            if not any(header) and not any(map(any, iter(lambda: file.read(_BLOCK), b""))):
+            if not any(header) and not any(file.read(_BLOCK)) and file.tell() == size:
                 return
             msg = f"there is no batch of steps at byte {at}"
             raise DamageError(msg)
@@ -242,6 +275,9 @@ def _read_head(said: Any) -> _Head:
         columns = said["columns"]
         places = [columns.index(name) for name in _COLUMNS]
         attempt, first_step = operator.index(said["attempt"]), operator.index(said["first_step"])
+        if not 0 <= attempt <= _LARGEST_ATTEMPT:
+            msg = f"attempt {attempt}"
+            raise ValueError(msg)  # noqa: TRY301 as for other content
         return _Head((attempt, first_step), load_roster(said), places, len(columns))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         msg = f"unexpected content: {error!r:.80}"
@@ -260,9 +296,11 @@ def _read_steps(said: Any, numbers: bytearray, head: _Head, before: Sequence[Ste
         if numbers:
             values = torch.frombuffer(numbers, dtype=torch.float64).view(-1, *shape)
         values = values[..., head.places]
-        left, records = iter(values), []
+        # tensors without elements are one: a text of a few bytes must not take a tensor for each step
+        left = iter(values) if values.numel() else itertools.repeat(values[0] if recorded else None)
+        records = []
         for step, time, is_recorded, skipped, scalars in said:
-            if not (isinstance(step, int) and last < step <= _LARGEST_STEP):
+            if not (type(step) is int and last < step <= _LARGEST_STEP):
                 msg = f"step {step!r:.20} after step {last}"
                 raise ValueError(msg)  # noqa: TRY301
             last = step

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.directory import prepare
 from gradiometer.runs.format import RunError, list_segments, pyarrow, segment_path
-from gradiometer.runs.journal import JournalWriter, journal_path, list_journals, read_journal
+from gradiometer.runs.journal import JournalWriter, journal_path, keep_damaged, list_journals, read_journal
 from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
 from gradiometer.runs.segments import Segments
 from gradiometer.runs.tables import cut
@@ -44,9 +44,9 @@ class OpenSegment:
 
     Attributes:
         attempt: the attempt that writes.
-        saved: how many of the steps are in Parquet files.
-        kept: how many of the steps are on disk, in Parquet files or in a journal.
         last: as above.
+        recorded: how many of the steps were recorded.
+        saved: how many of the steps are in Parquet files.
     """
 
     def __init__(
@@ -59,16 +59,17 @@ class OpenSegment:
         self._key: tuple[int, int] | None = None
         self._previous = last
         self._journal: JournalWriter | None = None
-        self._is_sealed = False  # the journal has steps that are nowhere else
+        self._sealed: int
         self.clear()
 
     def clear(self) -> None:
         """Go on with the steps after these."""
-        # the steps whose rows are made, as tables, and those after them
+        # the steps whose rows are made, as tables; those after them; and the last ones, which are not on disk
         self._rows = [(steps_table([], 0), tensors_table([], 0, self._roster))]
         self._done = 0
         self._new: list[StepRecord] = []
-        self.recorded = self.saved = self.kept = 0
+        self._unwritten: list[StepRecord] = []
+        self.recorded = self.saved = 0
         self._close_journal(remove=False)
 
     def __len__(self) -> int:
@@ -81,28 +82,41 @@ class OpenSegment:
         steps = self._tables()[0]["step"]
         return int(steps[0].as_py()) if len(steps) else self._new[0].step
 
+    @property
+    def missing(self) -> int:
+        """How many of the steps are not on disk, neither in Parquet files nor in the journal."""
+        begin, end = self._journaled
+        return len(self) - self.saved - (end - begin)
+
     def add(self, record: StepRecord) -> None:
         """Add a step, without writing it."""
         self._new.append(record)
+        self._unwritten.append(record)
         self.recorded += record.recorded
 
+    def check(self) -> int:
+        """Notice that the journal was removed; return how many steps that were dropped are lost with it."""
+        if self._journal is None or self._journal.is_there:
+            return 0
+        lost = self._sealed
+        self._close_journal(remove=False)
+        return lost
+
     def append(self) -> bool:
-        """Append steps that are not on disk to the journal; return False if only `save` can write them."""
-        if self._journal is not None and not self._journal.is_there:
-            self.kept = self.saved
-            self._close_journal(remove=False)
-        if self.kept == len(self) or self._is_sealed:
+        """Append new steps to the journal; return False if there are others that only `save` can write."""
+        if self._sealed:
             return True
-        if self.kept < self._done:
-            return False  # only their rows are left
-        new = self._new[self.kept - self._done :]
-        if self._journal is None:
-            self._journal = JournalWriter(self._run, self.attempt, new[0].step, self._roster)
-        self._journal.append(new)
-        self.kept = len(self)
+        if self._unwritten:
+            if self._journal is None:
+                self._journaled = (len(self) - len(self._unwritten),) * 2
+                first = self._unwritten[0].step
+                self._journal = JournalWriter(self._run, self.attempt, first, self._roster)
+            self._journal.append(self._unwritten)
+            self._journaled = self._journaled[0], len(self)
+            self._unwritten = []
         if len(self._new) >= _BATCH:
             self._make_rows()
-        return True
+        return not self.missing
 
     def save(self) -> None:
         """Replace the segment's files with longer ones."""
@@ -124,31 +138,33 @@ class OpenSegment:
         for put in ready:
             put()
         self.last = (*self._key, digest)
-        self.saved = self.kept = len(self)
-        self._close_journal(remove=not self._is_sealed)
+        self.saved, self._unwritten = len(self), []
+        self._close_journal(remove=not self._sealed)
 
     def drop(self) -> tuple[int, int]:
         """Drop the steps that are in Parquet files, or else the oldest one; at least one must be left.
 
         Returns:
-            how many were dropped, and how many of them are lost.
+            how many that are in Parquet files were dropped, and how many are lost.
         """
         self._make_rows()
-        gone = max(self.saved, 1)
-        lost = max(gone - self.kept, 0)
-        # no more is appended: the journal must not grow without end
-        self._is_sealed |= not self.saved and not lost
+        begin, end = self._journaled
+        saved, gone = self.saved, max(self.saved, 1)
+        lost = int(not saved and not begin < gone <= end)
+        if not saved and not lost:
+            # no more is appended: the journal must not grow without end
+            self._sealed += 1
         steps, tensors = self._tables()
         steps = steps.slice(gone)
         self._rows = [(steps, cut(tensors, steps["step"][0].as_py(), None))]
-        self._done, self.recorded = len(steps), sum(steps["recorded"].to_pylist())
-        self.saved, self.kept = 0, max(self.kept - gone, 0)
-        return gone, lost
+        self._done, self.recorded, self.saved = len(steps), sum(steps["recorded"].to_pylist()), 0
+        self._journaled = max(begin - gone, 0), max(end - gone, 0)
+        self._unwritten = self._unwritten[-len(self) :]
+        return saved, lost
 
-    def write_anew(self) -> None:
-        """Write all steps in memory once more, as the folder was removed."""
-        self.saved = self.kept = 0
-        self._close_journal(remove=not self._is_sealed)
+    def forget_saved(self) -> None:
+        """Write all steps once more, because Parquet files were removed."""
+        self.saved = 0
 
     def _make_rows(self) -> None:
         if self._new:
@@ -166,7 +182,10 @@ class OpenSegment:
         return self._rows[0]
 
     def _close_journal(self, *, remove: bool) -> None:
-        journal, self._journal, self._is_sealed = self._journal, None, False
+        journal, self._journal = self._journal, None
+        # the first step in the journal and the one after its last; and how many others it has
+        self._journaled = self.saved, self.saved
+        self._sealed = 0
         if journal is not None:
             journal.close(remove=remove)
 
@@ -174,25 +193,24 @@ class OpenSegment:
 def recover(run: Path, *, fsync: bool) -> None:
     """Write the steps in journals, which a killed process has left, to Parquet files."""
     for key in list_journals(run):
-        path = journal_path(run, *key)
         journal = read_journal(run, *key)
-        if journal is None:
-            continue
         segments = Segments(run, list_segments(run))
         try:
-            records = segments.without(key[0], journal.records)
+            records = [] if journal is None else segments.without(key[0], journal.records)
         except RunError:
             continue  # its steps stay there, beside a damaged Parquet file
+        if journal is None or journal.is_unreadable:
+            continue
         if journal.roster is not None and records:
             segment = OpenSegment(run, journal.roster, key[0], segments.last_written(), fsync=fsync)
             for record in records:
                 segment.add(record)
             segment.save()
+        path = journal_path(run, *key)
         if journal.error is None:
             path.unlink(missing_ok=True)
         else:
-            damaged = path.with_name(f"damaged-{path.name}")
-            path.replace(damaged)
+            kept = keep_damaged(path)
             _LOG.warning(
-                "%s. It is now %s, and the run goes on with the steps before", journal.error, damaged.name
+                "%s. It is now %s, and the run goes on with the steps before", journal.error, kept.name
             )

@@ -33,7 +33,7 @@ from gradiometer.runs.format import (
     stamp,
     unfit,
 )
-from gradiometer.runs.journal import journal_path, list_journals, read_journal
+from gradiometer.runs.journal import journal_path, list_damaged, list_journals, read_journal
 from gradiometer.runs.segments import Segments
 from gradiometer.runs.tables import codes, cut, numbers, put, scalars_of, unreadable
 from gradiometer.terminal import printable
@@ -149,10 +149,11 @@ class Run:
         self._journals = {key: journal for key, journal in found if journal is not None}
         self._files.update(segments, info, self._journals)
         self._seen = journals, segments, files
-        keys = sorted([*segments, *self._files.journals])
+        keys = sorted({*segments, *self._files.journals})
+        damaged = [key for key, journal in self._journals.items() if journal.error is not None]
         # from the written segments, so that an attempt that wrote nothing supersedes nothing
         self._begins = {}
-        for attempt, first in keys:
+        for attempt, first in sorted([*keys, *damaged, *list_damaged(self.path)]):
             self._begins.setdefault(attempt, first)
         begins = self._begins.items()
         self._ends = {a: min([s for b, s in begins if b > a], default=FOREVER) for a, _ in begins}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import time
 import weakref
@@ -112,11 +113,10 @@ class RunRecord:
         # lost steps that the log does not report yet, and why the segment could not be written
         self._unreported = 0
         self._why = ""
+        self._removed = 0  # steps in removed folders that the log does not report yet
         self._findings: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._findings_changed = False
-        # of the segment, run.json and findings.json; of the journal
-        self._retries = Retry(), Retry(), Retry()
-        self._journal_retry = Retry()
+        self._retries: dict[str, Retry] = collections.defaultdict(Retry)  # of each file
         self._digests: dict[str, str] = {}  # of the JSON files
 
     def start(self, info: RunInfo) -> None:
@@ -234,16 +234,13 @@ class RunRecord:
                 self._add(record, full=not errors)
             except Exception as error:  # noqa: BLE001 the other steps must still be added
                 errors.append(error)
-        # with 0 seconds, all is written below
-        if self._seconds and (failed := self._journal_retry(self._write_journal, now=False)):
-            errors.append(failed)
         segment = self._segment
         waits = len(segment) > segment.saved or self._findings_changed or self._info_changed
-        if waits and not errors and time.monotonic() - self._saved_at >= self._seconds:
-            try:
-                self._flush()
-            except Exception as error:  # noqa: BLE001 raised below
-                errors.append(error)
+        is_due = waits and not errors and time.monotonic() - self._saved_at >= self._seconds
+        try:
+            self._flush(all_files=is_due)
+        except Exception as error:  # noqa: BLE001 raised below
+            errors.append(error)
         self._drop()
         if errors or refused:
             raise [*errors, *refused][0]
@@ -261,8 +258,8 @@ class RunRecord:
                 self._flush(now=True)
             except Exception as error:  # noqa: BLE001 raised after the step is added
                 failed = error
-            self._lose(len(self._segment) - self._segment.kept)
-            self._num_written += self._segment.kept
+            missing = self._count_missing()
+            self._num_written += len(self._segment) - missing
             # the others are superseded
             self._num_written = min(self._num_written, max(0, record.step - self._first_step))
             self._begin(record.step, record.time)
@@ -294,7 +291,7 @@ class RunRecord:
             self._flush(now=True)
         finally:
             try:
-                self._lose(len(self._segment) - self._segment.kept)
+                self._count_missing()
                 self._report_lost()
                 self._segment.clear()
                 self._info["attempts"][-1] |= {"ended": time.time(), "lost": self.lost}
@@ -311,10 +308,13 @@ class RunRecord:
         found = segment.recorded * self._roster.num_rows
         return len(segment) >= segments * steps or found >= segments * rows
 
-    def _flush(self, *, now: bool = False) -> None:
-        """Write what has changed; a file that cannot be written holds up no other."""
-        writes = self._write_segment, self._write_new_info, self._write_new_findings
-        tries = [retry(write, now=now) for retry, write in zip(self._retries, writes, strict=True)]
+    def _flush(self, *, now: bool = False, all_files: bool = True) -> None:
+        """Write what has changed, or only the journal; a file that cannot be written holds up no other."""
+        # the journal first, which takes less time; with 0 seconds, all else follows at once
+        writes = [self._write_journal] if self._seconds else []
+        if all_files:
+            writes += [self._write_segment, self._write_new_info, self._write_new_findings]
+        tries = [self._retries[write.__name__](write, now=now) for write in writes]
         errors = [error for error in tries if error is not None]
         if errors:
             raise errors[0]
@@ -335,7 +335,8 @@ class RunRecord:
             self._segment.clear()
 
     def _write_journal(self) -> None:
-        if self._segment.kept < len(self._segment):
+        self._lose(self._segment.check())
+        if self._segment.missing:
             self._restore()
             if not self._segment.append():
                 self._write_segment()
@@ -345,17 +346,27 @@ class RunRecord:
         is_locked_here = is_locked(self.path, self._lock)
         if is_locked_here and all([(self.path / table).is_dir() for table in _TABLES]):
             return
+        gone = self._segment.check() + self._num_written
+        self._segment.forget_saved()
+        self.lost += gone
+        self._removed += gone
+        self._num_written = 0
+        self._info_changed, self._findings_changed = True, bool(self._findings)
         self._make_folders()
         if not is_locked_here:
             self._free()
             self._take()
             self._digests = {}
-        self._segment.write_anew()
-        gone, self._num_written = self._num_written, 0
-        self.lost += gone
-        self._info_changed, self._findings_changed = True, bool(self._findings)
         text = "%s was removed while the run went on: it is made again, and %d steps that were in it are lost"
-        _LOG.warning(text, self.path, gone)
+        _LOG.warning(text, self.path, self._removed)
+        self._removed = 0
+
+    def _count_missing(self) -> int:
+        """Count the steps that are in memory only as lost, and return how many they are."""
+        self._lose(self._segment.check())
+        missing = self._segment.missing
+        self._lose(missing)
+        return missing
 
     def _lose(self, steps: int) -> None:
         self.lost += steps
@@ -392,9 +403,9 @@ class RunRecord:
     def _drop(self) -> None:
         """Drop the oldest steps if too many wait for the disk."""
         while self._holds(_WAITING) and len(self._segment) > 1:
-            gone, lost = self._segment.drop()
+            saved, lost = self._segment.drop()
             self._lose(lost)
-            self._num_written += gone - lost
+            self._num_written += saved
 
     def _replace(self, path: Path, value: Mapping[str, Any]) -> None:
         self._restore()
