@@ -110,7 +110,7 @@ def test_the_pace_is_that_of_the_last_attempt(tmp_path):
 
 def test_the_fault_of_an_earlier_attempt_is_over(run):
     info = json.loads((run.path / "run.json").read_text())
-    info["attempts"].append({**info["attempts"][-1], "attempt": 2})
+    info["attempts"].append({**info["attempts"][-1], "attempt": 2, "wrote": False})
     edit_info(run.path, attempts=info["attempts"])
     fault = {"reason": "exception", "message": "", "step": 19, "first_nonfinite": None}
     for attempt, told in ((1, False), (2, True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,20 @@ def test_with_the_defaults_at_most_half_a_second_of_steps_that_have_left_the_dev
         assert len(steps) > told["left"], f"{told}, {len(steps)} steps on disk"
     with capsys.disabled():
         print(f"\n{DEFAULTS} kills at {rate} steps/s: at most {max(lost)} steps were lost")  # noqa: T201
+
+
+@pytest.mark.parametrize("end", ["close", "exception", "sys.exit", "end of the process", "SIGTERM", "SIGHUP"])
+def test_however_else_a_process_ends_the_run_is_whole_and_closed(victim, tmp_path, end):
+    path = tmp_path / "run"
+    status = victim(path, end=end)["status"]
+    codes = {"exception": 1, "sys.exit": 3, "SIGTERM": 128 + signal.SIGTERM, "SIGHUP": 128 + signal.SIGHUP}
+    assert os.waitstatus_to_exitcode(status) == codes.get(end, 0)
+    run = read_run(path)
+    assert run.steps["step"].to_pylist() == list(range(10))
+    assert run.tensors(names="weight").num_rows == 10
+    assert [(found.rule, found.first_step) for found in run.findings] == [("nonfinite", 9)]
+    assert run.info["closed"]
+    assert not list(path.glob("journal-*"))
+    assert verify(path).whole
+    reasons = {"exception": "exception", "sys.exit": "exit", "end of the process": "exit"}
+    assert (None if end == "close" else reasons.get(end, end)) == (run.blackbox and run.blackbox["reason"])

@@ -7,6 +7,8 @@ import math
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from torch import nn
 import gradiometer as gm
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs.directory import is_locked
+from gradiometer.runs.journal import list_journals
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import fail_writes, make_info, make_records, make_roster
@@ -300,3 +303,82 @@ def test_steps_of_a_run_that_cannot_be_opened_are_dropped(tmp_path, caplog):
     assert monitor.dropped == 4
     said = "the run ended: 4 steps, 4 of them with tensors; dropped: 4; failures: sink RunRecord (1)"
     assert end_of(caplog) == (logging.WARNING, said)
+
+
+class Slow:
+    """A rule that does not return until it may."""
+
+    name = "slow"
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def check(self, record):
+        assert self.go.wait(60)
+        return [finding(rule="slow", first_step=record.step, last_step=record.step)]
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_slow_rule_holds_up_no_step_of_the_run_record(tmp_path):
+    rule = Slow()
+    with gm.Monitor(nn.Linear(2, 1), run_dir=tmp_path, rules=[rule]) as monitor:
+        for _ in range(20):
+            monitor.record()
+            monitor.advance(loss=1.0)
+        monitor.flush(0.1)
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not (list_journals(tmp_path) and len(steps_of(tmp_path)) == 20):
+            time.sleep(0.01)
+        assert steps_of(tmp_path) == list(range(20))
+        assert read_run(tmp_path).findings == []
+        rule.go.set()
+    (found,) = read_run(tmp_path).findings
+    assert (found.rule, found.first_step, found.last_step) == ("slow", 0, 19)
+
+
+def test_the_report_of_a_fault_is_written_when_the_disk_works_again(tmp_path, full):
+    sink = opened(tmp_path, segment_seconds=0)
+    full.add("blackbox")
+    with pytest.raises(OSError, match="No space left"):
+        sink.fault(SimpleNamespace(to_dict=lambda: {"reason": "exception"}))
+    assert read_run(tmp_path).blackbox is None
+    full.clear()
+    sink.write(list(make_records(ROSTER, 1)), [])
+    assert read_run(tmp_path).blackbox == {"reason": "exception", "attempt": 1}
+    sink.close()
+
+
+def test_a_run_with_a_damaged_run_json_goes_on_with_a_new_one(tmp_path, caplog):
+    sink = opened(tmp_path)
+    sink.write(list(make_records(ROSTER, 5)), [])
+    sink.close()
+    path = tmp_path / "run.json"
+    damaged = path.read_bytes()[:-9]
+    path.write_bytes(damaged)
+    with pytest.raises(RunError, match=r"run.json cannot be read \(.*\): restore it from a copy, or set its"):
+        read_run(tmp_path)
+    sink = RunRecord(tmp_path, fsync=False)
+    sink.start(make_info(ROSTER, 5))
+    sink.write(list(make_records(ROSTER, 3, first=5)), [])
+    sink.close()
+    (kept,) = tmp_path.glob("run-damaged-*.json")
+    assert kept.read_bytes() == damaged
+    assert f"It is now {kept.name}, and the run goes on with a new one" in caplog.text
+    assert steps_of(tmp_path) == list(range(8))
+
+
+@pytest.mark.parametrize("table", ["steps", "both"])
+def test_rows_that_a_missing_segment_superseded_do_not_come_back(tmp_path, table):
+    for first, steps in ((0, 10), (5, 3)):
+        sink = RunRecord(tmp_path, fsync=False)
+        sink.start(make_info(ROSTER, first))
+        sink.write(list(make_records(ROSTER, steps, first=first)), [])
+        sink.close()
+    for name in ("steps", "tensors") if table == "both" else ("steps",):
+        (tmp_path / name / f"{name}-0002-0000000005.parquet").unlink()
+    assert steps_of(tmp_path) == list(range(5))

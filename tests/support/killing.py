@@ -1,14 +1,17 @@
-"""Train in a process that gets killed: each input line, JSON, names a run to begin and when to kill it.
+"""Train in a process that ends: each input line, JSON, names a run to begin, and how or when to end it.
 
 The process is killed ``delay`` seconds after ``steps`` of its steps, however long they take. With a ``rate``,
-of steps/s, it trains with the defaults of `Monitor`; else it writes small segments as fast as it can.
+of steps/s, it trains with the defaults of `Monitor`; else it writes small segments as fast as it can. With an
+``end``, the process is not killed, but ends in this way.
 
 torch is imported once, and each training is a fork of this process, which starts no threads itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import math
 import os
 import select
 import signal
@@ -31,6 +34,9 @@ TOLD = struct.Struct("dqq")
 
 def tell(pipe, last, left):
     os.write(pipe, TOLD.pack(time.monotonic(), last, left))
+
+
+left_open = []
 
 
 def loss_of(step):
@@ -80,6 +86,51 @@ def train_with_defaults(run, rate, pipe):
             tell(pipe, step, -1 if left is None else left.step)
 
 
+def train_and_end(run, end):
+    """Train ten steps with the defaults, and end as a process does."""
+    model = torch.nn.Linear(4, 4)
+    signals = {"SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    monitor = Monitor(model, run_dir=run)
+    left_open.append(monitor)  # it must not end by garbage collection
+
+    def steps():
+        for step in range(10):
+            model.weight.grad = torch.full_like(model.weight, math.nan if step == 9 else float(step))
+            monitor.record()
+            monitor.advance(loss=loss_of(step))
+            if step == 9 and end in signals:
+                os.kill(os.getpid(), signals[end])
+        if end == "exception":
+            raise ValueError("the end")
+        if end == "sys.exit":
+            sys.exit(3)
+
+    if end == "end of the process":
+        steps()
+    else:
+        with monitor:
+            steps()
+
+
+def end(run, end):
+    """Train in a process that ends by itself; return its exit status."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(2)
+            train_and_end(run, end)
+            code = 0
+        except SystemExit as error:
+            code = error.code
+        finally:
+            atexit._run_exitfuncs()
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return {"status": status}
+
+
 def last_of(told):
     return max([last for _, last, _ in TOLD.iter_unpack(told)], default=-1)
 
@@ -125,7 +176,8 @@ def main():
     # with its first array, pyarrow imports pandas if it is installed
     pyarrow.array(["once"])
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(kill(**json.loads(line))) + "\n")
+        order = json.loads(line)
+        sys.stdout.write(json.dumps((end if "end" in order else kill)(**order)) + "\n")
         sys.stdout.flush()
 
 

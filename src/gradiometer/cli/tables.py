@@ -279,12 +279,14 @@ def verification(found: Verification) -> RenderableType:
     """Return how many files are whole, and a line for each that is not."""
     states = {"whole": "green", "no digest": "yellow", "damaged": "bold red", "missing": "bold red"}
     counts = [f"{len(files)} {state}" for state in states if (files := found.of(state))]  # type: ignore[arg-type]
+    # every run has a file: 12 files whole, 1 damaged
+    counts[0] = counts[0].replace(" ", " file " if counts[0].startswith("1 ") else " files ", 1)
     table = _grid(["", "", ""], show_header=False)
     for file in found.files:
         if file.state != "whole":
             table.add_row(text((file.state, states[file.state])), text(file.name), text(file.reason))
     style = "green" if found.whole else "bold red"
-    return group(text(f"{found.path}: ", (", ".join(counts), style), " of its files"), table)
+    return group(text(f"{found.path}: ", (", ".join(counts), style)), table)
 
 
 def doctor(found: Doctor) -> RenderableType:

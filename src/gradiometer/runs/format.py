@@ -251,15 +251,17 @@ def read_with_digest(
     try:
         with open_file(path) as file:
             value = parse_json(file.read())
-        is_info = isinstance(value, dict) and "digests_from" in value
-        digest = pop_digest(path.name, value, needed=needs_digest or is_info)
+        needs_digest |= isinstance(value, dict) and "digests_from" in value
+        digest = pop_digest(path.name, value, needed=needs_digest)
         if digest is not None and closed_with not in {None, digest}:
             msg = "it is not the version that the run was closed with"
             raise DamageError(msg)
     except (FileNotFoundError, NotADirectoryError):
         return None, None
     except (OSError, ValueError, RecursionError) as error:
-        raise file_error(path, summary(error), "fix or delete it") from None
+        is_info = path.name == "run.json"
+        advice = "restore it from a copy, or set its digest to null" if is_info else "fix or delete it"
+        raise file_error(path, summary(error), advice) from None
     return value, digest
 
 
@@ -397,5 +399,7 @@ def stamp_of(stat: os.stat_result) -> tuple[int, int, int]:
 
 
 def summary(error: Exception) -> str:
-    """Return the first line of an error's message."""
+    """Return the first line of an error's message; for one of the system, without the path."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return str(error).split("\n", 1)[0].strip() or type(error).__name__

@@ -153,7 +153,9 @@ class Run:
         damaged = [key for key, journal in self._journals.items() if journal.error is not None]
         # from the written segments, so that an attempt that wrote nothing supersedes nothing
         self._begins = {}
-        for attempt, first in sorted([*keys, *damaged, *list_damaged(self.path)]):
+        # also those whose files are missing or damaged, lest rows come back that do not belong to the run
+        wrote = [(x["attempt"], x["first_step"]) for x in info.get("attempts", []) if x.get("wrote") is True]
+        for attempt, first in sorted([*keys, *damaged, *list_damaged(self.path), *wrote]):
             self._begins.setdefault(attempt, first)
         begins = self._begins.items()
         self._ends = {a: min([s for b, s in begins if b > a], default=FOREVER) for a, _ in begins}
@@ -332,7 +334,7 @@ class Run:
             self.info,
             self._closed_with("findings.json"),
             self._ends,
-            lambda: [self._files.claims("steps", key) for key in self._begins.items()],
+            lambda: [self._files.claims("steps", key) for key in self._begins.items() if key in self._stamps],
         )
 
     def _read_blackbox(self) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import itertools
 import os
 from contextlib import suppress
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 from gradiometer.runs.digest import Claims, DamageError, read_claims
 from gradiometer.runs.format import RunError, open_file, segment_path, stamp, stamp_of
@@ -15,7 +15,7 @@ from gradiometer.runs.parquet import steps_table, tensors_table
 from gradiometer.runs.tables import read_table, unreadable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -29,6 +29,8 @@ __all__ = ["Segments"]
 # a tensor that was not measured has a value in the matrix, but no row in a file
 _LARGEST: Final = 1 << 28
 _RATIO: Final = 500
+_TRIES: Final = 5
+_T = TypeVar("_T")
 
 
 class Segments:
@@ -88,7 +90,8 @@ class Segments:
         """
         if key not in self.journals:
             path = segment_path(self.run, table, *key)
-            return read_table(path, partial(self._check, table, key), columns, where)
+            check = partial(self._check, table, key)
+            return _again_if_replaced(path, lambda: read_table(path, check, columns, where))
         if (table, key) not in self._tables:
             attempt, records = key[0], self.journals[key]
             made = (
@@ -110,11 +113,15 @@ class Segments:
         if key in self.journals:
             return None
         path = segment_path(self.run, table, *key)
-        try:
-            with open_file(path) as file:
-                return self._check(table, key, file)
-        except (OSError, ValueError) as error:
-            raise unreadable(path, error) from None
+
+        def check() -> Claims | None:
+            try:
+                with open_file(path) as file:
+                    return self._check(table, key, file)
+            except (OSError, ValueError) as error:
+                raise unreadable(path, error) from None
+
+        return _again_if_replaced(path, check)
 
     def last_written(self) -> tuple[int, int, str] | None:
         """Return attempt, first step and digest of the last file of steps; None without, or if damaged."""
@@ -215,3 +222,15 @@ class Segments:
         if later and later.previous and later.previous[:2] == key and later.previous[2] != digest:
             msg = f"it is not the version that was there when {after.name} was begun"
             raise DamageError(msg)
+
+
+def _again_if_replaced(path: Path, read: Callable[[], _T]) -> _T:
+    """Call a function; if it fails because the writer replaced the file meanwhile, call it again."""
+    for _ in range(_TRIES):
+        before = stamp(path)
+        try:
+            return read()
+        except RunError:
+            if stamp(path) == before:
+                raise
+    return read()

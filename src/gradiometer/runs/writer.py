@@ -116,6 +116,7 @@ class RunRecord:
         self._removed = 0  # steps in removed folders that the log does not report yet
         self._findings: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._findings_changed = False
+        self._report: dict[str, Any] | None = None  # of a fault that is not on disk
         self._retries: dict[str, Retry] = collections.defaultdict(Retry)  # of each file
         self._digests: dict[str, str] = {}  # of the JSON files
 
@@ -153,7 +154,7 @@ class RunRecord:
     def _start(self, info: RunInfo) -> None:
         remove_leftovers(self.path)
         recover(self.path, fsync=self._fsync)
-        old = read_info(self.path) if (self.path / "run.json").exists() else {}
+        old = self._earlier_info()
         attempts = old.get("attempts", [])
         segments = Segments(self.path, list_segments(self.path))
         known = [attempt for attempt, _ in (*segments.keys, *list_journals(self.path))]
@@ -187,6 +188,21 @@ class RunRecord:
         self._first_step = info.first_step
         self._begin(info.first_step, info.started)
         self._write_info()
+
+    def _earlier_info(self) -> dict[str, Any]:
+        """Return run.json, or nothing without one; keep one that is damaged under another name."""
+        path = self.path / "run.json"
+        if not path.exists():
+            return {}
+        try:
+            return read_info(self.path)
+        except RunError as error:
+            if not error.reason:
+                raise  # it is not a run, or one of a later version
+            kept = path.with_name(f"run-damaged-{time.time_ns()}.json")
+            path.replace(kept)
+            _LOG.warning("%s. It is now %s, and the run goes on with a new one", error, kept.name)
+            return {}
 
     def _earlier_findings(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the findings of earlier attempts; keep a file that cannot be read under another name."""
@@ -236,6 +252,7 @@ class RunRecord:
                 errors.append(error)
         segment = self._segment
         waits = len(segment) > segment.saved or self._findings_changed or self._info_changed
+        waits |= self._report is not None
         is_due = waits and not errors and time.monotonic() - self._saved_at >= self._seconds
         try:
             self._flush(all_files=is_due)
@@ -275,12 +292,9 @@ class RunRecord:
         self.write([], [])
 
     def fault(self, fault: Fault) -> None:
-        """Write all steps and findings, and the report of the fault."""
-        try:
-            self._flush(now=True)
-        finally:
-            report = fault.to_dict() | {"attempt": self._attempt}
-            self._replace(self.path / "blackbox.json", report)
+        """Write all steps and findings, and the report of the fault; `write` and `close` try it again."""
+        self._report = fault.to_dict() | {"attempt": self._attempt}
+        self._flush(now=True)
 
     def close(self) -> None:
         """Write all steps and findings, mark the run as closed, and unlock the folder."""
@@ -313,7 +327,12 @@ class RunRecord:
         # the journal first, which takes less time; with 0 seconds, all else follows at once
         writes = [self._write_journal] if self._seconds else []
         if all_files:
-            writes += [self._write_segment, self._write_new_info, self._write_new_findings]
+            writes += [
+                self._write_segment,
+                self._write_new_info,
+                self._write_new_findings,
+                self._write_report,
+            ]
         tries = [self._retries[write.__name__](write, now=now) for write in writes]
         errors = [error for error in tries if error is not None]
         if errors:
@@ -382,7 +401,7 @@ class RunRecord:
         if not self._has_written:
             self._has_written = self._info_changed = True
             first = self._segment.first_step
-            self._info["attempts"][-1]["first_step"] = first
+            self._info["attempts"][-1] |= {"first_step": first, "wrote": True}
             if all(start >= first for _, start in list_segments(self.path)):
                 # everything that earlier attempts wrote is superseded
                 self._info["roster"] = _roster(self._roster, None)
@@ -395,6 +414,11 @@ class RunRecord:
         if self._findings_changed:
             self._replace(self.path / "findings.json", {"findings": list(self._findings.values())})
             self._findings_changed = False
+
+    def _write_report(self) -> None:
+        if self._report is not None:
+            self._replace(self.path / "blackbox.json", self._report)
+            self._report = None
 
     def _write_info(self) -> None:
         self._replace(self.path / "run.json", self._info)
