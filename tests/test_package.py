@@ -203,6 +203,21 @@ def test_what_a_module_says_it_exports_exists(name: str) -> None:
     assert len(set(module.__all__)) == len(module.__all__)
 
 
+def test_the_package_unpickles_nothing() -> None:
+    # the functions that unpickle, and the collectives that pickle objects
+    words = r"\b(?:pickle\w*|torch\.load|torch\.save|marshal|shelve|\w+_object(?:_list)?)\("
+    words += r"|^ *(?:import|from) +(?:pickle|cloudpickle|dill|joblib|marshal|shelve)\b"
+    found = [
+        f"{path.name}: {line}"
+        for path in sorted(Path(gm.__file__).parent.rglob("*.py"))
+        for line in re.findall(words, path.read_text("utf-8"), re.MULTILINE)
+    ]
+    # the state in a checkpoint of Hugging Face, beside the Trainer's own
+    assert found == ["huggingface.py: torch.save(", "huggingface.py: torch.load("]
+    source = (Path(gm.__file__).parent / "integrations" / "huggingface.py").read_text("utf-8")
+    assert 'torch.load(path, map_location="cpu", weights_only=True)' in source
+
+
 def test_the_package_is_typed() -> None:
     assert (resources.files("gradiometer") / "py.typed").is_file()
 
