@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Final
 
 from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.directory import prepare
-from gradiometer.runs.format import RunError, list_segments, pyarrow, segment_path
-from gradiometer.runs.journal import JournalWriter, journal_path, keep_damaged, list_journals, read_journal
+from gradiometer.runs.format import pyarrow, segment_path
+from gradiometer.runs.journal import JournalWriter
 from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
-from gradiometer.runs.segments import Segments
 from gradiometer.runs.tables import cut
 
 if TYPE_CHECKING:
@@ -20,12 +18,10 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Roster, StepRecord
 
-__all__ = ["OpenSegment", "recover"]
+__all__ = ["OpenSegment"]
 
 # the rows of so many steps are made at once
 _BATCH: Final = 64
-
-_LOG = logging.getLogger("gradiometer")
 
 
 class OpenSegment:
@@ -188,29 +184,3 @@ class OpenSegment:
         self._sealed = 0
         if journal is not None:
             journal.close(remove=remove)
-
-
-def recover(run: Path, *, fsync: bool) -> None:
-    """Write the steps in journals, which a killed process has left, to Parquet files."""
-    for key in list_journals(run):
-        journal = read_journal(run, *key)
-        segments = Segments(run, list_segments(run))
-        try:
-            records = [] if journal is None else segments.without(key[0], journal.records)
-        except RunError:
-            continue  # its steps stay there, beside a damaged Parquet file
-        if journal is None or journal.is_unreadable:
-            continue
-        if journal.roster is not None and records:
-            segment = OpenSegment(run, journal.roster, key[0], segments.last_written(), fsync=fsync)
-            for record in records:
-                segment.add(record)
-            segment.save()
-        path = journal_path(run, *key)
-        if journal.error is None:
-            path.unlink(missing_ok=True)
-        else:
-            kept = keep_damaged(path)
-            _LOG.warning(
-                "%s. It is now %s, and the run goes on with the steps before", journal.error, kept.name
-            )

@@ -10,23 +10,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.recorder import KINDS, Roster
 from gradiometer.rules import checked
 from gradiometer.runs.directory import is_locked, prepare, release, remove_leftovers, take
 from gradiometer.runs.format import (
     FORMAT,
     VERSION,
     RunError,
-    encodable,
     json_file,
     list_segments,
-    read_findings,
-    read_info,
     segment_path,
 )
-from gradiometer.runs.journal import list_journals
-from gradiometer.runs.open_segment import OpenSegment, recover
+from gradiometer.runs.journal import list_damaged, list_journals
+from gradiometer.runs.open_segment import OpenSegment
 from gradiometer.runs.parquet import steps_table, to_parquet
+from gradiometer.runs.resume import earlier_findings, earlier_info, recover, roster_of
 from gradiometer.runs.retry import Retry
 from gradiometer.runs.segments import Segments
 from gradiometer.terminal import printable
@@ -153,11 +150,12 @@ class RunRecord:
 
     def _start(self, info: RunInfo) -> None:
         remove_leftovers(self.path)
+        old = earlier_info(self.path)
         recover(self.path, fsync=self._fsync)
-        old = self._earlier_info()
         attempts = old.get("attempts", [])
         segments = Segments(self.path, list_segments(self.path))
-        known = [attempt for attempt, _ in (*segments.keys, *list_journals(self.path))]
+        left = [*list_journals(self.path), *list_damaged(self.path)]
+        known = [attempt for attempt, _ in (*segments.keys, *left)]
         self._attempt = max([*known, *(entry["attempt"] for entry in attempts)], default=0)
         if known and not info.first_step:
             text = "%s holds an earlier run, which this one supersedes from step 0 on; nothing is deleted. "
@@ -169,7 +167,7 @@ class RunRecord:
             "version": VERSION,
             "created": old.get("created", info.started),
             "model": info.model,
-            "roster": _roster(info.roster, old.get("roster")),
+            "roster": roster_of(info.roster, old.get("roster")),
             "thresholds": asdict(info.thresholds),
             "every": info.every,
             "capacity": info.capacity,
@@ -183,37 +181,13 @@ class RunRecord:
         self._digests = {k: v for k, v in old.get("files", {}).items() if k.endswith(".json")}
         last = segments.last_written()
         self._segment = OpenSegment(self.path, info.roster, self._attempt, last, fsync=self._fsync)
-        for entry in self._earlier_findings(old):
+        for entry in earlier_findings(self.path, old, self._attempt):
             self._findings[_key(entry)] = entry
+        if not (self.path / "findings.json").exists():
+            self._digests.pop("findings.json", None)
         self._first_step = info.first_step
         self._begin(info.first_step, info.started)
         self._write_info()
-
-    def _earlier_info(self) -> dict[str, Any]:
-        """Return run.json, or nothing without one; keep one that is damaged under another name."""
-        path = self.path / "run.json"
-        if not path.exists():
-            return {}
-        try:
-            return read_info(self.path)
-        except RunError as error:
-            if not error.reason:
-                raise  # it is not a run, or one of a later version
-            kept = path.with_name(f"run-damaged-{time.time_ns()}.json")
-            path.replace(kept)
-            _LOG.warning("%s. It is now %s, and the run goes on with a new one", error, kept.name)
-            return {}
-
-    def _earlier_findings(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the findings of earlier attempts; keep a file that cannot be read under another name."""
-        try:
-            return read_findings(self.path, info)
-        except RunError as error:
-            kept = self.path / f"findings-damaged-{self._attempt}.json"
-            (self.path / "findings.json").replace(kept)
-            self._digests.pop("findings.json", None)
-            _LOG.warning("%s. It is now %s, and the run goes on without earlier findings", error, kept.name)
-            return []
 
     def _begin(self, first_step: int, started: float) -> None:
         """Begin another attempt without writing to disk; run.json is written with its first steps."""
@@ -404,7 +378,7 @@ class RunRecord:
             self._info["attempts"][-1] |= {"first_step": first, "wrote": True}
             if all(start >= first for _, start in list_segments(self.path)):
                 # everything that earlier attempts wrote is superseded
-                self._info["roster"] = _roster(self._roster, None)
+                self._info["roster"] = roster_of(self._roster, None)
 
     def _write_new_info(self) -> None:
         if self._info_changed:
@@ -445,22 +419,6 @@ class RunRecord:
             *segment, digest = self._segment.last
             files[f"steps/{segment_path(self.path, 'steps', *segment).name}"] = digest
         return files
-
-
-def _roster(roster: Roster, old: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the roster for run.json: these tensors, then those that only earlier attempts had."""
-    names, shapes, dtypes = [encodable(x) for x in roster.names], list(roster.shapes), list(roster.dtypes)
-    kinds = set(roster.kinds)
-    if old is not None:
-        known = set(names)
-        kinds |= set(old["kinds"])
-        for name, shape, dtype in zip(old["names"], old["shapes"], old["dtypes"], strict=True):
-            if name not in known:
-                names.append(name)
-                shapes.append(shape)
-                dtypes.append(dtype)
-    in_order = [kind for kind in KINDS if kind in kinds]
-    return {"names": names, "shapes": shapes, "dtypes": dtypes, "kinds": in_order}
 
 
 def _key(finding: Mapping[str, Any]) -> tuple[Any, ...]:
