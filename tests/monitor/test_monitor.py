@@ -389,6 +389,8 @@ def test_bad_arguments_are_refused_at_once():
             Monitor(model, rules=(), sinks=sinks)
     with pytest.raises(TypeError, match=r"Monitor\(run_dir=...\): expected the path of a folder, got int"):
         Monitor(model, rules=(), run_dir=5)
+    with pytest.raises(ValueError, match="pass the path of a folder"):
+        Monitor(model, rules=(), run_dir="")
     with pytest.raises(TypeError, match="got 'nonfinite', not a rule"):
         Monitor(model, rules="nonfinite")
     with pytest.raises(ValueError, match="no parameters"):

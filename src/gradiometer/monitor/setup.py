@@ -75,12 +75,16 @@ def prepare_sinks(
 
     Raises:
         TypeError: for an object that is neither a sink nor a function of a step, or not a path.
+        ValueError: for an empty path.
     """
     from gradiometer.sinks import Function, RunRecord  # noqa: PLC0415 likewise
 
     if run_dir is not None and not isinstance(run_dir, (str, PathLike)):
         msg = f"Monitor(run_dir=...): expected the path of a folder, got {type(run_dir).__name__}"
         raise TypeError(msg)
+    if run_dir == "":
+        msg = 'Monitor(run_dir=""): pass the path of a folder, "." for the working directory, or None'
+        raise ValueError(msg)
     if rank is not None and is_merged:
         from gradiometer.runs import RankBlackbox  # noqa: PLC0415 likewise
 
