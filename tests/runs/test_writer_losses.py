@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import shutil
@@ -17,7 +18,9 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs import tables, writer
 from gradiometer.runs.directory import is_locked
+from gradiometer.runs.format import TENSORS
 from gradiometer.runs.journal import list_journals
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
@@ -382,3 +385,9 @@ def test_rows_that_a_missing_segment_superseded_do_not_come_back(tmp_path, table
     for name in ("steps", "tensors") if table == "both" else ("steps",):
         (tmp_path / name / f"{name}-0002-0000000005.parquet").unlink()
     assert steps_of(tmp_path) == list(range(5))
+
+
+def test_what_waited_for_the_disk_can_be_read_however_well_it_compresses():
+    # up to four full segments are one file then; a row counts 8 bytes for each column
+    rows = inspect.signature(RunRecord).parameters["segment_rows"].default
+    assert writer._WAITING * rows * 8 * len(TENSORS) <= tables._LARGEST

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["codes", "cut", "numbers", "put", "read_table", "scalars_of", "unreadable"]
 
 # the rows of a file take at most _LARGEST bytes of memory, or _RATIO times the size of the file
-_LARGEST: Final = 1 << 28
+_LARGEST: Final = 240 * 10**6
 _RATIO: Final = 100
 
 
