@@ -551,10 +551,9 @@ run = read_run(write_run(sys.argv[1], 5, 20, kinds=("grads", "weights"), segment
 print(len(run.steps), run.matrix("rms")[1].shape, run.tensors().num_rows, len(list(run.records())))
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(["src", "tests"])}
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path], env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "20 torch.Size([20, 5]) 200 20\n"
+    command = [sys.executable, "-X", "faulthandler", "-c", code, tmp_path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "20 torch.Size([20, 5]) 200 20\n"), done.stderr
 
 
 def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
