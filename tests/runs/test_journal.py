@@ -20,7 +20,8 @@ from conftest import PROFILE
 from gradiometer.columns.schema import NUM_COLUMNS
 from gradiometer.recorder.step_record import StepRecord
 from gradiometer.runs import journal, open_segment, verify
-from gradiometer.runs.format import RunError, list_segments
+from gradiometer.runs.files import RunError
+from gradiometer.runs.format import list_segments
 from gradiometer.runs.journal import Journal, JournalWriter, journal_path, list_journals, read_journal
 from gradiometer.runs.reader import read_run
 from gradiometer.runs.writer import RunRecord
@@ -302,8 +303,7 @@ def test_a_journal_that_was_removed_is_made_again(tmp_path, monkeypatch):
     # when the rows of its steps are made, these are all that is left
     monkeypatch.setattr(open_segment, "_BATCH", 1)
     sink.write(records[6:7], [])
-    for path in tmp_path.glob("journal-*"):
-        path.unlink()
+    remove_journals(tmp_path)
     sink.write(records[7:8], [])
     assert all_bits(read_run(tmp_path).records()) == all_bits(records[:8])
     sink.write(records[8:], [])
@@ -510,32 +510,25 @@ def test_parquet_files_are_written_though_the_journal_fails(tmp_path, full, monk
     assert steps_of(tmp_path) == list(range(6))
 
 
+def remove_journals(run_dir):
+    for path in run_dir.glob("journal-*"):
+        path.unlink()
+
+
 def removed_journal(tmp_path, sink, records, full):
     full.add("tensors")
     write_each(sink, records)
-    for path in tmp_path.glob("journal-*"):
-        path.unlink()
+    remove_journals(tmp_path)
     close(sink)
 
 
 def removed_and_gone_back(tmp_path, sink, records, full):
     full.add("tensors")
     write_each(sink, records[:30])
-    for path in tmp_path.glob("journal-*"):
-        path.unlink()
+    remove_journals(tmp_path)
     write_each(sink, [records[0]])
     full.clear()
     write_each(sink, records[1:])
-    sink.close()
-
-
-def removed_while_memory_was_full(tmp_path, sink, records, full):
-    full.add("tensors")
-    write_each(sink, records[:55])
-    for path in tmp_path.glob("journal-*"):
-        path.unlink()
-    full.clear()
-    write_each(sink, records[55:])
     sink.close()
 
 
@@ -548,14 +541,21 @@ def a_file_in_place_of_the_folder(tmp_path, sink, records, _):
     write_run(tmp_path, 3, 0)
 
 
-def no_folder_of_tensors(tmp_path, sink, records, full):
-    sink.write(records[:3], [])
+def no_space_and_removed(remove, tmp_path, sink, records, full):
     full.add("tensors")
-    write_each(sink, records[3:50])
-    shutil.rmtree(tmp_path / "tensors")
+    write_each(sink, records[:55])
+    remove(tmp_path)
     full.clear()
-    write_each(sink, records[50:])
+    write_each(sink, records[55:])
     sink.close()
+
+
+def removed_while_memory_was_full(tmp_path, *rest):
+    no_space_and_removed(remove_journals, tmp_path, *rest)
+
+
+def no_folder_of_tensors(tmp_path, *rest):
+    no_space_and_removed(lambda path: shutil.rmtree(path / "tensors"), tmp_path, *rest)
 
 
 def no_folder_of_tensors_and_no_space(tmp_path, sink, records, full):

@@ -8,7 +8,7 @@ import pytest
 
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.runs.format import encodable
+from gradiometer.runs.json_files import encodable
 from gradiometer.sinks import MLflow, Selection
 from gradiometer.sinks.mlflow import legal
 from gradiometer.sinks.protocol import Sink

@@ -5,7 +5,7 @@ run is still going. This package does not use devices or threads.
 """
 
 from gradiometer.runs.diff import Comparison, Difference, Side, compare
-from gradiometer.runs.format import encodable, to_json
+from gradiometer.runs.json_files import encodable, to_json
 from gradiometer.runs.rank_blackbox import RankBlackbox
 from gradiometer.runs.reader import Run, RunError, read_run
 from gradiometer.runs.tables import scalars_of

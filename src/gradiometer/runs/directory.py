@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
-from gradiometer.runs.format import RunError
+from gradiometer.runs.files import RunError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

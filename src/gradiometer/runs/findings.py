@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.rules import Finding
-from gradiometer.runs.format import RunError, read_findings, unfit
+from gradiometer.runs.files import RunError, unfit
+from gradiometer.runs.format import read_findings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

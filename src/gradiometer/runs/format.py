@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import re
-import stat as stat_
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gradiometer.columns import COLUMNS
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, Roster
-from gradiometer.runs.digest import DamageError, json_digest, pop_digest
-from gradiometer.terminal import one_line
+from gradiometer.runs.files import RunError, stamp, unfit
+from gradiometer.runs.json_files import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,61 +24,18 @@ __all__ = [
     "TENSORS",
     "VERSION",
     "Field",
-    "RunError",
     "arrow_schema",
-    "encodable",
-    "file_error",
-    "from_json",
     "has_digests",
-    "json_file",
     "list_segments",
     "load_roster",
-    "open_file",
-    "parse_json",
-    "plain",
     "pyarrow",
     "read_findings",
     "read_info",
-    "read_json",
-    "read_with_digest",
     "segment_path",
-    "stamp",
-    "stamp_of",
-    "summary",
-    "to_json",
-    "unfit",
 ]
 
 FORMAT: Final = "gradiometer-run"
 VERSION: Final = 1
-
-# of JSON: digits of an integer, which those of int64 do not exceed, and levels
-_DIGITS: Final = 19
-_DEPTH: Final = 50
-# a file of more bytes takes this part of it on disk, at least
-_LARGEST_HOLE: Final = 1 << 30
-_HOLES: Final = 100
-
-
-class RunError(ValueError):
-    """A run cannot be read or written; the message is one line that says what to do.
-
-    Attributes:
-        reason: for a file that cannot be read, what is wrong with it; otherwise empty.
-    """
-
-    reason = ""
-
-    def __str__(self) -> str:
-        """Return the message; it may name what a file contains."""
-        return one_line(super().__str__())
-
-
-def file_error(path: Path, reason: str, advice: str) -> RunError:
-    """Return the error for a file that cannot be read."""
-    error = RunError(f"{path} cannot be read ({reason}): {advice}")
-    error.reason = reason
-    return error
 
 
 class Field(NamedTuple):
@@ -169,142 +122,6 @@ def list_segments(run: Path, table: str = "steps") -> dict[tuple[int, int], Any]
     return {key: stamp(path) for key, path in sorted(found.items())}
 
 
-def encodable(text: str) -> str:
-    """Return text that UTF-8 can encode; a lone surrogate becomes a backslash escape."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
-
-
-_NONFINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def plain(value: Any) -> Any:
-    """Return a value for JSON; non-finite numbers become ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, dict):
-        return {encodable(str(key)): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def to_json(value: Any, *, indent: int | None = 1) -> str:
-    """Return strict JSON; NaN and infinities become the strings that JavaScript uses for them."""
-    return json.dumps(plain(value), indent=indent, allow_nan=False)
-
-
-def from_json(value: Any) -> Any:
-    """Undo `plain`: convert its strings for non-finite numbers back to floats."""
-    if isinstance(value, dict):
-        return {key: from_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    return _NONFINITE.get(value, value) if isinstance(value, str) else value
-
-
-def json_file(name: str, value: Mapping[str, Any]) -> tuple[bytes, str]:
-    """Return the content of a run's JSON file, with its digest, and the digest."""
-    content: dict[str, Any] = plain(value)
-    digest = json_digest(name, content)
-    return to_json(content | {"digest": digest}).encode(), digest
-
-
-def open_file(path: Path) -> IO[bytes]:
-    """Open a regular file to read it: to open a pipe could block, and a device may have no end."""
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 the caller closes it
-    stat = os.fstat(file.fileno())
-    # a file of some bytes can have holes of terabytes, which would be read as zeros
-    is_sparse = stat.st_size > _LARGEST_HOLE and stat.st_size > _HOLES * 512 * getattr(
-        stat, "st_blocks", math.inf
-    )
-    if stat_.S_ISREG(stat.st_mode) and not is_sparse:
-        return file
-    file.close()
-    msg = "it has large holes" if is_sparse else "it is not a regular file"
-    raise OSError(msg)
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def read_json(path: Path, closed_with: str | None = None, *, needs_digest: bool = False) -> Any:
-    """Return the content of a run's JSON file without its digest; None if the file is missing.
-
-    Args:
-        path: the file.
-        closed_with: the digest that it must have, if it has one.
-        needs_digest: whether it was written with a digest, which may be null now; for run.json, it says so.
-
-    Raises:
-        RunError: if it cannot be read, or is not as it was written.
-    """
-    return read_with_digest(path, closed_with, needs_digest=needs_digest)[0]
-
-
-def read_with_digest(
-    path: Path, closed_with: str | None = None, *, needs_digest: bool = False
-) -> tuple[Any, str | None]:
-    """Return what `read_json` does, and the digest; None if the file has none or is missing."""
-    try:
-        with open_file(path) as file:
-            value = parse_json(file.read())
-        needs_digest |= isinstance(value, dict) and "digests_from" in value
-        digest = pop_digest(path.name, value, needed=needs_digest)
-        if digest is not None and closed_with not in {None, digest}:
-            msg = "it is not the version that the run was closed with"
-            raise DamageError(msg)
-    except (FileNotFoundError, NotADirectoryError):
-        return None, None
-    except (OSError, ValueError, RecursionError) as error:
-        is_info = path.name == "run.json"
-        advice = "restore it from a copy, or set its digest to null" if is_info else "fix or delete it"
-        raise file_error(path, summary(error), advice) from None
-    return value, digest
-
-
-def has_digests(info: Mapping[str, Any]) -> bool:
-    """Return whether all files of a run were written with digests."""
-    return info.get("digests_from") == 1
-
-
-def parse_json(data: bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: if it is not JSON, or has integers too long or levels too many.
-        RecursionError: if it has far too many levels.
-    """
-    value = json.loads(data.decode(), parse_int=_int)
-    _check_depth(value)
-    return value
-
-
-def _int(text: str) -> int:
-    if len(text) > _DIGITS:
-        msg = f"the integer {text:.12}... is too long"
-        raise ValueError(msg)
-    return int(text)
-
-
-def _check_depth(value: Any) -> None:
-    """Refuse values nested so deeply that functions which recurse into them would fail."""
-    level = [value]
-    for _ in range(_DEPTH):
-        level = [
-            item
-            for x in level
-            if isinstance(x, dict | list)
-            for item in (x.values() if isinstance(x, dict) else x)
-        ]
-        if not level:
-            return
-    msg = f"it is nested more than {_DEPTH} levels deep"
-    raise ValueError(msg)
-
-
 def pyarrow() -> Any:
     """Return the package; if it is missing, the ImportError says how to install it."""
     return require("pyarrow", "monitor", "A run record")
@@ -360,6 +177,11 @@ def load_roster(values: Mapping[str, Any]) -> Roster:
     return found
 
 
+def has_digests(info: Mapping[str, Any]) -> bool:
+    """Return whether all files of a run were written with digests."""
+    return info.get("digests_from") == 1
+
+
 def read_findings(
     path: Path, info: Mapping[str, Any], closed_with: str | None = None
 ) -> list[dict[str, Any]]:
@@ -378,28 +200,3 @@ def read_findings(
     ):
         raise unfit(path / "findings.json", f"{content!r:.40}")
     return found
-
-
-def unfit(path: Path, said: object) -> RunError:
-    """Return the error for a JSON file with unexpected content."""
-    return RunError(f"{path} has unexpected content ({said}): fix or delete it")
-
-
-def stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when a file is replaced; None if it is missing or cannot be read."""
-    try:
-        return stamp_of(path.stat())
-    except OSError:
-        return None
-
-
-def stamp_of(stat: os.stat_result) -> tuple[int, int, int]:
-    """Return `stamp` from the result of stat."""
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
-
-def summary(error: Exception) -> str:
-    """Return the first line of an error's message; for one of the system, without the path."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).split("\n", 1)[0].strip() or type(error).__name__

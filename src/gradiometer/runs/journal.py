@@ -33,19 +33,9 @@ from gradiometer.columns import COLUMN_NAMES
 from gradiometer.recorder import Roster, StepRecord
 from gradiometer.runs.digest import DamageError
 from gradiometer.runs.directory import is_at
-from gradiometer.runs.format import (
-    RunError,
-    encodable,
-    file_error,
-    from_json,
-    load_roster,
-    open_file,
-    parse_json,
-    plain,
-    pyarrow,
-    stamp,
-    summary,
-)
+from gradiometer.runs.files import RunError, file_error, open_file, stamp, summary
+from gradiometer.runs.format import load_roster, pyarrow
+from gradiometer.runs.json_files import encodable, from_json, parse_json, plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

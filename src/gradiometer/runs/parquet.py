@@ -10,7 +10,8 @@ import torch
 from gradiometer.columns import COLUMN_INDEX, COLUMNS, NUM_COLUMNS, derived
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS
-from gradiometer.runs.format import STEPS, TENSORS, arrow_schema, encodable, pyarrow
+from gradiometer.runs.format import STEPS, TENSORS, arrow_schema, pyarrow
+from gradiometer.runs.json_files import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

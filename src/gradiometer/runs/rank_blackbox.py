@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradiometer.runs.directory import prepare
-from gradiometer.runs.format import json_file
+from gradiometer.runs.json_files import json_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,26 +14,23 @@ import torch
 from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, Thresholds, derived
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, Roster, StepRecord
+from gradiometer.runs.files import RunError, stamp, unfit
 from gradiometer.runs.findings import FOREVER, load_findings
 from gradiometer.runs.format import (
     FORMAT,
     STEPS,
     TENSORS,
     VERSION,
-    RunError,
     arrow_schema,
-    from_json,
     has_digests,
     list_segments,
     load_roster,
     pyarrow,
     read_info,
-    read_json,
     segment_path,
-    stamp,
-    unfit,
 )
 from gradiometer.runs.journal import journal_path, list_damaged, list_journals, read_journal
+from gradiometer.runs.json_files import from_json, read_json
 from gradiometer.runs.segments import Segments
 from gradiometer.runs.tables import codes, cut, numbers, put, scalars_of, unreadable
 from gradiometer.terminal import printable

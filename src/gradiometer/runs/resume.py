@@ -7,8 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.recorder import KINDS
-from gradiometer.runs.format import RunError, encodable, list_segments, read_findings, read_info
+from gradiometer.runs.files import RunError
+from gradiometer.runs.format import list_segments, read_findings, read_info
 from gradiometer.runs.journal import journal_path, keep_damaged, list_journals, read_journal
+from gradiometer.runs.json_files import encodable
 from gradiometer.runs.open_segment import OpenSegment
 from gradiometer.runs.segments import Segments
 

@@ -10,7 +10,8 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 from gradiometer.runs.digest import Claims, DamageError, read_claims
-from gradiometer.runs.format import RunError, open_file, segment_path, stamp, stamp_of
+from gradiometer.runs.files import RunError, open_file, stamp, stamp_of
+from gradiometer.runs.format import segment_path
 from gradiometer.runs.parquet import steps_table, tensors_table
 from gradiometer.runs.tables import read_table, unreadable
 

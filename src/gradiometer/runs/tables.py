@@ -10,7 +10,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gradiometer.extras import require
-from gradiometer.runs.format import STEPS, TENSORS, arrow_schema, file_error, open_file, pyarrow, summary
+from gradiometer.runs.files import file_error, open_file, summary
+from gradiometer.runs.format import STEPS, TENSORS, arrow_schema, pyarrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor
 
-    from gradiometer.runs.format import Field, RunError
+    from gradiometer.runs.files import RunError
+    from gradiometer.runs.format import Field
 
 __all__ = ["codes", "cut", "numbers", "put", "read_table", "scalars_of", "unreadable"]
 

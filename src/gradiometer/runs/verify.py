@@ -7,16 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from gradiometer.runs.format import (
-    RunError,
-    has_digests,
-    list_segments,
-    read_findings,
-    read_info,
-    read_with_digest,
-    segment_path,
-)
+from gradiometer.runs.files import RunError
+from gradiometer.runs.format import has_digests, list_segments, read_findings, read_info, segment_path
 from gradiometer.runs.journal import journal_path, list_journals, read_journal
+from gradiometer.runs.json_files import read_with_digest
 from gradiometer.runs.segments import Segments
 
 if TYPE_CHECKING:

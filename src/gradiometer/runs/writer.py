@@ -12,15 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.rules import checked
 from gradiometer.runs.directory import is_locked, prepare, release, remove_leftovers, take
-from gradiometer.runs.format import (
-    FORMAT,
-    VERSION,
-    RunError,
-    json_file,
-    list_segments,
-    segment_path,
-)
+from gradiometer.runs.files import RunError
+from gradiometer.runs.format import FORMAT, VERSION, list_segments, segment_path
 from gradiometer.runs.journal import list_damaged, list_journals
+from gradiometer.runs.json_files import json_file
 from gradiometer.runs.open_segment import OpenSegment
 from gradiometer.runs.parquet import steps_table, to_parquet
 from gradiometer.runs.resume import earlier_findings, earlier_info, recover, roster_of
