@@ -1,8 +1,8 @@
 """Train in a process that ends: each input line, JSON, names a run to begin, and how or when to end it.
 
 The process is killed ``delay`` seconds after ``steps`` of its steps, however long they take. With a ``rate``,
-of steps/s, it trains with the defaults of `Monitor`; else it writes small segments as fast as it can. With an
-``end``, the process is not killed, but ends in this way.
+it trains at this rate, in steps/s; otherwise it writes small segments as fast as it can. With an ``end``, it is
+not killed, but ends in this way.
 
 torch is imported once, and each training is a fork of this process, which starts no threads itself.
 """
@@ -72,9 +72,11 @@ def train(run, first, pipe):
             time.sleep(0.0003)
 
 
-def train_with_defaults(run, rate, pipe):
+def train_at(rate, run, pipe, fsync):
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
-    with Monitor(model, run_dir=run) as monitor:
+    # the defaults, or a disk that makes nobody wait
+    options = {"run_dir": run} if fsync else {"sinks": [RunRecord(run, fsync=False)]}
+    with Monitor(model, **options) as monitor:
         began = time.monotonic()
         for step in range(10**6):
             time.sleep(max(0.0, began + step / rate - time.monotonic()))
@@ -135,7 +137,7 @@ def last_of(told):
     return max([last for _, last, _ in TOLD.iter_unpack(told)], default=-1)
 
 
-def kill(run, first=0, steps=1, delay=0.0, rate=None, lost=0.5):
+def kill(run, first=0, steps=1, delay=0.0, rate=None, lost=0.5, fsync=True):
     """Train and kill; return what the process had reported."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -144,7 +146,7 @@ def kill(run, first=0, steps=1, delay=0.0, rate=None, lost=0.5):
             os.close(reader)
             if rate is None:
                 train(run, first, writer)
-            train_with_defaults(run, rate, writer)
+            train_at(rate, run, writer, fsync)
         finally:
             os._exit(1)
     os.close(writer)
