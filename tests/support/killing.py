@@ -1,8 +1,8 @@
 """Train in a process that ends: each input line, JSON, names a run to begin, and how or when to end it.
 
 The process is killed ``delay`` seconds after ``steps`` of its steps, however long they take. With a ``rate``,
-it trains at this rate, in steps/s; otherwise it writes small segments as fast as it can. With an ``end``, it is
-not killed, but ends in this way.
+it trains at this rate, in steps/s; otherwise it writes small segments as fast as it can. With an ``end``, it
+is not killed, but ends in this way.
 
 torch is imported once, and each training is a fork of this process, which starts no threads itself.
 """
