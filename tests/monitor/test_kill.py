@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 DEEP = PROFILE == "deep"
 RUNS, KILLS = 12 if DEEP else 5, 12
 # kills of trainings with the defaults; for how many seconds they train; and how many seconds before the kill
-# a step must have left the device to be on disk. By default the machine may be busy and its disk slow, so these
-# seconds are more, and nothing is synced
+# a step must have left the device to be on disk. By default the machine may be busy and its disk slow, so
+# these seconds are more, and nothing is synced
 DEFAULTS, SECONDS, LOST = (30, (1.0, 14.0), 0.5) if DEEP else (3, (3.0, 5.0), 2.0)
 RATES = (5, 500) if DEEP else (5, 100)
 
