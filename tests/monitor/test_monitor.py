@@ -773,14 +773,14 @@ def test_a_step_without_record_and_a_run_without_advance_are_told(caplog):
     model = nn.Linear(2, 1)
     monitor, _ = monitor_of(model)
     with monitor:
-        for _ in range(49):
+        for _ in range(19):
             monitor.advance(loss=1.0)
         monitor.flush()
         assert monitor.failures == {}
         monitor.advance(loss=1.0)
         monitor.flush()
     assert monitor.failures == {"record": 1}
-    assert "none of the first 50 steps was recorded: call record()" in caplog.text
+    assert "none of the first 20 steps was recorded: call record()" in caplog.text
 
     monitor, _ = monitor_of(model)
     with monitor:

@@ -22,7 +22,6 @@ from gradiometer.rules import (
     LayerImbalance,
     LossSpike,
     NonFinite,
-    NormHistory,
     NormSpike,
     UpdateRatio,
     Vanishing,
@@ -109,23 +108,23 @@ def test_a_learning_rate_that_is_far_too_high_explodes():
         assert found[name].first_step in {41, 42}
         assert found[name].severity == Severity.WARNING
         assert found[name].value > found[name].threshold
-        assert "sigma above its usual" in found[name].message
+        assert re.search(r"[\d,.e+]+ times its usual \S+", found[name].message)
     assert found["exploding"].message.startswith(f"{found['exploding'].tensor}.grad: norm ")
 
 
-def test_a_threshold_that_is_passed_in_the_first_steps_is_info_and_later_a_warning():
+def test_a_threshold_that_is_passed_is_info_unless_the_norm_has_risen():
     rule = Exploding(most=3)
     norms = torch.full((1000,), 1.0, dtype=torch.float64)
     norms[7] = 300.0
     first = list(rule.check(synthetic(0, norms)))
     assert [(f.tensor, f.severity, f.threshold) for f in first] == [("l.7.w", Severity.INFO, 100.0)]
-    norms[8] = 200.0
-    for step in range(1, 21):
-        later = list(rule.check(synthetic(step, norms)))
-    assert [(f.tensor, f.severity) for f in later] == [
-        ("l.7.w", Severity.WARNING),
-        ("l.8.w", Severity.INFO if step < 20 else Severity.WARNING),
-    ]
+    for step in range(1, 60):
+        # a summed loss has large gradients in every step
+        (later,) = rule.check(synthetic(step, norms))
+        assert later.severity == Severity.INFO
+    norms[7] = 4000.0
+    (risen,) = rule.check(synthetic(60, norms))
+    assert (risen.tensor, risen.severity) == ("l.7.w", Severity.WARNING)
     # norms that rise in the first steps are not the start of a healthy run
     rising = Exploding()
     for step in range(5):
@@ -173,7 +172,7 @@ def test_a_layer_whose_input_fades_falls_below_its_own_history():
     found = [f for f in run.go(20) if f.rule == "vanishing"]
     assert {f.tensor for f in found} <= {"1.weight", "3.weight"}
     assert found[0].first_step == 40
-    assert "sigma below its usual" in found[0].message
+    assert "since step 40 far below its usual" in found[0].message
 
 
 def test_a_layer_of_dead_relus_is_dead_after_a_while():
@@ -181,11 +180,11 @@ def test_a_layer_of_dead_relus_is_dead_after_a_while():
     with torch.no_grad():
         model[3].bias.fill_(-100.0)
     run = run_of(model, [Dead()])
-    assert run.go(49) == []
+    assert run.go(19) == []
     findings = run.go(11)
     assert [f.tensor for f in findings] == ["1.weight", "3.weight", "5.weight"]
     assert all(f.severity == Severity.WARNING and f.first_step == 0 and f.count == 11 for f in findings)
-    assert "for 50 recorded steps since step 0" in findings[0].message
+    assert "all elements are 0, since step 0" in findings[0].message
 
 
 def test_a_bad_initialization_of_one_layer_is_an_imbalance():
@@ -204,7 +203,7 @@ def test_updates_beyond_the_band_are_found_and_by_weights_alone_too(options):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, weight_decay=2e6)
     findings = Run(model, batches(), optimizer, [UpdateRatio()], **options).go(40)
     assert {f.tensor for f in findings} == {"1.weight", "3.weight", "5.weight", "7.weight"}
-    assert all(f.rule == "update_ratio" and f.severity == Severity.WARNING for f in findings)
+    assert all(f.rule == "update_ratio" and f.severity == Severity.INFO for f in findings)
     assert findings[0].value == pytest.approx(0.2, rel=0.1 if "updates" in options else 0.3)
     assert ("at least" in findings[0].message) == ("updates" not in options)
     # below the band is info, and weights alone do not show it
@@ -301,16 +300,16 @@ def test_a_state_is_a_snapshot_and_default_rules_go_on_quietly_after_a_resume():
     rules = default_rules()
     for rule, state in zip(rules, states, strict=True):
         rule.load_state_dict(state)
-    assert rules[1].norms is rules[3].norms
+    exploding, imbalance = (rule for rule in rules if rule.name in {"exploding", "imbalance"})
+    assert exploding.norms is imbalance.norms
     assert [f for record in run.records[40:] for rule in rules for f in rule.check(record)] == []
-    assert float(rules[1].norms.history.count[0]) == 50.0
+    assert float(exploding.norms.history.count[0]) == 50.0
 
 
 def test_severities_are_the_callers():
-    norms = NormHistory(warmup=3)
-    rule = NormSpike(norms=norms, severity=Severity.ERROR)
-    for step in range(6):
-        seen = list(rule.check(synthetic(step, torch.ones(1000) * (1e4 if step == 5 else 1.0))))
+    rule = NormSpike(severity=Severity.ERROR)
+    for step in range(31):
+        seen = list(rule.check(synthetic(step, torch.ones(1000) * (1e4 if step == 30 else 1.0))))
     assert [f.severity for f in seen] == [Severity.ERROR]
     with pytest.raises(ValueError, match="is not a valid Severity"):
         Dead(severity=7)
@@ -327,12 +326,6 @@ def test_a_spike_hides_neither_the_next_one_nor_a_nearly_constant_norm():
         z.append(float(history.score(torch.tensor([x], dtype=torch.float64)).z))
     assert min(z[40], z[41], z[60]) > 15
     assert max(abs(v) for i, v in enumerate(z) if i not in {40, 41, 60}) < 2
-    one, same = History(warmup=5, floor=0.3), History(warmup=5, floor=0.3)
-    one.restart(1)
-    same.restart(1)
-    for x in (torch.randn(200) * 3).tolist():
-        expected = [float(part) for part in same.score(torch.tensor([x], dtype=torch.float64))]
-        assert one.score_one(x) == pytest.approx(expected, rel=1e-12)
     # NaN and Inf do not change the history
     mean = history.mean.clone()
     for x in (math.nan, math.inf, -math.inf):

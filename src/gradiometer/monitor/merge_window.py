@@ -173,6 +173,8 @@ class MergeWindow:
             when = time.time() if own is None else own.time
             scalars = self._scalars(own, adds[_SUMMED:], most[_MAXIMIZED:])
             record = StepRecord(int(most[2]), when, scalars, self.roster, None, most[0] > 0, self._thresholds)
+            if own is not None:
+                record = replace(record, model=own.model)
             if most[1] > 0:
                 record = replace(record, loss_rank=int(self._ranks.size - most[1]))
             place = next(places) if travels else -1

@@ -7,13 +7,14 @@ import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Cursor, Thresholds
 from gradiometer.monitor.failures import Failures, is_quiet
+from gradiometer.monitor.model_reader import ModelReader
 from gradiometer.monitor.parameter_check import ParameterCheck
 from gradiometer.monitor.pipeline import Pipeline
 from gradiometer.monitor.rank_merger import RankMerger
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from gradiometer.stats import TensorStats
 
 __all__ = ["Monitor"]
+
+_T = TypeVar("_T")
 
 # seconds between checks for replaced parameters
 _PARAMETER_CHECK = 1.0
@@ -174,6 +177,7 @@ class Monitor:
             checked_rules = prepare_rules(rules)
             checked_sinks = prepare_sinks(sinks, run_dir, rank, is_merged=merger is not None)
         self._parameter_check = ParameterCheck(model, self._recorder, self._failures)
+        self._model_reader = ModelReader(model, self._recorder)
         self._updates = Updates(self._recorder) if updates else None
         self._next_check = 0.0
         self._every = every
@@ -247,12 +251,14 @@ class Monitor:
             self._try("updates", self._updates.measure, self.step, self._every)
         self._try("advance", self._recorder.advance)
         now = time.monotonic()
-        if now >= self._next_check:
+        is_due = now >= self._next_check
+        if is_due:
             self._next_check = now + _PARAMETER_CHECK
             self._try("parameters", self._parameter_check)
+        state = self._try("model", self._model_reader.read, loss, afresh=is_due)
         self._has_advanced = True
         self._try("skips", self._pass_skips)
-        self._pipeline.take(scalars)
+        self._pipeline.take(scalars, state)
 
     @property
     def step(self) -> int:
@@ -372,8 +378,9 @@ class Monitor:
             text += "after optimizer.step()"
             self._failures.add("advance", text)
 
-    def _try(self, what: str, call: Callable[..., object], *args: object) -> None:
+    def _try(self, what: str, call: Callable[..., _T], *args: object, **options: object) -> _T | None:
         try:
-            call(*args)
+            return call(*args, **options)
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add(what, error)
+            return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gradiometer.monitor.failures import Failures
     from gradiometer.recorder import Recorder
 
-__all__ = ["ParameterCheck"]
+__all__ = ["ParameterCheck", "modules_of"]
 
 
 class ParameterCheck:
@@ -42,7 +42,7 @@ class ParameterCheck:
     """
 
     def __init__(self, model: object, recorder: Recorder, failures: Failures) -> None:
-        self._modules = _modules(model)
+        self._modules = modules_of(model)
         self._recorder = recorder
         self._failures = failures
         self._devices = [parameter.device for parameter in recorder.parameters_tracked]
@@ -80,7 +80,7 @@ class ParameterCheck:
         self._failures.add("parameters", text)
 
 
-def _modules(model: object) -> dict[str, nn.Module]:
+def modules_of(model: object) -> dict[str, nn.Module]:
     """Return the modules by the prefix of their parameters' names."""
     if isinstance(model, nn.Module):
         return {"": model}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from gradiometer.monitor.failures import Failures
     from gradiometer.monitor.rank_merger import RankMerger
-    from gradiometer.recorder import Recorder, RunInfo, StepRecord
+    from gradiometer.recorder import ModelState, Recorder, RunInfo, StepRecord
     from gradiometer.rules import Rule
     from gradiometer.sinks import Sink
 
@@ -113,13 +113,13 @@ class Pipeline:
             return True
         return False
 
-    def take(self, scalars: Mapping[str, Any]) -> None:
+    def take(self, scalars: Mapping[str, Any], model: ModelState | None = None) -> None:
         """Add a step that has ended, start a copy if one is due, and deliver copies that have arrived."""
         if not self._is_started:
             self._start()
         reader = self.reader
         with self._draining:
-            reader.take(scalars)
+            reader.take(scalars, model)
             now = time.monotonic()
             if reader.is_full or (now >= self._next and reader.under_way < UNDER_WAY):
                 self._next = now + INTERVAL

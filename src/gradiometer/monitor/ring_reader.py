@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gradiometer.monitor.failures import Failures
-    from gradiometer.recorder import Recorder, StepRecord
+    from gradiometer.recorder import ModelState, Recorder, StepRecord
 
 __all__ = ["RingReader"]
 
 # due steps without a recorded one before a warning
-_FORGOTTEN = 50
+_FORGOTTEN = 20
 
 
 class _Taken(NamedTuple):
@@ -34,6 +34,7 @@ class _Taken(NamedTuple):
     time: float
     scalars: dict[str, float]
     away: dict[str, int]
+    model: ModelState | None
 
 
 class _Flight(NamedTuple):
@@ -102,9 +103,9 @@ class RingReader:
         self._away: dict[str, Tensor] = {}
         self._flights: deque[_Flight] = deque()
 
-    def take(self, scalars: Mapping[str, Any]) -> None:
+    def take(self, scalars: Mapping[str, Any], model: ModelState | None = None) -> None:
         """End the step. Scalars are numbers, or tensors of one element on any device."""
-        taken = _Taken(self.step, time.time(), {}, {})
+        taken = _Taken(self.step, time.time(), {}, {}, model)
         for name, value in scalars.items():
             try:
                 if isinstance(value, Tensor) and value.device.type not in {"cpu", "meta"}:
@@ -231,6 +232,7 @@ class RingReader:
                 slots[step] = slot.clone()
         self._count, self._mark = count, flight.advances
 
+        models = {taken.step: taken.model for taken in flight.taken}
         known: dict[int, tuple[float, dict[str, float]]] = {
             x.step: (x.time, x.scalars | {name: columns[name][at] for name, at in x.away.items()})
             for x in flight.taken
@@ -239,7 +241,10 @@ class RingReader:
         missing: tuple[float, dict[str, float]] = (time.time(), {})
         steps = sorted({*known, *slots})
         records = [self._recorder.as_record(x, *known.get(x, missing), slots.get(x)) for x in steps]
-        return records if self.skips else [replace(record, skipped=False) for record in records]
+        return [
+            replace(record, skipped=record.skipped and self.skips, model=models.get(record.step))
+            for record in records
+        ]
 
 
 def _slots(ring: Tensor, first: int, new: int) -> list[Tensor]:

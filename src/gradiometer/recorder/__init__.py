@@ -4,6 +4,7 @@ Gradients, weights and updates of a model are recorded inside a compiled or capt
 holds them on the host. Nothing here starts a thread, accesses a disk or judges what it records.
 """
 
+from gradiometer.recorder.model_state import ModelState
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
 from gradiometer.recorder.step_record import KINDS, Kind, Roster, RunInfo, StepRecord, label
@@ -12,6 +13,7 @@ from gradiometer.recorder.updates import Updates
 __all__ = [
     "KINDS",
     "Kind",
+    "ModelState",
     "Recorder",
     "Roster",
     "RunInfo",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradiometer.distributed import Ranks
+    from gradiometer.recorder.model_state import ModelState
 
 __all__ = ["KINDS", "Kind", "Roster", "RunInfo", "StepRecord", "label"]
 
@@ -86,6 +87,7 @@ class StepRecord:
             group, whose part has a NaN or Inf; -1 if none has.
         ranks: the agreement of these ranks.
         loss_rank: for a merged step: the first rank whose loss is not finite.
+        model: the state of the model, of this rank; None if it is unknown, as in a run that was read.
     """
 
     step: int
@@ -98,6 +100,7 @@ class StepRecord:
     origin: Tensor | None = None
     ranks: Ranks | None = None
     loss_rank: int | None = None
+    model: ModelState | None = None
     _kept: dict[tuple[str, Kind], Any] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:

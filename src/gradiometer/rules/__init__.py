@@ -9,33 +9,48 @@ from gradiometer.rules.defaults import default_rules
 from gradiometer.rules.fault import Fault, summarize
 from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import first_nonfinite_text
+from gradiometer.rules.flow import NoGradientFlow, NoGradients
+from gradiometer.rules.headlines import Headline, headlines
 from gradiometer.rules.history import NormHistory
+from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.ledger import Ledger
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
+from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, UpdateSpike
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
 
 __all__ = [
+    "Accumulating",
     "Dead",
+    "EvalMode",
     "Exploding",
     "Fault",
     "Finding",
     "GroupRatio",
+    "Headline",
+    "Initialization",
     "LayerImbalance",
+    "LearningRate",
     "Ledger",
     "LossSpike",
+    "NoGradientFlow",
+    "NoGradients",
     "NonFinite",
     "NormHistory",
     "NormSpike",
+    "NotUpdated",
     "Rule",
     "Severity",
+    "Untied",
     "UpdateRatio",
+    "UpdateSpike",
     "Vanishing",
     "checked",
     "default_rules",
     "first_nonfinite_text",
+    "headlines",
     "summarize",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -10,15 +11,16 @@ from torch import Tensor
 
 from gradiometer.recorder import label
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.rules.history import History, NormHistory, is_names
+from gradiometer.rules.history import FLOOR, History, NormHistory, SpikeHistory, is_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from gradiometer.recorder import Kind, Roster, StepRecord
 
-__all__ = ["MOST", "BaseRule", "LastingRule", "Sight", "TensorRule"]
+__all__ = ["MOST", "BaseRule", "LastingRule", "Sight", "SpikeRule", "TensorRule", "WholeRule", "modules_text"]
 
+_HISTORIES = (History, NormHistory, SpikeHistory)
 # maximum number of tensors that one rule names in one step
 MOST = 5
 
@@ -71,7 +73,7 @@ class BaseRule:
                 raise ValueError(msg) from None
         for key, value in new.items():
             mine = getattr(self, key)
-            if isinstance(mine, (History, NormHistory)):
+            if isinstance(mine, _HISTORIES):
                 mine.load_state_dict(value)
             else:
                 setattr(self, key, value)
@@ -79,7 +81,7 @@ class BaseRule:
     def check_value(self, key: str, value: Any) -> None:
         """Raise an error unless the value can replace the attribute ``key``."""
         mine = getattr(self, key)
-        if isinstance(mine, (History, NormHistory)):
+        if isinstance(mine, _HISTORIES):
             mine.check_state(value)
         elif isinstance(mine, Tensor):
             if not isinstance(value, Tensor) or value.dtype != mine.dtype or value.dim() != mine.dim():
@@ -195,6 +197,90 @@ class TensorRule(BaseRule):
         return made
 
 
+class SpikeRule(BaseRule):
+    """A rule about a total norm far above its recent past.
+
+    Args:
+        deviations: limit for the logarithm of the norm, in deviations above its usual value, see
+            `SpikeHistory`.
+        severity: the severity of a finding.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ("history", "known")
+
+    def __init__(self, *, deviations: float = 8.0, severity: Severity = Severity.WARNING) -> None:
+        super().__init__(severity)
+        self.deviations = deviations
+        self.history = SpikeHistory()
+        self.known = 0
+
+    def spike(self, squares: Tensor, scale: float = 1.0) -> tuple[float, float, float, int] | None:
+        """Return a total norm that is a spike, its usual value, the limit, and the place of its largest part.
+
+        ``squares``: of the norms, ``(N,)``; ``scale``: what the norms are divided by. A total that is 0 or
+        not finite is left out.
+        """
+        total = math.sqrt(float(squares.sum()))
+        if not (0.0 < total < math.inf and 0.0 < scale < math.inf):
+            return None
+        # tensors that are measured for the first time, such as unfrozen ones, raise the total for good
+        count = int(squares.count_nonzero())
+        if count > self.known:
+            self.known = count
+            self.history.restart()
+        z, usual, deviation = self.history.score(math.log(total / scale), FLOOR)
+        if z <= self.deviations:
+            return None
+        limit = math.exp(usual + self.deviations * deviation) * scale
+        return total, math.exp(usual) * scale, limit, int(squares.argmax())
+
+
+class WholeRule(TensorRule):
+    """A rule with few findings, each about all tensors or about a group of them."""
+
+    kept: ClassVar[tuple[str, ...]] = ("names", "before")
+
+    def __init__(self, severity: Severity) -> None:
+        super().__init__(severity)
+        # the weights' columns of the last recorded step
+        self.before = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
+
+    def restart(self, size: int) -> None:
+        """Start a new history of ``size`` tensors."""
+        self.before = torch.zeros(size, 0, dtype=torch.float64, device="cpu")
+
+    def moved(self, record: StepRecord) -> Tensor | None:
+        """Return which weights have changed since the last recorded step, ``(N,) bool``.
+
+        None if neither updates nor weights are recorded, or if there was no step before. A change that
+        leaves sum, sum of squares and largest magnitude as they were is not noticed.
+        """
+        kinds = record.roster.kinds
+        if "updates" in kinds:
+            return record.value("abs_max", "updates") + record.value("n_nonfinite", "updates") > 0
+        if "weights" not in kinds:
+            return None
+        now, before = record.columns("weights"), self.before
+        self.before = now.clone()
+        return (now != before).any(dim=1) if before.shape == now.shape else None
+
+    def finding(
+        self,
+        record: StepRecord,
+        since: int,
+        tensor: str | None,
+        value: float,
+        threshold: float,
+        message: str,
+        advice: str,
+        severity: Severity,
+        kind: Kind | None = "grads",
+    ) -> Finding:
+        """Return a finding from step ``since`` to this one."""
+        fields = severity, since, record.step, kind, tensor, value, threshold, message, advice
+        return Finding(self.name, *fields)
+
+
 class LastingRule(TensorRule):
     """A rule about conditions that last for ``patience`` recorded steps.
 
@@ -241,12 +327,44 @@ class LastingRule(TensorRule):
         return now & (self.row >= self.patience)
 
 
+def modules_text(names: Sequence[str], places: Sequence[int], most: int = 3) -> str:
+    """Return a text that names a group of tensors by the largest modules that lie in it.
+
+    >>> modules_text(["a.0.weight", "a.0.bias", "a.1.weight", "b.weight"], [0, 1, 2])
+    'a (3 tensors)'
+    >>> modules_text(["a.0.weight", "a.0.bias", "a.1.weight", "b.weight"], [0, 1, 3])
+    'a.0, b (3 tensors)'
+    >>> modules_text(["a.0.weight", "a.0.bias", "a.1.weight", "b.weight"], [2])
+    'a.1.weight'
+    """
+    if len(places) == 1:
+        return names[places[0]]
+    if len(places) == len(names):
+        return f"all {len(names):,} tensors"
+    inside = {names[place] for place in places}
+    outside = set()
+    for name in names:
+        if name not in inside:
+            outside.update(_prefixes(name))
+    found = dict.fromkeys(
+        next((prefix for prefix in _prefixes(name) if prefix not in outside), name)
+        for name in (names[place] for place in places)
+    )
+    text = ", ".join(list(found)[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+    return f"{text} ({len(places):,} tensors)"
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
 def _plain(value: Any) -> Any:
     """Return a plain copy that shares no mutable data with the value."""
     if isinstance(value, Tensor):
         # a checkpoint may have been loaded onto another device
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, (History, NormHistory)):
+    if isinstance(value, _HISTORIES):
         value = value.state_dict()
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}

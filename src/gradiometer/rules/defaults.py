@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.history import NormHistory
+from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
+from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, UpdateSpike
 from gradiometer.rules.ratios import UpdateRatio
 
 if TYPE_CHECKING:
@@ -22,7 +25,16 @@ def default_rules() -> list[Rule]:
     norms = NormHistory()
     return [
         NonFinite(),
-        NormSpike(norms=norms),
+        LearningRate(),
+        NoGradients(),
+        NoGradientFlow(),
+        NotUpdated(),
+        Accumulating(),
+        Initialization(),
+        Untied(),
+        EvalMode(),
+        UpdateSpike(),
+        NormSpike(),
         LossSpike(),
         Exploding(norms=norms),
         Vanishing(norms=norms),

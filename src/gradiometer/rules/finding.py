@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Kind
 
-__all__ = ["Finding", "Severity", "checked"]
+__all__ = ["Finding", "Severity", "checked", "times"]
 
 
 # Parquet and most readers of JSON have no larger integers
@@ -116,6 +116,17 @@ def checked(found: object) -> Finding:
             msg = f"its {name} is {text}, not {wanted}"
             raise TypeError(msg) from None
     return Finding(**fields)
+
+
+def times(ratio: float) -> str:
+    """Return a factor as text.
+
+    >>> times(2.43), times(41.7), times(12345.6), times(3e20)
+    ('2.4 times', '42 times', '12,346 times', '3e+20 times')
+    """
+    if ratio < 10.0:
+        return f"{ratio:.1f} times"
+    return f"{ratio:,.0f} times" if ratio < 1e6 else f"{ratio:.0e} times"
 
 
 def _number(value: Any) -> Any:

@@ -16,6 +16,9 @@ some tens of steps. A median over a window would have to read the whole window i
 
 from __future__ import annotations
 
+import itertools
+import math
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +31,17 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Roster, StepRecord
 
-__all__ = ["FLOOR", "WARMUP", "WINDOW", "History", "NormHistory", "Norms", "Score", "is_names"]
+__all__ = [
+    "FLOOR",
+    "WARMUP",
+    "WINDOW",
+    "History",
+    "NormHistory",
+    "Norms",
+    "Score",
+    "SpikeHistory",
+    "is_names",
+]
 
 # no scores at the start of a run, where norms fall by a factor of 10 to 100
 WARMUP = 20
@@ -40,6 +53,10 @@ FLOOR = 0.2
 # sqrt(pi / 2): the standard deviation of a normal distribution, divided by its mean absolute deviation
 _NORMAL = 1.2533
 _CLIP = 4.0
+# values in the median, and in the differences; values before rises count
+_NEAR, _FAR, _SETTLED = 16, 33, 5
+# from a median absolute difference and from a mean rise to a standard deviation
+_STEP, _RISE = 1.4826 / math.sqrt(2.0), math.sqrt(2.0 * math.pi)
 # the columns that count non-finite elements
 _COUNTS = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_neginf"] + 1)
 
@@ -99,20 +116,6 @@ class History:
         self.deviation = torch.addcmul(self.deviation, rate, e.abs_().mul_(begun).sub_(self.deviation))
         return score
 
-    def score_one(self, x: float, floor: float | None = None) -> tuple[float, float, float]:
-        """Return `score` of a finite value as floats, for a history of one value; several times faster."""
-        count, mean, deviation = self.count.item(), self.mean.item(), self.deviation.item()
-        s = max(deviation * _NORMAL, self.floor if floor is None else floor)
-        ready = count >= self.warmup
-        z = (x - mean) / s if ready else 0.0
-        e = min(max(z, -_CLIP), _CLIP) * s if ready else x - mean
-        rate = 1.0 / min(count + 1.0, self.window)
-        self.count.fill_(count + 1.0)
-        self.mean.fill_(mean + rate * e)
-        # the first value has deviation 0, as in `score`
-        self.deviation.fill_(deviation + rate * (abs(e) - deviation) if count else 0.0)
-        return z, mean, s
-
     def state_dict(self) -> dict[str, Any]:
         """Return count, mean and deviation, ``(N,)`` each."""
         return {"count": self.count, "mean": self.mean, "deviation": self.deviation}
@@ -135,11 +138,88 @@ class History:
         self.count, self.mean, self.deviation = state["count"], state["mean"], state["deviation"]
 
 
+class SpikeHistory:
+    """The recent past of one value that may fall or drift, and a score for jumps above it.
+
+    The usual value is the median of the last 16. The deviation is the largest of three: the median of the
+    last 32 absolute differences, which a steady descent hardly raises; the mean rise above the median, over
+    128 values, which occasional high values raise; and the minimum that the caller gives. The first two are
+    scaled to the standard deviation of independent, normally distributed values: by ``1.4826 / sqrt(2)`` and
+    ``sqrt(2 pi)``. A rise counts as at most four deviations.
+
+    Args:
+        warmup: number of values before the first score.
+
+    >>> history = SpikeHistory()
+    >>> scores = [history.score(10.0 - 0.2 * i + 0.1 * (i % 2), 0.01) for i in range(40)]
+    >>> max(z for z, *_ in scores) < 2, history.score(4.0, 0.01)[0] > 8
+    (True, True)
+    """
+
+    def __init__(self, warmup: int = WARMUP) -> None:
+        if warmup < 2:
+            msg = f"SpikeHistory(warmup={warmup}): warmup must be at least 2"
+            raise ValueError(msg)
+        self.warmup = warmup
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the history."""
+        self.count, self.rise = 0, 0.0
+        self.recent: list[float] = []
+
+    @property
+    def usual(self) -> float:
+        """The median of the last 16 values; 0 if there are none."""
+        return median(self.recent[-_NEAR:]) if self.recent else 0.0
+
+    def score(self, x: float, floor: float) -> tuple[float, float, float]:
+        """Score a finite value against its past, then add it; return z, the usual value, its deviation."""
+        recent, usual = self.recent, self.usual
+        if not recent:
+            self.recent, self.count = [x], 1
+            return 0.0, x, floor
+        steps = [abs(b - a) for a, b in itertools.pairwise(recent)]
+        deviation = max(floor, self.rise * _RISE, median(steps) * _STEP if steps else 0.0)
+        z = (x - usual) / deviation if self.count >= self.warmup else 0.0
+        if self.count >= _SETTLED:
+            rise = min(max(x - usual, 0.0), _CLIP * deviation)
+            self.rise += (rise - self.rise) / min(self.count - _SETTLED + 1.0, WINDOW)
+        self.count += 1
+        self.recent = [*recent[1 - _FAR :], x]
+        return z, usual, deviation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the recent values, the number of all values, and their mean rise."""
+        return {"recent": list(self.recent), "count": self.count, "rise": self.rise}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless the state is one of `state_dict`."""
+        recent = state.get("recent")
+        if (
+            not isinstance(recent, list)
+            or len(recent) > _FAR
+            or not all([isinstance(x, float) for x in recent])
+            or type(state.get("count")) is not int
+            or not isinstance(state.get("rise"), float)
+        ):
+            msg = f"a history must have at most {_FAR} recent floats, a count and a rise"
+            raise ValueError(msg)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a history.
+
+        Raises:
+            ValueError: as `check_state`.
+        """
+        self.check_state(state)
+        self.recent, self.count, self.rise = list(state["recent"]), state["count"], state["rise"]
+
+
 class Norms(NamedTuple):
     """The gradient norms of one step, and their scores against the past.
 
     ``(N,)`` each: ``norm``, its logarithm ``x``, ``known`` where that is finite, ``flags``, ``score``.
-    One value each: ``total``, the norm of all together, which is NaN or infinite if any is, and its score.
     """
 
     norm: Tensor
@@ -147,12 +227,10 @@ class Norms(NamedTuple):
     known: Tensor
     flags: Tensor
     score: Score
-    total: Tensor
-    total_score: Score
 
 
 class NormHistory:
-    """The history of the logarithms of all gradient norms and of the total norm.
+    """The history of the logarithms of all gradient norms.
 
     Rules that share a history read each step once: the norms of the last record are kept.
 
@@ -169,12 +247,12 @@ class NormHistory:
     @property
     def settled(self) -> Tensor:
         """Which norms have a history longer than the warm-up, ``(N,) bool``."""
-        return self.history.count[:-1] > self.history.warmup
+        return self.history.count > self.history.warmup
 
     @property
     def level(self) -> Tensor:
         """The usual logarithm of each norm, including this step, ``(N,)``."""
-        return self.history.mean[:-1]
+        return self.history.mean
 
     def of(self, record: StepRecord) -> Norms:
         """Return this step's norms; the first call for a step adds them to the history."""
@@ -184,26 +262,15 @@ class NormHistory:
             self._roster = record.roster
             if self.names != list(record.roster.names):
                 self.names = list(record.roster.names)
-                self.history.restart(len(self.names) + 1)
+                self.history.restart(len(self.names))
         # nearly every step is finite, so its norms are just square roots
         norm = (
             record.value("norm")
             if float(record.columns()[:, _COUNTS].sum())
             else derived.sqrt(record.value("sumsq"))
         )
-        total = torch.linalg.vector_norm(norm)
-        logs = torch.cat([norm, total.view(1)]).log_()
-        score = self.history.score(logs)
-        x = logs[:-1]
-        norms = Norms(
-            norm,
-            x,
-            x.isfinite(),
-            record.flags(),
-            Score(*[part[:-1] for part in score]),
-            total,
-            Score(*[part[-1] for part in score]),
-        )
+        x = norm.log()
+        norms = Norms(norm, x, x.isfinite(), record.flags(), self.history.score(x))
         self._last = record, norms
         return norms
 
@@ -212,11 +279,11 @@ class NormHistory:
         return self.history.state_dict() | {"names": self.names}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError unless the state has names and a history of their norms and of the total."""
+        """Raise a ValueError unless the state has names and a history of their norms."""
         self.history.check_state(state)
         names = state.get("names")
-        if not is_names(names) or len(state["count"]) != (len(names) + 1 if names else 0):
-            msg = "a norm history's names must be a list of str, one for each norm but the last"
+        if not isinstance(names, list) or not is_names(names) or len(state["count"]) != len(names):
+            msg = "a norm history's names must be a list of str, one for each norm"
             raise ValueError(msg)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from gradiometer.columns import Flag
 from gradiometer.recorder import label
 from gradiometer.rules.base import MOST, LastingRule, Sight, TensorRule
 from gradiometer.rules.finding import Severity
+from gradiometer.rules.flow import ROUTED
 from gradiometer.rules.history import NormHistory
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ REBALANCE: Final = (
 class Dead(LastingRule):
     """A gradient with at least the threshold's share of zeros (all of them, by default) for a while.
 
-    An expert without tokens in some steps, or a branch that starts at 0, does not count as dead. Vectors are
-    left out: the gradient of a bias before a norm may be exactly 0 in a healthy model.
+    An expert without tokens in some steps, or a branch that starts at 0, does not count as dead. Layers whose
+    names contain ``expert`` have severity info. Vectors are left out: the gradient of a bias before a norm
+    may be exactly 0 in a healthy model.
 
     Args:
         patience: number of recorded steps in a row.
@@ -52,7 +54,7 @@ class Dead(LastingRule):
     def __init__(
         self,
         *,
-        patience: int = 50,
+        patience: int = 20,
         min_dims: int = 2,
         most: int = MOST,
         severity: Severity = Severity.WARNING,
@@ -67,10 +69,12 @@ class Dead(LastingRule):
             return []
 
         def describe(place: int) -> Sight:
-            zeros, steps = float(record.value("zero_fraction")[place]), int(self.row[place])
+            zeros = float(record.value("zero_fraction")[place])
             share = "all elements are 0" if zeros == 1.0 else f"{zeros:.1%} of its elements are 0"
-            message = f"{share}, for {steps} recorded steps since step {int(self.since[place])}"
-            return Sight(zeros, record.thresholds.dead, message, REVIVE, self.severity)
+            message = f"{share}, since step {int(self.since[place])}"
+            is_routed = ROUTED in record.roster.names[place]
+            severity = min(self.severity, Severity.INFO) if is_routed else self.severity
+            return Sight(zeros, record.thresholds.dead, message, REVIVE, severity)
 
         return self.findings(record, "grads", lasting, self.row, describe, self.since)
 

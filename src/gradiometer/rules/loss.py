@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from gradiometer.rules.base import BaseRule
-from gradiometer.rules.finding import Finding, Severity
-from gradiometer.rules.history import WARMUP, WINDOW, History
+from gradiometer.rules.finding import Finding, Severity, times
+from gradiometer.rules.history import WARMUP, SpikeHistory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +23,9 @@ OF_HIGHEST: Final = 0.01
 CONVERGED: Final = 0.05
 HARD_BATCH: Final = 0.25
 
+# the limit for the logarithm, as a share of the limit
+IN_LOGS: Final = 0.75
+
 ADVICE: Final = (
     "look at the batch of this step; if the loss stays high, go back to an earlier checkpoint, skip some "
     "batches and lower the learning rate"
@@ -30,31 +33,30 @@ ADVICE: Final = (
 
 
 class LossSpike(BaseRule):
-    """A loss far above its own history. Every step with a loss counts, recorded or not.
+    """A loss far above its recent past. Every step with a loss counts, recorded or not.
 
-    Once the usual loss is below 5 % of its highest value, a spike below 25 % of that value has severity info.
+    If recent losses are positive, their logarithms must be far above their own past, too. Once the usual loss
+    is below 5 % of its highest value, a spike below 25 % of that value has severity info.
 
     Args:
-        deviations: limit for the loss, in robust standard deviations above its usual value.
-        warmup, window: as for `History`, in steps.
+        deviations: limit for the loss, in deviations above its usual value, see `SpikeHistory`.
+        warmup: number of losses before the first finding.
         severity: the severity of a finding.
     """
 
     name = "loss_spike"
-    kept = ("losses", "highest")
+    kept = ("losses", "logs", "highest")
 
     def __init__(
         self,
         *,
         deviations: float = 8.0,
         warmup: int = WARMUP,
-        window: int = WINDOW,
         severity: Severity = Severity.WARNING,
     ) -> None:
         super().__init__(severity)
         self.deviations = deviations
-        self.losses = History(warmup, window, 0.0)
-        self.losses.restart(1)
+        self.losses, self.logs = SpikeHistory(warmup), SpikeHistory(warmup)
         self.highest = 0.0
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
@@ -62,17 +64,20 @@ class LossSpike(BaseRule):
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return []
-        usual = float(self.losses.mean)
-        if float(self.losses.count) >= self.losses.warmup:
+        usual = self.losses.usual
+        if self.losses.count >= self.losses.warmup:
             self.highest = max(self.highest, abs(usual))
         # a constant loss has no deviation, and may be 0
         floor = max(OF_USUAL * abs(usual), OF_HIGHEST * self.highest, 1e-12)
-        z, usual, deviation = self.losses.score_one(loss, floor)
-        if z <= self.deviations:
+        z, usual, deviation = self.losses.score(loss, floor)
+        # of positive losses with a heavy tail, the logarithms are nearly normal
+        log_z = self.logs.score(math.log(loss), OF_USUAL)[0] if loss > 0 else math.inf
+        if z <= self.deviations or (log_z <= self.deviations * IN_LOGS and min(self.losses.recent) > 0):
             return []
         harmless = abs(usual) < CONVERGED * self.highest and loss < HARD_BATCH * self.highest
         severity = min(self.severity, Severity.INFO) if harmless else self.severity
-        message = f"loss {loss:.4g}, {z:.0f} sigma above its usual {usual:.4g}"
+        ratio = f", {times(loss / usual)} its usual" if usual > 0 else ", usually"
+        message = f"loss {loss:.4g}{ratio} {usual:.4g}"
         limit = usual + self.deviations * deviation
         step = record.step
         return [Finding(self.name, severity, step, step, None, None, loss, limit, message, ADVICE)]

@@ -28,6 +28,8 @@ ADVICE: Final = {
     "updates": "the gradients were finite, so look at the optimizer: its eps, its state in half precision, "
     "the learning rate",
     "loss": "look at this step's batch, and for log(0), an empty mean or an overflow in the loss",
+    "nothing": "look for a batch without samples, a mask that selects nothing, and targets that are all "
+    "ignored (ignore_index); divide a sum by max(count, 1) instead",
     "both": "the loss is not finite either, so it began before the backward: look at this step's batch, at "
     "the weights, and for log(0), an empty mean or an overflow in the forward pass",
 }
@@ -83,13 +85,20 @@ class NonFinite(BaseRule):
             # without the step's number, which the finding has separately
             message = str(first_nonfinite_text(record)).partition(", ")[2]
             advice = ADVICE[first.kind]
-            if loss_is_bad:
+            if loss_is_bad and first.kind == "grads":
+                # the loss comes before its gradients
+                message = f"the loss is {record.loss_text}; then {message}"
+                advice = ADVICE["both"]
+            elif loss_is_bad:
                 message += f"; the loss is {record.loss_text}"
-                advice = ADVICE["both"] if first.kind == "grads" else advice
             count = float(first.n_nan + first.n_inf)
             found = self._finding(first.kind, first.name, count, message, advice)
         else:
-            found = self._finding(None, None, math.nan, f"the loss is {record.loss_text}", ADVICE["loss"])
+            text, advice = f"the loss is {record.loss_text}", ADVICE["loss"]
+            if record.recorded and not record.value("abs_max").any():
+                text += ", though every gradient is 0: it is a mean over nothing"
+                advice = ADVICE["nothing"]
+            found = self._finding(None, None, math.nan, text, advice)
         found = replace(found, severity=severity, first_step=record.step, last_step=record.step)
         if self.first is None or severity > Finding.from_dict(self.first).severity:
             self.first = found.to_dict()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from gradiometer.columns import Flag
 from gradiometer.recorder import label
-from gradiometer.rules.base import MOST, BaseRule, LastingRule, Sight, TensorRule
-from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.base import MOST, LastingRule, Sight, SpikeRule, TensorRule
+from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import NormHistory
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Exploding", "NormSpike", "Vanishing"]
 
-# in the first steps, a norm above the threshold has severity info, unless it is more than this many times
-# its usual level
+# a norm above the threshold has severity info, unless it is more than this many times its usual level
 RISING: Final = 10.0
 # a tensor below its threshold vanishes only if the total norm is this many times as large
 CONTRAST: Final = 1e4
@@ -44,8 +43,8 @@ class Exploding(TensorRule):
     The comparison with its history uses the logarithm of the norm. It applies only if the norm is at least
     ``share`` of the total: gradients that are only rounding errors, such as that of a key bias in
     attention, change by orders of magnitude from step to step. A norm
-    above the threshold in a tensor's first recorded steps (the warm-up of its history) has severity info,
-    unless it rises.
+    above the threshold has severity info unless it is ten times its usual norm too: a summed loss has large
+    gradients.
 
     Args:
         deviations: limit in robust standard deviations above the usual norm.
@@ -73,7 +72,7 @@ class Exploding(TensorRule):
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's norms with the threshold and the history."""
-        norm, x, _, flags, (z, usual, deviation), *_ = self.norms.of(record)
+        norm, x, _, flags, (z, usual, deviation) = self.norms.of(record)
         flagged = flags & Flag.EXPLODING > 0
         own = z > self.deviations
         if not (flagged | own).any():
@@ -83,7 +82,7 @@ class Exploding(TensorRule):
         flagged &= norm.isfinite()
         # in the very first step there is no past: x is the level itself, so it has not risen
         risen = x > self.norms.level + math.log(RISING)
-        major = own | (flagged & (self.norms.settled | risen))
+        major = own | (flagged & risen)
         threshold = record.thresholds.exploding
 
         def describe(place: int) -> Sight:
@@ -91,14 +90,12 @@ class Exploding(TensorRule):
             severity = self.severity if major[place] else min(self.severity, Severity.INFO)
             if own[place]:
                 limit = float((usual[place] + self.deviations * deviation[place]).exp())
-                message = (
-                    f"norm {value:.3g}, {float(z[place]):.0f} sigma above its usual "
-                    f"{float(usual[place].exp()):.3g}"
-                )
+                base = float(usual[place].exp())
+                message = f"norm {value:.3g}, {times(value / base)} its usual {base:.3g}"
                 return Sight(value, limit, message, LOWER_LR, severity)
             message = f"norm {value:.3g} is above the threshold {threshold:g}"
             if not major[place]:
-                message += ", in the first steps"
+                message += ", as usual for it"
             return Sight(value, threshold, message, RAISE_THRESHOLD, severity)
 
         return self.findings(record, "grads", flagged | own, norm + major * norm.amax(), describe)
@@ -148,7 +145,7 @@ class Vanishing(LastingRule):
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's norms with the threshold and the history."""
-        norm, x, known, flags, (z, usual, deviation), *_ = self.norms.of(record)
+        norm, x, known, flags, (z, usual, deviation) = self.norms.of(record)
         flagged = (flags & Flag.VANISHING > 0) & self.wide
         own = (z < -self.deviations) & self.wide
         fallen = usual - x
@@ -165,16 +162,14 @@ class Vanishing(LastingRule):
             return everything
 
         def describe(place: int) -> Sight:
-            value, steps = float(norm[place]), int(self.row[place])
-            message = f"norm {value:.3g}; for {steps} recorded steps it has been "
+            value, since = float(norm[place]), int(self.since[place])
+            message = f"norm {value:.3g}, since step {since} "
             if flagged[place]:
                 message += f"below the threshold {threshold:g}, while the total norm is {total:.3g}"
                 return Sight(value, threshold, message, VANISHES, self.severity)
             limit = float((usual[place] - self.deviations * deviation[place]).exp())
-            message += (
-                f"{float(fallen[place] / deviation[place]):.0f} sigma below its usual "
-                f"{float(usual[place].exp()):.3g}, beyond the median decline of all gradients"
-            )
+            base = float(usual[place].exp())
+            message += f"far below its usual {base:.3g}, by more than the median decline of all gradients"
             return Sight(value, limit, message, VANISHES, self.severity)
 
         return self.findings(record, "grads", lasting, -x, describe, self.since) + everything
@@ -192,47 +187,31 @@ class Vanishing(LastingRule):
         return [Finding(self.name, severity, step, step, "grads", None, total, threshold, message, advice)]
 
 
-class NormSpike(BaseRule):
-    """A total gradient norm far above its own history.
+class NormSpike(SpikeRule):
+    """A total gradient norm far above its recent past.
+
+    OLMo-core skips a step at 6 standard deviations or more; the spike score of OLMo 2 (arXiv:2501.00656,
+    section 3.2) counts steps at 7 or more.
 
     Args:
-        deviations: limit for the logarithm of the norm, in robust standard deviations above its usual value.
-            OLMo-core skips a step at 6 standard deviations or more; the spike score of OLMo 2
-            (arXiv:2501.00656, section 3.2) counts steps at 7 or more.
-        norms: the history, which several rules may share.
+        deviations: limit for the logarithm of the norm, in deviations above its usual value, see
+            `SpikeHistory`.
         severity: the severity of a finding.
     """
 
     name = "norm_spike"
-    kept = ("norms",)
-
-    def __init__(
-        self,
-        *,
-        deviations: float = 8.0,
-        norms: NormHistory | None = None,
-        severity: Severity = Severity.WARNING,
-    ) -> None:
-        super().__init__(severity)
-        self.deviations = deviations
-        self.norms = norms or NormHistory()
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's total norm with the history."""
-        if not record.recorded:
+        if not record.recorded or record.total("n_nonfinite"):
             return []
-        norms = self.norms.of(record)
-        z, usual, deviation = (float(part) for part in norms.total_score)
-        if z <= self.deviations:
-            return []
-        total = float(norms.total)
         squares = record.value("sumsq")
-        place = int(squares.argmax())
-        message = (
-            f"total gradient norm {total:.3g}, {z:.0f} sigma above its usual "
-            f"{math.exp(usual):.3g}; {float(squares[place]) / total**2:.0%} of its square comes "
-            f"from {label('grads', record.roster.names[place])}"
-        )
-        limit = math.exp(usual + self.deviations * deviation)
+        spike = self.spike(squares)
+        if spike is None:
+            return []
+        total, usual, limit, place = spike
+        message = f"total gradient norm {total:.3g}, {times(total / usual)} its usual {usual:.3g}; "
+        message += f"{float(squares[place]) / total**2:.0%} of its square comes from "
+        message += label("grads", record.roster.names[place])
         step = record.step
         return [Finding(self.name, self.severity, step, step, "grads", None, total, limit, message, LOWER_LR)]

@@ -29,6 +29,9 @@ __all__ = ["GroupRatio", "UpdateRatio"]
 SETTLE: Final = 20
 # number of ratios before the first finding, and number of ratios in the average
 LEAST: Final = 10
+# an average ratio above the band is a warning if it is above this, or so many times the lowest before
+FAST: Final = 1.0
+RISING: Final = 5.0
 WINDOW: Final = 50
 
 TOO_FAST: Final = "lower the learning rate, at least for this layer, or lengthen its warm-up"
@@ -44,7 +47,8 @@ class UpdateRatio(TensorRule):
 
     A ratio around 1e-3 is a rule of thumb (CS231n, "Ratio of weights:updates"; Karpathy's "Building
     makemore", part 3); the default band extends two powers of ten to either side. A ratio above it has
-    ``severity``; one below it has info, since a schedule that ends at 0 leads there. Only tensors of at least
+    ``severity`` if it is above 1, or has risen to 5 times the lowest average before, and otherwise info; one
+    below it has info, since a schedule that ends at 0 leads there. Only tensors of at least
     two dimensions count.
 
     If weights but no updates are recorded, the rule uses the change of a weight's norm since the last
@@ -58,7 +62,7 @@ class UpdateRatio(TensorRule):
     """
 
     name = "update_ratio"
-    kept = (*TensorRule.kept, "seen", "ratios", "before", "before_step")
+    kept = (*TensorRule.kept, "seen", "ratios", "lowest", "before", "before_step")
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class UpdateRatio(TensorRule):
         _check_band(type(self).__name__, low, high)
         self.low, self.high = low, high
         self.ratios = History(LEAST, WINDOW)
-        self.seen = self.before = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self.seen = self.before = self.lowest = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.before_step: int | None = None
         self.wide = torch.zeros(0, dtype=torch.bool, device="cpu")
 
@@ -89,6 +93,7 @@ class UpdateRatio(TensorRule):
         """Start a new history of ``size`` tensors."""
         self.ratios.restart(size)
         self.seen, self.before = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
+        self.lowest = torch.full_like(self.seen, math.inf)
         self.before_step = None
 
     def prepare(self, roster: Roster) -> None:
@@ -110,6 +115,7 @@ class UpdateRatio(TensorRule):
         self.ratios.score(torch.where(self.seen > SETTLE, x, math.nan))
         mean = self.ratios.mean
         judged = self.ratios.count >= LEAST
+        self.lowest = torch.where(judged, torch.minimum(self.lowest, mean), self.lowest)
         above = judged & (mean > math.log(self.high))
         below = judged & (mean < (math.log(self.low) if exact and self.low > 0 else -math.inf))
         # a frozen weight changes by 0, and a ratio that is not finite was not averaged
@@ -117,12 +123,15 @@ class UpdateRatio(TensorRule):
         if not found.any():
             return []
         bound = "" if exact else "at least "
+        # in a small or new model, updates of a fifth of the weights can be healthy
+        fast = (mean > math.log(FAST)) | (mean > self.lowest + math.log(RISING))
 
         def describe(place: int) -> Sight:
             value = float(mean[place].exp())
             if above[place]:
                 message = f"update is {bound}{value:.2g} of the weight's norm, above the band {self._band()}"
-                return Sight(value, self.high, message, TOO_FAST, self.severity)
+                severity = self.severity if fast[place] else min(self.severity, Severity.INFO)
+                return Sight(value, self.high, message, TOO_FAST, severity)
             message = f"update is {value:.2g} of the weight's norm, below the band {self._band()}"
             return Sight(value, self.low, message, TOO_SLOW, min(self.severity, Severity.INFO))
 

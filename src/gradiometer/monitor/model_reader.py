@@ -1,0 +1,105 @@
+"""Read what rules need to know of a model beside its tensors: modes, frozen and tied parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from gradiometer.inputs import parameter_aliases
+from gradiometer.monitor.parameter_check import modules_of
+from gradiometer.recorder import ModelState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gradiometer.recorder import Recorder
+
+__all__ = ["ModelReader"]
+
+# nodes of an autograd graph that are visited at most: some 20 ms
+_NODES = 20_000
+# layers whose output depends on the mode
+_MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # noqa: SLF001
+
+
+class ModelReader:
+    """Reads a `ModelState` without waiting for the device.
+
+    Args:
+        model: the model of the recorder. Unless it is a module or a mapping of names to modules, only the
+            parameters are looked at.
+        recorder: the recorder of the parameters.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)).eval()
+    >>> reader = ModelReader(model, gm.Recorder(model))
+    >>> reader.read(model(torch.ones(1, 2)).sum(), afresh=True)
+    ModelState(requires_grad=(True, True), reached=True, evaluating='1 Dropout', untied=())
+    """
+
+    def __init__(self, model: object, recorder: Recorder) -> None:
+        self._modules = modules_of(model)
+        self._parameters = recorder.parameters_tracked
+        self._tied = {name: first for name, first in self._aliases() if name != first}
+        self._state = ModelState(())
+        self._modes: list[bool] | None = None
+
+    def read(self, loss: object, *, afresh: bool) -> ModelState:
+        """Return the state of the model; the same object if nothing has changed.
+
+        Args:
+            loss: the loss of the step. Until one has an autograd graph, each is looked at.
+            afresh: look at everything; otherwise only at the modes of the models and at the loss.
+        """
+        modes = [module.training for module in self._modules.values()]
+        if afresh or modes != self._modes:
+            self._modes = modes
+            requires = tuple([parameter.requires_grad for parameter in self._parameters])
+            state = ModelState(requires, self._state.reached, self._evaluating(), self._untied())
+            if state.__dict__ != self._state.__dict__:
+                self._state = state
+        if self._state.reached is None and isinstance(loss, Tensor) and loss.grad_fn is not None:
+            self._state = replace(self._state, reached=_reaches(loss, self._parameters))
+        return self._state
+
+    def _evaluating(self) -> str:
+        found: Counter[str] = Counter()
+        for module in self._modules.values():
+            if not module.training:
+                layers = [part for part in module.modules() if isinstance(part, _MODAL)]
+                active = [part for part in layers if not part.training and getattr(part, "p", 1.0) > 0]
+                # a layer that trains while its model does not was put into that mode on purpose
+                found.update([type(part).__name__ for part in active] if len(active) == len(layers) else [])
+        return ", ".join([f"{count} {name}" for name, count in found.items()])
+
+    def _untied(self) -> tuple[tuple[str, str], ...]:
+        if not self._tied:
+            return ()
+        now = dict(self._aliases())
+        return tuple([(first, name) for name, first in self._tied.items() if now.get(name, first) != first])
+
+    def _aliases(self) -> Iterable[tuple[str, str]]:
+        for prefix, module in self._modules.items():
+            for name, first in parameter_aliases(module).items():
+                yield prefix + name, prefix + first
+
+
+def _reaches(loss: Tensor, parameters: Sequence[Tensor]) -> bool | None:
+    """Return whether the autograd graph of a loss leads to any of the parameters; None if it is too large."""
+    wanted = {id(parameter) for parameter in parameters}
+    seen: set[Any] = {loss.grad_fn}
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+        if len(seen) > _NODES:
+            return None
+    return False

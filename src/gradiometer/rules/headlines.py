@@ -1,0 +1,168 @@
+"""Headlines: findings grouped by rule and onset, each with the later findings that it explains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.terminal import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["Headline", "headlines"]
+
+# the order of causes within one step: a loss is computed before its gradients, and these before the update
+_ORDER: Final = (
+    "eval_mode", "untied", "initialization", "learning_rate", "nonfinite", "no_gradients", "accumulating",
+    "not_updated", "no_gradient_flow", "loss_spike", "norm_spike", "exploding", "update_spike", "vanishing",
+    "dead", "update_ratio", "imbalance",
+)  # fmt: skip
+_SPIKES: Final = frozenset({"loss_spike", "norm_spike", "exploding", "update_spike"})
+# what follows when training leaves its course
+_DIVERGED: Final = _SPIKES | {"nonfinite", "update_ratio", "imbalance", "vanishing", "dead"}
+_QUIET: Final = frozenset({"dead", "vanishing", "imbalance", "not_updated"})
+_STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
+# rule of a cause -> rules of the findings that it explains
+_EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
+    "initialization": _DIVERGED | {"no_gradient_flow"},
+    "learning_rate": _DIVERGED | {"not_updated"},
+    "nonfinite": _DIVERGED | _STOPPED | {"no_gradients"},
+    "no_gradients": _STOPPED | {"initialization"},
+    "accumulating": _DIVERGED,
+    "no_gradient_flow": _QUIET,
+    "loss_spike": _DIVERGED,
+    "norm_spike": _DIVERGED,
+    "exploding": _DIVERGED,
+    "update_spike": _DIVERGED,
+    "update_ratio": _DIVERGED,
+    "vanishing": frozenset({"dead", "imbalance"}),
+    "dead": frozenset({"vanishing", "imbalance", "no_gradient_flow"}),
+}
+# findings of one rule that begin within so many steps are one headline
+_TOGETHER: Final = 5
+# steps after the last sighting of a cause in which findings may follow from it
+_AFTER: Final = 100
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One cause: findings of one rule that began together, and those that follow from them.
+
+    Attributes:
+        findings: of one rule, the most severe first.
+        explained: later findings that this cause explains, in the order of their first steps.
+    """
+
+    findings: tuple[Finding, ...]
+    explained: tuple[Finding, ...] = ()
+
+    @property
+    def rule(self) -> str:
+        """The rule of the cause."""
+        return self.findings[0].rule
+
+    @property
+    def severity(self) -> Severity:
+        """The highest severity of the cause and of what follows from it."""
+        return max(finding.severity for finding in (*self.findings, *self.explained))
+
+    @property
+    def first_step(self) -> int:
+        """The step at which it began."""
+        return min(finding.first_step for finding in self.findings)
+
+    @property
+    def last_step(self) -> int:
+        """The step at which the cause was last seen."""
+        return max(finding.last_step for finding in self.findings)
+
+    @property
+    def advice(self) -> str:
+        """What to try, one line."""
+        return self.findings[0].advice
+
+    @property
+    def message(self) -> str:
+        """One line: the message of the first finding, with the number and the names of the others."""
+        first, *others = self.findings
+        if not others:
+            return first.message
+        names = [finding.tensor for finding in self.findings if finding.tensor is not None]
+        text = f"{len(names)} tensors, {', '.join(names[:3])}"
+        text += f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{text}; {first.message}"
+
+    def __str__(self) -> str:
+        """Return one line: ``warning  step 120: lr was 1 ... (explains 4 more findings)``."""
+        steps = f"step {self.first_step}"
+        if self.last_step != self.first_step:
+            steps += f" to {self.last_step}"
+        text = f"{self.severity!s:7}  {steps}: {self.message}"
+        if self.explained:
+            count = len(self.explained)
+            text += f" (explains {count} later {'finding' if count == 1 else 'findings'})"
+        return printable(text)
+
+
+def headlines(findings: Iterable[Finding]) -> list[Headline]:
+    """Return the causes among findings, warnings and errors first, then by their first step.
+
+    Findings of one rule and kind that begin within 5 steps are one headline. A finding that another rule's
+    earlier one explains, such as gradients that explode up to 100 steps after a jump of the learning rate, is
+    attached to that cause. Findings of custom rules explain nothing, and are explained by nothing.
+
+    >>> from gradiometer.rules import Finding, Severity
+    >>> def finding(rule, step, message):
+    ...     return Finding(rule, Severity.WARNING, step, step, None, None, 1.0, 0.5, message, "")
+    >>> spike, jump = finding("loss_spike", 121, "loss 9"), finding("learning_rate", 120, "lr was 1")
+    >>> [str(headline) for headline in headlines([spike, jump])]
+    ['warning  step 120: lr was 1 (explains 1 later finding)']
+    """
+    groups = _grouped(findings)
+    groups.sort(key=lambda group: (min(one.first_step for one in group), _rank(group[0].rule)))
+    causes: list[tuple[list[Finding], list[Finding]]] = []
+    for group in groups:
+        cause = next((known for known in causes if _explains(known[0], group)), None)
+        if cause is None:
+            causes.append((group, []))
+        else:
+            cause[1].extend(group)
+    found = [Headline(tuple(group), tuple(explained)) for group, explained in causes]
+    return sorted(found, key=lambda headline: (headline.severity < Severity.WARNING, headline.first_step))
+
+
+def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Return groups of findings of one rule, kind and severity that began together; the worst first."""
+    groups: list[list[Finding]] = []
+    last: dict[tuple[object, ...], list[Finding]] = {}
+    for finding in sorted(findings, key=lambda finding: finding.first_step):
+        key = finding.rule, finding.kind, finding.severity >= Severity.WARNING
+        group = last.get(key)
+        if group is None or finding.first_step - group[0].first_step > _TOGETHER or finding.tensor is None:
+            group = last[key] = []
+            groups.append(group)
+        group.append(finding)
+    for group in groups:
+        group.sort(key=lambda finding: -finding.severity)
+    return groups
+
+
+def _explains(cause: Sequence[Finding], group: Sequence[Finding]) -> bool:
+    rule, severity = cause[0].rule, max(finding.severity for finding in cause)
+    # a spike that lasts or comes back soon is one
+    follows = {*_EXPLAINS.get(rule, ()), *({rule} & _SPIKES)}
+    if group[0].rule not in follows:
+        return False
+    # what is only worth knowing explains no problem, except for a learning rate that has changed
+    if severity < Severity.WARNING and rule != "learning_rate" and group[0].severity > severity:
+        return False
+    begun = min(finding.first_step for finding in group)
+    first = min(finding.first_step for finding in cause)
+    last = max(finding.last_step for finding in cause)
+    return first <= begun <= last + _AFTER
+
+
+def _rank(rule: str) -> int:
+    return _ORDER.index(rule) if rule in _ORDER else len(_ORDER)

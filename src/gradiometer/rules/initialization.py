@@ -1,0 +1,272 @@
+"""Weights that start wrong, and weights and modes that are not what they were meant to be."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from gradiometer.columns import COLUMN_INDEX
+from gradiometer.rules.base import BaseRule, WholeRule, modules_text
+from gradiometer.rules.finding import Finding, Severity, times
+from gradiometer.rules.history import is_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from gradiometer.recorder import StepRecord
+
+__all__ = ["EvalMode", "Initialization", "Untied"]
+
+INITIALIZE: Final = "look at how this layer is initialized, and whether it is initialized twice or scaled"
+SYMMETRIC: Final = "initialize it at random: neurons with equal weights get equal gradients and stay equal"
+ZERO: Final = (
+    "if it is not meant to start at 0, initialize it at random; if it is, the layer that follows must not "
+    "start at 0 too"
+)
+TIE: Final = (
+    "assign the same Parameter to both modules (head.weight = embedding.weight), after the model has been "
+    "moved, loaded or wrapped; equal values are not enough"
+)
+TRAIN: Final = "call model.train() before the training steps, and again after each evaluation"
+
+# names of matrices that are not multiplied with activations, and so have no usual scale
+_LOOKED_UP: Final = re.compile(r"emb|wte|wpe|token|pos", re.IGNORECASE)
+
+
+class Initialization(WholeRule):
+    """Weights with an unusual scale in the first recorded step; needs a Monitor with ``weights=True``.
+
+    It looks at tensors of at least two dimensions. The usual scale of a weight is ``1 / sqrt(fan_in)`` (LeCun
+    et al. 1998, "Efficient BackProp"; Glorot and Bengio 2010; He et al. 2015, arXiv:1502.01852). A weight is
+    too large if its rms is more than ``factor`` times the median of corresponding tensors in other layers, or
+    of all matrices, after division by that scale. A weight whose elements are all equal is reported too. A
+    weight of 0 has severity info, since some layers start at 0; it becomes a warning if it is
+    still 0 after ``patience`` recorded steps, though its gradient is measured.
+
+    Args:
+        factor: the limit of the ratio.
+        patience: number of recorded steps.
+        severity: the severity of a finding.
+    """
+
+    name = "initialization"
+    kept = (*WholeRule.kept, "count", "zero")
+
+    def __init__(
+        self, *, factor: float = 30.0, patience: int = 10, severity: Severity = Severity.WARNING
+    ) -> None:
+        super().__init__(severity)
+        self.factor, self.patience = factor, patience
+        self.count = 0
+        self.zero = torch.zeros(0, dtype=torch.bool, device="cpu")
+
+    def restart(self, size: int) -> None:
+        """Start a new history of ``size`` tensors."""
+        super().restart(size)
+        self.count = 0
+        self.zero = torch.zeros(size, dtype=torch.bool, device="cpu")
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Look at the weights of the first step, and at those of 0 later again."""
+        if "weights" not in record.roster.kinds or self.count > self.patience:
+            return []
+        self.count += 1
+        if self.count == 1:
+            return self._first(record)
+        if self.count <= self.patience or not self.zero.any():
+            return []
+        still = self.zero & (record.value("sumsq", "weights") == 0) & record.measured()
+        places = still.nonzero().flatten().tolist()
+        if not places:
+            return []
+        begun = record.step - self.patience
+        text = (
+            f"{modules_text(record.roster.names, places)}: weights are still 0, as at the start: no gradient "
+        )
+        text += "gets through them"
+        name = record.roster.names[places[0]]
+        return [self.finding(record, begun, name, 0.0, 0.0, text, ZERO, self.severity, "weights")]
+
+    def _first(self, record: StepRecord) -> list[Finding]:
+        roster, columns = record.roster, record.columns("weights")
+        wide = [len(shape) >= 2 for shape in roster.shapes]
+        matrix = torch.tensor(wide, dtype=torch.bool, device="cpu") & (columns[:, COLUMN_INDEX["numel"]] > 1)
+        squares, total = columns[:, COLUMN_INDEX["sumsq"]], columns[:, COLUMN_INDEX["sum"]]
+        numel = columns[:, COLUMN_INDEX["numel"]]
+        self.zero = matrix & (squares == 0)
+        found = []
+        for place in (matrix & ~self.zero).nonzero().flatten().tolist():
+            if total[place] ** 2 >= squares[place] * numel[place] * (1 - 1e-12):
+                text = (
+                    f"all {int(numel[place]):,} weights are equal, {float(total[place] / numel[place]):.3g}"
+                )
+                found.append(self._about(record, place, 1.0, 1.0, text, SYMMETRIC))
+        found += self._large(record, matrix & ~self.zero, (squares / numel.clamp(min=1.0)).sqrt())
+        zeros = self.zero.nonzero().flatten().tolist()
+        # in an adapter or a branch that starts at 0 this is on purpose
+        if zeros and len(zeros) <= max(2, int(matrix.sum()) // 4):
+            text = f"{modules_text(roster.names, zeros)}: weights start at 0"
+            severity, name = min(self.severity, Severity.INFO), roster.names[zeros[0]]
+            found.append(self.finding(record, record.step, name, 0.0, 0.0, text, ZERO, severity, "weights"))
+        return found
+
+    def _large(self, record: StepRecord, which: Tensor, rms: Tensor) -> list[Finding]:
+        roster = record.roster
+        # for convolutions, too, dimension 0 is that of the output
+        fan_in = [math.prod(shape[1:]) if shape else 1 for shape in roster.shapes]
+        gain = rms * torch.tensor(fan_in, dtype=torch.float64, device="cpu").sqrt()
+        places = which.nonzero().flatten().tolist()
+        families: dict[str, list[int]] = {}
+        for place in places:
+            pattern = re.sub(r"\d+", "#", roster.names[place]) + str(roster.shapes[place])
+            families.setdefault(pattern, []).append(place)
+        found = []
+        for place in places:
+            pattern = re.sub(r"\d+", "#", roster.names[place]) + str(roster.shapes[place])
+            like = [other for other in families[pattern] if other != place]
+            if len(like) >= 2:
+                ratio = float(rms[place] / rms[like].median())
+                against = "that of the corresponding weights of other layers"
+            elif len(places) >= 3 and not _LOOKED_UP.search(roster.names[place]):
+                others = [other for other in places if other != place]
+                # an initialization for one layer alone, such as N(0, 1), is not a mistake yet
+                ratio = min(float(gain[place] / gain[others].median()), float(gain[place]))
+                against = "the usual 1 / sqrt(fan_in), which the others are near"
+            else:
+                continue
+            if ratio > self.factor:
+                text = f"weights start with rms {float(rms[place]):.3g}, {times(ratio)} {against}"
+                found.append(self._about(record, place, ratio, self.factor, text, INITIALIZE))
+        found.sort(key=lambda finding: -finding.value)
+        return found[:5]
+
+    def _about(
+        self, record: StepRecord, place: int, value: float, limit: float, text: str, advice: str
+    ) -> Finding:
+        name = record.roster.names[place]
+        text = f"{name}: {text}"
+        return self.finding(record, record.step, name, value, limit, text, advice, self.severity, "weights")
+
+
+class Untied(WholeRule):
+    """Two weights that were tied, or started as copies of one another, and are two weights now.
+
+    A parameter that belonged to two modules when the monitor was created, and to one of them now, is
+    reported at once. With ``weights=True``, so are two matrices of one shape whose values are equal
+    in the first recorded step, and no longer later: an assignment of values does not tie weights. Layers that
+    are copies by design are left out: those whose names differ only in numbers, or end alike, as in a teacher
+    and a student.
+
+    Args:
+        severity: the severity of a finding.
+    """
+
+    name = "untied"
+    kept = (*WholeRule.kept, "count", "pairs", "told")
+
+    def __init__(self, *, severity: Severity = Severity.WARNING) -> None:
+        super().__init__(severity)
+        self.count = 0
+        # names, first and second of each pair in turn
+        self.pairs: list[str] = []
+        self.told: list[str] = []
+
+    def restart(self, size: int) -> None:
+        """Start a new history."""
+        super().restart(size)
+        self.count, self.pairs, self.told = 0, [], []
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Compare the weights that were equal in the first step."""
+        found = []
+        for first, second in () if record.model is None else record.model.untied:
+            if second not in self.told:
+                self.told.append(second)
+                text = f"{first} and {second} were one parameter, and are two now: they are tied no more"
+                found.append(self._about(record, second, text))
+        if "weights" not in record.roster.kinds:
+            return found
+        self.count += 1
+        columns, index = record.columns("weights"), record.roster.index
+        if self.count == 1:
+            self.pairs = self._copies(record, columns)
+        for first, second in list(zip(self.pairs[::2], self.pairs[1::2], strict=True)):
+            if bool((columns[index[first]] != columns[index[second]]).any()):
+                place = self.pairs.index(first)
+                del self.pairs[place : place + 2]
+                text = (
+                    f"{first} and {second} had equal values at the start, and differ now: they are copies, "
+                )
+                found.append(self._about(record, second, text + "not tied weights"))
+        return found
+
+    def _copies(self, record: StepRecord, columns: Tensor) -> list[str]:
+        roster = record.roster
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for place, row in enumerate(columns.tolist()):
+            # equal sums of unequal elements: a matrix of one value, such as 0, is no copy
+            varied = row[COLUMN_INDEX["sumsq"]] * row[COLUMN_INDEX["numel"]] > row[COLUMN_INDEX["sum"]] ** 2
+            if len(roster.shapes[place]) >= 2 and varied:
+                groups.setdefault((roster.shapes[place], *row), []).append(place)
+        pairs = [group for group in groups.values() if len(group) == 2]
+        named = [(roster.names[first], roster.names[second]) for first, second in pairs]
+        return [name for pair in named if _differ(*pair) for name in pair]
+
+    def _about(self, record: StepRecord, name: str, text: str) -> Finding:
+        known = name if name in record.roster.index else None
+        return self.finding(record, record.step, known, 1.0, 0.0, text, TIE, self.severity, "weights")
+
+    def check_value(self, key: str, value: Any) -> None:
+        """Raise an error unless the value can replace the attribute ``key``."""
+        super().check_value(key, value)
+        if key == "pairs" and (not is_names(value) or len(value) % 2):
+            msg = "expected a list of pairs of names"
+            raise ValueError(msg)
+
+
+def _differ(first: str, second: str) -> bool:
+    """Return whether two names are not those of layers that are copies by design."""
+    if re.sub(r"\d+", "#", first) == re.sub(r"\d+", "#", second):
+        return False
+    return first.split(".")[-2:] != second.split(".")[-2:] or "." not in first
+
+
+class EvalMode(BaseRule):
+    """A model that is trained in evaluation mode, though it has BatchNorm or Dropout layers.
+
+    Args:
+        patience: number of recorded steps in a row.
+        severity: the severity of the finding.
+    """
+
+    name = "eval_mode"
+    kept = ("row", "since")
+
+    def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
+        super().__init__(severity)
+        self.patience = patience
+        self.row = self.since = 0
+
+    def check(self, record: StepRecord) -> Iterable[Finding]:
+        """Return a finding if the model has been in evaluation mode for ``patience`` steps."""
+        if record.model is None or not record.recorded:
+            return []
+        layers = record.model.evaluating
+        if not layers:
+            self.row = 0
+            return []
+        self.row += 1
+        if self.row == 1:
+            self.since = record.step
+        if self.row < self.patience:
+            return []
+        text = f"the model is trained in evaluation mode since step {self.since}: {layers} behave as in "
+        text += "inference"
+        last = record.step
+        fields = self.severity, self.since, last, None, None, float(self.patience), 0.0, text, TRAIN
+        return [Finding(self.name, *fields)]
