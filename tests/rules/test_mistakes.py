@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812 its usual name
 
 import gradiometer as gm
 from gradiometer.rules import Severity, headlines
@@ -63,22 +63,22 @@ class Loop:
     def parameters(self):
         return list(self.model.parameters())
 
-    def criterion(self, step, x, y):
+    def criterion(self, x, y):
         return F.cross_entropy(self.model(x), y)
 
-    def before(self, step):
+    def before(self):
         self.optimizer.zero_grad()
 
-    def backward(self, step, loss):
+    def backward(self, loss):
         loss.backward()
 
     def between(self):
         pass
 
-    def update(self, step):
+    def update(self):
         self.optimizer.step()
 
-    def rate(self, step):
+    def rate(self):
         return self.lr
 
     def shown(self, loss):
@@ -87,17 +87,17 @@ class Loop:
     def go(self, steps=STEPS):
         self.optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         with gm.Monitor(self.watched(), **self.options) as monitor:
-            for step in range(steps):
+            for self.step in range(steps):
                 x, y = digits(32, self.generator)
                 for group in self.optimizer.param_groups:
-                    group["lr"] = self.rate(step)
-                self.before(step)
-                loss = self.criterion(step, x, y)
-                self.backward(step, loss)
+                    group["lr"] = self.rate()
+                self.before()
+                loss = self.criterion(x, y)
+                self.backward(loss)
                 self.between()
                 monitor.record()
-                self.update(step)
-                monitor.advance(loss=self.shown(loss), lr=self.rate(step))
+                self.update()
+                monitor.advance(loss=self.shown(loss), lr=self.rate())
         assert monitor.failures == {}
         return monitor.findings
 
@@ -107,7 +107,7 @@ class ClearedBeforeRecord(Loop):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def update(self, step):
+    def update(self):
         pass
 
 
@@ -118,7 +118,7 @@ class ZeroedBeforeRecord(ClearedBeforeRecord):
 
 
 class NoBackward(Loop):
-    def backward(self, step, loss):
+    def backward(self, loss):
         pass
 
 
@@ -128,7 +128,7 @@ class OtherModel(Loop):
 
 
 class Detached(Loop):
-    def criterion(self, step, x, y):
+    def criterion(self, x, y):
         model = self.model
         return F.cross_entropy(model.head(model.body(model.encoder(x.flatten(1)).detach())), y)
 
@@ -141,10 +141,10 @@ class Frozen(Loop):
 
 
 class FlowStops(Loop):
-    def criterion(self, step, x, y):
+    def criterion(self, x, y):
         model = self.model
         encoded = model.encoder(x.flatten(1))
-        return F.cross_entropy(model.head(model.body(encoded.detach() if step >= 10 else encoded)), y)
+        return F.cross_entropy(model.head(model.body(encoded.detach() if self.step >= 10 else encoded)), y)
 
 
 class MissingFromOptimizer(Loop):
@@ -153,34 +153,34 @@ class MissingFromOptimizer(Loop):
 
 
 class NoStep(Loop):
-    def update(self, step):
+    def update(self):
         pass
 
 
 class NoZeroGrad(Loop):
-    def before(self, step):
+    def before(self):
         pass
 
 
 class RateFallsToZero(Loop):
-    def rate(self, step):
-        return self.lr if step < 20 else 0.0
+    def rate(self):
+        return self.lr if self.step < 20 else 0.0
 
 
 class RateJumps(Loop):
-    def rate(self, step):
-        return 1000 * self.lr if step == 30 else self.lr
+    def rate(self):
+        return 1000 * self.lr if self.step == 30 else self.lr
 
 
 class NothingAveraged(Loop):
-    def criterion(self, step, x, y):
-        return F.cross_entropy(self.model(x), torch.full_like(y, -100) if step == 30 else y)
+    def criterion(self, x, y):
+        return F.cross_entropy(self.model(x), torch.full_like(y, -100) if self.step == 30 else y)
 
 
 class EmptyMask(Loop):
-    def criterion(self, step, x, y):
+    def criterion(self, x, y):
         losses = F.cross_entropy(self.model(x), y, reduction="none")
-        return losses[losses < -1 if step == 30 else losses > -1].mean()
+        return losses[losses < -1 if self.step == 30 else losses > -1].mean()
 
 
 class Large(Loop):
@@ -227,9 +227,9 @@ class Untied(Loop):
 
 
 class EvalMode(Loop):
-    def before(self, step):
-        super().before(step)
-        if step == 15:
+    def before(self):
+        super().before()
+        if self.step == 15:
             self.model.eval()
 
 
@@ -239,7 +239,7 @@ class Rounded(Loop):
     def build(self):
         return Net().to(torch.bfloat16)
 
-    def criterion(self, step, x, y):
+    def criterion(self, x, y):
         return F.cross_entropy(self.model(x.bfloat16()).float(), y)
 
 
@@ -269,7 +269,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("mistake", "rule", "onset", "text"), MISTAKES, ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize(
+    ("mistake", "rule", "onset", "text"), MISTAKES, ids=lambda x: getattr(x, "__name__", None)
+)
 def test_a_mistake_is_named_in_the_first_headline(mistake, rule, onset, text):
     steps = onset + 20
     found = headlines(mistake().go(steps))

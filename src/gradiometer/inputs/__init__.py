@@ -27,12 +27,7 @@ from gradiometer.inputs.dtensor import (
     reduction_of,
 )
 from gradiometer.inputs.named import Named, Tensors, check_names, named_tensors, present
-from gradiometer.inputs.parameters import (
-    Parameters,
-    named_parameters,
-    parameter_aliases,
-    tracked_parameters,
-)
+from gradiometer.inputs.parameters import Parameters, named_parameters, tracked_parameters
 from gradiometer.inputs.views import as_flat, as_real, on_device
 
 __all__ = [
@@ -59,7 +54,6 @@ __all__ = [
     "named_parameters",
     "named_tensors",
     "on_device",
-    "parameter_aliases",
     "placed_like",
     "places",
     "present",

@@ -13,7 +13,7 @@ from gradiometer.inputs.named import Named, Tensors, named_tensors, present, wit
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Parameters", "named_parameters", "parameter_aliases", "tracked_parameters"]
+__all__ = ["Parameters", "named_parameters", "tracked_parameters"]
 
 Parameters = nn.Module | Tensors
 
@@ -34,19 +34,6 @@ def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what
         once.append(None if parameter in seen else parameter)
         seen.add(parameter)
     return present(named.names, once)
-
-
-def parameter_aliases(module: nn.Module) -> dict[str, str]:
-    """Return for each name of a parameter the first name of the same parameter.
-
-    >>> tied = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
-    >>> tied["b"].weight = tied["a"].weight
-    >>> parameter_aliases(tied)
-    {'a.weight': 'a.weight', 'b.weight': 'a.weight'}
-    """
-    first: dict[Tensor, str] = {}
-    pairs = _unwrapped(module).named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(parameter, name) for name, parameter in pairs}
 
 
 def tracked_parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tuple[str, ...], list[Tensor]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gradiometer.inputs import parameter_aliases
 from gradiometer.monitor.parameter_check import modules_of
 from gradiometer.recorder import ModelState
 
@@ -43,7 +42,7 @@ class ModelReader:
     def __init__(self, model: object, recorder: Recorder) -> None:
         self._modules = modules_of(model)
         self._parameters = recorder.parameters_tracked
-        self._tied = {name: first for name, first in self._aliases() if name != first}
+        self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._state = ModelState(())
         self._modes: list[bool] | None = None
 
@@ -55,10 +54,11 @@ class ModelReader:
             afresh: look at everything; otherwise only at the modes of the models and at the loss.
         """
         modes = [module.training for module in self._modules.values()]
-        if afresh or modes != self._modes:
+        untied = self._untied()
+        if afresh or modes != self._modes or untied != self._state.untied:
             self._modes = modes
             requires = tuple([parameter.requires_grad for parameter in self._parameters])
-            state = ModelState(requires, self._state.reached, self._evaluating(), self._untied())
+            state = ModelState(requires, self._state.reached, self._evaluating(), untied)
             if state.__dict__ != self._state.__dict__:
                 self._state = state
         if self._state.reached is None and isinstance(loss, Tensor) and loss.grad_fn is not None:
@@ -76,15 +76,29 @@ class ModelReader:
         return ", ".join([f"{count} {name}" for name, count in found.items()])
 
     def _untied(self) -> tuple[tuple[str, str], ...]:
-        if not self._tied:
-            return ()
-        now = dict(self._aliases())
-        return tuple([(first, name) for name, first in self._tied.items() if now.get(name, first) != first])
+        return tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])
 
-    def _aliases(self) -> Iterable[tuple[str, str]]:
-        for prefix, module in self._modules.items():
-            for name, first in parameter_aliases(module).items():
-                yield prefix + name, prefix + first
+
+class _Owned(NamedTuple):
+    """A parameter of a model, looked up in the module that owns it."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+
+    @property
+    def parameter(self) -> object:
+        return self.owner._parameters.get(self.attribute)  # noqa: SLF001
+
+
+def _tied(prefix: str, module: nn.Module) -> Iterable[tuple[_Owned, _Owned]]:
+    """Return pairs of names of one parameter, the first name of each with every other."""
+    first: dict[Tensor, _Owned] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner, _, attribute = name.rpartition(".")
+        owned = _Owned(prefix + name, module.get_submodule(owner), attribute)
+        if first.setdefault(parameter, owned) is not owned:
+            yield first[parameter], owned
 
 
 def _reaches(loss: Tensor, parameters: Sequence[Tensor]) -> bool | None:

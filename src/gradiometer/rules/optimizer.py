@@ -117,9 +117,10 @@ class Accumulating(WholeRule):
     """Gradients that add up from step to step, because nothing resets them.
 
     It compares the first recorded steps of a run, one after another: if nothing resets the gradients, their
-    norms rise in every step, about in proportion to the number of steps until the weights have moved far.
-    The finding needs at least 90 % of the tensors to rise in each of the first steps, and the median of
-    their growth to lie between its square root, as for independent gradients, and the number of steps.
+    norms rise in nearly every step, about in proportion to the number of steps until the weights have moved
+    far. The finding needs the total norm to rise in each of the first steps, 85 % of the norms to rise on
+    average, and the median of their growth to lie between the square root of the number of steps, as for
+    independent gradients, and that number.
 
     Args:
         steps: number of first steps to compare.
@@ -127,7 +128,7 @@ class Accumulating(WholeRule):
     """
 
     name = "accumulating"
-    kept = (*WholeRule.kept, "count", "last_step", "first_norms", "norms", "is_rising")
+    kept = (*WholeRule.kept, "count", "last_step", "first_norms", "norms", "is_rising", "shares")
 
     def __init__(self, *, steps: int = 6, severity: Severity = Severity.WARNING) -> None:
         super().__init__(severity)
@@ -137,7 +138,7 @@ class Accumulating(WholeRule):
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
-        self.count, self.last_step, self.is_rising = 0, -1, True
+        self.count, self.last_step, self.is_rising, self.shares = 0, -1, True, 0.0
         self.first_norms = self.norms = torch.zeros(size, dtype=torch.float64, device="cpu")
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
@@ -153,11 +154,15 @@ class Accumulating(WholeRule):
         # other steps in between would hide how the gradients add up
         follows, self.last_step = record.step == self.last_step + 1, record.step
         known = (self.first_norms > 0) & norms.isfinite()
-        risen = (norms > before)[known].to(torch.float64)
-        self.is_rising = follows and len(risen) > 0 and bool(risen.mean() >= 0.9)
-        if not self.is_rising or self.count <= self.steps:
+        if not (follows and known.any() and norms[known].norm() > before[known].norm()):
+            self.is_rising = False
+            return []
+        self.shares += float((norms > before)[known].to(torch.float64).mean())
+        if self.count <= self.steps:
             return []
         self.is_rising = False
+        if self.shares < 0.85 * self.steps:
+            return []
         growth = float((norms[known] / self.first_norms[known]).median())
         if not 0.8 * math.sqrt(self.count) < growth < 1.3 * self.count:
             return []
