@@ -1,0 +1,73 @@
+"""One run of the zoo: train, watch, and compare the headlines with what was planted."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+
+import torch
+
+from kernels_bench.zoo import faults, healthy
+from kernels_bench.zoo.observers import Ours
+
+
+def run(name, seed, *, steps=None, peers=()):
+    """Run a kind or a fault; return its row.
+
+    ``steps``: run fewer steps than usual. ``peers``: names of other tools that watch the same run.
+    """
+    torch.set_num_threads(1)
+    # the warnings are what is measured
+    logging.getLogger("gradiometer").setLevel(logging.CRITICAL)
+    fault = faults.FAULTS.get(name)
+    kind = name if fault is None else [*fault.where][seed % len(fault.where)]
+    start = time.perf_counter()
+    try:
+        t = healthy.start(kind, seed)
+        if fault is not None:
+            fault.plant(t, fault.where[kind])
+        t.steps = t.steps if steps is None else min(steps, t.steps)
+        watchers = [Ours(t), *others(t, peers)]
+        losses = t.run(watchers)
+        reported = {watcher.name: watcher.finish() for watcher in watchers}
+    except Exception as error:
+        error.add_note(f"in {name}, seed {seed}, kind {kind}")
+        raise
+    row = {"name": name, "kind": kind, "seed": seed, "steps": t.steps, "planted": fault is not None}
+    row |= {"seconds": round(time.perf_counter() - start, 2), "losses": losses[:: max(1, t.steps // 20)]}
+    row["tools"] = {
+        tool: judged(fault, kind, headlines, own=tool == Ours.name) for tool, headlines in reported.items()
+    }
+    return row
+
+
+def others(t, names):
+    """Return watchers of other tools."""
+    if not names:
+        return []
+    from kernels_bench.zoo.peers import PEERS
+
+    return [PEERS[name](t) for name in names]
+
+
+def judged(fault, kind, headlines, *, own):
+    """Return what a tool said of a run: its headlines, and whether and when they name the fault.
+
+    Ours names it if the first headline does; another tool, if any report does. A report from before the
+    fault does not count.
+    """
+    row = {"headlines": [asdict(headline) for headline in headlines], "named": None, "delay": None}
+    row["warnings"] = sum(headline.is_warning for headline in headlines)
+    if fault is None:
+        return row
+    naming = [
+        headline
+        for headline in (headlines[:1] if own else headlines)
+        if headline.seen >= fault.onset
+        and (fault.names(kind, headline.rule, headline.text) if own else headline.rule in fault.peers)
+    ]
+    row["named"] = bool(naming)
+    if naming:
+        row["delay"] = min(headline.seen for headline in naming) - fault.onset
+    return row
