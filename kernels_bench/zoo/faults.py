@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FAULTS = {}
 
+BAND = ("update_ratio_band",)
 SPIKES = ("loss_spike", "norm_spike", "exploding")
 IN_PLACE = ("dead", "vanishing", "exploding", "imbalance")
 
@@ -240,7 +241,7 @@ def renew(parents):
                 setattr(module, name, nn.Parameter(parameter.detach().clone()))
 
 
-@fault("not_updated", "update_ratio", where="mlp-label-noise gpt vae", peers=["update_ratio_band"])
+@fault("not_updated", "update_ratio", where="mlp-label-noise gpt vae", peers=BAND)
 def updates_lost_in_bf16(t, _):
     t.model.bfloat16()
     rate(t, lambda _, factor: 0.003 * factor)
@@ -268,9 +269,7 @@ def tie_broken_in_the_middle(t, _):
 # --- learning rate and optimizer state ---
 
 
-@fault(
-    "learning_rate", "not_updated", onset=60, where="resnet-zero-init gpt gru", peers=["update_ratio_band"]
-)
+@fault("learning_rate", "not_updated", onset=60, where="resnet-zero-init gpt gru", peers=BAND)
 def learning_rate_0_from_60_on(t, _):
     rate(t, lambda step, factor: 0.0 if step >= 60 else factor)
 
@@ -299,7 +298,7 @@ def learning_rate_too_large_with_adam(t, _):
     rate(t, lambda _, factor: 300 * factor)
 
 
-@fault("update_spike", onset=100, where="gpt-normal-embeddings vae unet", peers=["update_ratio_band"])
+@fault("update_spike", onset=100, where="gpt-normal-embeddings vae unet", peers=BAND)
 def second_moment_zeroed(t, _):
     t.at(100, functools.partial(corrupt, t, "exp_avg_sq", 0.0))
 
@@ -308,7 +307,7 @@ def second_moment_zeroed(t, _):
     "update_spike",
     onset=90,
     where="resnet-zero-init cnn-step-schedule mlp-cosine-restarts",
-    peers=["update_ratio_band"],
+    peers=BAND,
 )
 def momentum_times_100(t, _):
     t.at(90, functools.partial(corrupt, t, "momentum_buffer", 100.0))

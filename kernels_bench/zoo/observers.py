@@ -53,7 +53,7 @@ class Ours:
     def start(self, info):
         pass
 
-    def write(self, records, findings):
+    def write(self, _, findings):
         for finding in findings:
             self.sightings.setdefault(finding.key, []).append(finding.last_step)
 

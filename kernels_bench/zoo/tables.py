@@ -81,7 +81,7 @@ def _faults(rows, names):
         first = Counter(
             result["headlines"][0]["rule"] if result["headlines"] else "nothing" for result in results
         )
-        delays = ", ".join("–" if result["delay"] is None else str(result["delay"]) for result in results)
+        delays = ", ".join("-" if result["delay"] is None else str(result["delay"]) for result in results)
         counts = [_share([run["tools"][tool]["named"] for run in runs]) for tool in names]
         table.append([name, counts[0], ", ".join(first), delays, *counts[1:]])
     heading = ("fault", "named", "first headline", "delay, steps", *names[1:])

@@ -73,7 +73,8 @@ class Training:
         """Run all steps; return the losses."""
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         losses = []
-        for self.step in range(self.steps):
+        for step in range(self.steps):
+            self.step = step
             for optimizer, initial in zip(self.optimizers, rates, strict=True):
                 for group, lr in zip(optimizer.param_groups, initial, strict=True):
                     group["lr"] = lr * self.schedule(self.step)

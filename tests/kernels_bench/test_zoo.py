@@ -1,4 +1,4 @@
-"""The zoo of training runs: runs are healthy or broken as the tables say, and are scored by what is reported."""
+"""The zoo of training runs: each is healthy or broken, as its table says, and scored by what is reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_a_healthy_run_is_watched_and_has_no_warning(name):
     assert row["steps"] == 30
     assert all(map(math.isfinite, row["losses"]))
     assert not row["planted"]
-    assert row["tools"]["gradiometer"] == {"headlines": [], "named": None, "delay": None, "warnings": 0}
+    result = row["tools"]["gradiometer"]
+    assert (result["named"], result["delay"], result["warnings"]) == (None, None, 0)
 
 
 def test_a_fault_that_is_reported_at_once_is_named():
