@@ -22,8 +22,7 @@ from kernels_bench.zoo.faults import FAULTS
 from kernels_bench.zoo.healthy import KINDS
 from kernels_bench.zoo.runs import run
 
-# module to import, for each name in `peers.PEERS`
-PEERS = {"pulsegrad": "pulsegrad", "trainscope": "trainscope"}
+PEERS = ("pulsegrad", "trainscope")
 
 
 def main(argv=None):
@@ -32,7 +31,9 @@ def main(argv=None):
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--steps", type=int, help="at most this number of steps in a run")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each (default: 2)")
-    parser.add_argument("--peers", action="store_true", help="let other tools watch the same runs")
+    parser.add_argument(
+        "--peers", action="store_true", help="let PulseGrad and TrainScope watch the same runs"
+    )
     parser.add_argument("--check", action="store_true", help="exit code 1 if a bound is missed")
     parser.add_argument("--out", type=Path, default=Path("build/zoo"), help="folder (default: build/zoo)")
     parser.add_argument("--list", action="store_true", help="print the names and end")
@@ -99,9 +100,9 @@ def line(row):
 def installed():
     """Return the peers that can be imported; print why another cannot."""
     found = []
-    for name, module in PEERS.items():
+    for name in PEERS:
         try:
-            importlib.import_module(module)
+            importlib.import_module(name)
         except ImportError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
         else:

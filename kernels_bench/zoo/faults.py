@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 FAULTS = {}
 
-BAND = ("update_ratio_band",)
+TOO_LOW = ("update_ratio_band: too low",)
+TOO_HIGH = ("update_ratio_band: too high",)
+DEAD = ("dead_module", "dead_adapter")
+UNCOVERED = ("coverage", *DEAD)
 SPIKES = ("loss_spike", "norm_spike", "exploding")
 IN_PLACE = ("dead", "vanishing", "exploding", "imbalance")
 
@@ -40,7 +43,8 @@ class Fault:
         onset: the step at which it begins.
         phrase: what the finding's message, advice or tensor must contain, a regular expression.
         in_place: rules that name it too, if they name the place.
-        peers: the detectors of other tools that name it.
+        peers: the detectors of other tools that name it, with a word of the message if one decides.
+        without: other tools, of which it cannot be made.
     """
 
     plant: Callable[[Training, str], object]
@@ -50,6 +54,7 @@ class Fault:
     phrase: str = ""
     in_place: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
     def names(self, kind, rule, text):
         """Return whether a finding of ``rule`` with this text names the fault, planted in ``kind``."""
@@ -58,13 +63,18 @@ class Fault:
         places = "|".join(map(re.escape, self.where[kind].split()))
         return rule in self.in_place and re.search(rf"(?<![\w.])({places})\b", text) is not None
 
+    def names_by_peer(self, detector, text):
+        """Return whether another tool's report with this text names the fault."""
+        wanted = [peer.partition(": ") for peer in self.peers]
+        return any(detector == name and word in text for name, _, word in wanted)
 
-def fault(*rules, onset=0, phrase="", in_place=(), peers=(), where):
+
+def fault(*rules, onset=0, phrase="", in_place=(), peers=(), without=(), where):
     """Add a fault to the table, under the function's name; ``where`` is a kind, kinds, or a dict."""
 
     def add(plant):
         places = where if isinstance(where, dict) else dict.fromkeys(where.split(), "")
-        rest = (onset, phrase, tuple(in_place), tuple(peers))
+        rest = (onset, phrase, tuple(in_place), tuple(peers), tuple(without))
         FAULTS[plant.__name__.replace("_", "-")] = Fault(plant, places, rules, *rest)
         return plant
 
@@ -112,22 +122,22 @@ def everything(t):
 # --- the loop ---
 
 
-@fault("no_gradients", where="mlp-sgd gpt unet")
+@fault("no_gradients", where="mlp-sgd gpt unet", without=["pulsegrad"])
 def record_after_zero_grad(t, _):
     t.record_late = True
 
 
-@fault("no_gradients", where="cnn-step-schedule lstm vae")
+@fault("no_gradients", where="cnn-step-schedule lstm vae", without=["pulsegrad"])
 def record_after_zero_grad_to_zeros(t, _):
     t.record_late, t.clear = True, lambda optimizer: optimizer.zero_grad(set_to_none=False)
 
 
-@fault("no_gradients", where="cnn-step-schedule gru transformer-encoder")
+@fault("no_gradients", where="cnn-step-schedule gru transformer-encoder", peers=DEAD)
 def backward_forgotten(t, _):
     t.backward = lambda _: None
 
 
-@fault("no_gradients", where="resnet-zero-init gpt two-towers", peers=["coverage"])
+@fault("no_gradients", where="resnet-zero-init gpt two-towers", peers=UNCOVERED)
 def copy_watched(t, _):
     t.watched = copy.deepcopy(t.model)
 
@@ -162,7 +172,7 @@ def eval_left_on_with_dropout(t, _):
 CUT = {"mlp-sgd": "2", "resnet-zero-init": "blocks.1", "gpt": "blocks.0"}
 
 
-@fault("no_gradient_flow", where=CUT, peers=["coverage", "dead_module"])
+@fault("no_gradient_flow", where=CUT, peers=DEAD)
 def half_detached(t, place):
     output_of(t, *modules(t, place), torch.Tensor.detach)
 
@@ -170,7 +180,7 @@ def half_detached(t, place):
 UNUSED = {"gpt": "blocks.1", "vit": "blocks.0.mlp", "diffusion-ema": "model.time"}
 
 
-@fault("no_gradient_flow", where=UNUSED, peers=["coverage", "dead_module"])
+@fault("no_gradient_flow", where=UNUSED, peers=DEAD)
 def module_unused(t, place):
     # the time of a denoiser is added, not passed on
     (module,) = modules(t, place)
@@ -180,7 +190,7 @@ def module_unused(t, place):
 ENCODERS = {"unet": "encoder.0 encoder.1", "vae": "encoder", "two-towers": "first"}
 
 
-@fault("no_gradient_flow", where=ENCODERS, peers=["coverage", "dead_module"])
+@fault("no_gradient_flow", where=ENCODERS, peers=DEAD)
 def encoder_under_no_grad(t, place):
     for module in modules(t, place):
         module.forward = torch.no_grad()(module.forward)
@@ -189,7 +199,7 @@ def encoder_under_no_grad(t, place):
 FROZEN = {"gpt": "blocks.0", "lstm": "embed rnn", "resnet-zero-init": "stem blocks.0 blocks.1"}
 
 
-@fault("no_gradient_flow", where=FROZEN, peers=["coverage"])
+@fault("no_gradient_flow", where=FROZEN, peers=DEAD)
 def frozen_by_accident(t, place):
     for module in modules(t, place):
         module.requires_grad_(requires_grad=False)
@@ -198,7 +208,7 @@ def frozen_by_accident(t, place):
 BRANCHES = {"resnet-constant-warm-up": "blocks.1", "gpt": "blocks.0.mlp", "vit": "blocks.1.attention"}
 
 
-@fault("dead", "no_gradient_flow", where=BRANCHES, peers=["dead_module"])
+@fault("dead", "no_gradient_flow", where=BRANCHES, peers=DEAD)
 def branch_times_0(t, place):
     (module,) = modules(t, place)
     if isinstance(module, Residual):
@@ -223,12 +233,12 @@ def layer_missing_from_the_optimizer(t, place):
 HEADS = {"cnn-step-schedule": "head", "mlp-label-noise": "4", "gpt-tied-linear-to-0": "blocks.1.mlp.2"}
 
 
-@fault("not_updated", where=HEADS, in_place=["no_gradients", "accumulating"])
+@fault("not_updated", where=HEADS, in_place=["no_gradients", "accumulating"], peers=UNCOVERED)
 def layer_replaced_after_the_optimizer(t, place):
     renew(modules(t, place))
 
 
-@fault("not_updated", "no_gradients", where="mlp-sgd gpt unet")
+@fault("not_updated", "no_gradients", where="mlp-sgd gpt unet", peers=[*UNCOVERED, *TOO_LOW])
 def model_replaced_after_the_optimizer(t, _):
     renew([t.model])
 
@@ -241,7 +251,7 @@ def renew(parents):
                 setattr(module, name, nn.Parameter(parameter.detach().clone()))
 
 
-@fault("not_updated", "update_ratio", where="mlp-label-noise gpt vae", peers=BAND)
+@fault("not_updated", "update_ratio", where="mlp-label-noise gpt vae", peers=TOO_LOW)
 def updates_lost_in_bf16(t, _):
     t.model.bfloat16()
     rate(t, lambda _, factor: 0.003 * factor)
@@ -269,23 +279,23 @@ def tie_broken_in_the_middle(t, _):
 # --- learning rate and optimizer state ---
 
 
-@fault("learning_rate", "not_updated", onset=60, where="resnet-zero-init gpt gru", peers=BAND)
+@fault("learning_rate", "not_updated", onset=60, where="resnet-zero-init gpt gru", peers=TOO_LOW)
 def learning_rate_0_from_60_on(t, _):
     rate(t, lambda step, factor: 0.0 if step >= 60 else factor)
 
 
-@fault("learning_rate", onset=80, where="mlp-label-noise gpt resnet-zero-init")
+@fault("learning_rate", onset=80, where="mlp-label-noise gpt resnet-zero-init", peers=TOO_HIGH)
 def learning_rate_times_30_in_one_step(t, _):
     rate(t, lambda step, factor: 30 * factor if step == 80 else factor)
 
 
-@fault("learning_rate", onset=100, where="mlp-sgd gpt vae")
+@fault("learning_rate", onset=100, where="mlp-sgd gpt vae", peers=TOO_HIGH)
 def learning_rate_times_1000_from_100_on(t, _):
     rate(t, lambda step, factor: 1000 * factor if step >= 100 else factor)
 
 
 DIVERGES = (*SPIKES, "update_ratio", "nonfinite", "learning_rate", "update_spike")
-PEERS_DIVERGE = ("loss_spike", "grad_explosion", "nan_inf", "update_ratio_band", "weight_drift", "spike")
+PEERS_DIVERGE = ("loss_spike", "grad_explosion", "nan_inf", *TOO_HIGH, "weight_drift", "spike")
 
 
 @fault(*DIVERGES, where="mlp-sgd mlp-full-batch mlp-summed-loss", peers=PEERS_DIVERGE)
@@ -298,7 +308,7 @@ def learning_rate_too_large_with_adam(t, _):
     rate(t, lambda _, factor: 300 * factor)
 
 
-@fault("update_spike", onset=100, where="gpt-normal-embeddings vae unet", peers=BAND)
+@fault("update_spike", onset=100, where="gpt-normal-embeddings vae unet", peers=TOO_HIGH)
 def second_moment_zeroed(t, _):
     t.at(100, functools.partial(corrupt, t, "exp_avg_sq", 0.0))
 
@@ -307,7 +317,7 @@ def second_moment_zeroed(t, _):
     "update_spike",
     onset=90,
     where="resnet-zero-init cnn-step-schedule mlp-cosine-restarts",
-    peers=BAND,
+    peers=TOO_HIGH,
 )
 def momentum_times_100(t, _):
     t.at(90, functools.partial(corrupt, t, "momentum_buffer", 100.0))
@@ -444,7 +454,7 @@ def division_by_0(t, _):
 LARGE = {"mlp-sgd": "2", "gpt": "blocks.0.mlp.0", "transformer-encoder": "head"}
 
 
-@fault("initialization", where=LARGE, in_place=IN_PLACE, peers=["weight_drift"])
+@fault("initialization", where=LARGE, in_place=IN_PLACE, peers=["layer_imbalance", "grad_explosion"])
 def layer_times_100(t, place):
     with torch.no_grad():
         for module in modules(t, place):
@@ -454,7 +464,7 @@ def layer_times_100(t, place):
 ZERO = {"mlp-sgd": "2 4", "gpt": "blocks.0.mlp.0 blocks.0.mlp.2", "vae": "decoder.0 decoder.2"}
 
 
-@fault("initialization", where=ZERO, in_place=(*IN_PLACE, "no_gradient_flow"), peers=["dead_module"])
+@fault("initialization", where=ZERO, in_place=(*IN_PLACE, "no_gradient_flow"), peers=DEAD)
 def two_layers_at_0(t, place):
     for module in modules(t, place):
         for parameter in module.parameters():
@@ -464,7 +474,7 @@ def two_layers_at_0(t, place):
 DYING = {"mlp-sgd": "2", "recommender": "body.0", "cnn-step-schedule": "blocks.1.1"}
 
 
-@fault("dead", onset=50, where=DYING, peers=["dead_module", "dying_relu", "activation_collapse"])
+@fault("dead", onset=50, where=DYING, peers=[*DEAD, "dying_relu", "activation_collapse"])
 def relus_dead_from_50_on(t, place):
     (module,) = modules(t, place)
     t.at(50, lambda: module.bias.data.fill_(-10.0 if isinstance(module, nn.BatchNorm2d) else -30.0))

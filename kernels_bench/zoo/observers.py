@@ -40,7 +40,7 @@ class Ours:
         self.monitor = gm.Monitor(watched, weights=True, updates=True, sinks=[self])
         self.scaler = t.scaler
 
-    def record(self):
+    def record(self, _):
         self.monitor.record(inv_scale=None if self.scaler is None else gm.inverse_scale(self.scaler))
 
     def advance(self, loss, lr):

@@ -90,7 +90,7 @@ class Training:
                 loss = loss_of(*self.batch())
                 self.backward(loss / self.accumulate if self.accumulate > 1 else loss)
             if not self.record_late:
-                self._record(observers)
+                self._record(observers, loss)
             if self.clip is not None:
                 if self.scaler is not None:
                     self.scaler.unscale_(optimizer)
@@ -98,7 +98,7 @@ class Training:
             self.update(optimizer)
             self.clear(optimizer)
             if self.record_late:
-                self._record(observers)
+                self._record(observers, loss)
             shown = loss if shown is None else shown
         for act in self.after:
             act()
@@ -106,6 +106,6 @@ class Training:
             observer.advance(shown, self.optimizers[0].param_groups[0]["lr"])
         return float(shown.detach())
 
-    def _record(self, observers):
+    def _record(self, observers, loss):
         for observer in observers:
-            observer.record()
+            observer.record(loss)

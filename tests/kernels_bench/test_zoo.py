@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 import torch
 
 from kernels_bench.zoo import __main__ as zoo
-from kernels_bench.zoo import faults, healthy, runs, tables
+from kernels_bench.zoo import faults, healthy, peers, runs, tables
 from kernels_bench.zoo.observers import Headline
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -83,6 +84,38 @@ def test_some_rules_name_a_fault_only_with_a_phrase_or_at_its_place():
     assert not large.names("gpt", "exploding", "blocks.0.mlp.2.weight.grad: norm 3")
     assert not large.names("mlp-sgd", "dead", "12.weight.grad: norm 3")
     assert large.names("mlp-sgd", "initialization", "")
+
+
+def test_any_report_of_another_tool_names_a_fault_if_its_words_fit():
+    fault = faults.FAULTS["learning-rate-0-from-60-on"]
+
+    def judged(*headlines):
+        return runs.judged(fault, "gpt", headlines, own=False)
+
+    low, high = (headline("update_ratio_band", f"likely LR too {side}", seen=70) for side in ("low", "high"))
+    assert judged(headline("loss_spike"), low)["delay"] == 10
+    assert not judged(high)["named"]
+    assert judged(high)["warnings"] == 1
+
+
+def test_another_tool_that_fails_harms_only_itself(monkeypatch):
+    class Broken:
+        def __init__(self, t):
+            raise ZeroDivisionError(t.steps)
+
+    monkeypatch.setitem(peers.PEERS, "pulsegrad", Broken)
+    result = runs.run("mlp-sgd", 0, steps=3, peers=["pulsegrad"])["tools"]
+    assert result["pulsegrad"]["headlines"][0]["text"] == "ZeroDivisionError: 3"
+    assert result["pulsegrad"]["warnings"] == result["gradiometer"]["warnings"] == 0
+    # PulseGrad reads the gradients itself, before they are cleared
+    assert [*runs.run("record-after-zero-grad", 0, steps=3, peers=["pulsegrad"])["tools"]] == ["gradiometer"]
+
+
+def test_tools_that_are_not_installed_are_left_out(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pulsegrad", None)
+    monkeypatch.setitem(sys.modules, "trainscope", None)
+    assert zoo.installed() == []
+    assert capsys.readouterr().err.count("left out") == 2
 
 
 def row(name, *, planted, warnings=0, named=None, delay=None):
