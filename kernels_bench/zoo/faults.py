@@ -45,6 +45,7 @@ class Fault:
         in_place: rules that name it too, if they name the place.
         peers: the detectors of other tools that name it, with a word of the message if one decides.
         without: other tools, of which it cannot be made.
+        or_info: whether a finding of severity info is enough, because it may be what the user wants.
     """
 
     plant: Callable[[Training, str], object]
@@ -55,6 +56,7 @@ class Fault:
     in_place: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    or_info: bool = False
 
     def names(self, kind, rule, text):
         """Return whether a finding of ``rule`` with this text names the fault, planted in ``kind``."""
@@ -69,12 +71,12 @@ class Fault:
         return any(detector == name and word in text for name, _, word in wanted)
 
 
-def fault(*rules, onset=0, phrase="", in_place=(), peers=(), without=(), where):
+def fault(*rules, onset=0, phrase="", in_place=(), peers=(), without=(), or_info=False, where):
     """Add a fault to the table, under the function's name; ``where`` is a kind, kinds, or a dict."""
 
     def add(plant):
         places = where if isinstance(where, dict) else dict.fromkeys(where.split(), "")
-        rest = (onset, phrase, tuple(in_place), tuple(peers), tuple(without))
+        rest = (onset, phrase, tuple(in_place), tuple(peers), tuple(without), or_info)
         FAULTS[plant.__name__.replace("_", "-")] = Fault(plant, places, rules, *rest)
         return plant
 
@@ -199,7 +201,7 @@ def encoder_under_no_grad(t, place):
 FROZEN = {"gpt": "blocks.0", "lstm": "embed rnn", "resnet-zero-init": "stem blocks.0 blocks.1"}
 
 
-@fault("no_gradient_flow", where=FROZEN, peers=DEAD)
+@fault("no_gradient_flow", where=FROZEN, peers=DEAD, or_info=True)
 def frozen_by_accident(t, place):
     for module in modules(t, place):
         module.requires_grad_(requires_grad=False)
@@ -251,7 +253,7 @@ def renew(parents):
                 setattr(module, name, nn.Parameter(parameter.detach().clone()))
 
 
-@fault("not_updated", "update_ratio", where="mlp-label-noise gpt vae", peers=TOO_LOW)
+@fault("not_updated", "update_ratio", where="mlp-label-noise gpt vae", peers=TOO_LOW, or_info=True)
 def updates_lost_in_bf16(t, _):
     t.model.bfloat16()
     rate(t, lambda _, factor: 0.003 * factor)
@@ -500,17 +502,16 @@ RESIDUAL = {"resnet-zero-init": "blocks", "resnet-constant-warm-up": "blocks", "
     *SPIKES,
     "imbalance",
     "nonfinite",
-    "update_ratio",
+    onset=60,
     where=RESIDUAL,
     peers=["grad_explosion", "layer_imbalance", "loss_spike", "spike"],
 )
 def wrong_scale_of_residual_branches(t, place):
     (part,) = modules(t, place)
     if isinstance(part, nn.ModuleList):
-        for block in part:
-            block.gain = 50.0
+        t.at(60, lambda: [setattr(block, "gain", 50.0) for block in part])
     else:
-        output_of(t, part, lambda out: 500.0 * out)
+        output_of(t, part, lambda out: 500.0 * out, onset=60)
 
 
 RECURRENT = {"lstm": "rnn", "gru": "rnn"}

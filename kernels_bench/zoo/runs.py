@@ -60,7 +60,7 @@ def judged(fault, kind, headlines, *, own):
     """Return what a tool said of a run: its headlines, and whether and when they name the fault.
 
     Ours names it if the first headline does; another tool, if any report does. A report from before the
-    fault does not count.
+    fault does not count, and most faults need a warning.
     """
     row = {"headlines": [asdict(headline) for headline in headlines], "named": None, "delay": None}
     row["warnings"] = sum(headline.is_warning for headline in headlines)
@@ -70,6 +70,7 @@ def judged(fault, kind, headlines, *, own):
         headline
         for headline in (headlines[:1] if own else headlines)
         if headline.seen >= fault.onset
+        and (headline.is_warning or fault.or_info)
         and (
             fault.names(kind, headline.rule, headline.text)
             if own

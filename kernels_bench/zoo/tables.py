@@ -50,7 +50,7 @@ def document(rows, note):
     names = tools(rows)
     summary = [[tool, *_cells(totals(rows, tool))] for tool in names]
     heading = ("tool", "faults named", "false warnings per healthy run", "median delay", "max delay")
-    text = ["# Zoo", note, markdown(heading, summary, ALIGN)]
+    text = ["# Zoo", note, markdown(heading, summary, ALIGN), *_errors(rows)]
     text += ["## Planted faults", _faults(rows, names), "## Healthy runs", _healthy(rows, names)]
     return "\n\n".join(text) + "\n"
 
@@ -62,6 +62,17 @@ def markdown(heading, rows, sides):
     """Return a table; ``sides`` has ``"left"`` or ``"right"`` for each column."""
     rule = ["---:" if side == "right" else "---" for _, side in zip(heading, sides, strict=False)]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [heading, rule, *rows])
+
+
+def _errors(rows):
+    """Return a line for each run in which another tool failed."""
+    return [
+        f"{tool} failed in {row['name']}, seed {row['seed']}: {headline['text']}"
+        for row in rows
+        for tool, result in row["tools"].items()
+        for headline in result["headlines"]
+        if headline["rule"] == "error"
+    ]
 
 
 def _cells(total):
@@ -82,7 +93,9 @@ def _faults(rows, names):
             result["headlines"][0]["rule"] if result["headlines"] else "nothing" for result in results
         )
         delays = ", ".join("-" if result["delay"] is None else str(result["delay"]) for result in results)
-        counts = [_share([run["tools"][tool]["named"] for run in runs]) for tool in names]
+        counts = [
+            _share([run["tools"][tool]["named"] for run in runs if tool in run["tools"]]) for tool in names
+        ]
         table.append([name, counts[0], ", ".join(first), delays, *counts[1:]])
     heading = ("fault", "named", "first headline", "delay, steps", *names[1:])
     return markdown(heading, table, ("left", "right", "left", "right", *ALIGN))
@@ -109,7 +122,8 @@ def _most(rows):
 
 
 def _share(named):
-    return f"{sum(named)} of {len(named)}"
+    # some faults can't be made with some tools
+    return f"{sum(named)} of {len(named)}" if named else ""
 
 
 def _by_name(rows):

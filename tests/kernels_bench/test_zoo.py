@@ -73,6 +73,7 @@ def test_only_the_first_headline_and_only_after_the_onset_names_a_fault():
     assert not judged(other, right)["named"]
     assert not judged(headline("nonfinite", seen=69))["named"]
     assert not judged()["named"]
+    assert not judged(headline("nonfinite", seen=72, is_warning=False))["named"]
 
 
 def test_some_rules_name_a_fault_only_with_a_phrase_or_at_its_place():
