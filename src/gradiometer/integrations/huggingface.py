@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import wraps
 from pathlib import Path
@@ -39,6 +40,8 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     The Trainer's checkpoints contain the monitor's state, in the file ``gradiometer.pt``;
     ``train(resume_from_checkpoint=...)`` restores it. An exception or Ctrl-C in ``train`` writes a black box.
 
+    Findings are logged by ``transformers.gradiometer``, as Transformers' own messages are shown.
+
     With several ranks, all are watched, and the first rank's sinks get the steps of the whole job, with the
     mean loss. This works with DDP, and with DTensor parameters, as in FSDP version 2 and tensor parallelism.
     With FSDP version 1, DeepSpeed or Megatron-LM it warns once and does nothing. With ``ranks=False`` each
@@ -68,7 +71,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
                 "first, then call trainer.add_callback(MonitorCallback(trainer, ...))"
             )
             raise TypeError(msg)
-        self._session = Session("MonitorCallback", options)
+        self._session = Session("MonitorCallback", logging.getLogger("transformers.gradiometer"), options)
         self._trainer = trainer
         self._checkpoint: Path | None = None
         # callbacks see neither the loss, nor the gradients before clipping, nor how a run ends

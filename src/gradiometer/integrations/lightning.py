@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +37,11 @@ def _callback() -> Any:
 Callback: Any = _callback()
 
 
+def _logger() -> logging.Logger:
+    """Return a child of the logger of the package that the program has imported."""
+    return logging.getLogger(f"{Callback.__module__.rpartition('.callbacks')[0]}.gradiometer")
+
+
 class MonitorCallback(Callback):  # type: ignore[misc]
     """Watches every ``fit`` of a Lightning Trainer with a `Monitor`.
 
@@ -48,6 +54,8 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     loss is the return value of ``training_step``.
 
     Lightning's checkpoints contain the monitor's state. An exception or Ctrl-C in ``fit`` writes a black box.
+
+    Findings are logged by a child of Lightning's logger.
 
     With several ranks, all are watched, and the first rank's sinks get the steps of the whole job, with the
     mean loss. This works with DDP, and with DTensor parameters, as in ModelParallelStrategy. With
@@ -71,7 +79,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self._session = Session("MonitorCallback", options)
+        self._session = Session("MonitorCallback", _logger(), options)
         self._resumed: Mapping[str, Any] | None = None
 
     @property

@@ -61,6 +61,7 @@ class Session:
 
     Args:
         what: the name of the callback, for messages.
+        logger: the trainer's logger, for findings.
         options: arguments of `Monitor`, except the model.
 
     Attributes:
@@ -71,12 +72,12 @@ class Session:
         TypeError: for an unknown option.
     """
 
-    def __init__(self, what: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, what: str, logger: logging.Logger, options: Mapping[str, Any]) -> None:
         # report a misspelt option here, not when training begins
         inspect.signature(Monitor).bind(None, **options)
         self.monitor: Monitor | None = None
         self.running = False
-        self._what = what
+        self._what, self._logger = what, logger
         self._options = dict(options)
         self._names: dict[Tensor, str] = {}
         self._scalars: dict[str, Tensor | float] = {}
@@ -100,6 +101,7 @@ class Session:
         try:
             self.monitor = Monitor(_measurable(model), **self._options)
             self.monitor.skips = scaler is not None
+            self.monitor.logger = self._logger
             self.running = True
         except (ValueError, ImportError):
             raise  # an invalid option: stop before training begins

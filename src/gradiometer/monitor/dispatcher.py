@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradiometer.monitor.failures import LOG, Failures, describe
 from gradiometer.monitor.sink_thread import Calls, SinkThread
+from gradiometer.monitor.summary import FindingLog
 from gradiometer.rules import Finding, Ledger, checked
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Dispatcher:
 
     Attributes:
         ledger: the findings of the rules.
+        finding_log: logs them as they begin.
 
     >>> from gradiometer.monitor.blackbox import BlackBox
     >>> from gradiometer.columns import DEFAULT_THRESHOLDS
@@ -57,13 +59,15 @@ class Dispatcher:
     def __init__(
         self, rules: Iterable[Rule], sinks: Iterable[Sink], limit: int, box: BlackBox, failures: Failures
     ) -> None:
+        named = _named(list(sinks))
         self._rules = [(getattr(rule, "name", type(rule).__name__), rule) for rule in rules]
         self.ledger = Ledger()
+        is_shown = any([getattr(sink, "shows_findings", False) for sink in named.values()])
+        self.finding_log = FindingLog(is_shown=is_shown)
         # held while rules run, so that its holder sees a consistent history
         self._state = threading.Lock()
         self._box = box
         self._failures = failures
-        named = _named(list(sinks))
         threads = {name: SinkThread(name, Calls.of(sink), limit, failures) for name, sink in named.items()}
         self._sink_threads = list(threads.values())
         # those that get steps before the rules
@@ -155,6 +159,7 @@ class Dispatcher:
                     msg = f"the rule {name} does not accept its part of the state ({describe(error)})"
                     raise ValueError(msg) from error
             self.ledger.load(findings)
+            self.finding_log.load(findings)
 
     def _look(self, batch: Sequence[StepRecord], _: Sequence[Finding]) -> None:
         steps: list[tuple[StepRecord, Sequence[Finding]]] = []
@@ -200,6 +205,8 @@ class Dispatcher:
                         self._failures.add(f"rule {name}", f"a finding was refused: {error}")
             except BaseException as error:  # noqa: BLE001 the other rules go on
                 self._failures.add(f"rule {name}", error)
+        if changed:
+            self.finding_log.see(self.ledger.findings, changed)
         return changed
 
     def _tell_made(self, make: Callable[[], Fault]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ from gradiometer.monitor.parameter_check import modules_of
 from gradiometer.recorder import ModelState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from gradiometer.recorder import Recorder
 
@@ -35,8 +36,9 @@ class ModelReader:
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)).eval()
     >>> reader = ModelReader(model, gm.Recorder(model))
-    >>> reader.read(model(torch.ones(1, 2)).sum(), afresh=True)
-    ModelState(requires_grad=(True, True), reached=True, evaluating='1 Dropout', untied=())
+    >>> state = reader.read(model(torch.ones(1, 2)).sum(), afresh=True)
+    >>> state.requires_grad, state.reached, state.evaluating
+    ((True, True), True, '1 Dropout')
     """
 
     def __init__(self, model: object, recorder: Recorder) -> None:
@@ -45,21 +47,25 @@ class ModelReader:
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._state = ModelState(())
         self._modes: list[bool] | None = None
+        self._gradient: Callable[[], Tensor | None] = _nothing
 
-    def read(self, loss: object, *, afresh: bool) -> ModelState:
+    def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
         """Return the state of the model; the same object if nothing has changed.
 
         Args:
             loss: the loss of the step. Until one has an autograd graph, each is looked at.
-            afresh: look at everything; otherwise only at the modes of the models and at the loss.
+            afresh: look at everything; otherwise only at what takes no time.
+            has_loss_scale: as in `ModelState`.
         """
         modes = [module.training for module in self._modules.values()]
         untied = self._untied()
-        if afresh or modes != self._modes or untied != self._state.untied:
+        old = self._state
+        quick = untied, self._keeps_gradients(), has_loss_scale
+        if afresh or modes != self._modes or quick != (old.untied, old.keeps_gradients, old.has_loss_scale):
             self._modes = modes
             requires = tuple([parameter.requires_grad for parameter in self._parameters])
-            state = ModelState(requires, self._state.reached, self._evaluating(), untied)
-            if state.__dict__ != self._state.__dict__:
+            state = ModelState(requires, old.reached, self._evaluating(), *quick)
+            if state.__dict__ != old.__dict__:
                 self._state = state
         if self._state.reached is None and isinstance(loss, Tensor) and loss.grad_fn is not None:
             self._state = replace(self._state, reached=_reaches(loss, self._parameters))
@@ -75,8 +81,19 @@ class ModelReader:
                 found.update([type(part).__name__ for part in active] if len(active) == len(layers) else [])
         return ", ".join([f"{count} {name}" for name, count in found.items()])
 
+    def _keeps_gradients(self) -> bool:
+        grad = next((p.grad for p in self._parameters if p.grad is not None), None)
+        kept = grad is not None and self._gradient() is grad
+        # not a reference, which would keep its memory
+        self._gradient = _nothing if grad is None else weakref.ref(grad)
+        return kept
+
     def _untied(self) -> tuple[tuple[str, str], ...]:
         return tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Owned(NamedTuple):

@@ -28,9 +28,11 @@ from gradiometer.monitor.setup import (
     together,
 )
 from gradiometer.monitor.signals import subscribe
+from gradiometer.monitor.summary import Summary, counts_text
 from gradiometer.recorder import Recorder, Updates, check_integer
 
 if TYPE_CHECKING:
+    import logging
     from collections.abc import Callable, Iterable
     from pathlib import Path
     from types import TracebackType
@@ -181,7 +183,7 @@ class Monitor:
         self._updates = Updates(self._recorder) if updates else None
         self._next_check = 0.0
         self._every = every
-        self.skips = self._has_advanced = False
+        self.skips = self._has_advanced = self._has_loss_scale = False
         self._pipeline = pipeline = Pipeline(
             recorder,
             checked_rules if is_first else (),
@@ -199,7 +201,7 @@ class Monitor:
     def __repr__(self) -> str:
         """Return one line. Never waits."""
         tensors = self._recorder.roster.num_rows
-        return f"<Monitor: step {self.step}, {tensors} tensors, {len(self.findings)} findings>"
+        return f"<Monitor: step {self.step}, {tensors} tensors, {counts_text(self.findings)}>"
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
         """Measure the gradients, and the weights if requested, into the current step's row.
@@ -215,7 +217,7 @@ class Monitor:
             inv_scale: ``1 / scale`` of a GradScaler, see `gradiometer.inverse_scale`.
         """
         if inv_scale is not None:
-            self.skips = True
+            self.skips = self._has_loss_scale = True
         if torch.compiler.is_compiling():
             self._recorder.record(stats, inv_scale=inv_scale)
             return
@@ -255,7 +257,9 @@ class Monitor:
         if is_due:
             self._next_check = now + _PARAMETER_CHECK
             self._try("parameters", self._parameter_check)
-        state = self._try("model", self._model_reader.read, loss, afresh=is_due)
+        state = self._try(
+            "model", self._model_reader.read, loss, afresh=is_due, has_loss_scale=self._has_loss_scale
+        )
         self._has_advanced = True
         self._try("skips", self._pass_skips)
         self._pipeline.take(scalars, state)
@@ -306,6 +310,32 @@ class Monitor:
     def failures(self) -> dict[str, int]:
         """The kinds of telemetry failures, and the count of each."""
         return dict(self._failures.counts)
+
+    def summary(self) -> Summary:
+        """Return what the run has found so far, on one screen: to print, or to show in a notebook.
+
+        The last steps may be on their way; `flush` waits for them. The first rank knows the findings.
+
+        >>> monitor = Monitor(nn.Linear(2, 1))
+        >>> print(monitor.summary())
+        0 steps, 0 with tensors
+        no findings
+        dropped: 0; failures: none
+        """
+        return self._pipeline.summary()
+
+    def _repr_html_(self) -> str:
+        """Return the summary for a notebook."""
+        return self.summary()._repr_html_()
+
+    @property
+    def logger(self) -> logging.Logger:
+        """The logger of new findings and of the end of the run, by default ``gradiometer``; it can be set."""
+        return self._pipeline.dispatcher.finding_log.logger
+
+    @logger.setter
+    def logger(self, logger: logging.Logger) -> None:
+        self._pipeline.dispatcher.finding_log.logger = logger
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all steps so far have reached the sinks; return whether they did in ``timeout`` seconds.

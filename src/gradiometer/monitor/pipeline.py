@@ -6,6 +6,7 @@ import atexit
 import logging
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -15,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 from gradiometer.monitor.blackbox import BlackBox
 from gradiometer.monitor.capture_mode import beside_captures
 from gradiometer.monitor.dispatcher import Dispatcher
-from gradiometer.monitor.failures import LOG, reason_of
+from gradiometer.monitor.failures import reason_of
 from gradiometer.monitor.ring_reader import RingReader
 from gradiometer.monitor.signals import record_only, subscribe, unsubscribe
+from gradiometer.monitor.summary import Summary, counts_text
 from gradiometer.ops import is_capturing
+from gradiometer.rules import Severity
+from gradiometer.runs import RunRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -71,6 +75,10 @@ class Pipeline:
         *,
         redact: bool = False,
     ) -> None:
+        sinks = list(sinks)
+        path = next((sink.path for sink in sinks if isinstance(sink, RunRecord)), None)
+        # what to run to see more
+        self.command = "" if path is None else f"gradiometer show {shlex.quote(str(path))}"
         self.box = BlackBox(rank)
         self.dispatcher = Dispatcher(rules, sinks, queue, self.box, failures)
         self.merger = merger
@@ -216,14 +224,24 @@ class Pipeline:
     def _report_end(self) -> None:
         """Log in one line what was recorded, dropped and failed."""
         failures, dropped = dict(self._failures.counts), self.dropped
-        bad = bool(failures or dropped)
+        findings = self.dispatcher.ledger.findings
+        bad = bool(failures or dropped or [f for f in findings if f.severity >= Severity.WARNING])
         if not bad and self.merger is not None and not self.merger.is_first:
             return  # the first rank says it for all
         who = "the run" if self._rank is None else f"the run on rank {self._rank}"
         failed = ", ".join([f"{what} ({count})" for what, count in failures.items()]) or "none"
-        text = "%s ended: %d steps, %d of them with tensors; dropped: %d; failures: %s"
+        text = "%s ended: %d steps, %d of them with tensors; %s; dropped: %d; failures: %s%s"
         level = logging.WARNING if bad else logging.INFO
-        LOG.log(level, text, who, self._steps, self._recorded, dropped, failed)
+        told, more = counts_text(findings), f"; {self.command}" if self.command else ""
+        self.dispatcher.finding_log.logger.log(
+            level, text, who, self._steps, self._recorded, told, dropped, failed, more
+        )
+
+    def summary(self) -> Summary:
+        """Return what the run has found so far."""
+        findings, failures = list(self.dispatcher.ledger.findings), dict(self._failures.counts)
+        about = self._steps, self._recorded, self.last
+        return Summary(*about, findings, self.dropped, failures, self.command)
 
     @property
     def dropped(self) -> int:

@@ -18,12 +18,17 @@ class ModelState:
         evaluating: the layers that behave differently in evaluation mode, if the model is in that mode, such
             as ``"2 BatchNorm2d, 1 Dropout"``; empty in training mode.
         untied: pairs of names that were one parameter when the monitor was created, and are two now.
+        keeps_gradients: whether the first gradient is the same tensor object as at the end of the last step,
+            as without ``zero_grad()`` in between, or with ``zero_grad(set_to_none=False)``.
+        has_loss_scale: whether gradients have a loss scale: ``record`` was called with ``inv_scale``.
 
-    >>> ModelState((True, False))
-    ModelState(requires_grad=(True, False), reached=None, evaluating='', untied=())
+    >>> ModelState((True, False)).evaluating
+    ''
     """
 
     requires_grad: tuple[bool, ...]
     reached: bool | None = None
     evaluating: str = ""
     untied: tuple[tuple[str, str], ...] = ()
+    keeps_gradients: bool = False
+    has_loss_scale: bool = False

@@ -15,8 +15,8 @@ __all__ = ["Headline", "headlines"]
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
-    "eval_mode", "untied", "initialization", "learning_rate", "nonfinite", "no_gradients", "accumulating",
-    "not_updated", "no_gradient_flow", "loss_spike", "norm_spike", "exploding", "update_spike", "vanishing",
+    "eval_mode", "untied", "initialization", "learning_rate", "nonfinite", "no_gradients", "not_updated",
+    "accumulating", "no_gradient_flow", "loss_spike", "norm_spike", "exploding", "update_spike", "vanishing",
     "dead", "update_ratio", "imbalance",
 )  # fmt: skip
 _SPIKES: Final = frozenset({"loss_spike", "norm_spike", "exploding", "update_spike"})
@@ -31,13 +31,15 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "nonfinite": _DIVERGED | _STOPPED | {"no_gradients"},
     "no_gradients": _STOPPED | {"initialization"},
     "accumulating": _DIVERGED,
+    # an optimizer of other parameters does not clear these gradients either
+    "not_updated": frozenset({"accumulating"}),
     "no_gradient_flow": _QUIET,
     "loss_spike": _DIVERGED,
     "norm_spike": _DIVERGED,
     "exploding": _DIVERGED,
     "update_spike": _DIVERGED,
     "update_ratio": _DIVERGED,
-    "vanishing": frozenset({"dead", "imbalance"}),
+    "vanishing": frozenset({"dead", "imbalance", "not_updated"}),
     "dead": frozenset({"vanishing", "imbalance", "no_gradient_flow"}),
 }
 # findings of one rule that begin within so many steps are one headline
@@ -155,8 +157,9 @@ def _explains(cause: Sequence[Finding], group: Sequence[Finding]) -> bool:
     follows = {*_EXPLAINS.get(rule, ()), *({rule} & _SPIKES)}
     if group[0].rule not in follows:
         return False
-    # what is only worth knowing explains no problem, except for a learning rate that has changed
-    if severity < Severity.WARNING and rule != "learning_rate" and group[0].severity > severity:
+    # what is only worth knowing explains no problem, unless the learning rate or updates are too large
+    too_large = rule in {"learning_rate", "update_ratio"} and cause[0].value > cause[0].threshold
+    if severity < Severity.WARNING and not too_large and group[0].severity > severity:
         return False
     begun = min(finding.first_step for finding in group)
     first = min(finding.first_step for finding in cause)

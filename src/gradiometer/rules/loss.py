@@ -22,6 +22,8 @@ OF_HIGHEST: Final = 0.01
 # with a usual loss below CONVERGED of the highest, a spike below HARD_BATCH of the highest is a hard batch
 CONVERGED: Final = 0.05
 HARD_BATCH: Final = 0.25
+# a rise by a smaller share of the usual loss is slight
+SLIGHT: Final = 1 / 3
 
 # the limit for the logarithm, as a share of the limit
 IN_LOGS: Final = 0.75
@@ -36,7 +38,8 @@ class LossSpike(BaseRule):
     """A loss far above its recent past. Every step with a loss counts, recorded or not.
 
     If recent losses are positive, their logarithms must be far above their own past, too. Once the usual loss
-    is below 5 % of its highest value, a spike below 25 % of that value has severity info.
+    is below 5 % of its highest value, a spike below 25 % of that value has severity info, and so has one that
+    rises by less than a third.
 
     Args:
         deviations: limit for the loss, in deviations above its usual value, see `SpikeHistory`.
@@ -75,6 +78,7 @@ class LossSpike(BaseRule):
         if z <= self.deviations or (log_z <= self.deviations * IN_LOGS and min(self.losses.recent) > 0):
             return []
         harmless = abs(usual) < CONVERGED * self.highest and loss < HARD_BATCH * self.highest
+        harmless = harmless or loss - usual < SLIGHT * abs(usual)
         severity = min(self.severity, Severity.INFO) if harmless else self.severity
         ratio = f", {times(loss / usual)} its usual" if usual > 0 else ", usually"
         message = f"loss {loss:.4g}{ratio} {usual:.4g}"

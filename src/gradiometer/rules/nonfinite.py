@@ -38,11 +38,12 @@ ADVICE: Final = {
 class NonFinite(BaseRule):
     """A NaN or Inf in a loss, gradient, weight or update; names the first of several tensors.
 
-    Consecutive non-finite steps are one finding. A skipped step has the severity ``skipped``; after
+    Consecutive non-finite steps are one finding. A skipped step has the severity ``skipped``, and at most
+    info if the gradients have a loss scale, which such a step lowers, and the loss is finite. After
     ``patience`` non-finite steps in a row, which a loss scale cannot explain, it has ``severity``.
 
     Args:
-        skipped: severity of a skipped step; use ``Severity.INFO`` with loss scaling.
+        skipped: severity of a skipped step.
         patience: number of steps in a row.
         severity: of a step that is not skipped, and of a weight that is not finite.
     """
@@ -75,7 +76,10 @@ class NonFinite(BaseRule):
         self.row += 1
         lasts = self.row >= self.patience
         harmless = record.skipped and not lasts and not (first is not None and first.kind == "weights")
-        severity = min(self.skipped, self.severity) if harmless else self.severity
+        skipped = self.skipped
+        if record.model is not None and record.model.has_loss_scale and not loss_is_bad:
+            skipped = min(skipped, Severity.INFO)
+        severity = min(skipped, self.severity) if harmless else self.severity
         if self.first is not None:
             # later steps have the same cause: they extend the first finding
             found = Finding.from_dict(self.first)

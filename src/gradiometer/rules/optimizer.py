@@ -11,6 +11,7 @@ import torch
 from gradiometer.recorder import label
 from gradiometer.rules.base import BaseRule, SpikeRule, WholeRule, modules_text
 from gradiometer.rules.finding import Finding, Severity, times
+from gradiometer.rules.history import FLOOR, SpikeHistory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,6 +37,10 @@ STATE: Final = (
 SCHEDULE: Final = "look at the scheduler: its number of steps, and whether it is stepped once per step"
 
 _LR: Final = re.compile(r"(?:^|[^a-z])(?:lr|learning_?rate)(?:$|[^a-z])", re.IGNORECASE)
+# share of the total norm below which a gradient's update need not change a weight
+SMALL: Final = 1e-6
+# what nine of ten norms have grown to, if gradients add up
+LEAST_GROWTH: Final = 1.3
 # dtypes in which an update of less than a thousandth of a weight is lost
 _SHORT: Final = frozenset({"bfloat16", "float16"})
 
@@ -77,8 +82,12 @@ class NotUpdated(WholeRule):
         moved = self.moved(record)
         if moved is None or record.skipped or 0.0 in _rates(record).values():
             return []
-        # a gradient without any finite element may have been skipped elsewhere
-        active = self._counts & (record.value("abs_max") > 0) & (record.value("n_nonfinite") == 0)
+        # an update by a vanishing gradient may be lost in rounding
+        norm = record.value("norm")
+        active = self._counts & (norm > SMALL * record.total()) & norm.isfinite()
+        if record.model is not None and len(record.model.requires_grad) == len(active):
+            # a parameter that was frozen may still have the gradient of an earlier step
+            active &= torch.tensor(record.model.requires_grad, dtype=torch.bool, device="cpu")
         still = active & ~moved
         if not still.any():
             if self.row.any():
@@ -116,11 +125,10 @@ class NotUpdated(WholeRule):
 class Accumulating(WholeRule):
     """Gradients that add up from step to step, because nothing resets them.
 
-    It compares the first recorded steps of a run, one after another: if nothing resets the gradients, their
-    norms rise in nearly every step, about in proportion to the number of steps until the weights have moved
-    far. The finding needs the total norm to rise in each of the first steps, 85 % of the norms to rise on
-    average, and the median of their growth to lie between the square root of the number of steps, as for
-    independent gradients, and that number.
+    It compares the first recorded steps of a run, one after another. If nothing resets the gradients, each
+    ``.grad`` is the same tensor in all of them, their total norm rises in each, and the norms grow about
+    in proportion to the number of steps, until the weights have moved far; in proportion to its
+    square root if the gradients are independent.
 
     Args:
         steps: number of first steps to compare.
@@ -128,7 +136,7 @@ class Accumulating(WholeRule):
     """
 
     name = "accumulating"
-    kept = (*WholeRule.kept, "count", "last_step", "first_norms", "norms", "is_rising", "shares")
+    kept = (*WholeRule.kept, "count", "last_step", "first_norms", "norms", "is_rising")
 
     def __init__(self, *, steps: int = 6, severity: Severity = Severity.WARNING) -> None:
         super().__init__(severity)
@@ -138,7 +146,7 @@ class Accumulating(WholeRule):
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
-        self.count, self.last_step, self.is_rising, self.shares = 0, -1, True, 0.0
+        self.count, self.last_step, self.is_rising = 0, -1, True
         self.first_norms = self.norms = torch.zeros(size, dtype=torch.float64, device="cpu")
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
@@ -154,17 +162,18 @@ class Accumulating(WholeRule):
         # other steps in between would hide how the gradients add up
         follows, self.last_step = record.step == self.last_step + 1, record.step
         known = (self.first_norms > 0) & norms.isfinite()
-        if not (follows and known.any() and norms[known].norm() > before[known].norm()):
-            self.is_rising = False
-            return []
-        self.shares += float((norms > before)[known].to(torch.float64).mean())
-        if self.count <= self.steps:
+        self.is_rising = bool(
+            follows
+            and record.model is not None
+            and record.model.keeps_gradients
+            and norms[known].norm() > before[known].norm()
+        )
+        if not self.is_rising or self.count <= self.steps:
             return []
         self.is_rising = False
-        if self.shares < 0.85 * self.steps:
-            return []
-        growth = float((norms[known] / self.first_norms[known]).median())
-        if not 0.8 * math.sqrt(self.count) < growth < 1.3 * self.count:
+        grown = norms[known] / self.first_norms[known]
+        growth, least = float(grown.median()), float(grown.quantile(0.1))
+        if not 0.8 * math.sqrt(self.count) < growth < 1.3 * self.count or least < LEAST_GROWTH:
             return []
         first = record.step - self.count + 1
         text = f"gradients have risen in every step since step {first}, to {growth:.2g} times in "
@@ -286,7 +295,9 @@ _START: Final = {
 class UpdateSpike(SpikeRule):
     """A total norm of the updates far above its recent past; needs a Monitor with ``updates=True``.
 
-    It compares the norm divided by the learning rate, if that is given: `LearningRate` reports its jumps.
+    It compares the norm divided by the learning rate, if that is given: `LearningRate` reports its jumps. If
+    the gradients' norm has risen by half as much on a logarithmic scale, it has severity info: `NormSpike`
+    reports the gradients.
 
     Args:
         deviations: limit for the logarithm of the norm, in deviations above its usual value, see
@@ -295,21 +306,31 @@ class UpdateSpike(SpikeRule):
     """
 
     name = "update_spike"
+    kept = (*SpikeRule.kept, "gradients")
+
+    def __init__(self, *, deviations: float = 8.0, severity: Severity = Severity.WARNING) -> None:
+        super().__init__(deviations=deviations, severity=severity)
+        self.gradients = SpikeHistory()
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's updates with the history."""
         if record.values is None or "updates" not in record.roster.kinds or record.skipped:
             return []
+        total, before = record.total("finite_norm"), self.gradients.usual
+        if total > 0.0:
+            self.gradients.score(math.log(total), FLOOR)
         squares = record.value("sumsq", "updates")
         spike = self.spike(squares, record.scalars.get("lr", 1.0))
         if spike is None:
             return []
         norm, usual, limit, place = spike
+        has_risen = total > 0.0 and math.log(total) - before > 0.5 * math.log(norm / usual)
+        severity = min(self.severity, Severity.INFO) if has_risen else self.severity
         text = f"the update's norm is {norm:.3g}, {times(norm / usual)} its usual {usual:.3g}; "
         text += f"{float(squares[place]) / norm**2:.0%} of its square comes from "
         text += label("updates", record.roster.names[place])
         step = record.step
-        return [Finding(self.name, self.severity, step, step, "updates", None, norm, limit, text, STATE)]
+        return [Finding(self.name, severity, step, step, "updates", None, norm, limit, text, STATE)]
 
 
 def _rates(record: StepRecord) -> dict[str, float]:

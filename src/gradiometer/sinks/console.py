@@ -56,6 +56,9 @@ class Console:
         ValueError: for an invalid key.
     """
 
+    # so that the log does not show them again
+    shows_findings: Final = True
+
     def __init__(
         self,
         show: Sequence[str] = ("train/loss", "train/lr", "grads/total_norm"),

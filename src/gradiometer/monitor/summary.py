@@ -1,0 +1,172 @@
+"""What a run has found: log lines as findings begin, and a summary on one screen."""
+
+from __future__ import annotations
+
+import html
+import logging
+from typing import TYPE_CHECKING
+
+from gradiometer.monitor.failures import LOG
+from gradiometer.rules import Severity, headlines
+from gradiometer.terminal import one_line, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gradiometer.recorder import StepRecord
+    from gradiometer.rules import Finding, Headline
+
+__all__ = ["FindingLog", "Summary", "counts_text"]
+
+# log lines of findings in a run
+_LINES = 20
+# headlines in a summary: warnings and errors, and others
+_WARNINGS, _OTHERS = 5, 3
+
+
+class FindingLog:
+    """Logs each headline once, as one line, when it begins.
+
+    Warnings and errors have the same level in the log, INFO if a sink shows findings by itself. After 20
+    lines a last one says that there are more.
+
+    Args:
+        is_shown: whether a sink shows findings.
+
+    Attributes:
+        logger: the logger to use.
+
+    >>> log = FindingLog(is_shown=False)
+    >>> log.see([], [])
+    """
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self.logger = LOG
+        self._is_shown = is_shown
+        self._known: set[tuple[object, ...]] = set()
+        self._lines = 0
+
+    def see(self, findings: Sequence[Finding], changed: Sequence[Finding]) -> None:
+        """Log headlines that have begun.
+
+        Args:
+            findings: all findings of the run.
+            changed: those that are new or have changed since the last call.
+        """
+        if all([_key(one) in self._known or one.severity < Severity.WARNING for one in changed]):
+            return
+        for headline in headlines(findings):
+            # a known cause goes on, however many findings follow from it
+            is_known = any(_key(one) in self._known for one in headline.findings)
+            keys = [_key(one) for one in (*headline.findings, *headline.explained)]
+            if headline.severity >= Severity.WARNING and not is_known:
+                self._tell(headline)
+            if headline.severity >= Severity.WARNING:
+                self._known.update(keys)
+
+    def load(self, findings: Sequence[Finding]) -> None:
+        """Take findings as known, as those of a resumed run."""
+        self._known = {_key(one) for one in findings if one.severity >= Severity.WARNING}
+
+    def _tell(self, headline: Headline) -> None:
+        self._lines += 1
+        level = logging.ERROR if headline.severity >= Severity.ERROR else logging.WARNING
+        level = logging.INFO if self._is_shown else level
+        if self._lines > _LINES:
+            if self._lines == _LINES + 1:
+                self.logger.log(level, "more findings are not logged: see monitor.summary()")
+            return
+        text = one_line(f"step {headline.first_step}: {headline.message}")
+        advice = f"; {one_line(headline.advice)}" if headline.advice else ""
+        self.logger.log(level, "%s%s", text, advice)
+
+
+def _key(finding: Finding) -> tuple[object, ...]:
+    return finding.rule, finding.kind, finding.tensor, finding.first_step
+
+
+class Summary:
+    """A run so far, on one screen: as text, and as HTML for a notebook.
+
+    Args:
+        steps, recorded: number of steps, and of those with tensors.
+        last: the newest step.
+        findings: of the rules.
+        dropped, failures: as `Monitor.dropped` and `Monitor.failures`.
+        command: what to run to see more; empty without a run record.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        recorded: int,
+        last: StepRecord | None,
+        findings: Sequence[Finding],
+        dropped: int,
+        failures: Mapping[str, int],
+        command: str,
+    ) -> None:
+        self._first = f"{steps:,} steps, {recorded:,} with tensors" + _last_text(last)
+        self._headlines = headlines(findings)
+        self._counts = counts_text(findings)
+        failed = ", ".join([f"{what} ({count})" for what, count in failures.items()]) or "none"
+        self._end = f"dropped: {dropped:,}; failures: {failed}"
+        self._command = command
+
+    def __str__(self) -> str:
+        """Return some ten lines."""
+        lines = [self._first, self._counts]
+        for headline in self._shown():
+            lines += [str(headline), f"         {headline.advice}"]
+        lines += [*self._more(), self._end, *([self._command] if self._command else [])]
+        return "\n".join([printable(line) for line in lines])
+
+    def _repr_html_(self) -> str:
+        """Return the same as HTML."""
+        rows = [
+            f"<tr><td>{headline.severity}</td><td>{headline.first_step}</td>"
+            "<td style='text-align:left'>"
+            f"{_escaped(headline.message)}<br><i>{_escaped(headline.advice)}</i></td></tr>"
+            for headline in self._shown()
+        ]
+        head = "<tr><th></th><th>step</th><th style='text-align:left'>finding</th></tr>"
+        table = f"<table>{head}{''.join(rows)}</table>" if rows else ""
+        before = [self._first, self._counts]
+        after = [*self._more(), self._end, self._command]
+        return "<br>".join(map(_escaped, before)) + table + "<br>".join(map(_escaped, after))
+
+    def _shown(self) -> list[Headline]:
+        bad = [one for one in self._headlines if one.severity >= Severity.WARNING]
+        return bad[:_WARNINGS] + self._headlines[len(bad) :][:_OTHERS]
+
+    def _more(self) -> list[str]:
+        left = len(self._headlines) - len(self._shown())
+        return [f"and {left} more"] if left else []
+
+
+def counts_text(findings: Sequence[Finding]) -> str:
+    """Return the number of headlines of each severity.
+
+    >>> counts_text([])
+    'no findings'
+    """
+    found = headlines(findings)
+    counts = [
+        (f"{count} {severity}" + ("s" if count != 1 and severity is not Severity.INFO else ""))
+        for severity in reversed(Severity)
+        if (count := sum(one.severity == severity for one in found))
+    ]
+    return "findings: " + ", ".join(counts) if counts else "no findings"
+
+
+def _last_text(last: StepRecord | None) -> str:
+    if last is None:
+        return ""
+    values = [f"{name} {value:.4g}" for name, value in list(last.scalars.items())[:4]]
+    if last.recorded:
+        values.append(f"gradient norm {last.total():.3g}")
+    return f"; step {last.step}: " + ", ".join(values) if values else f"; step {last.step}"
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
