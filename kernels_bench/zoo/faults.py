@@ -427,7 +427,7 @@ def inf_in_a_weight(t, place):
     t.at(60, lambda: module.weight.data.flatten()[3].fill_(torch.inf))
 
 
-@fault("nonfinite", onset=80, where="vae policy-gradient unet", peers=NAN)
+@fault("nonfinite", onset=80, where="vae dqn unet", peers=NAN)
 def log_of_0(t, _):
     lose_from(t, 80, lambda loss: loss - 0.01 * (loss - loss.detach()).log())
 
