@@ -249,6 +249,11 @@ class WholeRule(TensorRule):
         """Start a new history of ``size`` tensors."""
         self.before = torch.zeros(size, 0, dtype=torch.float64, device="cpu")
 
+    def keep(self, record: StepRecord) -> None:
+        """Keep the weights' columns, to compare those of the next step with."""
+        if "weights" in record.roster.kinds:
+            self.before = record.columns("weights")
+
     def moved(self, record: StepRecord) -> Tensor | None:
         """Return which weights have changed since the last recorded step, ``(N,) bool``.
 
@@ -261,7 +266,7 @@ class WholeRule(TensorRule):
         if "weights" not in kinds:
             return None
         now, before = record.columns("weights"), self.before
-        self.before = now.clone()
+        self.keep(record)
         return (now != before).any(dim=1) if before.shape == now.shape else None
 
     def finding(

@@ -61,11 +61,11 @@ class NoGradients(WholeRule):
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding if nothing was measured for ``patience`` steps."""
-        moved = self.moved(record)
-        # a sum over rows, without the squares of elements that are not finite
         if record.value("abs_max").any() or record.value("n_nonfinite").any():
             self.has_seen, self.row = True, 0
+            self.keep(record)
             return []
+        moved = self.moved(record)
         self.row += 1
         if self.row == 1:
             self.since, self.has_changed = record.step, False

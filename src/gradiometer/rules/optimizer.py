@@ -82,13 +82,15 @@ class NotUpdated(WholeRule):
         moved = self.moved(record)
         if moved is None or record.skipped or 0.0 in _rates(record).values():
             return []
-        # an update by a vanishing gradient may be lost in rounding
-        norm = record.value("norm")
-        active = self._counts & (norm > SMALL * record.total()) & norm.isfinite()
-        if record.model is not None and len(record.model.requires_grad) == len(active):
-            # a parameter that was frozen may still have the gradient of an earlier step
-            active &= torch.tensor(record.model.requires_grad, dtype=torch.bool, device="cpu")
-        still = active & ~moved
+        still = self._counts & ~moved
+        if still.any():
+            # an update by a vanishing gradient may be lost in rounding
+            norm = record.value("norm")
+            active = (norm > SMALL * record.total()) & norm.isfinite()
+            if record.model is not None and len(record.model.requires_grad) == len(active):
+                # a parameter that was frozen may still have the gradient of an earlier step
+                active &= torch.tensor(record.model.requires_grad, dtype=torch.bool, device="cpu")
+            still &= active
         if not still.any():
             if self.row.any():
                 self.row = torch.zeros_like(self.row)
@@ -107,7 +109,7 @@ class NotUpdated(WholeRule):
             text += "though their gradients are not 0: the updates are lost in the rounding of "
             text += f"{' and '.join(sorted(dtypes))}, or optimizer.step() leaves these weights out"
             return [self._finding(record, since, places, text, f"{ROUNDED}; {ADD}")]
-        if not moved.any() and len(places) == int(active.sum()):
+        if not moved.any() and len(places) == int((active & self._counts).sum()):
             text = f"no weight has changed since step {since}, though gradients are not 0: optimizer.step() "
             text += "is not called, or the optimizer holds other parameters"
             rate = "" if _rates(record) else ", or its learning rate is 0"
