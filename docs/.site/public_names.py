@@ -115,11 +115,14 @@ def exported(module: str) -> tuple[str, ...]:
 def defined(module: str, name: str) -> tuple[str, ast.AST]:
     """Return the path where a name of a module is defined, through all imports, and its node."""
     found = None
-    for node in _tree(module).body:
+    body = _tree(module).body
+    # gradiometer itself imports its names in an `if`
+    inner = [node for part in body if isinstance(part, ast.If) for node in part.body]
+    for node in [*body, *inner]:
         if isinstance(node, ast.ImportFrom) and node.module:
             if name in {alias.asname or alias.name for alias in node.names}:
-                inner = f"{node.module}.{name}"
-                return (inner, _tree(inner)) if _path(inner).is_dir() else defined(node.module, name)
+                path = f"{node.module}.{name}"
+                return (path, _tree(path)) if _path(path).is_dir() else defined(node.module, name)
         elif getattr(node, "name", None) == name or name in _assigned(node):
             # the last of several overloads is the implementation
             found = f"{module}.{name}", node

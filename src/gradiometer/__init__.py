@@ -5,51 +5,81 @@ that do not overflow, NaN and Inf by parameter name, and vanishing and exploding
 once and does not wait for the device.
 """
 
-from gradiometer import rules, sinks
-from gradiometer.columns import (
-    COLUMNS,
-    DEFAULT_DEAD_THRESHOLD,
-    DEFAULT_EXPLODING_THRESHOLD,
-    DEFAULT_VANISHING_THRESHOLD,
-    Flag,
-    Thresholds,
-)
-from gradiometer.control import (
-    ElementCounts,
-    FiniteReport,
-    check_finite,
-    clip_coefficient,
-    clip_grad_norm_,
-    clip_grad_value_,
-    clip_grads_with_norm_,
-    collect_and_clip_,
-    inverse_scale,
-    share_found_inf_,
-)
-from gradiometer.distributed import RankError, Ranks
-from gradiometer.monitor import Monitor
-from gradiometer.recorder import Recorder, StepRecord
-from gradiometer.rules import Finding, Severity
-from gradiometer.runs import Run, RunError, read_run
-from gradiometer.stats import (
-    EMA,
-    ModuleReports,
-    Pending,
-    Report,
-    Smoothed,
-    TensorReport,
-    TensorStats,
-    collect,
-    collect_grads,
-    collect_weights,
-    grad_norm,
-    group_ratio,
-    materialize,
-    materialize_async,
-    total_norm,
-)
+import pathlib
+import sys
+import typing
+
 from gradiometer.version import __version__
-from gradiometer.web import write_page
+
+# whether this process is `python -m gradiometer`, or the script `gradiometer`, which may not need torch
+_IS_COMMAND = pathlib.PurePath(*getattr(sys, "argv", [])[:1]).stem in {"-m", "gradiometer"}
+
+if typing.TYPE_CHECKING or not _IS_COMMAND:
+    from gradiometer import rules, sinks
+    from gradiometer.columns import (
+        COLUMNS,
+        DEFAULT_DEAD_THRESHOLD,
+        DEFAULT_EXPLODING_THRESHOLD,
+        DEFAULT_VANISHING_THRESHOLD,
+        Flag,
+        Thresholds,
+    )
+    from gradiometer.control import (  # type: ignore[no-redef] # modules in there have these names too
+        ElementCounts,
+        FiniteReport,
+        check_finite,
+        clip_coefficient,
+        clip_grad_norm_,
+        clip_grad_value_,
+        clip_grads_with_norm_,
+        collect_and_clip_,
+        inverse_scale,
+        share_found_inf_,
+    )
+    from gradiometer.distributed import RankError, Ranks
+    from gradiometer.monitor import Monitor
+    from gradiometer.recorder import Recorder, StepRecord
+    from gradiometer.rules import Finding, Severity
+    from gradiometer.runs import Run, RunError, read_run
+    from gradiometer.stats import (  # type: ignore[no-redef] # as above
+        EMA,
+        ModuleReports,
+        Pending,
+        Report,
+        Smoothed,
+        TensorReport,
+        TensorStats,
+        collect,
+        collect_grads,
+        collect_weights,
+        grad_norm,
+        group_ratio,
+        materialize,
+        materialize_async,
+        total_norm,
+    )
+    from gradiometer.web import write_page
+
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import all public names when one is first used."""
+        if name not in __all__:
+            msg = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        from importlib import import_module  # noqa: PLC0415 seldom needed
+
+        # each of these packages exports its public names as they are called here
+        packages = "columns control distributed monitor recorder rules runs sinks stats web"
+        for package in packages.split():
+            module = import_module(f"{__name__}.{package}")
+            globals().update({known: getattr(module, known) for known in __all__ if known in module.__all__})
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        """Return the names of the module, with those that are not imported yet."""
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "COLUMNS",

@@ -103,7 +103,8 @@ def test_show_as_json(call_json, run):
     found = call_json("show", run, "--step", 15, "--top", 3, "--kind", "grads")
 
     assert set(found) == {
-        *("run", "step", "time", "recorded", "skipped", "scalars", "kind", "report", "findings", "nearest")
+        *("run", "step", "time", "recorded", "skipped", "scalars", "kind", "report", "findings", "nearest"),
+        *("attempt", "attempts"),
     }
     assert (found["step"], found["skipped"], found["scalars"]["loss"]) == (15, True, "NaN")
     assert found["findings"] == [CULPRIT.to_dict()]
@@ -315,7 +316,10 @@ def test_a_folder_that_is_no_run_is_one_line(call, tmp_path, command):
         (["shw"], "No such command 'shw'"),
         (["show"], "Missing argument 'RUN'; see gradiometer show --help"),
         (["show", "x", "--nix"], "No such option: --nix"),
-        (["show", "x", "--kind", "nix"], "'grads', 'weights', 'updates'"),
+        (
+            ["show", "x", "--kind", "nix"],
+            "--kind 'nix' is not a kind of tensors: pass grads, weights or updates; see gradiometer show",
+        ),
         (["diff", "x", "y", "--rtol", "-1"], "--rtol"),
     ],
 )

@@ -295,7 +295,7 @@ def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(written, tmp_path,
     assert caplog.text.count("left out: ") == 1
     assert main(["verify", str(own)]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "own: 10 files whole, 1 damaged, 1 missing" in out
+    assert "own: 11 files whole, 1 damaged, 1 missing" in out
     assert "damaged steps/steps-0001-0000000008.parquet its content does not match its digest" in out
     assert "missing findings.json" in out
     assert main(["verify", str(own), "--json"]) == 1

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import gradiometer as gm
 from gradiometer.columns import derived
 from gradiometer.columns.schema import COLUMN_NAMES, Thresholds
 from gradiometer.recorder.step_record import StepRecord
@@ -408,10 +409,11 @@ def test_the_page_reads_a_run_as_it_says(tmp_path, several):
     assert scope["largest"][0][:2] == ("blocks.0.bias", math.inf)
     assert str(scope["when"].dtype).startswith("datetime64")
     # a run of several attempts
-    scope = {"run_dir": several}
+    scope = {"run_dir": several, "gm": gm}
     for block in [code[1].replace("norms =", "# norms ="), code[3].split("\n")[0], *code[4:]]:
         exec(block, scope)  # noqa: S102
     assert scope["steps"].index.tolist() == sorted([*range(40), *range(30, 40)])
+    assert scope["first"].steps["step"].to_pylist() == list(range(40))
     kept = read_run(several).steps
     assert scope["counted"]["attempt"].tolist() == kept["attempt"].to_pylist() == [1] * 30 + [2] * 10
     assert [row[:2] for row in scope["counted_sql"]] == list(scope["counted"]["attempt"].items())

@@ -639,5 +639,5 @@ def test_a_run_that_hides_an_earlier_one_says_so(tmp_path, caplog):
     write_run(tmp_path, tensors=2, steps=5)
     assert caplog.text == ""
     write_run(tmp_path, tensors=2, steps=3)
-    assert "holds an earlier run, which this one supersedes from step 0 on" in caplog.text
+    assert "holds an earlier run; this one is attempt 2 in the folder. Nothing is deleted" in caplog.text
     assert read_run(tmp_path).steps.num_rows == 3

@@ -1,7 +1,8 @@
 """The command line, ``gradiometer`` or ``python -m gradiometer``; ``docs/reference/cli.md`` is its manual.
 
 A command prints its result on stdout, as tables or, with ``--json``, as JSON alone. An error is one line on
-stderr and an exit code of `Exit`.
+stderr and an exit code of `Exit`. Help and shell completion run without torch, so each command imports what
+it needs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from gradiometer.extras import require
-from gradiometer.runs import RunError, read_run, to_json
 from gradiometer.terminal import one_line, printable
 from gradiometer.version import __version__
 
@@ -28,9 +28,13 @@ if TYPE_CHECKING:
     import typer  # noqa: TC004 see _app
     from rich.console import Console
 
+    from gradiometer.runs import Run
+
 __all__ = ["Exit", "main"]
 
 _WIDE = 200
+# as in gradiometer.recorder, which imports torch
+_KINDS = ("grads", "weights", "updates")
 
 
 class Exit(enum.IntEnum):
@@ -44,14 +48,6 @@ class Exit(enum.IntEnum):
     FAILED = 5  # an unexpected error
     INTERRUPTED = 130
     PIPE = 141  # the reader of stdout has closed it
-
-
-class _Kind(enum.StrEnum):
-    """`gradiometer.recorder.KINDS` as an enum, which every version of typer accepts as choices."""
-
-    GRADS = "grads"
-    WEIGHTS = "weights"
-    UPDATES = "updates"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "gradiometer"
-        return _fail(Exit.USAGE, f"{error.format_message().rstrip('.')}; see {where} --help")
+        said = error.format_message().removeprefix("Invalid value: ").rstrip(".")
+        return _fail(Exit.USAGE, f"{said}; see {where} --help")
     return int(result or 0)
 
 
@@ -129,6 +126,8 @@ def _safely(function: Callable[..., int]) -> Callable[..., int]:
             # a package is missing, not a name within this package
             if isinstance(error, ModuleNotFoundError) or "gradiometer[" in str(error):
                 return _fail(Exit.MISSING, error)
+            from gradiometer.runs import RunError  # noqa: PLC0415 not for a completion
+
             if isinstance(error, RunError | OSError):
                 return _fail(Exit.UNREADABLE, error)
             name = type(error).__name__
@@ -157,6 +156,8 @@ def _app() -> Any:
         epilog="Exit codes: 0 success, 1 differences or problems found, 2 usage error, "
         "3 a file cannot be read or written, 4 missing package, 5 unexpected error.",
         pretty_exceptions_enable=False,
+        # with rich, the help takes twice the time
+        rich_markup_mode=None,
     )
     app.callback()(_options)
     passed_on = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -164,6 +165,13 @@ def _app() -> Any:
     for name, function in _COMMANDS.items():
         app.command(name)(_safely(function))
     return typer.main.get_command(app)
+
+
+def read_run(path: Path, attempt: int | None = None) -> Run:
+    """Do what `gradiometer.read_run` does."""
+    from gradiometer import runs  # noqa: PLC0415 with torch
+
+    return runs.read_run(path, attempt=attempt)
 
 
 def _console() -> Console:
@@ -177,10 +185,16 @@ def _console() -> Console:
 
 def _print(value: dict[str, Any], table: Callable[[Console], Any], *, as_json: bool) -> None:
     if as_json:
-        print(to_json(value))
+        _print_json(value)
         return
     console = _console()
     console.print(table(console))
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    from gradiometer.runs import to_json  # noqa: PLC0415 with torch
+
+    print(to_json(value))
 
 
 def _version(wanted: bool) -> None:
@@ -219,7 +233,7 @@ def _demo(
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         code = demo.main(context.args, prog=context.command_path)
     if as_json:
-        print(to_json({"passed": code == 0}))
+        _print_json({"passed": code == 0})
     return Exit.FOUND if code else Exit.OK
 
 
@@ -236,6 +250,8 @@ def _report(
     from gradiometer import web  # noqa: PLC0415 only this command needs it
 
     if output is not None and not output.absolute().parent.is_dir():
+        from gradiometer.runs import RunError  # noqa: PLC0415 as above
+
         raise RunError(
             f"{output} cannot be written: there is no folder {output.absolute().parent}; create it first"
         )
@@ -243,7 +259,7 @@ def _report(
     opened = webbrowser.open(page.as_uri()) if show else False
     size = page.stat().st_size
     if as_json:
-        print(to_json({"page": str(page), "bytes": size, "opened": opened}))
+        _print_json({"page": str(page), "bytes": size, "opened": opened})
     else:
         print(printable(str(page)))
     return Exit.OK
@@ -256,30 +272,57 @@ def _watch(
     follow: Annotated[bool, typer.Option("--follow", help="Keep following after the run is closed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line per change.")] = False,
 ) -> int:
-    """Follow a run while it is written, until it is closed or you press Ctrl-C."""
+    """Follow a run while it is written. It ends when the run is closed, or with Ctrl-C."""
     from gradiometer.cli import watch  # noqa: PLC0415 with rich
 
     watch.watch(read_run(run), _console(), interval=interval, once=once, follow=follow, as_json=as_json)
     return Exit.OK
 
 
+def _ls(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="The folder to search (default: the current folder).")
+    ] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """List the runs in and below a folder: state, steps, age, findings."""
+    from gradiometer.cli import ls  # noqa: PLC0415 with rich
+
+    found = ls.look(folder)
+    _print(ls.to_dict(folder, found), lambda _: ls.render(folder, found), as_json=as_json)
+    return Exit.OK
+
+
 def _show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or of several.")],
     step: Annotated[
         int | None,
         typer.Option(help="The step's number; -1 is the last (default: the last step with tensors)."),
     ] = None,
-    kind: Annotated[_Kind, typer.Option(help="The kind of tensors to show.")] = _Kind.GRADS,
+    kind: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(_KINDS), autocompletion=lambda: _KINDS, help="The kind of tensors to show."
+        ),
+    ] = "grads",
     top: Annotated[int, typer.Option(min=0, help="Number of tensors to show, worst first; 0 for all.")] = 20,
     name: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Only tensors whose name matches (re.search).")
     ] = None,
+    attempt: Annotated[
+        int | None,
+        typer.Option(min=1, help="Show the run as it was after this attempt (default: the last)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Show one step of a run: its scalars, its tensors (worst first) and its findings."""
-    from gradiometer.cli import show, tables  # noqa: PLC0415 with rich
+    """Show one step of a run: scalars, tensors (worst first), findings."""
+    if kind not in _KINDS:
+        raise typer.BadParameter(f"--kind {kind!r} is not a kind of tensors: pass grads, weights or updates")
+    from gradiometer.cli import ls, show, tables  # noqa: PLC0415 with rich
 
-    shown = show.look(read_run(run), step, kind=kind.value, name=_pattern(name, "--name"))
+    if run.is_dir() and not (run / "run.json").exists() and ls.look(run):
+        return _ls(run, as_json)
+    shown = show.look(read_run(run, attempt), step, kind=kind, name=_pattern(name, "--name"))  # type: ignore[arg-type]
     most = top or None
     _print(shown.to_dict(most), lambda console: tables.shown(shown, most, console), as_json=as_json)
     return Exit.OK
@@ -298,7 +341,7 @@ def _diff(
     top: Annotated[int, typer.Option(min=0, help="Number of differences to show; 0 for all.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Find the first step and tensor in which two runs differ; the exit code is 1 if they do."""
+    """Find the first step and tensor in which two runs differ. The exit code is 1 if they do."""
     from gradiometer.cli import tables  # noqa: PLC0415 with rich
     from gradiometer.runs import compare  # noqa: PLC0415 only this command needs it
 
@@ -315,7 +358,7 @@ def _verify(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check every file of a run against its digest; the exit code is 1 if one is damaged or missing."""
+    """Check every file of a run against its digest. The exit code is 1 if one is damaged or missing."""
     from gradiometer.cli import tables  # noqa: PLC0415 with rich
     from gradiometer.runs import verify  # noqa: PLC0415 only this command needs it
 
@@ -331,7 +374,7 @@ def _doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check this machine: versions, devices, packages; the exit code is 1 if there is a problem."""
+    """Check this machine: versions, devices, packages. The exit code is 1 if there is a problem."""
     from gradiometer.cli import doctor, tables  # noqa: PLC0415 with rich
 
     found = doctor.examine(run)
@@ -342,6 +385,7 @@ def _doctor(
 _COMMANDS: dict[str, Callable[..., int]] = {
     "report": _report,
     "watch": _watch,
+    "ls": _ls,
     "show": _show,
     "diff": _diff,
     "verify": _verify,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Kind, StepRecord
     from gradiometer.rules import Finding
-    from gradiometer.runs import Run
+    from gradiometer.runs import Attempt, Run
     from gradiometer.stats import Report
 
 __all__ = ["Shown", "look"]
@@ -32,6 +32,8 @@ class Shown:
         kind: the kind of the tensors in the report.
         report: the report of the requested tensors.
         measured: the number of tensors of this kind in the step.
+        attempt: the attempt that wrote the step.
+        attempts: all attempts in the folder.
         findings: the findings whose range includes this step, most severe first.
         nearest: if the step has no tensors, the nearest steps before and after it that have some.
     """
@@ -41,6 +43,8 @@ class Shown:
     kind: Kind
     report: Report
     measured: int
+    attempt: int
+    attempts: Sequence[Attempt]
     findings: Sequence[Finding]
     nearest: Sequence[int] = ()
 
@@ -58,6 +62,8 @@ class Shown:
             "scalars": dict(record.scalars),
             "kind": self.kind,
             "report": values,
+            "attempt": self.attempt,
+            "attempts": [asdict(attempt) for attempt in self.attempts],
             "findings": [finding.to_dict() for finding in self.findings],
             "nearest": list(self.nearest),
         }
@@ -78,8 +84,8 @@ def look(
     Raises:
         RunError: if the run has no such step, kind or tensor; the message says what it has.
     """
-    rows = run.steps.select(["step", "recorded"])
-    steps, recorded = rows["step"].to_pylist(), rows["recorded"].to_pylist()
+    rows = run.steps.select(["step", "recorded", "attempt"])
+    steps, recorded, attempts = (column.to_pylist() for column in rows.columns)
     if not steps:
         raise RunError(f"{run.path} has no steps yet; try again when the run has written some")
     having = [s for s, has in zip(steps, recorded, strict=True) if has]
@@ -100,7 +106,8 @@ def look(
     nearest = () if record.recorded else (*before[-1:], *after[:1])
     findings = [f for f in run.findings if f.first_step <= step <= f.last_step]
     findings.sort(key=lambda f: (-f.severity, f.first_step))
-    return Shown(str(run.path), record, kind, report, len(whole), findings, nearest)
+    attempt = attempts[steps.index(step)]
+    return Shown(str(run.path), record, kind, report, len(whole), attempt, run.attempts, findings, nearest)
 
 
 def _named(record: StepRecord, kind: Kind, name: re.Pattern[str]) -> Report:

@@ -31,11 +31,13 @@ __all__ = [
     "cut",
     "doctor",
     "findings",
+    "grid",
     "group",
     "line",
     "number",
     "scalars_text",
     "shown",
+    "span",
     "tensors",
     "text",
     "verification",
@@ -61,7 +63,7 @@ def line(*parts: str | tuple[str, str]) -> Text:
     return whole
 
 
-def _grid(columns: Iterable[str], **options: Any) -> Table:
+def grid(columns: Iterable[str], **options: Any) -> Table:
     """Return a table without lines; a column whose name begins with ``>`` is aligned right."""
     table: Table = require("rich.table", "monitor", "The command line").Table(
         box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", **options
@@ -87,6 +89,14 @@ def number(x: float | None, digits: int = 3) -> str:
     return f"{x:.{digits}g}" if 1e-3 <= abs(x) < 1e5 else f"{x:.{digits - 1}e}"
 
 
+def span(seconds: float) -> str:
+    """Return a time such as ``3.0 h``."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def cut(name: str, width: int) -> str:
     """Return a name, cut to ``width`` characters."""
     # the end of a name is more specific than its beginning
@@ -106,7 +116,7 @@ def findings(
     """Return the findings and their advice; with ``width``, each is cut to one line of that width."""
     if not found:
         return []
-    table = _grid(["", ""], show_header=False)
+    table = grid(["", ""], show_header=False)
     for finding in found[:most]:
         said = str(finding)[7:].lstrip()
         if width is not None and len(said) > width - 9:
@@ -140,7 +150,7 @@ def tensors(rows: Sequence[TensorReport], width: int) -> RenderableType:
     while leave and sum(widths[i] + 2 for i in kept) > width - 20:
         kept.remove(leave.pop(0))
     room = max(width - sum(widths[i] + 2 for i in kept), 8)
-    table = _grid(["name", *(("" if header[i] == "flags" else ">") + header[i] for i in kept)])
+    table = grid(["name", *(("" if header[i] == "flags" else ">") + header[i] for i in kept)])
     for row, cell in zip(rows, cells, strict=True):
         style = "red" if row.flags & _BAD else "yellow" if row.flags else ""
         table.add_row(text(cut(row.name, room)), *(text(cell[i]) for i in kept), style=style)
@@ -172,10 +182,19 @@ def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
         lines += [text(headline), tensors(rows[:top], console.width)]
         if len(rows) > len(rows[:top]):
             lines.append(text((f"… {len(rows) - len(rows[:top])} more", "dim")))
+    if len(found.attempts) > 1:
+        lines.append(text((_attempts(found), "dim")))
     if record.recorded and len(found.report) < found.measured:
         lines.append(text((f"{len(found.report)} of {found.measured} tensors match --name", "dim")))
     said = findings(found.findings)
     return group(*lines, *([text("")] if said else []), *said)
+
+
+def _attempts(found: Shown) -> str:
+    """Return which attempts there are, and which of them wrote the step."""
+    wrote = [f"{x.number} from step {x.first_step}" for x in found.attempts if x.first_step is not None]
+    said = f"attempts: {'…, ' * (len(wrote) > 4)}{', '.join(wrote[-4:])}; attempt {found.attempt} wrote this "
+    return said + "step; --attempt N shows the run as it was after attempt N"
 
 
 def _fits(report: str, console: Console) -> bool:
@@ -185,7 +204,7 @@ def _fits(report: str, console: Console) -> bool:
 
 def comparison(found: Comparison, top: int | None) -> RenderableType:
     """Return the first difference of two runs."""
-    table = _grid(["", "run", ">steps", ">from", ">to", ">with tensors"])
+    table = grid(["", "run", ">steps", ">from", ">to", ">with tensors"])
     for name, side in (("A", found.a), ("B", found.b)):
         table.add_row(name, text(side.path), *_range(side))
     how = f"within a relative tolerance of {found.rtol:g}" if found.rtol else "exactly"
@@ -243,7 +262,7 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 
 
 def _parting(found: Comparison, top: int | None) -> Iterable[RenderableType]:
-    table = _grid(["", "in order of computation", "statistic", ">A", ">B", ">rel. diff."])
+    table = grid(["", "in order of computation", "statistic", ">A", ">B", ">rel. diff."])
     for i, difference in enumerate(found.first[:top], 1):
         what, a, b = _most_telling(difference)
         style = "bold" if i == 1 else ""
@@ -281,7 +300,7 @@ def verification(found: Verification) -> RenderableType:
     counts = [f"{len(files)} {state}" for state in states if (files := found.of(state))]  # type: ignore[arg-type]
     # every run has a file: 12 files whole, 1 damaged
     counts[0] = counts[0].replace(" ", " file " if counts[0].startswith("1 ") else " files ", 1)
-    table = _grid(["", "", ""], show_header=False)
+    table = grid(["", "", ""], show_header=False)
     for file in found.files:
         if file.state != "whole":
             table.add_row(text((file.state, states[file.state])), text(file.name), text(file.reason))
@@ -291,7 +310,7 @@ def verification(found: Verification) -> RenderableType:
 
 def doctor(found: Doctor) -> RenderableType:
     """Return the state of this machine, with the problems at the end."""
-    facts = _grid(["", ""], show_header=False)
+    facts = grid(["", ""], show_header=False)
     for name, version in found.versions.items():
         if version is not None or name == "triton":
             facts.add_row(name, version or "not installed")
@@ -303,7 +322,7 @@ def doctor(found: Doctor) -> RenderableType:
     facts.add_row("TRITON_INTERPRET", "set" if found.interpreted else "not set")
     if found.run_dir is not None and found.free is not None:
         facts.add_row("space for runs", text(f"{found.free / 2**30:,.1f} GiB free at {found.run_dir}"))
-    devices = _grid(["", ""], show_header=False)
+    devices = grid(["", ""], show_header=False)
     for device in found.devices:
         devices.add_row(text((device.device, "bold")), text(device.name))
         memory = [] if device.memory is None else [f"{device.memory / 2**30:,.0f} GiB of memory"]
@@ -312,7 +331,7 @@ def doctor(found: Doctor) -> RenderableType:
         works = ("works", "green") if device.works else ("does not work", "red")
         devices.add_row("", text(f"read by {', '.join([device.path, *speed, *memory])}: ", works))
         devices.add_row("", text(f"fp64: {device.fp64}"))
-    packages = _grid(["package", "version", "needed for", "install with"])
+    packages = grid(["package", "version", "needed for", "install with"])
     for name, package in found.packages.items():
         have = package["version"]
         how = "" if have else f"pip install 'gradiometer[{package['extra']}]'"

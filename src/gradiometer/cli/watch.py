@@ -192,7 +192,7 @@ def render(seen: Frame, width: int, height: int) -> RenderableType:
 
 def _state(seen: Frame) -> RenderableType:
     state = ("closed", "green") if seen.closed else ("being written", "cyan")
-    age = "" if seen.age is None or seen.closed else f", last step {_span(seen.age)} ago"
+    age = "" if seen.age is None or seen.closed else f", last step {tables.span(seen.age)} ago"
     return tables.line(state, f"{age}  {seen.model}" + (f" on {seen.device}" if seen.device else ""))
 
 
@@ -203,13 +203,6 @@ def _progress(seen: Frame) -> list[str]:
     # a narrow terminal cuts off the end
     found += [f"{n:,} {what}" for n, what in ((seen.skipped, "skipped"), (seen.nonfinite, "not finite")) if n]
     return found + tables.scalars_text({name: x for name, x in seen.scalars.items() if name != "loss"})
-
-
-def _span(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _line(seen: Frame) -> str:

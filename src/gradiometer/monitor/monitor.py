@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from gradiometer.monitor.model_reader import ModelReader
 from gradiometer.monitor.parameter_check import ParameterCheck
 from gradiometer.monitor.pipeline import Pipeline
 from gradiometer.monitor.rank_merger import RankMerger
+from gradiometer.monitor.run_names import choose_run_dir
 from gradiometer.monitor.setup import (
     class_names,
     prepare_ranks,
@@ -34,7 +36,6 @@ from gradiometer.recorder import Recorder, Updates, check_integer
 if TYPE_CHECKING:
     import logging
     from collections.abc import Callable, Iterable
-    from pathlib import Path
     from types import TracebackType
     from typing import Self
 
@@ -83,7 +84,8 @@ class Monitor:
 
     Args:
         model: a module, any input of `gradiometer.collect_grads`, or a mapping of names to modules.
-        run_dir: the folder for a run record, for `gradiometer.read_run`; needs ``gradiometer[monitor]``.
+        run_dir: the folder for a run record, for `gradiometer.read_run`; True for a new one, such as
+            ``runs/2026-11-23-calm-river``. It needs ``gradiometer[monitor]``.
         every: record steps divisible by this, and steps with a NaN, an Inf or a norm above ``skip_above``.
             Every step has a `StepRecord` with its scalars.
         capacity: steps in the ring buffer on the device, of ``(R + 1) * 72`` bytes each for R tensors.
@@ -104,6 +106,7 @@ class Monitor:
             keys, out of the black box, the sinks and the log: a fault then has the class of the exception.
 
     Attributes:
+        run_dir: the folder of the run record; None without one.
         skips: whether your loop skips the update when `skip_step` is true, so that records are marked as
             skipped. Reading `skip_step` or passing ``inv_scale`` sets it; set it if other code skips updates.
 
@@ -132,7 +135,7 @@ class Monitor:
         self,
         model: Parameters | Mapping[str, nn.Module],
         *,
-        run_dir: str | Path | None = None,
+        run_dir: str | Path | bool | None = None,
         every: int = 1,
         capacity: int = 64,
         weights: bool = False,
@@ -154,6 +157,7 @@ class Monitor:
         settings["thresholds"] = repr(thresholds)
         settings["redact"] = bool(redact)
         with together(agreed, settings) as group:
+            folder = choose_run_dir(run_dir, rank, agreed, group)
             if not isinstance(queue, int) or queue < 1:
                 msg = f"Monitor(queue={queue!r}): queue must be a positive integer"
                 raise ValueError(msg)
@@ -177,7 +181,8 @@ class Monitor:
             if merger is not None and is_first:
                 rank = None
             checked_rules = prepare_rules(rules)
-            checked_sinks = prepare_sinks(sinks, run_dir, rank, is_merged=merger is not None)
+            checked_sinks = prepare_sinks(sinks, folder, rank, is_merged=merger is not None)
+            self.run_dir = None if folder is None else Path(folder)
         self._parameter_check = ParameterCheck(model, self._recorder, self._failures)
         self._model_reader = ModelReader(model, self._recorder)
         self._updates = Updates(self._recorder) if updates else None

@@ -80,7 +80,7 @@ def prepare_sinks(
     from gradiometer.sinks import Function, RunRecord  # noqa: PLC0415 likewise
 
     if run_dir is not None and not isinstance(run_dir, (str, PathLike)):
-        msg = f"Monitor(run_dir=...): expected the path of a folder, got {type(run_dir).__name__}"
+        msg = f"Monitor(run_dir=...): expected the path of a folder or True, got {type(run_dir).__name__}"
         raise TypeError(msg)
     if run_dir == "":
         msg = 'Monitor(run_dir=""): pass the path of a folder, "." for the working directory, or None'
@@ -92,7 +92,9 @@ def prepare_sinks(
     if rank is not None and run_dir is not None:
         run_dir = Path(run_dir) / f"rank-{rank:05d}"
     made: list[Sink] = [] if run_dir is None else [RunRecord(run_dir)]
-    for sink in sinks if isinstance(sinks, Iterable) else [sinks]:
+    for sink in sinks if isinstance(sinks, Iterable) and not isinstance(sinks, str) else [sinks]:
+        if isinstance(sink, str):
+            raise TypeError(_not_a_name(sink))
         if isinstance(sink, type):
             msg = f"Monitor(sinks=...): got the class {sink.__name__}; pass an instance, {sink.__name__}(...)"
             raise TypeError(msg)
@@ -105,6 +107,20 @@ def prepare_sinks(
             raise TypeError(f"{msg}no {missing}; pass sinks from gradiometer.sinks, or functions")
         made.append(sink if isinstance(sink, Sink) else Function(sink))
     return made
+
+
+def _not_a_name(sink: str) -> str:
+    """Return the message for a name that was passed as a sink."""
+    from gradiometer import sinks  # noqa: PLC0415 likewise
+
+    short = {"jsonl": "JSONLines", "json": "JSONLines", "wandb": "WeightsAndBiases"}
+    known = {name.lower(): name for name in sinks.__all__ if name not in {"Function", "Selection", "Sink"}}
+    name = sink.lower().replace("_", "")
+    found = short.get(name, known.get(name))
+    msg = f"Monitor(sinks=...): got the string {sink!r:.40}, not a sink; pass "
+    if found is None:
+        return msg + f"an object of gm.sinks: {', '.join(known.values())}; or a function of a step"
+    return msg + f"an object: sinks=[gm.sinks.{found}(...)]"
 
 
 def prepare_ranks(ranks: Ranks | bool, model: Any) -> Ranks | None:  # noqa: FBT001 an argument of Monitor

@@ -4,7 +4,9 @@ Steps and findings are written to Parquet and JSON files in a folder. `Run` read
 run is still going. This package does not use devices or threads.
 """
 
+from gradiometer.runs.attempts import Attempt
 from gradiometer.runs.diff import Comparison, Difference, Side, compare
+from gradiometer.runs.directory import is_taken
 from gradiometer.runs.json_files import encodable, to_json
 from gradiometer.runs.rank_blackbox import RankBlackbox
 from gradiometer.runs.reader import Run, RunError, read_run
@@ -13,6 +15,7 @@ from gradiometer.runs.verify import File, Verification, verify
 from gradiometer.runs.writer import RunRecord
 
 __all__ = [
+    "Attempt",
     "Comparison",
     "Difference",
     "File",
@@ -24,6 +27,7 @@ __all__ = [
     "Verification",
     "compare",
     "encodable",
+    "is_taken",
     "read_run",
     "scalars_of",
     "to_json",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
-from gradiometer.runs.files import RunError
+from gradiometer.runs.files import RunError, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["is_at", "is_locked", "prepare", "release", "remove_leftovers", "take"]
+__all__ = ["is_at", "is_locked", "is_taken", "prepare", "release", "remove_leftovers", "take"]
 
 # folders that this process writes; a process's locks do not exclude the process itself
 _ours: set[Path] = set()
@@ -37,7 +38,11 @@ def take(run: Path) -> Any:
     if fcntl is not None:
         try:
             # unlike flock, lockf is not inherited by forked workers, which may outlive a killed process
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)  # `is_taken` may hold it for a moment
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             file.seek(0)
             holder = file.read().strip() or "another process"
@@ -51,6 +56,24 @@ def take(run: Path) -> Any:
     file.flush()
     _ours.add(home)
     return file
+
+
+def is_taken(run: Path) -> bool:
+    """Return whether a process has locked a folder; true where that cannot be found out."""
+    if run.resolve() in _ours:
+        return True
+    try:
+        file = open_file(run / ".lock")
+    except OSError:
+        return False
+    with file:
+        try:
+            import fcntl  # noqa: PLC0415 as above
+
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (ImportError, OSError):
+            return True
+    return False
 
 
 def is_locked(run: Path, lock: Any) -> bool:

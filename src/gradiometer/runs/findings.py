@@ -23,6 +23,7 @@ def load_findings(
     info: Mapping[str, Any],
     closed_with: str | None,
     ends: Mapping[int, int],
+    last: int,
     check: Callable[[], object],
 ) -> list[Finding]:
     """Return the findings, each up to where its attempt was superseded.
@@ -32,15 +33,20 @@ def load_findings(
         info: the content of run.json.
         closed_with: the digest of findings.json, if it is known.
         ends: the first superseded step of each attempt; it comes from names of files.
+        last: findings of later attempts are left out.
         check: called before a finding is left out or shortened; it checks those files.
 
     Raises:
         RunError: if they cannot be read.
     """
-    known = []
+    # a later attempt that continues a finding replaces it
+    known: dict[tuple[Any, ...], Finding] = {}
     try:
         for values in read_findings(run, info, closed_with):
-            end = ends.get(values.pop("attempt"), FOREVER)
+            attempt = values.pop("attempt")
+            if attempt > last:
+                continue
+            end = ends.get(attempt, FOREVER)
             if values["last_step"] >= end:
                 check()
             if values["first_step"] < end:
@@ -50,9 +56,9 @@ def load_findings(
                     count = min(found.count, end - found.first_step)
                     worst = found.worst_step if (found.worst_step or 0) < end else None
                     found = replace(found, last_step=end - 1, count=count, worst_step=worst)
-                known.append(found)
+                known[found.key, found.first_step] = found
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, RunError):
             raise
         raise unfit(run / "findings.json", repr(error)) from None
-    return known
+    return list(known.values())

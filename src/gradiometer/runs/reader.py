@@ -14,6 +14,7 @@ import torch
 from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, Thresholds, derived
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, Roster, StepRecord
+from gradiometer.runs.attempts import Attempt, as_of, list_attempts
 from gradiometer.runs.files import RunError, stamp, unfit
 from gradiometer.runs.findings import FOREVER, load_findings
 from gradiometer.runs.format import (
@@ -53,17 +54,19 @@ _PLACE: Final = ("step", "kind", "name")
 _STORED: Final = (*COLUMN_NAMES, "flags", "norm")
 
 
-def read_run(path: Path | str, *, skip_damaged: bool = False) -> Run:
+def read_run(path: Path | str, *, attempt: int | None = None, skip_damaged: bool = False) -> Run:
     """Open a run on disk; its tables are read when they are accessed.
 
     Args:
         path: the folder.
+        attempt: read the run as it was after this attempt, with the steps that later attempts have
+            superseded; None for the last attempt.
         skip_damaged: leave out segments with a damaged file, journals from the damage on, and
             ``findings.json`` and ``blackbox.json`` if they are damaged; ``run.damaged`` lists them, and a
             warning is logged for each. This checks every file at once.
 
     Raises:
-        RunError: if there is no run, or its version is newer than this package reads. Without
+        RunError: if there is no run or attempt, or its version is newer than this package reads. Without
             ``skip_damaged``, methods that read a file later raise it too, if the file is missing or is not
             as it was written.
         ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` installs it.
@@ -79,18 +82,20 @@ def read_run(path: Path | str, *, skip_damaged: bool = False) -> Run:
     >>> record.loss, record.report()["weight"].norm
     (0.5, 5.0)
     """
-    return Run(path, skip_damaged=skip_damaged)
+    return Run(path, attempt=attempt, skip_damaged=skip_damaged)
 
 
 class Run:
     """A run on disk, as of when it was opened or last refreshed.
 
     Rows that a later attempt has superseded are left out: if that attempt began at step s, rows of
-    earlier attempts for step s and later no longer belong to the run.
+    earlier attempts for step s and later no longer belong to the run; ``read_run(path, attempt=...)`` reads
+    them.
 
     Attributes:
         path: the folder.
-        info: the content of run.json.
+        info: the content of run.json; if an earlier attempt is read, as it was then.
+        attempts: all attempts in the folder.
         roster: the tensors.
         thresholds: the thresholds of the flags.
         damaged: with ``skip_damaged``, what is left out: the error of each file by its path in the folder.
@@ -99,9 +104,12 @@ class Run:
     info: dict[str, Any]
     roster: Roster
     thresholds: Thresholds
+    attempts: tuple[Attempt, ...]
 
-    def __init__(self, path: Path | str, *, skip_damaged: bool = False) -> None:
+    def __init__(self, path: Path | str, *, attempt: int | None = None, skip_damaged: bool = False) -> None:
         self.path = Path(path)
+        # attempts after this one are left out
+        self._last = FOREVER if attempt is None else attempt
         self.damaged: dict[str, str] = {}
         self._skip = skip_damaged
         self._files = Segments(self.path)
@@ -136,6 +144,7 @@ class Run:
             if journal is not None and journal.error is not None and not self._skip:
                 raise journal.error
         segments = list_segments(self.path)  # again, so that none is older than run.json
+        whole, info = info, as_of(info, self._last)
         try:
             roster = load_roster(info["roster"])
             thresholds = Thresholds(**{name: float(value) for name, value in info["thresholds"].items()})
@@ -149,14 +158,23 @@ class Run:
         keys = sorted({*segments, *self._files.journals})
         damaged = [key for key, journal in self._journals.items() if journal.error is not None]
         # from the written segments, so that an attempt that wrote nothing supersedes nothing
-        self._begins = {}
+        begins: dict[int, int] = {}
         # also those whose files are missing or damaged, lest rows come back that do not belong to the run
-        wrote = [(x["attempt"], x["first_step"]) for x in info.get("attempts", []) if x.get("wrote") is True]
+        wrote = [(x["attempt"], x["first_step"]) for x in whole.get("attempts", []) if x.get("wrote") is True]
         for attempt, first in sorted([*keys, *damaged, *list_damaged(self.path), *wrote]):
-            self._begins.setdefault(attempt, first)
-        begins = self._begins.items()
-        self._ends = {a: min([s for b, s in begins if b > a], default=FOREVER) for a, _ in begins}
-        self._segments = [key for key in keys if key[1] < self._ends[key[0]]]
+            begins.setdefault(attempt, first)
+        self.attempts = list_attempts(whole.get("attempts", []), begins)
+        known = [attempt.number for attempt in self.attempts]
+        if self._last != FOREVER and self._last not in known:
+            there = f"it has {known[0]} to {known[-1]}" if known else "it has none"
+            msg = f"{self.path} has no attempt {self._last}; {there}"
+            raise RunError(msg)
+        self._begins = {attempt: first for attempt, first in begins.items() if attempt <= self._last}
+        self._ends = {
+            attempt: min([first for later, first in self._begins.items() if later > attempt], default=FOREVER)
+            for attempt in self._begins
+        }
+        self._segments = [key for key in keys if key[1] < self._ends.get(key[0], -1)]
         self._stamps = segments
         # the first step after each: a file may have got more since the next one was listed
         nexts = [first for _, first in self._segments[1:]]
@@ -322,7 +340,7 @@ class Run:
 
     @property
     def blackbox(self) -> dict[str, Any] | None:
-        """The report of the last fault in any attempt; None if there was none."""
+        """The report of the last fault in any of the attempts that are read; None if there was none."""
         return None if "blackbox.json" in self.damaged else self._read_blackbox()
 
     def _read_findings(self) -> list[Finding]:
@@ -331,16 +349,24 @@ class Run:
             self.info,
             self._closed_with("findings.json"),
             self._ends,
+            self._last,
             lambda: [self._files.claims("steps", key) for key in self._begins.items() if key in self._stamps],
         )
 
     def _read_blackbox(self) -> dict[str, Any] | None:
-        path = self.path / "blackbox.json"
-        content = read_json(path, self._closed_with(path.name), needs_digest=has_digests(self.info))
-        found: dict[str, Any] | None = from_json(content)
-        if not isinstance(found, dict | None):
-            raise unfit(path, f"{found!r:.40}")
-        return found
+        # the newest, and those that the faults of later attempts have replaced
+        earlier = [] if self._last == FOREVER else sorted(self.path.glob("blackbox-[0-9]*.json"))[::-1]
+        for path in (self.path / "blackbox.json", *earlier):
+            content = read_json(path, self._closed_with(path.name), needs_digest=has_digests(self.info))
+            found: dict[str, Any] | None = from_json(content)
+            if not isinstance(found, dict | None):
+                raise unfit(path, f"{found!r:.40}")
+            attempt = 1 if found is None else found.get("attempt", 1)
+            if not isinstance(attempt, int):
+                raise unfit(path, f"attempt: {attempt!r:.40}")
+            if found is not None and attempt <= self._last:
+                return found
+        return None
 
     def _closed_with(self, name: str) -> str | None:
         """Return the digest of a JSON file of a closed run; None if it is not known, or out of date."""

@@ -22,6 +22,7 @@ __all__ = ["File", "Verification", "verify"]
 
 _State = Literal["whole", "no digest", "damaged", "missing"]
 _JSON: Final = ("findings.json", "blackbox.json")
+_MORE_JSON: Final = ("blackbox-[0-9]*.json", "blackbox.rank-*.json")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def verify(path: Path | str) -> Verification:
     files += _journals(path)
     listed: Mapping[str, str] = info.get("files", {})
     for file in sorted(path.glob("*.json")):
-        if file.name in _JSON or file.match("blackbox.rank-*.json"):
+        if file.name in _JSON or any(map(file.match, _MORE_JSON)):
             files.append(_checked(file.name, partial(_of_json, file, info)))
     found = {file.name for file in files}
     reason = "it was there when the run was closed"

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.rules import checked
+from gradiometer.runs.attempts import keep_changed
 from gradiometer.runs.directory import is_locked, prepare, release, remove_leftovers, take
 from gradiometer.runs.files import RunError
 from gradiometer.runs.format import FORMAT, VERSION, list_segments, segment_path
 from gradiometer.runs.journal import list_damaged, list_journals
-from gradiometer.runs.json_files import json_file
+from gradiometer.runs.json_files import json_file, read_json
 from gradiometer.runs.open_segment import OpenSegment
 from gradiometer.runs.parquet import steps_table, to_parquet
 from gradiometer.runs.resume import earlier_findings, earlier_info, recover, roster_of
@@ -153,9 +154,11 @@ class RunRecord:
         known = [attempt for attempt, _ in (*segments.keys, *left)]
         self._attempt = max([*known, *(entry["attempt"] for entry in attempts)], default=0)
         if known and not info.first_step:
-            text = "%s holds an earlier run, which this one supersedes from step 0 on; nothing is deleted. "
-            text += "To continue it, call load_state_dict; to keep both, pass another run_dir"
-            _LOG.warning(text, printable(str(self.path)))
+            text = "%s holds an earlier run; this one is attempt %d in the folder. Nothing is deleted: "
+            text += "read_run(path, attempt=%d) and gradiometer show --attempt %d read the earlier one. "
+            text += "To continue it instead, call load_state_dict; to separate them, pass another run_dir"
+            before = self._attempt
+            _LOG.warning(text, printable(str(self.path)), before + 1, before, before)
         self._roster = info.roster
         self._info = {
             "format": FORMAT,
@@ -173,6 +176,7 @@ class RunRecord:
             "digests_from": old.get("digests_from", self._attempt + 1),
             "closed": False,
         }
+        keep_changed(old, self._info)
         self._digests = {k: v for k, v in old.get("files", {}).items() if k.endswith(".json")}
         last = segments.last_written()
         self._segment = OpenSegment(self.path, info.roster, self._attempt, last, fsync=self._fsync)
@@ -373,7 +377,9 @@ class RunRecord:
             self._info["attempts"][-1] |= {"first_step": first, "wrote": True}
             if all(start >= first for _, start in list_segments(self.path)):
                 # everything that earlier attempts wrote is superseded
-                self._info["roster"] = roster_of(self._roster, None)
+                roster = {"roster": roster_of(self._roster, None)}
+                keep_changed(self._info | {"attempts": self._info["attempts"][:-1]}, self._info | roster)
+                self._info |= roster
 
     def _write_new_info(self) -> None:
         if self._info_changed:
@@ -386,8 +392,21 @@ class RunRecord:
 
     def _write_report(self) -> None:
         if self._report is not None:
+            self._keep_earlier_report(self._report["attempt"])
             self._replace(self.path / "blackbox.json", self._report)
             self._report = None
+
+    def _keep_earlier_report(self, attempt: int) -> None:
+        """Give the report of an earlier attempt its own file."""
+        path = self.path / "blackbox.json"
+        try:
+            earlier = read_json(path)
+            of = None if earlier is None else earlier.get("attempt", 1)
+        except (RunError, AttributeError):
+            path.replace(self.path / f"blackbox-damaged-{attempt}.json")
+            return
+        if isinstance(of, int) and of < attempt:
+            self._replace(self.path / f"blackbox-{of:04d}.json", earlier)
 
     def _write_info(self) -> None:
         self._replace(self.path / "run.json", self._info)
@@ -417,4 +436,4 @@ class RunRecord:
 
 
 def _key(finding: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple([finding[name] for name in ("rule", "kind", "tensor", "first_step")])
+    return tuple([finding[name] for name in ("rule", "kind", "tensor", "first_step", "attempt")])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gradiometer.columns import Flag
 from gradiometer.extras import require
 from gradiometer.rules import Severity
-from gradiometer.sinks.selection import News, check_key, lookup
+from gradiometer.sinks.selection import News, check_key, check_severity, lookup
 from gradiometer.terminal import one_line, printable
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Console:
     Raises:
         ImportError: without rich; ``pip install 'gradiometer[monitor]'`` installs it.
         ValueError: for an invalid key.
+        TypeError: for a severity that is not one.
     """
 
     # so that the log does not show them again
@@ -72,6 +73,7 @@ class Console:
         self.show = (show,) if isinstance(show, str) else tuple(show)
         for key in self.show:
             check_key(key)
+        check_severity("Console: severity", severity)
         self._seconds, self._severity, self._most, self._file = seconds, severity, most, file
         self._news = News()
         self._widths = dict.fromkeys(self.show, 0)

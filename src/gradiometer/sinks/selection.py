@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
 from gradiometer.columns import COLUMN_NAMES, DERIVED
 from gradiometer.recorder import KINDS
+from gradiometer.rules import Severity
 from gradiometer.runs import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gradiometer.recorder import Kind, Roster, StepRecord
-    from gradiometer.rules import Finding, Severity
+    from gradiometer.rules import Finding
 
-__all__ = ["STATISTICS", "News", "Options", "Selection", "check_key", "lookup"]
+__all__ = ["STATISTICS", "News", "Options", "Selection", "check_key", "check_severity", "lookup"]
 
 STATISTICS: Final = (*COLUMN_NAMES, *DERIVED)
 _TOTAL_NORM: Final = "total_norm"
@@ -136,6 +137,13 @@ def check_key(key: str) -> None:
             f"{key!r} is not a key: use 'train/loss', 'grads/total_norm', 'grads/<statistic>' or"
             f" 'grads/<name>/<statistic>', where the statistic is one of {', '.join(STATISTICS)}"
         )
+
+
+def check_severity(name: str, value: object) -> None:
+    """Raise a TypeError for an argument that is not a severity."""
+    if not isinstance(value, Severity):
+        names = ", ".join(f"gm.Severity.{x.name}" for x in Severity)
+        raise TypeError(f"{name}={value!r:.40} is not a severity; pass one of {names}")
 
 
 def lookup(record: StepRecord, key: str) -> float | None:

@@ -8,7 +8,7 @@ from gradiometer.extras import require
 from gradiometer.recorder import KINDS
 from gradiometer.rules import Severity
 from gradiometer.runs import encodable
-from gradiometer.sinks.selection import News, Options, Selection
+from gradiometer.sinks.selection import News, Options, Selection, check_severity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,6 +58,8 @@ class WeightsAndBiases:
         init: Mapping[str, Any] | None = None,
         **options: Unpack[Options],
     ) -> None:
+        if alerts is not None:
+            check_severity("WeightsAndBiases: alerts", alerts)
         wandb = require("wandb", "wandb", "sinks.WeightsAndBiases")
         self._run = run if run is not None else wandb.run
         self._owned = self._run is None

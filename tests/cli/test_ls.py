@@ -1,0 +1,137 @@
+"""`gradiometer ls`, and `show` on a folder that holds runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("typer")
+
+from gradiometer.cli import Exit, ls
+from gradiometer.cli import app as cli
+from gradiometer.rules.finding import Finding, Severity
+from gradiometer.runs import RunRecord
+from support.synthetic_run import STARTED, make_info, make_roster, write_run
+
+SPIKE = Finding("norm_spike", Severity.WARNING, 2, 2, "grads", "blocks.0.weight", 3.0, 0.0, "x", "y")
+
+
+@pytest.fixture
+def runs(tmp_path):
+    write_run(tmp_path / "a", steps=20, tensors=2, findings=[SPIKE])
+    write_run(tmp_path / "twice", steps=20, tensors=4)
+    write_run(tmp_path / "twice", steps=5, tensors=2)
+    write_run(tmp_path / "deep" / "killed", steps=10, tensors=2, close=False)
+    write_run(tmp_path / "damaged", steps=5, tensors=2)
+    (tmp_path / "damaged" / "run.json").write_text("{")
+    write_run(tmp_path / ".hidden", steps=5, tensors=2)
+    # of another program
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text('{"format": "other"}')
+    return tmp_path
+
+
+def test_each_run_has_its_state(runs):
+    found = {x.run: x for x in ls.look(runs, now=STARTED + 100.0)}
+
+    assert {name: x.state for name, x in found.items()} == {
+        "a": "closed",
+        "twice": "closed",
+        str(Path("deep", "killed")): "killed",
+        "damaged": "damaged",
+    }
+    a = found["a"]
+    assert (a.attempts, a.steps, a.step, a.model, a.findings) == (1, 20, 19, "Synthetic", 1)
+    assert a.age == pytest.approx(100 - 1.9)
+    # the second one began at step 0 too
+    assert (found["twice"].attempts, found["twice"].steps) == (2, 5)
+    assert "run.json cannot be read" in found["damaged"].note
+
+
+def test_the_latest_run_is_the_first(tmp_path):
+    for name, steps in (("old", 5), ("new", 50), ("middle", 20)):
+        write_run(tmp_path / name, steps=steps, tensors=2)
+
+    assert [x.run for x in ls.look(tmp_path)] == ["new", "middle", "old"]
+
+
+def test_a_run_that_another_process_writes_is_running(tmp_path):
+    code = """
+import sys
+from support.synthetic_run import make_info, make_roster
+from gradiometer.runs import RunRecord
+sink = RunRecord(sys.argv[1], fsync=False)
+sink.start(make_info(make_roster(2)))
+print("started", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
+    ) as writer:
+        assert writer.stdout.readline() == b"started\n"
+        assert ls.look(tmp_path)[0].state == "running"
+        writer.kill()
+    assert ls.look(tmp_path)[0].state == "killed"
+
+
+def test_a_run_of_this_process_is_running_and_stays_locked(tmp_path):
+    sink = RunRecord(tmp_path / "run", fsync=False)
+    sink.start(make_info(make_roster(2)))
+    assert ls.look(tmp_path)[0].state == "running"
+    code = f"""
+from pathlib import Path
+from gradiometer.runs import is_taken
+print(is_taken(Path({str(sink.path)!r})))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+    sink.close()
+    assert ls.look(tmp_path)[0].state == "closed"
+
+
+@pytest.mark.parametrize("command", ["ls", "show"])
+def test_a_folder_of_runs_is_listed(runs, capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main([command, str(runs)]) == Exit.OK
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[1:]] == [x.run for x in ls.look(runs)]
+
+    assert cli.main([command, str(runs), "--json"]) == Exit.OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["folder"] == str(runs)
+    assert set(found["runs"][0]) == {
+        *("run", "state", "attempts", "steps", "step", "age", "model", "findings", "note")
+    }
+
+
+def test_a_folder_without_runs_and_one_that_is_not_there(tmp_path, capsys):
+    assert cli.main(["ls", str(tmp_path)]) == Exit.OK
+    assert capsys.readouterr().out.startswith("no runs in or below ")
+    assert cli.main(["show", str(tmp_path)]) == Exit.UNREADABLE
+    assert "there is no run.json in it" in capsys.readouterr().err
+    assert cli.main(["ls", str(tmp_path / "none")]) == Exit.UNREADABLE
+    assert "is not a folder; pass one that has runs" in capsys.readouterr().err
+
+
+def test_names_in_the_list_are_printable(tmp_path, capsys):
+    write_run(tmp_path / "a\x1b[31m", steps=5, tensors=2)
+
+    assert cli.main(["ls", str(tmp_path)]) == Exit.OK
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "a\\x1b[31m" in out
+
+
+def test_a_folder_that_is_linked_is_not_followed(tmp_path):
+    write_run(tmp_path / "runs" / "a", steps=5, tensors=2)
+    (tmp_path / "runs" / "loop").symlink_to(tmp_path / "runs")
+
+    assert [x.run for x in ls.look(tmp_path / "runs")] == ["a"]
