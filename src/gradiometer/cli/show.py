@@ -77,7 +77,7 @@ def look(
     Args:
         run: the run.
         step: its number; negative numbers count from the end. None for the last step with tensors, or for the
-            last step if none has tensors.
+            last step if none has tensors, and then with the findings of all steps.
         kind: the kind of the tensors.
         name: only tensors whose name matches (`re.Pattern.search`).
 
@@ -85,6 +85,7 @@ def look(
         RunError: if the run has no such step, kind or tensor; the message says what it has.
     """
     rows = run.steps.select(["step", "recorded", "attempt"])
+    is_last = step is None
     steps, recorded, attempts = (column.to_pylist() for column in rows.columns)
     if not steps:
         raise RunError(f"{run.path} has no steps yet; try again when the run has written some")
@@ -104,7 +105,7 @@ def look(
         raise RunError(f"{run.path}: no tensor of step {step} has a name that matches {name.pattern!r}")
     before, after = [s for s in having if s < step], [s for s in having if s > step]
     nearest = () if record.recorded else (*before[-1:], *after[:1])
-    findings = [f for f in run.findings if f.first_step <= step <= f.last_step]
+    findings = [f for f in run.findings if is_last or f.first_step <= step <= f.last_step]
     findings.sort(key=lambda f: (-f.severity, f.first_step))
     attempt = attempts[steps.index(step)]
     return Shown(str(run.path), record, kind, report, len(whole), attempt, run.attempts, findings, nearest)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.columns import Flag
 from gradiometer.extras import require
-from gradiometer.rules import Severity
+from gradiometer.rules import Severity, headlines
 from gradiometer.stats import amount
 from gradiometer.terminal import printable
 
@@ -113,18 +113,28 @@ def scalars_text(scalars: Mapping[str, float]) -> list[str]:
 def findings(
     found: Sequence[Finding], most: int | None = None, *, advice: bool = True, width: int | None = None
 ) -> list[RenderableType]:
-    """Return the findings and their advice; with ``width``, each is cut to one line of that width."""
-    if not found:
+    """Return the headlines of findings, what follows from each, and their advice.
+
+    With ``width``, each is cut to one line of that width, without what follows from it.
+    """
+    made = headlines(found)
+    if not made:
         return []
     table = grid(["", ""], show_header=False)
-    for finding in found[:most]:
-        said = str(finding)[7:].lstrip()
+    for headline in made[:most]:
+        said = str(headline)[7:].lstrip()
         if width is not None and len(said) > width - 9:
             said = said[: width - 10] + "…"
-        table.add_row(text((str(finding.severity), _STYLES[finding.severity])), text(said))
-        if finding.advice and advice:
-            table.add_row("", text((finding.advice, "dim")))
-    more = 0 if most is None else len(found) - most
+        table.add_row(text((str(headline.severity), _STYLES[headline.severity])), text(said))
+        if headline.advice and advice:
+            table.add_row("", text((headline.advice, "dim")))
+        if headline.explained and width is None:
+            steps: dict[str, int] = {}
+            for later in headline.explained:
+                steps.setdefault(later.rule, later.first_step)
+            then = ", ".join([f"{rule} at step {step}" for rule, step in steps.items()])
+            table.add_row("", text((f"then {then}", "dim")))
+    more = 0 if most is None else len(made) - most
     return [table, *([text((f"… {more} more findings", "dim"))] if more > 0 else [])]
 
 
