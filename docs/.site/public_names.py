@@ -44,7 +44,7 @@ GROUPS = {
         "ElementCounts",
     ),
     "Finiteness and AMP": ("check_finite", "FiniteReport", "inverse_scale", "share_found_inf_"),
-    "Recording": ("Monitor", "Recorder", "StepRecord", "Finding", "Severity"),
+    "Recording": ("watch", "Monitor", "Recorder", "StepRecord", "Finding", "Severity"),
     "Runs": ("read_run", "Run", "RunError", "write_page"),
     "Ranks": ("Ranks", "RankError"),
     "Rules": ("rules",),

@@ -37,6 +37,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         share_found_inf_,
     )
     from gradiometer.distributed import RankError, Ranks
+    from gradiometer.integrations import watch
     from gradiometer.monitor import Monitor
     from gradiometer.recorder import Recorder, StepRecord
     from gradiometer.rules import Finding, Severity
@@ -70,7 +71,7 @@ else:
         from importlib import import_module  # noqa: PLC0415 seldom needed
 
         # each of these packages exports its public names as they are called here
-        packages = "columns control distributed monitor recorder rules runs sinks stats web"
+        packages = "columns control distributed integrations monitor recorder rules runs sinks stats web"
         for package in packages.split():
             module = import_module(f"{__name__}.{package}")
             globals().update({known: getattr(module, known) for known in __all__ if known in module.__all__})
@@ -126,5 +127,6 @@ __all__ = [
     "share_found_inf_",
     "sinks",
     "total_norm",
+    "watch",
     "write_page",
 ]

@@ -83,6 +83,15 @@ def test_the_report_page(tmp_path):
     assert (tmp_path / "runs/mine/report.html").stat().st_size == (tmp_path / "page.html").stat().st_size
 
 
+def test_one_call():
+    scope = run(LOOPS, "One call")
+    recorded = read_run("runs/watched")
+    assert scope["monitor"].failures == {}
+    assert recorded.steps["step"].to_pylist() == list(range(20))
+    assert recorded.steps["lr"].to_pylist() == [1e-2] * 20
+    assert recorded.steps["loss"][0].as_py() > recorded.steps["loss"][-1].as_py()
+
+
 def test_a_plain_loop():
     scope = run(LOOPS, "Your own loop")
     assert scope["steps"].num_rows == 20

@@ -387,7 +387,9 @@ def test_bad_arguments_are_refused_at_once():
             TypeError, match=r"got 7, .* it has no start, write, fault, close; pass sinks from"
         ):
             Monitor(model, rules=(), sinks=sinks)
-    with pytest.raises(TypeError, match=r"Monitor\(run_dir=...\): expected the path of a folder, got int"):
+    with pytest.raises(
+        TypeError, match=r"Monitor\(run_dir=...\): expected the path of a folder or True, got int"
+    ):
         Monitor(model, rules=(), run_dir=5)
     with pytest.raises(ValueError, match="pass the path of a folder"):
         Monitor(model, rules=(), run_dir="")

@@ -245,3 +245,10 @@ def test_lines_stay_above_a_bar_of_rich(monkeypatch):
     line, bar = plain.index("step "), plain.index("training")
     assert line < bar  # and the bar is drawn again below
     assert "\x1b[2K" in plain[:line]  # after its row was cleared
+
+
+def test_a_severity_that_is_not_one_is_refused():
+    with pytest.raises(
+        TypeError, match=r"severity='warning' is not a severity; pass one of gm\.Severity\.INFO, "
+    ):
+        Console(severity="warning")

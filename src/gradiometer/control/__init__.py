@@ -13,7 +13,7 @@ from gradiometer.control.clip import (
 )
 from gradiometer.control.clip_value import ElementCounts, clip_grad_value_
 from gradiometer.control.finite_report import FiniteReport
-from gradiometer.control.grad_scaler import inverse_scale, share_found_inf_
+from gradiometer.control.grad_scaler import inverse_scale, is_still_scaled, share_found_inf_
 
 __all__ = [
     "ElementCounts",
@@ -25,5 +25,6 @@ __all__ = [
     "clip_grads_with_norm_",
     "collect_and_clip_",
     "inverse_scale",
+    "is_still_scaled",
     "share_found_inf_",
 ]

@@ -15,7 +15,7 @@ from gradiometer.stats import TensorStats
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["inverse_scale", "share_found_inf_"]
+__all__ = ["inverse_scale", "is_still_scaled", "share_found_inf_"]
 
 _ELSEWHERE: Final = object()
 
@@ -50,6 +50,13 @@ def inverse_scale(scaler: GradScaler) -> Tensor:
     _check_scaler(scaler, "inverse_scale", "pass inv_scale=1 / scale")
     # the same operations as in GradScaler.unscale_, for the same factor to the bit
     return _scale(scaler).double().reciprocal().float()
+
+
+def is_still_scaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's gradients have the scale: `unscale_` was not called in this step."""
+    # private, as in share_found_inf_
+    states = getattr(scaler, "_per_optimizer_states", None)
+    return states is None or states[id(optimizer)]["stage"] is OptState.READY
 
 
 def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats: TensorStats) -> None:

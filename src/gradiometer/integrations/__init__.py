@@ -1,6 +1,10 @@
-"""Callbacks that add a `Monitor` to a training framework; one module per framework.
+"""`watch` and callbacks that add a `Monitor` to a loop or a training framework; one module per framework.
 
 Importing this package does not import a framework.
 """
 
-__all__: list[str] = []
+from gradiometer.integrations.loop import watch
+
+__all__ = [
+    "watch",
+]

@@ -67,9 +67,13 @@ class ModelReader:
             state = ModelState(requires, old.reached, self._evaluating(), *quick)
             if state.__dict__ != old.__dict__:
                 self._state = state
+        self.look_at(loss)
+        return self._state
+
+    def look_at(self, loss: object) -> None:
+        """Find out whether the graph of a loss leads to the parameters, unless that is known."""
         if self._state.reached is None and isinstance(loss, Tensor) and loss.grad_fn is not None:
             self._state = replace(self._state, reached=_reaches(loss, self._parameters))
-        return self._state
 
     def _evaluating(self) -> str:
         found: Counter[str] = Counter()

@@ -187,6 +187,7 @@ class Monitor:
         self._model_reader = ModelReader(model, self._recorder)
         self._updates = Updates(self._recorder) if updates else None
         self._next_check = 0.0
+        self._noted: dict[str, Any] = {}
         self._every = every
         self.skips = self._has_advanced = self._has_loss_scale = False
         self._pipeline = pipeline = Pipeline(
@@ -240,14 +241,19 @@ class Monitor:
     def advance(self, loss: Any = None, lr: Any = None, **scalars: Any) -> None:
         """End the step.
 
-        Call it once per optimizer step, outside of compiled functions. It never waits and never raises.
-        Values are numbers, or tensors of one element, which are copied to the host with the next steps.
+        Call it once per optimizer step, outside of compiled functions: inside, it is left out of the graph,
+        with one warning. It never waits and never raises. Values are numbers, or tensors of one element,
+        which are copied to the host with the next steps.
 
         Args:
             loss: the loss of the step. The run's first non-finite loss is reported to the sinks as a fault.
             lr: the learning rate.
-            **scalars: other values, by name.
+            **scalars: other values, by name; they replace those of `note`.
         """
+        if torch.compiler.is_compiling():
+            self._say_compiled()
+            return
+        scalars, self._noted = {**self._noted, **scalars}, {}
         if not self._pipeline.is_open():
             return
         if loss is not None:
@@ -268,6 +274,22 @@ class Monitor:
         self._has_advanced = True
         self._try("skips", self._pass_skips)
         self._pipeline.take(scalars, state)
+
+    def note(self, **scalars: Any) -> None:
+        """Keep values for the current step, such as its loss; the next `advance` adds them to the step.
+
+        Values are as for `advance`, and are kept without their graph. A later value of a name replaces it.
+        """
+        if torch.compiler.is_compiling():
+            self._say_compiled()
+            return
+        if "loss" in scalars:
+            self._try("model", self._model_reader.look_at, scalars["loss"])
+        self._noted |= {name: x.detach() if isinstance(x, Tensor) else x for name, x in scalars.items()}
+
+    def _say_compiled(self) -> None:
+        text = "advance() and note() do nothing inside a compiled function: call them after the compiled step"
+        self._failures.add("compiled", text)
 
     @property
     def step(self) -> int:
@@ -341,6 +363,11 @@ class Monitor:
     @logger.setter
     def logger(self, logger: logging.Logger) -> None:
         self._pipeline.dispatcher.finding_log.logger = logger
+
+    @property
+    def closed(self) -> bool:
+        """Whether the monitor was closed."""
+        return self._pipeline.is_ended
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all steps so far have reached the sinks; return whether they did in ``timeout`` seconds.
@@ -419,3 +446,8 @@ class Monitor:
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add(what, error)
             return None
+
+
+# Called when a function is compiled, not when it runs. torch.compiler.assume_constant_result sets this too,
+# but it would import the compiler.
+Monitor._say_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001

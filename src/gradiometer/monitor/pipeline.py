@@ -250,6 +250,11 @@ class Pipeline:
         return self.dispatcher.dropped + self.reader.lost + unmerged
 
     @property
+    def is_ended(self) -> bool:
+        """Whether `end` has returned."""
+        return self._is_ended
+
+    @property
     def has_begun(self) -> bool:
         """Whether it has taken a step or was flushed."""
         return self._is_started

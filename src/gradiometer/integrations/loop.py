@@ -1,0 +1,261 @@
+"""`watch`: a `Monitor` that the optimizer's step calls, or the callback of a trainer."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final, overload
+
+import torch
+from torch.optim import Optimizer
+
+from gradiometer.columns import DEFAULT_THRESHOLDS
+from gradiometer.control import inverse_scale, is_still_scaled
+from gradiometer.inputs import tracked_parameters
+from gradiometer.monitor import Monitor
+from gradiometer.stats import collect_grads
+from gradiometer.terminal import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.amp import GradScaler
+
+    from gradiometer.inputs import Parameters
+
+__all__ = ["watch"]
+
+_LOG = logging.getLogger("gradiometer")
+_NOT_COMPILED: Final = "gm.watch records a step in optimizer.step(): use gm.Monitor in a fullgraph step"
+_TRAINERS: Final = {"transformers": "huggingface", "lightning": "lightning", "pytorch_lightning": "lightning"}
+
+
+@overload
+def watch(
+    model: Parameters | Mapping[str, nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    scaler: GradScaler | None = None,
+    **options: Any,
+) -> Monitor: ...
+
+
+@overload
+def watch(model: Any, **options: Any) -> Any: ...
+
+
+def watch(
+    model: Any,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    scaler: GradScaler | None = None,
+    **options: Any,
+) -> Any:
+    """Watch a training loop, or a trainer of Hugging Face or Lightning, with one call.
+
+    In your own loop, the optimizer calls the `Monitor`: each ``optimizer.step()`` first records the gradients
+    that it is about to use, and ends the step after the update, with the learning rate of the first parameter
+    group. `Monitor.note` adds the loss. Do not call `Monitor.record` and `Monitor.advance` yourself.
+
+    * Gradients are those that the optimizer uses: accumulated, and after clipping. To record them before
+      they are clipped, use a `Monitor` without ``watch``.
+    * With a GradScaler, pass ``scaler``: gradients are recorded unscaled, and steps that it skips are
+      recorded and marked. Without it, skipped steps are missing.
+    * With a closure, as for LBFGS, the gradients of its last evaluation are recorded.
+    * With several optimizers, each records its own parameters, and the last one in the list ends the step,
+      with ``lr``, ``lr_1``, …
+    * The model and ``optimizer.step`` may be compiled; the monitor breaks the graph of the latter. In a step
+      that is one graph, use a `Monitor`.
+
+    A trainer gets the callback of `gradiometer.integrations`, which creates a monitor for each training run.
+
+    Args:
+        model: as for `Monitor`; or a ``transformers.Trainer``, or a Trainer of ``lightning`` or
+            ``pytorch_lightning``.
+        optimizer: the optimizer, or several in the order in which they step; not for a trainer.
+        scaler: the GradScaler whose ``step`` calls the optimizers; its ``step`` is wrapped.
+        options: other arguments of `Monitor`.
+
+    Returns:
+        the `Monitor`, for a ``with`` block; after its `close`, the loop runs without it. For a trainer its
+        callback: ``callback.monitor`` is the monitor of the current or last run.
+
+    Raises:
+        TypeError: for an object that is not an optimizer, or an unknown option.
+        ValueError: for an optimizer without any parameter of the model, and as for `Monitor`.
+
+    >>> import torch, gradiometer as gm
+    >>> model, losses = torch.nn.Linear(2, 1), []
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with gm.watch(model, optimizer, sinks=[lambda record: losses.append(record.loss)]) as monitor:
+    ...     for step in range(3):
+    ...         loss = model(torch.tensor([[3.0, 4.0]])).square().sum() * 0 + step
+    ...         loss.backward()
+    ...         monitor.note(loss=loss)
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> losses, monitor.last, monitor.last.scalars["lr"]
+    ([0.0, 1.0, 2.0], <StepRecord: step 2, 2 tensors>, 0.1)
+    """
+    kinds = {kind.__module__.partition(".")[0] for kind in type(model).__mro__ if kind.__name__ == "Trainer"}
+    for package in kinds & _TRAINERS.keys():
+        if optimizer is not None or scaler is not None:
+            msg = "watch: a Trainer has its own optimizer and scaler; pass only the Trainer and options"
+            raise TypeError(msg)
+        return _add_callback(model, package, options)
+    optimizers = _optimizers(optimizer)
+    names, tensors = tracked_parameters(model)
+    parts = _parts(optimizers, dict(zip(tensors, names, strict=True)))
+    monitor = Monitor(model, **options)
+    loop = _Loop(monitor, optimizers, parts, options.get("thresholds", DEFAULT_THRESHOLDS))
+    if scaler is None:
+        for each in optimizers:
+            each.register_step_pre_hook(loop.before)
+            each.register_step_post_hook(loop.after)
+    else:
+        monitor.skips = scaler.is_enabled()
+        loop.wrap(scaler)
+    return monitor
+
+
+def _add_callback(trainer: Any, package: str, options: Mapping[str, Any]) -> Any:
+    if _TRAINERS[package] == "huggingface":
+        from gradiometer.integrations import huggingface  # noqa: PLC0415 with the framework
+
+        callback = huggingface.MonitorCallback(trainer, **options)
+        trainer.add_callback(callback)
+        return callback
+    from gradiometer.integrations import lightning  # noqa: PLC0415 likewise
+
+    callback = lightning.MonitorCallback(**options)
+    # before callbacks that write checkpoints
+    trainer.callbacks.insert(0, callback)
+    return callback
+
+
+def _optimizers(given: Any) -> list[Optimizer]:
+    """Return the optimizers, without wrappers such as Accelerate's."""
+    if given is None:
+        msg = "watch: pass the optimizer too: gm.watch(model, optimizer)"
+        raise TypeError(msg)
+    found = []
+    for each in given if isinstance(given, (list, tuple)) else [given]:
+        inner = getattr(each, "optimizer", None)
+        optimizer = inner if isinstance(inner, Optimizer) else each
+        if not isinstance(optimizer, Optimizer):
+            msg = f"watch: expected a torch.optim.Optimizer, or several, got {type(optimizer).__name__}"
+            raise TypeError(msg)
+        found.append(optimizer)
+    if not found:
+        msg = "watch: got no optimizer; pass those that update the model"
+        raise ValueError(msg)
+    return found
+
+
+def _parts(optimizers: Sequence[Optimizer], names: dict[Tensor, str]) -> list[list[tuple[str, Tensor]]]:
+    """Return the named parameters of each optimizer; those that none has are the last one's."""
+    parts, left = [], dict(names)
+    for optimizer in optimizers:
+        own = [p for group in optimizer.param_groups for p in group["params"] if p in names]
+        if not own:
+            msg = (
+                f"watch: this {type(optimizer).__name__} has none of the model's parameters, so it does not "
+            )
+            raise ValueError(msg + "train the model; pass its own optimizer")
+        parts.append([(names[p], p) for p in own])
+        for p in own:
+            left.pop(p, None)
+    parts[-1] += [(name, p) for p, name in left.items()]
+    return parts
+
+
+class _Loop:
+    """Calls a monitor from optimizers; an error ends the watching, and training goes on.
+
+    Args:
+        monitor: the monitor.
+        optimizers: the optimizers; the last one ends the step.
+        parts: the named parameters of each optimizer.
+        thresholds: of the flags.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        optimizers: Sequence[Optimizer],
+        parts: Sequence[list[tuple[str, Tensor]]],
+        thresholds: Any,
+    ) -> None:
+        self._monitor, self._optimizers, self._parts = monitor, optimizers, parts
+        self._thresholds = thresholds
+        self._has_failed = False
+        # an optimizer's hooks may be traced
+        self._record_outside = torch.compiler.disable(self._record, reason=_NOT_COMPILED)
+        self._advance_outside = torch.compiler.disable(self._advance, reason=_NOT_COMPILED)
+
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the gradients, unless a closure is to compute them."""
+        if not _has_closure(args, kwargs):
+            # set for fused optimizers by a scaler that was not passed
+            scale = getattr(optimizer, "grad_scale", None)
+            self._record_outside(optimizer, None if scale is None else scale.double().reciprocal().float())
+
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """End the step."""
+        if _has_closure(args, kwargs):
+            self._record_outside(optimizer, None)
+        self._advance_outside(optimizer)
+
+    def wrap(self, scaler: GradScaler) -> None:
+        """Record before ``scaler.step``, and end the step after it, also if it skips the update."""
+        step = scaler.step
+
+        def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+            inner = getattr(optimizer, "optimizer", optimizer)
+            if not any(inner is known for known in self._optimizers):
+                return step(optimizer, *args, **kwargs)
+            is_scaled = scaler.is_enabled() and is_still_scaled(scaler, optimizer)
+            self._record_outside(inner, inverse_scale(scaler) if is_scaled else None)
+            result = step(optimizer, *args, **kwargs)
+            self._advance_outside(inner)
+            return result
+
+        scaler.step = watched  # type: ignore[method-assign]
+
+    def _record(self, optimizer: Optimizer, inv_scale: Tensor | None) -> None:
+        if self._is_over:
+            return
+        try:
+            if len(self._optimizers) == 1:
+                self._monitor.record(inv_scale=inv_scale)
+                return
+            part = self._parts[self._place(optimizer)]
+            stats = collect_grads(part, thresholds=self._thresholds, inv_scale=inv_scale)
+            self._monitor.record(stats)
+        except Exception as error:  # noqa: BLE001 training goes on
+            self._fail(error)
+
+    def _advance(self, optimizer: Optimizer) -> None:
+        if self._is_over or optimizer is not self._optimizers[-1]:
+            return
+        rates = [each.param_groups[0].get("lr") for each in self._optimizers]
+        names = ["lr", *(f"lr_{i}" for i in range(1, len(rates)))]
+        known = {name: rate for name, rate in zip(names, rates, strict=True) if rate is not None}
+        self._monitor.advance(**known)
+
+    def _place(self, optimizer: Optimizer) -> int:
+        return next(i for i, each in enumerate(self._optimizers) if each is optimizer)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._has_failed or self._monitor.closed
+
+    def _fail(self, error: Exception) -> None:
+        self._has_failed = True
+        text = "watch: %s; training continues without the monitor"
+        _LOG.warning(text, one_line(f"{type(error).__name__}: {error}"))
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    # the first argument is the optimizer itself
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
