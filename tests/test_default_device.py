@@ -104,7 +104,6 @@ def test_without_tensors_the_result_is_on_the_cpu():
 
 def test_a_monitor_and_its_record_are_the_same(tmp_path):
     pytest.importorskip("pyarrow")
-    pytest.importorskip("plotly")
     from gradiometer.web import write_page
 
     tables = []

@@ -218,8 +218,6 @@ def write_small_page(run, path):
 
 
 def test_the_page_is_the_one_that_is_written_from_python(call, run, tmp_path):
-    pytest.importorskip("plotly")
-
     assert call("report", run, "-o", tmp_path / "page.html")[0] == 0
     assert (tmp_path / "page.html").read_text().startswith("<!")
 
@@ -352,7 +350,7 @@ def test_a_wrong_pattern_is_one_line(call, run):
         (KeyboardInterrupt(), Exit.INTERRUPTED, ""),
         (PermissionError(13, "Permission denied", "x.html"), Exit.UNREADABLE, "Permission denied"),
         (
-            ModuleNotFoundError("needs plotly: pip install 'gradiometer[monitor]'"),
+            ModuleNotFoundError("needs pyarrow: pip install 'gradiometer[monitor]'"),
             Exit.MISSING,
             "gradiometer[monitor]",
         ),

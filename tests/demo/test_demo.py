@@ -65,7 +65,6 @@ def checks(output):
 @pytest.mark.usefixtures("small")
 def test_the_demo_names_both_faults_with_their_steps_and_leaves_a_page(run):
     pytest.importorskip("pyarrow")
-    pytest.importorskip("plotly")
     status, output, folder = run()
 
     assert status == 0, output
@@ -98,10 +97,10 @@ def test_the_demo_names_both_faults_with_their_steps_and_leaves_a_page(run):
 @pytest.mark.usefixtures("small", "_graphs_run_as_they_are")
 def test_without_its_packages_the_demo_says_what_to_install_and_goes_on(run, monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "plotly" else found(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else found(name))
     status, output, folder = run()
     assert status == 0
-    assert "no page: plotly not installed\n  (pip install 'gradiometer[monitor]')" in output
+    assert "no page: pyarrow not installed\n  (pip install 'gradiometer[monitor]')" in output
     assert "the run is on disk" not in checks(output)
     assert not folder.exists()
 

@@ -50,14 +50,12 @@ def test_every_section_with_code_is_run_here(page):
 
 
 def test_the_home_page():
-    pytest.importorskip("plotly")
     scope = run("docs/index.md")
     assert scope["monitor"].failures == {}
     assert read_run("runs/first").steps.num_rows == 20
 
 
 def test_the_tutorial(capsys):
-    pytest.importorskip("plotly")
     page = "docs/tutorial.md"
     scope = run(page)
     printed = capsys.readouterr().out
@@ -72,11 +70,10 @@ def test_the_tutorial(capsys):
     assert values == ["1.0 0.0", "['0.weight', '0.bias']", "[30]", "True"]
     assert all(f"# {value}\n" in text(page) for value in values)
     assert scope["norms"].shape == (50, 6)
-    assert scope["page"].stat().st_size > 100_000
+    assert scope["page"].read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 def test_the_report_page(tmp_path):
-    pytest.importorskip("plotly")
     write_run("runs/mine", 6, 20)
     (code,) = blocks("docs/reference/report-page.md")
     exec(code, {})  # noqa: S102

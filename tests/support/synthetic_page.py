@@ -32,6 +32,8 @@ class Dense(Run):
                 "recorded": [True] * steps,
                 "skipped": [False] * steps,
                 "loss": torch.rand(steps, generator=random).tolist(),
+                "lr": [1e-3] * steps,
+                "scalars": pa.array([[]] * steps, pa.map_(pa.string(), pa.float64())),
                 "total_norm": torch.rand(steps, generator=random).tolist(),
             }
         )

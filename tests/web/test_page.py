@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("plotly")
 
 from gradiometer.columns.schema import COLUMN_INDEX
 from gradiometer.rules.fault import Fault
@@ -60,10 +58,15 @@ class Scripts(HTMLParser):
         self.tags.append((f"/{tag}", {}))
 
 
-def held(path):
+def whole(path):
     """Return the contents of a page's JSON."""
     scripts = Scripts(path.read_text(encoding="utf-8"))
     return json.loads(next(text for attributes, text in scripts.found if attributes.get("id") == "data"))
+
+
+def held(path):
+    """Return the values of the first run on a page."""
+    return whole(path)["runs"][0]
 
 
 PAIR = make_roster(2)
@@ -79,6 +82,12 @@ def record(path, records, first_step=0, fault=None, **info):
         sink.fault(fault)
     sink.close()
     return read_run(path)
+
+
+def line_of(page, name):
+    """Return the points of a scalar."""
+    found = next(one for one in page.values["scalars"] if one["name"] == name)
+    return {key: found[key] for key in ("x", "y")}
 
 
 def unmeasured(one, i):
@@ -165,8 +174,8 @@ def test_what_is_said_of_a_tensor_over_the_run(small):
 def test_only_recorded_steps_are_columns_and_all_steps_have_a_loss(tmp_path):
     page = data.page_of(read_run(write_run(tmp_path / "run", tensors=2, steps=50, every=10)))
     assert page.values["columns"]["first"] == [0, 10, 20, 30, 40]
-    assert page.values["lines"]["norm"]["x"] == [0, 10, 20, 30, 40]
-    assert page.values["lines"]["loss"]["x"] == list(range(50))
+    assert page.values["norm"]["x"] == [0, 10, 20, 30, 40]
+    assert line_of(page, "loss")["x"] == list(range(50))
     assert page.values["range"] == [0, 49]
 
 
@@ -302,8 +311,8 @@ def test_lines_hold_what_a_float64_holds(tmp_path, request, default, size):
         request.getfixturevalue("half_by_default")
     page = data.page_of(run)
     steps = list(range(first, first + 4))
-    assert page.values["lines"]["norm"] == {"x": steps, "y": [pytest.approx(size, rel=1e-5)] * 4}
-    assert page.values["lines"]["loss"] == {"x": steps, "y": [pytest.approx(3 * size, rel=1e-5)] * 4}
+    assert page.values["norm"] == {"x": steps, "y": [pytest.approx(size, rel=1e-5)] * 4}
+    assert line_of(page, "loss") == {"x": steps, "y": [pytest.approx(3 * size, rel=1e-5)] * 4}
     assert page.values["nonfinite"] == []
     assert page.values["columns"]["first"] == steps
     assert page.values["range"] == [first, first + 3]
@@ -315,9 +324,9 @@ def test_lines_hold_what_a_float64_holds(tmp_path, request, default, size):
 def test_names_are_data_whatever_is_in_them(tmp_path):
     path = write_page(write_run(tmp_path / "<b>&<script>", names=NAMES, steps=3))
     scripts = Scripts(path.read_text(encoding="utf-8"))
-    # the data, three matrices, our script and plotly; no others
+    # the data, three matrices and our script; no others
     kinds = [attributes.get("type", "code") for attributes, _ in scripts.found]
-    assert kinds == ["application/json", *["application/octet-stream"] * 3, "code", "code"]
+    assert kinds == ["application/json", *["application/octet-stream"] * 3, "code"]
     assert held(path)["names"] == list(NAMES)
     assert held(path)["title"] == "<b>&<script>"
     assert scripts.found[0][1].isascii()
@@ -340,7 +349,8 @@ def test_nothing_is_loaded_and_no_other_script_may_run(small):
         (tag, a) for tag, a in scripts.tags if "src" in a or not a.get("href", "data:").startswith("data:")
     ]
     assert loads == []
-    assert not re.search(r"https?:", "".join(text for text in code if "plotly.js v" not in text[:200]))
+    # the name of a namespace, which browsers know
+    assert re.findall(r"https?:[^\"]*", "".join(code)) == ["http://www.w3.org/2000/svg"]
 
 
 def test_the_page_is_where_it_is_asked_for_and_whole(small, tmp_path):
@@ -349,12 +359,9 @@ def test_the_page_is_where_it_is_asked_for_and_whole(small, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_no_run_and_no_plotly_are_one_clear_line(tmp_path, small, monkeypatch):
+def test_no_run_is_one_clear_line(tmp_path):
     with pytest.raises(RunError, match="no such folder"):
         write_page(tmp_path / "nothing")
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ImportError, match=r"report page needs plotly.*gradiometer\[monitor\]"):
-        write_page(small)
 
 
 @pytest.mark.parametrize(
@@ -397,3 +404,81 @@ def test_ranges_are_exact_while_they_are_few_and_cover_all_when_they_are_many():
     found = data._ranges(step, many)
     assert len(found) <= data.MOST_RANGES
     assert all(any(a <= s <= b for a, b in found) for s in step[many].tolist())
+
+
+def with_scalars(path, given):
+    """Write a run of one step per entry, a dict of scalars."""
+    records = make_records(PAIR, len(given))
+    return record(path, [replace(one, scalars=values) for one, values in zip(records, given, strict=True)])
+
+
+def test_every_scalar_is_drawn_after_the_loss_and_the_learning_rate(tmp_path):
+    given = [
+        {"z": 1.0, "lr": 0.1},
+        {"a": 0.0, "loss": 2.0},
+        {"z": math.nan, "lr": 0.0},
+        {"z": 4.0, "<b>accuracy</b>": 0.5},
+    ]
+    page = data.page_of(with_scalars(tmp_path / "run", given))
+    assert [line["name"] for line in page.values["scalars"]] == ["loss", "lr", "z", "a", "<b>accuracy</b>"]
+    assert line_of(page, "lr") == {"x": [0, 2], "y": [0.1, 0.0]}
+    assert line_of(page, "z") == {"x": [0, 2, 3], "y": [1.0, None, 4.0]}
+    # a scalar may be NaN where it was not computed; only the loss and the norm say that a step is not finite
+    assert page.values["nonfinite"] == []
+
+
+def test_a_run_of_too_many_scalars_says_how_many_are_not_drawn(tmp_path):
+    given = [{f"x{k}": float(k) for k in range(data.MOST_SCALARS + 7)} for _ in range(3)]
+    values = data.page_of(with_scalars(tmp_path / "run", given)).values
+    assert len(values["scalars"]) == data.MOST_SCALARS
+    assert values["more_scalars"] == 7
+
+
+@pytest.mark.parametrize("binned", [1, 3])
+def test_the_ratio_of_update_and_weight_is_that_of_each_step(tmp_path, monkeypatch, binned):
+    roster = make_roster(4, ("grads", "weights", "updates"))
+    sink = RunRecord(tmp_path / "run", segment_seconds=math.inf, fsync=False)
+    sink.start(make_info(roster))
+    for one in make_records(roster, 48):
+        values = one.values.clone()
+        weight, update = values[1], values[2]
+        if one.step == 20:
+            weight[0, :] = 0  # not measured
+            weight[1, COLUMN_INDEX["sumsq"]] = 0
+            update[2, COLUMN_INDEX["sumsq"]] = 0
+            update[3, COLUMN_INDEX["n_nan"]] = 1
+        sink.write([replace(one, values=values)], [])
+    sink.close()
+    run = read_run(tmp_path / "run")
+    if binned > 1:
+        monkeypatch.setattr(data, "MOST_COLUMNS", 16)
+    page = data.page_of(run)
+    assert page.values["binned"] == binned
+    cells = read_cells(page, "ratio", "updates")
+    ratio = (run.matrix("norm", "updates")[1] / run.matrix("norm", "weights")[1]).T
+    ratio[0, 20] = ratio[1, 20] = -1
+    want = ratio.view(4, -1, binned)
+    want = torch.where(want.isnan().any(-1), math.nan, want.amax(-1))
+    torch.testing.assert_close(cells, want, rtol=1e-3, atol=0, equal_nan=True)
+    assert cells[3, 20 // binned].isnan()
+    if binned == 1:
+        assert cells[:3, 20].tolist() == [-1, -1, 0]
+    without = write_run(tmp_path / "other", tensors=2, steps=3, kinds=("grads", "updates"))
+    assert "updates-ratio" not in data.page_of(read_run(without)).matrices
+
+
+def test_two_runs_are_one_page_that_says_where_they_first_differ(tmp_path):
+    a = write_run(tmp_path / "a", tensors=4, steps=20)
+    b = write_run(tmp_path / "b", tensors=4, steps=20, nonfinite_at=12)
+    page = write_page(a, other=b)
+    assert page == a / "comparison.html"
+    values = whole(page)
+    assert [run["title"] for run in values["runs"]] == ["a", "b"]
+    assert [run["range"] for run in values["runs"]] == [[0, 19], [0, 19]]
+    assert values["differ"]["step"] == 12
+    assert values["differ"]["first"][0] == "loss"
+    ids = [attributes["id"] for attributes, _ in Scripts(page.read_text(encoding="utf-8")).found[1:-1]]
+    statistics = ("norm", "abs_max", "zero_fraction")
+    assert ids == [f"{k}-grads-{name}" for k in (0, 1) for name in statistics]
+    same = whole(write_page(a, tmp_path / "same.html", other=a))["differ"]
+    assert same == {"same": True, "common": 20, "step": None, "first": [], "more": 0}

@@ -239,14 +239,23 @@ def _demo(
 
 def _report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    other: Annotated[
+        Path | None,
+        typer.Argument(metavar="[OTHER]", help="The folder of another run, to show both on one page."),
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="The file to write (default: RUN/report.html)."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The file to write (default: RUN/report.html, or RUN/comparison.html for two runs).",
+        ),
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Write the page of a run: one HTML file that opens offline."""
+    """Write the page of a run, or of two: one HTML file that opens offline."""
     from gradiometer import web  # noqa: PLC0415 only this command needs it
 
     if output is not None and not output.absolute().parent.is_dir():
@@ -255,13 +264,27 @@ def _report(
         raise RunError(
             f"{output} cannot be written: there is no folder {output.absolute().parent}; create it first"
         )
-    page = Path(web.write_page(read_run(run), output)).absolute()
+    two = {} if other is None else {"other": read_run(other)}
+    page = Path(web.write_page(read_run(run), output, **two)).absolute()
     opened = webbrowser.open(page.as_uri()) if show else False
     size = page.stat().st_size
     if as_json:
         _print_json({"page": str(page), "bytes": size, "opened": opened})
     else:
         print(printable(str(page)))
+    return Exit.OK
+
+
+def _serve(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 selects a free one.")] = 0,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
+) -> int:
+    """Serve the page of a run on this machine only, with new steps as they are written, until Ctrl-C."""
+    from gradiometer.cli import serve  # noqa: PLC0415 only this command needs it
+
+    serve.serve(read_run(run), port=port, show=show, as_json=as_json)
     return Exit.OK
 
 
@@ -384,6 +407,7 @@ def _doctor(
 
 _COMMANDS: dict[str, Callable[..., int]] = {
     "report": _report,
+    "serve": _serve,
     "watch": _watch,
     "ls": _ls,
     "show": _show,

@@ -32,7 +32,6 @@ LEAST_FREE: Final = 2**30
 # distribution -> the extra that installs it, and the feature that needs it
 EXTRAS: Final = {
     "pyarrow": ("monitor", "run records"),
-    "plotly": ("monitor", "the report page"),
     "rich": ("monitor", "tables in a terminal"),
     "typer": ("monitor", "the command line"),
     "tensorboard": ("tensorboard", "the TensorBoard sink"),

@@ -44,7 +44,7 @@ ROWS: Final = 4
 # characters per line of text
 WIDTH: Final = 96
 # packages for the run record and the page
-PACKAGES: Final = ("pyarrow", "plotly")
+PACKAGES: Final = ("pyarrow",)
 
 
 class _Run:

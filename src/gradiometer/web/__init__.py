@@ -1,11 +1,13 @@
-"""The report page of a run: one HTML file that opens offline.
+"""The report page of one run or two: one HTML file that opens offline.
 
-The input is a `Run`, the output a file. The data are computed here; scripts in the page draw them, the line
-charts with Plotly. This package is independent of training.
+The input is a `Run`, the output a file, or answers of an HTTP server on the loopback interface. The data are
+computed here; scripts in the page draw them. This package is independent of training.
 """
 
 from gradiometer.web.page import write_page
+from gradiometer.web.server import PageServer
 
 __all__ = [
+    "PageServer",
     "write_page",
 ]

@@ -1,150 +1,204 @@
-// The line charts, drawn with plotly.
+// The line charts: one SVG for each scalar, above one another, with the steps of the map.
 
-const CONFIG = { displayModeBar: false, responsive: true, doubleClick: false, displaylogo: false };
-function layout(height, axes, shapes = []) {
-  const soft = colour("soft"), line = colour("line"), at = ticks(...xRange(), Math.max(2, Math.floor(frame.width / 64)));
-  const made = {
-    height, margin: { l: frame.left, r: frame.right, t: 8, b: 28 }, showlegend: false, hovermode: "x", annotations: [],
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", shapes,
-    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-    font: { family: colour("sans"), size: 11, color: soft },
-    hoverlabel: { bgcolor: colour("surface"), bordercolor: line, font: { color: colour("ink") }, align: "left" },
-    xaxis: { range: [...xRange()], gridcolor: line, zeroline: false, tickvals: at, ticktext: at.map(whole), anchor: axes.at(-1).id.replace("axis", ""),
-      minallowed: whole_x[0], maxallowed: whole_x[1] },
-  };
-  for (const { id, title, ...axis } of axes) {
-    made[id] = { gridcolor: line, zeroline: false, fixedrange: true, automargin: false, exponentformat: "e", nticks: 5, ...axis };
-    if (title) {
-      made.annotations.push({ text: title, showarrow: false, xref: "paper", yref: "paper", x: 0, y: axis.domain[1], xanchor: "left",
-        yanchor: "bottom", font: { size: 12, color: colour("ink") } });
-    }
-  }
-  return made;
-}
+const inner = (step) => toX(step) - frame.left;
 // The range of the values in view; on a log axis the range of exponents.
-function yLimits(xs, ys, log) {
+function yLimits(lines, log) {
   const [x0, x1] = xRange();
   let [low, high] = [Infinity, -Infinity];
-  xs.forEach((x, k) => {
-    if (x < x0 || x > x1 || ys[k] === null || !Number.isFinite(ys[k]) || (log && ys[k] <= 0)) return;
-    const y = log ? Math.log10(ys[k]) : ys[k];
-    [low, high] = [Math.min(low, y), Math.max(high, y)];
-  });
+  for (const { x, y } of lines) {
+    x.forEach((step, k) => {
+      if (step < x0 || step > x1 || y[k] === null || (log && y[k] <= 0)) return;
+      const value = log ? Math.log10(y[k]) : y[k];
+      [low, high] = [Math.min(low, value), Math.max(high, value)];
+    });
+  }
   if (low > high) return log ? [-1, 1] : [0, 1];
   const pad = Math.max((high - low) * 0.06, log ? 0.1 : Math.abs(high) * 0.02 || 0.1);
   return [low - pad, high + pad];
 }
 function logTicks(low, high) {
-  const factors = high - low > 3 ? [1] : [1, 3], found = [];
-  if (high - low < 1) {
-    const even = ticks(10 ** low, 10 ** high, 4, 0).map((x) => Number(x.toPrecision(12)));
-    return { tickvals: even, ticktext: even.map(number) };
-  }
-  const skip = Math.max(1, Math.ceil((high - low) / 5));
+  if (high - low < 1) return ticks(10 ** low, 10 ** high, 4, 0).map((x) => Number(x.toPrecision(12)));
+  const factors = high - low > 3 ? [1] : [1, 3], found = [], skip = Math.max(1, Math.ceil((high - low) / 5));
   for (let power = Math.floor(low); power <= high; power++) {
     if (power % skip === 0) found.push(...factors.map((k) => k * 10 ** power));
   }
-  return { tickvals: found, ticktext: found.map(number) };
+  return found.filter((x) => x >= 10 ** low && x <= 10 ** high);
 }
-// A line with a gap where y is null; a single point between two gaps is a dot.
-function series(xs, ys, name, ink, yaxis, format) {
-  const sizes = ys.map((y, k) => (ys.length <= 80 || (y !== null && (ys[k - 1] ?? ys[k + 1] ?? null) === null) ? 4 : 0));
-  return {
-    type: "scatter", mode: sizes.some(Boolean) ? "lines+markers" : "lines", x: xs, y: ys, connectgaps: false,
-    line: { color: ink, width: 1.4 }, marker: { color: ink, size: sizes }, name, yaxis, hovertemplate: `step %{x}: ${name} ${format}<extra></extra>`,
-  };
+// Whether values that are not negative would look flat on a linear axis.
+function isWild(lines) {
+  const kept = lines.flatMap(({ y }) => y.filter((value) => value !== null)).sort((a, b) => a - b);
+  const above = kept.filter((value) => value > 0);
+  return above.length > 0 && kept[0] >= 0 && above.at(-1) > 50 * above[above.length >> 1];
 }
-function spans(ranges, at, ink, name, yaxis) {
-  return {
-    type: "scatter", mode: "lines+markers", yaxis, line: { color: ink, width: 5 }, marker: { symbol: "square", size: 6, color: ink },
-    x: ranges.flatMap(([a, b]) => [a, b, null]), y: ranges.flatMap(() => [at, at, null]),
-    hovertemplate: `step %{x}: ${name}<extra></extra>`,
-  };
-}
-const isWild = (values) => { // a loss that would look flat on a linear axis
-  const kept = values.filter((y) => y !== null).sort((a, b) => a - b);
-  return kept.length > 0 && kept[0] > 0 && kept.at(-1) > 50 * kept[kept.length >> 1];
-};
 
-function drawOverview() {
-  const { norm, loss } = page.lines;
-  const traces = [], charts = [];
-  if (norm.x.length || !loss.x.length) charts.push({ ...norm, name: "total gradient norm", ink: "norm", log: norm.y.some((y) => y > 0) });
-  if (loss.x.length) charts.push({ ...loss, name: "loss", ink: "loss", log: isWild(loss.y) });
-  const strips = [["findings", page.findings], ["not finite", page.nonfinite], ["skipped", page.skipped]].filter(([, all]) => all.length);
-  const [high, strip] = [130, 17], total = charts.length * high + strips.length * strip + (strips.length ? 8 : 0);
-  const axes = charts.map(({ x, y, name, ink, log }, k) => {
-    const id = k ? `yaxis${k + 1}` : "yaxis", top = total - k * high;
-    traces.push(series(x, y, name, colour(ink), id.replace("axis", ""), "%{y:.4~g}"));
-    const [low, limit] = yLimits(x, y, log);
-    return { id, type: log ? "log" : "linear", range: [low, limit], domain: [(top - high + 6) / total, (top - 18) / total],
-      ...(log ? logTicks(low, limit) : {}), title: name + (log ? ", log scale" : "") };
-  });
-  if (strips.length) {
-    const id = `yaxis${charts.length + 1}`, yaxis = id.replace("axis", "");
-    strips.forEach(([word, all], k) => traces.push(
-      word === "findings" ? findingMarks(all, k, yaxis) : spans(all, k, colour(word === "skipped" ? "skipped" : "broken"), word, yaxis)));
-    axes.push({ id, domain: [0, (strips.length * strip) / total], range: [strips.length - 0.5, -0.5], showgrid: false,
-      tickvals: strips.map((_, k) => k), ticktext: strips.map(([word]) => word) });
+// A chart of lines { x, y, ink, dash }: y is null where a value is not finite, and the line has a gap.
+function chart({ title, lines, log, height, shapes = [], id }) {
+  const top = 20, plot = height - top - 6, right = frame.left + frame.width;
+  // a log axis has no 0: zeros are on a line of their own below it
+  const hasZero = log && lines.some(({ y }) => y.includes(0)), room = hasZero ? plot - 14 : plot, zero = plot - 4;
+  const [low, high] = yLimits(lines, log);
+  const at = (y) => (log && y <= 0 ? zero : room * (1 - ((log ? Math.log10(y) : y) - low) / (high - low)));
+  const made = svg("svg", { class: "chart", width: right + frame.right, height, role: "img", "aria-label": title, id });
+  const axis = svg("g", { class: "axis" }), area = svg("svg", { x: frame.left, y: top, width: frame.width, height: plot });
+  const marks = log ? logTicks(low, high) : ticks(low, high, 4, 0).map((x) => Number(x.toPrecision(12)));
+  for (const y of hasZero ? [0, ...marks] : marks) {
+    axis.append(svg("line", { x1: frame.left, x2: right, y1: top + at(y), y2: top + at(y), ...(hasZero && y === 0 ? { "stroke-dasharray": "2 3" } : {}) }),
+      svg("text", { x: frame.left - 8, y: top + at(y), "text-anchor": "end", "dominant-baseline": "central" }, number(y)));
   }
-  const line = (x, dash, ink) => ({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: ink, width: 1, dash } });
-  const shapes = page.attempts.slice(1).map((first) => line(first - 0.5, "dot", colour("soft")));
-  if (state.cell) shapes.push(line(columns.first[state.cell.c], "solid", colour("accent")));
-  plot("overview", traces, layout(total + 36, axes, shapes));
-}
-function findingMarks(findings, at, yaxis) {
-  return {
-    type: "scatter", mode: "markers", yaxis, cliponaxis: false, x: findings.map((f) => f.first_step), y: findings.map(() => at),
-    marker: { size: 9, symbol: findings.map((f) => SEVERITIES[f.severity].symbol), color: findings.map((f) => colour(f.severity)) },
-    customdata: findings.map((_, k) => k), hovertemplate: "%{text}<extra></extra>",
-    text: findings.map((f) => plain(`${f.severity}, ${steps(f.first_step, f.last_step)}: ${cut(f.message, 110)}`)),
+  for (const step of stepTicks()) area.append(svg("line", { class: "grid", x1: inner(step), x2: inner(step), y1: 0, y2: plot }));
+  area.append(...shapes.map(({ step, ...kind }) => svg("line", { x1: inner(step), x2: inner(step), y1: 0, y2: plot, ...kind })));
+  for (const { x, y, ink, dash } of lines) {
+    let line = "", dots = "", bad = "";
+    for (let k = 0; k < x.length; k++) {
+      const place = inner(x[k]).toFixed(1);
+      if (y[k] === null) bad += `M${place} 4h0`;
+      else {
+        const before = y[k - 1] ?? null, point = `${place} ${at(y[k]).toFixed(1)}`;
+        line += `${before === null ? "M" : "L"}${point}`;
+        if (x.length <= 80 || (log && y[k] === 0) || (before === null && (y[k + 1] ?? null) === null)) dots += `M${point}h0`;
+      }
+    }
+    area.append(svg("path", { class: "line", d: line, stroke: `var(--${ink})`, ...(dash ? { "stroke-dasharray": dash } : {}) }));
+    if (dots) area.append(svg("path", { class: "dots", d: dots, stroke: `var(--${ink})` }));
+    if (bad) area.append(svg("path", { class: "dots bad", d: bad, stroke: "var(--broken)" }));
+  }
+  const readout = svg("text", { class: "readout", x: right, y: 13, "text-anchor": "end" });
+  const cross = svg("line", { class: "cross", y1: 0, y2: plot, x1: -9, x2: -9 });
+  area.append(cross);
+  made.append(axis, area, svg("text", { class: "title", x: frame.left, y: 13 }, cut(title, 80) + (log ? ", log scale" : "")), readout);
+  // shows the values at the pointer
+  made.show = (step) => {
+    for (const end of ["x1", "x2"]) cross.setAttribute(end, step === null ? -9 : inner(step));
+    readout.textContent = step === null ? "" : lines.filter(({ x }) => x.length).map(({ x, y, mark }) => {
+      let [from, to] = [0, x.length - 1]; // the last point up to the step
+      while (from < to) {
+        const middle = (from + to + 1) >> 1;
+        if (x[middle] <= step) from = middle;
+        else to = middle - 1;
+      }
+      if (from + 1 < x.length && x[from + 1] - step < step - x[from]) from++;
+      return `${mark ? `${mark}, ` : ""}step ${whole(x[from])}: ${y[from] === null ? "not finite" : number(y[from])}`;
+    }).join("   ");
   };
+  return made;
+}
+const stepTicks = () => ticks(...xRange(), Math.max(2, Math.floor(frame.width / 64)));
+// Rows of marks below the charts, and the numbers of the steps.
+function strips(rows) {
+  const [high, total] = [17, rows.length * 17], made = svg("svg", { class: "chart", width: frame.left + frame.width + frame.right, height: total + 24 });
+  const area = svg("svg", { x: frame.left - 6, width: frame.width + 12, height: total });
+  rows.forEach(([word, all, ink], k) => {
+    const y = k * high + high / 2;
+    made.append(svg("text", { x: frame.left - 8, y, "text-anchor": "end", "dominant-baseline": "central" }, word));
+    if (ink) area.append(...all.map(([a, b]) => svg("line", { class: "span", x1: 6 + inner(a), x2: 6 + inner(b), y1: y, y2: y, stroke: `var(--${ink})` })));
+    // the worst finding is the last, above the others
+    else for (let i = all.length - 1; i >= 0; i--) area.append(findingMark(all[i], i, y));
+  });
+  made.append(area, ...stepTicks().map((step) => svg("text", { x: toX(step), y: total + 14, "text-anchor": "middle" }, whole(step))));
+  return made;
+}
+function findingMark(finding, k, y) {
+  const text = `${finding.severity}, ${steps(finding.first_step, finding.last_step)}: ${cut(finding.message, 300)}`;
+  return svg("text", { class: "mark", x: 6 + inner(finding.first_step), y, "text-anchor": "middle", "dominant-baseline": "central",
+    fill: `var(--${finding.severity})`, "data-finding": k }, SEVERITIES[finding.severity].mark, svg("title", {}, text));
+}
+
+// How the lines of each run are drawn; only two runs need a name.
+const STYLES = [{ ink: "norm" }, { ink: "other", dash: "5 3" }];
+const styleOf = (run) => ({ ...STYLES[run], mark: data.runs.length > 1 ? "AB"[run] : "" });
+function drawOverview() {
+  const lined = (lines) => lines.map((line, run) => ({ ...line, ...styleOf(run) })).filter(({ x }) => x?.length);
+  const shapes = page.attempts.slice(1).map((first) => ({ step: first - 0.5, class: "attempt" }));
+  if (data.differ?.step !== null && data.differ) shapes.push({ step: data.differ.step, class: "differ" });
+  if (state.cell) shapes.push({ step: columns.first[state.cell.c], class: "chosen" });
+  const norm = lined(data.runs.map((run) => run.norm)), drawn = [];
+  const words = [...new Set(data.runs.flatMap((run) => run.scalars.map(({ name }) => name)))];
+  const order = { loss: 0, lr: 1 };
+  words.sort((a, b) => (order[a] ?? 2) - (order[b] ?? 2));
+  const scalars = words.map((name) => [name, lined(data.runs.map((run) => run.scalars.find((one) => one.name === name) ?? {}))]).filter(([, lines]) => lines.length);
+  if (norm.length || !scalars.length) drawn.push({ title: "total gradient norm", lines: norm, log: norm.some(({ y }) => y.some((value) => value > 0)) });
+  for (const [title, lines] of scalars) drawn.push({ title, lines, log: isWild(lines) });
+  // the first three are higher than the others
+  const charts = drawn.map((one, k) => chart({ ...one, shapes, height: k < 3 ? 120 : 84 }));
+  const rows = [["findings", page.findings], ["not finite", page.nonfinite, "broken"], ["skipped", page.skipped, "skipped"]];
+  $("overview").replaceChildren(...charts, strips(rows.filter(([, all]) => all.length)));
+  $("overview").dataset.range = xRange().join(" ");
+  $("more-scalars").textContent = page.more_scalars ? `${plural(page.more_scalars, "more scalar is", "more scalars are")} not drawn.` : "";
 }
 function drawHistory() {
   const card = $("history-card"), m = state.matrix;
   card.hidden = state.tensor === null || !m;
   if (card.hidden) return;
-  const row = state.tensor, middle = columns.first.map((first, c) => Math.round((first + columns.last[c]) / 2));
-  const values = middle.map((_, c) => cellValue(m, row, c)), scale = state.statistic === "zero_fraction" ? 100 : 1;
-  const ys = values.map((x) => (x === null || !Number.isFinite(x) ? null : x * scale));
-  const isBad = values.map((x) => x !== null && !Number.isFinite(x)), bad = [];
-  isBad.forEach((is, c) => {
-    if (is && isBad[c - 1]) bad.at(-1)[1] = columns.last[c];
-    else if (is) bad.push([columns.first[c], columns.last[c]]);
-  });
-  const log = !m.linear && ys.some((y) => y > 0), summary = page.summary[state.kind];
+  const row = state.tensor, name = names[row], bad = [];
+  const lines = state.matrices.map((one, run) => {
+    const at = one ? one.page.names.indexOf(name) : -1;
+    if (at < 0) return null;
+    const { first, last } = one.page.columns, line = { x: [], y: [], ...styleOf(run) };
+    first.forEach((step, c) => {
+      const value = cellValue(one, at, c);
+      if (value === null) return;
+      line.x.push(Math.round((step + last[c]) / 2));
+      line.y.push(Number.isFinite(value) ? value * (one.linear ? 100 : 1) : null);
+      if (run !== state.run || Number.isFinite(value)) return;
+      if (c && bad.at(-1)?.[2] === c - 1) bad.at(-1).splice(1, 2, last[c], c);
+      else bad.push([step, last[c], c]);
+    });
+    return line;
+  }).filter(Boolean);
+  const log = !m.linear && lines.some(({ y }) => y.some((value) => value > 0)), summary = page.summary[state.kind];
   $("history-title").textContent = label(state.kind, row);
   const from = summary.at[row] === null ? "never finite" : `largest norm ${number(summary.norm[row])} at step ${whole(summary.at[row])}`;
   $("history-note").textContent = `${page.shapes[row]}, ${whole(summary.numel[row])} elements; ${from}; ` +
     (summary.broken[row] ? `NaN or Inf in ${plural(summary.broken[row], "step")}.` : "finite throughout.");
-  const measured = middle.map((_, c) => c).filter((c) => values[c] !== null);
-  const points = measured.map((c) => (log && ys[c] === 0 ? null : ys[c])); // a log axis has no 0
-  const traces = [series(measured.map((c) => middle[c]), points, STATISTICS[state.statistic], colour("norm"), "y", "%{y:.4~g}")];
-  const axes = [{ id: "yaxis", type: log ? "log" : "linear", range: yLimits(middle, ys, log), domain: [bad.length ? 0.16 : 0, 0.9],
-    title: STATISTICS[state.statistic] + (log ? ", log scale" : "") }];
-  if (log) Object.assign(axes[0], logTicks(...axes[0].range));
-  if (bad.length) {
-    traces.push(spans(bad, 0, colour("broken"), "not finite", "y2"));
-    axes.push({ id: "yaxis2", domain: [0, 0.1], range: [-0.5, 0.5], showgrid: false, tickvals: [0], ticktext: ["not finite"] });
-  }
-  plot("history", traces, layout(210, axes));
-}
-function plot(id, traces, made) {
-  const place = $(id), isNew = !place.data;
-  Plotly.react(place, traces, made, CONFIG);
-  if (!isNew) return;
-  place.on("plotly_relayout", (change) => {
-    if (change["xaxis.range[0]"] !== undefined) zoom([change["xaxis.range[0]"], change["xaxis.range[1]"]], state.y);
-  });
-  place.on("plotly_doubleclick", showAll);
-  place.on("plotly_click", ({ points }) => {
-    if (points[0].customdata !== undefined) chooseFinding(points[0].customdata);
-    else if (columnAt(points[0].x) !== null) chooseCell({ i: state.cell?.i ?? 0, c: columnAt(points[0].x) }, false);
-  });
+  $("history").replaceChildren(chart({ title: STATISTICS[state.statistic], lines, log, height: 170 }),
+    strips(bad.length ? [["not finite", bad, "broken"]] : []));
+  $("history").dataset.range = xRange().join(" ");
 }
 function drawCharts() {
-  if (!window.Plotly || $("overview").clientWidth === 0) return; // plotly loads after this script
+  if ($("overview").clientWidth === 0) return;
   drawOverview();
   drawHistory();
   document.documentElement.dataset.charts = "drawn";
+}
+function listenToCharts(id) {
+  const place = $(id), box = element("div", { class: "selection" });
+  let from = null;
+  const positionOf = (event) => event.clientX - place.getBoundingClientRect().left;
+  const stepAt = (x) => {
+    const [x0, x1] = xRange();
+    return Math.max(x0, Math.min(x1, x0 + ((x - frame.left) / frame.width) * (x1 - x0)));
+  };
+  const show = (step) => place.querySelectorAll(".chart").forEach((one) => one.show?.(step));
+  place.addEventListener("pointerdown", (event) => {
+    if (event.button || positionOf(event) < frame.left - 6) return;
+    from = { x: positionOf(event), finding: event.target.closest("[data-finding]")?.dataset.finding };
+    if (event.pointerType === "mouse") place.setPointerCapture(event.pointerId);
+  });
+  place.addEventListener("pointermove", (event) => {
+    const x = positionOf(event), isInside = x >= frame.left && x <= frame.left + frame.width;
+    if (from && event.pointerType === "mouse" && Math.abs(x - from.x) > 6) {
+      const [a, b] = [from.x, x].sort((p, q) => p - q).map((p) => Math.max(frame.left, Math.min(frame.left + frame.width, p)));
+      Object.assign(box.style, { left: `${a}px`, width: `${b - a}px` });
+      place.append(box);
+    }
+    show(isInside || from ? stepAt(x) : null);
+  });
+  place.addEventListener("pointerup", (event) => {
+    const x = positionOf(event), start = from;
+    from = null;
+    box.remove();
+    if (!start) return;
+    if (Math.abs(x - start.x) > 6) return zoom([stepAt(start.x), stepAt(x)].sort((a, b) => a - b), state.y);
+    if (start.finding !== undefined) return chooseFinding(Number(start.finding));
+    const c = columnAt(stepAt(x));
+    if (c !== null && x <= frame.left + frame.width) chooseCell({ i: state.cell?.i ?? 0, c }, false);
+  });
+  for (const end of ["pointerleave", "pointercancel"]) {
+    place.addEventListener(end, () => {
+      from = null;
+      box.remove();
+      show(null);
+    });
+  }
+  place.addEventListener("dblclick", showAll);
 }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from gradiometer.columns import Flag, derived
+from gradiometer.runs import scalars_of
 from gradiometer.web.head import head_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ __all__ = ["Page", "page_of"]
 
 MOST_COLUMNS: Final = 1250
 MOST_CELLS: Final = 2_400_000  # per statistic, over all kinds; at most 2.7 bytes each on the page
+MOST_SCALARS: Final = 100
 MOST_POINTS: Final = 5000  # per line
+ALL_POINTS: Final = 200_000  # of all lines
 MOST_FINDINGS: Final = 1000
 MOST_RANGES: Final = 1000
 MOST_LETTERS: Final = 600  # per message
@@ -38,6 +41,7 @@ _WINDOW: Final = 1_000_000  # cells that are read at once
 ZERO, SMALLEST, LARGEST, INF, NAN = 1, 2, 65533, 65534, 65535
 _UNMEASURED: Final = -1.0  # marks a missing value; values are not negative
 _TIMES: Final = " \u00d7 "
+_FIRST: Final = {"loss": 0, "lr": 1}
 _FLAGS: Final = {
     "NaN": Flag.NAN,
     "Inf": Flag.INF,
@@ -67,9 +71,12 @@ def page_of(run: Run) -> Page:
     names, kinds = run.roster.names, run.roster.kinds
     most = max(16, min(MOST_COLUMNS, MOST_CELLS // max(len(names) * len(kinds), 1)))
     binned = max(1, math.ceil(len(recorded) / most))
-    norm, loss = (_numbers(steps[name]) for name in ("total_norm", "loss"))
-    given = {name: _truth(steps[name].is_valid()) for name in ("total_norm", "loss")}
-    bad_norm, bad_loss = given["total_norm"] & ~norm.isfinite(), given["loss"] & ~loss.isfinite()
+    norm, has_norm = _numbers(steps["total_norm"]), _truth(steps["total_norm"].is_valid())
+    scalars = _scalars(run)
+    loss, has_loss = scalars.get("loss", (norm, torch.zeros_like(has_norm)))
+    bad_norm, bad_loss = has_norm & ~norm.isfinite(), has_loss & ~loss.isfinite()
+    drawn = dict(list(scalars.items())[:MOST_SCALARS])
+    most = min(MOST_POINTS, ALL_POINTS // (len(drawn) + 1))
     skipped = _truth(steps["skipped"])
     findings = sorted(run.findings, key=lambda f: (-f.severity, f.first_step))
     values: dict[str, Any] = {
@@ -86,7 +93,12 @@ def page_of(run: Run) -> Page:
             for name in ("vanishing", "exploding", "dead")
         },
         "range": [int(step[0]), int(step[-1])] if len(step) else None,
-        "lines": {"norm": _line(step, norm, bad_norm), "loss": _line(step, loss, bad_loss)},
+        "norm": _line(step, norm, bad_norm, most),
+        "scalars": [
+            {"name": name, **_line(step, value, given & ~value.isfinite(), most)}
+            for name, (value, given) in drawn.items()
+        ],
+        "more_scalars": len(scalars) - len(drawn),
         "nonfinite": _ranges(step, bad_norm | bad_loss),
         "skipped": _ranges(step, skipped),
         "binned": binned,
@@ -108,10 +120,12 @@ def page_of(run: Run) -> Page:
         ],
         "more_findings": max(0, len(findings) - MOST_FINDINGS),
     }
-    values |= head_of(run, step, recorded, loss[given["loss"]], int(skipped.sum()))
+    values |= head_of(run, step, recorded, loss[has_loss], int(skipped.sum()))
     matrices: dict[str, str] = {}
     for kind in kinds:
         binned_values, values["summary"][kind] = _read(run, kind, recorded, binned)
+        if kind == "updates" and "weights" in kinds:
+            binned_values["ratio"] = _ratios(run, recorded, binned)
         entries = values["matrices"][kind] = {}
         for statistic, cells in binned_values.items():
             name = f"{kind}-{statistic}"
@@ -167,6 +181,26 @@ def _read(
         "broken": broken.tolist(),
         "flags": [{word: k for word, k in zip(_FLAGS, counts, strict=True) if k} for counts in words],
     }
+
+
+def _ratios(run: Run, recorded: Tensor, binned: int) -> Tensor:
+    """Return each update's norm divided by its weight's, ``(columns, N) float64``, with `_UNMEASURED`."""
+    columns = []
+    for window in _windows(recorded, binned, len(run.roster.names)):
+        update, weight = (_norms(run, kind, window) for kind in ("updates", "weights"))
+        # of a weight that is 0, the ratio is undefined; if either is not finite, the ratio is not
+        known = (update != _UNMEASURED) & (weight != _UNMEASURED) & (weight != 0)
+        ratio = torch.where(weight.isfinite() & update.isfinite(), update / weight, update + weight)
+        columns.append(_worst(torch.where(known, ratio, _UNMEASURED), binned))
+    none = torch.zeros((0, len(run.roster.names)), dtype=torch.float64, device="cpu")
+    return torch.cat([none, *columns])
+
+
+def _norms(run: Run, kind: Kind, window: Tensor) -> Tensor:
+    """Return the norms of some steps, ``(S, N) float64``, with `_UNMEASURED`."""
+    _, read = run.matrices(("numel", "norm"), kind, first=int(window[0]), last=int(window[-1]))
+    # NaN where nothing was measured, and NaN > 0 is false
+    return torch.where(read["numel"] > 0, read["norm"], _UNMEASURED)
 
 
 def _windows(recorded: Tensor, binned: int, n: int) -> Iterator[Tensor]:
@@ -253,7 +287,21 @@ def _lasts(recorded: Tensor, binned: int) -> Tensor:
     return recorded[ends]
 
 
-def _line(step: Tensor, values: Tensor, bad: Tensor) -> dict[str, list[Any]]:
+def _scalars(run: Run) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return each scalar by name, loss and lr first: its values, ``(S,) float64``, and where it was given."""
+    rows = scalars_of(run.steps)
+    # sorting is stable: the others keep the order in which they were first passed
+    names = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: _FIRST.get(name, 2))
+    found = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        given = torch.tensor([x is not None for x in values], dtype=torch.bool, device="cpu")
+        numbers = [math.nan if x is None else x for x in values]
+        found[name] = torch.tensor(numbers, dtype=torch.float64, device="cpu"), given
+    return found
+
+
+def _line(step: Tensor, values: Tensor, bad: Tensor, most: int = MOST_POINTS) -> dict[str, list[Any]]:
     """Return the points of a line: all finite ones, or the minimum and maximum of each group if too many.
 
     Args:
@@ -261,12 +309,13 @@ def _line(step: Tensor, values: Tensor, bad: Tensor) -> dict[str, list[Any]]:
         values: ``(S,) float64``, NaN where none was given.
         bad: which values were given and are not finite. The first of consecutive ones becomes a point without
             a value, so that the line has a gap.
+        most: the largest number of points.
     """
     keep = values.isfinite().nonzero().flatten()
     if not len(keep):
         return {"x": [], "y": []}
-    if len(keep) > MOST_POINTS:
-        size = math.ceil(len(keep) / (MOST_POINTS // 2))
+    if len(keep) > most:
+        size = math.ceil(len(keep) / (most // 2))
         places = torch.cat([keep, keep[-1:].expand(-len(keep) % size)]).view(-1, size)
         of = values[places]
         keep = torch.cat(

@@ -27,11 +27,10 @@ function runRows() {
     flags: Object.entries(all.flags[row]).map(([word, n]) => `${word} × ${whole(n)}`).join(", "),
   }));
 }
-// null stands for infinity, which JSON lacks; a comparison would treat null as 0
-const thresholds = Object.fromEntries(Object.entries(page.thresholds).map(([name, x]) => [name, x ?? Infinity]));
 async function stepRows(c) {
-  const found = await Promise.all(Object.keys(STATISTICS).map((statistic) => matrix(state.kind, statistic)));
-  const { vanishing, exploding, dead } = thresholds;
+  const found = await Promise.all(["norm", "rms", "abs_max", "zero_fraction"].map((statistic) => matrix(state.kind, statistic)));
+  // null stands for infinity, which JSON lacks; a comparison would treat null as 0
+  const [vanishing, exploding, dead] = ["vanishing", "exploding", "dead"].map((name) => page.thresholds[name] ?? Infinity);
   return state.shown.map((row) => {
     const [norm, rms, abs_max, zero_fraction] = found.map((m) => cellValue(m, row, c));
     const broken = norm !== null && !Number.isFinite(norm), words = {};

@@ -9,7 +9,7 @@ function paint() {
   const { left, top, width, height, ratio } = frame, bottom = top + height, right = left + width;
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, canvas.width, canvas.height);
-  if (!state.matrix || !C) return;
+  if (!state.matrix || !C || !state.rows.length) return;
   context.drawImage(base, left, top, width, height);
   context.font = `11px ${colour("sans")}`;
   context.textBaseline = "middle";
@@ -29,13 +29,13 @@ function paint() {
   context.rect(0, top, right + frame.right, height);
   context.clip();
   for (const finding of page.findings.slice(0, 2000).toReversed()) {
-    const i = finding.tensor === null || finding.kind !== state.kind ? -1 : state.shown.indexOf(finding.tensor);
-    if (i < 0) continue;
+    const i = finding.tensor === null || finding.kind !== state.kind ? undefined : state.rowOf.get(finding.tensor);
+    if (i === undefined) continue;
     context.fillStyle = colour(finding.severity);
     context.fillText(SEVERITIES[finding.severity].mark, right + 13, (toY(i) + toY(i + 1)) / 2);
   }
-  const selected = state.shown.indexOf(state.tensor);
-  if (selected >= 0) outline(context, left, toY(selected), width, toY(selected + 1) - toY(selected));
+  const selected = state.rowOf.get(state.tensor);
+  if (selected !== undefined) outline(context, left, toY(selected), width, toY(selected + 1) - toY(selected));
   const cell = state.hover ?? state.cell;
   if (cell) {
     const x = toX(edges.left[cell.c]);
@@ -57,20 +57,21 @@ function outline(context, x, y, w, h) {
   }
 }
 function fit(context, text, room) {
-  if (context.measureText(text).width <= room) return text;
+  if (text.length <= 200 && context.measureText(text).width <= room) return text;
+  const start = text.startsWith("▸ ") ? "▸ …" : "…";
   let keep = Math.min(text.length, 80); // the end of a name is more specific than its beginning
-  while (keep > 1 && context.measureText(`…${text.slice(-keep)}`).width > room) keep--;
-  return `…${text.slice(-keep)}`;
+  while (keep > 1 && context.measureText(start + text.slice(-keep)).width > room) keep--;
+  return start + text.slice(-keep);
 }
 // All names if there is room, otherwise the modules of the finest level that fits.
 function rowLabels() {
-  const [y0, y1] = yRange(), rows = state.shown.slice(y0, y1), high = frame.height / rows.length;
-  if (high >= 12) return rows.map((row, i) => [names[row], toY(y0 + i + 0.5), null]);
+  const [y0, y1] = yRange(), rows = state.rows.slice(y0, y1), high = frame.height / rows.length;
+  if (high >= 12) return rows.map(({ name, isFolded }, i) => [(isFolded ? "▸ " : "") + name, toY(y0 + i + 0.5), null]);
   let found = [];
   for (let depth = 1; depth <= 12; depth++) {
     const groups = [];
     rows.forEach((row, i) => {
-      const name = names[row].split(".").slice(0, depth).join(".");
+      const name = row.name.split(".", depth).join(".");
       if (groups.at(-1)?.name !== name) groups.push({ name, first: i, size: 0 });
       groups.at(-1).size++;
     });
@@ -97,42 +98,55 @@ function ticks(low, high, most, least = 1) {
 }
 
 function drawLegend() {
-  const m = state.matrix;
+  const m = state.matrix, isAway = m && isRelative();
+  choices("scales", [["relative", "relative to usual"], ["absolute", "absolute"]], isAway ? "relative" : "absolute",
+    (scale) => set({ scale }), m?.linear ? ["relative"] : []);
+  choices("levels", state.levels.length > 1 ? state.levels.map(([level, count]) => [level, level === Infinity ? `all ${whole(count)}` : whole(count)]) : [],
+    state.toggled.size ? null : state.folds, (level) => set({ level, toggled: new Set(), y: null, hover: null, cell: null, scope: "run" }));
+  $("levels").prepend(...(state.levels.length > 1 ? [element("span", { class: "before" }, "rows")] : []));
+  $("legend").hidden = $("map-note").hidden = !m;
   if (!m) return;
-  const [low, high] = span(m);
+  const [low, high] = isAway ? [-relative(m).span, relative(m).span] : span(m);
   const scale = element("span", { class: "scale", "aria-hidden": "true" }, element("i"));
-  scale.firstChild.style.background = `linear-gradient(to right, ${VIRIDIS.join(",")})`;
+  scale.firstChild.style.background = `linear-gradient(to right, ${(isAway ? CIVIDIS : VIRIDIS).join(",")})`;
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
-    const at = low + part * (high - low);
+    const at = low + part * (high - low), value = number(Number((10 ** Math.abs(at)).toPrecision(isAway ? 2 : 1)));
     const sign = m.linear ? "" : part === 0 ? "≤ " : part === 1 ? "≥ " : "";
-    scale.append(element("span", {}, sign + (m.linear ? `${100 * at} %` : number(Number((10 ** at).toPrecision(1))))));
+    scale.append(element("span", {}, isAway ? (at === 0 ? "usual" : `${sign}${at < 0 ? "÷" : "×"} ${value}`)
+      : sign + (m.linear ? `${100 * at} %` : number(Number((10 ** at).toPrecision(1))))));
   }
-  const swatch = (name) => {
-    const made = element("i", { class: "swatch" });
-    made.style.background = `var(--${name})`;
-    return made;
-  };
+  const swatch = (name) => element("i", { class: `swatch ${name}` });
   $("legend").replaceChildren(
-    element("span", {}, `${STATISTICS[state.statistic]} of ${state.kind}`), scale,
-    element("span", {}, swatch("broken"), "NaN or Inf"), element("span", {}, swatch("blank"), "not measured"),
+    element("span", {}, titleOf(state.statistic) + (isAway ? ", relative to the tensor’s usual" : "")), scale,
+    ...(m.linear ? [] : [element("span", {}, swatch("zero"), "exactly 0")]),
+    element("span", {}, swatch("nonfinite"), "NaN or Inf"), element("span", {}, swatch("blank"), "not measured"),
     ...Object.entries(SEVERITIES).filter(([word]) => page.findings.some((f) => f.severity === word && f.tensor !== null))
       .map(([word, { mark }]) => element("span", {}, `${mark} ${word}`)),
   );
-  const relative = 100 * (10 ** ((m.high - m.low) / (LARGEST - SMALLEST) / 2) - 1);
+  const rounding = 100 * (10 ** ((m.high - m.low) / (LARGEST - SMALLEST) / 2) - 1);
   const many = page.binned > 1
     ? `Each column covers ${whole(page.binned)} recorded steps and shows their largest value. `
     : "Each column is a recorded step. ";
   const rows = state.shown.length === names.length
     ? plural(names.length, "tensor") : `${whole(state.shown.length)} of ${plural(names.length, "tensor")}`;
-  $("map-note").textContent = `${rows}. ${many}Cells that share a pixel show their largest value. NaN and Inf count as the largest. ` +
-    `Values are rounded by at most ${m.linear ? "0.001 points" : `${Number(relative.toPrecision(1))} %`}.`;
+  const worst = isAway ? "the value that deviates most; an exact 0 deviates more than other values" : "their largest value";
+  $("map-note").textContent = `${rows}. ${many}${isAway ? "The usual value of a tensor is the median of its columns. " : ""}` +
+    `Cells that share a pixel or a folded row show ${worst}. NaN and Inf count as the largest. ` +
+    `Values are rounded by at most ${m.linear ? "0.001 points" : `${Number(rounding.toPrecision(1))} %`}.`;
 }
+const titleOf = (statistic) => (statistic === "ratio" ? "norm of the update / norm of the weight" : `${STATISTICS[statistic]} of ${state.kind}`);
 
 function describe({ i, c }) {
-  const row = state.shown[i], value = cellValue(state.matrix, row, c);
-  const what = value === null ? "not measured" : `${STATISTICS[state.statistic]} ${shownAs(state.statistic, value)}`;
+  const { name, isFolded, members } = state.rows[i], tensor = memberAt({ i, c });
+  const value = cellValue(state.matrix, tensor, c), usual = isRelative() ? relative(state.matrix).usual[tensor] : null;
+  let what = value === null ? "not measured" : `${STATISTICS[state.statistic]} ${shownAs(state.statistic, value)}`;
+  if (usual !== null && value > 0 && Number.isFinite(value)) {
+    what += `, ${value < usual ? "÷" : "×"} ${number(Number((value < usual ? usual / value : value / usual).toPrecision(2)))} its usual`;
+  }
+  if (isFolded) what += `, in ${label(state.kind, tensor)}`;
   const largest = columns.first[c] !== columns.last[c] && value !== null ? ", the largest" : "";
-  return [label(state.kind, row), `${steps(columns.first[c], columns.last[c])}${largest}: ${what}`];
+  return [isFolded ? `${name}, ${plural(members.length, "tensor")}` : label(state.kind, tensor),
+    `${steps(columns.first[c], columns.last[c])}${largest}: ${what}`];
 }
 function showTooltip(cell) {
   const tooltip = $("tooltip");
@@ -150,19 +164,23 @@ function showTooltip(cell) {
 function cellAt(event) {
   const box = canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
   const { left, top, width, height } = frame, [x0, x1] = xRange(), [y0, y1] = yRange();
-  if (!state.matrix || x < left || x >= left + width || y < top || y >= top + height || !state.shown.length) return { x, y, cell: null };
+  if (!state.matrix || x >= left + width || y < top || y >= top + height || !state.rows.length) return { x, y, cell: null, name: null };
   const c = columnAt(x0 + ((x - left) / width) * (x1 - x0)), i = Math.floor(y0 + ((y - top) / height) * (y1 - y0));
-  return { x, y, cell: c === null ? null : { i, c } };
+  if (x < left) return { x, y, cell: null, name: i };
+  return { x, y, cell: c === null ? null : { i, c }, name: null };
 }
 function listenToMap() {
   canvas.addEventListener("pointerdown", (event) => {
     if (event.button) return;
-    const { x, y } = cellAt(event);
+    const { x, y, name } = cellAt(event);
+    if (name !== null) return toggleRow(name);
     state.drag = { x, y, x1: x, y1: y, moved: false };
     if (event.pointerType === "mouse") canvas.setPointerCapture(event.pointerId);
   });
   canvas.addEventListener("pointermove", (event) => {
-    const { x, y, cell } = cellAt(event);
+    const { x, y, cell, name } = cellAt(event), module = name === null || state.drag ? null : moduleOf(name);
+    canvas.title = name === null ? "" : state.rows[name].name + (module === null ? "" : `\nClick: ${state.rows[name].isFolded ? "unfold" : "fold"} ${module}`);
+    canvas.style.cursor = module === null ? "" : "pointer";
     if (state.drag && event.pointerType === "mouse") {
       Object.assign(state.drag, { x1: x, y1: y, moved: state.drag.moved || Math.hypot(x - state.drag.x, y - state.drag.y) > 6 });
     }
@@ -189,7 +207,7 @@ function listenToMap() {
   }
   canvas.addEventListener("dblclick", showAll);
   canvas.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || !C || !state.shown.length) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || !state.matrix || !state.rows.length) return;
     const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], PageUp: [-10, 0], PageDown: [10, 0] };
     const [x0, x1] = xRange(), [y0, y1] = yRange();
     const at = state.cell ?? { i: y0, c: Math.min(columnAfter(x0), C - 1) };
@@ -200,7 +218,8 @@ function listenToMap() {
       set({ cell });
       showTooltip(cell);
       say(describe(cell).join(", "));
-    } else if (event.key === "Enter" || event.key === " ") chooseCell(at);
+    } else if (event.key === "f") toggleRow(at.i);
+    else if (event.key === "Enter" || event.key === " ") chooseCell(at);
     else if (event.key === "+" || event.key === "=") zoom([0.25, 0.75].map((p) => p - 0.5).map((p) => (edges.left[at.c] + edges.right[at.c]) / 2 + p * (x1 - x0)), state.y);
     else if (event.key === "-") zoom([x0 - (x1 - x0) / 2, x1 + (x1 - x0) / 2], state.y);
     else if (event.key === "0" || event.key === "Escape") showAll();

@@ -6,25 +6,44 @@ function choices(id, options, chosen, choose, disabled = []) {
     type: "button", "aria-pressed": String(key === chosen), disabled: disabled.includes(key) ? "" : null, onclick: () => choose(key) }, text)));
   if (focused) $(id).querySelector("[aria-pressed=true]")?.focus();
 }
+// Makes one run the one whose map, findings and table are shown.
+function bind(run) {
+  state.run = run;
+  page = data.runs[run];
+  ({ names, columns } = page);
+  C = columns.first.length;
+  edges = edgesOf(columns);
+  const ranges = data.runs.map((one) => one.range).filter(Boolean);
+  whole_x = ranges.length ? [Math.min(...ranges.map(([a]) => a)) - 0.5, Math.max(...ranges.map(([, b]) => b)) + 0.5] : [0, 1];
+}
+const statisticsOf = (kind) => Object.keys(STATISTICS).filter((name) => name !== "ratio" || page.matrices[kind]?.ratio);
 // Applies a change of the state, and redraws the parts that depend on it.
 async function set(change) {
   Object.assign(state, change);
   const has = (...keys) => keys.some((key) => key in change);
-  if (has("kind", "statistic")) {
-    const [kind, statistic] = [state.kind, state.statistic];
-    const found = C ? await matrix(kind, statistic) : null;
-    if (kind !== state.kind || statistic !== state.statistic) return; // another kind or statistic was chosen meanwhile
-    state.matrix = found;
-    choices("statistics", Object.entries(STATISTICS), statistic, (key) => set({ statistic: key }));
-    choices("kinds", page.kinds.length > 1 ? page.kinds.map((key) => [key, key]) : [], kind, (key) => set({ kind: key }));
+  if (has("shown", "level", "toggled")) layoutRows();
+  if (has("run", "kind", "statistic")) {
+    const { run, kind } = state;
+    if (!statisticsOf(kind).includes(state.statistic)) state.statistic = "norm";
+    const { statistic } = state;
+    const found = await Promise.all(data.runs.map((_, k) => matrix(kind, statistic, k)));
+    if (run !== state.run || kind !== state.kind || statistic !== state.statistic) return; // another one was chosen meanwhile
+    state.matrices = found;
+    state.matrix = found[run];
+    // the ratio belongs to the updates, but is offered with every kind
+    choices("statistics", Object.entries(STATISTICS).filter(([key]) => key !== "ratio" || page.matrices.updates?.ratio), statistic,
+      (key) => set({ statistic: key, ...(key === "ratio" ? { kind: "updates" } : {}) }));
+    choices("kinds", page.kinds.length > 1 ? page.kinds.map((key) => [key, key]) : [], kind,
+      (key) => set({ kind: key, ...(state.statistic === "ratio" ? { statistic: "norm" } : {}) }));
   }
-  if (has("kind", "statistic", "x", "y", "shown")) drawCells();
+  if (has("run", "kind", "statistic", "x", "y", "shown", "scale", "level", "toggled")) drawCells();
   else paint();
-  if (has("kind", "statistic", "shown")) drawLegend();
+  if (has("run", "kind", "statistic", "shown", "scale", "level", "toggled")) drawLegend();
   if (has("finding")) [...$("findings").querySelectorAll("button")].forEach((b, k) => b.setAttribute("aria-pressed", String(k === state.finding)));
   $("reset").disabled = state.x === null && state.y === null && state.finding === null;
-  if (has("kind", "statistic", "x", "cell", "tensor")) drawCharts();
-  if (has("kind", "cell", "tensor", "scope", "sort", "shown", "allRows")) await drawTable();
+  if (has("run", "kind", "statistic", "x", "cell", "tensor")) drawCharts();
+  save();
+  if (has("run", "kind", "cell", "tensor", "scope", "sort", "shown", "allRows")) await drawTable();
 }
 function zoom(x, y) {
   const clamp = ([a, b], low, high, least) => {
@@ -32,7 +51,7 @@ function zoom(x, y) {
     return size >= high - low ? null : [start, start + size];
   };
   const least = 3 * (C ? (whole_x[1] - whole_x[0]) / C : 1);
-  set({ x: x && clamp(x, ...whole_x, least), y: y && clamp(y.map(Math.round), 0, state.shown.length, 1), hover: null });
+  set({ x: x && clamp(x, ...whole_x, least), y: y && clamp(y.map(Math.round), 0, state.rows.length, 1), hover: null });
   showTooltip(null);
 }
 const showAll = () => set({ x: null, y: null, finding: null, hover: null });
@@ -40,7 +59,7 @@ function chooseTensor(tensor, more = {}) {
   set({ tensor, ...more });
 }
 function chooseCell(cell, withTensor = true) {
-  set({ cell, scope: "step", ...(withTensor ? { tensor: state.shown[cell.i] } : {}) });
+  set({ cell, scope: "step", ...(withTensor && state.matrix ? { tensor: memberAt(cell) } : {}) });
 }
 function chooseFinding(k) {
   const finding = page.findings[k], least = C ? (whole_x[1] - whole_x[0]) / C : 1;
@@ -48,10 +67,10 @@ function chooseFinding(k) {
   const change = { finding: k, cell: null, scope: "run", hover: null, y: null };
   if (finding.tensor !== null) {
     if (!state.shown.includes(finding.tensor)) search("");
-    Object.assign(change, { tensor: finding.tensor, kind: finding.kind ?? state.kind,
+    Object.assign(change, { tensor: finding.tensor, kind: finding.kind ?? state.kind, toggled: reveal(finding.tensor),
       statistic: finding.rule === "dead" ? "zero_fraction" : "norm" });
-    const place = state.shown.indexOf(finding.tensor);
-    if (state.shown.length > 60) change.y = [Math.max(0, place - 20), Math.min(state.shown.length, Math.max(40, place + 20))];
+    const rows = rowsAt(state.folds, change.toggled), at = rows.findIndex(({ members }) => members.includes(finding.tensor));
+    if (rows.length > 60) change.y = [Math.max(0, at - 20), Math.min(rows.length, Math.max(40, at + 20))];
   } else change.tensor = null;
   const x = [Math.max(whole_x[0], finding.first_step - pad), Math.min(whole_x[1], finding.last_step + pad)];
   change.x = x[1] - x[0] >= (whole_x[1] - whole_x[0]) * 0.999 ? null : x;
@@ -62,33 +81,63 @@ function chooseFinding(k) {
   say(`${finding.severity}: ${finding.message}`);
 }
 const say = (text) => { $("said").textContent = text; };
+function matching(text) {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  return names.map((_, i) => i).filter((i) => words.every((word) => names[i].toLowerCase().includes(word)));
+}
 function search(text) {
   $("search").value = text;
-  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  const shown = names.map((_, i) => i).filter((i) => words.every((word) => names[i].toLowerCase().includes(word)));
-  set({ shown, y: null, hover: null, cell: null, scope: "run" });
+  const shown = matching(text);
+  set({ query: text, shown, toggled: new Set(), y: null, hover: null, cell: null, scope: "run" });
   say(`${whole(shown.length)} of ${plural(names.length, "tensor")}`);
 }
 
 function drawHeader() {
-  $("title").textContent = page.title;
+  const { runs, differ } = data, tagged = runs.map(({ title }, k) => (runs.length > 1 ? `${"AB"[k]}: ${title}` : title));
+  $("title").textContent = tagged.join(", ");
   $("state").textContent = page.state.text;
   $("state").className = page.state.mood;
   $("facts").replaceChildren(...page.facts.map(([term, text]) => element("div", {}, element("dt", {}, term), element("dd", {}, text))));
   $("fault").hidden = !page.fault;
   if (page.fault) $("fault").replaceChildren(element("strong", {}, page.fault[0]), ...page.fault.slice(1).map((text) => element("div", {}, text)));
+  choices("runs", runs.length > 1 ? tagged.map((text, k) => [k, cut(text, 40)]) : [], state.run, chooseRun);
+  $("runs-note").hidden = runs.length === 1;
+  if (runs.length === 1) return;
+  const keys = STYLES.map(({ ink, dash }, k) => element("span", { class: "key" }, svg("svg", { width: 28, height: 8 },
+    svg("line", { x2: 28, y1: 4, y2: 4, stroke: `var(--${ink})`, "stroke-width": 2, ...(dash ? { "stroke-dasharray": dash } : {}) })), "AB"[k]));
+  const first = differ.first.map((name) => cut(name, 80)).join(", ") + (differ.more ? `, and ${whole(differ.more)} more` : "");
+  $("runs-note").replaceChildren(...keys, differ.step !== null ? `The runs first differ at step ${whole(differ.step)}: ${first}`
+    : `No recorded value differs in ${plural(differ.common, "common step")}${differ.same ? "." : ", but the runs do not have the same tensors or steps."}`);
 }
-drawHeader();
-drawFindings();
-document.querySelector(".columns").classList.toggle("quiet", page.findings.length === 0);
-$("nothing").hidden = page.range !== null;
-$("nothing").textContent = "No step is on disk yet. Write this page again when the run has written its first steps.";
-document.querySelector("main").hidden = page.range === null;
-if (page.range === null) document.documentElement.dataset.ready = "empty";
-else {
+// Shows the map, the findings and the table of the other run, with the same selection.
+function chooseRun(run) {
+  const fragment = new URLSearchParams(encoded());
+  fragment.delete("run");
+  fragment.delete("finding");
+  if (run) fragment.set("run", "b");
+  restore(fragment.toString());
+}
+// Draws everything.
+function redraw() {
+  drawHeader();
+  drawFindings();
+  document.querySelector(".columns").classList.toggle("quiet", page.findings.length === 0);
   $("cells").closest(".card").hidden = $("table-body").closest(".card").hidden = C === 0;
+  return set({ run: state.run, kind: state.kind, statistic: state.statistic, finding: state.finding, shown: state.shown });
+}
+
+const isEmpty = data.runs.every(({ range }) => range === null);
+$("nothing").hidden = !isEmpty;
+$("nothing").textContent = data.live ? "No step is on disk yet." : "No step is on disk yet. Write this page again when the run has written its first steps.";
+document.querySelector("main").hidden = isEmpty;
+if (isEmpty) {
+  bind(0);
+  drawHeader();
+  document.documentElement.dataset.ready = "empty";
+} else {
   listenToMap();
-  measure();
+  listenToCharts("overview");
+  listenToCharts("history");
   $("reset").addEventListener("click", showAll);
   $("history-close").addEventListener("click", () => set({ tensor: null }));
   $("table-more").addEventListener("click", () => set({ allRows: true }));
@@ -98,12 +147,13 @@ else {
     event.preventDefault();
     $("search").focus();
   });
-  const redraw = () => { drawCells(); drawLegend(); drawCharts(); };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  new ResizeObserver(() => { if (canvas.parentElement.clientWidth !== Math.round(canvas.width / frame.ratio)) redraw(); }).observe($("map"));
-  document.addEventListener("DOMContentLoaded", drawCharts);
-  set({ kind: state.kind, statistic: state.statistic }).then(() => requestAnimationFrame(() => {
-    performance.mark("map"); // the time to open the page is measured up to here
+  const resized = () => { drawCells(); drawLegend(); drawCharts(); };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", resized);
+  new ResizeObserver(() => { if (canvas.parentElement.clientWidth !== Math.round(canvas.width / frame.ratio)) resized(); }).observe($("overview"));
+  addEventListener("hashchange", () => { if (location.hash.slice(1) !== saved) restore(location.hash.slice(1)); });
+  restore(location.hash.slice(1)).then(() => requestAnimationFrame(() => requestAnimationFrame(() => {
+    performance.mark("drawn"); // the first frame is on the screen: the time to open the page is measured up to here
     document.documentElement.dataset.ready = "map";
-  }));
+  })));
 }
+if (data.live) follow();

@@ -1,4 +1,4 @@
-"""Write the report page: one HTML file that holds a run and opens offline."""
+"""Write the report page: one HTML file that holds one run or two, and opens offline."""
 
 from __future__ import annotations
 
@@ -11,77 +11,110 @@ import re
 import secrets
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.extras import require
-from gradiometer.runs import Run, read_run
+from gradiometer.runs import Run, compare, read_run
 from gradiometer.version import __version__
 from gradiometer.web.data import page_of
 
-__all__ = ["write_page"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["contents", "document", "to_json", "write_page"]
+
+MOST_NAMES: Final = 3  # of what differs first
 
 # in this order; on the page they form one function
-_SCRIPTS: Final = ("state", "cells", "map", "charts", "lists", "page")
+_SCRIPTS: Final = ("state", "cells", "rows", "map", "charts", "lists", "link", "page")
 
-# The page loads nothing. Only the scripts written here may run. Plotly sets inline styles while it draws.
+# Only the script written here may run. The page loads nothing, except that a served page reloads its data.
 _POLICY: Final = (
-    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
-    "connect-src 'none'; base-uri 'none'; form-action 'none'"
+    "default-src 'none'; script-src {script}; style-src {style}; img-src data:; "
+    "connect-src {connect}; base-uri 'none'; form-action 'none'"
 )
 
 
-def write_page(run: Run | Path | str, path: Path | str | None = None) -> Path:
-    """Write the report page of a run and return its path.
+def write_page(
+    run: Run | Path | str, path: Path | str | None = None, *, other: Run | Path | str | None = None
+) -> Path:
+    """Write the report page of a run, or of two runs, and return its path.
 
     Args:
         run: a run, or its folder.
-        path: the path of the page; by default ``report.html`` in the run's folder.
+        path: the path of the page; by default ``report.html`` in the run's folder, or
+            ``comparison.html`` with ``other``.
+        other: another run, or its folder, to show on the same page.
 
     Raises:
         RunError: if there is no run to read.
-        ImportError: without pyarrow or plotly; ``pip install 'gradiometer[monitor]'`` installs both.
+        ImportError: without pyarrow; ``pip install 'gradiometer[monitor]'`` installs it.
 
     >>> from gradiometer.web import write_page
     >>> write_page("runs/mine")                                # doctest: +SKIP
     PosixPath('runs/mine/report.html')
     """
-    plotly = require("plotly.offline", "monitor", "The report page")
-    run = run if isinstance(run, Run) else read_run(run)
-    target = run.path / "report.html" if path is None else Path(path)
-    values, matrices = page_of(run)
-    ours = "\n".join(_text(f"{name}.js") for name in _SCRIPTS)
-    scripts = {
-        "plotly": _script(plotly.get_plotlyjs()),
-        "script": _script(f'"use strict";\n(() => {{\n{ours}}})();'),
-    }
-    parts = {
-        **scripts,
-        "policy": _POLICY.format(scripts=" ".join(_hash(script) for script in scripts.values())),
-        "version": html.escape(__version__),
-        "title": html.escape(f"{values['title']} \u2013 gradiometer"),
-        "css": _text("page.css"),
-        "data": _json(values),
-        "matrices": "\n".join(
-            f'<script type="application/octet-stream" id="{name}">{code}</script>'
-            for name, code in matrices.items()
-        ),
-    }
-    # one pass over the template, so that inserted text is not substituted again
-    page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text("page.html"))
+    runs = [one if isinstance(one, Run) else read_run(one) for one in (run, other) if one is not None]
+    name = "report.html" if other is None else "comparison.html"
+    target = runs[0].path / name if path is None else Path(path)
+    page = document(*contents(runs))
     # replace atomically: a page is often rewritten while a browser has it open
     written = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         # exclusively, so that it follows no link
         with written.open("xb") as file:
-            file.write(page.encode("utf-8", "replace"))
+            file.write(page)
         written.replace(target)
     finally:
         written.unlink(missing_ok=True)
     return target
 
 
-def _text(name: str) -> str:
-    return resources.files("gradiometer.web").joinpath(name).read_text(encoding="utf-8")
+def contents(runs: Sequence[Run]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of a page of one or two runs, and its matrices by their id in the page."""
+    pages = [page_of(run) for run in runs]
+    values: dict[str, Any] = {"runs": [page.values for page in pages], "differ": None}
+    if len(runs) == 2:
+        found = compare(runs[0], runs[1])
+        values["differ"] = {
+            "same": found.same,
+            "common": found.common,
+            "step": found.step,
+            "first": [d.name for d in found.first[:MOST_NAMES]],
+            "more": max(0, len(found.first) - MOST_NAMES),
+        }
+    return values, {
+        f"{k}-{name}": code for k, page in enumerate(pages) for name, code in page.matrices.items()
+    }
+
+
+def document(values: dict[str, Any], matrices: dict[str, str]) -> bytes:
+    """Return the page of some contents; with the key ``"live"`` it asks its server for changes."""
+    script = _text([f"{name}.js" for name in _SCRIPTS])
+    script = _script(f'"use strict";\n(() => {{\n{script}}})();')
+    style = f"\n{_text(['page.css'])}"
+    titles = " and ".join(page["title"] for page in values["runs"])
+    parts = {
+        "script": script,
+        "policy": _POLICY.format(
+            script=_hash(script), style=_hash(style), connect="'self'" if "live" in values else "'none'"
+        ),
+        "version": html.escape(__version__),
+        "title": html.escape(f"{titles} \u2013 gradiometer"),
+        "css": style,
+        "data": to_json(values),
+        "matrices": "\n".join(
+            f'<script type="application/octet-stream" id="{name}">{code}</script>'
+            for name, code in matrices.items()
+        ),
+    }
+    # one pass over the template, so that inserted text is not substituted again
+    page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text(["page.html"]))
+    return page.encode("utf-8", "replace")
+
+
+def _text(names: Sequence[str]) -> str:
+    folder = resources.files("gradiometer.web")
+    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
 def _script(text: str) -> str:
@@ -90,11 +123,11 @@ def _script(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _json(values: dict[str, Any]) -> str:
+def to_json(values: dict[str, Any]) -> str:
     """Return JSON in ASCII, with characters that have a meaning in HTML escaped."""
     text = json.dumps(values, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

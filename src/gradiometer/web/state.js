@@ -1,29 +1,29 @@
 // The data of the page, the current selection, and functions that format values.
 //
 // The scripts in this folder are concatenated into the body of one function in the page. All data of the
-// run is inserted as text (textContent, canvas text). Labels for plotly, which interprets some HTML,
-// pass through `plain`.
+// run is inserted as text (textContent, canvas text).
 
 const $ = (id) => document.getElementById(id);
-const page = JSON.parse($("data").textContent);
-const { names, columns } = page;
-const C = columns.first.length;
+const data = JSON.parse($("data").textContent);
+// of the run that is shown, see `bind`; C is the number of columns of its map
+let page, names, columns, C, edges;
+let whole_x; // the steps of all runs
 
-const STATISTICS = { norm: "norm", rms: "rms", abs_max: "abs max", zero_fraction: "zero %" };
-const SEVERITIES = {
-  error: { mark: "✖", symbol: "x" },
-  warning: { mark: "▲", symbol: "triangle-up" },
-  info: { mark: "●", symbol: "circle" },
-};
+const STATISTICS = { norm: "norm", rms: "rms", abs_max: "abs max", zero_fraction: "zero %", ratio: "update / weight" };
+const SEVERITIES = { error: { mark: "✖" }, warning: { mark: "▲" }, info: { mark: "●" } };
 // codes of a cell: 0 means not measured, ZERO means exactly 0, SMALLEST to LARGEST are values
 const [ZERO, SMALLEST, LARGEST, INF, NAN] = [1, 2, 65533, 65534, 65535];
+// the lightness of both scales increases, so that they can be read in greyscale; the middle of the second is grey
 const VIRIDIS = ["#440154", "#482475", "#414487", "#355f8d", "#2a788e", "#21918c", "#22a884", "#44bf70", "#7ad151", "#bddf26", "#fde725"];
+const CIVIDIS = ["#00316f", "#2c4670", "#48566f", "#606570", "#777777", "#908d79", "#aca274", "#c9b969", "#e6d055", "#fee838"];
 
 const state = {
-  kind: page.kinds[0], statistic: "norm",
-  matrix: null, // the decoded matrix of this kind and statistic
+  run: 0, kind: null, statistic: "norm", scale: "relative",
+  matrices: [], // of each run, the decoded matrix of this kind and statistic; null if the run has none
+  matrix: null, // that of the run that is shown
   x: null, y: null, // the zoom: a range of steps and of rows; null for all
-  shown: names.map((_, i) => i), // the tensors that are rows of the map
+  query: "", shown: [], // the search, and the tensors that match
+  level: null, toggled: new Set(), rows: [], // see rows.js
   hover: null, cell: null, // { i, c }: a row and a column
   tensor: null, finding: null, drag: null,
   scope: "run", sort: { key: "score", down: true }, allRows: false,
@@ -46,8 +46,6 @@ const shownAs = (statistic, x) => (statistic === "zero_fraction" ? percent(x) + 
 const steps = (first, last) => (first === last ? `step ${whole(first)}` : `steps ${whole(first)} to ${whole(last)}`);
 const plural = (n, one, many = `${one}s`) => `${whole(n)} ${n === 1 ? one : many}`;
 const label = (kind, i) => names[i] + { grads: ".grad", weights: "", updates: ".update" }[kind];
-// plotly interprets <b>, <a href=...> and entities in text as markup
-const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const cut = (text, n) => (text.length > n ? `${text.slice(0, n / 2)}…${text.slice(-n / 2)}` : text);
 
 function element(tag, attributes = {}, ...children) {
@@ -56,6 +54,12 @@ function element(tag, attributes = {}, ...children) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else if (value !== null) made.setAttribute(key, value);
   }
+  made.append(...children);
+  return made;
+}
+function svg(tag, attributes = {}, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.append(...children);
   return made;
 }

@@ -1,0 +1,78 @@
+"""`gradiometer serve`: it prints an address, answers there, and ends at Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("typer")
+
+import gradiometer as gm
+from gradiometer.cli import Exit, serve
+from gradiometer.cli import app as cli
+from support.synthetic_run import write_run
+
+SOURCE = str(Path(gm.__file__).parents[1])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "a", steps=20)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_it_prints_the_address_and_serves_until_ctrl_c(run, as_json):
+    command = [sys.executable, "-m", "gradiometer", "serve", str(run), *(["--json"] if as_json else [])]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": SOURCE}, **pipes) as process:
+        line = process.stdout.readline()
+        if as_json:
+            address = json.loads(line)["url"]
+        else:
+            assert line.startswith(f"{run} at http://127.0.0.1:")
+            assert line.endswith(" (Ctrl-C ends)\n")
+            address = line.split()[2]
+        with urllib.request.urlopen(address, timeout=60) as answer:  # noqa: S310 http
+            assert answer.read().startswith(b"<!doctype html>")
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == Exit.INTERRUPTED
+
+
+@pytest.mark.parametrize("show", [False, True])
+def test_it_opens_a_browser_only_if_asked(run, monkeypatch, capsys, show):
+    opened = []
+
+    def stop(server):
+        opened.append(server.url)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve.webbrowser, "open", opened.append)
+    monkeypatch.setattr(serve.PageServer, "serve_forever", stop)
+    assert cli.main(["serve", str(run), *(["--open"] if show else [])]) == Exit.INTERRUPTED
+    assert len(opened) == 1 + show
+    assert len(set(opened)) == 1
+    assert opened[0] in capsys.readouterr().out
+
+
+def test_a_port_in_use_and_no_run_are_one_line(run, tmp_path, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert cli.main(["serve", str(run), "--port", str(port)]) == Exit.UNREADABLE
+        error = capsys.readouterr().err
+        assert f"port {port} of 127.0.0.1 cannot be used" in error
+        assert "pass another --port, or none" in error
+    assert cli.main(["serve", str(tmp_path / "none")]) == Exit.UNREADABLE
+    assert "no such folder" in capsys.readouterr().err
+    assert cli.main(["serve", str(run), "--port", "70000"]) == Exit.USAGE
