@@ -253,7 +253,13 @@ def renew(parents):
                 setattr(module, name, nn.Parameter(parameter.detach().clone()))
 
 
-@fault("not_updated", "update_ratio", where="mlp-label-noise gpt vae", peers=TOO_LOW, or_info=True)
+@fault(
+    "not_updated",
+    "update_ratio",
+    where="mlp-label-noise transformer-encoder vae",
+    peers=TOO_LOW,
+    or_info=True,
+)
 def updates_lost_in_bf16(t, _):
     t.model.bfloat16()
     rate(t, lambda _, factor: 0.003 * factor)
