@@ -378,7 +378,7 @@ def poison(t, step):
 PEERS_SPIKE = ("loss_spike", "grad_explosion", "spike")
 
 
-@fault(*SPIKES, onset=25, where="mlp-sgd gru mlp-summed-loss", peers=PEERS_SPIKE)
+@fault(*SPIKES, onset=25, where="mlp-sgd autoencoder mlp-summed-loss", peers=PEERS_SPIKE)
 def poisoned_batch_at_25(t, _):
     poison(t, 25)
 
