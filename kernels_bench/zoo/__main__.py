@@ -47,7 +47,7 @@ def main(argv=None):
         print("\n".join(names))
         return 0
 
-    start = time.perf_counter()
+    start, about = time.perf_counter(), machine.describe()
     rows = run_all(
         [(name, seed) for name in names for seed in range(args.seeds)],
         args.jobs,
@@ -55,7 +55,6 @@ def main(argv=None):
         peers=installed() if args.peers else (),
     )
     seconds = time.perf_counter() - start
-    about = machine.describe()
     command = scripts.command_line("kernels_bench.zoo", argv)
     note = f"    {command}\n\n{machine.one_line(about)}; {len(rows)} runs in {seconds / 60:.1f} minutes."
     text = tables.document(rows, note)
