@@ -98,7 +98,7 @@ def _faults(rows, names):
         ]
         table.append([name, counts[0], ", ".join(first), delays, *counts[1:]])
     heading = ("fault", "named", "first headline", "delay, steps", *names[1:])
-    return markdown(heading, table, ("left", "right", "left", "right", *ALIGN))
+    return markdown(heading, table, ("left", "right", "left", *ALIGN[1:]))
 
 
 def _healthy(rows, names):
@@ -114,7 +114,7 @@ def _healthy(rows, names):
         counts = [sum(run["tools"][tool]["warnings"] for run in runs) for tool in names]
         table.append([name, runs[0]["steps"], counts[0], warned, *counts[1:]])
     heading = ("kind of run", "steps", f"false warnings in {_most(rows)} runs", "rules", *names[1:])
-    return markdown(heading, table, ("left", "right", "right", "left", *ALIGN))
+    return markdown(heading, table, ("left", "right", "right", "left", *ALIGN[1:]))
 
 
 def _most(rows):
