@@ -283,8 +283,39 @@ def test_a_mistake_is_named_in_the_first_headline(mistake, rule, onset, text):
     assert first.advice
 
 
-def test_the_loop_without_a_mistake_is_quiet():
-    assert [str(one) for one in Loop().go(60) if one.severity > Severity.INFO] == []
+class ClearedInPlace(Loop):
+    def before(self):
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+class ClearedAsData(Loop):
+    def before(self):
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.zero_()
+
+
+class ClearedAtTheEnd(Loop):
+    def update(self):
+        super().update()
+        self.optimizer.zero_grad()
+
+
+class Clipped(Loop):
+    def between(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+
+class RateEndsAtZero(Loop):
+    def rate(self):
+        return self.lr * max(0.0, 1 - self.step / 57)
+
+
+@pytest.mark.parametrize(
+    "loop", [Loop, ClearedInPlace, ClearedAsData, ClearedAtTheEnd, Clipped, RateEndsAtZero]
+)
+def test_a_loop_without_a_mistake_is_quiet(loop):
+    assert [str(one) for one in loop().go(60) if one.severity > Severity.INFO] == []
 
 
 def test_without_weights_and_without_the_graph_of_the_loss_the_message_names_what_is_possible():

@@ -47,7 +47,7 @@ class ModelReader:
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._state = ModelState(())
         self._modes: list[bool] | None = None
-        self._gradient: Callable[[], Tensor | None] = _nothing
+        self._gradient: tuple[Callable[[], Tensor | None], int] = (_nothing, 0)
 
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
         """Return the state of the model; the same object if nothing has changed.
@@ -60,8 +60,8 @@ class ModelReader:
         modes = [module.training for module in self._modules.values()]
         untied = self._untied()
         old = self._state
-        quick = untied, self._keeps_gradients(), has_loss_scale
-        if afresh or modes != self._modes or quick != (old.untied, old.keeps_gradients, old.has_loss_scale):
+        quick = untied, self._grad_writes(), has_loss_scale
+        if afresh or modes != self._modes or quick != (old.untied, old.grad_writes, old.has_loss_scale):
             self._modes = modes
             requires = tuple([parameter.requires_grad for parameter in self._parameters])
             state = ModelState(requires, old.reached, self._evaluating(), *quick)
@@ -85,12 +85,13 @@ class ModelReader:
                 found.update([type(part).__name__ for part in active] if len(active) == len(layers) else [])
         return ", ".join([f"{count} {name}" for name, count in found.items()])
 
-    def _keeps_gradients(self) -> bool:
+    def _grad_writes(self) -> int:
         grad = next((p.grad for p in self._parameters if p.grad is not None), None)
-        kept = grad is not None and self._gradient() is grad
+        known, version = self._gradient
+        is_kept = grad is not None and known() is grad
         # not a reference, which would keep its memory
-        self._gradient = _nothing if grad is None else weakref.ref(grad)
-        return kept
+        self._gradient = (_nothing, 0) if grad is None else (weakref.ref(grad), grad._version)  # noqa: SLF001
+        return self._gradient[1] - version if is_kept else 0
 
     def _untied(self) -> tuple[tuple[str, str], ...]:
         return tuple([(a.name, b.name) for a, b in self._tied if a.parameter is not b.parameter])

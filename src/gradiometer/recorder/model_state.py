@@ -18,8 +18,8 @@ class ModelState:
         evaluating: the layers that behave differently in evaluation mode, if the model is in that mode, such
             as ``"2 BatchNorm2d, 1 Dropout"``; empty in training mode.
         untied: pairs of names that were one parameter when the monitor was created, and are two now.
-        keeps_gradients: whether the first gradient is the same tensor object as at the end of the last step,
-            as without ``zero_grad()`` in between, or with ``zero_grad(set_to_none=False)``.
+        grad_writes: how often the first gradient was written in place since the end of the step before: once,
+            if one ``backward()`` has added to it and nothing has cleared it. 0 if it is another tensor now.
         has_loss_scale: whether gradients have a loss scale: ``record`` was called with ``inv_scale``.
 
     >>> ModelState((True, False)).evaluating
@@ -30,5 +30,5 @@ class ModelState:
     reached: bool | None = None
     evaluating: str = ""
     untied: tuple[tuple[str, str], ...] = ()
-    keeps_gradients: bool = False
+    grad_writes: int = 0
     has_loss_scale: bool = False

@@ -46,7 +46,7 @@ class Initialization(WholeRule):
     too large if its rms is more than ``factor`` times the median of corresponding tensors in other layers, or
     of all matrices, after division by that scale. A weight whose elements are all equal is reported too. A
     weight of 0 has severity info, since some layers start at 0; it becomes a warning if it is
-    still 0 after ``patience`` recorded steps, though its gradient is measured.
+    still 0 after ``patience`` recorded steps, and its gradient is 0 too.
 
     Args:
         factor: the limit of the ratio.
@@ -80,7 +80,9 @@ class Initialization(WholeRule):
             return self._first(record)
         if self.count <= self.patience or not self.zero.any():
             return []
-        still = self.zero & (record.value("sumsq", "weights") == 0) & record.measured()
+        # a gradient that is not 0 would move them, if the optimizer held them
+        stuck = record.measured() & (record.value("abs_max") == 0) & (record.value("n_nonfinite") == 0)
+        still = self.zero & (record.value("sumsq", "weights") == 0) & stuck
         places = still.nonzero().flatten().tolist()
         if not places:
             return []

@@ -39,8 +39,9 @@ SCHEDULE: Final = "look at the scheduler: its number of steps, and whether it is
 _LR: Final = re.compile(r"(?:^|[^a-z])(?:lr|learning_?rate)(?:$|[^a-z])", re.IGNORECASE)
 # share of the total norm below which a gradient's update need not change a weight
 SMALL: Final = 1e-6
-# what nine of ten norms have grown to, if gradients add up
-LEAST_GROWTH: Final = 1.3
+# what the median of the norms and nine of ten norms have grown to, if gradients add up
+GROWN: Final = 1.5
+LEAST_GROWN: Final = 1.3
 # dtypes in which an update of less than a thousandth of a weight is lost
 _SHORT: Final = frozenset({"bfloat16", "float16"})
 
@@ -128,9 +129,10 @@ class Accumulating(WholeRule):
     """Gradients that add up from step to step, because nothing resets them.
 
     It compares the first recorded steps of a run, one after another. If nothing resets the gradients, each
-    ``.grad`` is the same tensor in all of them, their total norm rises in each, and the norms grow about
-    in proportion to the number of steps, until the weights have moved far; in proportion to its
-    square root if the gradients are independent.
+    ``.grad`` is the same tensor in all of them, and norms grow about in proportion to the number of steps,
+    until the weights have moved far; in proportion to its square root if the gradients are independent. If
+    something else writes the gradients, too, such as clipping, then the finding needs a total norm that rises
+    in each step, since they may be cleared in place.
 
     Args:
         steps: number of first steps to compare.
@@ -138,7 +140,7 @@ class Accumulating(WholeRule):
     """
 
     name = "accumulating"
-    kept = (*WholeRule.kept, "count", "last_step", "first_norms", "norms", "is_rising")
+    kept = (*WholeRule.kept, "count", "last_step", "first_norms", "norms", "is_rising", "is_exact")
 
     def __init__(self, *, steps: int = 6, severity: Severity = Severity.WARNING) -> None:
         super().__init__(severity)
@@ -148,7 +150,7 @@ class Accumulating(WholeRule):
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
-        self.count, self.last_step, self.is_rising = 0, -1, True
+        self.count, self.last_step, self.is_rising, self.is_exact = 0, -1, True, True
         self.first_norms = self.norms = torch.zeros(size, dtype=torch.float64, device="cpu")
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
@@ -164,22 +166,21 @@ class Accumulating(WholeRule):
         # other steps in between would hide how the gradients add up
         follows, self.last_step = record.step == self.last_step + 1, record.step
         known = (self.first_norms > 0) & norms.isfinite()
-        self.is_rising = bool(
-            follows
-            and record.model is not None
-            and record.model.keeps_gradients
-            and norms[known].norm() > before[known].norm()
-        )
+        writes = 0 if record.model is None else record.model.grad_writes
+        self.is_exact = self.is_exact and writes == 1
+        has_risen = bool(norms[known].norm() > before[known].norm())
+        self.is_rising = bool(follows and writes and known.any() and (has_risen or self.is_exact))
         if not self.is_rising or self.count <= self.steps:
             return []
         self.is_rising = False
         grown = norms[known] / self.first_norms[known]
         growth, least = float(grown.median()), float(grown.quantile(0.1))
-        if not 0.8 * math.sqrt(self.count) < growth < 1.3 * self.count or least < LEAST_GROWTH:
+        steps = 0.8 * math.sqrt(self.count), 1.3 * self.count
+        if not (growth > GROWN if self.is_exact else steps[0] < growth < steps[1] and least > LEAST_GROWN):
             return []
         first = record.step - self.count + 1
-        text = f"gradients have risen in every step since step {first}, to {growth:.2g} times in "
-        text += f"{self.count} steps, as sums over steps do: zero_grad() is not called"
+        text = f"gradients add up since step {first}, to {times(growth)} the first in {self.count} steps: "
+        text += "zero_grad() is not called"
         return [self.finding(record, first, None, growth, 1.0, text, RESET, self.severity)]
 
 
