@@ -247,6 +247,8 @@ class Monitor:
 
         Args:
             loss: the loss of the step. The run's first non-finite loss is reported to the sinks as a fault.
+                Pass it with its autograd graph, not detached, so that a rule can tell whether it depends on
+                the model.
             lr: the learning rate.
             **scalars: other values, by name; they replace those of `note`.
         """
