@@ -121,6 +121,16 @@ def test_a_folder_without_runs_and_one_that_is_not_there(tmp_path, capsys):
     assert "is not a folder; pass one that has runs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["watch", "report", "verify"])
+def test_other_commands_name_a_run_of_the_folder(tmp_path, capsys, command):
+    path = write_run(tmp_path / "a", steps=5, tensors=2)
+
+    assert cli.main([command, str(tmp_path)]) == Exit.UNREADABLE
+    assert (
+        f"there is no run.json in it; pass one of the runs in it, such as {path}" in capsys.readouterr().err
+    )
+
+
 def test_names_in_the_list_are_printable(tmp_path, capsys):
     write_run(tmp_path / "a\x1b[31m", steps=5, tensors=2)
 

@@ -822,3 +822,34 @@ def test_ranks_out_of_step_are_told_apart(two_ranks, tmp_path):
         assert failures.keys() == {"ranks"}
         assert news.startswith("rank 1 is in step 7, but rank 0 is in step 0: call advance() once per step")
     assert not any(read_run(tmp_path).steps["recorded"].to_pylist())
+
+
+# gm.watch
+
+
+def watched_job(rank, kind, steps, run_dir):
+    model = wrapped(kind, network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gm.watch(model, optimizer, run_dir=run_dir, weights=True, rules=()) as monitor:
+        for step in range(steps):
+            loss = model(batch(step).chunk(dist.get_world_size())[rank]).square().mean()
+            loss.backward()
+            monitor.note(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return monitor.failures, monitor.dropped
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_watched_loop_of_two_ranks_is_as_of_a_single_process(two_ranks, tmp_path, kind):
+    assert two_ranks.run(watched_job, kind, 10, str(tmp_path / "job")) == [({}, 0)] * 2
+    alone = network()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    with gm.watch(alone, optimizer, run_dir=tmp_path / "alone", weights=True, rules=()) as monitor:
+        for step in range(10):
+            loss = alone(batch(step)).square().mean()
+            loss.backward()
+            monitor.note(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(tmp_path / "job", tmp_path / "alone", 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import re
+import tomllib
 
 import pytest
 import torch
@@ -130,3 +131,23 @@ def check_the_whole_step(code, scope):
         torch.testing.assert_close(p, q)
         assert p.isfinite().all()
         assert p.grad is q.grad is None
+
+
+def test_install_lines_name_what_there_is():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    pages = {path: path.read_text("utf-8") for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]}
+    lines = {path: re.findall(r"pip install '?([^'`\s]+)", page) for path, page in pages.items()}
+    for path, targets in lines.items():
+        for target in targets:
+            name, _, extras = target.rstrip("]").partition("[")
+            if name in {".", project["name"]}:
+                unknown = set(filter(None, extras.split(","))) - set(project["optional-dependencies"])
+                assert not unknown, (path, target)
+    # until there is a release: from a clone, and what it will be
+    for page in ("README.md", "docs/index.md", "docs/tutorial.md"):
+        assert (
+            f"git clone {project['urls']['Source']}\ncd {project['name']}\npip install '.[monitor]'"
+            in pages[ROOT / page]
+        )
+    for page in ("README.md", "docs/index.md"):
+        assert "pip install 'gradiometer[monitor]'" in pages[ROOT / page]

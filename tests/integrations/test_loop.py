@@ -183,13 +183,16 @@ def test_a_scaler_that_is_disabled_changes_nothing():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     with gm.watch(model, optimizer, scaler=scaler, rules=(), sinks=[sink]) as monitor:
-        for step in range(2):
+        for step in range(4):
             x, y = batch(step)
             LOSS(model(x), y).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            if step < 2:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
 
-    assert sink.steps == [0, 1]
+    assert sink.steps == [0, 1, 2, 3]
     assert monitor.skips is False
 
 
@@ -338,6 +341,12 @@ def test_in_a_fullgraph_step_the_error_says_what_to_use():
 def test_what_is_not_an_optimizer_is_refused(optimizer, error, says):
     with pytest.raises(error, match=says):
         gm.watch(model_of(), optimizer)
+
+
+def test_what_is_not_a_scaler_is_refused():
+    model = model_of()
+    with pytest.raises(TypeError, match=r"expected scaler=torch.amp.GradScaler.*got float"):
+        gm.watch(model, torch.optim.SGD(model.parameters()), scaler=1024.0)
 
 
 def test_the_optimizer_of_another_model_is_refused():

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final, overload
 
 import torch
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradiometer.columns import DEFAULT_THRESHOLDS
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
-    from torch.amp import GradScaler
 
     from gradiometer.inputs import Parameters
 
@@ -104,15 +104,17 @@ def watch(
             raise TypeError(msg)
         return _add_callback(model, package, options)
     optimizers = _optimizers(optimizer)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        msg = f"watch: expected scaler=torch.amp.GradScaler(...), got {type(scaler).__name__}"
+        raise TypeError(msg)
     names, tensors = tracked_parameters(model)
     parts = _parts(optimizers, dict(zip(tensors, names, strict=True)))
     monitor = Monitor(model, **options)
     loop = _Loop(monitor, optimizers, parts, options.get("thresholds", DEFAULT_THRESHOLDS))
-    if scaler is None:
-        for each in optimizers:
-            each.register_step_pre_hook(loop.before)
-            each.register_step_post_hook(loop.after)
-    else:
+    for each in optimizers:
+        each.register_step_pre_hook(loop.before)
+        each.register_step_post_hook(loop.after)
+    if scaler is not None:
         monitor.skips = scaler.is_enabled()
         loop.wrap(scaler)
     return monitor
@@ -189,12 +191,15 @@ class _Loop:
         self._monitor, self._optimizers, self._parts = monitor, optimizers, parts
         self._thresholds = thresholds
         self._has_failed = False
+        self._in_scaler = False
         # an optimizer's hooks may be traced
         self._record_outside = torch.compiler.disable(self._record, reason=_NOT_COMPILED)
         self._advance_outside = torch.compiler.disable(self._advance, reason=_NOT_COMPILED)
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the gradients, unless a closure is to compute them."""
+        if self._in_scaler:
+            return
         if not _has_closure(args, kwargs):
             # set for fused optimizers by a scaler that was not passed
             scale = getattr(optimizer, "grad_scale", None)
@@ -202,6 +207,8 @@ class _Loop:
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End the step."""
+        if self._in_scaler:
+            return
         if _has_closure(args, kwargs):
             self._record_outside(optimizer, None)
         self._advance_outside(optimizer)
@@ -216,7 +223,11 @@ class _Loop:
                 return step(optimizer, *args, **kwargs)
             is_scaled = scaler.is_enabled() and is_still_scaled(scaler, optimizer)
             self._record_outside(inner, inverse_scale(scaler) if is_scaled else None)
-            result = step(optimizer, *args, **kwargs)
+            self._in_scaler = True
+            try:
+                result = step(optimizer, *args, **kwargs)
+            finally:
+                self._in_scaler = False
             self._advance_outside(inner)
             return result
 

@@ -133,7 +133,11 @@ def read_info(path: Path) -> dict[str, Any]:
     if info is None:
         there = "it is a file, not a folder" if path.exists() else "there is no such folder"
         what = "there is no run.json in it" if path.is_dir() else there
-        msg = f"{path} is not a run: {what}; pass the run_dir of a Monitor"
+        inner = next(path.glob("*/run.json"), None)
+        advice = (
+            "the run_dir of a Monitor" if inner is None else f"one of the runs in it, such as {inner.parent}"
+        )
+        msg = f"{path} is not a run: {what}; pass {advice}"
         raise RunError(msg)
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         msg = f"{path / 'run.json'} does not have the format {FORMAT}: pass the run_dir of a Monitor"
