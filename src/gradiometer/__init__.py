@@ -11,8 +11,11 @@ import typing
 
 from gradiometer.version import __version__
 
-# whether this process is `python -m gradiometer`, or the script `gradiometer`, which may not need torch
-_IS_COMMAND = pathlib.PurePath(*getattr(sys, "argv", [])[:1]).stem in {"-m", "gradiometer"}
+# Whether this process is `python -m gradiometer` or the script `gradiometer`, which may not need torch. While
+# Python imports the package that -m names, "-m" is the program's name.
+_NAME = pathlib.PurePath(*getattr(sys, "argv", [])[:1]).stem
+_IS_MODULE = _NAME == "-m" and ("-m", __name__) in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+_IS_COMMAND = _IS_MODULE or __name__ == _NAME
 
 if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer import rules, sinks

@@ -69,7 +69,7 @@ import gradiometer as gm
 """
 
 
-@pytest.mark.parametrize("program", ["/usr/bin/gradiometer", "gradiometer.exe", "-m"])
+@pytest.mark.parametrize("program", ["/usr/bin/gradiometer", "gradiometer.exe"])
 def test_in_a_command_names_are_imported_when_they_are_used(program):
     code = f"""{IN_A_COMMAND.replace("PROGRAM", repr(program))}
 assert "torch" not in sys.modules
@@ -93,7 +93,7 @@ assert pickle.loads(b"cgradiometer\\nThresholds\\n.") is gm.Thresholds
     process("-c", code)
 
 
-@pytest.mark.parametrize("argv", [["train.py"], [""], []])
+@pytest.mark.parametrize("argv", [["train.py"], [""], [], ["-m"]])
 def test_in_other_processes_everything_is_imported_at_once(argv):
     # so that the ops are there for a saved artifact that needs them
     code = f"""
@@ -105,6 +105,16 @@ assert "Monitor" in vars(gradiometer) and "__getattr__" not in vars(gradiometer)
 torch.ops.gradiometer.tensor_stats.default
 """
     process("-c", code)
+
+
+def test_a_package_that_imports_it_when_it_is_run_gets_everything(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import gradiometer")
+    (tmp_path / "mine" / "__main__.py").write_text(
+        "import gradiometer; print('Monitor' in vars(gradiometer))"
+    )
+
+    assert process("-m", "mine", PYTHONPATH=f"{SOURCE}{os.pathsep}{tmp_path}").stdout == "True\n"
 
 
 def test_a_name_that_is_imported_in_a_trace_breaks_no_graph():
