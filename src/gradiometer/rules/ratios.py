@@ -32,6 +32,9 @@ LEAST: Final = 10
 # an average ratio above the band is a warning if it is above this, or so many times the lowest before
 FAST: Final = 1.0
 RISING: Final = 5.0
+# a ratio of all updates to all weights above this is a warning after a few steps, also at the start
+WHOLE: Final = 0.5
+FEW: Final = 2
 WINDOW: Final = 50
 
 TOO_FAST: Final = "lower the learning rate, at least for this layer, or lengthen its warm-up"
@@ -48,7 +51,8 @@ class UpdateRatio(TensorRule):
     A ratio around 1e-3 is a rule of thumb (CS231n, "Ratio of weights:updates"; Karpathy's "Building
     makemore", part 3); the default band extends two powers of ten to either side. A ratio above it has
     ``severity`` if it is above 1, or has risen to 5 times the lowest average before, and otherwise info; one
-    below it has info, since a schedule that ends at 0 leads there. Only tensors of at least
+    below it has info, since a schedule that ends at 0 leads there. Updates that together have more than half
+    the norm of all weights in 2 recorded steps are reported at once. Otherwise, only tensors of at least
     two dimensions count.
 
     If weights but no updates are recorded, the rule uses the change of a weight's norm since the last
@@ -62,7 +66,7 @@ class UpdateRatio(TensorRule):
     """
 
     name = "update_ratio"
-    kept = (*TensorRule.kept, "seen", "ratios", "lowest", "before", "before_step")
+    kept = (*TensorRule.kept, "seen", "ratios", "lowest", "before", "before_step", "row", "since")
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class UpdateRatio(TensorRule):
         self.ratios = History(LEAST, WINDOW)
         self.seen = self.before = self.lowest = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.before_step: int | None = None
+        self.row = self.since = 0
         self.wide = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def check_value(self, key: str, value: Any) -> None:
@@ -95,6 +100,7 @@ class UpdateRatio(TensorRule):
         self.seen, self.before = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.lowest = torch.full_like(self.seen, math.inf)
         self.before_step = None
+        self.row = self.since = 0
 
     def prepare(self, roster: Roster) -> None:
         """Find the tensors of at least two dimensions."""
@@ -120,8 +126,9 @@ class UpdateRatio(TensorRule):
         below = judged & (mean < (math.log(self.low) if exact and self.low > 0 else -math.inf))
         # a frozen weight changes by 0, and a ratio that is not finite was not averaged
         found = (above | below) & x.isfinite()
+        whole = self._whole(record, change, square) if exact else []
         if not found.any():
-            return []
+            return whole
         bound = "" if exact else "at least "
         # in a small or new model, updates of a fifth of the weights can be healthy
         fast = (mean > math.log(FAST)) | (mean > self.lowest + math.log(RISING))
@@ -136,7 +143,31 @@ class UpdateRatio(TensorRule):
             return Sight(value, self.low, message, TOO_SLOW, min(self.severity, Severity.INFO))
 
         badness = torch.where(above, mean - math.log(self.high), -1 / (1 + mean.abs()))
-        return self.findings(record, "updates" if exact else "weights", found, badness, describe)
+        return whole + self.findings(record, "updates" if exact else "weights", found, badness, describe)
+
+    def _whole(self, record: StepRecord, change: Tensor, square: Tensor) -> list[Finding]:
+        """Return a finding if all updates together are about as large as all weights, for a few steps."""
+        ratio = math.sqrt(float(change.sum()) / max(float(square.sum()), 1e-300))
+        self.row = self.row + 1 if ratio > WHOLE else 0
+        if self.row == 1:
+            self.since = record.step
+        if self.row < FEW:
+            return []
+        text = (
+            f"the update of all weights together has {ratio:.2g} times their norm: the learning rate is too "
+        )
+        fields = (
+            self.severity,
+            self.since,
+            record.step,
+            "updates",
+            None,
+            ratio,
+            WHOLE,
+            text + "large",
+            TOO_FAST,
+        )
+        return [Finding(self.name, *fields)]  # type: ignore[arg-type]
 
     def _change(self, norm: Tensor, step: int) -> Tensor:
         before, since = self.before, self.before_step
