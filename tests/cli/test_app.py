@@ -222,6 +222,21 @@ def test_the_page_is_the_one_that_is_written_from_python(call, run, tmp_path):
     assert (tmp_path / "page.html").read_text().startswith("<!")
 
 
+def test_two_runs_are_one_page(call, call_json, run, tmp_path):
+    other = write_run(tmp_path / "b", steps=20)
+
+    assert call("report", run, other) == (0, f"{run / 'comparison.html'}\n", "")
+    assert "<title>a and b \u2013 gradiometer</title>" in (run / "comparison.html").read_text(
+        encoding="utf-8"
+    )
+    assert call_json("report", run, other, "-o", tmp_path / "page.html")["page"] == str(
+        tmp_path / "page.html"
+    )
+    code, out, err = call("report", run, tmp_path / "none")
+    assert (code, out) == (Exit.UNREADABLE, "")
+    assert "no such folder" in err
+
+
 def test_a_page_that_cannot_be_written_is_one_line(call, run, tmp_path):
     code, out, err = call("report", run, "-o", tmp_path / "none" / "page.html")
 
@@ -448,10 +463,12 @@ def test_help_version_and_no_command(call):
     assert call("--version") == (0, f"gradiometer {gm.__version__}\n", "")
     code, out, _ = call()
     assert code == 0
-    for command in ("demo", "report", "watch", "show", "diff", "doctor"):
+    for command in ("demo", "report", "serve", "watch", "show", "diff", "doctor"):
         assert command in out
     assert call("--help")[1] == out
-    assert all("--json" in call(name, "--help")[1] for name in ("report", "watch", "show", "diff", "doctor"))
+    assert all(
+        "--json" in call(name, "--help")[1] for name in ("report", "serve", "watch", "show", "diff", "doctor")
+    )
 
 
 def test_python_m_is_the_same(run):

@@ -708,3 +708,25 @@ def test_a_served_page_follows_its_run(browser, tmp_path, monkeypatch):
             "() => document.getElementById('live').textContent.includes('the server has ended')"
         )
         assert wrong == []
+
+
+def test_a_run_of_scalars_alone_has_charts_as_wide_as_the_page(opened, tmp_path):
+    def change(record):
+        return replace(record, values=None, scalars={"loss": 1.0 + record.step, "lr": 0.1})
+
+    page = opened(write_page(write_changed(tmp_path / "run", change)))
+    assert page.is_hidden("#cells")
+    assert page.locator("#overview .title").all_text_contents() == ["loss", "lr"]
+    assert page.locator("#overview .chart >> nth=0").bounding_box()["width"] > 1000
+
+
+@pytest.mark.parametrize("empty_first", [True, False])
+def test_a_run_without_steps_beside_another_is_a_page(opened, tmp_path, empty_first):
+    runs = [write_run(tmp_path / "none", steps=0), write_run(tmp_path / "some", steps=STEPS)]
+    page = opened(write_page(*runs[:: 1 if empty_first else -1][:1], other=runs[1 if empty_first else 0]))
+    assert page.locator("#overview .line").count() == 3
+    for name, cells in (("none", False), ("some", True), ("none", False)):
+        title = f"{'AB'[(name == 'some') == empty_first]}: {name}"
+        wait_for_pressed(page, "#runs", title)
+        assert page.is_visible("#cells") == cells
+        assert page.locator("#overview .line").count() == 3

@@ -68,8 +68,10 @@ def test_data_are_sent_when_the_run_has_grown(served):
 
 def test_the_run_is_read_in_a_small_share_of_the_time(served, monkeypatch):
     monkeypatch.setattr(server, "SHARE", 1e-9)
-    have = json.loads(ask(served, f"/{served.token}/data")[2])["values"]["live"]["version"]
+    ask(served, f"/{served.token}/")
     write_run(served._run.path, tensors=4, steps=10, first=20)
+    have = json.loads(ask(served, f"/{served.token}/data")[2])["values"]["live"]["version"]
+    write_run(served._run.path, tensors=4, steps=10, first=30)
     assert ask(served, f"/{served.token}/data?have={have}")[0] == 204
 
 

@@ -116,10 +116,10 @@ const yRange = () => state.y ?? [0, state.rows.length];
 
 const canvas = $("cells");
 const base = document.createElement("canvas");
-const frame = { left: 210, right: 26, top: 8, bottom: 26, width: 0, height: 0, ratio: 1 };
+const frame = { left: 210, right: 26, top: 8, bottom: 26, outer: 0, width: 0, height: 0, ratio: 1 };
 
 function measure() {
-  const outer = canvas.parentElement.clientWidth;
+  const outer = frame.outer = $("overview").clientWidth; // as wide as the map, which is hidden without tensors
   frame.left = outer < 560 ? 104 : 210;
   frame.width = Math.max(outer - frame.left - frame.right, 40);
   const rows = Math.max(yRange()[1] - yRange()[0], 1), most = Math.max(360, Math.min(600, 0.65 * innerHeight));

@@ -78,7 +78,7 @@ def page_of(run: Run) -> Page:
     drawn = dict(list(scalars.items())[:MOST_SCALARS])
     most = min(MOST_POINTS, ALL_POINTS // (len(drawn) + 1))
     skipped = _truth(steps["skipped"])
-    findings = sorted(run.findings, key=lambda f: (-f.severity, f.first_step))
+    found, more_findings = _findings(run)
     values: dict[str, Any] = {
         "title": run.path.resolve().name,
         "names": names,
@@ -105,20 +105,8 @@ def page_of(run: Run) -> Page:
         "columns": {"first": recorded[::binned].tolist(), "last": _lasts(recorded, binned).tolist()},
         "matrices": {},
         "summary": {},
-        "findings": [
-            {
-                "rule": f.rule,
-                "severity": str(f.severity),
-                "first_step": f.first_step,
-                "last_step": f.last_step,
-                "kind": f.kind,
-                "tensor": None if f.tensor is None else run.roster.index.get(f.tensor),
-                "message": f.message[:MOST_LETTERS],
-                "advice": f.advice[:MOST_LETTERS],
-            }
-            for f in findings[:MOST_FINDINGS]
-        ],
-        "more_findings": max(0, len(findings) - MOST_FINDINGS),
+        "findings": found,
+        "more_findings": more_findings,
     }
     values |= head_of(run, step, recorded, loss[has_loss], int(skipped.sum()))
     matrices: dict[str, str] = {}
@@ -137,6 +125,25 @@ def page_of(run: Run) -> Page:
                 "linear": statistic == "zero_fraction",
             }
     return Page(values, matrices)
+
+
+def _findings(run: Run) -> tuple[list[dict[str, Any]], int]:
+    """Return the list of findings, worst first, and the number that were left out."""
+    findings = sorted(run.findings, key=lambda f: (-f.severity, f.first_step))
+    kept = [
+        {
+            "rule": f.rule,
+            "severity": str(f.severity),
+            "first_step": f.first_step,
+            "last_step": f.last_step,
+            "kind": f.kind,
+            "tensor": None if f.tensor is None else run.roster.index.get(f.tensor),
+            "message": f.message[:MOST_LETTERS],
+            "advice": f.advice[:MOST_LETTERS],
+        }
+        for f in findings[:MOST_FINDINGS]
+    ]
+    return kept, len(findings) - len(kept)
 
 
 def _read(

@@ -149,7 +149,7 @@ if (isEmpty) {
   });
   const resized = () => { drawCells(); drawLegend(); drawCharts(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", resized);
-  new ResizeObserver(() => { if (canvas.parentElement.clientWidth !== Math.round(canvas.width / frame.ratio)) resized(); }).observe($("overview"));
+  new ResizeObserver(() => { if ($("overview").clientWidth !== frame.outer) resized(); }).observe($("overview"));
   addEventListener("hashchange", () => { if (location.hash.slice(1) !== saved) restore(location.hash.slice(1)); });
   restore(location.hash.slice(1)).then(() => requestAnimationFrame(() => requestAnimationFrame(() => {
     performance.mark("drawn"); // the first frame is on the screen: the time to open the page is measured up to here

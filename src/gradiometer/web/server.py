@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["PageServer"]
 
 ADDRESS: Final = "127.0.0.1"
-# the time between two requests of an open page, and the largest share of the time for reading the run
+# the time between two requests of an open page, and the largest share of the time for reading the run again
 SECONDS: Final = 2.0
-SHARE: Final = 0.1
+SHARE: Final = 0.2
 
 
 class PageServer(ThreadingHTTPServer):
@@ -29,7 +29,7 @@ class PageServer(ThreadingHTTPServer):
 
     Only requests with the secret of `url` are answered, and only if their Host is this machine: a name that
     an attacker resolves to 127.0.0.1 (DNS rebinding) is refused. The run is read when an open page asks for
-    changes, in at most a tenth of the time. Its folder is not written to.
+    changes, in at most a fifth of the time. Its folder is not written to.
 
     Args:
         run: the run; it is refreshed.
@@ -85,13 +85,15 @@ class PageServer(ThreadingHTTPServer):
         began = time.monotonic()
         if began < self._next_read:
             return
-        if self._run.refresh() or not self._version:
+        is_first = not self._version
+        if self._run.refresh() or is_first:
             values, matrices = contents([self._run])
             self._version += 1
             self._values = values | {"live": {"version": self._version, "seconds": SECONDS}}
             self._matrices = matrices
-        ended = time.monotonic()
-        self._next_read = ended + (ended - began) / SHARE
+        if not is_first:
+            ended = time.monotonic()
+            self._next_read = ended + (ended - began) / SHARE
 
 
 class _Handler(BaseHTTPRequestHandler):
