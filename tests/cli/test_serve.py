@@ -17,7 +17,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("typer")
 
 import gradiometer as gm
-from gradiometer.cli import Exit, serve
+from gradiometer.cli import Exit
 from gradiometer.cli import app as cli
 from support.synthetic_run import write_run
 
@@ -46,22 +46,6 @@ def test_it_prints_the_address_and_serves_until_ctrl_c(run, as_json):
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == Exit.INTERRUPTED
-
-
-@pytest.mark.parametrize("show", [False, True])
-def test_it_opens_a_browser_only_if_asked(run, monkeypatch, capsys, show):
-    opened = []
-
-    def stop(server):
-        opened.append(server.url)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(serve.webbrowser, "open", opened.append)
-    monkeypatch.setattr(serve.PageServer, "serve_forever", stop)
-    assert cli.main(["serve", str(run), *(["--open"] if show else [])]) == Exit.INTERRUPTED
-    assert len(opened) == 1 + show
-    assert len(set(opened)) == 1
-    assert opened[0] in capsys.readouterr().out
 
 
 def test_a_port_in_use_and_no_run_are_one_line(run, tmp_path, capsys):

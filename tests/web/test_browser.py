@@ -306,10 +306,10 @@ def test_chart_and_map_zoom_together(page):
     page.keyboard.press("Escape")
     page.dblclick("#cells", position={"x": 400, "y": 60})
     assert steps_in_view(page) == [-0, 200]
-    box = page.locator("#overview .chart >> nth=0 >> svg").bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)
+    top = page.locator("#overview .chart >> nth=0").bounding_box()["y"]
+    page.mouse.move(place(page, 0, 100)[0], top + 40)
     page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 30, steps=4)
+    page.mouse.move(place(page, 0, 150)[0], top + 40, steps=4)
     page.mouse.up()
     low, high = steps_in_view(page)
     assert abs(low - 100) <= 2
@@ -708,6 +708,28 @@ def test_a_served_page_follows_its_run(browser, tmp_path, monkeypatch):
             "() => document.getElementById('live').textContent.includes('the server has ended')"
         )
         assert wrong == []
+
+
+def test_the_charts_show_values_and_lead_to_findings(page, small):
+    loss = read_run(small.parent).steps["loss"][70].as_py()
+    top = page.locator("#overview .chart >> nth=1").bounding_box()["y"]
+    page.mouse.move(place(page, 0, 70)[0], top + 40)
+    name, value = page.locator("#overview .readout >> nth=1").text_content().split(": ")
+    assert name == "step 70"
+    assert float(value) == pytest.approx(loss, rel=6e-3)
+    page.locator("#overview .mark", has_text="blocks.3.bias").click()
+    wait_for_text(page, "#history-title", "blocks.3.bias.grad")
+    assert page.get_attribute(".finding >> nth=1", "aria-pressed") == "true"
+
+
+def test_names_of_scalars_stay_text(opened, tmp_path):
+    def change(record):
+        return replace(record, scalars=dict.fromkeys(NAMES, float(record.step)))
+
+    page = opened(write_page(write_changed(tmp_path / "run", change)))
+    titles = page.locator("#overview .title").all_text_contents()
+    assert [title for title in titles[1:] if len(title) < 80] == list(NAMES[:-1])
+    assert page.locator("main img, main a, main b, main i:not(.swatch, .scale i)").count() == 0
 
 
 def test_a_run_of_scalars_alone_has_charts_as_wide_as_the_page(opened, tmp_path):

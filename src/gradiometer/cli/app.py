@@ -278,13 +278,12 @@ def _report(
 def _serve(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 selects a free one.")] = 0,
-    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> int:
     """Serve the page of a run on this machine only, with new steps as they are written, until Ctrl-C."""
     from gradiometer.cli import serve  # noqa: PLC0415 only this command needs it
 
-    serve.serve(read_run(run), port=port, show=show, as_json=as_json)
+    serve.serve(read_run(run), port=port, as_json=as_json)
     return Exit.OK
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import webbrowser
 from typing import TYPE_CHECKING
 
 from gradiometer.runs import to_json
@@ -15,13 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 
-def serve(run: Run, *, port: int = 0, show: bool = False, as_json: bool = False) -> None:
+def serve(run: Run, *, port: int = 0, as_json: bool = False) -> None:
     """Print the address of a run's page, and serve it until Ctrl-C.
 
     Args:
         run: the run; it is refreshed.
         port: the port; 0 selects a free one.
-        show: open the page in a browser.
         as_json: print the address as a line of JSON.
 
     Raises:
@@ -39,6 +37,4 @@ def serve(run: Run, *, port: int = 0, show: bool = False, as_json: bool = False)
         else:
             line = f"{printable(str(run.path))} at {server.url} (Ctrl-C ends)"
         print(line, flush=True)
-        if show:
-            webbrowser.open(server.url)
         server.serve_forever()
