@@ -700,7 +700,10 @@ def test_a_served_page_follows_its_run(browser, tmp_path, monkeypatch):
         assert page.evaluate("document.same")
         assert page.inner_text("#history-title") == "blocks.1.weight.grad"
         assert page.inner_text("#scales [aria-pressed=true]") == "absolute"
-        assert "step 59" in hover(page, 2, 59, last=59)
+        value = float(read_run(path).matrix("norm")[1][59, 2])
+        text = hover(page, 2, 59, last=59)
+        assert "step 59" in text
+        assert shown(text) == pytest.approx(value, rel=6e-3)
         served.shutdown()
         thread.join()
         served.server_close()
