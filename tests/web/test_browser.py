@@ -222,8 +222,8 @@ def test_it_renders(page):
     assert first_names(page, 2) == ["blocks.0.weight", "blocks.0.bias"]
     assert page.locator(".finding").count() == 3
     assert [text.split("\n")[0] for text in page.locator(".finding").all_inner_texts()] == [
-        "✖ error",
         "▲ warning",
+        "✖ error",
         "● info",
     ]
 

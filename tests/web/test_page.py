@@ -194,7 +194,7 @@ def test_all_kinds_have_their_matrices(tmp_path):
     assert list(values["matrices"]) == list(values["summary"]) == values["kinds"]
 
 
-def test_findings_come_worst_first_with_the_place_of_their_tensor(tmp_path):
+def test_findings_come_by_headline_with_the_place_of_their_tensor(tmp_path):
     def finding(severity, step, tensor):
         return Finding(
             "dead", severity, step, step, "grads", tensor, math.nan, math.inf, "m" * 9999, "try this"
@@ -207,11 +207,11 @@ def test_findings_come_worst_first_with_the_place_of_their_tensor(tmp_path):
         finding(Severity.WARNING, 2, "not.in.the.roster"),
     ]
     values = held(write_page(write_run(tmp_path / "run", tensors=2, steps=9, findings=found)))
-    assert [(f["severity"], f["first_step"], f["tensor"]) for f in values["findings"]] == [
-        ("error", 3, None),
-        ("error", 7, 1),
-        ("warning", 2, None),
-        ("info", 1, 0),
+    assert [(f["severity"], f["first_step"], f["tensor"], f["under"]) for f in values["findings"]] == [
+        ("error", 7, 1, None),
+        ("warning", 2, None, 0),
+        ("error", 3, None, None),
+        ("info", 1, 0, None),
     ]
     assert max(len(f["message"]) for f in values["findings"]) == data.MOST_LETTERS
 

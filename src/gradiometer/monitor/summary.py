@@ -53,6 +53,8 @@ class FindingLog:
             findings: all findings of the run.
             changed: those that are new or have changed since the last call.
         """
+        if self._lines > _LINES:
+            return
         if all([_key(one) in self._known or one.severity < Severity.WARNING for one in changed]):
             return
         for headline in headlines(findings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -46,6 +47,8 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
 _TOGETHER: Final = 5
 # steps after the last sighting of a cause in which findings may follow from it
 _AFTER: Final = 100
+# causes of one rule that are looked at
+_LIVE: Final = 64
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,18 @@ def headlines(findings: Iterable[Finding]) -> list[Headline]:
     groups = _grouped(findings)
     groups.sort(key=lambda group: (min(one.first_step for one in group), _rank(group[0].rule)))
     causes: list[tuple[list[Finding], list[Finding]]] = []
+    # the causes that may explain a later finding, by rule: the latest, so that a long list takes no long time
+    live: dict[str, deque[int]] = {rule: deque(maxlen=_LIVE) for rule in _EXPLAINS}
     for group in groups:
-        cause = next((known for known in causes if _explains(known[0], group)), None)
-        if cause is None:
-            causes.append((group, []))
-        else:
-            cause[1].extend(group)
+        rule = group[0].rule
+        places = [place for cause in live if rule in _follows(cause) for place in live[cause]]
+        place = min([place for place in places if _explains(causes[place][0], group)], default=None)
+        if place is not None:
+            causes[place][1].extend(group)
+            continue
+        if rule in live:
+            live[rule].append(len(causes))
+        causes.append((group, []))
     found = [Headline(tuple(group), tuple(explained)) for group, explained in causes]
     return sorted(found, key=lambda headline: (headline.severity < Severity.WARNING, headline.first_step))
 
@@ -142,10 +151,13 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     for finding in sorted(findings, key=lambda finding: finding.first_step):
         key = finding.rule, finding.kind, finding.severity >= Severity.WARNING
         group = last.get(key)
-        if group is None or finding.first_step - group[0].first_step > _TOGETHER or finding.tensor is None:
-            group = last[key] = []
-            groups.append(group)
-        group.append(finding)
+        if finding.tensor is None:
+            groups.append([finding])
+        elif group is not None and finding.first_step - group[0].first_step <= _TOGETHER:
+            group.append(finding)
+        else:
+            last[key] = [finding]
+            groups.append(last[key])
     for group in groups:
         group.sort(key=lambda finding: -finding.severity)
     return groups
@@ -153,10 +165,6 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
 
 def _explains(cause: Sequence[Finding], group: Sequence[Finding]) -> bool:
     rule, severity = cause[0].rule, max(finding.severity for finding in cause)
-    # a spike that lasts or comes back soon is one
-    follows = {*_EXPLAINS.get(rule, ()), *({rule} & _SPIKES)}
-    if group[0].rule not in follows:
-        return False
     # what is only worth knowing explains no problem, unless the learning rate or updates are too large
     too_large = rule in {"learning_rate", "update_ratio"} and cause[0].value > cause[0].threshold
     if severity < Severity.WARNING and not too_large and group[0].severity > severity:
@@ -165,6 +173,11 @@ def _explains(cause: Sequence[Finding], group: Sequence[Finding]) -> bool:
     first = min(finding.first_step for finding in cause)
     last = max(finding.last_step for finding in cause)
     return first <= begun <= last + _AFTER
+
+
+def _follows(rule: str) -> frozenset[str]:
+    # a spike that lasts or comes back soon is one
+    return _EXPLAINS[rule] | ({rule} & _SPIKES)
 
 
 def _rank(rule: str) -> int:

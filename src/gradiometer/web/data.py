@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from gradiometer.columns import Flag, derived
+from gradiometer.rules import headlines
 from gradiometer.runs import scalars_of
 from gradiometer.web.head import head_of
 
@@ -128,22 +129,30 @@ def page_of(run: Run) -> Page:
 
 
 def _findings(run: Run) -> tuple[list[dict[str, Any]], int]:
-    """Return the list of findings, worst first, and the number that were left out."""
-    findings = sorted(run.findings, key=lambda f: (-f.severity, f.first_step))
-    kept = [
-        {
-            "rule": f.rule,
-            "severity": str(f.severity),
-            "first_step": f.first_step,
-            "last_step": f.last_step,
-            "kind": f.kind,
-            "tensor": None if f.tensor is None else run.roster.index.get(f.tensor),
-            "message": f.message[:MOST_LETTERS],
-            "advice": f.advice[:MOST_LETTERS],
-        }
-        for f in findings[:MOST_FINDINGS]
-    ]
-    return kept, len(findings) - len(kept)
+    """Return the list of findings, and the number that were left out.
+
+    Each headline's first finding has its message; the headline's other findings, and those that it explains,
+    follow it, with its place in the list as ``under``.
+    """
+    kept: list[dict[str, Any]] = []
+    for headline in headlines(run.findings):
+        place = len(kept)
+        for f in (*headline.findings, *headline.explained):
+            is_first = len(kept) == place
+            kept.append(
+                {
+                    "rule": f.rule,
+                    "severity": str(headline.severity if is_first else f.severity),
+                    "first_step": f.first_step,
+                    "last_step": f.last_step,
+                    "kind": f.kind,
+                    "tensor": None if f.tensor is None else run.roster.index.get(f.tensor),
+                    "message": (headline.message if is_first else f.message)[:MOST_LETTERS],
+                    "advice": f.advice[:MOST_LETTERS],
+                    "under": None if is_first else place,
+                }
+            )
+    return kept[:MOST_FINDINGS], max(0, len(kept) - MOST_FINDINGS)
 
 
 def _read(

@@ -1,15 +1,23 @@
 // The list of findings, and the table of tensors.
 
 function drawFindings() {
-  const items = page.findings.map((finding, k) => element("li", {},
-    element("button", { type: "button", class: `finding ${finding.severity}`, "aria-pressed": "false", onclick: () => chooseFinding(k) },
-      element("span", { class: "what" }, element("b", {}, `${SEVERITIES[finding.severity].mark} ${finding.severity}`),
-        element("span", { class: "mono" }, finding.rule), element("span", {}, steps(finding.first_step, finding.last_step))),
-      element("span", { class: "message" }, finding.message),
-      ...(finding.tensor === null || finding.message.includes(names[finding.tensor]) ? [] : [element("span", { class: "name" }, cut(label(finding.kind, finding.tensor), 200))]),
-      element("span", { class: "advice" }, finding.advice))));
-  $("findings-title").textContent = items.length ? `Findings (${whole(items.length)}${page.more_findings ? ` of ${whole(items.length + page.more_findings)}` : ""})` : "Findings";
-  $("findings").replaceChildren(...(items.length ? items : [element("li", { class: "note" }, "No rule reported a finding in this run.")]));
+  const button = (finding, k) => element("button", { type: "button", class: `finding ${finding.severity}`, "aria-pressed": "false", onclick: () => chooseFinding(k) },
+    element("span", { class: "what" }, element("b", {}, `${SEVERITIES[finding.severity].mark} ${finding.severity}`),
+      element("span", { class: "mono" }, finding.rule), element("span", {}, steps(finding.first_step, finding.last_step))),
+    element("span", { class: "message" }, finding.message),
+    ...(finding.tensor === null || finding.message.includes(names[finding.tensor]) ? [] : [element("span", { class: "name" }, cut(label(finding.kind, finding.tensor), 200))]),
+    element("span", { class: "advice" }, finding.advice));
+  // a headline, and below it what belongs to it or follows from it
+  const items = [];
+  page.findings.forEach((finding, k) => {
+    if (finding.under === null) items.push({ head: button(finding, k), below: [] });
+    else items.at(-1).below.push(button(finding, k));
+  });
+  const count = (n) => `${whole(n)} more ${n === 1 ? "finding" : "findings"} from this cause`;
+  $("findings-title").textContent = items.length ? `Findings (${whole(items.length)}${page.more_findings ? `, ${whole(page.more_findings)} not shown` : ""})` : "Findings";
+  $("findings").replaceChildren(...(items.length
+    ? items.map(({ head, below }) => element("li", {}, head, ...(below.length ? [element("details", {}, element("summary", {}, count(below.length)), ...below)] : [])))
+    : [element("li", { class: "note" }, "No rule reported a finding in this run.")]));
 }
 
 const TABLE = [

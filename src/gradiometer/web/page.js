@@ -39,7 +39,12 @@ async function set(change) {
   if (has("run", "kind", "statistic", "x", "y", "shown", "scale", "level", "toggled")) drawCells();
   else paint();
   if (has("run", "kind", "statistic", "shown", "scale", "level", "toggled")) drawLegend();
-  if (has("finding")) [...$("findings").querySelectorAll("button")].forEach((b, k) => b.setAttribute("aria-pressed", String(k === state.finding)));
+  if (has("finding")) {
+    [...$("findings").querySelectorAll("button")].forEach((b, k) => {
+      b.setAttribute("aria-pressed", String(k === state.finding));
+      if (k === state.finding) b.closest("details")?.setAttribute("open", "");
+    });
+  }
   $("reset").disabled = state.x === null && state.y === null && state.finding === null;
   if (has("run", "kind", "statistic", "x", "cell", "tensor")) drawCharts();
   save();
