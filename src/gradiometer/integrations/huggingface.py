@@ -71,7 +71,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
                 "first, then call trainer.add_callback(MonitorCallback(trainer, ...))"
             )
             raise TypeError(msg)
-        self._session = Session("MonitorCallback", logging.getLogger("transformers.gradiometer"), options)
+        self._session = Session("MonitorCallback", options, logging.getLogger("transformers.gradiometer"))
         self._trainer = trainer
         self._checkpoint: Path | None = None
         # callbacks see neither the loss, nor the gradients before clipping, nor how a run ends

@@ -79,7 +79,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self._session = Session("MonitorCallback", _logger(), options)
+        self._session = Session("MonitorCallback", options, _logger())
         self._resumed: Mapping[str, Any] | None = None
 
     @property

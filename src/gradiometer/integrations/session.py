@@ -61,8 +61,8 @@ class Session:
 
     Args:
         what: the name of the callback, for messages.
-        logger: the trainer's logger, for findings.
         options: arguments of `Monitor`, except the model.
+        logger: the trainer's logger, for findings.
 
     Attributes:
         monitor: the monitor of the current or last run; None before the first.
@@ -72,7 +72,7 @@ class Session:
         TypeError: for an unknown option.
     """
 
-    def __init__(self, what: str, logger: logging.Logger, options: Mapping[str, Any]) -> None:
+    def __init__(self, what: str, options: Mapping[str, Any], logger: logging.Logger = _LOG) -> None:
         # report a misspelt option here, not when training begins
         inspect.signature(Monitor).bind(None, **options)
         self.monitor: Monitor | None = None

@@ -91,8 +91,7 @@ function strips(rows) {
     const y = k * high + high / 2;
     made.append(svg("text", { x: frame.left - 8, y, "text-anchor": "end", "dominant-baseline": "central" }, word));
     if (ink) area.append(...all.map(([a, b]) => svg("line", { class: "span", x1: 6 + inner(a), x2: 6 + inner(b), y1: y, y2: y, stroke: `var(--${ink})` })));
-    // the worst finding is the last, above the others
-    else for (let i = all.length - 1; i >= 0; i--) area.append(findingMark(all[i], i, y));
+    else area.append(...drawOrder(all).map((i) => findingMark(all[i], i, y)));
   });
   made.append(area, ...stepTicks().map((step) => svg("text", { x: toX(step), y: total + 14, "text-anchor": "middle" }, whole(step))));
   return made;

@@ -28,7 +28,7 @@ function paint() {
   context.beginPath();
   context.rect(0, top, right + frame.right, height);
   context.clip();
-  for (const finding of page.findings.slice(0, 2000).toReversed()) {
+  for (const finding of drawOrder(page.findings.slice(0, 2000)).map((k) => page.findings[k])) {
     const i = finding.tensor === null || finding.kind !== state.kind ? undefined : state.rowOf.get(finding.tensor);
     if (i === undefined) continue;
     context.fillStyle = colour(finding.severity);

@@ -11,6 +11,9 @@ let whole_x; // the steps of all runs
 
 const STATISTICS = { norm: "norm", rms: "rms", abs_max: "abs max", zero_fraction: "zero %", ratio: "update / weight" };
 const SEVERITIES = { error: { mark: "✖" }, warning: { mark: "▲" }, info: { mark: "●" } };
+// the places of findings in the order in which marks are drawn: the worst last, above the others
+const drawOrder = (findings, words = Object.keys(SEVERITIES)) => findings.map((_, k) => k)
+  .sort((i, j) => words.indexOf(findings[j].severity) - words.indexOf(findings[i].severity) || j - i);
 // codes of a cell: 0 means not measured, ZERO means exactly 0, SMALLEST to LARGEST are values
 const [ZERO, SMALLEST, LARGEST, INF, NAN] = [1, 2, 65533, 65534, 65535];
 // the lightness of both scales increases, so that they can be read in greyscale; the middle of the second is grey
