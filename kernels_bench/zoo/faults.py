@@ -482,7 +482,14 @@ def two_layers_at_0(t, place):
 DYING = {"mlp-sgd": "2", "recommender": "body.0", "cnn-step-schedule": "blocks.1.1"}
 
 
-@fault("dead", onset=50, where=DYING, peers=[*DEAD, "dying_relu", "activation_collapse"])
+# the biases are set by hand, which is an update of that tensor
+@fault(
+    "dead",
+    onset=50,
+    where=DYING,
+    in_place=("update_spike",),
+    peers=[*DEAD, "dying_relu", "activation_collapse"],
+)
 def relus_dead_from_50_on(t, place):
     (module,) = modules(t, place)
     t.at(50, lambda: module.bias.data.fill_(-10.0 if isinstance(module, nn.BatchNorm2d) else -30.0))

@@ -34,6 +34,8 @@ TIE: Final = (
 )
 TRAIN: Final = "call model.train() before the training steps, and again after each evaluation"
 
+# a weight with less than this many times the usual scale is not too large
+LARGE: Final = 5.0
 # names of matrices that are not multiplied with activations, and so have no usual scale
 _LOOKED_UP: Final = re.compile(r"emb|wte|wpe|token|pos", re.IGNORECASE)
 
@@ -131,7 +133,7 @@ class Initialization(WholeRule):
         for place in places:
             pattern = re.sub(r"\d+", "#", roster.names[place]) + str(roster.shapes[place])
             like = [other for other in families[pattern] if other != place]
-            if len(like) >= 2:
+            if like and gain[place] > LARGE:
                 ratio = float(rms[place] / rms[like].median())
                 against = "that of the corresponding weights of other layers"
             elif len(places) >= 3 and not _LOOKED_UP.search(roster.names[place]):

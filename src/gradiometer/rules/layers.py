@@ -84,7 +84,8 @@ class LayerImbalance(TensorRule):
 
     The rule compares tensors of at least two dimensions whose names differ only in numbers, such as
     ``blocks.0.up.weight`` and ``blocks.7.up.weight``, by the smoothed logarithm of their rms. It names
-    one tensor of each such family: the smallest or largest, whichever is further from the median.
+    one tensor of each such family: the smallest, or the largest if that is above the threshold of `EXPLODING`
+    and further from the median.
 
     Args:
         limit: the limit of the ratio of the largest to the smallest rms of a family. Query and key weights
@@ -134,7 +135,8 @@ class LayerImbalance(TensorRule):
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Compare the layers of each family."""
-        known = self.norms.of(record).known & self.norms.settled & self.related
+        norms = self.norms.of(record)
+        known = norms.known & self.norms.settled & self.related
         level = self.norms.level - self.half_log_numel
         low, high = torch.where(known, level, math.inf).amin(), torch.where(known, level, -math.inf).amax()
         # if all of them together are within the limit, so is each family
@@ -148,7 +150,8 @@ class LayerImbalance(TensorRule):
             rows = ((self.family == i) & known).nonzero().flatten()
             levels = level[rows]
             place, other = int(rows[levels.argmin()]), int(rows[levels.argmax()])
-            if levels.median() * 2 < level[place] + level[other]:
+            # the smallest has vanished, unless the largest explodes: a healthy head is not the cause
+            if norms.flags[other] & Flag.EXPLODING and levels.median() * 2 < level[place] + level[other]:
                 place, other = other, place
             found[place], badness[place], others[place] = True, spread[i], (other, len(rows))
 

@@ -22,6 +22,8 @@ __all__ = ["Exploding", "NormSpike", "Vanishing"]
 RISING: Final = 10.0
 # a tensor below its threshold vanishes only if the total norm is this many times as large
 CONTRAST: Final = 1e4
+# and whatever its threshold, if the total norm is this many times as large
+FAINT: Final = 1e6
 
 LOWER_LR: Final = (
     "clip the total norm (gradiometer.clip_grad_norm_), lower the learning rate or lengthen its warm-up; "
@@ -104,7 +106,8 @@ class Exploding(TensorRule):
 class Vanishing(LastingRule):
     """A gradient's norm below the threshold of its flag, or far below its own history, for a while.
 
-    The threshold applies only if the total norm is more than 10,000 times the gradient's. If the total
+    The threshold applies only if the total norm is more than 10,000 times the gradient's; from 1,000,000
+    times on, a gradient vanishes whatever its threshold. If the total
     norm itself stays below the threshold for ``patience`` recorded steps, training is assumed to have
     converged; this gives one finding of severity info. The comparison with the history
     subtracts the median decline of all gradients, since a loss that approaches 0 shrinks all of them. `Dead`
@@ -152,10 +155,9 @@ class Vanishing(LastingRule):
         if own.any():
             fallen = fallen - fallen[known & self.norms.settled].median().clamp(min=0.0)
             own &= fallen > self.deviations * deviation
-        total, threshold = 0.0, record.thresholds.vanishing
-        if flagged.any():
-            total = record.total("finite_norm")
-            flagged &= known & (norm * CONTRAST < total)
+        total, threshold = record.total("finite_norm"), record.thresholds.vanishing
+        faint = known & self.wide & (norm * FAINT < total)
+        flagged = (flagged & known & (norm * CONTRAST < total)) | faint
         everything = self._everything(record, total, threshold)
         lasting = self.lasting(own | flagged, known, record.step)
         if lasting is None:
@@ -164,6 +166,9 @@ class Vanishing(LastingRule):
         def describe(place: int) -> Sight:
             value, since = float(norm[place]), int(self.since[place])
             message = f"norm {value:.3g}, since step {since} "
+            if faint[place]:
+                message += f"less than a millionth of the total norm {total:.3g}"
+                return Sight(value, total / FAINT, message, VANISHES, self.severity)
             if flagged[place]:
                 message += f"below the threshold {threshold:g}, while the total norm is {total:.3g}"
                 return Sight(value, threshold, message, VANISHES, self.severity)

@@ -153,21 +153,12 @@ class UpdateRatio(TensorRule):
             self.since = record.step
         if self.row < FEW:
             return []
-        text = (
-            f"the update of all weights together has {ratio:.2g} times their norm: the learning rate is too "
-        )
-        fields = (
-            self.severity,
-            self.since,
-            record.step,
-            "updates",
-            None,
-            ratio,
-            WHOLE,
-            text + "large",
-            TOO_FAST,
-        )
-        return [Finding(self.name, *fields)]  # type: ignore[arg-type]
+        text = f"all updates together have {ratio:.2g} times the norm of all weights: "
+        text += "the learning rate is too large"
+        step = record.step
+        return [
+            Finding(self.name, self.severity, self.since, step, "updates", None, ratio, WHOLE, text, TOO_FAST)
+        ]
 
     def _change(self, norm: Tensor, step: int) -> Tensor:
         before, since = self.before, self.before_step
