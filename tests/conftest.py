@@ -91,6 +91,12 @@ def _unwritten_is_nan() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    yield
+    logging.getLogger("gradiometer").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
 def _default_device() -> Iterator[None]:
     """Make the package's factory functions use another device by default, see `test_default_device.py`."""
     device = os.environ.get("DEFAULT_DEVICE")

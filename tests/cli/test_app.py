@@ -86,7 +86,12 @@ def test_show_prints_the_report_of_the_last_step_with_its_scalars(call, run):
     assert out.startswith("step 19 ")
     assert f"loss {record.loss:.5g}" in out
     assert record.report().to_string() in out
-    assert "3 NaN" not in out
+    # without a step, the findings of the whole run
+    assert "step 15: 3 NaN" in out
+
+
+def test_show_of_another_step_has_only_its_findings(call, run):
+    assert "3 NaN" not in call("show", run, "--step", 18)[1]
 
 
 def test_show_of_a_step_has_what_was_found_in_it(call, run):

@@ -24,7 +24,7 @@ from support.synthetic_run import STARTED, edit_info, write_run
 CULPRIT = Finding(
     "nonfinite", Severity.ERROR, 15, 15, "grads", "blocks.0.weight", 3.0, 0.0, "3 NaN", "skip it"
 )
-MINOR = Finding("dead", Severity.INFO, 18, 19, "grads", "blocks.1.bias", 1.0, 1.0, "all zeros", "", count=2)
+MINOR = Finding("mine", Severity.INFO, 18, 19, "grads", "blocks.1.bias", 1.0, 1.0, "all zeros", "", count=2)
 
 
 def console(*, terminal=False, width=80, height=24):

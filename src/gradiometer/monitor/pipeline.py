@@ -23,6 +23,7 @@ from gradiometer.monitor.summary import Summary, counts_text
 from gradiometer.ops import is_capturing
 from gradiometer.rules import Severity
 from gradiometer.runs import RunRecord
+from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -78,7 +79,7 @@ class Pipeline:
         sinks = list(sinks)
         path = next((sink.path for sink in sinks if isinstance(sink, RunRecord)), None)
         # what to run to see more
-        self.command = "" if path is None else f"gradiometer show {shlex.quote(str(path))}"
+        self.command = "" if path is None else printable(f"gradiometer show {shlex.quote(str(path))}")
         self.box = BlackBox(rank)
         self.dispatcher = Dispatcher(rules, sinks, queue, self.box, failures)
         self.merger = merger

@@ -152,7 +152,7 @@ class SpikeHistory:
 
     >>> history = SpikeHistory()
     >>> scores = [history.score(10.0 - 0.2 * i + 0.1 * (i % 2), 0.01) for i in range(40)]
-    >>> max(z for z, *_ in scores) < 2, history.score(4.0, 0.01)[0] > 8
+    >>> max(z for z, *_ in scores) < 2, history.score(9.0, 0.01)[0] > 8
     (True, True)
     """
 
