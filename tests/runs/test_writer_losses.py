@@ -282,8 +282,8 @@ def test_dropped_counts_steps_that_the_disk_lost_and_the_end_says_so(tmp_path, f
     assert run.steps["step"].to_pylist() == [0, 1, *range(15, 22)]
     failed = monitor.failures["sink RunRecord"]
     said = (
-        "the run ended: 22 steps, 22 of them with tensors; no findings; dropped: 13; failures: sink RunRecord "
-        f"({failed}); gradiometer show {tmp_path}"
+        "the run ended: 22 steps, 22 of them with tensors; no findings; dropped: 13; "
+        f"failures: sink RunRecord ({failed}); gradiometer show {tmp_path}"
     )
     assert end_of(caplog) == (logging.WARNING, said)
     assert caplog.text.count("13 steps are lost, because they could not be written (OSError") == 1
@@ -306,8 +306,8 @@ def test_steps_of_a_run_that_cannot_be_opened_are_dropped(tmp_path, caplog):
     with gm.Monitor(nn.Linear(2, 1), run_dir=tmp_path / "file", rules=()) as monitor:
         train(monitor, 4)
     assert monitor.dropped == 4
-    said = "the run ended: 4 steps, 4 of them with tensors; no findings; dropped: 4; failures: sink RunRecord (1)"
-    said += f"; gradiometer show {tmp_path / 'file'}"
+    said = "the run ended: 4 steps, 4 of them with tensors; no findings; dropped: 4; "
+    said += f"failures: sink RunRecord (1); gradiometer show {tmp_path / 'file'}"
     assert end_of(caplog) == (logging.WARNING, said)
 
 
