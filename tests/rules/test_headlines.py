@@ -47,6 +47,14 @@ def test_a_diverged_run_has_its_cause_first_and_few_headlines():
     assert [one.rule for one in headlines(found)] == ["loss_spike"]
 
 
+def test_of_two_causes_the_nearer_one_explains():
+    skipped, jump = finding("nonfinite", 100, "w"), finding("learning_rate", 134, kind=None)
+    spike, late = finding("loss_spike", 135), finding("nonfinite", 160)
+    first, second = headlines([skipped, jump, spike, late])
+    assert (first.rule, first.explained) == ("nonfinite", ())
+    assert (second.rule, second.explained) == ("learning_rate", (spike, late))
+
+
 def test_of_one_step_the_loss_comes_before_its_gradients_and_these_before_the_update():
     found = [finding(rule, 50) for rule in ("update_spike", "exploding", "norm_spike", "loss_spike")]
     (headline,) = headlines(found)

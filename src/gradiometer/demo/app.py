@@ -26,6 +26,7 @@ import torch._dynamo.config
 
 import gradiometer as gm
 from gradiometer.demo.training import FAULTY, LR, Backend, Probe, Training
+from gradiometer.rules import headlines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,12 +107,13 @@ def _alarms(monitor: gm.Monitor, first: int) -> list[gm.Finding]:
 
 
 def _tell(findings: list[gm.Finding]) -> None:
-    for place, finding in enumerate(findings[:SHOWN]):
-        print(textwrap.fill(str(finding), WIDTH, initial_indent="  ", subsequent_indent=" " * 11))
+    found = headlines(findings)
+    for place, headline in enumerate(found[:SHOWN]):
+        print(textwrap.fill(str(headline), WIDTH, initial_indent="  ", subsequent_indent=" " * 11))
         if place == 0:
-            print(textwrap.fill(finding.advice, WIDTH, initial_indent=" " * 11, subsequent_indent=" " * 11))
-    if len(findings) > SHOWN:
-        print(f"  and {len(findings) - SHOWN} more findings")
+            print(textwrap.fill(headline.advice, WIDTH, initial_indent=" " * 11, subsequent_indent=" " * 11))
+    if len(found) > SHOWN:
+        print(f"  and {len(found) - SHOWN} more findings")
 
 
 def _train(run: _Run, monitor: gm.Monitor, steps: int, checks: _Checks) -> None:

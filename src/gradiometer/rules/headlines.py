@@ -133,7 +133,8 @@ def headlines(findings: Iterable[Finding]) -> list[Headline]:
     for group in groups:
         rule = group[0].rule
         places = [place for cause in live if rule in _follows(cause) for place in live[cause]]
-        place = min([place for place in places if _explains(causes[place][0], group)], default=None)
+        # the last of several causes is the nearest
+        place = max([place for place in places if _explains(causes[place][0], group)], default=None)
         if place is not None:
             causes[place][1].extend(group)
             continue
