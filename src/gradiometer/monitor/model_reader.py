@@ -47,13 +47,14 @@ class ModelReader:
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._state = ModelState(())
         self._modes: list[bool] | None = None
+        self._has_looked = False
         self._gradient: tuple[Callable[[], Tensor | None], int] = (_nothing, 0)
 
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
         """Return the state of the model; the same object if nothing has changed.
 
         Args:
-            loss: the loss of the step. Until one has an autograd graph, each is looked at.
+            loss: the loss of the step; the first with an autograd graph is looked at.
             afresh: look at everything; otherwise only at what takes no time.
             has_loss_scale: as in `ModelState`.
         """
@@ -71,8 +72,9 @@ class ModelReader:
         return self._state
 
     def look_at(self, loss: object) -> None:
-        """Find out whether the graph of a loss leads to the parameters, unless that is known."""
-        if self._state.reached is None and isinstance(loss, Tensor) and loss.grad_fn is not None:
+        """Find out whether the graph of a loss, the first that has one, leads to the parameters."""
+        if not self._has_looked and isinstance(loss, Tensor) and loss.grad_fn is not None:
+            self._has_looked = True
             self._state = replace(self._state, reached=_reaches(loss, self._parameters))
 
     def _evaluating(self) -> str:
@@ -80,9 +82,9 @@ class ModelReader:
         for module in self._modules.values():
             if not module.training:
                 layers = [part for part in module.modules() if isinstance(part, _MODAL)]
-                active = [part for part in layers if not part.training and getattr(part, "p", 1.0) > 0]
                 # a layer that trains while its model does not was put into that mode on purpose
-                found.update([type(part).__name__ for part in active] if len(active) == len(layers) else [])
+                if not any(part.training for part in layers):
+                    found.update([type(part).__name__ for part in layers if getattr(part, "p", 1.0) > 0])
         return ", ".join([f"{count} {name}" for name, count in found.items()])
 
     def _grad_writes(self) -> int:
