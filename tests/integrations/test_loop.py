@@ -486,3 +486,14 @@ def test_a_hugging_face_trainer_gets_its_callback(tmp_path, monkeypatch):
     assert (sink.steps, callback.monitor.closed) == ([0, 1, 2], True)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         gm.watch(trainer, evry=2)
+
+
+def test_a_loop_that_never_calls_the_optimizer_is_told_at_the_end(caplog):
+    model = torch.nn.Linear(2, 1)
+    with gm.watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as monitor:
+        for _ in range(3):
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            monitor.note(loss=loss)
+    assert monitor.failures == {"advance": 1}
+    assert "call optimizer.step() if gm.watch records the steps" in caplog.text

@@ -441,6 +441,10 @@ class Monitor:
             text = "steps were recorded, but none was ended: call advance() once per step, "
             text += "after optimizer.step()"
             self._failures.add("advance", text)
+        elif self._noted:
+            text = "values were noted, but no step was recorded or ended: call optimizer.step() if gm.watch "
+            text += "records the steps, or record() and advance()"
+            self._failures.add("advance", text)
 
     def _try(self, what: str, call: Callable[..., _T], *args: object, **options: object) -> _T | None:
         try:
