@@ -381,8 +381,8 @@ class Monitor:
     def close(self) -> None:
         """Write all steps to the sinks and close them, waiting up to a minute. A second call does nothing.
 
-        One line of the logger ``gradiometer`` says what was recorded, dropped and failed. It has the level
-        INFO, or WARNING if anything was dropped or failed.
+        One line of the `logger` says what was recorded, found, dropped and failed. It has the level WARNING
+        if anything was dropped or failed, or if a finding is a warning, and otherwise INFO.
         """
         if not self._has_advanced:
             self._try("advance", self._see_what_was_forgotten)
