@@ -311,8 +311,35 @@ class RateEndsAtZero(Loop):
         return self.lr * max(0.0, 1 - self.step / 57)
 
 
+class FrozenLater(Loop):
+    def before(self):
+        if self.step == 30:
+            self.model.encoder.requires_grad_(False)
+        super().before()
+
+
+class EvaluatesInEachStep(Loop):
+    def before(self):
+        self.model.train()
+        super().before()
+
+    def update(self):
+        super().update()
+        self.model.eval()
+
+
 @pytest.mark.parametrize(
-    "loop", [Loop, ClearedInPlace, ClearedAsData, ClearedAtTheEnd, Clipped, RateEndsAtZero]
+    "loop",
+    [
+        FrozenLater,
+        EvaluatesInEachStep,
+        Loop,
+        ClearedInPlace,
+        ClearedAsData,
+        ClearedAtTheEnd,
+        Clipped,
+        RateEndsAtZero,
+    ],
 )
 def test_a_loop_without_a_mistake_is_quiet(loop):
     assert [str(one) for one in loop().go(60) if one.severity > Severity.INFO] == []

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelReader"]
 
+# at least every so many steps everything is looked at: fewer than the patience of the rules that need it
+_OFTEN = 8
 # nodes of an autograd graph that are visited at most: some 20 ms
 _NODES = 20_000
 # layers whose output depends on the mode
@@ -47,7 +49,9 @@ class ModelReader:
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._state = ModelState(())
         self._modes: list[bool] | None = None
+        self._noted: list[bool] | None = None
         self._has_looked = False
+        self._reads = 0
         self._gradient: tuple[Callable[[], Tensor | None], int] = (_nothing, 0)
 
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
@@ -58,18 +62,27 @@ class ModelReader:
             afresh: look at everything; otherwise only at what takes no time.
             has_loss_scale: as in `ModelState`.
         """
-        modes = [module.training for module in self._modules.values()]
+        self._reads += 1
+        afresh = afresh or self._reads % _OFTEN == 0
+        modes, self._noted = self._noted or self._now(), None
         untied = self._untied()
         old = self._state
         quick = untied, self._grad_writes(), has_loss_scale
         if afresh or modes != self._modes or quick != (old.untied, old.grad_writes, old.has_loss_scale):
             self._modes = modes
             requires = tuple([parameter.requires_grad for parameter in self._parameters])
-            state = ModelState(requires, old.reached, self._evaluating(), *quick)
+            state = ModelState(requires, old.reached, self._evaluating(modes), *quick)
             if state.__dict__ != old.__dict__:
                 self._state = state
         self.look_at(loss)
         return self._state
+
+    def note_modes(self) -> None:
+        """Note the modes of the models now, rather than in `read`: an evaluation may lie in between."""
+        self._noted = self._now()
+
+    def _now(self) -> list[bool]:
+        return [module.training for module in self._modules.values()]
 
     def look_at(self, loss: object) -> None:
         """Find out whether the graph of a loss, the first that has one, leads to the parameters."""
@@ -77,10 +90,10 @@ class ModelReader:
             self._has_looked = True
             self._state = replace(self._state, reached=_reaches(loss, self._parameters))
 
-    def _evaluating(self) -> str:
+    def _evaluating(self, modes: list[bool]) -> str:
         found: Counter[str] = Counter()
-        for module in self._modules.values():
-            if not module.training:
+        for module, is_training in zip(self._modules.values(), modes, strict=True):
+            if not is_training:
                 layers = [part for part in module.modules() if isinstance(part, _MODAL)]
                 # a layer that trains while its model does not was put into that mode on purpose
                 if not any(part.training for part in layers):

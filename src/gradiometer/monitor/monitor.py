@@ -228,6 +228,7 @@ class Monitor:
             self._recorder.record(stats, inv_scale=inv_scale)
             return
         try:
+            self._model_reader.note_modes()
             self._recorder.record(stats, inv_scale=inv_scale)
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add("record", error)
