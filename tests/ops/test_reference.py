@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from gradiometer.columns import Flag, Thresholds
 from gradiometer.columns.schema import COLUMN_NAMES, DEFAULT_THRESHOLDS
 from gradiometer.ops import eager_plan, reference
 from kernels_bench import scripts
@@ -115,6 +117,47 @@ def test_a_list_that_is_known_is_measured_by_its_plan_with_the_same_bits():
         reference.tensor_stats(others, DEFAULT_THRESHOLDS, None, plan)[0],
         reference.tensor_stats(others, DEFAULT_THRESHOLDS)[0],
     )
+
+
+def test_every_share_of_zeros_equal_to_the_threshold_is_dead():
+    for numel in range(1, 150):
+        for n_zero in range(1, numel + 1):
+            row = (float(numel), 1.0, 0.0, float(n_zero), 0.0, 0.0, 0.0, 1.0)
+            assert reference._flags([row], Thresholds(dead=n_zero / numel)) == [Flag.DEAD], row
+
+
+def middle_sized(dtype):
+    sizes = [8193, 32767, 8193, 20000, 8193, *[8193] * 16, 12345, 30000]
+    tensors = [torch.randn(size).to(dtype) for size in sizes]
+    tensors.append(torch.randn(100, 200).to(dtype).t())
+    tensors.append(torch.randn(150, 200).to(dtype)[::2, 1:])
+    tensors[3][::7] = 0
+    tensors[5][17] = math.nan
+    tensors[7][:] = 0
+    tensors[9][-3:] = torch.tensor([-math.inf, math.inf, 0])
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_middle_sized_tensors_are_exact_with_the_same_bits_alone_and_together(dtype):
+    tensors = middle_sized(dtype)
+    together = reference.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0].tolist()
+    assert together == [reference.tensor_stats([x], DEFAULT_THRESHOLDS)[0].tolist()[0] for x in tensors]
+    back = reference.tensor_stats(tensors[::-1], DEFAULT_THRESHOLDS)[0].tolist()
+    assert back[::-1] == together
+    for x, row in zip(tensors, together, strict=True):
+        wide = x.double()
+        finite = wide[wide.isfinite()]
+        values = dict(zip(COLUMN_NAMES, row, strict=True))
+        assert values["sumsq"] == pytest.approx(math.fsum((finite * finite).tolist()), rel=1e-13)
+        assert values["sum"] == pytest.approx(
+            math.fsum(finite.tolist()), abs=1e-13 * finite.abs().sum().item()
+        )
+        assert values["abs_max"] == finite.abs().max().item()
+        assert values["n_zero"] == (wide == 0).sum().item()
+        assert values["n_nan"] == wide.isnan().sum().item()
+        assert values["n_posinf"] == (wide == math.inf).sum().item()
+        assert values["n_neginf"] == (wide == -math.inf).sum().item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

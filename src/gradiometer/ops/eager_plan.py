@@ -1,4 +1,4 @@
-"""Plan how eager PyTorch measures a list: large tensors, single numbers, and groups of small tensors."""
+"""Plan how eager PyTorch measures a list: one by one, in batches that share a buffer, or in padded rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.inputs import as_real
+from gradiometer.ops import openmp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
 __all__ = ["BATCH", "FEW", "SMALL", "WIDTHS", "Group", "Plan", "plan_of", "prepared"]
 
 # a small tensor fills one zero-padded row, usually of the smallest width that holds it
-SMALL: Final = 2**12
-WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, SMALL)
+SMALL: Final = 2**13
+WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, 2**12, *range(2**12 + 2**9, SMALL + 1, 2**9))
 # the width for each number of elements
 _WIDTH_OF: Final = tuple([WIDTHS[bisect_left(WIDTHS, size)] for size in range(SMALL + 1)])
 # most elements in a batch of such rows: fewer than torch spreads over threads; twice that on one thread
 BATCH: Final = 2**15 - 1
+# the same for middle-sized tensors, of up to BATCH elements each, on one thread: its cache holds them in fp64
+BATCH_ALONE: Final = 2**17
 # up to this many elements the number of operators costs more than their work
 FEW: Final = BATCH // 3
 
@@ -42,21 +45,29 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How to measure a list of tensors: indices of large tensors and single numbers; groups of the others."""
+    """How to measure a list of tensors.
+
+    ``large``, ``single``: the indices of large tensors and of single numbers. ``batches``: those of
+    middle-sized tensors that share a buffer, none in fp64. ``groups``: small tensors.
+    """
 
     large: list[int]
     single: list[int]
+    batches: list[list[int]]
     groups: list[Group]
 
 
 def plan_of(tensors: Sequence[Tensor]) -> Plan:
     """Return the plan for tensors from `prepared`; it also holds if only the addresses differ."""
-    plan = Plan([], [], [])
+    plan = Plan([], [], [], [])
+    middle: list[tuple[int, int]] = []
     small: dict[torch.dtype, dict[int, list[int]]] = {}
     for index, x in enumerate(tensors):
         numel = x.numel()
-        if numel > SMALL:
+        if numel > BATCH or (numel > SMALL and x.dtype == torch.float64):
             plan.large.append(index)
+        elif numel > SMALL:
+            middle.append((numel, index))
         elif numel == 1:
             plan.single.append(index)
         elif numel:
@@ -66,7 +77,21 @@ def plan_of(tensors: Sequence[Tensor]) -> Plan:
         # a few short tensors form one group: trailing zeros change no bit of a row's sums
         groups = {widest: together} if len(together) * widest <= FEW else by_width
         plan.groups.extend([_group_of(tensors, *group) for group in groups.items()])
+    plan.batches.extend(_batches(sorted(middle)))
     return plan
+
+
+def _batches(middle: list[tuple[int, int]]) -> list[list[int]]:
+    """Put tensors together, given as (size, index), those of one size next to each other."""
+    length = filled = BATCH_ALONE if openmp.can_run_alone() else BATCH
+    batches: list[list[int]] = []
+    for numel, index in middle:
+        filled += numel
+        if filled > length:
+            batches.append([])
+            filled = numel
+        batches[-1].append(index)
+    return batches
 
 
 def _group_of(tensors: Sequence[Tensor], width: int, indices: list[int]) -> Group:

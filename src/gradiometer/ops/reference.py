@@ -37,7 +37,8 @@ T = TypeVar("T")
 PIECE: Final = 2**17
 # maximum number of threads; their buffers take 3 MiB together, and more would wait for Python's lock
 MOST_THREADS: Final = 3
-# elements per additional thread, which takes 0.1 ms to start
+# elements in full pieces per additional thread, which takes 0.1 ms to start. In smaller pieces the operators
+# are so short that the threads wait for Python's lock instead
 WORTH_A_THREAD: Final = 2**19
 # pieces of a tensor that one thread takes together (a block), and the most blocks of one tensor
 BLOCK: Final = 4
@@ -79,6 +80,9 @@ def tensor_stats(
         else:
             with openmp.one_thread():
                 _measure_group(tensors, group, rows, 2 * BATCH)
+    if plan.batches:
+        with openmp.one_thread():
+            _measure_batches(tensors, plan.batches, rows)
     for index, row in _by_tensor([(index, tensors[index]) for index in plan.large], _measure_block, _merge):
         rows[index] = row
     device = tensors[0].device
@@ -114,10 +118,11 @@ def sumsq(tensors: Sequence[Tensor]) -> float:
 
 def _flags(rows: list[_Row], thresholds: Thresholds) -> list[int]:
     """Do what `compute_flags` does, for rows on the host."""
-    # most rows have no flag; their squares show it, with a margin for the rounding of the root
+    # most rows have no flag; their squares and counts show it, with a margin for the rounding of the root and
+    # of the quotient
     least = thresholds.vanishing * thresholds.vanishing * (1 + 2**-50)
     most = thresholds.exploding * thresholds.exploding * (1 - 2**-50)
-    dead = thresholds.dead
+    dead = thresholds.dead * (1 - 2**-50)
     return [
         0
         if least <= sumsq <= most and n_zero < dead * numel and not (n_nan or n_posinf or n_neginf)
@@ -202,6 +207,57 @@ def _measure_rows(x: Tensor, wide: Tensor | None = None) -> list[list[float]]:
     return [sumsq.tolist(), total.tolist(), n_nonzero.tolist(), top.tolist()]
 
 
+# middle-sized tensors
+
+
+def _measure_batches(tensors: Sequence[Tensor], batches: list[list[int]], rows: list[_Row]) -> None:
+    """Measure middle-sized tensors, one batch at a time; write their rows."""
+    device = tensors[0].device
+    numels = [sum([tensors[index].numel() for index in batch]) for batch in batches]
+    buffer = torch.empty(max(numels), dtype=torch.float64, device=device)
+    # sum, sum of squares, max x**2; the number of non-zeros if there are zeros
+    results = torch.empty((4, max(map(len, batches))), dtype=torch.float64, device=device)
+    for indices, numel in zip(batches, numels, strict=True):
+        batch = [tensors[index] for index in indices]
+        zeros = _measure_batch(batch, buffer[:numel], results[:, : len(batch)])
+        measured = zip(indices, batch, zeros, *results.tolist(), strict=False)
+        for index, x, n_zero, total, sumsq, top, _ in measured:
+            if top < math.inf:
+                rows[index] = (x.numel(), sumsq, total, n_zero, 0.0, 0.0, 0.0, math.sqrt(top))
+            else:
+                rows[index] = _measure_nonfinite(x, _Scratch(x.numel(), 1, device))
+
+
+def _measure_batch(batch: list[Tensor], wide: Tensor, results: Tensor) -> list[float]:
+    """Write sum, sum of squares and max x**2 of each tensor; return how many elements are 0."""
+    sizes = [x.numel() for x in batch]
+    xs = wide.split(sizes)
+    for source, x in zip(batch, xs, strict=True):
+        (x if source.dim() == 1 else x.view(source.shape)).copy_(_convertible(source))
+    dim: tuple[int, ...]
+    outs: list[Sequence[Tensor]]
+    if sizes.count(sizes[0]) == len(sizes):
+        # one operator for all rows takes less time, and adds up each row in the same order
+        parts, dim, outs = [wide.view(len(sizes), -1)], (1,), [[result] for result in results]
+    else:
+        parts, dim, outs = xs, (), [result.unbind() for result in results]
+
+    def reduce(function: Callable[..., Tensor], row: int) -> None:
+        for part, out in zip(parts, outs[row], strict=True):
+            function(part, dim, out=out)
+
+    reduce(torch.sum, 0)
+    # squares of these formats do not underflow in float64
+    torch.mul(wide, wide, out=wide)
+    reduce(torch.sum, 1)
+    reduce(torch.amax, 2)
+    if wide.amin().item() > 0:
+        return [0.0] * len(sizes)
+    wide.sgn_()
+    reduce(torch.sum, 3)
+    return list(map(sub, sizes, results[3].tolist()))
+
+
 # large tensors
 
 
@@ -229,7 +285,8 @@ def _by_tensor(
     device, sizes, length = large[0][1].device, [x.numel() for _, x in large], piece_length()
     threads = 1
     if device.type == "cpu":
-        threads = min(MOST_THREADS, torch.get_num_threads(), 1 + sum(sizes) // WORTH_A_THREAD)
+        full = sum([size for size in sizes if size >= length])
+        threads = min(MOST_THREADS, torch.get_num_threads(), 1 + full // WORTH_A_THREAD)
 
     def blocks() -> Iterator[tuple[int, Tensor]]:
         for index, x in large:
@@ -321,11 +378,15 @@ def _count_zeros(sizes: Tensor) -> float:
 
 def _widened(piece: Tensor, scratch: _Scratch) -> Tensor:
     """Return a piece in fp64, in the buffer."""
-    # a direct conversion from float16 to float64 takes four times as long
-    piece = piece.to(torch.float32) if piece.itemsize < 4 and piece.dtype != torch.bfloat16 else piece
+    piece = _convertible(piece)
     if piece.dim() == 1 and piece.numel() == scratch.wide.numel():
         return scratch.wide.copy_(piece)
     return scratch.wide[: piece.numel()].view(piece.shape).copy_(piece)
+
+
+def _convertible(x: Tensor) -> Tensor:
+    # a direct conversion from float16 to float64 takes four times as long
+    return x.to(torch.float32) if x.itemsize < 4 and x.dtype != torch.bfloat16 else x
 
 
 def _measure_nonfinite(piece: Tensor, scratch: _Scratch) -> _Row:
