@@ -1,11 +1,12 @@
 """Measure the cost of a monitor in a training step, compared with no monitor and with other telemetry.
 
-    python -m kernels_bench.monitoring.monitor            # eager steps of two models
-    python -m kernels_bench.monitoring.monitor --modes eager,compiled --models transformer --json PATH
+    python -m kernels_bench.monitoring.monitor            # eager steps of four models
+    python -m kernels_bench.monitoring.monitor --modes eager,compiled --models gpt --json PATH
 
 Every contender trains its own model, from the same weights on the same batches. In each round every contender
 runs some steps, its turn, and turns of one round are compared. A turn of the monitor lasts until its
-background threads are done, so their work counts too; the work of wandb's own process does not count. All
+background threads are done, so their work counts too; the work of wandb's own process does not count. wandb
+logs gradients every 1000 steps unless told otherwise, so its default shows what its hooks cost in between. All
 contenders must end with the same weights and the same norm, or the run fails.
 
 On a CPU one core is left free: threads that share theirs with other work take many times as long.
@@ -21,47 +22,74 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from gradiometer.demo.training import BATCH, CONTEXT, LR, VOCABULARY
-from gradiometer.demo.training import _Model as Transformer
+from gradiometer.demo.training import VOCABULARY
 from gradiometer.monitor.monitor import Monitor
 from kernels_bench import machine, scripts
 from kernels_bench.measure import reason_of
 
-DEPTH, WIDTH = 200, 32
+LR = 3e-4
 WARM_UP = 2
 QUIET_SECONDS = 0.05  # after a turn, for the remaining work of other processes
 
 
-class Deep(nn.Module):
-    """A model of many small tensors: 200 residual layers of 32 x 32, in 401 tensors."""
+class Gpt(nn.Module):
+    """A language model of 1.8 M parameters in 53 tensors."""
+
+    width, context, batch = 192, 64, 16
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, 1, bias=False)
+        self.embed = nn.Embedding(VOCABULARY, self.width)
+        self.position = nn.Parameter(torch.randn(self.context, self.width) / 50)
+        kinds = {"activation": "gelu", "batch_first": True, "norm_first": True, "dropout": 0.0}
+        self.blocks = nn.ModuleList(
+            [nn.TransformerEncoderLayer(self.width, 6, 4 * self.width, **kinds) for _ in range(4)]
+        )
+        self.norm = nn.LayerNorm(self.width)
+        self.head = nn.Linear(self.width, VOCABULARY, bias=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(self.context))
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = block(x, src_mask=self.mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+    def sample(self, generator):
+        tokens = torch.randint(VOCABULARY, (self.batch, self.context + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+class Residual(nn.Module):
+    """Residual layers of one width."""
+
+    def __init__(self, depth, width, batch, *, bias):
+        super().__init__()
+        self.width, self.batch = width, batch
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=bias) for _ in range(depth)])
 
     def forward(self, x, y):
         for layer in self.layers:
-            x = x + torch.tanh(layer(x)) / DEPTH**0.5
-        return nn.functional.mse_loss(self.head(x), y)
+            x = x + torch.tanh(layer(x)) / len(self.layers) ** 0.5
+        return nn.functional.mse_loss(x, y)
+
+    def sample(self, generator):
+        x = torch.randn(self.batch, self.width, generator=generator)
+        return x, x.flip(1)
 
 
-def text_batch(generator, device):
-    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=generator).to(device)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def number_batch(generator, device):
-    x = torch.randn(64, WIDTH, generator=generator).to(device)
-    return x, x.sum(dim=1, keepdim=True)
-
-
-MODELS = {"transformer": (Transformer, text_batch), "deep": (Deep, number_batch)}
+MODELS = {
+    "gpt": ("1.8 M parameters in 53 tensors", Gpt),
+    "tiny": ("202 tensors of at most 1024 elements", lambda: Residual(101, 32, 64, bias=True)),
+    "middle": ("53 tensors of 16,384 elements", lambda: Residual(53, 128, 256, bias=False)),
+    "large": ("8 tensors of 1 M elements", lambda: Residual(8, 1024, 64, bias=False)),
+}
 
 
 class Plain:
@@ -87,10 +115,8 @@ class Plain:
 
 
 class Watched(Plain):
-    run_record = False
-
-    def __init__(self, model, folder):
-        self.monitor = Monitor(model, run_dir=folder / "run" if self.run_record else None)
+    def __init__(self, model, folder, *, has_run_dir=False, **options):
+        self.monitor = Monitor(model, run_dir=folder / "run" if has_run_dir else None, **options)
         self.inside = self.monitor.record
 
     def outside(self, loss):
@@ -106,23 +132,19 @@ class Watched(Plain):
 
     @property
     def norm(self):
-        return self.monitor.last.total()
-
-
-class Recorded(Watched):
-    run_record = True
+        return self.monitor.last.total() if self.monitor.last.step == self.monitor.step else None
 
 
 class WandbWatch(Plain):
-    def __init__(self, model, folder):
+    def __init__(self, model, folder, log_freq):
         import wandb
 
         os.environ["WANDB_SILENT"] = "true"
         settings = wandb.Settings(console="off")
-        self.norm = None
+        self.norm, self.logs_each_step = None, log_freq == 1
         # watch logs to the active run
         self.run = wandb.init(mode="offline", dir=folder, project="monitor", settings=settings)
-        self.run.watch(model, log="gradients", log_freq=1)
+        self.run.watch(model, log="gradients", log_freq=log_freq)
 
     def outside(self, loss):
         self.run.log({"loss": loss.item()})
@@ -130,7 +152,7 @@ class WandbWatch(Plain):
     def close(self):
         seen = [key for key in dict(self.run.summary) if key.startswith("gradients/")]
         self.run.finish()
-        if not seen:
+        if self.logs_each_step and not seen:
             raise RuntimeError("nothing was logged")
 
 
@@ -158,10 +180,13 @@ class Loop(Plain):
 CONTENDERS = {
     "no monitor": Plain,
     "Monitor": Watched,
-    "Monitor(run_dir=)": Recorded,
+    "Monitor(run_dir=)": partial(Watched, has_run_dir=True),
+    "the same, updates=True": partial(Watched, has_run_dir=True, updates=True),
+    "the same, every=10": partial(Watched, has_run_dir=True, updates=True, every=10),
     "p.grad.norm().item()": Loop,
-    "Lightning": Lightning,
-    "wandb.watch": WandbWatch,
+    "Lightning grad_norm": Lightning,
+    "wandb.watch(log_freq=1)": partial(WandbWatch, log_freq=1),
+    "wandb.watch()": partial(WandbWatch, log_freq=1000),
 }
 PLAIN = "no monitor"
 
@@ -170,7 +195,7 @@ class Training:
     """One contender's model, optimizer and step."""
 
     def __init__(self, model_name, contender, mode, device, folder):
-        make, self.batch = MODELS[model_name]
+        _, make = MODELS[model_name]
         torch.manual_seed(0)
         self.device, self.generator = device, torch.Generator().manual_seed(0)
         self.model = make().to(device)
@@ -189,7 +214,8 @@ class Training:
 
     def turn(self, steps):
         """Run some steps; return ms a step: wall time, and CPU time of all threads of this process."""
-        batches = [self.batch(self.generator, self.device) for _ in range(steps)]
+        samples = [self.model.sample(self.generator) for _ in range(steps)]
+        batches = [[x.to(self.device) for x in sample] for sample in samples]
         self.wait()
         start, cpu = time.perf_counter(), time.process_time()
         for x, y in batches:

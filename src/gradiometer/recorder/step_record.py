@@ -125,7 +125,11 @@ class StepRecord:
         place = self.roster.place(kind)
         if self.values is None:
             return torch.zeros(len(self.roster.names), dtype=torch.int32, device="cpu")
-        return self.values[place, :, NUM_COLUMNS].to(torch.int32)
+        key = ("flags", kind)
+        if key not in self._kept:
+            self._kept[key] = self.values[place, :, NUM_COLUMNS].to(torch.int32)
+        kept: Tensor = self._kept[key]
+        return kept
 
     def measured(self, kind: Kind = "grads") -> Tensor:
         """Return which parameters were measured, ``(N,) bool``."""
@@ -141,7 +145,11 @@ class StepRecord:
 
     def total(self, statistic: str = "norm", kind: Kind = "grads") -> float:
         """Return a raw column or derived value, by name, of all parameters together."""
-        return float(derived.value(self.merged(kind), statistic))
+        key = (f"total {statistic}", kind)
+        if key not in self._kept:
+            self._kept[key] = float(derived.value(self.merged(kind), statistic))
+        kept: float = self._kept[key]
+        return kept
 
     def merged(self, kind: Kind = "grads") -> Tensor:
         """Return the raw columns of all parameters together, ``(C,) float64``."""
