@@ -240,6 +240,39 @@ def test_a_list_whose_tensors_change_places_is_measured_in_its_order():
     assert norms(x, x) == [2.0, 2.0]
 
 
+@torch.no_grad()
+def test_a_list_in_which_a_tensor_occurs_again_is_recognized_by_its_places():
+    def again(x, y, places):
+        return [(x, y)[place] for place in places]
+
+    packing.clear()
+    x, y = torch.randn(3), torch.randn(3)
+    plan = packing.remember(again(x, y, [0, 1, 0, 0]))
+    others = torch.randn(3), torch.randn(3)
+    assert packing.recognize(again(*others, [0, 1, 0, 0])) is plan
+    assert packing.recognize(again(*others, [0, 1, 1, 0])) is None
+    assert packing.recognize([torch.randn(3) for _ in range(4)]) is None
+    assert packing.recognize(again(torch.randn(3), torch.randn(4), [0, 1, 0, 0])) is None
+    # the list that was met without repeats does not stand for one with repeats either
+    distinct = packing.remember([torch.randn(3) for _ in range(4)])
+    assert packing.recognize([torch.randn(3) for _ in range(4)]) is distinct
+    assert packing.recognize(again(*others, [0, 1, 0, 0])) is plan
+
+
+def test_parameters_without_a_gradient_are_recognized_in_the_next_step():
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(4)])
+    for layer in model[:2]:
+        layer.requires_grad_(requires_grad=False)
+    recorder = gm.Recorder(model, updates=True)
+    packing.clear()
+    for _ in range(5):
+        for parameter in model[2:].parameters():
+            parameter.grad = torch.randn_like(parameter)
+        recorder.record()
+        recorder.advance()
+    assert len(packing._plans) == 1
+
+
 def test_known_lists_and_layouts_are_bounded_and_the_oldest_goes_first():
     first, used = torch.ones(1), torch.ones(2)
     pack_of(first)

@@ -21,7 +21,16 @@ def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     It keeps no tensor alive. Call both functions with grad mode disabled.
     """
     if guards_tell():
-        return _guards(tensors)
+        firsts = _firsts(tensors)
+        if firsts == list(range(len(tensors))):
+            return _guards(tensors)
+        # the guards match no list in which a tensor occurs again
+        check = _guards(_distinct(tensors, firsts))
+
+        def match(*others: Tensor) -> bool:
+            return _firsts(others) == firsts and check(*_distinct(others, firsts))
+
+        return match
     met = [_traits(tensor) for tensor in tensors]
     # stops at the first difference
     return lambda *others: all(_traits(other) == traits for other, traits in zip(others, met, strict=True))
@@ -61,6 +70,16 @@ def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
     # no dimension is dynamic
     return TensorGuards(*tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]).check
+
+
+def _firsts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return for each tensor the index at which it occurs first."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(x), i) for i, x in enumerate(tensors)]
+
+
+def _distinct(tensors: Sequence[Tensor], firsts: list[int]) -> list[Tensor]:
+    return [x for i, (x, first) in enumerate(zip(tensors, firsts, strict=True)) if i == first]
 
 
 def _traits(x: Tensor) -> tuple[Any, ...]:

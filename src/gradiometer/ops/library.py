@@ -328,7 +328,7 @@ def _record(
     elif gated and not ring.is_due(cursor):
         return
     else:
-        columns, flags = _eager(tensors, thresholds, inv_scale)
+        columns, flags = _eager(tensors, thresholds, inv_scale, plan)
     # if the gate is closed, the rows come from uninitialized memory: do not decide from them
     _append(columns, flags, -1 if gated else grads, steps, cursor)
 
