@@ -5,8 +5,8 @@
 
 Every contender trains its own model, from the same weights on the same batches. In each round every contender
 runs some steps, its turn, and turns of one round are compared. A turn of the monitor lasts until its
-background threads are done, so their work counts too; the work of wandb's own process does not count. wandb
-logs gradients every 1000 steps unless told otherwise, so its default shows what its hooks cost in between. All
+background threads are done, so their work counts too; the work of wandb's own process does not count. By
+default wandb logs gradients every 1000 steps, so this contender shows what its hooks cost in between. All
 contenders must end with the same weights and the same norm, or the run fails.
 
 On a CPU one core is left free: threads that share theirs with other work take many times as long.

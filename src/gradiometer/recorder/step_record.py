@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds, derived
+from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds, derived
 from gradiometer.stats import Report
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ __all__ = ["KINDS", "Kind", "Roster", "RunInfo", "StepRecord", "label"]
 Kind = Literal["grads", "weights", "updates"]
 KINDS: Final[tuple[Kind, ...]] = ("grads", "weights", "updates")
 
+# the columns that count NaN and Inf
+_COUNTS: Final = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_neginf"] + 1)
 _SUFFIX: Final[dict[Kind, str]] = {"grads": ".grad", "weights": "", "updates": ".update"}
 
 
@@ -133,7 +136,11 @@ class StepRecord:
 
     def measured(self, kind: Kind = "grads") -> Tensor:
         """Return which parameters were measured, ``(N,) bool``."""
-        return self.value("numel", kind) > 0
+        key = ("measured", kind)
+        if key not in self._kept:
+            self._kept[key] = self.value("numel", kind) > 0
+        kept: Tensor = self._kept[key]
+        return kept
 
     def value(self, statistic: str, kind: Kind = "grads") -> Tensor:
         """Return a raw column or derived value by name, ``(N,) float64``; 0 where nothing was measured."""
@@ -147,9 +154,19 @@ class StepRecord:
         """Return a raw column or derived value, by name, of all parameters together."""
         key = (f"total {statistic}", kind)
         if key not in self._kept:
-            self._kept[key] = float(derived.value(self.merged(kind), statistic))
+            self._kept[key] = (
+                math.sqrt(self.total("sumsq", kind))
+                if statistic == "finite_norm"
+                else float(derived.value(self.merged(kind), statistic))
+            )
         kept: float = self._kept[key]
         return kept
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """Whether no tensor of any kind has a NaN or Inf."""
+        # one sum over all kinds: nearly every step is finite
+        return self.values is None or float(self.values[..., _COUNTS].sum()) == 0
 
     def merged(self, kind: Kind = "grads") -> Tensor:
         """Return the raw columns of all parameters together, ``(C,) float64``."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.columns import COLUMN_INDEX, derived
+from gradiometer.columns import derived
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,8 +57,6 @@ _CLIP = 4.0
 _NEAR, _FAR, _SETTLED = 16, 33, 5
 # from a median absolute difference and from a mean rise to a standard deviation
 _STEP, _RISE = 1.4826 / math.sqrt(2.0), math.sqrt(2.0 * math.pi)
-# the columns that count non-finite elements
-_COUNTS = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_neginf"] + 1)
 
 
 class Score(NamedTuple):
@@ -101,7 +99,8 @@ class History:
 
     def score(self, x: Tensor, floor: float | None = None) -> Score:
         """Score the values ``(N,) float64`` against their past, then add them to it."""
-        known = x.isfinite()
+        # isfinite() takes twice as many operators
+        known = x.abs() < math.inf
         d = torch.where(known, x - self.mean, 0.0)
         s = (self.deviation * _NORMAL).clamp_(min=self.floor if floor is None else floor)
         ready = self.count >= self.warmup
@@ -220,12 +219,14 @@ class Norms(NamedTuple):
     """The gradient norms of one step, and their scores against the past.
 
     ``(N,)`` each: ``norm``, its logarithm ``x``, ``known`` where that is finite, ``flags``, ``score``.
+    ``any_flag``: whether a flag is set.
     """
 
     norm: Tensor
     x: Tensor
     known: Tensor
     flags: Tensor
+    any_flag: bool
     score: Score
 
 
@@ -264,13 +265,9 @@ class NormHistory:
                 self.names = list(record.roster.names)
                 self.history.restart(len(self.names))
         # nearly every step is finite, so its norms are just square roots
-        norm = (
-            record.value("norm")
-            if float(record.columns()[:, _COUNTS].sum())
-            else derived.sqrt(record.value("sumsq"))
-        )
-        x = norm.log()
-        norms = Norms(norm, x, x.isfinite(), record.flags(), self.history.score(x))
+        norm = derived.sqrt(record.value("sumsq")) if record.is_finite else record.value("norm")
+        x, flags = norm.log(), record.flags()
+        norms = Norms(norm, x, x.abs() < math.inf, flags, bool(flags.any()), self.history.score(x))
         self._last = record, norms
         return norms
 

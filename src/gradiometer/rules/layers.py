@@ -63,8 +63,10 @@ class Dead(LastingRule):
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about gradients that have been dead for ``patience`` steps."""
-        dead = (record.flags() & Flag.DEAD > 0) & self.wide
-        lasting = self.lasting(dead, record.measured(), record.step)
+        flagged = record.flags() & Flag.DEAD
+        if not (self.counting or flagged.any()):
+            return []
+        lasting = self.lasting((flagged > 0) & self.wide, record.measured(), record.step)
         if lasting is None:
             return []
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.columns import COLUMN_INDEX
 from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import first_nonfinite, first_nonfinite_text
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NonFinite"]
 
-_COUNTS: Final = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_neginf"] + 1)
 
 ADVICE: Final = {
     "grads": "skip such steps (monitor.skip_step); look for a division by 0, log(0), sqrt(0) or an fp16 "
@@ -65,9 +63,7 @@ class NonFinite(BaseRule):
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return one finding if any value of this step is not finite."""
-        # one sum over all kinds, since nearly every step is finite
-        bad = record.values is not None and float(record.values[..., _COUNTS].sum()) > 0
-        first = first_nonfinite(record) if bad else None
+        first = None if record.is_finite else first_nonfinite(record)
         loss_is_bad = record.loss is not None and not math.isfinite(record.loss)
         if first is None and not loss_is_bad:
             if record.recorded:

@@ -74,9 +74,11 @@ class Exploding(TensorRule):
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's norms with the threshold and the history."""
-        norm, x, _, flags, (z, usual, deviation) = self.norms.of(record)
-        flagged = flags & Flag.EXPLODING > 0
+        norm, x, _, flags, any_flag, (z, usual, deviation) = self.norms.of(record)
         own = z > self.deviations
+        if not (any_flag or own.any()):
+            return []
+        flagged = flags & Flag.EXPLODING > 0
         if not (flagged | own).any():
             return []
         own &= norm >= self.share * record.total("finite_norm")
@@ -148,17 +150,19 @@ class Vanishing(LastingRule):
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's norms with the threshold and the history."""
-        norm, x, known, flags, (z, usual, deviation) = self.norms.of(record)
-        flagged = (flags & Flag.VANISHING > 0) & self.wide
+        norm, x, known, flags, any_flag, (z, usual, deviation) = self.norms.of(record)
+        total, threshold = record.total("finite_norm"), record.thresholds.vanishing
+        everything = self._everything(record, total, threshold)
+        faint = known & self.wide & (norm * FAINT < total)
         own = (z < -self.deviations) & self.wide
+        if not (any_flag or self.counting or faint.any() or own.any()):
+            return everything
+        flagged = (flags & Flag.VANISHING > 0) & self.wide
         fallen = usual - x
         if own.any():
             fallen = fallen - fallen[known & self.norms.settled].median().clamp(min=0.0)
             own &= fallen > self.deviations * deviation
-        total, threshold = record.total("finite_norm"), record.thresholds.vanishing
-        faint = known & self.wide & (norm * FAINT < total)
         flagged = (flagged & known & (norm * CONTRAST < total)) | faint
-        everything = self._everything(record, total, threshold)
         lasting = self.lasting(own | flagged, known, record.step)
         if lasting is None:
             return everything
@@ -208,7 +212,7 @@ class NormSpike(SpikeRule):
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's total norm with the history."""
-        if not record.recorded or record.total("n_nonfinite"):
+        if not record.recorded or not (record.is_finite or record.total("n_nonfinite") == 0):
             return []
         squares = record.value("sumsq")
         spike = self.spike(squares)
