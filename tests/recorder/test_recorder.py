@@ -534,3 +534,13 @@ def test_its_buffers_are_no_parameters():
     assert list(recorder.parameters()) == []
     assert recorder.capacity == 2
     assert recorder.read() == []
+
+
+def test_what_a_record_keeps_is_not_mistaken_for_a_statistic():
+    recorder = gm.Recorder(torch.nn.Linear(2, 1))
+    recorder.record()
+    (record,) = recorder.read()
+    record.flags(), record.measured(), record.total("norm"), record.merged()
+    for name in ("flags", "measured", "total", "merged", "total norm"):
+        with pytest.raises(KeyError):
+            record.value(name)

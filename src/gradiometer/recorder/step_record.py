@@ -14,7 +14,7 @@ from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, T
 from gradiometer.stats import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -128,38 +128,29 @@ class StepRecord:
         place = self.roster.place(kind)
         if self.values is None:
             return torch.zeros(len(self.roster.names), dtype=torch.int32, device="cpu")
-        key = ("flags", kind)
-        if key not in self._kept:
-            self._kept[key] = self.values[place, :, NUM_COLUMNS].to(torch.int32)
-        kept: Tensor = self._kept[key]
+        values = self.values[place, :, NUM_COLUMNS]
+        kept: Tensor = self._keep("flags", kind, lambda: values.to(torch.int32))
         return kept
 
     def measured(self, kind: Kind = "grads") -> Tensor:
         """Return which parameters were measured, ``(N,) bool``."""
-        key = ("measured", kind)
-        if key not in self._kept:
-            self._kept[key] = self.value("numel", kind) > 0
-        kept: Tensor = self._kept[key]
+        kept: Tensor = self._keep("measured", kind, lambda: self.value("numel", kind) > 0)
         return kept
 
     def value(self, statistic: str, kind: Kind = "grads") -> Tensor:
         """Return a raw column or derived value by name, ``(N,) float64``; 0 where nothing was measured."""
-        key = (statistic, kind)
-        if key not in self._kept:
-            self._kept[key] = derived.value(self.columns(kind), statistic)
-        kept: Tensor = self._kept[key]
+        kept: Tensor = self._keep(
+            f"value {statistic}", kind, lambda: derived.value(self.columns(kind), statistic)
+        )
         return kept
 
     def total(self, statistic: str = "norm", kind: Kind = "grads") -> float:
         """Return a raw column or derived value, by name, of all parameters together."""
-        key = (f"total {statistic}", kind)
-        if key not in self._kept:
-            self._kept[key] = (
-                math.sqrt(self.total("sumsq", kind))
-                if statistic == "finite_norm"
-                else float(derived.value(self.merged(kind), statistic))
-            )
-        kept: float = self._kept[key]
+        if statistic == "finite_norm":
+            return math.sqrt(self.total("sumsq", kind))
+        kept: float = self._keep(
+            f"total {statistic}", kind, lambda: float(derived.value(self.merged(kind), statistic))
+        )
         return kept
 
     @cached_property
@@ -170,11 +161,15 @@ class StepRecord:
 
     def merged(self, kind: Kind = "grads") -> Tensor:
         """Return the raw columns of all parameters together, ``(C,) float64``."""
-        key = ("total", kind)
-        if key not in self._kept:
-            self._kept[key] = derived.merge_rows(self.columns(kind))
-        kept: Tensor = self._kept[key]
+        kept: Tensor = self._keep("merged", kind, lambda: derived.merge_rows(self.columns(kind)))
         return kept
+
+    def _keep(self, what: str, kind: Kind, compute: Callable[[], Any]) -> Any:
+        """Return what was computed from the values before, or compute it."""
+        key = what, kind
+        if key not in self._kept:
+            self._kept[key] = compute()
+        return self._kept[key]
 
     def where(self, name: str, kind: Kind = "grads") -> str | None:
         """Return the first rank with a NaN or Inf in this tensor: ``rank 5, dp_shard 1 of 4``.
