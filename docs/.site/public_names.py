@@ -35,6 +35,7 @@ GROUPS = {
         "DEFAULT_EXPLODING_THRESHOLD",
         "DEFAULT_DEAD_THRESHOLD",
     ),
+    "Fingerprints": ("Fingerprint",),
     "Clipping": (
         "clip_grad_norm_",
         "collect_and_clip_",

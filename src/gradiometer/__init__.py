@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         DEFAULT_DEAD_THRESHOLD,
         DEFAULT_EXPLODING_THRESHOLD,
         DEFAULT_VANISHING_THRESHOLD,
+        Fingerprint,
         Flag,
         Thresholds,
     )
@@ -93,6 +94,7 @@ __all__ = [
     "EMA",
     "ElementCounts",
     "Finding",
+    "Fingerprint",
     "FiniteReport",
     "Flag",
     "ModuleReports",

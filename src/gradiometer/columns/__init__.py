@@ -6,6 +6,13 @@ user's tensors or their names.
 """
 
 from gradiometer.columns.derived import DERIVED, compute_flags, rescale
+from gradiometer.columns.fingerprint import (
+    FINGERPRINT_COLUMNS,
+    NUM_FINGERPRINT_COLUMNS,
+    WORD_BYTES,
+    Fingerprint,
+    merge_fingerprints,
+)
 from gradiometer.columns.health import (
     EXPLODING_WEIGHT,
     HEALTH,
@@ -15,7 +22,7 @@ from gradiometer.columns.health import (
     is_healthy,
     score,
 )
-from gradiometer.columns.ring_layout import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, Cursor
+from gradiometer.columns.ring_layout import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, RING_WIDTH, Cursor
 from gradiometer.columns.schema import (
     COLUMN_INDEX,
     COLUMN_NAMES,
@@ -41,19 +48,25 @@ __all__ = [
     "DEFAULT_VANISHING_THRESHOLD",
     "DERIVED",
     "EXPLODING_WEIGHT",
+    "FINGERPRINT_COLUMNS",
     "HEADER_SKIPPED",
     "HEADER_STEP",
     "HEALTH",
     "MAX_NORM_RATIO",
     "MAX_ZERO_FRACTION",
     "NUM_COLUMNS",
+    "NUM_FINGERPRINT_COLUMNS",
     "NUM_SUM_COLUMNS",
+    "RING_WIDTH",
     "VANISHING_WEIGHT",
+    "WORD_BYTES",
     "Cursor",
+    "Fingerprint",
     "Flag",
     "Thresholds",
     "compute_flags",
     "is_healthy",
+    "merge_fingerprints",
     "rescale",
     "score",
 ]

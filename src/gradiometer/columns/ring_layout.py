@@ -5,7 +5,13 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-__all__ = ["CURSOR_SIZE", "HEADER_SKIPPED", "HEADER_STEP", "Cursor"]
+from gradiometer.columns.schema import NUM_COLUMNS
+
+__all__ = ["CURSOR_SIZE", "HEADER_SKIPPED", "HEADER_STEP", "RING_WIDTH", "Cursor"]
+
+# numbers in a row without a fingerprint: raw columns, then flags. The three integers of a fingerprint follow,
+# as float64 with the same bits
+RING_WIDTH: Final = NUM_COLUMNS + 1
 
 # indices in a slot's header: the step, and whether to skip it
 HEADER_STEP: Final = 0

@@ -194,6 +194,7 @@ def collect_and_clip_(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
     skip_nonfinite: bool = False,
+    fingerprint: bool = False,
     reduce: bool | Ranks | None = None,
 ) -> TensorStats:
     """Measure every gradient and clip the total norm in place, with one read for both.
@@ -207,6 +208,7 @@ def collect_and_clip_(
         inv_scale: as for `gradiometer.collect_grads`. The norm and ``max_norm`` are those of the
             unscaled gradients; the gradients stay scaled.
         skip_nonfinite: as for `gradiometer.collect_grads`.
+        fingerprint: as for `gradiometer.collect_grads`.
         reduce: as for `clip_grad_norm_`.
 
     Returns:
@@ -223,7 +225,7 @@ def collect_and_clip_(
     (tensor(5.0990, dtype=torch.float64), True)
     """
     options: dict[str, Any] = {"thresholds": thresholds, "skip_nonfinite": skip_nonfinite}
-    options |= {"inv_scale": inv_scale, "reduce": reduce}
+    options |= {"inv_scale": inv_scale, "fingerprint": fingerprint, "reduce": reduce}
     return _clip(model, max_norm, norm_type, error_if_nonfinite, "collect_and_clip_", **options)[0]
 
 
@@ -273,6 +275,7 @@ def _clip(
     inv_scale: Tensor | float | None = None,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     skip_nonfinite: bool = False,
+    fingerprint: bool = False,
 ) -> tuple[TensorStats, Tensor]:
     """Return the stats and the norm before clipping. All checks come before the first write."""
     order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
@@ -291,7 +294,8 @@ def _clip(
         if ranks is not None and ranks.size > 1:
             over = ranks
         local = settled(grads, parameters, ranks, what)
-        stats = measure(local, what, thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
+        options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
+        stats = measure(local, what, thresholds, inv_scale, home=home, **options)
         parts = parts_of(grads, what)
         finite = finite_norm(local, order, over, stats.columns.device)
         if finite is not None and inv_scale is not None:

@@ -4,7 +4,18 @@ from gradiometer.kernels import tuning
 from gradiometer.kernels.append import append
 from gradiometer.kernels.driver import load_driver
 from gradiometer.kernels.finalize import finalize
+from gradiometer.kernels.fingerprint import NUM_FINGERPRINT_PARTIALS, merge_fingerprints
 from gradiometer.kernels.moments import PARTIALS, moments
 from gradiometer.kernels.scale import scale
 
-__all__ = ["PARTIALS", "append", "finalize", "load_driver", "moments", "scale", "tuning"]
+__all__ = [
+    "NUM_FINGERPRINT_PARTIALS",
+    "PARTIALS",
+    "append",
+    "finalize",
+    "load_driver",
+    "merge_fingerprints",
+    "moments",
+    "scale",
+    "tuning",
+]

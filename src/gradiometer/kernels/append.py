@@ -96,10 +96,13 @@ def _open_kernel(
 def _write_kernel(
     columns_ptr,  # (R, C) float64
     flags_ptr,  # (R,) int32
+    fingerprints_ptr,  # (R, 3) int64; unused without FINGERPRINT
     ring_ptr,
     plan_ptr,
     num_rows: tl.int32,
     NUM_COLUMNS: tl.constexpr,
+    RING_WIDTH: tl.constexpr,
+    FINGERPRINT: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,  # a power of two, C + 1 or more
     NUMEL: tl.constexpr = _NUMEL,
@@ -111,16 +114,27 @@ def _write_kernel(
         measured = tl.load(columns_ptr + row * NUM_COLUMNS + NUMEL, mask=there, other=0.0) > 0
         written = there & (measured | (tl.load(plan_ptr + 1) == 0))
         column = tl.arange(0, WIDTH)
-        out = ring_ptr + (slot * (num_rows + 1) + 1) * (NUM_COLUMNS + 1) + row * (NUM_COLUMNS + 1)
+        out = ring_ptr + (slot * (num_rows + 1) + 1) * RING_WIDTH + row * RING_WIDTH
         mask = written[:, None] & (column < NUM_COLUMNS)[None, :]
         values = tl.load(columns_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=mask, other=0.0)
         tl.store(out[:, None] + column[None, :], values, mask=mask)
         flags = tl.load(flags_ptr + row, mask=written, other=0)
         tl.store(out + NUM_COLUMNS, flags.to(tl.float64), mask=written)
+        if FINGERPRINT:
+            for i in tl.static_range(RING_WIDTH - NUM_COLUMNS - 1):
+                bits = tl.load(
+                    fingerprints_ptr + row * (RING_WIDTH - NUM_COLUMNS - 1) + i, mask=written, other=0
+                )
+                tl.store(out + (NUM_COLUMNS + 1 + i), bits.to(tl.float64, bitcast=True), mask=written)
 
 
 def append(
-    columns: torch.Tensor, flags: torch.Tensor, grads: int, ring: torch.Tensor, cursor: torch.Tensor
+    columns: torch.Tensor,
+    flags: torch.Tensor,
+    grads: int,
+    ring: torch.Tensor,
+    cursor: torch.Tensor,
+    fingerprints: torch.Tensor | None = None,
 ) -> None:
     """Write one step's rows, and decide whether to skip the step.
 
@@ -130,6 +144,7 @@ def append(
         grads: the number of gradients, which are the first rows.
         ring: ``(capacity, R + 1, C + 1) float64``, changed in place.
         cursor: ``(6,) float64``, changed in place.
+        fingerprints: ``(R, 3) int64``, contiguous, if the ring has three more columns for them.
     """
     capacity, size, width = ring.shape
     plan = torch.empty(2, dtype=torch.int64, device=ring.device)
@@ -150,11 +165,14 @@ def append(
     _write_kernel[(triton.cdiv(size - 1, _ROWS),)](
         columns,
         flags,
+        flags if fingerprints is None else fingerprints,
         ring,
         plan,
         size - 1,
         NUM_COLUMNS=NUM_COLUMNS,
+        RING_WIDTH=width,
+        FINGERPRINT=fingerprints is not None,
         ROWS=_ROWS,
-        WIDTH=triton.next_power_of_2(width),
+        WIDTH=triton.next_power_of_2(NUM_COLUMNS + 1),
         **options,
     )

@@ -2,7 +2,8 @@
 
 For a chunk of tensor x: sum x_i**2 and sum x_i in fp64, and max |x_i|, over finite elements; counts of
 zeros, of non-finite values, of NaN and of +Inf. Reads each element once (twice in a chunk with NaN or Inf),
-and writes seven float64 per chunk: ``partials (7, N)``, in the order of `PARTIALS`.
+and writes seven float64 per chunk: ``partials (7, N)``, in the order of `PARTIALS`. If asked, it also adds up
+the bits for fingerprints, see `gradiometer.kernels.fingerprint`; otherwise none of that is compiled.
 
 On GPUs with few fp64 units the main loop adds fp32 numbers with compensation instead; the results are as
 accurate.
@@ -17,7 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
+from gradiometer.columns.fingerprint import WORD_BYTES, power
 from gradiometer.kernels import tuning
+from gradiometer.kernels.fingerprint import (
+    add_words,
+    chunk_sums,
+    first_power,
+    next_power,
+    split_words,
+    zero_sums,
+)
 from gradiometer.kernels.primitives import accumulate, halves, is_due, is_finite, locate
 
 __all__ = ["PARTIALS", "moments"]
@@ -96,13 +106,17 @@ def _moments_kernel(
     table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
     partials_ptr,  # (7, N) float64
     gate_ptr,  # the cursor of a ring; unused without GATED
+    fingerprints_ptr,  # (4, N) int64, see fingerprint.py; unused without FINGERPRINT
     first_chunk: tl.int32,
     num_tensors: tl.int32,
     num_chunks: tl.int32,
     GATED: tl.constexpr,
+    FINGERPRINT: tl.constexpr,
     DTYPE: tl.constexpr,
     ITEMSIZE: tl.constexpr,
     TILE: tl.constexpr,
+    WORD_BITS: tl.constexpr,  # log2 of the number of words of 8 bytes in a tile
+    STEP: tl.constexpr,  # see fingerprint.next_power
     UNROLL: tl.constexpr,
     COMPENSATED: tl.constexpr,
     # not a global constant, see finalize.py
@@ -139,9 +153,25 @@ def _moments_kernel(
     # no mask: it would split the loads
     full = (n - head) // (TILE * UNROLL)
     words = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(WORD)), 16) + lanes
+    if FINGERPRINT:
+        # words of 8 bytes
+        EACH: tl.constexpr = 8 // ITEMSIZE
+        BITS: tl.constexpr = tl.int64 if EACH == 1 else tl.uint32 if EACH == 2 else tl.uint16
+        WORDS: tl.constexpr = TILE // EACH
+        places = tl.arange(0, WORDS)
+        word_ptr = address.to(tl.pointer_type(tl.int64))
+        head_words = head // EACH
+        lower, upper = split_words(tl.load(word_ptr + places, mask=places < head_words, other=0), WORDS)
+        sums = add_words(lower, upper, first_power(head_words * 0), zero_sums(WORDS), False)
+        power = first_power(head_words)
     for _ in range(full):
         for u in tl.static_range(UNROLL):
             word = tl.load(words + u * LANES)
+            if FINGERPRINT:
+                lower, upper = split_words(word, WORDS)
+                sums = add_words(lower, upper, power, sums, u % 2 == 1)
+                if u % 2 == 1:
+                    power = next_power(power, STEP)
             if PAIRS:
                 low, high = halves(word)
                 totals = accumulate(low, totals, COMPENSATED, EXACT_SQUARE)
@@ -154,6 +184,29 @@ def _moments_kernel(
     for i in range(done, n, LANES):
         x = tl.load(base + (i + lanes), mask=lanes < n - i, other=0.0).to(NARROW)
         totals = accumulate(x, totals, COMPENSATED, EXACT_SQUARE)
+
+    if FINGERPRINT:
+        # read the last elements again, as words
+        for i in range(done // EACH, tl.cdiv(n, EACH), 2 * WORDS):
+            for u in tl.static_range(2):
+                place = i + u * WORDS + places
+                rest = tl.load(word_ptr + place, mask=place < n // EACH, other=0)
+                bits_ptr = address.to(tl.pointer_type(BITS))
+                for part in tl.static_range(EACH - 1):
+                    # the last word may be incomplete
+                    e = place * EACH + part
+                    bits = tl.load(bits_ptr + e, mask=(place == n // EACH) & (e < n), other=0)
+                    rest |= bits.to(tl.int64) << (8 * ITEMSIZE * part)
+                lower, upper = split_words(rest, WORDS)
+                sums = add_words(lower, upper, power, sums, u == 1)
+            power = next_power(power, STEP)
+        chunk_words, chunk_weighted = chunk_sums(places, sums, WORD_BITS)
+        out = fingerprints_ptr + chunk
+        row = tl.load(table_ptr + 4 * num_tensors + chunk)
+        tl.store(out, address - tl.load(pointers_ptr + row))
+        tl.store(out + num_chunks.to(tl.int64), n.to(tl.int64) * ITEMSIZE)
+        tl.store(out + 2 * num_chunks.to(tl.int64), chunk_words)
+        tl.store(out + 3 * num_chunks.to(tl.int64), chunk_weighted)
 
     chunk_top = tl.max(totals[0]).to(tl.float64)
     # masked lanes were counted as zeros
@@ -198,6 +251,7 @@ def moments(
     num_chunks: int,
     num_tensors: int,
     gate: torch.Tensor | None = None,
+    fingerprints: torch.Tensor | None = None,
 ) -> None:
     """Write the partials of one dtype's chunks.
 
@@ -210,21 +264,29 @@ def moments(
         num_chunks: the group's number of chunks.
         num_tensors: T.
         gate: the cursor of a ring; nothing is read or written in a step that is not due.
+        fingerprints: ``(4, N) int64``, written in the same columns; tensors then begin at multiples of 8
+            bytes.
     """
     tile, unroll, threads, registers = tuning.MOMENTS[dtype]
+    words = tile * dtype.itemsize // WORD_BYTES
+    registers += 0 if fingerprints is None else tuning.FINGERPRINT_REGISTERS
     compensated = dtype != torch.float64 and tuning.has_few_fp64_units(partials.device)
     _moments_kernel[(num_chunks,)](
         pointers,
         table,
         partials,
         partials if gate is None else gate,
+        partials if fingerprints is None else fingerprints,
         first_chunk,
         num_tensors,
         partials.shape[1],
         GATED=gate is not None,
+        FINGERPRINT=fingerprints is not None,
         DTYPE=_DTYPES[dtype],
         ITEMSIZE=dtype.itemsize,
         TILE=tile,
+        WORD_BITS=words.bit_length() - 1,
+        STEP=power(2 * words),
         UNROLL=unroll,
         COMPENSATED=compensated,
         **tuning.options(

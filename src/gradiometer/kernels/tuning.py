@@ -14,6 +14,7 @@ __all__ = [
     "COMPENSATED_REGISTERS",
     "FEW_FP64_UNITS",
     "FINALIZE",
+    "FINGERPRINT_REGISTERS",
     "MAX_CHUNKS",
     "MOMENTS",
     "SCALE",
@@ -52,6 +53,9 @@ MOMENTS: Final = {
     torch.bfloat16: Moments(tile=1024, unroll=4, threads=128, registers=80),
     torch.float16: Moments(tile=1024, unroll=4, threads=128, registers=96),
 }
+
+# a lane's sums for a fingerprint
+FINGERPRINT_REGISTERS: Final = 24
 
 # with compensation a lane has four more totals; arithmetic, rather than occupancy, hides the latency of loads
 COMPENSATED_REGISTERS: Final = 160

@@ -2,6 +2,7 @@
 
 ``gradiometer::tensor_stats`` is opaque to the compiler, because it reads ``data_ptr()``. It is not
 differentiable. It is functional, so the compiler removes it from the graph if its result is unused.
+``gradiometer::tensor_stats_fingerprints`` also returns fingerprints, from the same read.
 ``gradiometer::record_`` also writes the result into a ring of steps, and ``gradiometer::append_`` writes an
 earlier result there; both change their arguments, so they stay in the graph. The ops are defined through
 `torch.library.Library`, which costs two to three times less per call with many tensors than the
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 
-from gradiometer.columns import NUM_COLUMNS, Thresholds
+from gradiometer.columns import NUM_COLUMNS, NUM_FINGERPRINT_COLUMNS, RING_WIDTH, Thresholds
 from gradiometer.extras import is_installed
 from gradiometer.ops import eager_plan, packing, reference, ring, warm_up
 from gradiometer.terminal import printable
@@ -53,7 +54,14 @@ _LIBRARY.define(
     "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
     " bool gated, Tensor(a!) steps, Tensor(b!) cursor) -> ()"
 )
-_LIBRARY.define("append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor) -> ()")
+_LIBRARY.define(
+    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor,"
+    " Tensor? fingerprints=None) -> ()"
+)
+_LIBRARY.define(
+    "tensor_stats_fingerprints(Tensor[] tensors, float vanishing, float exploding, float dead,"
+    " Tensor? inv_scale=None) -> (Tensor columns, Tensor flags, Tensor fingerprints)"
+)
 
 # read as Triton reads it; if set, kernels run on CPU tensors, slowly, for tests
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
@@ -108,7 +116,7 @@ def tensor_stats(
         columns ``(T, C) float64`` in the order of `gradiometer.columns.schema.COLUMNS`, and flags
         ``(T,) int32``, on the tensors' device.
     """
-    return measure(tensors, thresholds, inv_scale, recognize(tensors))
+    return measure(tensors, thresholds, inv_scale, recognize(tensors))[:2]
 
 
 def measure(
@@ -116,15 +124,21 @@ def measure(
     thresholds: Thresholds,
     inv_scale: Tensor | None,
     plan: packing.LaunchPlan | None,
-) -> tuple[Tensor, Tensor]:
-    """Do what `tensor_stats` does; ``plan`` is the result of `recognize` for these tensors."""
+    *,
+    fingerprint: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Do what `tensor_stats` does; also return fingerprints, ``(T, 3) int64``, if asked.
+
+    ``plan`` is the result of `recognize` for these tensors. Fingerprints are those of the tensors' own bits,
+    whatever ``inv_scale`` is.
+    """
     if plan is not None and (inv_scale is None or _is_plain(inv_scale)):
-        return _eager(tensors, thresholds, inv_scale, plan)
+        return _eager(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
+    limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
     with torch.no_grad():
-        columns, flags = torch.ops.gradiometer.tensor_stats(
-            tensors, thresholds.vanishing, thresholds.exploding, thresholds.dead, inv_scale
-        )
-    return columns, flags
+        if fingerprint:
+            return torch.ops.gradiometer.tensor_stats_fingerprints(tensors, *limits, inv_scale)  # type: ignore[no-any-return]
+        return *torch.ops.gradiometer.tensor_stats(tensors, *limits, inv_scale), None
 
 
 def recognize(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
@@ -169,7 +183,13 @@ def _is_plain(x: Tensor) -> bool:
 def _tensor_stats(
     tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _eager(tensors, Thresholds(vanishing, exploding, dead), inv_scale)
+    return _eager(tensors, Thresholds(vanishing, exploding, dead), inv_scale)[:2]
+
+
+def _tensor_stats_fingerprints(
+    tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return _eager(tensors, Thresholds(vanishing, exploding, dead), inv_scale, fingerprint=True)
 
 
 def _eager(
@@ -177,7 +197,9 @@ def _eager(
     thresholds: Thresholds,
     inv_scale: Tensor | None,
     plan: packing.LaunchPlan | None = None,
-) -> tuple[Tensor, Tensor]:
+    *,
+    fingerprint: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Measure at once; ``plan``: the result of `packing.recognize`, in a call from eager mode."""
     device = tensors[0].device
     with _without_grad(), _without_autocast(device):
@@ -185,9 +207,9 @@ def _eager(
             plan = plan or packing.recognize(tensors) or packing.remember(tensors)
             if plan.direct and plan.eager is None:
                 plan.eager = eager_plan.plan_of(tensors)
-            return reference.tensor_stats(tensors, thresholds, inv_scale, plan.eager)
+            return reference.tensor_stats(tensors, thresholds, inv_scale, plan.eager, fingerprint=fingerprint)
         with _launching_on(device):
-            return _run_kernels(tensors, thresholds, inv_scale, plan)
+            return _run_kernels(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
 
 
 def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -212,16 +234,27 @@ def _run_kernels(
     inv_scale: Tensor | None,
     plan: packing.LaunchPlan | None,
     gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    *,
+    fingerprint: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     from gradiometer import kernels  # noqa: PLC0415 triton is imported when a kernel is first needed
 
     tuning = kernels.tuning
     keep = plan is not None or not warm_up.is_possible()
-    packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=keep)
+    count = len(tensors)
+    narrow = [i for i, x in enumerate(tensors) if x.itemsize == 1] if fingerprint else []
+    if narrow:
+        # the kernels read formats of one byte as wider ones; the bits are read from copies, as more rows
+        tensors, plan = [*tensors, *[packing.in_float32(tensors[i]) for i in narrow]], None
+    packed = packing.pack(tensors, tuning.CHUNK, tuning.MAX_CHUNKS, plan, keep=keep, in_words=fingerprint)
     chunk_map = packed.chunk_map
     partials = torch.empty(
         (len(kernels.PARTIALS), chunk_map.num_chunks), dtype=torch.float64, device=packed.table.device
     )
+    bits = None
+    if fingerprint:
+        shape = kernels.NUM_FINGERPRINT_PARTIALS, chunk_map.num_chunks
+        bits = torch.empty(shape, dtype=torch.int64, device=packed.table.device)
     for group in chunk_map.groups:
         kernels.moments(
             packed.pointers,
@@ -232,8 +265,16 @@ def _run_kernels(
             group.num_chunks,
             chunk_map.num_tensors,
             gate,
+            bits,
         )
-    return kernels.finalize(packed.table, partials, chunk_map.num_tensors, thresholds, inv_scale)
+    columns, flags = kernels.finalize(packed.table, partials, chunk_map.num_tensors, thresholds, inv_scale)
+    if bits is None:
+        return columns, flags, None
+    fingerprints = kernels.merge_fingerprints(packed.table, bits, chunk_map.num_tensors)
+    for extra, i in enumerate(narrow, start=count):
+        fingerprints[i].copy_(fingerprints[extra])
+        fingerprints[i, 0] = tensors[i].numel()
+    return columns[:count], flags[:count], fingerprints[:count]
 
 
 def record_(
@@ -254,7 +295,7 @@ def record_(
         thresholds: the limits for the flags.
         inv_scale: as for `tensor_stats`.
         grads: the number of gradients, which come first and decide whether to skip the step.
-        steps: the ring, ``(capacity, R + 1, C + 1) float64``, see `gradiometer.ops.ring`.
+        steps: the ring, see `gradiometer.ops.ring`; its width tells whether to record fingerprints.
         cursor: its state, ``(6,) float64``.
         plan: the result of `recognize` for the tensors.
         gated: do not read the tensors in a step that is not due. A gated call never decides to skip a step.
@@ -276,10 +317,17 @@ def record_(
         )
 
 
-def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
-    """Write the result of `tensor_stats` into the current step of a ring, as `record_` does."""
+def append_(
+    columns: Tensor,
+    flags: Tensor,
+    grads: int,
+    steps: Tensor,
+    cursor: Tensor,
+    fingerprints: Tensor | None = None,
+) -> None:
+    """Write the result of `measure` into the current step of a ring, as `record_` does."""
     with torch.no_grad():
-        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor)
+        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor, fingerprints)
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: packing.LaunchPlan) -> None:
@@ -322,27 +370,38 @@ def _record(
     cursor: Tensor,
     plan: packing.LaunchPlan | None = None,
 ) -> None:
+    fingerprint = steps.shape[2] == RING_WIDTH + NUM_FINGERPRINT_COLUMNS
     if uses_kernels(steps.device):
         with torch.no_grad(), _launching_on(steps.device):
-            columns, flags = _run_kernels(tensors, thresholds, inv_scale, plan, cursor if gated else None)
+            gate = cursor if gated else None
+            measured = _run_kernels(tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint)
     elif gated and not ring.is_due(cursor):
         return
     else:
-        columns, flags = _eager(tensors, thresholds, inv_scale, plan)
+        measured = _eager(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
+    columns, flags, fingerprints = measured
     # if the gate is closed, the rows come from uninitialized memory: do not decide from them
-    _append(columns, flags, -1 if gated else grads, steps, cursor)
+    _append(columns, flags, -1 if gated else grads, steps, cursor, fingerprints)
 
 
-def _append(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
+def _append(
+    columns: Tensor,
+    flags: Tensor,
+    grads: int,
+    steps: Tensor,
+    cursor: Tensor,
+    fingerprints: Tensor | None = None,
+) -> None:
     with torch.no_grad():
         if not uses_kernels(steps.device):
-            ring.append_(columns, flags, grads, steps, cursor)
+            ring.append_(columns, flags, grads, steps, cursor, fingerprints)
             return
         with _launching_on(steps.device):
             from gradiometer import kernels  # noqa: PLC0415 as above
 
             # the kernels read rows one after the other
-            kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor)
+            bits = None if fingerprints is None else fingerprints.contiguous()
+            kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, bits)
 
 
 def _record_op(
@@ -368,12 +427,22 @@ def _tensor_stats_fake(
     return columns, first.new_empty((len(tensors),), dtype=torch.int32)
 
 
+def _tensor_stats_fingerprints_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    columns, flags = _tensor_stats_fake(*args)
+    size = (columns.shape[0], NUM_FINGERPRINT_COLUMNS)
+    return columns, flags, columns.new_empty(size, dtype=torch.int64)
+
+
 _LIBRARY.impl("tensor_stats", _tensor_stats, "CompositeExplicitAutograd")
+_LIBRARY.impl("tensor_stats_fingerprints", _tensor_stats_fingerprints, "CompositeExplicitAutograd")
 _LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("append_", _append, "CompositeExplicitAutograd")
 # not differentiable: autograd passes the calls on and records nothing
-for _name in ("tensor_stats", "record_", "append_"):
+for _name in ("tensor_stats", "tensor_stats_fingerprints", "record_", "append_"):
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("gradiometer::tensor_stats", _tensor_stats_fake, lib=_LIBRARY)
+torch.library.register_fake(
+    "gradiometer::tensor_stats_fingerprints", _tensor_stats_fingerprints_fake, lib=_LIBRARY
+)
 torch.library.register_fake("gradiometer::record_", lambda *_: None, lib=_LIBRARY)
 torch.library.register_fake("gradiometer::append_", lambda *_: None, lib=_LIBRARY)

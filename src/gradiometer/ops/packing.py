@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from gradiometer.columns import WORD_BYTES
 from gradiometer.inputs import as_flat, as_real
 from gradiometer.ops.guards import alike, guards_tell
 
@@ -44,6 +45,7 @@ __all__ = [
     "Pack",
     "chunk_map_of",
     "clear",
+    "in_float32",
     "is_capturing",
     "pack",
     "recognize",
@@ -226,6 +228,7 @@ def pack(
     plan: LaunchPlan | None = None,
     *,
     keep: bool = False,
+    in_words: bool = False,
 ) -> Pack:
     """Pack tensors of one device for the kernels. That device must be current; its current stream is used.
 
@@ -235,9 +238,15 @@ def pack(
         max_chunks: the most chunks of one tensor.
         plan: the result of `recognize` for them, if it was called.
         keep: whether tables may stay on the device, as no graph is being warmed up or captured.
+        in_words: whether elements have to be in row-major order and begin with a whole word, for
+            fingerprints; other tensors are copied.
     """
     plan = plan or recognize(tensors) or remember(tensors)
-    flats = tensors if plan.direct else [_flat(tensor) for tensor in tensors]
+    flats: Sequence[Tensor]
+    if in_words:
+        flats = [_in_words(tensor) for tensor in tensors]
+    else:
+        flats = tensors if plan.direct else [_flat(tensor) for tensor in tensors]
     chunk_map = plan.chunk_map
     if chunk_map is None or plan.cut != (chunk, max_chunks):
         sizes, dtypes = tuple([x.numel() for x in flats]), tuple([x.dtype for x in flats])
@@ -263,6 +272,19 @@ def _flat(tensor: Tensor) -> Tensor:
     flat = as_flat(x)
     # memory with gaps or overlaps is copied; the copy lives until the kernels are queued
     return x.contiguous().view(-1) if flat is None else flat
+
+
+def _in_words(tensor: Tensor) -> Tensor:
+    x = _flat(tensor.contiguous())
+    return x.clone() if x.data_ptr() % WORD_BYTES else x
+
+
+def in_float32(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor's bytes as float32, padded with zeros to whole words."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    padded = flat.new_zeros(-(-len(flat) // WORD_BYTES) * WORD_BYTES)
+    padded[: len(flat)] = flat
+    return padded.view(torch.float32)
 
 
 def remember(tensors: Sequence[Tensor]) -> LaunchPlan:

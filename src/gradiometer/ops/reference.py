@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from functools import reduce
 from itertools import chain, groupby, islice, repeat
 from operator import itemgetter, sub
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -19,8 +20,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_COLUMNS, Flag, compute_flags, rescale
-from gradiometer.inputs import as_flat
+from gradiometer.columns import (
+    NUM_COLUMNS,
+    NUM_FINGERPRINT_COLUMNS,
+    Fingerprint,
+    Flag,
+    compute_flags,
+    rescale,
+)
+from gradiometer.inputs import as_flat, as_real
+from gradiometer.ops import fingerprint as bits
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, Group, Plan, plan_of, prepared
 
@@ -59,15 +68,25 @@ def tensor_stats(
     thresholds: Thresholds,
     inv_scale: Tensor | None = None,
     plan: Plan | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Measure tensors of one device. Returns columns ``(T, C) float64`` and flags ``(T,) int32``.
+    *,
+    fingerprint: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Measure tensors of one device.
 
     Args:
         tensors: at least one.
         thresholds: the limits for the flags.
         inv_scale: one element; the statistics are those of ``inv_scale * x``.
         plan: the result of `plan_of` for these tensors, if `prepared` changes none of them.
+        fingerprint: whether to return fingerprints too.
+
+    Returns:
+        columns ``(T, C) float64``, flags ``(T,) int32``, and fingerprints ``(T, 3) int64`` or None.
     """
+    fingerprints: dict[int, Fingerprint] | None = None
+    if fingerprint:
+        tensors, fingerprints = [as_real(tensor).contiguous() for tensor in tensors], {}
+    originals = tensors
     if plan is None:
         tensors = [prepared(tensor) for tensor in tensors]
         plan = plan_of(tensors)
@@ -76,22 +95,38 @@ def tensor_stats(
         rows[index] = _row_of_number(tensors[index].item())
     for group in plan.groups:
         if len(group.sizes) * group.width <= BATCH or not openmp.can_run_alone():
-            _measure_group(tensors, group, rows, BATCH)
+            _measure_group(tensors, group, rows, BATCH, fingerprints)
         else:
             with openmp.one_thread():
-                _measure_group(tensors, group, rows, 2 * BATCH)
+                _measure_group(tensors, group, rows, 2 * BATCH, fingerprints)
     if plan.batches:
         with openmp.one_thread():
-            _measure_batches(tensors, plan.batches, rows)
-    for index, row in _by_tensor([(index, tensors[index]) for index in plan.large], _measure_block, _merge):
+            _measure_batches(tensors, plan.batches, rows, fingerprints)
+    large = [(index, tensors[index]) for index in plan.large]
+    if fingerprints is None:
+        rows_of_large = _by_tensor(large, _measure_block, _merge)
+    else:
+        both = _by_tensor(large, _measure_block_and_bits, _merge_both)
+        for index, (row, found) in both:
+            rows[index], fingerprints[index] = row, found
+        rows_of_large = iter(())
+        for index, x in enumerate(originals):
+            if index not in fingerprints or x is not tensors[index]:
+                # a single number, an empty tensor, or one in a format that was converted
+                fingerprints[index] = bits.fingerprint(x, x.new_empty(SMALL, dtype=torch.int64))
+    for index, row in rows_of_large:
         rows[index] = row
     device = tensors[0].device
     columns = _tensor(array("d", chain.from_iterable(rows)), torch.float64, device)
     columns = columns.view(len(rows), NUM_COLUMNS)
+    bits_of_all = None
+    if fingerprints is not None:
+        values = array("q", chain.from_iterable([fingerprints[i].row for i in range(len(rows))]))
+        bits_of_all = _tensor(values, torch.int64, device).view(len(rows), NUM_FINGERPRINT_COLUMNS)
     if inv_scale is not None:
         columns = rescale(columns, inv_scale.reshape(()).to(columns))
-        return columns, compute_flags(columns, thresholds)
-    return columns, _tensor(array("i", _flags(rows, thresholds)), torch.int32, device)
+        return columns, compute_flags(columns, thresholds), bits_of_all
+    return columns, _tensor(array("i", _flags(rows, thresholds)), torch.int32, device), bits_of_all
 
 
 def _tensor(values: array[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -155,8 +190,14 @@ def _row_of_number(x: float) -> _Row:
     return (1.0, x * x, x, float(x == 0), 0.0, 0.0, 0.0, abs(x))
 
 
-def _measure_group(tensors: Sequence[Tensor], group: Group, rows: list[_Row], length: int) -> None:
-    """Measure small tensors, in batches of at most ``length`` elements; write their rows."""
+def _measure_group(
+    tensors: Sequence[Tensor],
+    group: Group,
+    rows: list[_Row],
+    length: int,
+    fingerprints: dict[int, Fingerprint] | None,
+) -> None:
+    """Measure small tensors, in batches of at most ``length`` elements; write rows and fingerprints."""
     count, width = len(group.sizes), group.width
     step = length // width
     stack = wide = None
@@ -172,12 +213,12 @@ def _measure_group(tensors: Sequence[Tensor], group: Group, rows: list[_Row], le
             for i, is_flat in zip(indices, group.flat[batch], strict=True)
         ]
         parts = list(chain.from_iterable(zip(flats, group.padding[batch], strict=True)))
-        if stack is None or wide is None:
-            columns = _measure_rows(torch.cat(parts).view(-1, width))
-        else:
-            filled = len(sizes) * width
-            x = torch.cat(parts, out=stack[:filled])
-            columns = _measure_rows(x.view(-1, width), wide[:filled].view(-1, width))
+        filled = len(sizes) * width
+        x = torch.cat(parts, out=None if stack is None else stack[:filled])
+        if fingerprints is not None:
+            found = bits.of_rows(x.view(torch.int64).view(len(sizes), -1), [flat.nbytes for flat in flats])
+            fingerprints.update(zip(indices, found, strict=True))
+        columns = _measure_rows(x.view(-1, width), None if wide is None else wide[:filled].view(-1, width))
         sumsq, total, n_nonzero, top = columns
         none = repeat(0.0)
         measured = zip(sizes, sumsq, total, map(sub, sizes, n_nonzero), none, none, none, top, strict=False)
@@ -210,8 +251,13 @@ def _measure_rows(x: Tensor, wide: Tensor | None = None) -> list[list[float]]:
 # middle-sized tensors
 
 
-def _measure_batches(tensors: Sequence[Tensor], batches: list[list[int]], rows: list[_Row]) -> None:
-    """Measure middle-sized tensors, one batch at a time; write their rows."""
+def _measure_batches(
+    tensors: Sequence[Tensor],
+    batches: list[list[int]],
+    rows: list[_Row],
+    fingerprints: dict[int, Fingerprint] | None,
+) -> None:
+    """Measure middle-sized tensors, one batch at a time; write rows and fingerprints."""
     device = tensors[0].device
     numels = [sum([tensors[index].numel() for index in batch]) for batch in batches]
     buffer = torch.empty(max(numels), dtype=torch.float64, device=device)
@@ -226,6 +272,11 @@ def _measure_batches(tensors: Sequence[Tensor], batches: list[list[int]], rows: 
                 rows[index] = (x.numel(), sumsq, total, n_zero, 0.0, 0.0, 0.0, math.sqrt(top))
             else:
                 rows[index] = _measure_nonfinite(x, _Scratch(x.numel(), 1, device))
+        if fingerprints is not None:
+            for dtype in {x.dtype for x in batch}:
+                own = [(index, x) for index, x in zip(indices, batch, strict=True) if x.dtype == dtype]
+                found = bits.fingerprints([x for _, x in own])
+                fingerprints.update(zip([index for index, _ in own], found, strict=True))
 
 
 def _measure_batch(batch: list[Tensor], wide: Tensor, results: Tensor) -> list[float]:
@@ -242,19 +293,19 @@ def _measure_batch(batch: list[Tensor], wide: Tensor, results: Tensor) -> list[f
     else:
         parts, dim, outs = xs, (), [result.unbind() for result in results]
 
-    def reduce(function: Callable[..., Tensor], row: int) -> None:
+    def reduce_into(function: Callable[..., Tensor], row: int) -> None:
         for part, out in zip(parts, outs[row], strict=True):
             function(part, dim, out=out)
 
-    reduce(torch.sum, 0)
+    reduce_into(torch.sum, 0)
     # squares of these formats do not underflow in float64
     torch.mul(wide, wide, out=wide)
-    reduce(torch.sum, 1)
-    reduce(torch.amax, 2)
+    reduce_into(torch.sum, 1)
+    reduce_into(torch.amax, 2)
     if wide.amin().item() > 0:
         return [0.0] * len(sizes)
     wide.sgn_()
-    reduce(torch.sum, 3)
+    reduce_into(torch.sum, 3)
     return list(map(sub, sizes, results[3].tolist()))
 
 
@@ -344,6 +395,11 @@ def _measure_block(block: Tensor, scratch: _Scratch) -> _Row:
     return _merge(rows)
 
 
+def _measure_block_and_bits(block: Tensor, scratch: _Scratch) -> tuple[_Row, Fingerprint]:
+    # the block is still in a cache
+    return _measure_block(block, scratch), bits.fingerprint(block, scratch.wide.view(torch.int64))
+
+
 def _measure_float(
     piece: Tensor, scratch: _Scratch, total: Tensor, sumsq: Tensor, least: Tensor, greatest: Tensor
 ) -> float:
@@ -414,6 +470,11 @@ def _merge(rows: list[_Row]) -> _Row:
     numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, top = zip(*rows, strict=True)
     counts = map(sum, (n_zero, n_nan, n_posinf, n_neginf))
     return (sum(numel), _fsum(sumsq), _fsum(total), *counts, max(top))
+
+
+def _merge_both(parts: list[tuple[_Row, Fingerprint]]) -> tuple[_Row, Fingerprint]:
+    rows, fingerprints = zip(*parts, strict=True)
+    return _merge(list(rows)), reduce(Fingerprint.then, fingerprints)
 
 
 def _fsum(values: Sequence[float]) -> float:

@@ -1,7 +1,8 @@
 """The ring of recorded steps: its layout, and eager PyTorch code that writes one step.
 
 A ring is ``(capacity, R + 1, C + 1) float64``. A slot holds one step: first a header, then R rows of raw
-columns and flags; a row whose ``numel`` is 0 was not measured. The state of the ring, the cursor, is on the
+columns and flags; a row whose ``numel`` is 0 was not measured. With fingerprints it is three numbers wider:
+they follow the flags, as float64 with the bits of the integers. The state of the ring, the cursor, is on the
 same device, so that a compiled or captured step finds both at the same addresses and reads their current
 values.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.columns import COLUMN_INDEX, HEADER_SKIPPED, HEADER_STEP, NUM_COLUMNS, Cursor
+from gradiometer.columns import COLUMN_INDEX, HEADER_SKIPPED, HEADER_STEP, NUM_COLUMNS, RING_WIDTH, Cursor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,14 @@ def is_due(cursor: Tensor) -> bool:
     return bool(step % every == 0)
 
 
-def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: Tensor) -> None:
+def append_(
+    columns: Tensor,
+    flags: Tensor,
+    grads: int,
+    steps: Tensor,
+    cursor: Tensor,
+    fingerprints: Tensor | None = None,
+) -> None:
     """Write one step's rows into the ring in eager PyTorch, as `kernels.append` does on a GPU.
 
     The first call in a step opens a slot if the step is due, its gradients are not finite, or their norm is
@@ -46,11 +54,13 @@ def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: T
             the decision does not change.
         steps: the ring, changed in place.
         cursor: its state, changed in place.
+        fingerprints: ``(R, 3) int64``, if the ring has room for them.
     """
     if cursor.device.type != "cpu":
         # Triton is not there or cannot launch kernels: go through the host, and wait for the device
         there, state_there = steps.cpu(), cursor.cpu()
-        append_(columns.cpu(), flags.cpu(), grads, there, state_there)
+        bits = None if fingerprints is None else fingerprints.cpu()
+        append_(columns.cpu(), flags.cpu(), grads, there, state_there, bits)
         steps.copy_(there)
         cursor.copy_(state_there)
         return
@@ -66,16 +76,22 @@ def append_(columns: Tensor, flags: Tensor, grads: int, steps: Tensor, cursor: T
 
     # in an empty ring this is the last slot, which holds no step
     slot = steps[int(count - 1) % len(steps)]
+    bits = None if fingerprints is None else fingerprints.view(torch.float64)
     header = _numbers(slot[0])
     if header[HEADER_STEP] == step:
         measured = columns[:, _NUMEL] > 0
         torch.where(measured.unsqueeze(1), columns, slot[1:, :NUM_COLUMNS], out=slot[1:, :NUM_COLUMNS])
         torch.where(measured, flags.to(torch.float64), slot[1:, NUM_COLUMNS], out=slot[1:, NUM_COLUMNS])
+        if bits is not None:
+            kept = slot[1:, RING_WIDTH:]
+            kept.copy_(torch.where(measured.unsqueeze(1), bits, kept))
         header[HEADER_SKIPPED] = max(header[HEADER_SKIPPED], state[Cursor.SKIP])
     elif found or step % every == 0:
         slot = steps[int(count) % len(steps)]
         slot[1:, :NUM_COLUMNS] = columns
         slot[1:, NUM_COLUMNS] = flags
+        if bits is not None:
+            slot[1:, RING_WIDTH:] = bits
         header = _numbers(slot[0])
         header[HEADER_STEP], header[HEADER_SKIPPED] = step, state[Cursor.SKIP]
         state[Cursor.COUNT] += 1

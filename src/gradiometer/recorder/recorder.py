@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,8 @@ from gradiometer.columns import (
     DEFAULT_THRESHOLDS,
     HEADER_SKIPPED,
     HEADER_STEP,
-    NUM_COLUMNS,
+    NUM_FINGERPRINT_COLUMNS,
+    RING_WIDTH,
     Cursor,
     Thresholds,
     derived,
@@ -74,6 +76,8 @@ class Recorder(Float64Module):
         skip_nonfinite: whether a NaN or Inf in a gradient makes `skip_step` true.
         skip_above: a total gradient norm above it makes `skip_step` true, too.
         thresholds: limits of the flags.
+        fingerprint: whether to record the fingerprints of all these tensors too, in the same read; they take
+            24 bytes more for each tensor.
         ranks: the ranks' agreement for the same model. `skip_step` is then the same on all of them, and
             gradients that are still partial sums are added up before they are measured.
 
@@ -112,6 +116,7 @@ class Recorder(Float64Module):
         skip_nonfinite: bool = True,
         skip_above: float = math.inf,
         thresholds: Thresholds = DEFAULT_THRESHOLDS,
+        fingerprint: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
@@ -141,7 +146,9 @@ class Recorder(Float64Module):
         # in a list of its own, since these are not parameters of this module
         self._tracked = [list(parameters)]
         home = next((device for device in devices if device.type != "cpu"), devices[0])
-        size = (capacity, self.roster.num_rows + 1, NUM_COLUMNS + 1)
+        self.fingerprint = fingerprint
+        width = RING_WIDTH + NUM_FINGERPRINT_COLUMNS * fingerprint
+        size = (capacity, self.roster.num_rows + 1, width)
         try:
             # -1 marks an empty slot: step numbers are not negative
             ring = torch.full(size, -1.0, dtype=torch.float64, device=home)
@@ -271,7 +278,9 @@ class Recorder(Float64Module):
     def record_updates(self, updates: Mapping[str, Tensor]) -> None:
         """Measure updates, by name of their parameter, and write them into the current step's slot."""
         with self.in_order():
-            self._append("updates", collect(updates, thresholds=self.thresholds))
+            self._append(
+                "updates", collect(updates, thresholds=self.thresholds, fingerprint=self.fingerprint)
+            )
 
     @property
     def skip_step(self) -> Tensor:
@@ -315,7 +324,7 @@ class Recorder(Float64Module):
         """Return the record of a slot that was copied to the host; ``slot=None`` for a step without one."""
         if slot is None:
             return StepRecord(step, when, scalars, self.roster, None, thresholds=self.thresholds)
-        values = slot[1:].view(len(self.roster.kinds), len(self.roster.names), NUM_COLUMNS + 1)
+        values = slot[1:].view(len(self.roster.kinds), len(self.roster.names), slot.shape[1])
         skipped = bool(slot[0, HEADER_SKIPPED] > 0)
         return StepRecord(step, when, scalars, self.roster, values, skipped, self.thresholds)
 
@@ -336,8 +345,9 @@ class Recorder(Float64Module):
     ) -> TensorStats:
         found = [(name, x) for name, x in zip(self.roster.names, tensors, strict=True) if x is not None]
         named = Named(tuple([label(kind, name) for name, _ in found]), [x for _, x in found])
-        stats = measure(named, "Recorder", self.thresholds, inv_scale, home=self.ring.device)
-        return TensorStats(tuple([name for name, _ in found]), stats.columns, stats.flags, stats.thresholds)
+        options: dict[str, Any] = {"home": self.ring.device, "fingerprint": self.fingerprint}
+        stats = measure(named, "Recorder", self.thresholds, inv_scale, **options)
+        return replace(stats, names=tuple([name for name, _ in found]))
 
     def _append(self, kind: Kind, stats: TensorStats) -> None:
         """Write statistics into the rows of their names; the other rows of the step do not change."""
@@ -351,15 +361,24 @@ class Recorder(Float64Module):
                 raise ValueError(msg)
             rows.append(first + self._places[name])
         home = self.ring.device
-        columns, flags = [on_device(x, home) for x in (stats.columns, stats.flags)]
+        measured = [stats.columns, stats.flags]
+        if self.fingerprint:
+            bits = stats.fingerprints
+            if bits is None:
+                msg = (
+                    "Recorder: it records fingerprints, but these stats have none; pass fingerprint=True to "
+                )
+                raise ValueError(msg + "collect_grads")
+            measured.append(bits)
+        measured = [on_device(x, home) for x in measured]
         if rows != list(range(self.roster.num_rows)):
-            columns = derived.spread(columns, rows, self.roster.num_rows)
-            flags = derived.spread(flags, rows, self.roster.num_rows)
+            measured = [derived.spread(x, rows, self.roster.num_rows) for x in measured]
+        columns, flags, *more = measured
         # only gradients decide about skipping
         grads = len(self.roster.names) if kind == "grads" else 0
         if grads and self._verdict is not None:
             self._verdict.hear(columns[:grads])
-        ops.append_(columns, flags, grads, self.ring, self.cursor)
+        ops.append_(columns, flags, grads, self.ring, self.cursor, more[0] if more else None)
 
 
 def _of_this_rank(stats: TensorStats) -> TensorStats:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds, derived
+from gradiometer.columns import (
+    COLUMN_INDEX,
+    DEFAULT_THRESHOLDS,
+    NUM_COLUMNS,
+    RING_WIDTH,
+    Thresholds,
+    derived,
+)
 from gradiometer.stats import Report
 
 if TYPE_CHECKING:
@@ -80,7 +87,8 @@ class StepRecord:
         time: when it ended, in seconds since 1970; for `gradiometer.Recorder.read`, when it was read.
         scalars: given to ``Monitor.advance``, by name: ``loss``, ``lr`` and others; may be NaN.
         roster: the tensors.
-        values: ``(K, N, C + 1) float64``: for each kind and parameter the raw columns, then the flags.
+        values: ``(K, N, C + 1) float64``: for each kind and parameter the raw columns, then the flags; with
+            fingerprints three more, see `gradiometer.ops.ring`.
             Rows that were not measured, as for a parameter without a gradient, have ``numel`` 0. None if
             this step was not recorded (``every``), or its tensors were lost before they were read.
         skipped: whether the update was skipped: ``skip_step`` was true and something acts on it, see
@@ -191,13 +199,21 @@ class StepRecord:
         """The loss as text, such as ``nan on rank 1``."""
         return f"{self.loss}" if self.loss_rank is None else f"{self.loss} on rank {self.loss_rank}"
 
+    def fingerprints(self, kind: Kind = "grads") -> Tensor | None:
+        """Return the fingerprints, as in `TensorStats.fingerprints`; None if they were not recorded."""
+        place = self.roster.place(kind)
+        if self.values is None or self.values.shape[2] == RING_WIDTH:
+            return None
+        return self.values[place, :, RING_WIDTH:].view(torch.int64)
+
     def report(self, kind: Kind = "grads") -> Report:
         """Return the report of the measured tensors."""
         keep = self.measured(kind)
+        bits = self.fingerprints(kind)
         names = tuple(itertools.compress(self.roster.names, keep.tolist()))
         flags = self.flags(kind).to(torch.float64).unsqueeze(1)
         packed = torch.cat([self.columns(kind), flags], dim=1)[keep]
-        return Report(names, packed, self.thresholds)
+        return Report(names, packed, self.thresholds, fingerprints=None if bits is None else bits[keep])
 
 
 @dataclass(frozen=True)

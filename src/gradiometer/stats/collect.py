@@ -27,6 +27,7 @@ def collect_grads(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
     skip_nonfinite: bool = False,
+    fingerprint: bool = False,
     reduce: bool | Ranks = False,
 ) -> TensorStats:
     """Measure every gradient of a model in one read on its device, without host synchronization.
@@ -43,6 +44,8 @@ def collect_grads(
         skip_nonfinite: whether a step with a non-finite gradient is skipped, as by a GradScaler.
             Such a gradient is then flagged ``NAN`` or ``INF`` but not ``EXPLODING``, and
             ``skipped`` of the stats and the report is true.
+        fingerprint: whether to compute `TensorStats.fingerprints` too, in the same read. They are those of
+            the gradients' own bits, whatever ``inv_scale`` is.
         reduce: whether to merge with the statistics of the other ranks, as `TensorStats.reduce` does: a bool,
             or a `gradiometer.Ranks`. If so, all ranks have to make this call. For a DTensor only the local
             shard is read in either case.
@@ -61,7 +64,7 @@ def collect_grads(
     >>> stats.names, stats.norm
     (('weight', 'bias'), tensor([5., 1.], dtype=torch.float64))
     """
-    options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "reduce": reduce}
+    options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "reduce": reduce, "fingerprint": fingerprint}
     return measure_grads(model, "collect_grads", thresholds, inv_scale, **options)[1]
 
 
@@ -69,6 +72,7 @@ def collect_weights(
     model: Parameters,
     *,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    fingerprint: bool = False,
     reduce: bool | Ranks = False,
 ) -> TensorStats:
     """Measure every parameter of a model in one read on its device, without host synchronization.
@@ -76,6 +80,7 @@ def collect_weights(
     Args:
         model: as for `collect_grads`.
         thresholds: limits of the flags.
+        fingerprint: as for `collect_grads`.
         reduce: as for `collect_grads`.
 
     Returns:
@@ -91,7 +96,10 @@ def collect_weights(
     """
     named = named_parameters(model, "collect_weights")
     return over_ranks(
-        reduce, named, "collect_weights", lambda _: measure(named, "collect_weights", thresholds)
+        reduce,
+        named,
+        "collect_weights",
+        lambda _: measure(named, "collect_weights", thresholds, fingerprint=fingerprint),
     )
 
 
@@ -101,6 +109,7 @@ def collect(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
     skip_nonfinite: bool = False,
+    fingerprint: bool = False,
     reduce: bool | Ranks = False,
 ) -> TensorStats:
     """Measure any tensors in one read on their device, without host synchronization.
@@ -114,6 +123,7 @@ def collect(
         thresholds: limits of the flags.
         inv_scale: one element, positive and finite; the statistics are those of ``inv_scale * x``.
         skip_nonfinite: whether a step with a non-finite element is skipped; as for `collect_grads`.
+        fingerprint: as for `collect_grads`. A sparse tensor has that of its dense form.
         reduce: as for `collect_grads`. A plain tensor counts as a copy that all ranks share. If each rank has
             its own tensor, make ``gm.Ranks(tensors, shards={".*": None})`` once and pass that.
 
@@ -131,7 +141,8 @@ def collect(
     named = named_tensors(tensors, "collect")
 
     def measured(_: Ranks | None) -> TensorStats:
-        return measure(named, "collect", thresholds, inv_scale, skip_nonfinite=skip_nonfinite)
+        options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
+        return measure(named, "collect", thresholds, inv_scale, **options)
 
     return over_ranks(reduce, named, "collect", measured, inv_scale=1.0 if inv_scale is None else inv_scale)
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer import ops
-from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, Thresholds, derived
+from gradiometer.columns import (
+    COLUMN_INDEX,
+    DEFAULT_THRESHOLDS,
+    NUM_COLUMNS,
+    NUM_FINGERPRINT_COLUMNS,
+    Thresholds,
+    derived,
+)
 from gradiometer.distributed import UNKNOWN, given_ranks, implicit_ranks_for, is_active, settle, sharding_here
 from gradiometer.inputs import (
     Named,
@@ -62,6 +69,7 @@ def measure_grads(
     inv_scale: Tensor | float | None = None,
     *,
     skip_nonfinite: bool = False,
+    fingerprint: bool = False,
     reduce: bool | Ranks | None = False,
 ) -> tuple[Named, TensorStats]:
     """Return a model's gradients and their statistics, merged over the ranks as in `over_ranks`."""
@@ -70,7 +78,8 @@ def measure_grads(
 
     def measured(ranks: Ranks | None) -> TensorStats:
         local = settled(grads, parameters, ranks, what)
-        return measure(local, what, thresholds, inv_scale, skip_nonfinite=skip_nonfinite, home=home)
+        options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
+        return measure(local, what, thresholds, inv_scale, home=home, **options)
 
     return grads, over_ranks(
         reduce, parameters, what, measured, inv_scale=1.0 if inv_scale is None else inv_scale
@@ -139,11 +148,12 @@ def measure(
     inv_scale: Tensor | float | None = None,
     *,
     skip_nonfinite: bool = False,
+    fingerprint: bool = False,
     home: torch.device | None = None,
 ) -> TensorStats:
     """Measure named tensors as `collect` does; ``what`` names the caller in error messages."""
     with torch.no_grad():
-        stats = _measure_named(named, thresholds, inv_scale, what, home)
+        stats = _measure_named(named, thresholds, inv_scale, what, home, fingerprint=fingerprint)
     if not skip_nonfinite:
         return stats
     flags = derived.compute_flags(stats.columns, thresholds, skip_nonfinite=True)
@@ -156,6 +166,8 @@ def _measure_named(
     inv_scale: Tensor | float | None,
     what: str,
     home: torch.device | None,
+    *,
+    fingerprint: bool,
 ) -> TensorStats:
     if not isinstance(thresholds, Thresholds):
         msg = f"{what}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
@@ -169,17 +181,23 @@ def _measure_named(
     _check_scale(inv_scale, what)
     if not tensors:
         columns = torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device=home or "cpu")
-        return TensorStats(names, columns, columns.new_empty((0,), dtype=torch.int32), thresholds)
+        bits = columns.new_empty((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if fingerprint else None
+        flags = columns.new_empty((0,), dtype=torch.int32)
+        return TensorStats(names, columns, flags, thresholds, fingerprints=bits)
     if any([is_plain_subclass(kind) for kind in traits.types]):
         # neither a subclass's own operators nor its type may affect the result
         tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
     sparse = torch.sparse_coo in traits.layouts
-    dense = [_values(tensor) for tensor in tensors] if sparse else tensors
-    columns, flags = _measure_tensors(dense, traits.devices, thresholds, inv_scale, plan)
+    values = _dense if fingerprint else _values
+    dense = [values(tensor) for tensor in tensors] if sparse else tensors
+    devices = traits.devices
+    columns, flags, bits = _measure_tensors(
+        dense, devices, thresholds, inv_scale, plan, fingerprint=fingerprint
+    )
     if sparse:
         columns = _add_implicit_zeros(columns, tensors, dense)
         flags = derived.compute_flags(columns, thresholds)
-    return TensorStats(names, columns, flags, thresholds)
+    return TensorStats(names, columns, flags, thresholds, fingerprints=bits)
 
 
 def _measure_tensors(
@@ -188,10 +206,13 @@ def _measure_tensors(
     thresholds: Thresholds,
     scale: Tensor | float | None,
     plan: LaunchPlan | None,
-) -> tuple[Tensor, Tensor]:
+    *,
+    fingerprint: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Measure tensors of one or several devices, with one call per device."""
     if len(devices) == 1:
-        return ops.measure(tensors, thresholds, _on(scale, devices[0]), plan)
+        scale = _on(scale, devices[0])
+        return ops.measure(tensors, thresholds, scale, plan, fingerprint=fingerprint)
 
     # Copying to the CPU would wait for the device, so the CPU's rows are copied to the device. The CPU comes
     # last, since the host itself measures there while the other devices work.
@@ -203,23 +224,28 @@ def _measure_tensors(
         if not runs or runs[-1][0] != tensor.device:
             runs.append((tensor.device, []))
         runs[-1][1].append(tensor)
-    columns: dict[torch.device, Iterator[Tensor]] = {}
-    flags: dict[torch.device, Iterator[Tensor]] = {}
+    # columns, flags and fingerprints of the runs of each device
+    found: dict[torch.device, Iterator[tuple[Tensor, ...]]] = {}
     for device in order:
         own = [run for where, run in runs if where == device]
         # copying the scale to the CPU would wait, too, so the CPU's rows are rescaled on `home`
         late = isinstance(scale, Tensor) and scale.device.type != "cpu" and device.type == "cpu"
         factor = _on(scale, home if late else device)
-        part = ops.tensor_stats([x for run in own for x in run], thresholds, None if late else factor)
-        rows, bits = [x.to(home, non_blocking=True) for x in part]
+        mine = [x for run in own for x in run]
+        part = ops.measure(
+            mine, thresholds, None if late else factor, ops.recognize(mine), fingerprint=fingerprint
+        )
+        rows, flags, *bits = [x.to(home, non_blocking=True) for x in part if x is not None]
         if late and factor is not None:
             rows = derived.rescale(rows, factor.reshape(()).to(rows))
-            bits = derived.compute_flags(rows, thresholds)
+            flags = derived.compute_flags(rows, thresholds)
         # slices, so that no index tensor is copied
         sizes = [len(run) for run in own]
-        columns[device], flags[device] = iter(rows.split(sizes)), iter(bits.split(sizes))
-    in_order = [(next(columns[where]), next(flags[where])) for where, _ in runs]
-    return torch.cat([rows for rows, _ in in_order]), torch.cat([bits for _, bits in in_order])
+        found[device] = zip(*[x.split(sizes) for x in (rows, flags, *bits)], strict=True)
+    columns, flags, *bits = [
+        torch.cat(x) for x in zip(*[next(found[where]) for where, _ in runs], strict=True)
+    ]
+    return columns, flags, bits[0] if bits else None
 
 
 def _check_scale(inv_scale: Tensor | float | None, what: str) -> None:
@@ -248,6 +274,17 @@ def _on(scale: Tensor | float | None, device: torch.device) -> Tensor | None:
 def _values(tensor: Tensor) -> Tensor:
     # duplicate coordinates of a sparse tensor are summed first: its norm is that of the sums
     return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return the dense form of a tensor, with the bits of a sparse tensor's values."""
+    if tensor.layout != torch.sparse_coo:
+        return tensor
+    tensor = tensor.coalesce()
+    dense = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    # to_dense would add the values to zeros, which loses the sign of -0
+    dense[tuple(tensor.indices())] = tensor.values()
+    return dense
 
 
 def _add_implicit_zeros(columns: Tensor, tensors: list[Tensor], dense: list[Tensor]) -> Tensor:

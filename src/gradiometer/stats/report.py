@@ -95,10 +95,11 @@ class Report(HostValues):
         skip_nonfinite: bool = False,
         ranks: Mapping[str, int] | None = None,
         is_local: bool = False,
+        fingerprints: Tensor | None = None,
     ) -> None:
         """Create a report from ``packed``, ``(T, C + 1) float64`` on the host: raw columns, then flags.
 
-        ``ranks`` is None if the statistics are not those of all ranks.
+        ``ranks`` is None if the statistics are not those of all ranks. ``fingerprints``: ``(T, 3) int64``.
         """
         self.names = names
         self.thresholds = thresholds
@@ -107,11 +108,13 @@ class Report(HostValues):
         self.is_local = is_local
         self.ranks = dict(ranks or {})
         self._packed = packed
+        self._fingerprints = fingerprints
 
     # created on demand: the Python values of a thousand rows take milliseconds
     @cached_property
     def _by_name(self) -> dict[str, TensorReport]:
-        return {row.name: row for row in rows(self.names, self._columns, self._flags.tolist())}
+        found = rows(self.names, self._columns, self._flags.tolist(), self._fingerprints)
+        return {row.name: row for row in found}
 
     def __getitem__(self, name: str) -> TensorReport:
         """Return one tensor's statistics."""
@@ -156,6 +159,7 @@ class Report(HostValues):
                     skip_nonfinite=self.skip_nonfinite,
                     ranks=self._ranks_of([self.names[i] for i in indices]),
                     is_local=self.is_local,
+                    fingerprints=None if self._fingerprints is None else self._fingerprints[indices],
                 )
                 for module, indices in grouping.by_module(self.names, depth).items()
             }
@@ -190,7 +194,7 @@ class Report(HostValues):
         }
 
     def _dicts(self) -> dict[str, dict[str, Any]]:
-        return dicts(self.names, self._columns, self._flags.tolist())
+        return dicts(self.names, self._columns, self._flags.tolist(), self._fingerprints)
 
     def to_frame(self) -> pd.DataFrame:
         """Return a pandas DataFrame, a row per tensor, indexed by name.
@@ -200,8 +204,9 @@ class Report(HostValues):
         Raises:
             ImportError: without pandas; ``pip install 'gradiometer[frame]'`` installs it.
         """
-        fields = [field for field in TensorReport.__dataclass_fields__ if field != "name"]
         values = self._dicts()
+        left_out = {"name"} if self._fingerprints is not None else {"name", "fingerprint"}
+        fields = [field for field in TensorReport.__dataclass_fields__ if field not in left_out]
         if self.is_reduced:
             fields.append("rank")
             values = {name: row | {"rank": self.ranks.get(name, -1)} for name, row in values.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils import _pytree as pytree
 
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 # The structure of stats as plain values, since strict torch.export cannot rebuild other constants: names,
-# thresholds, skip_nonfinite, the sharding (() for None), and whether there is an origin.
-_Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...], bool]
+# thresholds, skip_nonfinite, the sharding (() for None), and the attributes that are there.
+_Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...], tuple[str, ...]]
+
+# optional attributes that are tensors or stats
+_OPTIONAL: Final = ("origin", "local", "fingerprints")
 
 
 def _to_json(context: _Context) -> list[Any]:
@@ -24,18 +27,17 @@ def _to_json(context: _Context) -> list[Any]:
 
 
 def _from_json(dumped: list[Any]) -> _Context:
-    names, thresholds, skip_nonfinite, sharding, is_reduced = dumped
+    names, thresholds, skip_nonfinite, sharding, optional = dumped
     plain = Sharding.from_plain(sharding).to_plain() if sharding else ()
-    return tuple(names), tuple(thresholds), skip_nonfinite, plain, is_reduced
+    return tuple(names), tuple(thresholds), skip_nonfinite, plain, tuple(optional)
 
 
 def _children(stats: Any) -> dict[str, Any]:
     children: dict[str, Any] = {"columns": stats.columns, "flags": stats.flags}
     # None would be a leaf
-    if stats.origin is not None:
-        children["origin"] = stats.origin
-    if stats.local is not None:
-        children["local"] = stats.local
+    for name in _OPTIONAL:
+        if getattr(stats, name) is not None:
+            children[name] = getattr(stats, name)
     return children
 
 
@@ -43,7 +45,8 @@ def _context(stats: Any) -> _Context:
     limits = stats.thresholds
     thresholds = (limits.vanishing, limits.exploding, limits.dead)
     sharding = () if stats.sharding is None else stats.sharding.to_plain()
-    return stats.names, thresholds, stats.skip_nonfinite, sharding, stats.origin is not None
+    optional = tuple([name for name in _OPTIONAL if getattr(stats, name) is not None])
+    return stats.names, thresholds, stats.skip_nonfinite, sharding, optional
 
 
 def _flatten(stats: Any) -> tuple[list[Any], _Context]:
@@ -59,11 +62,11 @@ def register(kind: type) -> None:
     """Register `TensorStats` as a pytree node. Call it once."""
 
     def unflatten(children: Iterable[Any], context: _Context) -> Any:
-        names, thresholds, skip_nonfinite, plain, is_reduced = context
+        names, thresholds, skip_nonfinite, plain, optional = context
         columns, flags, *more = children
-        origin = more.pop(0) if is_reduced else None
         sharding = Sharding.from_plain(plain) if plain else None
-        return kind(names, columns, flags, Thresholds(*thresholds), skip_nonfinite, sharding, origin, *more)
+        given = dict(zip(optional, more, strict=True))
+        return kind(names, columns, flags, Thresholds(*thresholds), skip_nonfinite, sharding, **given)
 
     pytree.register_pytree_node(
         kind,

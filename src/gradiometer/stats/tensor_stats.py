@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradiometer.columns import Flag, Thresholds, derived
+from gradiometer.columns import (
+    NUM_FINGERPRINT_COLUMNS,
+    RING_WIDTH,
+    Flag,
+    Thresholds,
+    derived,
+    merge_fingerprints,
+)
 from gradiometer.distributed import (
     UNKNOWN,
     Sharding,
@@ -53,6 +60,8 @@ class TensorStats(DeviceValues):
         origin: ``(T,) float64``, after `reduce`: the first rank, by its index in the group, with a NaN or Inf
             in its part of the tensor; -1 if none has; -2 if no rank measured it. None before `reduce`, when
             these are statistics of this process alone.
+        fingerprints: ``(T, 3) int64``, if they were asked for: number of bytes, word sum and weighted sum of
+            each tensor, see `gradiometer.Fingerprint`. -1 bytes stand for no fingerprint.
         local: after `reduce`: the statistics of this process before it. None before `reduce`, and for
             groups made after it.
 
@@ -76,6 +85,7 @@ class TensorStats(DeviceValues):
     sharding: Sharding | None = None
     origin: Tensor | None = None
     local: TensorStats | None = None
+    fingerprints: Tensor | None = None
 
     def __init__(
         self,
@@ -87,6 +97,7 @@ class TensorStats(DeviceValues):
         sharding: Sharding | None = None,
         origin: Tensor | None = None,
         local: TensorStats | None = None,
+        fingerprints: Tensor | None = None,
     ) -> None:
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "columns", columns)
@@ -95,7 +106,8 @@ class TensorStats(DeviceValues):
         object.__setattr__(self, "skip_nonfinite", skip_nonfinite)
         # Defaults stay on the class. In a graph of torch 2.12 to 2.14, an attribute that is None may come out
         # as a gradient: Dynamo shares one None, and takes it for the new value of some ``p.grad``.
-        for name, value in (("sharding", sharding), ("origin", origin), ("local", local)):
+        given = {"sharding": sharding, "origin": origin, "local": local, "fingerprints": fingerprints}
+        for name, value in given.items():
             if value is not None:
                 object.__setattr__(self, name, value)
 
@@ -147,7 +159,7 @@ class TensorStats(DeviceValues):
             model: the model whose parameters or gradients these are; needed if a rule is a module.
 
         Returns:
-            TensorStats with a row per group; flags are those of the merged rows.
+            TensorStats with a row per group; flags are those of the merged rows. Groups have no fingerprints.
 
         Raises:
             ValueError: for a group name that is a duplicate or not a string; for a module that has
@@ -230,7 +242,7 @@ class TensorStats(DeviceValues):
         odd = (origin >= 0) & (derived.value(columns, "n_nonfinite") == 0)
         flags = torch.where(odd, flags | Flag.NAN, flags)
         merged = replace(self, columns=columns, flags=flags, origin=origin)
-        return replace(merged, names=ranks.names, sharding=None, local=self)
+        return replace(merged, names=ranks.names, sharding=None, local=self, fingerprints=None)
 
     def _agreeable(self) -> Sharding:
         """Return the sharding of these rows for the ranks to agree on."""
@@ -249,7 +261,8 @@ class TensorStats(DeviceValues):
         """Merge with stats of the same names, as if tensors of the same name were concatenated.
 
         Thresholds and ``skip_nonfinite`` are taken from these stats. With two devices the result is on the
-        first that is not the CPU.
+        first that is not the CPU. Fingerprints are merged too; a tensor whose first part has a number of
+        bytes that is not a multiple of 8 has none afterwards.
 
         Raises:
             ValueError: if the names differ, or if only one of the two is reduced.
@@ -274,10 +287,14 @@ class TensorStats(DeviceValues):
             origin = derived.first_rank(
                 torch.stack([x.to(home, non_blocking=True) for x in (origin, other.origin)])
             )
-        local = None
+        local = bits = None
         if self.local is not None and other.local is not None:
             local = self.local.merge(other.local)
-        return replace(self, columns=columns, flags=flags, origin=origin, local=local)
+        if self.fingerprints is not None and other.fingerprints is not None:
+            parts = [x.to(home, non_blocking=True) for x in (self.fingerprints, other.fingerprints)]
+            bits = merge_fingerprints(*parts)
+        merged = replace(self, columns=columns, flags=flags, origin=origin)
+        return replace(merged, local=local, fingerprints=bits)
 
     # copies to the host
 
@@ -303,11 +320,14 @@ class TensorStats(DeviceValues):
         return Pending([self.packed()], lambda copies: self.report(*copies))
 
     def packed(self) -> Tensor:
-        """Return columns, flags and, after `reduce`, origins as one matrix, for a single transfer.
+        """Return columns, flags, fingerprints and, after `reduce`, origins as one matrix.
 
-        ``(T, C + 1) float64``, or ``(T, C + 2)``.
+        A single transfer copies it. ``(T, C + 1 ... C + 5) float64``; fingerprints are three columns with the
+        bits of their integers.
         """
         parts = [self.columns, self.flags.to(torch.float64).unsqueeze(1)]
+        if self.fingerprints is not None:
+            parts.append(self.fingerprints.view(torch.float64))
         if self.origin is not None:
             parts.append(self.origin.unsqueeze(1))
         return torch.cat(parts, dim=1)
@@ -324,8 +344,11 @@ class TensorStats(DeviceValues):
             ranks = {
                 name: int(rank) for name, rank in zip(names, packed[:, -1].tolist(), strict=True) if rank >= 0
             }
+        bits = None
+        if self.fingerprints is not None:
+            bits = packed[:, RING_WIDTH : RING_WIDTH + NUM_FINGERPRINT_COLUMNS].view(torch.int64)
         kind = {"skip_nonfinite": self.skip_nonfinite, "is_local": self.is_local}
-        return Report(names, packed, self.thresholds, ranks=ranks, **kind)
+        return Report(names, packed, self.thresholds, ranks=ranks, fingerprints=bits, **kind)
 
     def _grouped(self, indices: Mapping[str, Sequence[int]]) -> TensorStats:
         groups = list(indices.values())
@@ -336,7 +359,7 @@ class TensorStats(DeviceValues):
             origin = derived.merge_groups(origin, groups, derived.first_rank)
         # the sharding is still that of the tensors: groups of shards count as shards
         grouped = replace(self, columns=columns, flags=flags, origin=origin)
-        return replace(grouped, names=tuple(indices), local=None)
+        return replace(grouped, names=tuple(indices), local=None, fingerprints=None)
 
 
 def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:

@@ -1,0 +1,105 @@
+"""Fingerprints in eager PyTorch, in the reads that `gradiometer.ops.reference` makes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from gradiometer.columns.fingerprint import WORD_BYTES, Fingerprint, power, signed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["fingerprint", "fingerprints", "of_rows"]
+
+# words at a time: they, their powers and a buffer stay in the cache of a core
+STRETCH: Final = 2**16
+
+
+@lru_cache(maxsize=8)
+def _constants(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 32, 2**32 - 1, and the powers m**0, m**1 ..., ``(STRETCH,) int64``."""
+    # normal tensors, whatever mode the first caller is in; operators take Python numbers 1 us more slowly
+    with torch.inference_mode(mode=False):
+        half, lower = [torch.full((), value, dtype=torch.int64, device=device) for value in (32, 2**32 - 1)]
+        powers = torch.ones(1, dtype=torch.int64, device=device)
+        while len(powers) < STRETCH:
+            powers = torch.cat([powers, powers * signed(power(len(powers)))])
+        return half, lower, powers
+
+
+def _mix(words: Tensor, out: Tensor) -> Tensor:
+    """Return ``x ^ (x >> 32)`` of unsigned words."""
+    half, lower, _ = _constants(words.device)
+    torch.bitwise_right_shift(words, half, out=out)
+    return out.bitwise_and_(lower).bitwise_xor_(words)
+
+
+def fingerprint(x: Tensor, buffer: Tensor) -> Fingerprint:
+    """Return the fingerprint of a contiguous tensor; ``buffer``: any number of int64, is overwritten."""
+    flat = x.reshape(-1)
+    each = WORD_BYTES // flat.itemsize
+    whole = flat.numel() // each * each
+    result = Fingerprint(0, 0, 0)
+    if whole:
+        parts = _in_words(flat[:whole]).split(min(len(buffer), STRETCH))
+        for part, sums in zip(parts, _sums(parts, buffer), strict=True):
+            result = result.then(Fingerprint(part.nbytes, *sums))
+    if whole < flat.numel():
+        last = flat[whole:].view(torch.uint8)
+        word = sum([byte << 8 * i for i, byte in enumerate(last.tolist())])
+        word ^= word >> 32
+        result = result.then(Fingerprint(len(last), word, word))
+    return result
+
+
+def _sums(parts: Sequence[Tensor], buffer: Tensor) -> list[tuple[int, int]]:
+    """Return the word sum and the weighted sum of each part, a one-dimensional int64 tensor."""
+    _, _, powers = _constants(buffer.device)
+    sums = buffer.new_empty((2, len(parts)))
+    for part, word_sum, weighted_sum in zip(parts, *[row.unbind() for row in sums], strict=True):
+        count = len(part)
+        mixed = _mix(part, buffer[:count])
+        torch.sum(mixed, (), out=word_sum)
+        torch.dot(mixed, powers[:count], out=weighted_sum)
+    first, second = sums.tolist()
+    return [(a % 2**64, b % 2**64) for a, b in zip(first, second, strict=True)]
+
+
+def fingerprints(batch: Sequence[Tensor]) -> list[Fingerprint]:
+    """Return the fingerprints of contiguous tensors of one dtype, each with STRETCH words at most."""
+    each = WORD_BYTES // batch[0].itemsize
+    padding = batch[0].new_zeros(each)
+    parts: list[Tensor] = []
+    for x in batch:
+        parts.append(x if x.dim() == 1 else x.reshape(-1))
+        missing = -len(parts[-1]) % each
+        if missing:
+            parts.append(padding[:missing])
+    words = torch.cat(parts).view(torch.int64)
+    counts = [-(-x.numel() // each) for x in batch]
+    if counts.count(counts[0]) == len(counts):
+        return of_rows(words.view(len(batch), -1), [x.nbytes for x in batch])
+    found = _sums(words.split(counts), words.new_empty(max(counts)))
+    return [Fingerprint(x.nbytes, *sums) for x, sums in zip(batch, found, strict=True)]
+
+
+def of_rows(words: Tensor, sizes: Sequence[int]) -> list[Fingerprint]:
+    """Return the fingerprint of each row of words, ``(R, n) int64``, contiguous and padded with zeros.
+
+    ``sizes``: the number of bytes of each row that are not padding.
+    """
+    _, _, powers = _constants(words.device)
+    mixed = _mix(words, torch.empty_like(words))
+    sums = torch.stack([mixed.sum(dim=1), torch.mv(mixed, powers[: words.shape[1]])]).tolist()
+    return [Fingerprint(size, a % 2**64, b % 2**64) for size, a, b in zip(sizes, *sums, strict=True)]
+
+
+def _in_words(flat: Tensor) -> Tensor:
+    """Return a contiguous tensor of whole words as int64, without a copy if it begins with a word."""
+    if flat.storage_offset() * flat.itemsize % WORD_BYTES:
+        flat = flat.clone()
+    return flat.view(torch.int64)
