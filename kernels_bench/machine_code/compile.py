@@ -130,23 +130,27 @@ def launches_of(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: torch.Tensor | None = None,
     target: str = "sm_90",
+    fingerprint: bool = False,
 ) -> list[Launch]:
     """Return the launches that measuring these tensors makes on such a GPU."""
+    op = (
+        torch.ops.gradiometer.tensor_stats_fingerprints if fingerprint else torch.ops.gradiometer.tensor_stats
+    )
     limits = (thresholds.vanishing, thresholds.exploding, thresholds.dead)
     uses_kernels = mock.patch.object(library, "uses_kernels", return_value=True)
     with recorded_launches() as launches, launching_for(target), uses_kernels:
-        torch.ops.gradiometer.tensor_stats(list(tensors), *limits, inv_scale)
+        op(list(tensors), *limits, inv_scale)
     return launches
 
 
-def moments_launch(dtype: torch.dtype, target: str = "sm_90") -> Launch:
-    return launches_of([torch.zeros(9, dtype=dtype)], target=target)[0]
+def moments_launch(dtype: torch.dtype, target: str = "sm_90", fingerprint: bool = False) -> Launch:
+    return launches_of([torch.zeros(9, dtype=dtype)], target=target, fingerprint=fingerprint)[0]
 
 
 @cache
-def moments_code(target: str, dtype: torch.dtype) -> Code:
+def moments_code(target: str, dtype: torch.dtype, fingerprint: bool = False) -> Code:
     """Compile the moments kernel, once in a process."""
-    return moments_launch(dtype, target).compile(target)
+    return moments_launch(dtype, target, fingerprint).compile(target)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +173,8 @@ def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Varian
             tensors = [torch.zeros(size + start, dtype=dtype)[start:] for size in sizes]
             for launch in launches_of(tensors, target=target)[:-1]:
                 found.setdefault(launch.variant_of(target), Variant("moments", dtype, "", launch))
+            launch = launches_of(tensors, target=target, fingerprint=True)[0]
+            found.setdefault(launch.variant_of(target), Variant("fingerprint", dtype, "", launch))
     for scale in (None, *dtypes):
         inv_scale = None if scale is None else torch.ones((), dtype=scale)
         launch = launches_of([torch.zeros(9)], inv_scale=inv_scale, target=target)[-1]

@@ -20,13 +20,15 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from kernels_bench import scripts
 from kernels_bench.machine_code.roofline import GPUS, binding, times
 from kernels_bench.machine_code.tables import joined, markdown, show
 
-KERNELS = ("moments", "finalize")
+# the moments kernel without and with fingerprints, and the one that merges
+KERNELS = ("moments", "fingerprint", "finalize")
 
 
 def code_rows(target: str, dtypes: list[str], kernels: list[str], sass: Path | None) -> list[dict]:
@@ -90,18 +92,19 @@ def bound_rows(rows: list[dict]) -> list[dict]:
     """Predict the time of each dtype's moments kernel on each GPU whose target was compiled."""
     first = {}
     for row in rows:
-        if row["kernel"] == "moments" and "error" not in row:
-            first.setdefault((row["target"], row["dtype"]), row)
+        if row["kernel"] in {"moments", "fingerprint"} and "error" not in row:
+            first.setdefault((row["target"], row["dtype"], row["kernel"]), row)
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
     bounds = []
     for gpu in GPUS:
-        for dtype, size in itemsize.items():
-            if row := first.get((gpu.target, dtype)):
+        for (dtype, size), kernel in product(itemsize.items(), ("moments", "fingerprint")):
+            if row := first.get((gpu.target, dtype, kernel)):
                 seconds = times(gpu, size, row["slots"], row["fp64"], row["conversions"])
                 rate = size * 1e9 / max(seconds.values())
                 others = max(value for name, value in seconds.items() if name != "memory")
                 bounds.append(
-                    {"gpu": gpu.name, "target": gpu.target, "dtype": dtype, "bound": binding(seconds)}
+                    {"gpu": gpu.name, "target": gpu.target, "kernel": kernel, "dtype": dtype}
+                    | {"bound": binding(seconds)}
                     | {"milliseconds": {name: 1e3 * value for name, value in seconds.items()}}
                     | {"bytes_per_second": rate, "share": rate / gpu.bandwidth}
                     # below this clock, memory bandwidth is no longer the bottleneck

@@ -19,7 +19,7 @@ CODE_HEAD = [
     *("loads", "registers", "spills", "stack", "shared", "all instr."),
 ]
 BOUND_HEAD = [
-    *("GPU", "dtype", "memory", "issue", "fp64", "conversion"),
+    *("GPU", "kernel", "dtype", "memory", "issue", "fp64", "conversion"),
     *("bound", "GB/s", "of spec", "MHz needed"),
 ]
 RATE_HEAD = ["GPU", "rate", "value", "source"]
@@ -53,7 +53,7 @@ def code_table(rows: list[dict]) -> list[list[str]]:
 
 def bound_table(bounds: list[dict]) -> list[list[str]]:
     return [
-        [row["gpu"], row["dtype"]]
+        [row["gpu"], row["kernel"], row["dtype"]]
         + [f"{value:.3f}" for value in row["milliseconds"].values()]
         + [row["bound"], f"{row['bytes_per_second'] / 1e9:.0f}", f"{row['share']:.0%}"]
         + [f"{row['clock_needed'] / 1e6:.0f}" if row["bound"] == "memory" else "-"]

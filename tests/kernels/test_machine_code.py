@@ -412,7 +412,9 @@ def test_the_variants_of_a_kernel_are_told_apart():
     names = [(variant.kernel, short(variant.dtype), variant.note) for variant in found]
     assert names == [
         ("moments", "float32", ""),
+        ("fingerprint", "float32", ""),
         ("moments", "bfloat16", ""),
+        ("fingerprint", "bfloat16", ""),
         ("finalize", "float64", ""),
         ("finalize", "float64", "inv_scale float32"),
         ("finalize", "float64", "inv_scale bfloat16"),
@@ -427,6 +429,38 @@ def test_the_variants_of_a_kernel_are_told_apart():
 def test_memory_is_predicted_to_bind(name, dtype):
     gpu = next(gpu for gpu in GPUS if gpu.name == name)
     row = measures(moments_code(gpu.target, dtype), dtype.itemsize)
+    seconds = times(gpu, dtype.itemsize, row["slots"], row["fp64"], row["conversions"])
+    assert binding(seconds) == "memory", seconds
+
+
+# the moments kernel that also adds up the bits for fingerprints
+
+# maximum number of additional instructions per element
+FINGERPRINT_BOUNDS = {torch.float64: 10.0, torch.float32: 4.0, torch.bfloat16: 3.0, torch.float16: 4.0}
+FINGERPRINTS = {"sm_80": (FP32,), "sm_90": (FP32, BF16, FP16), "sm_100": (BF16,), "gfx942": (FP32,)}
+each_fingerprint = pytest.mark.parametrize(("target", "dtype"), pairs(FINGERPRINTS))
+
+
+@each_fingerprint
+def test_a_fingerprint_costs_few_instructions_and_no_load(target, dtype):
+    plain = moments_code(target, dtype).main_loop
+    code = moments_code(target, dtype, fingerprint=True)
+    loop = code.main_loop
+    cost = instructions_per_element(loop, dtype) - instructions_per_element(plain, dtype)
+    # vector instructions of AMD's compiler add 64-bit numbers in two halves, each with a carry
+    bound = FINGERPRINT_BOUNDS[dtype] * (2 if target in HIP_TARGETS else 1)
+    assert cost <= bound, f"{cost} more instructions per element than {bound}: {loop}"
+    assert (loop.narrow_loads, loop.talk) == ([], [])
+    assert loop.loads == plain.loads
+    assert (code.stack, code.spills) == (0, 0)
+    assert code.registers <= MAX_REGISTERS[target]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=short)
+@pytest.mark.parametrize("name", ["A100", "H100", "H200"])
+def test_memory_is_predicted_to_bind_with_a_fingerprint(name, dtype):
+    gpu = next(gpu for gpu in GPUS if gpu.name == name)
+    row = measures(moments_code(gpu.target, dtype, fingerprint=True), dtype.itemsize)
     seconds = times(gpu, dtype.itemsize, row["slots"], row["fp64"], row["conversions"])
     assert binding(seconds) == "memory", seconds
 
