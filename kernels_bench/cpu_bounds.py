@@ -51,15 +51,31 @@ BOUNDS = (
     Bound("100 of 1000", "collect_grads", "foreach64", 2.0),
     Bound("1000 of 1000", "collect_grads", "foreach64", 2.0),
     *(Bound(f"53 of {numel}", "collect_grads", "foreach64", 3.0) for numel in (5000, 16384, 32768)),
+    # "53 of 5000" are tensors of 5000 elements each; here with and without fingerprints
+    *(
+        Bound(case, "with fingerprints", "collect_grads", 2.5)
+        for case in (
+            "100 of 1000",
+            "1000 of 1000",
+            "53 of 5000",
+            "53 of 16384",
+            "53 of 32768",
+            "16 of 2097152",
+            "53 of 16384 bfloat16",
+            "16 of 2097152 bfloat16",
+            "16 of 1048576 float64",
+        )
+    ),
     Bound("step", "with collect_grads", "without", 1.1),
     Bound("busy", "collect_grads", "foreach64", 3.0),
 )
 
 
-def model_of(count, numel):
-    model = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for _ in range(count)])
+def model_of(count, numel, dtype="float32"):
+    dtype = getattr(torch, dtype)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(numel, dtype=dtype)) for _ in range(count)])
     for parameter in model:
-        parameter.grad = torch.randn(numel)
+        parameter.grad = torch.randn(numel).to(dtype)
     return model
 
 
@@ -70,6 +86,7 @@ def contenders_of(model):
         "foreach64": lambda: torch._foreach_norm(grads, dtype=torch.float64),
         "grad_norm": lambda: gm.grad_norm(model),
         "collect_grads": lambda: gm.collect_grads(model),
+        "with fingerprints": lambda: gm.collect_grads(model, fingerprint=True),
         "check_finite": lambda: gm.check_finite(model),
     }
 
@@ -128,7 +145,8 @@ def measure(case, wanted, rounds):
         contenders = contenders_of(model_of(BUSY_TENSORS, BUSY_ELEMENTS // BUSY_TENSORS))
         with spinning(os.cpu_count()):
             return medians_of({name: contenders[name] for name in wanted}, 5)
-    contenders = contenders_of(model_of(*map(int, case.split(" of "))))
+    count, _, numel, *dtype = case.split()
+    contenders = contenders_of(model_of(int(count), int(numel), *dtype))
     return medians_of({name: contenders[name] for name in wanted}, rounds)
 
 

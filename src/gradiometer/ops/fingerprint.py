@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["fingerprint", "fingerprints", "of_rows"]
 
 # words at a time: they, their powers and a buffer stay in the cache of a core
-STRETCH: Final = 2**16
+STRETCH: Final = 2**17
 
 
 @lru_cache(maxsize=8)
@@ -40,33 +40,30 @@ def _mix(words: Tensor, out: Tensor) -> Tensor:
 
 def fingerprint(x: Tensor, buffer: Tensor) -> Fingerprint:
     """Return the fingerprint of a contiguous tensor; ``buffer``: any number of int64, is overwritten."""
-    flat = x.reshape(-1)
-    each = WORD_BYTES // flat.itemsize
-    whole = flat.numel() // each * each
+    flat = x if x.dim() == 1 else x.reshape(-1)
+    numel, each = flat.numel(), WORD_BYTES // flat.itemsize
+    rest = numel % each
     result = Fingerprint(0, 0, 0)
-    if whole:
-        parts = _in_words(flat[:whole]).split(min(len(buffer), STRETCH))
-        for part, sums in zip(parts, _sums(parts, buffer), strict=True):
-            result = result.then(Fingerprint(part.nbytes, *sums))
-    if whole < flat.numel():
-        last = flat[whole:].view(torch.uint8)
+    if numel > rest:
+        words = _in_words(flat[: numel - rest] if rest else flat)
+        most = min(len(buffer), STRETCH)
+        parts = words.split(most) if len(words) > most else (words,)
+        found = [Fingerprint(part.nbytes, *_sums(part, buffer)) for part in parts]
+        result = found[0] if len(found) == 1 else reduce(Fingerprint.then, found)
+    if rest:
+        last = flat[numel - rest :].view(torch.uint8)
         word = sum([byte << 8 * i for i, byte in enumerate(last.tolist())])
         word ^= word >> 32
         result = result.then(Fingerprint(len(last), word, word))
     return result
 
 
-def _sums(parts: Sequence[Tensor], buffer: Tensor) -> list[tuple[int, int]]:
-    """Return the word sum and the weighted sum of each part, a one-dimensional int64 tensor."""
-    _, _, powers = _constants(buffer.device)
-    sums = buffer.new_empty((2, len(parts)))
-    for part, word_sum, weighted_sum in zip(parts, *[row.unbind() for row in sums], strict=True):
-        count = len(part)
-        mixed = _mix(part, buffer[:count])
-        torch.sum(mixed, (), out=word_sum)
-        torch.dot(mixed, powers[:count], out=weighted_sum)
-    first, second = sums.tolist()
-    return [(a % 2**64, b % 2**64) for a, b in zip(first, second, strict=True)]
+def _sums(words: Tensor, buffer: Tensor) -> tuple[int, int]:
+    """Return the word sum and the weighted sum of at most STRETCH words."""
+    count = words.numel()
+    mixed = _mix(words, buffer if buffer.numel() == count else buffer[:count])
+    powers = _constants(words.device)[2]
+    return mixed.sum().item() % 2**64, torch.dot(mixed, powers[:count]).item() % 2**64
 
 
 def fingerprints(batch: Sequence[Tensor]) -> list[Fingerprint]:
@@ -83,8 +80,11 @@ def fingerprints(batch: Sequence[Tensor]) -> list[Fingerprint]:
     counts = [-(-x.numel() // each) for x in batch]
     if counts.count(counts[0]) == len(counts):
         return of_rows(words.view(len(batch), -1), [x.nbytes for x in batch])
-    found = _sums(words.split(counts), words.new_empty(max(counts)))
-    return [Fingerprint(x.nbytes, *sums) for x, sums in zip(batch, found, strict=True)]
+    buffer = words.new_empty(max(counts))
+    return [
+        Fingerprint(x.nbytes, *_sums(part, buffer))
+        for x, part in zip(batch, words.split(counts), strict=True)
+    ]
 
 
 def of_rows(words: Tensor, sizes: Sequence[int]) -> list[Fingerprint]:
