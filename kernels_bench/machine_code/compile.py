@@ -130,6 +130,7 @@ def launches_of(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: torch.Tensor | None = None,
     target: str = "sm_90",
+    *,
     fingerprint: bool = False,
 ) -> list[Launch]:
     """Return the launches that measuring these tensors makes on such a GPU."""
@@ -143,14 +144,14 @@ def launches_of(
     return launches
 
 
-def moments_launch(dtype: torch.dtype, target: str = "sm_90", fingerprint: bool = False) -> Launch:
+def moments_launch(dtype: torch.dtype, target: str = "sm_90", *, fingerprint: bool = False) -> Launch:
     return launches_of([torch.zeros(9, dtype=dtype)], target=target, fingerprint=fingerprint)[0]
 
 
 @cache
-def moments_code(target: str, dtype: torch.dtype, fingerprint: bool = False) -> Code:
+def moments_code(target: str, dtype: torch.dtype, *, fingerprint: bool = False) -> Code:
     """Compile the moments kernel, once in a process."""
-    return moments_launch(dtype, target, fingerprint).compile(target)
+    return moments_launch(dtype, target, fingerprint=fingerprint).compile(target)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from gradiometer.distributed.collectives import (
 )
 from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_for, sharding_here
 from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
-from gradiometer.distributed.ranks import Ranks
+from gradiometer.distributed.ranks import Ranks, minority
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.settle import settle
 from gradiometer.distributed.sharding import UNKNOWN, Sharding, plain_sharding
@@ -33,6 +33,7 @@ __all__ = [
     "group_of",
     "implicit_ranks_for",
     "is_active",
+    "minority",
     "plain_sharding",
     "ranks_of",
     "rendezvous",

@@ -83,6 +83,34 @@ class GlobalPlan:
             found.append(firsts[pattern])
         return found
 
+    def copies(self, rank: int) -> list[tuple[int, int]]:
+        """Return its place among the ranks that hold the same part, and their number, for each of its rows.
+
+        A rank outside of the mesh holds nothing and is the only one.
+        """
+        known: dict[_Pattern, tuple[int, int]] = {}
+        found = []
+        for name in self.shardings[self.members[rank].digest].names:
+            pattern = self.patterns[self.rows[name]]
+            if pattern not in known:
+                holders = self.holders(rank, pattern)
+                known[pattern] = (holders.index(rank), len(holders)) if rank in holders else (0, 1)
+            found.append(known[pattern])
+        return found
+
+    def holders(self, rank: int, pattern: _Pattern) -> list[int]:
+        """Return the ranks that hold the same part of tensors with this pattern as a rank, in order."""
+        own = self.members[rank]
+        mine = next((_part(own, way) for way in pattern if way.digest == own.digest), None)
+        if mine is None:
+            return []
+        return sorted(
+            other
+            for way in pattern
+            for other in self._ranks[way.digest]
+            if _part(self.members[other], way) == mine
+        )
+
     @cached_property
     def _ranks(self) -> dict[bytes, list[int]]:
         return _by_digest(self.members)

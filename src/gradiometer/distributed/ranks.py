@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
+from collections import Counter
 from contextlib import suppress
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_COLUMNS, NUM_SUM_COLUMNS, derived
-from gradiometer.distributed import calls, collectives, process_groups
+from gradiometer.columns import NUM_COLUMNS, NUM_FINGERPRINT_COLUMNS, NUM_SUM_COLUMNS, derived
+from gradiometer.distributed import calls, collectives, process_groups, replicas
 from gradiometer.distributed.rendezvous import RankError
+from gradiometer.distributed.replicas import Replicas
 from gradiometer.distributed.shard_patterns import check_matches, check_patterns, with_shards
 from gradiometer.distributed.sharding import Sharding, ShardSpec, sharding_of
 from gradiometer.distributed.sharding_exchange import exchange_shardings
@@ -26,12 +28,12 @@ from gradiometer.inputs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from gradiometer.distributed.process_groups import Group
     from gradiometer.inputs import Parameters
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "minority"]
 
 # code of a row that a rank has measured and found finite; less than the code of any rank
 _MEASURED = 0.5
@@ -46,6 +48,22 @@ _MOMENT = 10.0
 # seconds
 _LONGEST = 1e6
 _NOTHING: Mapping[str, Any] = {}
+
+
+class Reduced(NamedTuple):
+    """The result of `Ranks.reduce`.
+
+    ``columns``: ``(T, C) float64``. ``origin``: ``(T,) float64``, the first rank, by its place in the group,
+    that has a NaN or Inf in its part or copy, whether counted or not; -1: none; -2: no rank that counts this
+    row has measured it; -3 in every row: the calls differ; -4 - i: the arguments ``ARGUMENTS[i]`` differ.
+    ``fingerprints``: ``(T, 3) int64``, of whole tensors; -1 bytes if they cannot be had from those of the
+    parts. ``diverged``: ``(T,) bool``, whether ranks that hold the same part or copy have different bits.
+    """
+
+    columns: Tensor
+    origin: Tensor
+    fingerprints: Tensor | None = None
+    diverged: Tensor | None = None
 
 
 class Ranks:
@@ -143,7 +161,9 @@ class Ranks:
         own = set(compress(self._rows, counted))
         mask = [row in own for row in range(len(self.names))]
         self._counted = torch.tensor(mask, dtype=torch.bool, device=home or "cpu").unsqueeze(1)
+        self._replicas = Replicas(self.plan, self.rank, sharding, self._counted.device)
         self._calls = 0
+        self._met_for_fingerprints = False
         self._checked: Sharding | None = sharding
         # the same on all ranks
         self._hash = zlib.crc32(b"".join(self.plan.shardings))
@@ -217,22 +237,24 @@ class Ranks:
             raise ValueError(msg + "or create gm.Ranks again on all ranks")
         return [self._rows[self._places[name]] for name in names]
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, *, fingerprint: bool = False) -> None:
         """Tell the other ranks, which wait for this one in `reduce`, that it has failed."""
         if self.size > 1 and not torch.compiler.is_compiling():
             nothing = torch.zeros((0, NUM_COLUMNS), dtype=torch.float64, device=self._counted.device)
+            bits = nothing.new_zeros((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if fingerprint else None
             with suppress(Exception):
-                self.reduce((), nothing, failure=error)
+                self.reduce((), nothing, bits, failure=error)
 
     def reduce(
         self,
         names: tuple[str, ...],
         columns: Tensor,
+        fingerprints: Tensor | None = None,
         *,
         failure: Exception | None = None,
         what: str = "reduce",
         arguments: Mapping[str, Any] = _NOTHING,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Reduced:
         """Return the columns of all rows, merged over the ranks, and where a non-finite value was found.
 
         It makes at most two collectives. Every rank has to call it, in the same order, with the same
@@ -243,15 +265,13 @@ class Ranks:
         Args:
             names: the names of the rows of ``columns``; this rank's other tensors add nothing.
             columns: their ``(len(names), C) float64``.
+            fingerprints: their ``(len(names), 3) int64``, on all ranks or on none.
             failure: the error because of which this rank has no columns.
             what: the name of the call, the same on all ranks; not checked in compiled functions.
             arguments: those of its arguments that are among `calls.ARGUMENTS`.
 
         Returns:
-            ``(T, C) float64``, and ``(T,) float64``: the first rank, by its place in the group, that has a
-            NaN or Inf in its part or copy, whether counted or not; -1: none; -2: no rank that counts this
-            row has measured it; -3 in every row: the
-            calls differ; -4 - i: the arguments ``ARGUMENTS[i]`` differ.
+            the merged columns, origins and fingerprints, see `Reduced`.
 
         Raises:
             RankError: if a rank makes a different call, or does not respond.
@@ -262,11 +282,14 @@ class Ranks:
             # otherwise a rank whose gradients are all on its second device would use that one, unlike the
             # others
             columns = columns.to(home, non_blocking=True)
+            if fingerprints is not None:
+                fingerprints = fingerprints.to(home, non_blocking=True)
         bad = derived.value(columns, "n_nonfinite") > 0
         # the first rank's code is the largest; the code of a measured row is above 0
         code = torch.where(bad, float(self.size - self.rank), 0.0).unsqueeze(1)
         try:
             mine = self.to_rows(names, torch.cat([columns, torch.full_like(code, _MEASURED)], dim=1))
+            bits = None if fingerprints is None else self._bits_of(names, fingerprints)
             # copies that are not counted report a NaN too: the others may not have it
             code = self._spread(names, code)
         except ValueError as error:
@@ -276,10 +299,15 @@ class Ranks:
             failure = error
             mine = columns.new_zeros((len(self.names), NUM_COLUMNS + 1))
             code = mine[:, NUM_COLUMNS:]
+            bits = None if fingerprints is None else mine.new_zeros((len(self.names), replicas.NUM_SUMMED))
         mine = torch.cat([mine[:, :NUM_COLUMNS], torch.maximum(mine[:, NUM_COLUMNS:], code)], dim=1)
         if self.size == 1:
-            return mine[:, :NUM_COLUMNS], self._origin(mine[:, NUM_COLUMNS])
+            found = (None, None) if bits is None else replicas.merged(bits)
+            return Reduced(mine[:, :NUM_COLUMNS], self._origin(mine[:, NUM_COLUMNS]), *found)
         sums, tops = mine[:, :NUM_SUM_COLUMNS], mine[:, NUM_SUM_COLUMNS:]
+        if bits is not None:
+            self._meet_for_fingerprints()
+            sums = torch.cat([sums, bits], dim=1)
         low, high = self._marks(what, failure)
         # created on the device, without a copy
         check = [tops.new_full((1, 1), low), tops.new_full((1, 1), -high)]
@@ -287,10 +315,26 @@ class Ranks:
         sums, tops = collectives.all_reduce_pair([(sums, "sum"), (tops, "max")], self.group, self.timeout)
         return self._merged(sums, tops, failure, what, arguments)
 
+    def _meet_for_fingerprints(self) -> None:
+        """Wait once for the first call with fingerprints of all ranks: Gloo aborts if sizes differ."""
+        if not self._met_for_fingerprints and not torch.compiler.is_compiling():
+            collectives.rendezvous(self.group, self.timeout, "reduce with fingerprint=True")
+            self._met_for_fingerprints = True
+
+    def _bits_of(self, names: tuple[str, ...], fingerprints: Tensor) -> Tensor:
+        """Return what this rank adds to the fingerprints of all rows, ``(T, 10) float64``."""
+        places = None if names == self.local_names else [self._places[name] for name in names]
+        whole, copies = self._replicas.parts(places, fingerprints)
+        return torch.cat([self.to_rows(names, whole), self._spread(names, copies)], dim=1)
+
     def _merged(
         self, sums: Tensor, tops: Tensor, failure: Exception | None, what: str, arguments: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Reduced:
         rows = len(self.names)
+        found = (None, None)
+        if sums.shape[1] > NUM_SUM_COLUMNS:
+            found = replicas.merged(sums[:, NUM_SUM_COLUMNS:])  # type: ignore[assignment]
+            sums = sums[:, :NUM_SUM_COLUMNS]
         # first the call itself, then its arguments
         differ = calls.differ(tops[rows:])
         merged, origin = torch.cat([sums, tops[:rows, :1]], dim=1), self._origin(tops[:rows, 1])
@@ -302,7 +346,7 @@ class Ranks:
             origin = torch.where(differ.any(), -3.0 - differ.to(torch.uint8).argmax(), origin)
         if failure is not None:
             raise failure
-        return merged, origin
+        return Reduced(merged, origin, *found)
 
     def _origin(self, code: Tensor) -> Tensor:
         return torch.where(code >= 1, self.size - code, torch.where(code > 0, -1.0, -2.0))
@@ -375,6 +419,27 @@ class Ranks:
         unit = torch.where((most > 0.0) & (most < math.inf), most, 1.0)
         powers = collectives.all_reduce((norm / unit) ** order, "sum", self.group, self.timeout)
         return powers ** (1.0 / order) * unit
+
+
+def minority(ranks: Ranks, name: str, texts: Sequence[str | None]) -> tuple[int, ...]:
+    """Return the global ranks whose copy of a tensor differs from that of most ranks with the same part.
+
+    Args:
+        ranks: the agreement.
+        name: of the tensor.
+        texts: what each rank, by its place in the group, tells of its copy; None: it has none.
+    """
+    pattern = ranks.plan.patterns[ranks.plan.rows[name]]
+    odd: set[int] = set()
+    for rank in range(ranks.size):
+        held = {
+            other: texts[other] for other in ranks.plan.holders(rank, pattern) if texts[other] is not None
+        }
+        if held and rank == min(held):
+            # of versions that are equally common, the one of the lowest rank
+            (most, _), *_ = Counter(held.values()).most_common()
+            odd.update([other for other, text in held.items() if text != most])
+    return tuple([ranks.global_ranks[rank] for rank in sorted(odd)])
 
 
 def _no_group() -> None:

@@ -63,7 +63,8 @@ def _sums(words: Tensor, buffer: Tensor) -> tuple[int, int]:
     count = words.numel()
     mixed = _mix(words, buffer if buffer.numel() == count else buffer[:count])
     powers = _constants(words.device)[2]
-    return mixed.sum().item() % 2**64, torch.dot(mixed, powers[:count]).item() % 2**64
+    word_sum, weighted_sum = int(mixed.sum()), int(torch.dot(mixed, powers[:count]))
+    return word_sum % 2**64, weighted_sum % 2**64
 
 
 def fingerprints(batch: Sequence[Tensor]) -> list[Fingerprint]:

@@ -5,6 +5,7 @@ synchronization. One copy to the host turns them into reports, tables and mappin
 Nothing here modifies a tensor.
 """
 
+from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.stats.ema import EMA, Smoothed
 from gradiometer.stats.float64_module import Float64Module
@@ -30,6 +31,7 @@ __all__ = [
     "TensorReport",
     "TensorStats",
     "amount",
+    "check_replicas",
     "collect",
     "collect_grads",
     "collect_weights",

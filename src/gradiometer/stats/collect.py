@@ -100,6 +100,7 @@ def collect_weights(
         named,
         "collect_weights",
         lambda _: measure(named, "collect_weights", thresholds, fingerprint=fingerprint),
+        fingerprint=fingerprint,
     )
 
 
@@ -144,7 +145,8 @@ def collect(
         options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
         return measure(named, "collect", thresholds, inv_scale, **options)
 
-    return over_ranks(reduce, named, "collect", measured, inv_scale=1.0 if inv_scale is None else inv_scale)
+    agreed = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
+    return over_ranks(reduce, named, "collect", measured, fingerprint=fingerprint, **agreed)
 
 
 @overload

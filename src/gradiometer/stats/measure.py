@@ -81,9 +81,8 @@ def measure_grads(
         options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
         return measure(local, what, thresholds, inv_scale, home=home, **options)
 
-    return grads, over_ranks(
-        reduce, parameters, what, measured, inv_scale=1.0 if inv_scale is None else inv_scale
-    )
+    agreed = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
+    return grads, over_ranks(reduce, parameters, what, measured, fingerprint=fingerprint, **agreed)
 
 
 def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> Named:
@@ -105,11 +104,14 @@ def over_ranks(
     parameters: Named,
     what: str,
     measured: Callable[[Ranks | None], TensorStats],
+    *,
+    fingerprint: bool = False,
     **arguments: Any,
 ) -> TensorStats:
     """Return the result of ``measured``, merged over the ranks if ``reduce`` asks for that.
 
-    ``arguments``: those of ``what`` that must be the same on all ranks; None stands for none.
+    ``fingerprint``: whether ``measured`` returns fingerprints. ``arguments``: those of ``what`` that must be
+    the same on all ranks; None stands for none.
 
     If ``measured`` fails on a rank, that rank tells the others, which would otherwise wait for it, and then
     raises. With ``reduce=None`` the ranks merge if there is a DTensor.
@@ -132,7 +134,7 @@ def over_ranks(
         ranks.check(sharding, what)
         stats = replace(measured(ranks), sharding=ranks.sharding)
     except Exception as error:
-        ranks.fail(error)
+        ranks.fail(error, fingerprint=fingerprint)
         raise
     return stats.reduced_by(ranks, what, **arguments)
 

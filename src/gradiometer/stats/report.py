@@ -19,7 +19,7 @@ from gradiometer.stats.tensor_report import TensorReport, dicts, frame, row_to_d
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import pandas as pd
 
@@ -77,6 +77,8 @@ class Report(HostValues):
         is_local: whether tensors are sharded over ranks, and these are statistics of this rank's shards only.
         ranks: for statistics of all ranks: tensor name -> the first rank with a NaN or Inf in its part of the
             tensor.
+        diverged: for statistics of all ranks with fingerprints: names of tensors of which ranks hold copies
+            with different bits, see `gradiometer.check_replicas`.
 
     >>> import torch, gradiometer as gm
     >>> report = gm.collect({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([float("inf")])}).materialize()
@@ -96,6 +98,7 @@ class Report(HostValues):
         ranks: Mapping[str, int] | None = None,
         is_local: bool = False,
         fingerprints: Tensor | None = None,
+        diverged: Sequence[str] = (),
     ) -> None:
         """Create a report from ``packed``, ``(T, C + 1) float64`` on the host: raw columns, then flags.
 
@@ -109,6 +112,7 @@ class Report(HostValues):
         self.ranks = dict(ranks or {})
         self._packed = packed
         self._fingerprints = fingerprints
+        self.diverged = list(diverged)
 
     # created on demand: the Python values of a thousand rows take milliseconds
     @cached_property

@@ -19,7 +19,7 @@ __all__ = ["register"]
 _Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...], tuple[str, ...]]
 
 # optional attributes that are tensors or stats
-_OPTIONAL: Final = ("origin", "local", "fingerprints")
+_OPTIONAL: Final = ("origin", "local", "fingerprints", "diverged")
 
 
 def _to_json(context: _Context) -> list[Any]:

@@ -62,6 +62,8 @@ class TensorStats(DeviceValues):
             these are statistics of this process alone.
         fingerprints: ``(T, 3) int64``, if they were asked for: number of bytes, word sum and weighted sum of
             each tensor, see `gradiometer.Fingerprint`. -1 bytes stand for no fingerprint.
+        diverged: ``(T,) bool``, after `reduce` with fingerprints: whether ranks that hold copies of this
+            tensor, or of a shard of it, have different bits. False where a rank has not measured its copy.
         local: after `reduce`: the statistics of this process before it. None before `reduce`, and for
             groups made after it.
 
@@ -86,6 +88,7 @@ class TensorStats(DeviceValues):
     origin: Tensor | None = None
     local: TensorStats | None = None
     fingerprints: Tensor | None = None
+    diverged: Tensor | None = None
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class TensorStats(DeviceValues):
         origin: Tensor | None = None,
         local: TensorStats | None = None,
         fingerprints: Tensor | None = None,
+        diverged: Tensor | None = None,
     ) -> None:
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "columns", columns)
@@ -106,7 +110,8 @@ class TensorStats(DeviceValues):
         object.__setattr__(self, "skip_nonfinite", skip_nonfinite)
         # Defaults stay on the class. In a graph of torch 2.12 to 2.14, an attribute that is None may come out
         # as a gradient: Dynamo shares one None, and takes it for the new value of some ``p.grad``.
-        given = {"sharding": sharding, "origin": origin, "local": local, "fingerprints": fingerprints}
+        given = {"sharding": sharding, "origin": origin, "local": local}
+        given |= {"fingerprints": fingerprints, "diverged": diverged}
         for name, value in given.items():
             if value is not None:
                 object.__setattr__(self, name, value)
@@ -236,13 +241,17 @@ class TensorStats(DeviceValues):
         limits = self.thresholds
         arguments |= {"vanishing": limits.vanishing, "exploding": limits.exploding, "dead": limits.dead}
         arguments["skip_nonfinite"] = self.skip_nonfinite
-        columns, origin = ranks.reduce(self.names, self.columns, what=what, arguments=arguments)
+        columns, origin, bits, diverged = ranks.reduce(
+            self.names, self.columns, self.fingerprints, what=what, arguments=arguments
+        )
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
         # replicas disagree; only the presence of a non-finite value is known
         odd = (origin >= 0) & (derived.value(columns, "n_nonfinite") == 0)
         flags = torch.where(odd, flags | Flag.NAN, flags)
         merged = replace(self, columns=columns, flags=flags, origin=origin)
-        return replace(merged, names=ranks.names, sharding=None, local=self, fingerprints=None)
+        return replace(
+            merged, names=ranks.names, sharding=None, local=self, fingerprints=bits, diverged=diverged
+        )
 
     def _agreeable(self) -> Sharding:
         """Return the sharding of these rows for the ranks to agree on."""
@@ -294,7 +303,7 @@ class TensorStats(DeviceValues):
             parts = [x.to(home, non_blocking=True) for x in (self.fingerprints, other.fingerprints)]
             bits = merge_fingerprints(*parts)
         merged = replace(self, columns=columns, flags=flags, origin=origin)
-        return replace(merged, local=local, fingerprints=bits)
+        return replace(merged, local=local, fingerprints=bits, diverged=None)
 
     # copies to the host
 
@@ -320,14 +329,16 @@ class TensorStats(DeviceValues):
         return Pending([self.packed()], lambda copies: self.report(*copies))
 
     def packed(self) -> Tensor:
-        """Return columns, flags, fingerprints and, after `reduce`, origins as one matrix.
+        """Return columns, flags, fingerprints, ``diverged`` and, after `reduce`, origins as one matrix.
 
-        A single transfer copies it. ``(T, C + 1 ... C + 5) float64``; fingerprints are three columns with the
+        A single transfer copies it. ``(T, C + 1 ... C + 6) float64``; fingerprints are three columns with the
         bits of their integers.
         """
         parts = [self.columns, self.flags.to(torch.float64).unsqueeze(1)]
         if self.fingerprints is not None:
             parts.append(self.fingerprints.view(torch.float64))
+        if self.diverged is not None:
+            parts.append(self.diverged.to(torch.float64).unsqueeze(1))
         if self.origin is not None:
             parts.append(self.origin.unsqueeze(1))
         return torch.cat(parts, dim=1)
@@ -345,10 +356,16 @@ class TensorStats(DeviceValues):
                 name: int(rank) for name, rank in zip(names, packed[:, -1].tolist(), strict=True) if rank >= 0
             }
         bits = None
+        diverged: tuple[str, ...] = ()
         if self.fingerprints is not None:
-            bits = packed[:, RING_WIDTH : RING_WIDTH + NUM_FINGERPRINT_COLUMNS].view(torch.int64)
+            after = RING_WIDTH + NUM_FINGERPRINT_COLUMNS
+            bits = packed[:, RING_WIDTH:after].view(torch.int64)
+            if self.diverged is not None:
+                diverged = tuple(compress(names, packed[:, after].tolist()))
         kind = {"skip_nonfinite": self.skip_nonfinite, "is_local": self.is_local}
-        return Report(names, packed, self.thresholds, ranks=ranks, fingerprints=bits, **kind)
+        return Report(
+            names, packed, self.thresholds, ranks=ranks, fingerprints=bits, diverged=diverged, **kind
+        )
 
     def _grouped(self, indices: Mapping[str, Sequence[int]]) -> TensorStats:
         groups = list(indices.values())
@@ -359,7 +376,7 @@ class TensorStats(DeviceValues):
             origin = derived.merge_groups(origin, groups, derived.first_rank)
         # the sharding is still that of the tensors: groups of shards count as shards
         grouped = replace(self, columns=columns, flags=flags, origin=origin)
-        return replace(grouped, names=tuple(indices), local=None, fingerprints=None)
+        return replace(grouped, names=tuple(indices), local=None, fingerprints=None, diverged=None)
 
 
 def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:

@@ -1,0 +1,143 @@
+"""Fingerprints over ranks: those of whole tensors, and whether copies are the same, from one sum.
+
+A fingerprint's two sums travel as four halves of 32 bits, which float64 adds up exactly. A rank adds its part
+of a whole tensor, multiplied by the power of the part's offset. Beside it, each rank adds its fingerprint
+times a coefficient. The coefficients of the ranks that hold the same part add up to 0, so the sum is 0 if
+they hold the same bits. One rank with other bits always makes it differ from 0; several do unless their
+differences cancel after multiplication by different pseudorandom numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradiometer.columns import WORD_BYTES
+from gradiometer.columns.fingerprint import power, signed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradiometer.distributed.global_plan import GlobalPlan
+    from gradiometer.distributed.sharding import Sharding, ShardSpec
+
+__all__ = ["NUM_SUMMED", "Replicas"]
+
+# columns in the sum: bytes and halves of the whole, then presence and halves of the copies
+_EACH: Final = 5
+NUM_SUMMED: Final = 2 * _EACH
+
+# sums of integers below 2**53 are exact in float64: 33 bits for a half and its sign, and the ranks' number
+_EXACT_BITS: Final = 53 - 33
+# bytes of a tensor whose parts cannot be merged; it outweighs those of all other parts
+_NOT_MERGEABLE: Final = -(2.0**52)
+
+
+class _Part(NamedTuple):
+    """This rank's part of a tensor: its offset in words, and its bytes; None if it cannot be merged."""
+
+    offset: int
+    n_bytes: int
+
+
+class Replicas:
+    """What a rank knows about its part of each tensor, as tensors on the device of the columns.
+
+    Args:
+        plan: the ranks' plan.
+        rank: this rank's place.
+        sharding: this rank's sharding, with its own coordinates.
+        device: of the columns.
+    """
+
+    def __init__(self, plan: GlobalPlan, rank: int, sharding: Sharding, device: torch.device) -> None:
+        parts = [_part(sharding, spec) for spec in sharding.specs]
+        offsets = [0 if part is None else part.offset for part in parts]
+        bits = max(1, _EXACT_BITS - (len(plan.members) - 1).bit_length())
+        coefficients = [_coefficient(place, count, bits) for place, count in plan.copies(rank)]
+        self._powers = torch.tensor(
+            [signed(power(offset)) for offset in offsets], dtype=torch.int64, device=device
+        )
+        self._bytes = torch.tensor(
+            [-1 if part is None else part.n_bytes for part in parts], dtype=torch.int64, device=device
+        )
+        self._coefficients = torch.tensor(coefficients, dtype=torch.float64, device=device).unsqueeze(1)
+
+    def parts(self, places: Sequence[int] | None, fingerprints: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what this rank adds to the whole tensors and to the copies, each ``(L, 5) float64``.
+
+        Args:
+            places: the tensors' indices in this rank's sharding; None: all of them.
+            fingerprints: ``(L, 3) int64``.
+        """
+        powers, n_bytes, coefficients = self._powers, self._bytes, self._coefficients
+        if places is not None:
+            index = torch.tensor(places, dtype=torch.int64, device=powers.device)
+            powers, n_bytes, coefficients = powers[index], n_bytes[index], coefficients[index]
+        measured = fingerprints[:, 0]
+        # a gradient of another dtype than its parameter has other offsets
+        known = ((measured == n_bytes) & (measured >= 0)).unsqueeze(1)
+        moved = torch.stack([fingerprints[:, 1], fingerprints[:, 2] * powers], dim=1)
+        size = torch.where(known, measured.unsqueeze(1), _NOT_MERGEABLE)
+        whole = torch.cat([size.to(torch.float64), _halves(moved)], dim=1)
+        own = torch.cat([torch.ones_like(coefficients), _halves(fingerprints[:, 1:])], dim=1)
+        return whole, own * coefficients
+
+
+def merged(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fingerprints and whether copies differ, ``(T, 3) int64`` and ``(T,) bool``.
+
+    Args:
+        sums: ``(T, 10) float64``, both results of `Replicas.parts`, added up over the ranks.
+    """
+    whole, copies = sums[:, :_EACH], sums[:, _EACH:]
+    n_bytes = whole[:, :1].clamp(min=-1.0).to(torch.int64)
+    halves = whole[:, 1:].to(torch.int64)
+    found = torch.cat([n_bytes, halves[:, 0::2] + (halves[:, 1::2] << 32)], dim=1)
+    none = torch.zeros_like(found)
+    none[:, 0] = -1
+    found = torch.where(n_bytes < 0, none, found)
+    # with a copy that was not measured, nothing is known
+    differ = (copies[:, 1:] != 0).any(dim=1) & (copies[:, 0] == 0)
+    return found, differ
+
+
+def _halves(sums: Tensor) -> Tensor:
+    """Return the lower and upper half of each 64-bit integer. ``(L, 2) int64 -> (L, 4) float64``."""
+    halves = torch.stack([sums & 0xFFFFFFFF, (sums >> 32) & 0xFFFFFFFF], dim=2)
+    return halves.flatten(1).to(torch.float64)
+
+
+def _coefficient(place: int, count: int, bits: int) -> float:
+    """Return the coefficient of one of ``count`` copies; they add up to 0."""
+    others = [_number(other, bits) for other in range(1, count)]
+    return float(-sum(others) if place == 0 else others[place - 1])
+
+
+def _number(place: int, bits: int) -> int:
+    # multiplicative hashing, at least 1: Knuth, "The Art of Computer Programming", volume 3, section 6.4
+    return 1 + (place * 2654435761 % 2**32 >> 32 - bits) % (2**bits - 1) if bits > 1 else 1
+
+
+def _part(sharding: Sharding, spec: ShardSpec) -> _Part | None:
+    """Return this rank's part of a tensor, if it is a contiguous piece that begins with a whole word."""
+    if spec.shape is None:
+        return None
+    itemsize = getattr(torch, spec.dtype).itemsize
+    n_bytes = torch.Size(spec.shape).numel() * itemsize
+    sharded = spec.sharded
+    if not sharded:
+        return _Part(0, n_bytes)
+    mesh = sharding.meshes[spec.mesh]
+    if len(sharded) > 1 or spec.placements[sharded[0]] != "S(0)" or mesh.coordinate is None:
+        return None
+    parts, place = mesh.shape[sharded[0]], mesh.coordinate[sharded[0]]
+    # as torch.chunk: the last parts may be shorter, or empty
+    each = -(-spec.shape[0] // parts)
+    row = n_bytes // max(1, spec.shape[0])
+    if each * row % WORD_BYTES:
+        return None
+    first, last = min(place * each, spec.shape[0]), min((place + 1) * each, spec.shape[0])
+    return _Part(first * row // WORD_BYTES, (last - first) * row)

@@ -1,0 +1,224 @@
+"""Fingerprints over ranks: those of whole tensors, and copies that are not the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import gradiometer as gm
+from support import rank_models
+from support.rank_models import Collectives
+from support.rank_pool import RankPool
+
+BUILDERS = ("plain", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(request):
+    pool = RankPool(request.param)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def build(rank, size, how, dtype):
+    if size == 2 and how in {"hsdp", "fsdp_tp"}:
+        return None
+    return getattr(rank_models, how)(rank, size, dtype)
+
+
+def bits_of(report):
+    return {row.name: row.fingerprint for row in report}
+
+
+def wholes(rank, size, how, dtype):
+    """Return fingerprints of the weights of all ranks and of one process, and what diverged."""
+    model = build(rank, size, how, dtype)
+    if model is None:
+        return None
+    stats = gm.collect_weights(model, fingerprint=True, reduce=True).materialize()
+    alone = gm.collect_weights(rank_models.whole(dtype), fingerprint=True).materialize()
+    placements = {
+        name: [str(x) for x in p.placements] if isinstance(p, DTensor) else []
+        for name, p in rank_models.names_and_parameters(model)
+    }
+    return bits_of(stats), bits_of(alone), stats.diverged, placements
+
+
+@pytest.mark.parametrize("how", BUILDERS)
+def test_parts_merge_to_the_fingerprint_of_the_whole_tensor(pool, how):
+    # rows of float64 are whole words
+    told = pool.run(wholes, pool.size, how, torch.float64)
+    if told[0] is None:
+        pytest.skip("needs four ranks")
+    for merged, alone, diverged, placements in told:
+        assert diverged == []
+        assert set(merged) == set(alone)
+        for name, bits in merged.items():
+            cut = [place for place in placements[name] if place != "R"]
+            # a part that is no contiguous piece has no place in the whole
+            assert bits == (alone[name] if cut in ([], ["S(0)"]) else None), name
+
+
+def test_a_part_that_begins_inside_a_word_has_no_whole(pool):
+    if pool.size != 2:
+        pytest.skip("the cases are those of two ranks")
+    (merged, alone, *_), _ = pool.run(wholes, 2, "fsdp", torch.float32)
+    # 13 rows of 5: the second half begins at row 7, byte 140
+    assert merged["embed.weight"] is None
+    # 12 rows of 5
+    assert merged["layers.0.up.weight"] == alone["layers.0.up.weight"]
+
+
+def flip(parameter, bit):
+    """Flip a bit of the first element that this rank holds."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if local.numel():
+        with torch.no_grad():
+            local.view(-1)[:1].view(torch.int64).bitwise_xor_(1 << bit)
+    return local.numel() > 0
+
+
+def flipped(rank, size, how, name, victims, bit):
+    model = build(rank, size, how, torch.float64)
+    parameters = dict(rank_models.names_and_parameters(model))
+    ranks = gm.Ranks(model)
+    before = gm.check_replicas(model, reduce=ranks)
+    if rank in victims:
+        assert flip(parameters[name], bit)
+    stats = gm.collect_weights(model, fingerprint=True, reduce=ranks)
+    report = stats.materialize()
+    return before, report.diverged, gm.check_replicas(model, reduce=ranks), gm.check_replicas(model)
+
+
+CASES = [
+    # one rank of four under DDP, with the lowest and the highest bit
+    ("ddp", "layers.0.up.weight", (2,), 0, (2,)),
+    ("ddp", "embed.weight", (3,), 63, (3,)),
+    # the first rank, whose copy is the one that is counted
+    ("ddp", "head.bias", (0,), 51, (0,)),
+    # two of four: the version of the lowest rank counts as that of most
+    ("ddp", "norm.weight", (1, 3), 5, (1, 3)),
+    ("ddp", "norm.weight", (0, 2), 5, (1, 3)),
+    # three ranks with the same wrong bits are the majority
+    ("ddp", "norm.weight", (1, 2, 3), 5, (0,)),
+    # replicas of a shard: ranks 0 and 2 hold the same part, and 1 and 3
+    ("hsdp", "layers.1.down.weight", (2,), 17, (2,)),
+    ("hsdp", "layers.1.down.weight", (1,), 17, (3,)),
+    # parameters that tensor parallelism replicates
+    ("tp", "norm.weight", (1,), 40, (1,)),
+    ("plain", "norm.bias", (3,), 12, (3,)),
+]
+
+
+@pytest.mark.parametrize(("how", "name", "victims", "bit", "named"), CASES)
+def test_the_ranks_in_the_minority_are_named(four, how, name, victims, bit, named):
+    for before, diverged, given, implicit in four.run(flipped, 4, how, name, victims, bit):
+        assert before == {}
+        assert diverged == [name]
+        assert given == implicit == {name: named}
+
+
+def different_shards(rank, size):
+    model = rank_models.fsdp(rank, size, torch.float64)
+    flip(dict(rank_models.names_and_parameters(model))["embed.weight"], 3)
+    return gm.check_replicas(model), gm.collect_grads(
+        model, fingerprint=True, reduce=True
+    ).materialize().diverged
+
+
+def test_shards_are_no_copies(pool):
+    assert pool.run(different_shards, pool.size) == [({}, [])] * pool.size
+
+
+def unmeasured(rank, size):
+    del size
+    parameters = {"w": torch.nn.Parameter(torch.ones(3)), "b": torch.nn.Parameter(torch.ones(2))}
+    parameters["b"].grad = torch.full((2,), float(rank))
+    if rank:
+        parameters["w"].grad = torch.full((3,), float(rank))
+    report = gm.collect_grads(parameters, fingerprint=True, reduce=True).materialize()
+    return report.diverged
+
+
+def test_of_a_tensor_that_a_rank_did_not_measure_nothing_is_known(pool):
+    assert pool.run(unmeasured, pool.size) == [["b"]] * pool.size
+
+
+def compiled(rank, size):
+    del size
+    weight = torch.nn.Parameter(torch.arange(6.0, dtype=torch.float64))
+    flip(weight, rank)
+    ranks = gm.Ranks({"w": weight})
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step():
+        return gm.collect_weights({"w": weight}, fingerprint=True, reduce=ranks)
+
+    eager = gm.collect_weights({"w": weight}, fingerprint=True, reduce=ranks)
+    inside = step()
+    assert torch.equal(inside.fingerprints, eager.fingerprints)
+    assert torch.equal(inside.diverged, eager.diverged)
+    return inside.materialize().diverged
+
+
+def test_a_compiled_step_finds_the_same(pool):
+    assert pool.run(compiled, pool.size) == [["w"]] * pool.size
+
+
+def counted(rank, size):
+    del rank, size
+    weight = torch.nn.Parameter(torch.ones(3))
+    ranks = gm.Ranks({"w": weight})
+    found = []
+    for fingerprint in (False, True):
+        with Collectives() as calls:
+            gm.collect_weights({"w": weight}, fingerprint=fingerprint, reduce=ranks)
+        found.append([name for name, _ in calls.calls])
+    return found
+
+
+def test_fingerprints_take_no_further_collective(pool):
+    for without, with_fingerprints in pool.run(counted, pool.size):
+        assert without == with_fingerprints
+
+
+def mixed(rank, size):
+    del size
+    weight = torch.nn.Parameter(torch.ones(3))
+    ranks = gm.Ranks({"w": weight}, timeout=2.0)
+    with pytest.raises(gm.RankError) as caught:
+        gm.collect_weights({"w": weight}, fingerprint=rank == 0, reduce=ranks)
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_all_ask_for_fingerprints_learn_of_it():
+    pool = RankPool(2)
+    try:
+        asked, did_not_ask = pool.run(mixed, 2)
+        assert asked.startswith("reduce with fingerprint=True: rank 1 of 2 did not arrive within 2 s")
+        assert "rank 0" in did_not_ask
+    finally:
+        pool.close()
+
+
+def test_one_process_has_no_replicas():
+    model = torch.nn.Linear(2, 1)
+    assert gm.check_replicas(model) == {}
+    reduced = gm.collect_weights(model, fingerprint=True, reduce=gm.Ranks(model))
+    assert reduced.diverged.tolist() == [False, False]
+    alone = gm.collect_weights(model, fingerprint=True)
+    assert torch.equal(reduced.fingerprints, alone.fingerprints)
+
+
+def test_a_compiled_function_is_refused():
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(Exception, match="collect_weights\\(model, fingerprint=True"):
+        torch.compile(lambda: gm.check_replicas(model), fullgraph=True, backend="aot_eager")()
