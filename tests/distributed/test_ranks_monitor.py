@@ -80,7 +80,8 @@ def wrapped(kind, model):
 
 def job(rank, kind, steps, run_dir):
     model = wrapped(kind, network())
-    with Monitor(model, run_dir=run_dir, weights=True, rules=(), ranks=True) as monitor:
+    options = {"weights": True, "rules": (), "ranks": True, "fingerprint": True}
+    with Monitor(model, run_dir=run_dir, **options) as monitor:
         train(model, monitor, rank, dist.get_world_size(), steps)
     return monitor.failures, monitor.dropped, monitor.last.step
 
@@ -108,6 +109,8 @@ def test_one_run_record_as_of_a_single_process(two_ranks, tmp_path, kind):
     with Monitor(alone, run_dir=tmp_path / "alone", weights=True, rules=()) as monitor:
         train(alone, monitor, 0, 1, 30)
     assert_same(tmp_path / "job", tmp_path / "alone", 30)
+    # those of one rank's part are not those of the tensor
+    assert not read_run(tmp_path / "job").has_fingerprints
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [
         ".lock",
         "run.json",

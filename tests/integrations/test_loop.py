@@ -226,7 +226,7 @@ def test_several_optimizers_record_their_own_part_and_the_last_ends_the_step():
     second = torch.optim.SGD(maker.parameters(), lr=0.2)
     norms = []
     models = {"maker": maker, "judge": judge}
-    with gm.watch(models, [first, second], rules=(), sinks=[sink]) as monitor:
+    with gm.watch(models, [first, second], rules=(), sinks=[sink], fingerprint=True) as monitor:
         for step in range(3):
             x, y = batch(step)
             judged = LOSS(judge(maker(x).detach()), y)
@@ -249,6 +249,7 @@ def test_several_optimizers_record_their_own_part_and_the_last_ends_the_step():
         maker_norms, judge_norms = rows[:2], rows[2:]
         found += [math.hypot(*(row.norm for row in part)) for part in (judge_norms, maker_norms)]
     assert found == pytest.approx(norms)
+    assert [record.fingerprints()[:, 0].tolist() for record in sink.records] == [[64, 16, 16, 4]] * 3
     assert [record.scalars["lr_1"] for record in sink.records] == [0.2] * 3
     # noted after the step ended, so it is the next step's
     assert ["judged" in record.scalars for record in sink.records] == [False, True, True]

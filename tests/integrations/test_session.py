@@ -65,7 +65,7 @@ def test_of_some_parameters_the_others_keep_what_was_measured_and_thresholds_hol
     from gradiometer.columns.schema import Flag, Thresholds
 
     model = nn.Linear(2, 1)
-    session, sink = watching(model, thresholds=Thresholds(exploding=0.5))
+    session, sink = watching(model, thresholds=Thresholds(exploding=0.5), fingerprint=True)
     model(torch.ones(1, 2)).sum().backward()
     session.record(only=[model.weight])
     model.weight.grad.mul_(10)
@@ -75,6 +75,7 @@ def test_of_some_parameters_the_others_keep_what_was_measured_and_thresholds_hol
     (record,) = sink.records
     assert record.value("norm").tolist() == [math.sqrt(2), 1.0]
     assert record.flags().tolist() == [Flag.EXPLODING] * 2
+    assert record.fingerprints()[:, 0].tolist() == [8, 4]
 
 
 def test_what_the_model_cannot_offer_ends_the_watching_alone(caplog):

@@ -373,9 +373,16 @@ def test_opening_a_run_reads_no_table(path, monkeypatch):
 PAGE = text("docs/reference/run-record.md")
 
 
-@pytest.mark.parametrize(("table", "fields"), [("steps", run_module.STEPS), ("tensors", run_module.TENSORS)])
+@pytest.mark.parametrize(
+    ("table", "fields"),
+    [
+        ("`steps`", run_module.STEPS),
+        ("`tensors`", run_module.TENSORS),
+        ("Fingerprints", run_module.FINGERPRINTS),
+    ],
+)
 def test_the_page_documents_every_column(table, fields):
-    body = re.search(rf"^## `{table}`\n(.*?)^## ", PAGE, flags=re.MULTILINE | re.DOTALL)[1]
+    body = re.search(rf"^## {table}\n(.*?)^## ", PAGE, flags=re.MULTILINE | re.DOTALL)[1]
     rows = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", body, flags=re.MULTILINE)
     types = {run_format.NAMES: "dictionary of strings"}
     assert rows == [

@@ -20,7 +20,7 @@ import gradiometer as gm
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import tables, writer
 from gradiometer.runs.directory import is_locked
-from gradiometer.runs.format import TENSORS
+from gradiometer.runs.format import FINGERPRINTS, TENSORS
 from gradiometer.runs.journal import list_journals
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
@@ -393,4 +393,4 @@ def test_rows_that_a_missing_segment_superseded_do_not_come_back(tmp_path, table
 def test_what_waited_for_the_disk_can_be_read_however_well_it_compresses():
     # up to four full segments are one file then; a row counts 8 bytes for each column
     rows = inspect.signature(RunRecord).parameters["segment_rows"].default
-    assert writer._WAITING * rows * 8 * len(TENSORS) <= tables._LARGEST
+    assert writer._WAITING * rows * 8 * len((*TENSORS, *FINGERPRINTS)) <= tables._LARGEST

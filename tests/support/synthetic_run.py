@@ -36,12 +36,16 @@ def make_info(roster, first_step=0, started=STARTED, **more):
     return RunInfo(roster=roster, started=started, first_step=first_step, **fields)
 
 
-def make_records(roster, steps=200, *, first=0, every=1, nonfinite_at=None, seed=0, batch=256):
+def make_records(
+    roster, steps=200, *, first=0, every=1, nonfinite_at=None, seed=0, batch=256, fingerprint=False
+):
     """Yield steps: norms fall slowly, differ by tensor and are noisy; the loss falls.
 
     Args:
         nonfinite_at: in this step the first gradient has 3 NaN, the second 2 +Inf, and the loss is NaN.
+        fingerprint: whether the steps have fingerprints, whose sums are random.
     """
+    bits = torch.Generator().manual_seed(seed)
     random = torch.Generator().manual_seed(seed)
     k, n = len(roster.kinds), len(roster.names)
     numel = torch.tensor([float(math.prod(shape)) for shape in roster.shapes], dtype=torch.float64)
@@ -62,6 +66,10 @@ def make_records(roster, steps=200, *, first=0, every=1, nonfinite_at=None, seed
             values[nonfinite_at - start, 0, 0, COLUMN_INDEX["n_nan"]] = 3
             values[nonfinite_at - start, 0, min(1, n - 1), COLUMN_INDEX["n_posinf"]] = 2
         values[..., NUM_COLUMNS] = derived.compute_flags(values[..., :NUM_COLUMNS], DEFAULT_THRESHOLDS)
+        if fingerprint:
+            sums = torch.randint(-(2**63), 2**63 - 1, (count, k, n, 2), generator=bits)
+            n_bytes = (4 * numel).to(torch.int64).expand(count, k, n).unsqueeze(-1)
+            values = torch.cat([values, torch.cat([n_bytes, sums], dim=-1).view(torch.float64)], dim=-1)
         wobble = torch.randn(count, generator=random, dtype=torch.float64)
         loss = 0.5 + 4 / (1 + at.flatten() / 30) + 0.05 * wobble
         for i, value in enumerate(loss.tolist()):
@@ -85,6 +93,7 @@ def write_run(
     first=0,
     every=1,
     close=True,
+    fingerprint=False,
     **options,
 ) -> Path:
     """Write a run with the public sink and return its folder.
@@ -93,14 +102,16 @@ def write_run(
         path: the folder; an existing run in it is resumed.
         tensors, names: the number of tensors, or their names.
         steps, first, every: ``steps`` steps from ``first``; those divisible by ``every`` have tensors.
+        fingerprint: as for `make_records`.
         findings: of type `gradiometer.Finding`.
         close: False leaves the run as a live process does; written data is on disk all the same.
         options: for `RunRecord`.
     """
     roster = make_roster(tensors, kinds, names)
     sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
-    sink.start(make_info(roster, first, every=every))
-    records = make_records(roster, steps, first=first, every=every, nonfinite_at=nonfinite_at, seed=seed)
+    sink.start(make_info(roster, first, every=every, fingerprint=fingerprint))
+    options = {"first": first, "every": every, "nonfinite_at": nonfinite_at, "seed": seed}
+    records = make_records(roster, steps, **options, fingerprint=fingerprint)
     for record in records:
         sink.write([record], [])
     sink.write([], findings)

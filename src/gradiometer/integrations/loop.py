@@ -110,7 +110,11 @@ def watch(
     names, tensors = tracked_parameters(model)
     parts = _parts(optimizers, dict(zip(tensors, names, strict=True)))
     monitor = Monitor(model, **options)
-    loop = _Loop(monitor, optimizers, parts, options.get("thresholds", DEFAULT_THRESHOLDS))
+    measured = {
+        "thresholds": options.get("thresholds", DEFAULT_THRESHOLDS),
+        "fingerprint": bool(options.get("fingerprint", False)),
+    }
+    loop = _Loop(monitor, optimizers, parts, measured)
     for each in optimizers:
         each.register_step_pre_hook(loop.before)
         each.register_step_post_hook(loop.after)
@@ -178,7 +182,7 @@ class _Loop:
         monitor: the monitor.
         optimizers: the optimizers; the last one ends the step.
         parts: the named parameters of each optimizer.
-        thresholds: of the flags.
+        measured: arguments of `collect_grads`, as those of the monitor.
     """
 
     def __init__(
@@ -186,10 +190,10 @@ class _Loop:
         monitor: Monitor,
         optimizers: Sequence[Optimizer],
         parts: Sequence[list[tuple[str, Tensor]]],
-        thresholds: Any,
+        measured: Mapping[str, Any],
     ) -> None:
         self._monitor, self._optimizers, self._parts = monitor, optimizers, parts
-        self._thresholds = thresholds
+        self._measured = measured
         self._has_failed = False
         self._in_scaler = False
         # an optimizer's hooks may be traced
@@ -241,7 +245,7 @@ class _Loop:
                 self._monitor.record(inv_scale=inv_scale)
                 return
             part = self._parts[self._place(optimizer)]
-            stats = collect_grads(part, thresholds=self._thresholds, inv_scale=inv_scale)
+            stats = collect_grads(part, inv_scale=inv_scale, **self._measured)
             self._monitor.record(stats)
         except Exception as error:  # noqa: BLE001 training goes on
             self._fail(error)

@@ -175,7 +175,9 @@ class Session:
         else:
             pairs = [(self._names[p], p) for p in only if p in self._names]
             thresholds = self._options.get("thresholds", DEFAULT_THRESHOLDS)
-            self.monitor.record(collect_grads(pairs, thresholds=thresholds, inv_scale=inv_scale))
+            bits = bool(self._options.get("fingerprint", False))
+            stats = collect_grads(pairs, thresholds=thresholds, inv_scale=inv_scale, fingerprint=bits)
+            self.monitor.record(stats)
         self._measured = True
 
     def note(self, **scalars: Any) -> None:

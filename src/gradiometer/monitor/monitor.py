@@ -88,7 +88,8 @@ class Monitor:
             ``runs/2026-11-23-calm-river``. It needs ``gradiometer[monitor]``.
         every: record steps divisible by this, and steps with a NaN, an Inf or a norm above ``skip_above``.
             Every step has a `StepRecord` with its scalars.
-        capacity: steps in the ring buffer on the device, of ``(R + 1) * 72`` bytes each for R tensors.
+        capacity: steps in the ring buffer on the device, of ``(R + 1) * 72`` bytes each for R tensors, or 96
+            with fingerprints.
         weights: also measure the parameters.
         updates: also measure the change of the parameters in each due step; this keeps a copy of the weights.
         rules: the rules to run; None for `gradiometer.rules.default_rules`, ``()`` for none.
@@ -97,13 +98,16 @@ class Monitor:
         skip_nonfinite: whether `skip_step` is true after a NaN or Inf in a gradient.
         skip_above: `skip_step` is also true if the total gradient norm, over all ranks, exceeds this. (Each
             rank uses its own part to decide whether to record a step that ``every`` leaves out.)
-        queue: steps that may wait on the host for each sink, of ``R * 72`` bytes each. A full queue drops its
-            oldest steps, and `dropped` counts them for each sink. The same number may wait for slower ranks;
-            beyond that the oldest steps lose their tensors and are counted too.
+        queue: steps that may wait on the host for each sink, of ``R * 72`` or 96 bytes each. A full queue
+            drops its oldest steps, and `dropped` counts them for each sink. The same number may wait for
+            slower ranks; beyond that the oldest steps lose their tensors and are counted too.
         ranks: whether to merge the ranks of a job; may be a `gradiometer.Ranks` that they agreed on. With
             False each rank is watched separately, with a run record in ``run_dir/rank-00005``.
         redact: whether to leave the text of the exception that ends a run, which may quote data, paths or
             keys, out of the black box, the sinks and the log: a fault then has the class of the exception.
+        fingerprint: also record the `gradiometer.Fingerprint` of every measured tensor, from the same read,
+            so that `gradiometer.compare_runs` can tell whether two runs are equal to the bit. Steps that are
+            merged over several ranks have none.
 
     Attributes:
         run_dir: the folder of the run record; None without one.
@@ -148,6 +152,7 @@ class Monitor:
         queue: int = 1024,
         ranks: bool | Ranks = True,
         redact: bool = False,
+        fingerprint: bool = False,
     ) -> None:
         self._failures = Failures()
         agreed = prepare_ranks(ranks, model)
@@ -156,6 +161,7 @@ class Monitor:
         settings |= {"skip_nonfinite": bool(skip_nonfinite), "skip_above": skip_above}
         settings["thresholds"] = repr(thresholds)
         settings["redact"] = bool(redact)
+        settings["fingerprint"] = bool(fingerprint)
         with together(agreed, settings) as group:
             folder = choose_run_dir(run_dir, rank, agreed, group)
             if not isinstance(queue, int) or queue < 1:
@@ -171,6 +177,7 @@ class Monitor:
                 skip_nonfinite=skip_nonfinite,
                 skip_above=skip_above,
                 thresholds=thresholds,
+                fingerprint=bool(fingerprint),
                 ranks=agreed,
             )
             merger = None

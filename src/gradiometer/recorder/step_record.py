@@ -230,6 +230,7 @@ class RunInfo:
         versions: of Python, torch, triton and gradiometer, by name.
         device: of the ring.
         ranks: number of ranks whose steps are merged.
+        fingerprint: whether the steps have fingerprints.
     """
 
     roster: Roster
@@ -242,3 +243,4 @@ class RunInfo:
     versions: Mapping[str, str]
     device: str
     ranks: int = 1
+    fingerprint: bool = False

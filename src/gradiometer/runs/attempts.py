@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 __all__ = ["Attempt", "as_of", "keep_changed", "list_attempts"]
 
 # the keys of run.json that another attempt may change
-_CHANGING: Final = ("model", "roster", "thresholds", "every", "capacity", "versions", "device", "ranks")
+_CHANGING: Final = (
+    "model",
+    "roster",
+    "thresholds",
+    "every",
+    "capacity",
+    "versions",
+    "device",
+    "ranks",
+    "fingerprint",
+)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gradiometer.columns import COLUMNS
+from gradiometer.columns import COLUMNS, FINGERPRINT_COLUMNS
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, Roster
 from gradiometer.runs.files import RunError, stamp, unfit
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
+    "FINGERPRINTS",
     "FORMAT",
     "NAMES",
     "STEPS",
@@ -92,12 +93,27 @@ TENSORS: Final = (
     Field("norm", "double", "", False, "L2 norm; NaN with any NaN, else inf with any Inf"),
 )
 
+# more columns of `TENSORS`, in the files of an attempt that recorded fingerprints; null in a row without one
+FINGERPRINTS: Final = tuple(
+    Field(name, kind, unit, True, meaning)
+    for name, (kind, unit, meaning) in zip(
+        FINGERPRINT_COLUMNS,
+        (
+            ("int64", "bytes", "bytes of all elements"),
+            ("uint64", "", "sum of all words, modulo 2**64"),
+            ("uint64", "", "sum of all words weighted by their position, modulo 2**64"),
+        ),
+        strict=True,
+    )
+)
+
 
 def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
     """Return the schema of a Parquet file."""
     pa = pyarrow()
     types = {
         "int64": pa.int64(),
+        "uint64": pa.uint64(),
         "int32": pa.int32(),
         "double": pa.float64(),
         "bool": pa.bool_(),

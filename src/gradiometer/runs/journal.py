@@ -7,8 +7,9 @@ the numbers. All integers are little-endian.
 
 The first frame has no numbers; its text has the attempt, its first step, the columns and the tensors. The
 text of each other frame is a list of ``[step, time, recorded, skipped, scalars]``; its numbers are the
-columns, with the flags, of the recorded steps: ``(S, K, N, C + 1) float64``. They are not compressed, so a
-small file can't take much memory.
+columns, with the flags, of the recorded steps: ``(S, K, N, C + 1) float64``. Fingerprints, if they are
+recorded, are three more columns with the bits of the integers. The numbers are not compressed, so a small
+file can't take much memory.
 
 A killed process leaves at most the beginning of a frame, and a power failure may leave zeros; both are
 ignored.
@@ -29,7 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from gradiometer.columns import COLUMN_NAMES
+from gradiometer.columns import COLUMN_NAMES, FINGERPRINT_COLUMNS
 from gradiometer.recorder import Roster, StepRecord
 from gradiometer.runs.digest import DamageError
 from gradiometer.runs.directory import is_at
@@ -120,11 +121,15 @@ class JournalWriter:
         attempt: the attempt that writes it.
         first_step: the first step that will be appended.
         roster: the tensors of the steps.
+        fingerprint: whether the steps have fingerprints.
     """
 
-    def __init__(self, run: Path, attempt: int, first_step: int, roster: Roster) -> None:
+    def __init__(
+        self, run: Path, attempt: int, first_step: int, roster: Roster, *, fingerprint: bool = False
+    ) -> None:
         self.path = journal_path(run, attempt, first_step)
-        head = {"attempt": attempt, "first_step": first_step, "columns": _COLUMNS}
+        columns = (*_COLUMNS, *FINGERPRINT_COLUMNS) if fingerprint else _COLUMNS
+        head = {"attempt": attempt, "first_step": first_step, "columns": columns}
         head |= {"names": [encodable(name) for name in roster.names], "shapes": roster.shapes}
         self._head = head | {"dtypes": roster.dtypes, "kinds": roster.kinds}
         self._file: IO[bytes] | None = None
@@ -263,7 +268,8 @@ class _Head(NamedTuple):
 def _read_head(said: Any) -> _Head:
     try:
         columns = said["columns"]
-        places = [columns.index(name) for name in _COLUMNS]
+        wanted = (*_COLUMNS, *FINGERPRINT_COLUMNS) if {*FINGERPRINT_COLUMNS} <= {*columns} else _COLUMNS
+        places = [columns.index(name) for name in wanted]
         attempt, first_step = operator.index(said["attempt"]), operator.index(said["first_step"])
         if not 0 <= attempt <= _LARGEST_ATTEMPT:
             msg = f"attempt {attempt}"

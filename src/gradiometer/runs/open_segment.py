@@ -37,6 +37,7 @@ class OpenSegment:
         attempt: the attempt that writes.
         last: attempt, first step and digest of the last file of steps; None if unknown.
         fsync: whether the Parquet files survive a power failure.
+        fingerprint: whether the steps have fingerprints.
 
     Attributes:
         attempt: the attempt that writes.
@@ -46,11 +47,18 @@ class OpenSegment:
     """
 
     def __init__(
-        self, run: Path, roster: Roster, attempt: int, last: tuple[int, int, str] | None, *, fsync: bool
+        self,
+        run: Path,
+        roster: Roster,
+        attempt: int,
+        last: tuple[int, int, str] | None,
+        *,
+        fsync: bool,
+        fingerprint: bool = False,
     ) -> None:
         self.attempt = attempt
         self.last = last
-        self._run, self._roster, self._fsync = run, roster, fsync
+        self._run, self._roster, self._fsync, self._fingerprint = run, roster, fsync, fingerprint
         # attempt and first step of the segment, and `last` when it was begun
         self._key: tuple[int, int] | None = None
         self._previous = last
@@ -105,8 +113,8 @@ class OpenSegment:
         if self._unwritten:
             if self._journal is None:
                 self._journaled = (len(self) - len(self._unwritten),) * 2
-                first = self._unwritten[0].step
-                self._journal = JournalWriter(self._run, self.attempt, first, self._roster)
+                key = self.attempt, self._unwritten[0].step
+                self._journal = JournalWriter(self._run, *key, self._roster, fingerprint=self._fingerprint)
             self._journal.append(self._unwritten)
             self._journaled = self._journaled[0], len(self)
             self._unwritten = []
@@ -174,7 +182,9 @@ class OpenSegment:
         if len(self._rows) > 1:
             steps, tensors = zip(*self._rows, strict=True)
             concat = pyarrow().concat_tables
-            self._rows = [(concat(steps).combine_chunks(), concat(tensors).combine_chunks())]
+            # a table without rows has no columns for fingerprints
+            of_tensors = concat(tensors, promote_options="default")
+            self._rows = [(concat(steps).combine_chunks(), of_tensors.combine_chunks())]
         return self._rows[0]
 
     def _close_journal(self, *, remove: bool) -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.columns import COLUMN_INDEX, COLUMNS, NUM_COLUMNS, derived
+from gradiometer.columns import COLUMN_INDEX, COLUMNS, NUM_COLUMNS, RING_WIDTH, derived
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS
-from gradiometer.runs.format import STEPS, TENSORS, arrow_schema, pyarrow
+from gradiometer.runs.format import FINGERPRINTS, STEPS, TENSORS, arrow_schema, pyarrow
 from gradiometer.runs.json_files import encodable
 
 if TYPE_CHECKING:
@@ -28,14 +28,17 @@ _COUNTED: Final = [COLUMN_INDEX["numel"], NUM_COLUMNS]
 
 
 def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -> pa.Table:
-    """Return one row per step, kind and measured parameter, in that order."""
+    """Return one row per step, kind and measured parameter, in that order.
+
+    The table has the columns of `FINGERPRINTS` only if the steps have fingerprints.
+    """
     pa = pyarrow()
     schema = arrow_schema(TENSORS)
     recorded = [record for record in records if record.values is not None]
     if not recorded:
         return schema.empty_table()
     rows = torch.stack([record.values for record in recorded])  # type: ignore[misc]
-    rows = rows.flatten(0, 2)  # (S * K * N, C + 1)
+    rows = rows.flatten(0, 2)  # (S * K * N, C + 1), and 3 more with fingerprints
     places = torch.arange(len(rows), device="cpu")
     measured = rows[:, COLUMN_INDEX["numel"]] > 0
     if not measured.all():
@@ -60,6 +63,10 @@ def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -
         _array(columns[NUM_COLUMNS].to(torch.int32)),
         _array(norm),
     ]
+    if rows.shape[1] > RING_WIDTH:
+        schema = arrow_schema((*TENSORS, *FINGERPRINTS))
+        bits = columns[RING_WIDTH:].view(torch.int64)
+        arrays += _or_null(bits, schema.types[-len(bits) :])
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
@@ -97,7 +104,9 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
     """Return one of the two tables as the content of a Parquet file."""
     pq = require("pyarrow.parquet", "monitor", "A run record")
     floats = [field.name for field in table.schema if field.type == "double"]
-    others = [field.name for field in table.schema if field.name not in floats]
+    # a dictionary of sums that are all different would only add to them
+    hashes = [field.name for field in table.schema if field.type == "uint64"]
+    others = [field.name for field in table.schema if field.name not in {*floats, *hashes}]
     out = pyarrow().BufferOutputStream()
     pq.write_table(
         table,
@@ -133,6 +142,17 @@ def _totals(records: Sequence[StepRecord], kind: Kind) -> dict[str, list[Any]]:
     for name in ("numel", "n_zero", "n_nan", "n_inf"):
         totals[name] = derived.value(merged, name).to(torch.int64)
     return {name: x.tolist() for name, x in totals.items()}
+
+
+def _or_null(bits: Tensor, types: Sequence[pa.DataType]) -> list[pa.Array]:
+    """Return the columns of fingerprints, ``(3, n) int64``, as arrays; null where there is none."""
+    arrays = [_array(column.clone()).view(kind) for column, kind in zip(bits, types, strict=True)]
+    none = bits[0] < 0
+    if none.any():
+        compute = require("pyarrow.compute", "monitor", "A run record")
+        known = pyarrow().array((~none).tolist())
+        arrays = [compute.if_else(known, x, pyarrow().scalar(None, x.type)) for x in arrays]
+    return arrays
 
 
 def _words(codes: Tensor, words: Sequence[str]) -> pa.Array:

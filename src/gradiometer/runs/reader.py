@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, Thresholds, derived
+from gradiometer.columns import (
+    COLUMN_NAMES,
+    FINGERPRINT_COLUMNS,
+    NUM_COLUMNS,
+    NUM_FINGERPRINT_COLUMNS,
+    Thresholds,
+    derived,
+)
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, Roster, StepRecord
 from gradiometer.runs.attempts import Attempt, as_of, list_attempts
 from gradiometer.runs.files import RunError, stamp, unfit
 from gradiometer.runs.findings import FOREVER, load_findings
 from gradiometer.runs.format import (
+    FINGERPRINTS,
     FORMAT,
     STEPS,
     TENSORS,
@@ -33,7 +41,7 @@ from gradiometer.runs.format import (
 from gradiometer.runs.journal import journal_path, list_damaged, list_journals, read_journal
 from gradiometer.runs.json_files import from_json, read_json
 from gradiometer.runs.segments import Segments
-from gradiometer.runs.tables import codes, cut, numbers, put, scalars_of, unreadable
+from gradiometer.runs.tables import codes, cut, fingerprints, numbers, put, scalars_of, unreadable
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -46,7 +54,7 @@ if TYPE_CHECKING:
     from gradiometer.rules import Finding
     from gradiometer.runs.journal import Journal
 
-__all__ = ["FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run"]
+__all__ = ["FINGERPRINTS", "FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run"]
 
 _LOG = logging.getLogger("gradiometer")
 # the columns of `TENSORS` that identify a row
@@ -211,6 +219,11 @@ class Run:
             _LOG.warning("left out: %s", self.damaged[name])
 
     @property
+    def has_fingerprints(self) -> bool:
+        """Whether an attempt has recorded fingerprints; `StepRecord.fingerprints` returns those of a step."""
+        return any([x.get("fingerprint") is True for x in (self.info, *self.info.get("attempts", []))])
+
+    @property
     def steps(self) -> pa.Table:
         """One row per step, ascending; the columns are `STEPS`."""
         if self._steps is None:
@@ -230,14 +243,17 @@ class Run:
         """Return one row per step, kind and measured parameter, in that order.
 
         Args:
-            columns: names of columns in `TENSORS`; None for all.
+            columns: names of columns in `TENSORS` or `FINGERPRINTS`; None for all, but for those of
+                `FINGERPRINTS` only if fingerprints were recorded. They are null where none was.
             kind: only rows of this kind.
             names: only rows of these parameters; a string is one name.
             first: only from this step on.
             last: only up to and including this step.
         """
-        schema = arrow_schema(TENSORS)
-        columns = schema.names if columns is None else list(columns)
+        schema = arrow_schema((*TENSORS, *FINGERPRINTS))
+        # at first those that every file has
+        own = arrow_schema(TENSORS).names if columns is None else list(columns)
+        columns = schema.names if columns is None else own
         for name in columns:
             if name not in schema.names:
                 msg = f"there is no column {name!r} of tensors; choose from {', '.join(schema.names)}"
@@ -245,7 +261,7 @@ class Run:
         if kind is not None:
             self._check_kind(kind)
         ds = require("pyarrow.dataset", "monitor", "A run record")
-        tables = [pyarrow().schema([schema.field(name) for name in columns]).empty_table()]
+        tables = [pyarrow().schema([schema.field(name) for name in own]).empty_table()]
         for key in self._between(first, last):
             low, high = self._bounds(key, first, last)
             where = (ds.field("step") >= low) & (ds.field("step") <= high)
@@ -254,7 +270,7 @@ class Run:
             if names is not None:
                 where &= ds.field("name").isin([names] if isinstance(names, str) else list(names))
             tables.append(self._files.read("tensors", key, columns, where))
-        return pyarrow().concat_tables(tables).unify_dictionaries()
+        return pyarrow().concat_tables(tables, promote_options="default").unify_dictionaries()
 
     def matrix(
         self, statistic: str, kind: Kind = "grads", *, first: int | None = None, last: int | None = None
@@ -431,15 +447,20 @@ class Run:
         return rows, codes(table["kind"], kind_index), codes(table["name"], self.roster.index)
 
     def _dense(self, key: tuple[int, int], steps: Tensor) -> Tensor:
-        """Return ``(S, K, N, C + 1) float64`` for steps of a segment; 0 where nothing was measured."""
-        size = len(steps), len(self.roster.kinds), len(self.roster.names), NUM_COLUMNS + 1
-        self._files.check_cells([key], math.prod(size))
-        out = torch.zeros(size, dtype=torch.float64, device="cpu")
-        if len(steps):
-            columns = [*COLUMN_NAMES, "flags"]
-            table = self._tensors_of(key, columns, int(steps[0]), int(steps[-1]))
-            values = torch.stack([numbers(table[name]).to(torch.float64) for name in columns], dim=1)
-            put(out, values, self._places(table, steps, self.roster.kinds))
+        """Return ``StepRecord.values`` for steps of a segment, ``(S, K, N, C + 1 or C + 4) float64``."""
+        size = len(steps), len(self.roster.kinds), len(self.roster.names)
+        self._files.check_cells([key], math.prod(size) * (NUM_COLUMNS + 1 + NUM_FINGERPRINT_COLUMNS))
+        if not len(steps):
+            return torch.zeros((*size, NUM_COLUMNS + 1), dtype=torch.float64, device="cpu")
+        columns = [*COLUMN_NAMES, "flags"]
+        table = self._tensors_of(key, [*columns, *FINGERPRINT_COLUMNS], int(steps[0]), int(steps[-1]))
+        values = torch.stack([numbers(table[name]).to(torch.float64) for name in columns], dim=1)
+        bits = fingerprints(table)
+        if bits is not None:
+            values = torch.cat([values, bits.view(torch.float64)], dim=1)
+        # 0 where nothing was measured
+        out = torch.zeros((*size, values.shape[1]), dtype=torch.float64, device="cpu")
+        put(out, values, self._places(table, steps, self.roster.kinds))
         return out
 
     def _check_kind(self, kind: str) -> None:

@@ -103,7 +103,7 @@ class Segments:
             self._tables[table, key] = made
         rows = self._tables[table, key]
         rows = rows if where is None else rows.filter(where)
-        return rows if columns is None else rows.select(columns)
+        return rows if columns is None else rows.select([x for x in columns if x in rows.column_names])
 
     def claims(self, table: str, key: tuple[int, int]) -> Claims | None:
         """Check a Parquet file, and return what it claims to be; None if it has no digest, or for a journal.

@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gradiometer.extras import require
 from gradiometer.runs.files import file_error, open_file, summary
-from gradiometer.runs.format import STEPS, TENSORS, arrow_schema, pyarrow
+from gradiometer.runs.format import FINGERPRINTS, STEPS, TENSORS, arrow_schema, pyarrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from gradiometer.runs.files import RunError
     from gradiometer.runs.format import Field
 
-__all__ = ["codes", "cut", "numbers", "put", "read_table", "scalars_of", "unreadable"]
+__all__ = ["codes", "cut", "fingerprints", "numbers", "put", "read_table", "scalars_of", "unreadable"]
 
 # the rows of a file take at most _LARGEST bytes of memory, or _RATIO times the size of the file
-_LARGEST: Final = 240 * 10**6
+_LARGEST: Final = 290 * 10**6
 _RATIO: Final = 100
 
 
@@ -36,14 +36,16 @@ def read_table(
     columns: Sequence[str] | None = None,
     where: Any = None,
 ) -> pa.Table:
-    """Read one file, after ``check`` has accepted it."""
+    """Read one file, after ``check`` has accepted it; columns that it may lack are left out then."""
     pq = require("pyarrow.parquet", "monitor", "A run record")
     try:
         with open_file(path) as file:
             check(file)
-            fields = {"steps": STEPS, "tensors": TENSORS}[path.parent.name]
+            fields = {"steps": STEPS, "tensors": (*TENSORS, *FINGERPRINTS)}[path.parent.name]
             with pq.ParquetFile(file) as parquet:
                 _check_form(parquet, fields, columns, os.fstat(file.fileno()).st_size)
+                if columns is not None:
+                    columns = [name for name in columns if name in parquet.schema_arrow.names]
                 if where is None:
                     options = {"page_checksum_verification": True, "metadata": parquet.metadata}
                     table = pq.ParquetFile(file, **options).read(columns=columns)
@@ -126,6 +128,22 @@ def numbers(column: pa.ChunkedArray) -> Tensor:
     if not chunks:
         return from_dlpack(column.combine_chunks())
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+
+def fingerprints(table: pa.Table) -> Tensor | None:
+    """Return the fingerprints of all rows, ``(n, 3) int64``; None if the table lacks their columns."""
+    names = [field.name for field in FINGERPRINTS]
+    if not set(names) <= set(table.column_names):
+        return None
+    compute = require("pyarrow.compute", "monitor", "A run record")
+    columns = []
+    for name in names:
+        column = table[name]
+        if column.null_count:
+            column = compute.fill_null(column, -1 if name == names[0] else 0)
+        # the same bits, for a sum of 2**63 and more too
+        columns.append(numbers(column.cast("int64", safe=False)))
+    return torch.stack(columns, dim=1)
 
 
 def codes(column: pa.ChunkedArray, index: Mapping[str, int]) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from gradiometer.columns import RING_WIDTH
 from gradiometer.rules import checked
 from gradiometer.runs.attempts import keep_changed
 from gradiometer.runs.directory import is_locked, prepare, release, remove_leftovers, take
@@ -98,6 +99,7 @@ class RunRecord:
         self._attempt = 0
         self._has_written = False  # in this attempt
         self._info_changed = False
+        self._fingerprint = False
         self._segment: OpenSegment
         self._saved_at = 0.0
         self._last_step = -1
@@ -159,7 +161,7 @@ class RunRecord:
             text += "To continue it instead, call load_state_dict; to separate them, pass another run_dir"
             before = self._attempt
             _LOG.warning(text, printable(str(self.path)), before + 1, before, before)
-        self._roster = info.roster
+        self._roster, self._fingerprint = info.roster, info.fingerprint
         self._info = {
             "format": FORMAT,
             "version": VERSION,
@@ -172,6 +174,7 @@ class RunRecord:
             "versions": dict(info.versions),
             "device": info.device,
             "ranks": info.ranks,
+            "fingerprint": info.fingerprint,
             "attempts": attempts,
             "digests_from": old.get("digests_from", self._attempt + 1),
             "closed": False,
@@ -179,7 +182,9 @@ class RunRecord:
         keep_changed(old, self._info)
         self._digests = {k: v for k, v in old.get("files", {}).items() if k.endswith(".json")}
         last = segments.last_written()
-        self._segment = OpenSegment(self.path, info.roster, self._attempt, last, fsync=self._fsync)
+        self._segment = OpenSegment(
+            self.path, info.roster, self._attempt, last, fsync=self._fsync, fingerprint=info.fingerprint
+        )
         for entry in earlier_findings(self.path, old, self._attempt):
             self._findings[_key(entry)] = entry
         if not (self.path / "findings.json").exists():
@@ -241,6 +246,13 @@ class RunRecord:
             self.lost += 1
             msg = f"RunRecord: step {record.step} has other tensors than the run was started with; "
             raise ValueError(msg + "pass another run_dir")
+        if record.values is not None and (record.values.shape[2] > RING_WIDTH) is not self._fingerprint:
+            self.lost += 1
+            here, said = ("no ", "with") if self._fingerprint else ("", "without")
+            msg = (
+                f"RunRecord: step {record.step} has {here}fingerprints, but the run was started {said} them; "
+            )
+            raise ValueError(msg + "start it with RunInfo(fingerprint=...) as its steps are")
         failed: Exception | None = None
         if record.step <= self._last_step:
             # the same process went back to a checkpoint: steps that cannot be written now are superseded
