@@ -209,6 +209,51 @@ def test_ranks_that_do_not_all_ask_for_fingerprints_learn_of_it():
         pool.close()
 
 
+def watched(rank, size, how, folder):
+    model = build(rank, size, how, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    options = {"weights": True, "fingerprint": True, "run_dir": folder}
+    with gm.Monitor(model, **options) as monitor:
+        for step in range(12):
+            if step == 5 and rank == 2:
+                flip(dict(rank_models.names_and_parameters(model))["layers.0.norm.weight"], 7)
+            optimizer.zero_grad()
+            rank_models.backward(model)
+            monitor.record()
+            optimizer.step()
+            monitor.advance(loss=1.0)
+        monitor.flush()
+    return [str(x) for x in monitor.findings if x.rule == "replica_divergence"], monitor.failures
+
+
+@pytest.mark.parametrize(("how", "others"), [("ddp", "3 others"), ("hsdp", "1 other")])
+def test_the_monitor_names_the_rank_and_the_step(four, tmp_path, how, others):
+    (found, failures), *rest = four.run(watched, 4, how, str(tmp_path / "run"))
+    assert failures == {}
+    expected = f"layers.0.norm.weight: rank 2 differs from {others} since step 5"
+    assert found == [f"error    step 5 to 11: {expected}"]
+    assert [each for each, _ in rest] == [[]] * 3
+    run = gm.read_run(tmp_path / "run")
+    before, after = [run.record(step).fingerprints("weights") for step in (0, 11)]
+    assert not torch.equal(before, after)
+
+
+def test_a_run_of_ranks_keeps_the_fingerprints_of_one_process(pool, tmp_path):
+    """With a learning rate of 0 the weights stay as they were made."""
+    pool.run(unmoved, pool.size, str(tmp_path / "run"))
+    run = gm.read_run(tmp_path / "run")
+    alone = gm.collect_weights(rank_models.whole(torch.float64), fingerprint=True)
+    assert run.roster.names == alone.names
+    assert torch.equal(run.record(0).fingerprints("weights"), alone.fingerprints)
+
+
+def unmoved(rank, size, folder):
+    model = build(rank, size, "fsdp", torch.float64)
+    with gm.Monitor(model, weights=True, fingerprint=True, run_dir=folder) as monitor:
+        monitor.record()
+        monitor.advance(loss=1.0)
+
+
 def test_one_process_has_no_replicas():
     model = torch.nn.Linear(2, 1)
     assert gm.check_replicas(model) == {}

@@ -95,7 +95,9 @@ def assert_same(run_dir, other, steps):
         assert mine.recorded == theirs.recorded
         assert mine.scalars == pytest.approx(theirs.scalars, rel=1e-13, nan_ok=True)
         if mine.recorded:
-            torch.testing.assert_close(mine.values, theirs.values, rtol=1e-13, atol=0)
+            # rounding differs, and so do fingerprints
+            kept = theirs.values.shape[-1]
+            torch.testing.assert_close(mine.values[..., :kept], theirs.values, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -109,8 +111,8 @@ def test_one_run_record_as_of_a_single_process(two_ranks, tmp_path, kind):
     with Monitor(alone, run_dir=tmp_path / "alone", weights=True, rules=()) as monitor:
         train(alone, monitor, 0, 1, 30)
     assert_same(tmp_path / "job", tmp_path / "alone", 30)
-    # those of one rank's part are not those of the tensor
-    assert not read_run(tmp_path / "job").has_fingerprints
+    last = read_run(tmp_path / "job").record(29)
+    assert (last.fingerprints("weights")[:, 0] >= 0).all()
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [
         ".lock",
         "run.json",

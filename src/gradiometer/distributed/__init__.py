@@ -15,12 +15,14 @@ from gradiometer.distributed.collectives import (
 )
 from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_for, sharding_here
 from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
-from gradiometer.distributed.ranks import Ranks, minority
+from gradiometer.distributed.ranks import Ranks, divergence_text, minority
 from gradiometer.distributed.rendezvous import RankError
+from gradiometer.distributed.replicas import NUM_SUMMED
 from gradiometer.distributed.settle import settle
 from gradiometer.distributed.sharding import UNKNOWN, Sharding, plain_sharding
 
 __all__ = [
+    "NUM_SUMMED",
     "UNKNOWN",
     "RankError",
     "Ranks",
@@ -29,6 +31,7 @@ __all__ = [
     "all_reduce_pair",
     "close",
     "differing_calls",
+    "divergence_text",
     "given_ranks",
     "group_of",
     "implicit_ranks_for",

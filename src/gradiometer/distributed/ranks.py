@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradiometer.distributed.process_groups import Group
     from gradiometer.inputs import Parameters
 
-__all__ = ["Ranks", "minority"]
+__all__ = ["Ranks", "divergence_text", "minority"]
 
 # code of a row that a rank has measured and found finite; less than the code of any rank
 _MEASURED = 0.5
@@ -289,7 +289,7 @@ class Ranks:
         code = torch.where(bad, float(self.size - self.rank), 0.0).unsqueeze(1)
         try:
             mine = self.to_rows(names, torch.cat([columns, torch.full_like(code, _MEASURED)], dim=1))
-            bits = None if fingerprints is None else self._bits_of(names, fingerprints)
+            bits = None if fingerprints is None else self.bits_of(names, fingerprints)
             # copies that are not counted report a NaN too: the others may not have it
             code = self._spread(names, code)
         except ValueError as error:
@@ -302,7 +302,7 @@ class Ranks:
             bits = None if fingerprints is None else mine.new_zeros((len(self.names), replicas.NUM_SUMMED))
         mine = torch.cat([mine[:, :NUM_COLUMNS], torch.maximum(mine[:, NUM_COLUMNS:], code)], dim=1)
         if self.size == 1:
-            found = (None, None) if bits is None else replicas.merged(bits)
+            found = (None, None) if bits is None else self.merged_bits(bits)
             return Reduced(mine[:, :NUM_COLUMNS], self._origin(mine[:, NUM_COLUMNS]), *found)
         sums, tops = mine[:, :NUM_SUM_COLUMNS], mine[:, NUM_SUM_COLUMNS:]
         if bits is not None:
@@ -315,14 +315,24 @@ class Ranks:
         sums, tops = collectives.all_reduce_pair([(sums, "sum"), (tops, "max")], self.group, self.timeout)
         return self._merged(sums, tops, failure, what, arguments)
 
+    def merged_bits(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return fingerprints and whether copies differ, from the results of `bits_of` of all ranks.
+
+        ``(..., T, 10) float64 -> (..., T, 3) int64, (..., T) bool``.
+        """
+        return self._replicas.merged(sums)
+
     def _meet_for_fingerprints(self) -> None:
         """Wait once for the first call with fingerprints of all ranks: Gloo aborts if sizes differ."""
         if not self._met_for_fingerprints and not torch.compiler.is_compiling():
             collectives.rendezvous(self.group, self.timeout, "reduce with fingerprint=True")
             self._met_for_fingerprints = True
 
-    def _bits_of(self, names: tuple[str, ...], fingerprints: Tensor) -> Tensor:
-        """Return what this rank adds to the fingerprints of all rows, ``(T, 10) float64``."""
+    def bits_of(self, names: tuple[str, ...], fingerprints: Tensor) -> Tensor:
+        """Return what this rank adds to the fingerprints of all rows, ``(T, 10) float64``; see `Replicas`.
+
+        ``fingerprints``: ``(len(names), 3) int64``; a row with -1 bytes adds nothing.
+        """
         places = None if names == self.local_names else [self._places[name] for name in names]
         whole, copies = self._replicas.parts(places, fingerprints)
         return torch.cat([self.to_rows(names, whole), self._spread(names, copies)], dim=1)
@@ -333,7 +343,7 @@ class Ranks:
         rows = len(self.names)
         found = (None, None)
         if sums.shape[1] > NUM_SUM_COLUMNS:
-            found = replicas.merged(sums[:, NUM_SUM_COLUMNS:])  # type: ignore[assignment]
+            found = self.merged_bits(sums[:, NUM_SUM_COLUMNS:])  # type: ignore[assignment]
             sums = sums[:, :NUM_SUM_COLUMNS]
         # first the call itself, then its arguments
         differ = calls.differ(tops[rows:])
@@ -440,6 +450,19 @@ def minority(ranks: Ranks, name: str, texts: Sequence[str | None]) -> tuple[int,
             (most, _), *_ = Counter(held.values()).most_common()
             odd.update([other for other, text in held.items() if text != most])
     return tuple([ranks.global_ranks[rank] for rank in sorted(odd)])
+
+
+def divergence_text(ranks: Ranks, name: str, texts: Sequence[str | None]) -> str:
+    """Return a text that names the ranks of `minority`, such as ``rank 5 differs from 7 others``."""
+    odd = minority(ranks, name, texts)
+    if not odd:
+        return "copies differ between ranks"
+    pattern = ranks.plan.patterns[ranks.plan.rows[name]]
+    holders = ranks.plan.holders(ranks.global_ranks.index(odd[0]), pattern)
+    others = len([rank for rank in holders if ranks.global_ranks[rank] not in odd])
+    listed = process_groups.listed(odd)
+    verb = "rank {} differs" if len(odd) == 1 else "ranks {} differ"
+    return f"{verb.format(listed)} from {others} other{'s' * (others != 1)}"
 
 
 def _no_group() -> None:

@@ -42,8 +42,20 @@ class _Part(NamedTuple):
     n_bytes: int
 
 
+class _Known(NamedTuple):
+    """What is known of this rank's L tensors and of all T rows, on one device."""
+
+    powers: Tensor  # (L,) int64, of the offset
+    n_bytes: Tensor  # (L,) int64, of this rank's part; -1 if it cannot be merged
+    coefficients: Tensor  # (L, 1) float64
+    total: Tensor  # (T,) float64, bytes of the whole; -1 if unknown
+
+    def on(self, device: torch.device) -> _Known:
+        return _Known(*[x.to(device) for x in self])
+
+
 class Replicas:
-    """What a rank knows about its part of each tensor, as tensors on the device of the columns.
+    """What a rank adds for the fingerprints of all rows, and what their sums mean.
 
     Args:
         plan: the ranks' plan.
@@ -54,54 +66,58 @@ class Replicas:
 
     def __init__(self, plan: GlobalPlan, rank: int, sharding: Sharding, device: torch.device) -> None:
         parts = [_part(sharding, spec) for spec in sharding.specs]
-        offsets = [0 if part is None else part.offset for part in parts]
+        powers = [signed(power(0 if part is None else part.offset)) for part in parts]
+        n_bytes = [-1 if part is None else part.n_bytes for part in parts]
         bits = max(1, _EXACT_BITS - (len(plan.members) - 1).bit_length())
         coefficients = [_coefficient(place, count, bits) for place, count in plan.copies(rank)]
-        self._powers = torch.tensor(
-            [signed(power(offset)) for offset in offsets], dtype=torch.int64, device=device
+        total = [float(_bytes_of(spec)) for spec in plan.specs]
+        self._on_host = _Known(
+            torch.tensor(powers, dtype=torch.int64, device="cpu"),
+            torch.tensor(n_bytes, dtype=torch.int64, device="cpu"),
+            torch.tensor(coefficients, dtype=torch.float64, device="cpu").unsqueeze(1),
+            torch.tensor(total, dtype=torch.float64, device="cpu"),
         )
-        self._bytes = torch.tensor(
-            [-1 if part is None else part.n_bytes for part in parts], dtype=torch.int64, device=device
-        )
-        self._coefficients = torch.tensor(coefficients, dtype=torch.float64, device=device).unsqueeze(1)
+        self._on_device = self._on_host.on(device)
+
+    def _at(self, device: torch.device) -> _Known:
+        return self._on_host if device.type == "cpu" else self._on_device
 
     def parts(self, places: Sequence[int] | None, fingerprints: Tensor) -> tuple[Tensor, Tensor]:
         """Return what this rank adds to the whole tensors and to the copies, each ``(L, 5) float64``.
 
         Args:
             places: the tensors' indices in this rank's sharding; None: all of them.
-            fingerprints: ``(L, 3) int64``.
+            fingerprints: ``(L, 3) int64``; a row with -1 bytes adds nothing.
         """
-        powers, n_bytes, coefficients = self._powers, self._bytes, self._coefficients
+        powers, n_bytes, coefficients, _ = self._at(fingerprints.device)
         if places is not None:
             index = torch.tensor(places, dtype=torch.int64, device=powers.device)
             powers, n_bytes, coefficients = powers[index], n_bytes[index], coefficients[index]
         measured = fingerprints[:, 0]
+        there = (measured >= 0).unsqueeze(1)
         # a gradient of another dtype than its parameter has other offsets
-        known = ((measured == n_bytes) & (measured >= 0)).unsqueeze(1)
+        known = (measured == n_bytes).unsqueeze(1)
         moved = torch.stack([fingerprints[:, 1], fingerprints[:, 2] * powers], dim=1)
         size = torch.where(known, measured.unsqueeze(1), _NOT_MERGEABLE)
         whole = torch.cat([size.to(torch.float64), _halves(moved)], dim=1)
         own = torch.cat([torch.ones_like(coefficients), _halves(fingerprints[:, 1:])], dim=1)
-        return whole, own * coefficients
+        return torch.where(there, whole, 0.0), torch.where(there, own * coefficients, 0.0)
 
+    def merged(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return fingerprints and whether copies differ, ``(..., T, 3) int64`` and ``(..., T) bool``.
 
-def merged(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fingerprints and whether copies differ, ``(T, 3) int64`` and ``(T,) bool``.
-
-    Args:
-        sums: ``(T, 10) float64``, both results of `Replicas.parts`, added up over the ranks.
-    """
-    whole, copies = sums[:, :_EACH], sums[:, _EACH:]
-    n_bytes = whole[:, :1].clamp(min=-1.0).to(torch.int64)
-    halves = whole[:, 1:].to(torch.int64)
-    found = torch.cat([n_bytes, halves[:, 0::2] + (halves[:, 1::2] << 32)], dim=1)
-    none = torch.zeros_like(found)
-    none[:, 0] = -1
-    found = torch.where(n_bytes < 0, none, found)
-    # with a copy that was not measured, nothing is known
-    differ = (copies[:, 1:] != 0).any(dim=1) & (copies[:, 0] == 0)
-    return found, differ
+        Args:
+            sums: ``(..., T, 10) float64``, both results of `parts`, added up over the ranks.
+        """
+        whole, copies = sums[..., :_EACH], sums[..., _EACH:]
+        halves = whole[..., 1:].to(torch.int64)
+        bits = halves[..., 0::2] + (halves[..., 1::2] << 32)
+        # some part is missing, or is no piece of whole words
+        complete = (whole[..., 0] == self._at(sums.device).total).unsqueeze(-1)
+        n_bytes = torch.where(complete, whole[..., :1], -1.0).to(torch.int64)
+        found = torch.cat([n_bytes, torch.where(complete, bits, 0)], dim=-1)
+        # with a copy that was not measured, nothing is known
+        return found, (copies[..., 1:] != 0).any(dim=-1) & (copies[..., 0] == 0)
 
 
 def _halves(sums: Tensor) -> Tensor:
@@ -121,12 +137,18 @@ def _number(place: int, bits: int) -> int:
     return 1 + (place * 2654435761 % 2**32 >> 32 - bits) % (2**bits - 1) if bits > 1 else 1
 
 
+def _bytes_of(spec: ShardSpec) -> int:
+    """Return the bytes of the whole tensor; -1 if they are unknown."""
+    if spec.shape is None or not spec.dtype:
+        return -1
+    return int(torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize)
+
+
 def _part(sharding: Sharding, spec: ShardSpec) -> _Part | None:
     """Return this rank's part of a tensor, if it is a contiguous piece that begins with a whole word."""
     if spec.shape is None:
         return None
-    itemsize = getattr(torch, spec.dtype).itemsize
-    n_bytes = torch.Size(spec.shape).numel() * itemsize
+    n_bytes = _bytes_of(spec)
     sharded = spec.sharded
     if not sharded:
         return _Part(0, n_bytes)

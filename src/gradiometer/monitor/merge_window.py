@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from gradiometer.columns import NUM_COLUMNS, NUM_SUM_COLUMNS, derived
+from gradiometer.distributed import NUM_SUMMED
 from gradiometer.recorder import Roster, StepRecord
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class MergeWindow:
         ranks: the agreement of the ranks.
         local: the roster of this rank, with the same tensors.
         thresholds: the thresholds of the flags.
+        fingerprint: whether the steps have fingerprints.
 
     Attributes:
         roster: the roster of merged steps: all tensors of all ranks.
@@ -79,8 +81,12 @@ class MergeWindow:
     5.0990195135927845
     """
 
-    def __init__(self, ranks: Ranks, local: Roster, thresholds: Thresholds) -> None:
+    def __init__(
+        self, ranks: Ranks, local: Roster, thresholds: Thresholds, *, fingerprint: bool = False
+    ) -> None:
         self._ranks, self._local, self._thresholds = ranks, local, thresholds
+        # numbers of a row for its fingerprint
+        self._bits = NUM_SUMMED if fingerprint else 0
         specs = ranks.plan.specs
         parts = dict(zip(local.names, local.shapes, strict=True))
         # the full size is unknown for plain tensors that are parts of a larger one
@@ -91,7 +97,7 @@ class MergeWindow:
         whole = [math.nan if h.numel is None else float(h.numel) for h in specs]
         self._whole = torch.tensor(whole, dtype=torch.float64, device="cpu")
         self.scalars: list[str] = []
-        self.most = max(1, _BYTES // (8 * NUM_COLUMNS * max(1, self.roster.num_rows)))
+        self.most = max(1, _BYTES // (8 * (NUM_COLUMNS + self._bits) * max(1, self.roster.num_rows)))
 
     def unplaced(self, steps: Iterable[StepRecord]) -> list[str]:
         """Return names of scalars that have no place yet but can get one."""
@@ -123,9 +129,46 @@ class MergeWindow:
         code = torch.where(bad, float(self._ranks.size - self._ranks.rank), 0.0).unsqueeze(-1)
         summed, maximized = self._marks(steps, len(carried))
         return (
-            torch.cat([sums.flatten(), summed.flatten()]),
+            torch.cat([sums.flatten(), self._packed_bits(steps, carried), summed.flatten()]),
             torch.cat([tops.flatten(), code.flatten(), maximized.flatten()]),
         )
+
+    def _packed_bits(self, steps: Sequence[StepRecord], carried: Sequence[bool]) -> Tensor:
+        """Return what this rank adds to the fingerprints, flat ``(T, S, K, 10) float64``; empty without."""
+        names, kinds = self._local.names, self._local.kinds
+        size = (len(self.roster.names), sum(carried), len(kinds), self._bits)
+        rows = torch.zeros(size, dtype=torch.float64, device="cpu")
+        for place, step in enumerate(_carried(steps, carried) if self._bits else ()):
+            for index, kind in enumerate(kinds):
+                bits = None if step is None else step.fingerprints(kind)
+                if step is not None and bits is not None:
+                    none = bits.new_tensor([-1, 0, 0])
+                    bits = torch.where(step.measured(kind).unsqueeze(1), bits, none)
+                    rows[:, place, index] = self._ranks.bits_of(names, bits)
+        return rows.flatten()
+
+    def _merged_bits(self, sums: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return fingerprints and which copies differ, ``(S, K, T, 3) int64`` and ``(S, K, T) bool``."""
+        kinds, names = len(self.roster.kinds), len(self.roster.names)
+        cells = names * size * kinds
+        start = cells * NUM_SUM_COLUMNS
+        rows = sums[start : start + cells * self._bits].view(names, size, kinds, self._bits)
+        return self._ranks.merged_bits(rows.permute(1, 2, 0, 3))
+
+    def diverged(self, sums: Tensor, carried: Sequence[bool]) -> dict[int, list[str]]:
+        """Return the steps, by their place in the window, in which copies of these weights differ.
+
+        Copies of gradients may differ, for example before they are averaged. All ranks get the same result.
+        """
+        if not self._bits or "weights" not in self.roster.kinds or not any(carried):
+            return {}
+        _, differ = self._merged_bits(sums, sum(carried))
+        weights = differ[:, self.roster.place("weights")]
+        places = [i for i, travels in enumerate(carried) if travels]
+        return {
+            places[step]: [self.roster.names[row] for row in weights[step].nonzero().flatten().tolist()]
+            for step in weights.any(dim=1).nonzero().flatten().tolist()
+        }
 
     def _marks(self, steps: Sequence[StepRecord], size: int) -> tuple[Tensor, Tensor]:
         width = len(self.scalars)
@@ -188,7 +231,7 @@ class MergeWindow:
         return merged
 
     def _tensors(self, sums: Tensor, tops: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return rows with flags, ``(S, K, T, C + 1)``, and the first non-finite rank of each, or -1."""
+        """Return ``StepRecord.values`` of all steps, and the first non-finite rank of each row, or -1."""
         kinds, names = len(self.roster.kinds), len(self.roster.names)
         cells, maxima = names * size * kinds, NUM_COLUMNS - NUM_SUM_COLUMNS
         columns = torch.cat(
@@ -199,9 +242,11 @@ class MergeWindow:
             dim=-1,
         ).permute(1, 2, 0, 3)
         code = tops[cells * maxima :][:cells].view(names, size, kinds).permute(1, 2, 0)
-        flags = derived.compute_flags(columns, self._thresholds).to(torch.float64)
+        parts = [columns, derived.compute_flags(columns, self._thresholds).to(torch.float64).unsqueeze(-1)]
+        if self._bits:
+            parts.append(self._merged_bits(sums, size)[0].contiguous().view(torch.float64))
         origins = torch.where(code > 0, self._ranks.size - code, -1.0).to(torch.int64)
-        return torch.cat([columns, flags.unsqueeze(-1)], dim=-1), origins
+        return torch.cat(parts, dim=-1), origins
 
     def _whole_or_bad(self, values: Tensor) -> Tensor:
         """Zero the rows of incomplete, finite tensors in a step that only some ranks recorded."""

@@ -106,8 +106,9 @@ class Monitor:
         redact: whether to leave the text of the exception that ends a run, which may quote data, paths or
             keys, out of the black box, the sinks and the log: a fault then has the class of the exception.
         fingerprint: also record the `gradiometer.Fingerprint` of every measured tensor, from the same read,
-            so that `gradiometer.compare_runs` can tell whether two runs are equal to the bit. Steps that are
-            merged over several ranks have none.
+            so that `gradiometer.compare_runs` can tell whether two runs are equal to the bit. With several
+            ranks and ``weights=True``, copies of weights are compared in every recorded step: see the rule
+            `gradiometer.rules.ReplicaDivergence`.
 
     Attributes:
         run_dir: the folder of the run record; None without one.
@@ -182,7 +183,10 @@ class Monitor:
             )
             merger = None
             if agreed is not None and group is not None:
-                merger = RankMerger(agreed, recorder.roster, thresholds, queue, self._failures, group)
+                options: dict[str, Any] = {"fingerprint": recorder.fingerprint}
+                merger = RankMerger(
+                    agreed, recorder.roster, thresholds, queue, self._failures, group, **options
+                )
             # only the first rank sees the job's steps
             is_first = merger is None or merger.is_first
             if merger is not None and is_first:

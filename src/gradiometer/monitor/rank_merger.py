@@ -19,7 +19,7 @@ from gradiometer.monitor.failures import describe
 from gradiometer.monitor.merge_window import MergeWindow, Told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -32,6 +32,8 @@ __all__ = ["RankMerger"]
 
 # steps of a window, at most
 _STEPS: Final = 64
+# tensors of a step of which ranks exchange fingerprints, at most, if copies differ
+_COMPARED: Final = 64
 # seconds between two windows, while few steps wait
 _INTERVAL = 0.2
 # seconds after which a rank without a step signals that it is alive
@@ -61,6 +63,7 @@ class RankMerger:
         limit: steps that may wait; beyond that the oldest lose their tensors.
         failures: counts failures.
         group: a separate process group on the CPU.
+        fingerprint: whether the steps have fingerprints.
 
     Attributes:
         lost: the number of recorded steps of this rank that were not merged.
@@ -69,12 +72,20 @@ class RankMerger:
     """
 
     def __init__(
-        self, ranks: Ranks, local: Roster, thresholds: Thresholds, limit: int, failures: Failures, group: Any
+        self,
+        ranks: Ranks,
+        local: Roster,
+        thresholds: Thresholds,
+        limit: int,
+        failures: Failures,
+        group: Any,
+        *,
+        fingerprint: bool = False,
     ) -> None:
         self.lost = 0
         self.news: str | None = None
         self._ranks, self._limit, self._failures, self._group = ranks, limit, failures, group
-        self._window = MergeWindow(ranks, local, thresholds)
+        self._window = MergeWindow(ranks, local, thresholds, fingerprint=fingerprint)
         self.roster = self._window.roster
         # the callbacks of `start`
         self._deliver: Callable[[list[StepRecord]], None] = _to_nobody
@@ -307,7 +318,10 @@ class RankMerger:
         """Deliver a window to which all ranks contributed their steps."""
         if self._window.differ(tops, len(self._carried)):
             raise self._difference(mine)
+        diverged = self._compare(self._window.diverged(sums, self._carried), mine)
         merged = self._window.unpack(sums, tops, self._carried, mine) if self.is_first else []
+        for place, texts in diverged.items() if merged else ():
+            merged[place] = replace(merged[place], diverged=texts)
         with self._changed:
             for _ in mine:
                 self._queue.popleft()
@@ -316,6 +330,27 @@ class RankMerger:
                 self._deliver(merged)
             self._done += len(mine)
             self._changed.notify_all()
+
+    def _compare(
+        self, found: Mapping[int, Sequence[str]], mine: Sequence[StepRecord]
+    ) -> dict[int, dict[str, str]]:
+        """Find the ranks in the minority; all ranks call this, as all find the same copies different."""
+        if not found:
+            return {}
+        own = {
+            str(place): mine[place].bits_of("weights", names[:_COMPARED]) for place, names in found.items()
+        }
+        told = distributed.share(own, self._group, self._ranks.timeout, "compare copies of weights")
+        return {
+            place: {
+                name: distributed.divergence_text(
+                    self._ranks, name, [each[str(place)].get(name) for each in told]
+                )
+                for name in names[:_COMPARED]
+            }
+            | dict.fromkeys(names[_COMPARED:], "copies differ between ranks")
+            for place, names in found.items()
+        }
 
     def _choose(self, fewest: int, recorded: Sequence[bool], *, closes: bool) -> None:
         """Choose the next window from the reduced numbers, so that all ranks choose the same."""

@@ -220,7 +220,7 @@ def run_info(
         versions,
         str(recorder.ring.device),
         1 if merger is None else merger.num_ranks,
-        recorder.fingerprint and merger is None,
+        recorder.fingerprint,
     )
 
 

@@ -15,13 +15,14 @@ from gradiometer.columns import (
     DEFAULT_THRESHOLDS,
     NUM_COLUMNS,
     RING_WIDTH,
+    Fingerprint,
     Thresholds,
     derived,
 )
 from gradiometer.stats import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
@@ -99,6 +100,8 @@ class StepRecord:
         ranks: the agreement of these ranks.
         loss_rank: for a merged step: the first rank whose loss is not finite.
         model: the state of the model, of this rank; None if it is unknown, as in a run that was read.
+        diverged: for a merged step with fingerprints of weights: the parameters whose copies differ between
+            ranks -> a text that names the ranks in the minority, ``rank 5 differs from 7 others``.
     """
 
     step: int
@@ -112,6 +115,7 @@ class StepRecord:
     ranks: Ranks | None = None
     loss_rank: int | None = None
     model: ModelState | None = None
+    diverged: Mapping[str, str] = field(default_factory=dict)
     _kept: dict[tuple[str, Kind], Any] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
@@ -205,6 +209,19 @@ class StepRecord:
         if self.values is None or self.values.shape[2] == RING_WIDTH:
             return None
         return self.values[place, :, RING_WIDTH:].view(torch.int64)
+
+    def bits_of(self, kind: Kind, names: Iterable[str]) -> dict[str, str]:
+        """Return the fingerprints of those of these parameters that have one, as text."""
+        rows = self.fingerprints(kind)
+        if rows is None:
+            return {}
+        index, measured = self.roster.index, self.measured(kind)
+        found = {
+            name: Fingerprint.of_row(rows[index[name]].tolist())
+            for name in names
+            if name in index and measured[index[name]]
+        }
+        return {name: str(bits) for name, bits in found.items() if bits is not None}
 
     def report(self, kind: Kind = "grads") -> Report:
         """Return the report of the measured tensors."""

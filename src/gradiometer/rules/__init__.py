@@ -21,6 +21,7 @@ from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, UpdateSpike
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
+from gradiometer.rules.replicas import ReplicaDivergence
 
 __all__ = [
     "Accumulating",
@@ -42,6 +43,7 @@ __all__ = [
     "NormHistory",
     "NormSpike",
     "NotUpdated",
+    "ReplicaDivergence",
     "Rule",
     "Severity",
     "Untied",

@@ -13,6 +13,7 @@ from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, UpdateSpike
 from gradiometer.rules.ratios import UpdateRatio
+from gradiometer.rules.replicas import ReplicaDivergence
 
 if TYPE_CHECKING:
     from gradiometer.rules.protocol import Rule
@@ -25,6 +26,7 @@ def default_rules() -> list[Rule]:
     norms = NormHistory()
     return [
         NonFinite(),
+        ReplicaDivergence(),
         LearningRate(),
         NoGradients(),
         NoGradientFlow(),

@@ -16,9 +16,9 @@ __all__ = ["Headline", "headlines"]
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
-    "eval_mode", "untied", "initialization", "learning_rate", "nonfinite", "no_gradients", "not_updated",
-    "accumulating", "no_gradient_flow", "loss_spike", "norm_spike", "exploding", "update_spike", "vanishing",
-    "dead", "update_ratio", "imbalance",
+    "eval_mode", "untied", "initialization", "learning_rate", "replica_divergence", "nonfinite",
+    "no_gradients", "not_updated", "accumulating", "no_gradient_flow", "loss_spike", "norm_spike",
+    "exploding", "update_spike", "vanishing", "dead", "update_ratio", "imbalance",
 )  # fmt: skip
 _SPIKES: Final = frozenset({"loss_spike", "norm_spike", "exploding", "update_spike"})
 # what follows when training leaves its course

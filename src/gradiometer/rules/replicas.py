@@ -1,0 +1,70 @@
+"""Copies of weights that differ between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from gradiometer.rules.base import MOST, BaseRule
+from gradiometer.rules.finding import Finding, Severity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gradiometer.recorder import StepRecord
+
+__all__ = ["ReplicaDivergence"]
+
+ADVICE: Final = (
+    "look for an update that only some ranks make, for weights that were not broadcast at the start, and for "
+    "a faulty device; go back to a checkpoint before this step, or broadcast the weights of most ranks"
+)
+
+
+class ReplicaDivergence(BaseRule):
+    """Copies of a weight whose bits differ between ranks, as after silent data corruption.
+
+    It needs the fingerprints of weights of a job with several ranks: ``Monitor(weights=True,
+    fingerprint=True)``.
+
+    Args:
+        most: maximum number of tensors named in a step.
+        severity: the severity of a finding.
+    """
+
+    name = "replica_divergence"
+    kept = ("since",)
+
+    def __init__(self, *, most: int = MOST, severity: Severity = Severity.ERROR) -> None:
+        super().__init__(severity)
+        self.most = most
+        # parameters that differ -> the step in which that was first seen
+        self.since: dict[str, int] = {}
+
+    def check(self, record: StepRecord) -> Iterable[Finding]:
+        """Return a finding about each of the first weights that differ."""
+        if not record.recorded:
+            return []
+        self.since = {name: self.since.get(name, record.step) for name in record.diverged}
+        # those that were named before come first: they began earlier
+        named = sorted(record.diverged, key=self.since.__getitem__)[: self.most]
+        more = len(record.diverged) - len(named)
+        others = f"; {more:,} more {'tensor differs' if more == 1 else 'tensors differ'}" if more else ""
+        count = float(len(record.diverged))
+        findings: list[Finding] = []
+        for name in named:
+            since = self.since[name]
+            message = f"{name}: {record.diverged[name]} since step {since}"
+            message += "" if findings else others
+            found = since, record.step, "weights", name, count, 0.0, message, ADVICE
+            findings.append(Finding(self.name, self.severity, *found))  # type: ignore[arg-type]
+        return findings
+
+    def check_value(self, key: str, value: Any) -> None:
+        """Raise an error unless the value can replace the attribute ``key``."""
+        del key
+        if not isinstance(value, Mapping) or not all(
+            [isinstance(name, str) and type(step) is int for name, step in value.items()]
+        ):
+            msg = "expected a dict of str -> int"
+            raise ValueError(msg)
