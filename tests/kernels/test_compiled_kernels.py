@@ -19,11 +19,12 @@ import torch
 from conftest import INTERPRETED
 from gradiometer import Thresholds
 from gradiometer.columns.derived import compute_flags
+from gradiometer.columns.fingerprint import Fingerprint, power
 from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
 from gradiometer.columns.schema import COLUMN_INDEX, COLUMNS, DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.control import scale as eager_scale
 from gradiometer.ops import library, packing
-from support import oracle
+from support import fingerprints, oracle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -240,6 +241,68 @@ def test_flags_compare_with_thresholds_in_fp64(target):
             columns, flags = tensor_stats(tensors, limits)
         assert flags.tolist() == in_eager(tensors, limits)[1].tolist()
         assert columns[:, COLUMN_INDEX["numel"]].tolist() == [9, 16, 5, 0]
+
+
+# fingerprints
+
+
+def assert_fingerprints(tensors: Sequence[Tensor]) -> None:
+    """Check fingerprints, and that the statistics are those without them."""
+    columns, flags, rows = library.measure(tensors, DEFAULT_THRESHOLDS, None, None, fingerprint=True)
+    assert rows is not None
+    assert rows.tolist() == fingerprints.rows_of(tensors)
+    expected = tensor_stats(tensors)
+    # elements are added up in another order where they do not lie in row-major order
+    same = [i for i, x in enumerate(tensors) if x.is_contiguous()]
+    assert same_bits(columns[same], expected[0][same])
+    assert flags.tolist() == expected[1].tolist()
+
+
+@each_pair
+def test_fingerprints_are_those_of_the_bits(target, dtype):
+    # finite numbers, since a chunk with NaN is read again
+    tensors = [integers(n, dtype, i % 9) for i, n in enumerate(sizes_of(dtype))]
+    tile, unroll, *_ = tuning.MOMENTS[dtype]
+    tensors += [fingerprints.random_bits(dtype, n, seed=n) for n in (1, 2, 3, 7, tile * unroll + tile + 5)]
+    with kernels(target):
+        assert_fingerprints(tensors)
+
+
+@chosen_target
+def test_fingerprints_of_several_dtypes_share_a_call(target):
+    dtypes = (*DTYPES, torch.float8_e4m3fn, torch.complex64)
+    tensors = [fingerprints.random_bits(dtype, 9 + 8 * i, 3) for i, dtype in enumerate(dtypes)]
+    with kernels(target):
+        assert_fingerprints([*tensors, *[x.t() for x in tensors], tensors[0], torch.empty(0)])
+
+
+@chosen_target
+def test_the_fingerprints_of_thousands_of_chunks_are_merged(target):
+    from gradiometer import kernels as launchers
+
+    tile, chunk = tuning.FINALIZE.tile, 16
+    counts = [2 * tile + 5, tile, 0, 1]
+    chunk_map = packing.chunk_map_of(
+        tuple(count * chunk for count in counts), (torch.float32,) * len(counts), chunk, 2**20
+    )
+    parts = [
+        # far from each other in tensors of more than 2**32 bytes
+        [(i * (2**23 + 8), Fingerprint(8, 2**63 + i * 3**30, 5**27 + i)) for i in range(count)]
+        for count in counts
+    ]
+    rows = [[begin, *part.row] for own in parts for begin, part in own]
+    partials = torch.tensor(rows, dtype=torch.int64).t().contiguous()
+    expected = [
+        Fingerprint(
+            8 * len(own),
+            sum(part.word_sum for _, part in own) % 2**64,
+            sum(power(begin // 8) * part.weighted_sum for begin, part in own) % 2**64,
+        )
+        for own in parts
+    ]
+    with kernels(target):
+        found = launchers.merge_fingerprints(chunk_map.table, partials, len(counts))
+    assert found.tolist() == [part.row for part in expected]
 
 
 # the ring

@@ -96,6 +96,7 @@ _define(
 )
 _define("neg", "s32 s64 f32", "T", "-{}")
 _define("mad.lo", "s32 s64", "T T T", "{} * {} + {}")
+_define("mul.hi", "u32", "T T", "({}.astype(W) * {} >> np.uint64(32)).astype(T)")
 _define("mul.wide", "s32 u32", "T T", "{}.astype(W) * {}", "W")
 _define("mad.wide", "s32 u32", "T T W", "{}.astype(W) * {} + {}", "W")
 _define("rem", "s64 u32 u64", "T T", "remainder({}, {})")
@@ -381,6 +382,9 @@ class _Translation:
         statements = re.findall(r"\s*(?:(\$\w+):|([^;\n]+);)", body)
         self.places: dict[str, int] = {}
         self.constants: dict[str, np.ndarray] = {}
+        # registers that instructions write, and those that are joined
+        self.written: set[str] = set()
+        self.joined: dict[str, int] = {}
         # the first pass finds the basic blocks
         place = 0
         for label, text in statements:
@@ -408,6 +412,9 @@ class _Translation:
                     place += 1
                     self._begin(place)
         self._emit("return")
+        # LLVM joins a half that nothing writes with one that matters, and then uses only the latter
+        for name in self.joined.keys() - self.written:
+            self.lines[1:1] = [f" {name} = poison{self.joined[name]}"]
 
     def _begin(self, place: int) -> None:
         self.lines.append(f"  if place == {place}:")
@@ -444,6 +451,15 @@ class _Translation:
             operation = "np.add" if "add" in name else "np.fmax"
             values = ", ".join(self._value(x, "b32") for x in operands[1:])
             self._assign(operands[:1], f"[block.reduce({values}, {name[-3:]}, {operation})]", guard)
+        elif name.startswith("setp.") and "|" in operands[0]:
+            # a predicate for each half
+            _, kinds, expression = OPERATIONS[f"{name.removesuffix('x2')} of 2"]
+            halves = [
+                [f"pairs({self._value(x, 'b32')}, {kinds.split()[0]})[:, {i}]" for x in operands[1:]]
+                for i in range(2)
+            ]
+            both = [expression.format(*values) for values in halves]
+            self._assign(operands[0].split("|"), f"[{', '.join(both)}]", guard)
         else:
             result, kinds, expression = OPERATIONS[f"{name} of {len(operands) - 1}"]
             values = list(map(self._value, operands[1:], kinds.split()))
@@ -476,12 +492,14 @@ class _Translation:
         else:
             parts, whole = _members(source), f"b{8 * size}"
             bits = 8 * size // len(parts)
+            self.joined |= {x.removeprefix("%"): bits // 8 for x in parts}
             values = [f"{self._value(x, f'b{bits}')}.astype({whole})" for x in parts]
             joined = " | ".join(f"{x} << {whole}.type({bits * i})" for i, x in enumerate(values))
             self._assign([target], f"[{joined}]", guard)
 
     def _assign(self, targets: list[str], values: str, guard: str | None) -> None:
         names = [x.removeprefix("%") for x in targets]
+        self.written.update(names)
         if guard is None:
             self._emit(f"{', '.join(names)}, = {values}")
         else:

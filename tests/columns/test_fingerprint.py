@@ -1,0 +1,275 @@
+"""Fingerprints by themselves: the multiplier, the merge law, and the guarantee with its exact limits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradiometer as gm
+from gradiometer.columns.fingerprint import (
+    MULTIPLIER,
+    POSITION_BITS,
+    Fingerprint,
+    merge_fingerprints,
+    power,
+    signed,
+)
+from support import fingerprints
+from support.fingerprints import MODULUS, mixed
+
+HALF = 2**32
+words = st.integers(0, MODULUS - 1)
+# words of the guarantee: 16 GiB
+MOST_WORDS = 2**31
+
+
+def twos(n: int) -> int:
+    """Return how often 2 divides n mod 2**64; 64 for 0."""
+    n %= MODULUS
+    return 64 if n == 0 else (n & -n).bit_length() - 1
+
+
+# the multiplier
+
+
+def test_the_multiplier_is_as_the_proof_and_the_kernels_need_it():
+    assert MULTIPLIER % 8 == 5
+    assert 0 < MULTIPLIER < MODULUS
+    # saves the kernels a multiplication
+    assert pow(MULTIPLIER, 512, MODULUS) < HALF
+
+
+@given(words, st.integers(0, 2**40))
+def test_powers_are_those_of_the_multiplier(a, b):
+    assert power(a) == pow(MULTIPLIER, a, MODULUS)
+    assert power(a + b) == power(a) * power(b) % MODULUS
+
+
+@pytest.mark.parametrize("odd", [1, 3, 2**20 + 1])
+def test_differences_of_powers_are_divisible_by_four_times_the_distance_and_no_more(odd):
+    for k in range(40):
+        assert twos(power(odd * 2**k) - 1) == 2 + k
+        assert twos(power(1000 + odd * 2**k) - power(1000)) == 2 + k
+
+
+@given(words)
+def test_words_are_mixed_one_to_one(word):
+    assert mixed(mixed(word)) == word
+
+
+# rows and strings
+
+
+@given(st.integers(0, 2**40), words, words)
+def test_a_row_and_a_string_hold_a_fingerprint(n_bytes, a, b):
+    fingerprint = Fingerprint(n_bytes, a, b)
+    row = fingerprint.row
+    assert torch.tensor(row, dtype=torch.int64).tolist() == row
+    assert Fingerprint.of_row(row) == fingerprint
+    text = str(fingerprint)
+    assert len(text) == 32
+    assert (int(text[:16], 16), int(text[16:], 16)) == (a, b)
+    assert signed(a) % MODULUS == a
+
+
+def test_a_row_with_a_negative_size_has_no_fingerprint():
+    assert Fingerprint.of_row([-1, 0, 0]) is None
+    assert Fingerprint.of_row([0, 0, 0]) == Fingerprint(0, 0, 0)
+
+
+# the merge law
+
+
+def merged_by_torch(a: Fingerprint, b: Fingerprint) -> Fingerprint | None:
+    rows = [torch.tensor(part.row, dtype=torch.int64) for part in (a, b)]
+    return Fingerprint.of_row(merge_fingerprints(*rows).tolist())
+
+
+@given(st.binary(max_size=100), st.integers(0, 100))
+def test_parts_merge_into_the_whole(data, cut):
+    cut = min(cut // 8 * 8, len(data) // 8 * 8)
+    first, second = fingerprints.of_bytes(data[:cut]), fingerprints.of_bytes(data[cut:])
+    assert first.then(second) == fingerprints.of_bytes(data)
+    assert merged_by_torch(first, second) == fingerprints.of_bytes(data)
+
+
+def test_every_cut_of_a_tensor_gives_the_same():
+    data = fingerprints.bytes_of(fingerprints.random_bits(torch.bfloat16, 1003))
+    whole = fingerprints.of_bytes(data)
+    cuts = range(0, len(data), 8)
+    firsts = [fingerprints.of_bytes(data[:cut]) for cut in cuts]
+    seconds = [fingerprints.of_bytes(data[cut:]) for cut in cuts]
+    assert {a.then(b) for a, b in zip(firsts, seconds, strict=True)} == {whole}
+    a, b = (torch.tensor([part.row for part in parts]) for parts in (firsts, seconds))
+    assert merge_fingerprints(a, b).tolist() == [whole.row] * len(cuts)
+    of_pairs = merge_fingerprints(a[:250].view(-1, 2, 3), b[:250].view(-1, 2, 3))
+    assert of_pairs.tolist() == [[whole.row] * 2] * 125
+
+
+@given(st.integers(0, 2**POSITION_BITS - 1), st.integers(0, 2**30), *[words] * 4)
+def test_parts_of_any_size_merge_alike(count, n_bytes, a, b, c, d):
+    first, second = Fingerprint(8 * count, a, b), Fingerprint(n_bytes, c, d)
+    expected = Fingerprint(8 * count + n_bytes, (a + c) % MODULUS, (b + power(count) * d) % MODULUS)
+    assert first.then(second) == expected
+    assert merged_by_torch(first, second) == expected
+
+
+@given(*[st.integers(0, 2**30).map(lambda n: 8 * n)] * 2, *[words] * 6)
+def test_merging_is_associative(size, other, a, b, c, d, e, f):
+    x, y, z = Fingerprint(size, a, b), Fingerprint(other, c, d), Fingerprint(5, e, f)
+    assert x.then(y).then(z) == x.then(y.then(z))
+    assert x.then(Fingerprint(0, 0, 0)) == x
+    assert Fingerprint(0, 0, 0).then(x) == x
+
+
+@pytest.mark.parametrize("n_bytes", [1, 4, 7, 9, 8 * 2**33 + 2])
+def test_a_part_that_does_not_end_with_a_word_is_refused(n_bytes):
+    first, second = Fingerprint(n_bytes, 1, 1), Fingerprint(8, 2, 2)
+    with pytest.raises(ValueError, match=rf"the first part has {n_bytes} bytes, .* take the fingerprint of"):
+        first.then(second)
+    assert merged_by_torch(first, second) is None
+    # the order matters: as a second part it is welcome
+    assert second.then(first) == merged_by_torch(second, first)
+
+
+def test_rows_without_a_fingerprint_stay_without():
+    some, none = torch.tensor([8, 5, 6]), torch.tensor([-1, 5, 6])
+    for a, b in ((some, none), (none, some), (none, none)):
+        assert merge_fingerprints(a, b).tolist() == [-1, 0, 0]
+
+
+# The guarantee. These tests know nothing but the definition; tests/ops/test_fingerprints.py has tensors.
+
+
+@st.composite
+def one_changed_half(draw):
+    """A word, and that word with another lower or upper half."""
+    word = draw(words)
+    pattern = draw(st.one_of(st.integers(1, HALF - 1), st.integers(0, 31).map(lambda bit: 1 << bit)))
+    return word, word ^ (pattern << draw(st.sampled_from((0, 32))))
+
+
+@given(words, words)
+def test_a_change_of_one_word_changes_the_word_sum(before, after):
+    assert (mixed(after) - mixed(before)) % MODULUS != 0 or before == after
+
+
+@given(one_changed_half())
+def test_a_changed_half_of_a_word_is_a_difference_with_few_twos(change):
+    before, after = change
+    assert twos(mixed(after) - mixed(before)) < 32
+
+
+# distances that a power of two divides are the hardest
+distances = st.one_of(
+    st.integers(1, MOST_WORDS - 1),
+    st.integers(0, 30).flatmap(
+        lambda k: st.integers(0, (MOST_WORDS // 2**k - 2) // 2).map(lambda i: (2 * i + 1) * 2**k)
+    ),
+)
+
+
+def difference(changes: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return by how much the changes of words, by position, change both sums."""
+    found = [(i, mixed(after) - mixed(before)) for i, (before, after) in changes.items()]
+    return sum(d for _, d in found) % MODULUS, sum(power(i) * d for i, d in found) % MODULUS
+
+
+@given(distances, st.integers(0, 2**20), one_changed_half(), one_changed_half(), st.booleans())
+def test_changed_halves_of_two_words_are_detected(distance, first, change, other, is_swap):
+    # a swap leaves the word sum as it is
+    other = (change[1], change[0]) if is_swap else other
+    first %= MOST_WORDS - distance
+    assert difference({first: change, first + distance: other}) != (0, 0)
+
+
+@given(distances, st.integers(0, 31), st.integers(0, 2**31), st.sampled_from((-1, 1)))
+def test_opposite_differences_are_detected_at_any_distance(distance, k, odd, sign):
+    d = sign * (2 * odd + 1) * 2**k
+    assert twos(d * (power(distance) - 1)) < 64
+
+
+def test_opposite_powers_of_two_are_detected_at_every_distance_with_many_twos():
+    for k in range(32):
+        for t in range(31):
+            assert 2**k * (power(2**t) - 1) % MODULUS != 0
+            assert twos(2**k * (power(MOST_WORDS - 2**t) - 1)) == min(64, k + 2 + t)
+
+
+# what is not guaranteed, as the page says
+
+
+def test_the_limit_of_16_gib_is_sharp():
+    # the sign of two fp32 elements, or the highest bit of two lower halves
+    change, back = (0, 2**31), (2**31, 0)
+    assert difference({0: change, MOST_WORDS // 2: back}) == (0, MODULUS // 2)
+    assert difference({0: change, MOST_WORDS: back}) == (0, 0)
+
+
+def test_three_words_can_be_changed_without_a_trace():
+    # m, -(m + 1) and 1 are the coefficients of (z - 1)(z - m)
+    before = fingerprints.random_bits(torch.float32, 6)
+    x = [word % MODULUS for word in before.view(torch.int64).tolist()]
+    for d in (1, 2**31 + 12345):
+        deltas = (MULTIPLIER * d, -(MULTIPLIER + 1) * d, d)
+        y = [mixed((mixed(word) + delta) % MODULUS) for word, delta in zip(x, deltas, strict=True)]
+        after = torch.tensor([signed(word) for word in y]).view(torch.float32)
+        assert all(a != b for a, b in zip(x, y, strict=True))
+        assert fingerprints.of_tensor(after) == fingerprints.of_tensor(before)
+        stats = gm.collect({"before": before, "after": after}, fingerprint=True).materialize()
+        assert stats["before"].fingerprint == stats["after"].fingerprint
+
+
+def is_missed(distance: int, before: tuple[int, int], after: tuple[int, int]) -> bool:
+    pairs = zip(before, after, strict=True)
+    return difference(dict(zip((0, distance), pairs, strict=True))) == (0, 0)
+
+
+@given(distances, *[words] * 4, st.integers(1, HALF - 1), st.integers(0, 31), st.booleans())
+def test_two_changed_words_are_missed_exactly_if_the_page_says_so(
+    distance, a, b, other_a, other_b, pattern, k, is_swap
+):
+    """Both halves of each changed by one pattern, of which a high power of two is a divisor."""
+    pattern = ((pattern | 1) << k) % HALF
+    twice = pattern << 32 | pattern
+    if is_swap:
+        before, after = (a, a ^ twice), (a ^ twice, a)
+    else:
+        before, after = (a, b), (a ^ twice, b ^ twice)
+    opposite = (mixed(after[0]) - mixed(before[0]) + mixed(after[1]) - mixed(before[1])) % MODULUS == 0
+    expected = opposite and twos(pattern) + twos(distance) >= 30
+    assert is_missed(distance, before, after) == expected
+    assert twos(mixed(after[0]) - mixed(before[0])) == 32 + twos(pattern)
+    # arbitrary other words: missed only if each changed by one pattern in both halves
+    if (a, b) != (other_a, other_b) and is_missed(distance, (a, b), (other_a, other_b)):
+        assert all((x ^ y) % HALF == (x ^ y) >> 32 for x, y in ((a, other_a), (b, other_b)))
+
+
+def test_elements_of_64_bits_can_be_changed_in_pairs_without_a_trace():
+    # bits 31 and 63 of both
+    before = torch.tensor([1.0, -3.0], dtype=torch.float64)
+    flipped = (before.view(torch.int64) ^ torch.tensor(signed(2**63 + 2**31))).view(torch.float64)
+    for x, y in (
+        (before, flipped),
+        (torch.view_as_complex(before), torch.view_as_complex(flipped)),
+        (before.view(torch.complex64), flipped.view(torch.complex64)),
+    ):
+        stats = gm.collect({"x": x, "y": y}, fingerprint=True).materialize()
+        assert stats["x"].fingerprint == stats["y"].fingerprint
+    # one of them, or only one bit of each, is detected
+    one = torch.stack([flipped[0], before[1]])
+    signs = before.neg()
+    stats = gm.collect({"x": before, "one": one, "signs": signs}, fingerprint=True).materialize()
+    assert len({row.fingerprint for row in stats}) == 3
+
+
+@given(st.sets(st.integers(0, 40), min_size=2, max_size=5))
+def test_random_changes_are_missed_with_the_probability_of_the_page(places):
+    """For differences in Z/2**64, the sums take 2**(126 - g) values; g: the least v2 of two distances."""
+    least = min(twos(i - j) for i in places for j in places if i != j)
+    first = min(places)
+    # the sums of the differences 1 at one place and -1 at another generate those with an unchanged word sum
+    changes = [power(i) - power(first) for i in places if i != first]
+    assert min(map(twos, changes)) == 2 + least
