@@ -46,7 +46,7 @@ GROUPS = {
     ),
     "Finiteness and AMP": ("check_finite", "FiniteReport", "inverse_scale", "share_found_inf_"),
     "Recording": ("watch", "Monitor", "Recorder", "StepRecord", "Finding", "Severity"),
-    "Runs": ("read_run", "Run", "RunError", "write_page"),
+    "Runs": ("read_run", "Run", "RunError", "compare_runs", "write_page"),
     "Ranks": ("Ranks", "RankError"),
     "Rules": ("rules",),
     "Sinks": ("sinks",),

@@ -45,7 +45,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer.monitor import Monitor
     from gradiometer.recorder import Recorder, StepRecord
     from gradiometer.rules import Finding, Severity
-    from gradiometer.runs import Run, RunError, read_run
+    from gradiometer.runs import Run, RunError, compare_runs, read_run
     from gradiometer.stats import (  # type: ignore[no-redef] # as above
         EMA,
         ModuleReports,
@@ -124,6 +124,7 @@ __all__ = [
     "collect_and_clip_",
     "collect_grads",
     "collect_weights",
+    "compare_runs",
     "grad_norm",
     "group_ratio",
     "inverse_scale",

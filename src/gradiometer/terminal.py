@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["one_line", "printable"]
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["one_line", "printable", "shortened"]
 
 
 def printable(text: str) -> str:
@@ -27,3 +32,12 @@ def one_line(text: object) -> str:
     'two lines'
     """
     return printable(" ".join(str(text).split()))
+
+
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names as text, and how many more there are.
+
+    >>> shortened(["a", "b", "c", "d"], 2)
+    'a, b and 2 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -193,11 +193,42 @@ def test_diff_tells_of_runs_with_nothing_in_common(call, run, tmp_path):
     later = write_run(tmp_path / "later", steps=5, first=100)
     other = write_run(tmp_path / "other", steps=20, names=["a", "b"])
 
-    assert "no step in common" in call("diff", run, later)[1]
-    code, out, _ = call("diff", run, other, "--ignore", "loss|skipped")
+    for there, what in ((later, "no step in common: A has 20 from 0 to 19"), (other, "B b.grad, a.grad")):
+        code, out, err = call("diff", run, there)
+        assert (code, out) == (Exit.UNREADABLE, "")
+        assert what in err
+
+
+def test_diff_compares_bits_if_both_runs_have_fingerprints(call, call_json, tmp_path):
+    a = write_run(tmp_path / "a", tensors=4, steps=1200, fingerprint=True, every=2)
+    b = write_run(tmp_path / "b", tensors=4, steps=1000, fingerprint=True, every=2, seed=1)
+    shorter = write_run(tmp_path / "shorter", tensors=4, steps=256, fingerprint=True, every=2)
+    without = write_run(tmp_path / "without", tensors=4, steps=256, every=2)
+
+    code, out, err = call("diff", a, a)
+    assert (code, err) == (Exit.OK, "")
+    assert out.endswith("\nBits: identical for 600 steps. Compared by fingerprint: 4 tensors.\n")
+    code, out, _ = call("diff", a, b)
     assert code == Exit.FOUND
-    assert "only A has recorded weights" in out
-    assert "only in B: b.grad, a.grad" in out
+    assert "Bits differ first at step 0: blocks.1.bias.grad (gradient), 4 tensors." in out
+    assert "Statistics or scalars first differ at step 0." in out
+    assert "only the 1,000 common steps are compared: A has 200 more" in out
+    code, out, _ = call("diff", a, without)
+    assert "only the 256 common steps are compared: A has 944 more" in out
+    said = "Only statistics were compared, not bits: B has no fingerprints. Monitor(fingerprint=True) records"
+    assert said in out
+    assert "not bits: --rtol leaves fingerprints out" in call("diff", a, a, "--rtol", 1e-3)[1]
+    assert "only the 256 common steps" in call("diff", shorter, shorter.parent / "a")[1]
+
+    found = call_json("diff", a, b, code=1)
+    assert (found["same"], found["identical"]) == (False, False)
+    assert found["bits"] == {"step": 0, "name": "blocks.1.bias.grad", "kind": "grads", "tensors": 4}
+    found = call_json("diff", a, a)
+    assert (found["same"], found["identical"], found["verdict"]) == (
+        True,
+        True,
+        "bits: identical for 600 steps",
+    )
 
 
 # report, watch, doctor, demo

@@ -1,7 +1,8 @@
-"""`compare` finds the first step in which two runs differ, and the tensor that is computed first in it."""
+"""`compare_runs` finds the first step in which two runs differ, and the tensor that is computed first."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -11,22 +12,24 @@ import torch
 
 pytest.importorskip("pyarrow")
 
+from gradiometer.columns import RING_WIDTH
 from gradiometer.columns.schema import COLUMN_INDEX
 from gradiometer.runs import diff
-from gradiometer.runs.diff import compare
-from gradiometer.runs.reader import read_run
+from gradiometer.runs.diff import BitDifference, compare, compare_runs
+from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import make_info, make_records, make_roster, write_run
 
 KINDS = ("grads", "weights", "updates")
 
 
-def write(path, change=None, *, steps=20, kinds=("grads",), names=None, every=1, first=0, keep=None):
+def write(path, change=None, *, steps=20, kinds=("grads",), names=None, first=0, keep=None, **options):
     """Write a run; ``change(record)`` may alter each step."""
-    roster = make_roster(4, kinds, names)
+    every, fingerprint = options.get("every", 1), options.get("fingerprint", False)
+    roster = options.get("roster") or make_roster(4, kinds, names)
     sink = RunRecord(path, segment_steps=7, segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(roster, first, every=every))
-    for record in make_records(roster, steps, first=first, every=every):
+    sink.start(make_info(roster, first, every=every, fingerprint=fingerprint))
+    for record in make_records(roster, steps, first=first, every=every, fingerprint=fingerprint):
         if keep is not None and record.step not in keep:
             continue
         sink.write([record if change is None else change(record)], [])
@@ -233,3 +236,159 @@ def test_a_tensor_that_is_measured_in_one_run_only_differs(tmp_path):
     assert found.step == 0
     assert found.first[0].values["numel"] == (64.0, 0.0)
     assert torch.equal(read_run(tmp_path / "b").record(0).measured(), torch.tensor([True, False, True, True]))
+
+
+# fingerprints
+
+
+def flip(step, *places, bit=0):
+    """Flip a bit of the weighted sum of tensors, given as (kind, place), from this step on."""
+
+    def change(record):
+        if record.step < step or record.values is None:
+            return record
+        values = record.values.clone()
+        for kind, place in places:
+            values[record.roster.place(kind), place, RING_WIDTH + 2 :].view(torch.int64)[...] ^= 1 << bit
+        return replace(record, values=values)
+
+    return change
+
+
+@pytest.fixture
+def printed(tmp_path):
+    return write(tmp_path / "printed", kinds=KINDS, fingerprint=True)
+
+
+def test_equal_fingerprints_are_identical_runs_whatever_statistics_and_scalars_say(printed, tmp_path):
+    def change(record):
+        # rounded in another way
+        values = record.values.clone()
+        values[..., COLUMN_INDEX["sumsq"]] *= 1 + 2**-52
+        return replace(record, values=values, scalars={**record.scalars, "speed": record.time})
+
+    write(tmp_path / "b", change, kinds=KINDS, fingerprint=True)
+    for found in (compare_runs(printed.path, str(printed.path)), compare_runs(printed, tmp_path / "b")):
+        assert (found.identical, found.same, found.bits) == (True, True, None)
+        assert (found.common, found.recorded, found.fingerprinted) == (20, 20, 20)
+        assert found.verdict == "bits: identical for 20 steps"
+    assert [d.name for d in found.scalars] == ["speed"]
+
+
+@pytest.mark.parametrize(
+    ("places", "named", "kind"),
+    [
+        ([("weights", 0), ("grads", 0), ("updates", 3)], "blocks.0.weight.grad", "grads"),
+        ([("grads", 1), ("grads", 3), ("weights", 2)], "blocks.1.bias.grad", "grads"),
+        ([("weights", 3), ("weights", 1), ("updates", 0)], "blocks.0.bias", "weights"),
+        ([("updates", 2), ("updates", 1)], "blocks.0.bias.update", "updates"),
+    ],
+)
+@pytest.mark.parametrize("bit", [0, 40, 63])
+def test_a_bit_that_no_statistic_shows_is_named_gradients_first(printed, tmp_path, places, named, kind, bit):
+    change = flip(12, *places, bit=bit)
+    b = write(tmp_path / "b", change, kinds=KINDS, fingerprint=True)
+
+    found = compare_runs(printed, b)
+
+    assert found.bits == BitDifference(12, named, kind, len(places))
+    assert (found.identical, found.same, found.first, found.fingerprinted) == (False, False, (), 13)
+    assert found.verdict.startswith(f"bits differ first at step 12: {named} ({kind.rstrip('s')}")
+    assert found.verdict.endswith(f"), {len(places)} tensors")
+    assert json.loads(json.dumps(found.to_dict()))["bits"]["name"] == named
+
+
+def test_an_ignored_tensor_may_differ_and_with_a_tolerance_fingerprints_are_left_out(printed, tmp_path):
+    b = write(tmp_path / "b", flip(3, ("grads", 0)), kinds=KINDS, fingerprint=True)
+
+    assert compare_runs(printed, b).verdict.endswith("blocks.0.weight.grad (gradient), 1 tensor")
+    assert compare_runs(printed, b, ignore=r"0\.weight").identical
+    found = compare_runs(printed, b, rtol=1e-6)
+    assert (found.same, found.identical, found.verdict) == (True, False, "")
+
+
+def test_of_a_run_without_fingerprints_only_statistics_are_compared(tmp_path):
+    a, b = write(tmp_path / "a", fingerprint=True), write(tmp_path / "b")
+
+    found = compare_runs(a, b)
+
+    assert (found.a.fingerprints, found.b.fingerprints) == (True, False)
+    assert (found.same, found.identical, found.fingerprinted, found.verdict) == (True, False, 0, "")
+
+
+def test_steps_that_lack_fingerprints_are_said_and_their_statistics_count(tmp_path):
+    def without(record):
+        values = record.values.clone()
+        if record.step in {5, 6}:
+            values[0, 2, RING_WIDTH:].view(torch.int64)[...] = torch.tensor([-1, 0, 0])
+        return replace(record, values=values)
+
+    a = write(tmp_path / "a", without, fingerprint=True)
+    found = compare_runs(a, write(tmp_path / "b", fingerprint=True))
+    assert (found.identical, found.same, found.fingerprinted) == (False, True, 18)
+    assert "2 have no fingerprints in both runs" in found.verdict
+
+    c = write(tmp_path / "c", at(6, "grads", 2, "sum", 2.0), fingerprint=True)
+    assert (compare_runs(a, c).same, compare_runs(a, c).step) == (False, 6)
+
+
+def test_a_tensor_that_is_measured_in_one_run_only_has_other_bits(tmp_path):
+    def freeze(record):
+        values = record.values.clone()
+        values[0, 1] = 0
+        return replace(record, values=values)
+
+    a, b = (write(tmp_path / name, x, fingerprint=True) for name, x in (("a", None), ("b", freeze)))
+
+    assert compare_runs(a, b).bits == BitDifference(0, "blocks.0.bias.grad", "grads", 1)
+
+
+def test_the_bits_of_common_steps_are_compared_and_the_others_counted(printed, tmp_path):
+    shorter = write(tmp_path / "b", kinds=KINDS, fingerprint=True, keep=range(8))
+    some = write(tmp_path / "c", flip(10, ("grads", 0)), kinds=KINDS, fingerprint=True, every=4)
+
+    found = compare_runs(printed, shorter)
+    assert found.identical
+    assert (found.fingerprinted, found.a.steps, found.b.steps) == (8, 20, 8)
+    # the synthetic numbers depend on the number of recorded steps
+    found = compare_runs(some, some)
+    assert found.identical
+    assert (found.common, found.recorded, found.verdict) == (20, 5, "bits: identical for 5 steps")
+
+
+def test_bits_of_tensors_with_other_names_shapes_or_dtypes_are_left_out(tmp_path):
+    roster = make_roster(4)
+    a = write(tmp_path / "a", fingerprint=True)
+    narrow = replace(roster, dtypes=("float32", "float32", "bfloat16", "float32"))
+    other = write(tmp_path / "b", flip(4, ("grads", 2)), roster=narrow, fingerprint=True)
+    names = ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "head"]
+    renamed = write(tmp_path / "c", flip(7, ("grads", 3), ("grads", 0)), names=names, fingerprint=True)
+
+    found = compare_runs(a, other)
+    assert list(found.shapes) == ["blocks.1.weight.grad"]
+    assert (found.bits, found.identical, found.same, found.fingerprinted) == (None, False, False, 20)
+    assert found.verdict == "bits: identical for 20 steps in the tensors that both runs have"
+    found = compare_runs(a, renamed)
+    assert (found.only_a, found.only_b) == (("blocks.1.bias.grad",), ("head.grad",))
+    assert found.bits == BitDifference(7, "blocks.0.weight.grad", "grads", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"first": 30},
+            r"have no step in common: A has 20 from 0 to 19, and B 20 from 30 to 49; pass runs of",
+        ),
+        ({"steps": 0}, "have no step in common: A has 20 from 0 to 19, and B no steps yet; pass"),
+        (
+            {"names": ["x"]},
+            r"no tensor in common: A has .*\.grad and 1 more, and B x\.grad; pass runs of one",
+        ),
+    ],
+)
+def test_runs_with_nothing_in_common_are_an_error(tmp_path, options, message):
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", **options)
+    with pytest.raises(RunError, match=message):
+        compare_runs(a, b)
+    assert not compare(a, b).same

@@ -656,11 +656,14 @@ def test_an_odd_address_is_a_page(opened, small, fragment):
 
 
 def test_two_runs_are_drawn_on_one_page(opened, tmp_path):
-    a = write_run(tmp_path / "a", steps=STEPS, kinds=("grads", "weights"))
-    b = write_run(tmp_path / "b", steps=STEPS, seed=1, nonfinite_at=150, tensors=18)
+    a = write_run(tmp_path / "a", steps=STEPS, kinds=("grads", "weights"), fingerprint=True)
+    b = write_run(tmp_path / "b", steps=STEPS, seed=1, nonfinite_at=150, tensors=18, fingerprint=True)
     page = opened(write_page(a, other=b), height=1600)
     assert page.inner_text("h1") == "A: a, B: b"
     assert "first differ at step 0" in page.inner_text("#runs-note")
+    assert "bits differ first at step 0: blocks.8.bias.grad (gradient), 18 tensors." in page.inner_text(
+        "#runs-note"
+    )
     assert page.locator("#overview .chart >> nth=1 >> .line").count() == 2
     assert page.locator("#overview .differ").count() > 0
     page.mouse.click(*place(page, 4, 70))

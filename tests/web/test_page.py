@@ -481,4 +481,12 @@ def test_two_runs_are_one_page_that_says_where_they_first_differ(tmp_path):
     statistics = ("norm", "abs_max", "zero_fraction")
     assert ids == [f"{k}-grads-{name}" for k in (0, 1) for name in statistics]
     same = whole(write_page(a, tmp_path / "same.html", other=a))["differ"]
-    assert same == {"same": True, "common": 20, "step": None, "first": [], "more": 0}
+    assert same == {"same": True, "common": 20, "step": None, "first": [], "more": 0, "bits": ""}
+
+
+def test_the_page_of_two_runs_has_the_verdict_on_their_bits(tmp_path):
+    a = write_run(tmp_path / "a", tensors=4, steps=20, fingerprint=True)
+    b = write_run(tmp_path / "b", tensors=4, steps=20, fingerprint=True, seed=1)
+    said = {other: whole(write_page(a, other=other))["differ"]["bits"] for other in (a, b)}
+    assert said[a] == "bits: identical for 20 steps"
+    assert said[b] == "bits differ first at step 0: blocks.1.bias.grad (gradient), 4 tensors"

@@ -363,15 +363,18 @@ def _diff(
     top: Annotated[int, typer.Option(min=0, help="Number of differences to show; 0 for all.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Find the first step and tensor in which two runs differ. The exit code is 1 if they do."""
+    """Find the first step and tensor in which two runs differ, to the bit if both have fingerprints.
+
+    The exit code is 1 if they differ.
+    """
     from gradiometer.cli import tables  # noqa: PLC0415 with rich
-    from gradiometer.runs import compare  # noqa: PLC0415 only this command needs it
+    from gradiometer.runs import compare_runs  # noqa: PLC0415 only this command needs it
 
     if not math.isfinite(rtol):
         raise typer.BadParameter(
             f"--rtol {rtol:g} is not finite, so it compares nothing: pass a finite number"
         )
-    found = compare(read_run(a), read_run(b), rtol=rtol, ignore=_pattern(ignore, "--ignore"))
+    found = compare_runs(read_run(a), read_run(b), rtol=rtol, ignore=_pattern(ignore, "--ignore"))
     _print(found.to_dict(), lambda _: tables.comparison(found, top or None), as_json=as_json)
     return Exit.OK if found.same else Exit.FOUND
 

@@ -11,7 +11,7 @@ from gradiometer.columns import Flag
 from gradiometer.extras import require
 from gradiometer.rules import Severity, headlines
 from gradiometer.stats import amount
-from gradiometer.terminal import printable
+from gradiometer.terminal import printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -221,22 +221,27 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
     lines: list[RenderableType] = [table, text("")]
     lines += [text(note) for note in _notes(found)]
     both = f"{found.tensors} tensors, {found.common} steps in both"
-    if found.common == 0:
-        lines.append(text(("The runs have no step in common.", "bold red")))
-    elif not found.compared and not found.first:
+    if found.verdict:
+        lines += _bits(found)
+    if not found.compared and not found.first:
         lines.append(text(("No step has tensors in both runs.", "bold red"), " The scalars are equal."))
+    elif found.identical:
+        lines += _later(found.scalars, "scalars, which do not count, differ: ")
     elif not found.first:
         both = f"{found.tensors} tensors, {found.compared} steps"
-        style, end = ("green", ".") if found.same else ("yellow", "; the runs do not have the same tensors.")
-        lines.append(
-            text((f"Everything that both runs recorded is equal{end}", style), f" Compared {how}: {both}.")
-        )
+        others = found.only_a or found.only_b or found.shapes
+        style, end = ("yellow", "; the runs do not have the same tensors.") if others else ("green", ".")
+        what = "All statistics are" if found.bits else "Everything that both runs recorded is"
+        lines.append(text((f"{what} equal{end}", style), f" Compared {how}: {both}."))
     else:
+        what = "Statistics or scalars" if found.verdict else "The runs"
         lines.append(
-            text((f"The runs first differ at step {found.step}.", "bold red"), f" Compared {how}: {both}.")
+            text((f"{what} first differ at step {found.step}.", "bold red"), f" Compared {how}: {both}.")
         )
         lines += _parting(found, top)
-    if found.total_norm is not None and found.first:
+    if not found.verdict:
+        lines.append(text((_why_not_bits(found), "dim")))
+    if found.total_norm is not None and found.first and not found.identical:
         step, a, b = found.total_norm
         said = f"total norm at step {step}, the last in both: {number(a, 6)} in A, {number(b, 6)} in B"
         lines += [text(""), text((said, "dim"))]
@@ -257,18 +262,36 @@ def _notes(found: Comparison) -> Iterable[str]:
             yield f"only {where} has recorded {' and '.join(kinds)}"
     for where, names in (("A", found.only_a), ("B", found.only_b)):
         if names:
-            yield f"only in {where}: {_some(names)}"
+            yield f"only in {where}: {shortened(names)}"
     if found.shapes:
-        yield "different shape or dtype: " + _some(
+        yield "different shape or dtype: " + shortened(
             [f"{name}, {a} in A and {b} in B" for name, (a, b) in found.shapes.items()]
         )
     for where, steps in zip("BA", found.missing, strict=True):
         if steps:
-            yield f"{where} lacks {len(steps)} steps of the other run: {_some(list(map(str, steps)))}"
+            yield f"{where} lacks {len(steps)} steps of the other run: {shortened(list(map(str, steps)))}"
+    for where, side, steps in zip("AB", (found.a, found.b), found.missing, strict=True):
+        if more := side.steps - found.common - len(steps):
+            yield f"only the {found.common:,} common steps are compared: {where} has {more:,} more"
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _bits(found: Comparison) -> Iterable[RenderableType]:
+    """Return what the fingerprints tell."""
+    style = "green" if found.identical else "yellow" if found.bits is None else "bold red"
+    verdict = found.verdict[0].upper() + found.verdict[1:]
+    tensors = found.tensors - len(found.shapes)
+    yield text((f"{verdict}.", style), f" Compared by fingerprint: {tensors} tensors.")
+
+
+def _why_not_bits(found: Comparison) -> str:
+    without = [name for name, side in (("A", found.a), ("B", found.b)) if not side.fingerprints]
+    advice = ""
+    if without:
+        has = f"{' and '.join(without)} ha{'ve' if len(without) > 1 else 's'}"
+        advice = f": {has} no fingerprints. Monitor(fingerprint=True) records them"
+    elif found.rtol:
+        advice = ": --rtol leaves fingerprints out"
+    return f"Only statistics were compared, not bits{advice}."
 
 
 def _parting(found: Comparison, top: int | None) -> Iterable[RenderableType]:
@@ -282,9 +305,12 @@ def _parting(found: Comparison, top: int | None) -> Iterable[RenderableType]:
     yield table
     if top is not None and len(found.first) > top:
         yield text((f"… {len(found.first) - top} more differ in this step", "dim"))
-    later = [d for d in found.scalars if d.step != found.step]
-    if later:
-        yield text("differ later: " + _some([f"{d.name} at step {d.step}" for d in later]))
+    yield from _later([d for d in found.scalars if d.step != found.step], "differ later: ")
+
+
+def _later(scalars: Sequence[Difference], what: str) -> Iterable[RenderableType]:
+    if scalars:
+        yield text(what + shortened([f"{d.name} at step {d.step}" for d in scalars]))
 
 
 def _most_telling(difference: Difference) -> tuple[str, float | None, float | None]:

@@ -5,7 +5,7 @@ run is still going. This package does not use devices or threads.
 """
 
 from gradiometer.runs.attempts import Attempt
-from gradiometer.runs.diff import Comparison, Difference, Side, compare
+from gradiometer.runs.diff import BitDifference, Comparison, Difference, Side, compare, compare_runs
 from gradiometer.runs.directory import is_taken
 from gradiometer.runs.json_files import encodable, to_json
 from gradiometer.runs.rank_blackbox import RankBlackbox
@@ -16,6 +16,7 @@ from gradiometer.runs.writer import RunRecord
 
 __all__ = [
     "Attempt",
+    "BitDifference",
     "Comparison",
     "Difference",
     "File",
@@ -26,6 +27,7 @@ __all__ = [
     "Side",
     "Verification",
     "compare",
+    "compare_runs",
     "encodable",
     "is_taken",
     "read_run",

@@ -1,8 +1,12 @@
-"""Compare two runs: find the first step that differs, and its tensors in the order they are computed."""
+"""Compare two runs: find the first step that differs, and its tensors in the order they are computed.
+
+If both have fingerprints, these tell whether the tensors are equal to the bit; statistics cannot.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,21 +14,23 @@ import torch
 
 from gradiometer.columns import COLUMN_INDEX, COLUMN_NAMES, derived
 from gradiometer.extras import require
-from gradiometer.recorder import Kind, Roster, label
+from gradiometer.recorder import KINDS, Kind, Roster, label
+from gradiometer.runs.files import RunError
 from gradiometer.runs.format import pyarrow
+from gradiometer.runs.reader import Run, read_run
 from gradiometer.runs.tables import scalars_of
+from gradiometer.terminal import shortened
 
 if TYPE_CHECKING:
-    import re
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
+    from pathlib import Path
 
     import pyarrow as pa
     from torch import Tensor
 
     from gradiometer.recorder import StepRecord
-    from gradiometer.runs.reader import Run
 
-__all__ = ["Comparison", "Difference", "Side", "compare"]
+__all__ = ["BitDifference", "Comparison", "Difference", "Side", "compare", "compare_runs"]
 
 # the order of computation: the loss from the weights, gradients from the loss, updates from gradients
 _ORDER: Final[tuple[Kind | None, ...]] = ("weights", None, "grads", "updates")
@@ -51,14 +57,36 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class BitDifference:
+    """The first step in which the bits of a tensor differ between two runs.
+
+    Attributes:
+        step: the step.
+        name: the first tensor that differs, such as ``blocks.3.w.grad``: gradients from the model's last to
+            its first, then weights, then updates.
+        kind: its kind.
+        tensors: the number of tensors whose bits differ in this step.
+    """
+
+    step: int
+    name: str
+    kind: Kind
+    tensors: int
+
+
+@dataclass(frozen=True)
 class Side:
-    """One run: its folder, its first and last step, the number of steps, and of those with tensors."""
+    """One run: its folder, first and last step, its numbers of steps and of steps with tensors.
+
+    ``fingerprints`` tells whether it has recorded fingerprints.
+    """
 
     path: str
     first: int | None
     last: int | None
     steps: int
     recorded: int
+    fingerprints: bool
 
 
 @dataclass(frozen=True)
@@ -69,11 +97,16 @@ class Comparison:
         a, b: the runs.
         rtol: the relative tolerance, see `compare`.
         common: the number of steps that both have.
-        compared: the number of common steps with tensors in both, up to the first that differs.
+        recorded: the number of common steps with tensors in both.
+        compared: of those, the number up to the first whose statistics or scalars differ.
+        fingerprinted: of those, the number with fingerprints of all tensors in both, up to the first whose
+            bits differ; 0 if fingerprints were not compared.
+        bits: the first tensor whose bits differ; None if there is none, or if fingerprints were not compared.
         tensors: the number of tensors that both have.
         kinds: the kinds that only A, and only B, has recorded.
         only_a, only_b: names of tensors that the other run lacks, of kinds that both have recorded.
-        shapes: the shape and dtype in A and in B where they differ; such tensors are still compared.
+        shapes: the shape and dtype in A and in B where they differ; the statistics of such tensors are still
+            compared, their bits are not.
         missing: steps that only A, and only B, has, between the first and the last common step.
         first: the differences in the first step that differs, in the order of computation: weights,
             scalars, gradients from the model's last to its first, ``skipped``, and updates.
@@ -85,7 +118,10 @@ class Comparison:
     b: Side
     rtol: float
     common: int
+    recorded: int
     compared: int
+    fingerprinted: int
+    bits: BitDifference | None
     tensors: int
     kinds: tuple[tuple[Kind, ...], tuple[Kind, ...]]
     only_a: tuple[str, ...]
@@ -97,32 +133,122 @@ class Comparison:
     total_norm: tuple[int, float, float] | None
 
     @property
+    def identical(self) -> bool:
+        """Whether the bits of all tensors are equal in all common steps with tensors.
+
+        The tensors of the kinds in both must be the same, and have fingerprints. Scalars do not count.
+        """
+        return not (self.bits or self._others) and 0 < self.recorded == self.fingerprinted
+
+    @property
     def same(self) -> bool:
-        """Whether the tensors of the kinds in both are the same, a step was compared, and none differs."""
-        return not (self.first or self.only_a or self.only_b or self.shapes) and self.compared > 0
+        """Whether the runs are `identical`; if that is not known, whether nothing that was compared differs.
+
+        In the latter case the tensors of the kinds in both must be the same, and the statistics and scalars
+        of at least one step equal.
+        """
+        differ = self.bits or self.first or self._others
+        return self.identical or (not differ and self.compared > 0)
+
+    @property
+    def _others(self) -> bool:
+        """Whether the runs do not have the same tensors."""
+        return bool(self.only_a or self.only_b or self.shapes)
 
     @property
     def step(self) -> int | None:
-        """The first step that differs; None if none does."""
+        """The first step whose statistics or scalars differ; None if none does."""
         return self.first[0].step if self.first else None
+
+    @property
+    def verdict(self) -> str:
+        """What the fingerprints tell, in one line; empty if they were not compared."""
+        bits = self.bits
+        if bits is not None:
+            noun = "tensor" if bits.tensors == 1 else "tensors"
+            kind = {"grads": "gradient", "weights": "weight", "updates": "update"}[bits.kind]
+            return f"bits differ first at step {bits.step}: {bits.name} ({kind}), {bits.tensors} {noun}"
+        if not self.fingerprinted:
+            return ""
+        noun = "step" if self.fingerprinted == 1 else "steps"
+        said = f"bits: identical for {self.fingerprinted:,} {noun}"
+        if self._others:
+            said += " in the tensors that both runs have"
+        if left := self.recorded - self.fingerprinted:
+            said += f"; {left:,} have no fingerprints in both runs, so only their statistics are compared"
+        return said
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        return {"same": self.same, "step": self.step, **asdict(self)}
+        found = {"same": self.same, "identical": self.identical, "verdict": self.verdict, "step": self.step}
+        return found | asdict(self)
+
+
+def compare_runs(
+    a: Run | Path | str,
+    b: Run | Path | str,
+    *,
+    rtol: float = 0.0,
+    ignore: re.Pattern[str] | str | None = None,
+) -> Comparison:
+    """Compare two runs in the steps that both have: to the bit, if both have recorded fingerprints.
+
+    ``result.identical`` tells whether all bits are equal, and ``result.bits`` names the first step and tensor
+    that differ. Statistics and scalars are compared too. Without ``Monitor(fingerprint=True)`` in both runs
+    they are all that is compared, and equal statistics do not prove equal tensors.
+
+    Args:
+        a: one run, or its folder.
+        b: the other.
+        rtol: the relative tolerance of statistics and scalars, and 0 to compare fingerprints. With 0, values
+            must be equal; two NaNs are equal. Otherwise norms, magnitudes and scalars are compared relative
+            to the larger one, ``sum`` relative to ``sqrt(numel * sumsq)``, which it cannot exceed, and
+            ``n_zero`` relative to ``numel``. Counts of elements, NaN and Inf must be equal.
+        ignore: tensors and scalars whose name matches this expression (`re.search`) are left out.
+
+    Returns:
+        a frozen dataclass with `same`, `identical`, `bits`, `verdict`, the steps and tensors that one run
+        lacks, and the statistics that differ first.
+
+    Raises:
+        RunError: if a folder has no run, or if the runs have no step or no tensor in common.
+
+    >>> import tempfile, torch, gradiometer as gm
+    >>> def train(folder, factor):
+    ...     model = torch.nn.Linear(2, 1)
+    ...     with gm.Monitor(model, run_dir=folder, rules=(), fingerprint=True) as monitor:
+    ...         for step in range(4):
+    ...             model.zero_grad()
+    ...             loss = model(torch.tensor([[3.0, 4.0]])).sum() * (factor if step == 2 else 1.0)
+    ...             loss.backward()
+    ...             monitor.record()
+    ...             monitor.advance()
+    >>> with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b:
+    ...     train(a, factor=1.0)
+    ...     train(b, factor=1.0000001)
+    ...     gm.compare_runs(a, a).identical, gm.compare_runs(a, b).verdict
+    (True, 'bits differ first at step 2: bias.grad (gradient), 2 tensors')
+    """
+    runs = [run if isinstance(run, Run) else read_run(run) for run in (a, b)]
+    pattern = None if ignore is None else re.compile(ignore)
+    found = compare(runs[0], runs[1], rtol=rtol, ignore=pattern)
+    names = f"{found.a.path} and {found.b.path}"
+    if not found.common:
+        has = [
+            "no steps yet" if x.first is None else f"{x.steps} from {x.first} to {x.last}"
+            for x in (found.a, found.b)
+        ]
+        msg = f"{names} have no step in common: A has {has[0]}, and B {has[1]}; pass runs of the same steps"
+        raise RunError(msg)
+    if not found.tensors and (found.only_a or found.only_b):
+        has = [shortened(only) or "none" for only in (found.only_a, found.only_b)]
+        msg = f"{names} have no tensor in common: A has {has[0]}, and B {has[1]}; pass runs of one model"
+        raise RunError(msg)
+    return found
 
 
 def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None = None) -> Comparison:
-    """Compare two runs in the steps that both have.
-
-    Args:
-        a: one run.
-        b: the other.
-        rtol: the relative tolerance. With 0, values must be equal; two NaNs are equal. Otherwise norms,
-            magnitudes and scalars are compared relative to the larger one, ``sum`` relative to
-            ``sqrt(numel * sumsq)``, which it cannot exceed, and ``n_zero`` relative to ``numel``. Counts of
-            elements, NaN and Inf must be equal.
-        ignore: tensors and scalars whose name matches it (`re.Pattern.search`) are left out.
-    """
+    """Do what `compare_runs` does, also for runs without a step or tensor in common."""
     kinds = set(a.roster.kinds) & set(b.roster.kinds)
     rows = [_labels(run.roster, kinds, ignore) for run in (a, b)]
     shared = [name for name in rows[0] if name in rows[1]]
@@ -138,7 +264,17 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
     # scalars are cheap to read, so no tensor is read after the first step where a scalar differs
     stop = min((d.step for d in scalars), default=None)
     upto = [s for s in recorded if stop is None or s <= stop]
-    found, compared = _tensors(a, b, upto, (rows[0], rows[1]), shared, rtol)
+    bits, fingerprinted = None, 0
+    if rtol == 0 and a.has_fingerprints and b.has_fingerprints:
+        # in the order of `KINDS`
+        alike = [name for kind in KINDS for name in shared if rows[0][name][0] == kind and name not in shapes]
+        bits, fingerprinted = _bits(a, b, recorded, (rows[0], rows[1]), alike)
+    if bits is None and fingerprinted == len(recorded) and not shapes:
+        # of equal bits, statistics are equal up to rounding
+        found: list[Difference] = []
+        compared = len(upto)
+    else:
+        found, compared = _tensors(a, b, upto, (rows[0], rows[1]), shared, rtol)
     step = min((d.step for d in (*found, *scalars)), default=None)
     first = [d for d in found if d.step == step] + [d for d in scalars if d.step == step]
     # `skipped` is decided after the gradients
@@ -148,7 +284,10 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
         b=_side(b, steps[1]),
         rtol=rtol,
         common=len(common),
+        recorded=len(recorded),
         compared=compared,
+        fingerprinted=fingerprinted,
+        bits=bits,
         tensors=len(shared),
         kinds=(_beyond(a.roster, kinds), _beyond(b.roster, kinds)),
         only_a=tuple(name for name in rows[0] if name not in rows[1]),
@@ -194,7 +333,7 @@ def _steps(run: Run) -> _Steps:
 
 def _side(run: Run, steps: _Steps) -> Side:
     first, last = min(steps, default=None), max(steps, default=None)
-    return Side(str(run.path), first, last, len(steps), sum(steps.values()))
+    return Side(str(run.path), first, last, len(steps), sum(steps.values()), run.has_fingerprints)
 
 
 def _missing(here: _Steps, there: _Steps, common: list[int]) -> tuple[int, ...]:
@@ -253,14 +392,8 @@ def _tensors(
     """Return the tensors that differ in the first step where any does, and the number of compared steps."""
     if not steps or not shared:
         return [], 0
-    wanted, compared = set(steps), 0
-    streams = [run.records(steps[0], steps[-1]) for run in (a, b)]
-    pairs = zip(*((r for r in stream if r.step in wanted) for stream in streams), strict=True)
-    places = [
-        torch.tensor(_flat(run.roster, own, shared), device="cpu")
-        for run, own in zip((a, b), rows, strict=True)
-    ]
-    for pair in pairs:
+    compared, places = 0, _places(a, b, rows, shared)
+    for pair in _pairs(a, b, steps):
         compared += 1
         here, there = (_columns(record)[place] for record, place in zip(pair, places, strict=True))
         differ = _differ(here, there, rtol)
@@ -272,6 +405,46 @@ def _tensors(
                 for i in differ.any(dim=1).nonzero().flatten().tolist()
             ], compared
     return [], compared
+
+
+def _bits(
+    a: Run, b: Run, steps: list[int], rows: tuple[_Rows, _Rows], names: list[str]
+) -> tuple[BitDifference | None, int]:
+    """Return the first tensor whose bits differ, and the number of steps with all fingerprints until then."""
+    if not steps or not names:
+        return None, 0
+    whole, places = 0, _places(a, b, rows, names)
+    for pair in _pairs(a, b, steps):
+        found = [_fingerprints(record) for record in pair]
+        if found[0] is None or found[1] is None:
+            continue
+        here, there = found[0][places[0]], found[1][places[1]]
+        known = (here[:, 0] >= 0) & (there[:, 0] >= 0)
+        whole += bool(known.all())
+        differ = (here != there).any(dim=1) & known
+        if differ.any():
+            name = names[int(differ.nonzero()[0])]
+            return BitDifference(pair[0].step, name, rows[0][name][0], int(differ.sum())), whole
+    return None, whole
+
+
+def _fingerprints(record: StepRecord) -> Tensor | None:
+    """Return the fingerprints of all kinds, ``(K * N, 3) int64``."""
+    found = [record.fingerprints(kind) for kind in record.roster.kinds]
+    return torch.cat([bits for bits in found if bits is not None]) if found[0] is not None else None
+
+
+def _pairs(a: Run, b: Run, steps: list[int]) -> Iterator[tuple[StepRecord, StepRecord]]:
+    """Iterate over some steps that both runs have, ascending."""
+    wanted = set(steps)
+    streams = [run.records(steps[0], steps[-1]) for run in (a, b)]
+    return zip(*((r for r in stream if r.step in wanted) for stream in streams), strict=True)
+
+
+def _places(a: Run, b: Run, rows: tuple[_Rows, _Rows], names: list[str]) -> list[Tensor]:
+    """Return the indices of tensors among the rows of all kinds, in A and in B."""
+    flat = [_flat(run.roster, own, names) for run, own in zip((a, b), rows, strict=True)]
+    return [torch.tensor(x, device="cpu") for x in flat]
 
 
 def _flat(roster: Roster, rows: _Rows, shared: list[str]) -> list[int]:

@@ -112,7 +112,8 @@ function drawHeader() {
     svg("line", { x2: 28, y1: 4, y2: 4, stroke: `var(--${ink})`, "stroke-width": 2, ...(dash ? { "stroke-dasharray": dash } : {}) })), "AB"[k]));
   const first = differ.first.map((name) => cut(name, 80)).join(", ") + (differ.more ? `, and ${whole(differ.more)} more` : "");
   $("runs-note").replaceChildren(...keys, differ.step !== null ? `The runs first differ at step ${whole(differ.step)}: ${first}`
-    : `No recorded value differs in ${plural(differ.common, "common step")}${differ.same ? "." : ", but the runs do not have the same tensors or steps."}`);
+    : `No recorded value differs in ${plural(differ.common, "common step")}${differ.same || differ.bits ? "." : ", but the runs do not have the same tensors or steps."}`,
+    ...(differ.bits ? [element("br"), cut(`${differ.bits}.`, 200)] : []));
 }
 // Shows the map, the findings and the table of the other run, with the same selection.
 function chooseRun(run) {
