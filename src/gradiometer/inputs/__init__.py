@@ -14,6 +14,7 @@ from gradiometer.inputs.checks import (
     is_one_number,
     is_plain_subclass,
     layout,
+    refusal,
 )
 from gradiometer.inputs.dtensor import (
     Place,
@@ -26,8 +27,8 @@ from gradiometer.inputs.dtensor import (
     places,
     reduction_of,
 )
-from gradiometer.inputs.named import Named, Tensors, check_names, named_tensors, present
-from gradiometer.inputs.parameters import Parameters, named_parameters, tracked_parameters
+from gradiometer.inputs.named import Named, Tensors, check_names, named_tensors, present, with_names
+from gradiometer.inputs.parameters import Parameters, named_parameters, tracked_parameters, unwrapped
 from gradiometer.inputs.views import as_flat, as_real, on_device
 
 __all__ = [
@@ -58,5 +59,8 @@ __all__ = [
     "places",
     "present",
     "reduction_of",
+    "refusal",
     "tracked_parameters",
+    "unwrapped",
+    "with_names",
 ]

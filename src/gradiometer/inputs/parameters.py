@@ -13,7 +13,7 @@ from gradiometer.inputs.named import Named, Tensors, named_tensors, present, wit
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Parameters", "named_parameters", "tracked_parameters"]
+__all__ = ["Parameters", "named_parameters", "tracked_parameters", "unwrapped"]
 
 Parameters = nn.Module | Tensors
 
@@ -21,7 +21,7 @@ Parameters = nn.Module | Tensors
 def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what: str) -> Named:
     """Return the named parameters of a module or of any input of `named_tensors`; tied ones once."""
     if isinstance(source, nn.Module):
-        pairs = list(_unwrapped(source).named_parameters())
+        pairs = list(unwrapped(source).named_parameters())
         return with_names([name for name, _ in pairs], [parameter for _, parameter in pairs], what)
     named = named_tensors(source, what)
     for name, parameter in zip(named.names, named.tensors, strict=True):
@@ -48,7 +48,7 @@ def tracked_parameters(model: Parameters | Mapping[str, nn.Module]) -> tuple[tup
     return named_parameters(model, "Recorder")
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of torch.compile and data parallelism."""
     while True:
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):

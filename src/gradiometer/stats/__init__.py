@@ -8,6 +8,7 @@ Nothing here modifies a tensor.
 from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.stats.ema import EMA, Smoothed
+from gradiometer.stats.fingerprint import fingerprint, leaves, texts
 from gradiometer.stats.float64_module import Float64Module
 from gradiometer.stats.group_ratio import group_ratio
 from gradiometer.stats.grouping import GroupRule
@@ -36,10 +37,12 @@ __all__ = [
     "collect_grads",
     "collect_weights",
     "fetch",
+    "fingerprint",
     "finite_norm",
     "grad_norm",
     "grads_of",
     "group_ratio",
+    "leaves",
     "materialize",
     "materialize_async",
     "measure",
@@ -49,5 +52,6 @@ __all__ = [
     "over_ranks",
     "row_to_dict",
     "settled",
+    "texts",
     "total_norm",
 ]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
     from gradiometer.ops import LaunchPlan
 
-__all__ = ["grads_of", "measure", "measure_grads", "over_ranks", "settled"]
+__all__ = ["dense", "grads_of", "measure", "measure_grads", "over_ranks", "settled"]
 
 
 def grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
@@ -190,14 +190,14 @@ def _measure_named(
         # neither a subclass's own operators nor its type may affect the result
         tensors = [t.as_subclass(Tensor) if is_plain_subclass(type(t)) else t for t in tensors]
     sparse = torch.sparse_coo in traits.layouts
-    values = _dense if fingerprint else _values
-    dense = [values(tensor) for tensor in tensors] if sparse else tensors
+    values = dense if fingerprint else _values
+    stored = [values(tensor) for tensor in tensors] if sparse else tensors
     devices = traits.devices
     columns, flags, bits = _measure_tensors(
-        dense, devices, thresholds, inv_scale, plan, fingerprint=fingerprint
+        stored, devices, thresholds, inv_scale, plan, fingerprint=fingerprint
     )
     if sparse:
-        columns = _add_implicit_zeros(columns, tensors, dense)
+        columns = _add_implicit_zeros(columns, tensors, stored)
         flags = derived.compute_flags(columns, thresholds)
     return TensorStats(names, columns, flags, thresholds, fingerprints=bits)
 
@@ -278,15 +278,15 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """Return the dense form of a tensor, with the bits of a sparse tensor's values."""
     if tensor.layout != torch.sparse_coo:
         return tensor
     tensor = tensor.coalesce()
-    dense = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     # to_dense would add the values to zeros, which loses the sign of -0
-    dense[tuple(tensor.indices())] = tensor.values()
-    return dense
+    whole[tuple(tensor.indices())] = tensor.values()
+    return whole
 
 
 def _add_implicit_zeros(columns: Tensor, tensors: list[Tensor], dense: list[Tensor]) -> Tensor:

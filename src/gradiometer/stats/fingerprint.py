@@ -1,0 +1,152 @@
+"""Fingerprints of a module, a state dict or any named tensors, as text that can be stored and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral, Real
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gradiometer.columns import Fingerprint
+from gradiometer.inputs import (
+    Named,
+    check_names,
+    has_float64,
+    is_dtensor,
+    named_tensors,
+    refusal,
+    unwrapped,
+    with_names,
+)
+from gradiometer.stats.host_copy import outside_of_a_graph
+from gradiometer.stats.measure import dense, measure
+
+__all__ = ["fingerprint", "leaves", "texts"]
+
+# a dtype that can be measured, by its size: only the bits are read
+_BITS: Final = {1: torch.float8_e5m2, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+def fingerprint(source: nn.Module | Mapping[str, Any] | Iterable[Any]) -> dict[str, str]:
+    """Return the fingerprint of each tensor of a module or state dict, as text. Waits for the device once.
+
+    Store the result as JSON beside a checkpoint, and compare it with ``==`` after loading. The text has the
+    dtype, the shape, and the 32 digits of `Fingerprint`, which depend on every bit and on the order of the
+    elements: not on the device, strides, alignment or the format of a file. -0.0 and 0.0 differ, and so do
+    NaNs with different bits.
+
+    Tensors of every dtype are read. A tied tensor appears under each of its names, and a sparse COO tensor
+    has the fingerprint of its dense form. Numbers, strings and None, and lists of them, are included as
+    their text. Any other object, such as a function, is included as its type and the words "not compared".
+
+    Args:
+        source: a module or an optimizer; its state dict; any nesting of mappings and lists of tensors, whose
+            names are joined by dots; or (name, tensor) pairs. The parts of names that
+            ``torch.compile`` and other wrappers add are removed.
+
+    Returns:
+        The text by name, in the order of ``source``.
+
+    Raises:
+        TypeError: for a DTensor, of which a rank has only a part, and for a tensor that cannot be read: on
+            the meta device, quantized, nested, or in a sparse layout other than COO. The message names it.
+        ValueError: for a duplicate name.
+        RuntimeError: inside a compiled function; call it outside.
+
+    >>> import torch, gradiometer as gm
+    >>> gm.fingerprint({"w": torch.ones(2, 1), "optimizer": {"step": torch.tensor(3), "lr": 0.1}})
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'w': 'float32 (2, 1) 3f800000000000003f80000000000000',
+     'optimizer.step': 'int64 () 00000000000000030000000000000003',
+     'optimizer.lr': '0.1'}
+    """
+    outside_of_a_graph("fingerprint")
+    state: Any = unwrapped(source) if isinstance(source, nn.Module) else source
+    if callable(getattr(state, "state_dict", None)):
+        state = state.state_dict()
+    if not isinstance(state, Mapping):
+        named = named_tensors(state, "fingerprint")
+        check_names(named.names, "fingerprint")
+        state = dict(zip(*named, strict=True))
+    return texts(leaves("", state) if state else (), "fingerprint")
+
+
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Return the tensors and other values of nested mappings and lists, with their names.
+
+    A list without tensors and mappings is one value, and so is an empty mapping.
+    """
+    if isinstance(value, Mapping) and value:
+        items: Iterable[tuple[object, Any]] = value.items()
+    elif _has_tensors(value):
+        items = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, item in items:
+        yield from leaves(f"{name}.{key}" if name else str(key), item)
+
+
+def _has_tensors(value: object) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    return any([isinstance(item, Tensor | Mapping) or _has_tensors(item) for item in value])
+
+
+def texts(found: Iterable[tuple[str, Any]], what: str) -> dict[str, str]:
+    """Return the texts of named tensors and other values, in one read; ``what`` names the caller in errors.
+
+    Raises:
+        TypeError, ValueError: as `fingerprint`.
+    """
+    pairs = list(found)
+    names, values = with_names([name for name, _ in pairs], [value for _, value in pairs], what)
+    check_names(names, what)
+    tensors = {name: x for name, x in zip(names, values, strict=True) if isinstance(x, Tensor)}
+    for name, x in tensors.items():
+        if is_dtensor(type(x)):
+            msg = f"{what}: {name!r} is a DTensor, of which this rank has only a part; "
+            raise TypeError(msg + "pass its full_tensor(), or a state dict made with full_state_dict=True")
+    bits = Named(tuple(tensors), [_in_floats(x) for x in tensors.values()])
+    rows = measure(bits, what, fingerprint=True).fingerprints
+    digits = dict(zip(tensors, [] if rows is None else rows.tolist(), strict=True))
+    return {
+        name: _tensor_text(x, digits[name]) if name in digits else _text(x)
+        for name, x in zip(names, values, strict=True)
+    }
+
+
+def _in_floats(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor in a dtype that can be measured; a tensor that is refused as it is."""
+    if is_lazy(tensor) or refusal(tensor) is None or tensor.is_nested or tensor.is_quantized:
+        return tensor
+    if not has_float64(tensor.device):
+        # so that the error is about the device, whatever the dtype
+        return tensor.new_empty(0, dtype=torch.float32)
+    if tensor.layout not in {torch.strided, torch.sparse_coo} or tensor.dtype in _BITS.values():
+        return tensor
+    # without a gradient that a view of another dtype could not have
+    return dense(tensor).detach().resolve_neg().view(_BITS[tensor.itemsize])
+
+
+def _tensor_text(tensor: Tensor, row: list[int]) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(tensor.shape)} {Fingerprint.of_row(row)}"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join([_text(item) for item in value])}]"
+    if isinstance(value, Mapping) and not value:
+        return "{}"
+    if value is None or isinstance(value, bool | str | bytes | complex | torch.dtype | torch.device):
+        return repr(value)
+    # numbers of NumPy print their type, in some versions
+    if isinstance(value, Integral):
+        return repr(int(value))
+    if isinstance(value, Real):
+        return repr(float(value))
+    return f"{type(value).__name__}, not compared"
