@@ -499,7 +499,7 @@ def test_help_version_and_no_command(call):
     assert call("--version") == (0, f"gradiometer {gm.__version__}\n", "")
     code, out, _ = call()
     assert code == 0
-    for command in ("demo", "report", "serve", "watch", "show", "diff", "doctor"):
+    for command in ("demo", "report", "serve", "watch", "show", "diff", "fingerprint", "doctor"):
         assert command in out
     assert call("--help")[1] == out
     assert all(

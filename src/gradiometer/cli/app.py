@@ -392,6 +392,36 @@ def _verify(
     return Exit.OK if found.whole else Exit.FOUND
 
 
+def _fingerprint(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A .safetensors file, or a file of torch.save (.pt, .pth, .bin, .ckpt)."
+        ),
+    ],
+    saved: Annotated[
+        Path | None,
+        typer.Option("--check", metavar="SAVED", help="Compare with a file that --json printed."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Print a fingerprint of each tensor of a checkpoint. With --check, the exit code is 1 if one differs."""
+    from gradiometer.cli import fingerprint  # noqa: PLC0415 with torch
+
+    expected = None if saved is None else fingerprint.stored(saved)
+    found = fingerprint.look(file)
+    if saved is None or expected is None:
+        _print(found, lambda _: fingerprint.render(found), as_json=as_json)
+        return Exit.OK
+    checked = fingerprint.check(found, expected)
+    _print(
+        checked.to_dict(),
+        lambda _: fingerprint.render_check(checked, found, expected, file, saved),
+        as_json=as_json,
+    )
+    return Exit.OK if checked.same else Exit.FOUND
+
+
 def _doctor(
     run: Annotated[
         Path | None,
@@ -415,5 +445,6 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "show": _show,
     "diff": _diff,
     "verify": _verify,
+    "fingerprint": _fingerprint,
     "doctor": _doctor,
 }

@@ -41,6 +41,7 @@ EXTRAS: Final = {
     "accelerate": ("transformers", "the Hugging Face Trainer callback"),
     "pytorch-lightning": ("lightning", "the Lightning callback"),
     "pandas": ("frame", "to_frame()"),
+    "safetensors": ("safetensors", "fingerprints of .safetensors files"),
 }
 # other distributions that also work
 _INSTEAD: Final = {"mlflow-skinny": ("mlflow",), "pytorch-lightning": ("lightning",)}

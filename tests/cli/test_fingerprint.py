@@ -1,0 +1,198 @@
+"""`gradiometer fingerprint`: files of torch.save and safetensors, and their comparison with stored texts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("typer")
+
+import gradiometer as gm
+from gradiometer.cli import Exit
+from gradiometer.cli import app as cli
+
+needs_safetensors = pytest.mark.skipif(
+    importlib.util.find_spec("safetensors") is None, reason="needs safetensors"
+)
+
+
+@pytest.fixture
+def call(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def call(*arguments):
+        code = cli.main(["fingerprint", *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def state():
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).bfloat16()
+    return model.state_dict() | {"mask": torch.tensor([True, False, True])}
+
+
+def test_the_table_has_a_row_for_each_tensor_and_value(call, state):
+    torch.save({"model": state, "lr": 0.1}, "x.pt")
+    code, out, err = call("x.pt")
+
+    assert (code, err) == (Exit.OK, "")
+    header, *rows = [line.split() for line in out.splitlines()]
+    assert header == ["name", "dtype", "shape", "digits"]
+    assert [row[0] for row in rows] == [*(f"model.{name}" for name in state), "lr"]
+    assert [" ".join(row[1:]) for row in rows[:-1]] == list(gm.fingerprint(state).values())
+    assert rows[-1] == ["lr", "0.1"]
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["an archive", "of torch before 1.6"])
+def test_a_file_of_torch_gives_the_same_as_the_function(call, state, archive):
+    torch.save(state, "x.pt", _use_new_zipfile_serialization=archive)
+    code, out, err = call("x.pt", "--json")
+
+    assert (code, err) == (Exit.OK, "")
+    assert json.loads(out) == gm.fingerprint(state)
+
+
+@needs_safetensors
+def test_a_safetensors_file_gives_the_same_as_the_function(call, state):
+    from safetensors.torch import save_file
+
+    save_file(state, "x.safetensors")
+    code, out, err = call("x.safetensors", "--json")
+
+    assert (code, err) == (Exit.OK, "")
+    assert json.loads(out) == gm.fingerprint(state)
+
+
+def test_one_tensor_and_a_list_of_tensors_have_positions_as_names(call):
+    for content in (torch.ones(2), [torch.ones(2)]):
+        torch.save(content, "x.pt")
+        assert json.loads(call("x.pt", "--json")[1]) == gm.fingerprint([torch.ones(2)])
+
+
+# --check
+
+
+def test_what_is_as_stored(call, state, tmp_path):
+    torch.save(state, "x.pt")
+    (tmp_path / "saved.json").write_text(call("x.pt", "--json")[1])
+
+    assert call("x.pt", "--check", "saved.json") == (Exit.OK, "x.pt: 8 entries as in saved.json\n", "")
+    code, out, _ = call("x.pt", "--check", "saved.json", "--json")
+    assert code == Exit.OK
+    assert json.loads(out) == {"same": True, "compared": 8, "differing": [], "missing": [], "added": []}
+
+
+def test_what_is_not_as_stored(call, state, tmp_path):
+    (tmp_path / "saved.json").write_text(json.dumps(gm.fingerprint(state)))
+    before = gm.fingerprint(state)["0.bias"]
+    state["0.bias"].view(torch.int16)[4] ^= 1
+    state["new"] = state.pop("mask")
+    torch.save(state, "x.pt")
+    code, out, err = call("x.pt", "--check", "saved.json")
+
+    assert (code, err) == (Exit.FOUND, "")
+    first, _, *rows = [line.rstrip() for line in out.splitlines()]
+    assert first == "x.pt is not as in saved.json: 1 differs, 1 missing, 1 added"
+    assert [row.split()[:2] for row in rows] == [["differs", "0.bias"], ["missing", "mask"], ["added", "new"]]
+    assert before in rows[0]
+    assert gm.fingerprint(state)["0.bias"] in rows[0]
+    code, out, _ = call("x.pt", "--check", "saved.json", "--json")
+    assert code == Exit.FOUND
+    assert json.loads(out) == {
+        "same": False,
+        "compared": 7,
+        "differing": ["0.bias"],
+        "missing": ["mask"],
+        "added": ["new"],
+    }
+
+
+# errors
+
+
+def write_code(path):
+    torch.save({"w": torch.ones(1), "config": argparse.Namespace(lr=0.1)}, path)
+
+
+def write_script(path):
+    torch.jit.save(torch.jit.script(nn.Linear(1, 1)), path)
+
+
+def write_cut(path):
+    torch.save({"w": torch.ones(1000)}, path)
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+@pytest.mark.filterwarnings("ignore:.torch\\.jit\\.:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (write_code, "x.pt cannot be read with weights_only=True: .*argparse.Namespace"),
+        (write_script, "weights_only=True: .*TorchScript"),
+        (write_cut, "x.pt cannot be read"),
+        (lambda path: path.write_bytes(b""), "x.pt cannot be read"),
+        (lambda path: path.write_text("hello"), "x.pt cannot be read"),
+        (lambda path: torch.save(torch.eye(2).to_sparse_csr(), path), "cannot be read: '0' has layout"),
+        (lambda path: path.mkdir(), "directory"),
+        (lambda _: None, "No such file"),
+    ],
+    ids=["code", "TorchScript", "cut", "empty", "text", "a tensor that is refused", "folder", "missing"],
+)
+def test_a_file_that_cannot_be_read_is_an_error_of_one_line(call, tmp_path, write, said):
+    write(tmp_path / "x.pt")
+    code, out, err = call("x.pt")
+
+    assert (code, out) == (Exit.UNREADABLE, "")
+    assert err.startswith("gradiometer: ")
+    assert len(err.splitlines()) == 1
+    assert re.search(said, err)
+
+
+@needs_safetensors
+@pytest.mark.parametrize("content", [None, b"", b"hello, this is text"], ids=["missing", "empty", "text"])
+def test_a_safetensors_file_that_cannot_be_read(call, tmp_path, content):
+    if content is not None:
+        (tmp_path / "x.safetensors").write_bytes(content)
+    code, out, err = call("x.safetensors")
+
+    assert (code, out) == (Exit.UNREADABLE, "")
+    assert "x.safetensors" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_without_the_package_it_says_what_to_install(call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    code, out, err = call("x.safetensors")
+
+    assert (code, out) == (Exit.MISSING, "")
+    assert "pip install 'gradiometer[safetensors]'" in err
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ("{", "saved.json is not JSON"),
+        ("[]", "saved.json does not map names to fingerprints; write it with"),
+        ('{"w": 1}', "does not map names"),
+    ],
+)
+def test_stored_fingerprints_that_are_none(call, tmp_path, saved, said):
+    torch.save({"w": torch.ones(1)}, "x.pt")
+    (tmp_path / "saved.json").write_text(saved)
+    code, out, err = call("x.pt", "--check", "saved.json")
+
+    assert (code, out) == (Exit.UNREADABLE, "")
+    assert said in err
