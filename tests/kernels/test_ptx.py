@@ -135,8 +135,10 @@ def _bytes(x: np.ndarray) -> np.ndarray:
         ("setp.ne.f32 %p1, %r1, %r1; selp.b32 %r2, 1, 0, %p1;", "f4", lambda x: x * 0 == 1),
         ("setp.nan.f32 %p1, %r1, %r1; selp.b32 %r2, 1, 0, %p1;", "f4", lambda x: np.isnan(x) * 1.4e-45),
         (
-            "setp.eq.f16x2 %p1|%p2, %r1, 0; selp.b32 %r3, 1, 0, %p1; selp.b32 %r2, 2, 0, %p2;"
-            "or.b32 %r2, %r2, %r3;",
+            (
+                "setp.eq.f16x2 %p1|%p2, %r1, 0; selp.b32 %r3, 1, 0, %p1; selp.b32 %r2, 2, 0, %p2;"
+                "or.b32 %r2, %r2, %r3;"
+            ),
             "u4",
             lambda x: (x % 2**15 == 0) * 1 + (x >> 16 & 0x7FFF == 0) * 2,
         ),
