@@ -127,6 +127,7 @@ class LaunchPlan:
         guarded: whether ``check`` uses torch's guards, which also detect interception of calls.
         device: the device of all tensors.
         direct: whether they are guarded, ordinary tensors whose memory the kernels can read as it is.
+        is_ordered: whether they are also contiguous.
         cut: the chunk size and the maximum number of chunks that ``chunk_map`` was made for.
         eager: the `eager_plan.Plan` of a direct list.
         kept: tables that stay on the device.
@@ -138,6 +139,7 @@ class LaunchPlan:
     guarded: bool
     device: torch.device
     direct: bool
+    is_ordered: bool
     cut: tuple[int, int] | None = None
     chunk_map: ChunkMap | None = None
     eager: Any = None
@@ -242,11 +244,7 @@ def pack(
             fingerprints; other tensors are copied.
     """
     plan = plan or recognize(tensors) or remember(tensors)
-    flats: Sequence[Tensor]
-    if in_words:
-        flats = [_in_words(tensor) for tensor in tensors]
-    else:
-        flats = tensors if plan.direct else [_flat(tensor) for tensor in tensors]
+    flats = tensors if plan.direct else [_flat(tensor) for tensor in tensors]
     chunk_map = plan.chunk_map
     if chunk_map is None or plan.cut != (chunk, max_chunks):
         sizes, dtypes = tuple([x.numel() for x in flats]), tuple([x.dtype for x in flats])
@@ -254,6 +252,9 @@ def pack(
         plan.kept = None
         plan.chunk_map, plan.cut = chunk_map, (chunk, max_chunks)
     device, addresses = plan.device, list(map(Tensor.data_ptr, flats))
+    if in_words and not (plan.is_ordered and all([address % WORD_BYTES == 0 for address in addresses])):
+        flats = [_in_words(tensor) for tensor in tensors]
+        addresses = list(map(Tensor.data_ptr, flats))
     if is_capturing(device):
         pointers = _upload(_captured_pointers(plan, addresses), device)
         table = _upload(_lasting(chunk_map.table, device)[0], device)
@@ -293,7 +294,8 @@ def remember(tensors: Sequence[Tensor]) -> LaunchPlan:
     direct = guarded and {type(tensor) for tensor in tensors} <= {Tensor, nn.Parameter}
     direct = direct and _READ.issuperset([tensor.dtype for tensor in tensors])
     direct = direct and all([_is_own_memory(tensor) for tensor in tensors])
-    plan = LaunchPlan(len(tensors), alike(tensors), guarded, tensors[0].device, direct)
+    is_ordered = direct and all([tensor.is_contiguous() for tensor in tensors])
+    plan = LaunchPlan(len(tensors), alike(tensors), guarded, tensors[0].device, direct, is_ordered)
     _plans[plan] = None
     for old in list(_plans)[:-LISTS_KEPT]:
         _plans.pop(old, None)

@@ -85,7 +85,9 @@ def tensor_stats(
     """
     fingerprints: dict[int, Fingerprint] | None = None
     if fingerprint:
-        tensors, fingerprints = [as_real(tensor).contiguous() for tensor in tensors], {}
+        fingerprints = {}
+        if plan is None or not all([tensor.is_contiguous() for tensor in tensors]):
+            tensors = [as_real(tensor).contiguous() for tensor in tensors]
     originals = tensors
     if plan is None:
         tensors = [prepared(tensor) for tensor in tensors]
