@@ -19,7 +19,7 @@ from gradiometer.runs.format import FINGERPRINTS, STEPS, TENSORS, arrow_schema, 
 from gradiometer.runs.journal import list_journals
 from gradiometer.runs.reader import read_run
 from gradiometer.runs.writer import RunRecord
-from support.synthetic_run import make_info, make_records, make_roster, write_run
+from support.synthetic_run import as_without_digests, make_info, make_records, make_roster, write_run
 
 KINDS = ("grads", "weights", "updates")
 ROSTER = make_roster(3, KINDS)
@@ -169,3 +169,31 @@ def test_a_monitor_records_what_collect_computes(tmp_path):
     assert [[r.fingerprints(kind).tolist() for kind in kinds] for r in run.records()] == expected
     assert [r.fingerprints("updates")[0, 0] for r in run.records()] == [24] * 3
     assert bits_of([run.record(2)]) == bits_of([monitor.last])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda table: table.set_column(15, "word_sum", table["word_sum"].cast("int64")),
+            "has the type int64",
+        ),
+        (lambda table: table.append_column("word_sum", table["word_sum"]), "it has 2 columns word_sum"),
+        (lambda table: table.drop_columns(["word_sum"]), None),
+    ],
+)
+def test_columns_of_another_type_are_refused_and_without_one_there_are_no_fingerprints(
+    tmp_path, change, message
+):
+    path = write_run(tmp_path, 2, 4, fingerprint=True)
+    as_without_digests(path)
+    (file,) = (path / "tensors").iterdir()
+    table = pq.read_table(file)
+    small = table.set_column(15, "word_sum", [list(range(len(table)))])
+    small = small.set_column(15, "word_sum", small["word_sum"].cast("uint64"))
+    pq.write_table(change(small), file)
+    if message is None:
+        assert read_run(path).record(1).fingerprints() is None
+    else:
+        with pytest.raises(gm.RunError, match=message):
+            read_run(path).record(1)
