@@ -35,7 +35,13 @@ GROUPS = {
         "DEFAULT_EXPLODING_THRESHOLD",
         "DEFAULT_DEAD_THRESHOLD",
     ),
-    "Fingerprints": ("fingerprint", "Fingerprint", "check_replicas"),
+    "Fingerprints": (
+        "fingerprint",
+        "Fingerprint",
+        "check_deterministic",
+        "Determinism",
+        "check_replicas",
+    ),
     "Clipping": (
         "clip_grad_norm_",
         "collect_and_clip_",

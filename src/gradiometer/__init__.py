@@ -29,8 +29,10 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         Thresholds,
     )
     from gradiometer.control import (  # type: ignore[no-redef] # modules in there have these names too
+        Determinism,
         ElementCounts,
         FiniteReport,
+        check_deterministic,
         check_finite,
         clip_coefficient,
         clip_grad_norm_,
@@ -94,6 +96,7 @@ __all__ = [
     "DEFAULT_EXPLODING_THRESHOLD",
     "DEFAULT_VANISHING_THRESHOLD",
     "EMA",
+    "Determinism",
     "ElementCounts",
     "Finding",
     "Fingerprint",
@@ -115,6 +118,7 @@ __all__ = [
     "TensorStats",
     "Thresholds",
     "__version__",
+    "check_deterministic",
     "check_finite",
     "check_replicas",
     "clip_coefficient",

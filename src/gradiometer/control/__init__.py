@@ -1,9 +1,10 @@
-"""Operations on gradients: clipping, checks for NaN and Inf, GradScaler support.
+"""Operations on gradients and steps: clipping, checks for NaN, Inf and determinism, GradScaler support.
 
-The functions scale or clamp gradients in place, or check tensors; norms are computed in fp64. Nothing here
-records or reports over time.
+The functions scale or clamp gradients in place, or check tensors and steps; norms are computed in fp64.
+Nothing here records or reports over time.
 """
 
+from gradiometer.control.check_deterministic import Determinism, check_deterministic
 from gradiometer.control.check_finite import check_finite
 from gradiometer.control.clip import (
     clip_coefficient,
@@ -16,8 +17,10 @@ from gradiometer.control.finite_report import FiniteReport
 from gradiometer.control.grad_scaler import inverse_scale, is_still_scaled, share_found_inf_
 
 __all__ = [
+    "Determinism",
     "ElementCounts",
     "FiniteReport",
+    "check_deterministic",
     "check_finite",
     "clip_coefficient",
     "clip_grad_norm_",
