@@ -39,7 +39,6 @@ GROUPS = {
         "fingerprint",
         "Fingerprint",
         "check_deterministic",
-        "Determinism",
         "check_replicas",
     ),
     "Clipping": (

@@ -29,7 +29,6 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         Thresholds,
     )
     from gradiometer.control import (  # type: ignore[no-redef] # modules in there have these names too
-        Determinism,
         ElementCounts,
         FiniteReport,
         check_deterministic,
@@ -96,7 +95,6 @@ __all__ = [
     "DEFAULT_EXPLODING_THRESHOLD",
     "DEFAULT_VANISHING_THRESHOLD",
     "EMA",
-    "Determinism",
     "ElementCounts",
     "Finding",
     "Fingerprint",

@@ -150,7 +150,7 @@ class _State:
             parts = [("", value) for value in (state if isinstance(state, list | tuple) else [state])]
         for prefix, value in parts:
             if not isinstance(value, Tensor | torch.Generator):
-                _check_object(prefix, value)
+                _check_state_of(prefix, value)
         self._set(parts)
         names = [name for name, _ in self.contents()]
         if len(set(names)) < len(names) or "" in names:
@@ -252,7 +252,7 @@ class _State:
         return undo
 
 
-def _check_object(prefix: str, value: object) -> None:
+def _check_state_of(prefix: str, value: object) -> None:
     if not all([callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")]):
         which = f"{prefix.removesuffix('.')!r} of the state" if prefix else "an object of the state"
         msg = f"{_WHAT}: {which} has type {type(value).__name__}, which has no state_dict and "

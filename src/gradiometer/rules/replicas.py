@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+import torch
 
 from gradiometer.rules.base import MOST, BaseRule
 from gradiometer.rules.finding import Finding, Severity
@@ -33,38 +34,35 @@ class ReplicaDivergence(BaseRule):
     """
 
     name = "replica_divergence"
-    kept = ("since",)
+    kept = ("names", "since")
 
     def __init__(self, *, most: int = MOST, severity: Severity = Severity.ERROR) -> None:
         super().__init__(severity)
         self.most = most
-        # parameters that differ -> the step in which that was first seen
-        self.since: dict[str, int] = {}
+        # parameters that differ, and the step in which that was first seen
+        self.names: list[str] = []
+        self.since = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding about each of the first weights that differ."""
         if not record.recorded:
             return []
-        self.since = {name: self.since.get(name, record.step) for name in record.diverged}
+        if not (record.diverged or self.names):
+            return []
+        before = dict(zip(self.names, self.since.tolist(), strict=False))
+        steps = {name: before.get(name, record.step) for name in record.diverged}
+        self.names = list(steps)
+        self.since = torch.tensor(list(steps.values()), dtype=torch.int64, device="cpu")
         # those that were named before come first: they began earlier
-        named = sorted(record.diverged, key=self.since.__getitem__)[: self.most]
+        named = sorted(steps, key=steps.__getitem__)[: self.most]
         more = len(record.diverged) - len(named)
         others = f"; {more:,} more {'tensor differs' if more == 1 else 'tensors differ'}" if more else ""
         count = float(len(record.diverged))
         findings: list[Finding] = []
         for name in named:
-            since = self.since[name]
+            since = steps[name]
             message = f"{name}: {record.diverged[name]} since step {since}"
             message += "" if findings else others
             found = since, record.step, "weights", name, count, 0.0, message, ADVICE
             findings.append(Finding(self.name, self.severity, *found))  # type: ignore[arg-type]
         return findings
-
-    def check_value(self, key: str, value: Any) -> None:
-        """Raise an error unless the value can replace the attribute ``key``."""
-        del key
-        if not isinstance(value, Mapping) or not all(
-            [isinstance(name, str) and type(step) is int for name, step in value.items()]
-        ):
-            msg = "expected a dict of str -> int"
-            raise ValueError(msg)
