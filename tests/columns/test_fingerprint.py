@@ -13,13 +13,13 @@ from gradiometer.columns.fingerprint import (
     POSITION_BITS,
     Fingerprint,
     merge_fingerprints,
+    mix,
     power,
     signed,
 )
 from support import fingerprints
-from support.fingerprints import MODULUS, mixed
+from support.fingerprints import HALF, MODULUS, mixed, unmixed
 
-HALF = 2**32
 words = st.integers(0, MODULUS - 1)
 # words of the guarantee: 16 GiB
 MOST_WORDS = 2**31
@@ -56,7 +56,14 @@ def test_differences_of_powers_are_divisible_by_four_times_the_distance_and_no_m
 
 @given(words)
 def test_words_are_mixed_one_to_one(word):
-    assert mixed(mixed(word)) == word
+    assert mix(word) == mixed(word)
+    assert unmixed(mixed(word)) == word
+    assert mixed(unmixed(word)) == word
+
+
+@given(words, words)
+def test_mixing_keeps_exclusive_ors(a, b):
+    assert mixed(a ^ b) == mixed(a) ^ mixed(b)
 
 
 # rows and strings
@@ -198,12 +205,27 @@ def test_opposite_powers_of_two_are_detected_at_every_distance_with_many_twos():
             assert twos(2**k * (power(MOST_WORDS - 2**t) - 1)) == min(64, k + 2 + t)
 
 
+@given(st.integers(1, HALF - 1), words)
+def test_one_pattern_in_both_halves_changes_the_lower_half(pattern, word):
+    # so a fault that hits all elements alike is detected: n equal differences add up to a multiple of 2**64
+    # only for n of 2**33 words
+    assert twos(mixed(word ^ (pattern << 32 | pattern)) - mixed(word)) < 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", [8, 64, 4096, 2**20 + 4])
+def test_a_negated_tensor_is_another(dtype, n):
+    tensors = [torch.randn(n).to(dtype), torch.ones(n, dtype=dtype), torch.zeros(n, dtype=dtype)]
+    stats = gm.collect([*tensors, *[-x for x in tensors]], fingerprint=True)
+    assert len(set(map(tuple, stats.fingerprints.tolist()))) == 6
+
+
 # what is not guaranteed, as the page says
 
 
 def test_the_limit_of_16_gib_is_sharp():
-    # the sign of two fp32 elements, or the highest bit of two lower halves
-    change, back = (0, 2**31), (2**31, 0)
+    # a swap of 0 and -0, as the second fp32 numbers of two words
+    change, back = (0, 2**63), (2**63, 0)
     assert difference({0: change, MOST_WORDS // 2: back}) == (0, MODULUS // 2)
     assert difference({0: change, MOST_WORDS: back}) == (0, 0)
 
@@ -214,7 +236,7 @@ def test_three_words_can_be_changed_without_a_trace():
     x = [word % MODULUS for word in before.view(torch.int64).tolist()]
     for d in (1, 2**31 + 12345):
         deltas = (MULTIPLIER * d, -(MULTIPLIER + 1) * d, d)
-        y = [mixed((mixed(word) + delta) % MODULUS) for word, delta in zip(x, deltas, strict=True)]
+        y = [unmixed((mixed(word) + delta) % MODULUS) for word, delta in zip(x, deltas, strict=True)]
         after = torch.tensor([signed(word) for word in y]).view(torch.float32)
         assert all(a != b for a, b in zip(x, y, strict=True))
         assert fingerprints.of_tensor(after) == fingerprints.of_tensor(before)
@@ -229,28 +251,26 @@ def is_missed(distance: int, before: tuple[int, int], after: tuple[int, int]) ->
 
 @given(distances, *[words] * 4, st.integers(1, HALF - 1), st.integers(0, 31), st.booleans())
 def test_two_changed_words_are_missed_exactly_if_the_page_says_so(
-    distance, a, b, other_a, other_b, pattern, k, is_swap
+    distance, a, b, other_a, other_b, upper, k, is_swap
 ):
-    """Both halves of each changed by one pattern, of which a high power of two is a divisor."""
-    pattern = ((pattern | 1) << k) % HALF
-    twice = pattern << 32 | pattern
-    if is_swap:
-        before, after = (a, a ^ twice), (a ^ twice, a)
-    else:
-        before, after = (a, b), (a ^ twice, b ^ twice)
-    opposite = (mixed(after[0]) - mixed(before[0]) + mixed(after[1]) - mixed(before[1])) % MODULUS == 0
-    expected = opposite and twos(pattern) + twos(distance) >= 30
+    # the changes that leave the lower half of w as it is
+    upper = ((upper | 1) << k) % HALF
+    pattern = unmixed(upper << 32)
+    assert pattern >> 32 == upper
+    assert pattern.bit_count() >= 3
+    before, after = ((a, a ^ pattern), (a ^ pattern, a)) if is_swap else ((a, b), (a ^ pattern, b ^ pattern))
+    differences = [mixed(y) - mixed(x) for x, y in zip(before, after, strict=True)]
+    assert twos(differences[0]) == 32 + twos(upper)
+    expected = sum(differences) % MODULUS == 0 and twos(upper) + twos(distance) >= 30
     assert is_missed(distance, before, after) == expected
-    assert twos(mixed(after[0]) - mixed(before[0])) == 32 + twos(pattern)
-    # arbitrary other words: missed only if each changed by one pattern in both halves
+    # two arbitrary words
     if (a, b) != (other_a, other_b) and is_missed(distance, (a, b), (other_a, other_b)):
-        assert all((x ^ y) % HALF == (x ^ y) >> 32 for x, y in ((a, other_a), (b, other_b)))
+        assert (mixed(a) - mixed(other_a)) % HALF == (mixed(b) - mixed(other_b)) % HALF == 0
 
 
 def test_elements_of_64_bits_can_be_changed_in_pairs_without_a_trace():
-    # bits 31 and 63 of both
     before = torch.tensor([1.0, -3.0], dtype=torch.float64)
-    flipped = (before.view(torch.int64) ^ torch.tensor(signed(2**63 + 2**31))).view(torch.float64)
+    flipped = (before.view(torch.int64) ^ signed(2**63 + 2**31 + 2**12)).view(torch.float64)
     for x, y in (
         (before, flipped),
         (torch.view_as_complex(before), torch.view_as_complex(flipped)),
@@ -258,11 +278,11 @@ def test_elements_of_64_bits_can_be_changed_in_pairs_without_a_trace():
     ):
         stats = gm.collect({"x": x, "y": y}, fingerprint=True).materialize()
         assert stats["x"].fingerprint == stats["y"].fingerprint
-    # one of them, or only one bit of each, is detected
+    # one of them, or fewer bits of both, are detected
     one = torch.stack([flipped[0], before[1]])
-    signs = before.neg()
-    stats = gm.collect({"x": before, "one": one, "signs": signs}, fingerprint=True).materialize()
-    assert len({row.fingerprint for row in stats}) == 3
+    fewer = (before.view(torch.int64) ^ signed(2**63 + 2**31)).view(torch.float64)
+    stats = gm.collect([before, one, fewer, before.neg()], fingerprint=True).materialize()
+    assert len({row.fingerprint for row in stats}) == 4
 
 
 @given(st.sets(st.integers(0, 40), min_size=2, max_size=5))

@@ -115,6 +115,8 @@ def _bytes(x: np.ndarray) -> np.ndarray:
         ("shr.u32 %r2, %r1, 31;", "u4", lambda x: x >> 31),
         ("bfe.u32 %r2, %r1, 3, 5;", "u4", lambda x: x // 8 % 32),
         ("prmt.b32 %r2, %r1, %r0, 0x4102U;", "u4", _bytes),
+        ("shf.l.wrap.b32 %r2, %r0, %r1, 13;", "u4", lambda x: x << 13),
+        ("shf.l.wrap.b32 %r2, %r1, %r1, 45;", "u4", lambda x: x << 13 | x >> 19),
         ("mul.hi.u32 %r2, %r1, 305419896;", "u4", lambda x: x.astype("u8") * 305419896 >> 32),
         ("neg.s32 %r2, %r1;", "i4", lambda x: -x),
         ("and.b32 %r2, %r1, -65536;", "u4", lambda x: x // 65536 * 65536),
@@ -135,12 +137,9 @@ def _bytes(x: np.ndarray) -> np.ndarray:
         ("setp.ne.f32 %p1, %r1, %r1; selp.b32 %r2, 1, 0, %p1;", "f4", lambda x: x * 0 == 1),
         ("setp.nan.f32 %p1, %r1, %r1; selp.b32 %r2, 1, 0, %p1;", "f4", lambda x: np.isnan(x) * 1.4e-45),
         (
-            (
-                "setp.eq.f16x2 %p1|%p2, %r1, 0; selp.b32 %r3, 1, 0, %p1; selp.b32 %r2, 2, 0, %p2;"
-                "or.b32 %r2, %r2, %r3;"
-            ),
+            "setp.eq.f16x2 %p1|%p2, %r1, 0; selp.b32 %r3, 1, 0, %p1; selp.b32 %r2, 2, %r3, %p2;",
             "u4",
-            lambda x: (x % 2**15 == 0) * 1 + (x >> 16 & 0x7FFF == 0) * 2,
+            lambda x: np.where(x >> 16 & 0x7FFF == 0, 2, x % 2**15 == 0),
         ),
         ("cvt.f32.f16 %r1, %rs1; cvt.rn.f16.f32 %rs2, %r1;", "f2", lambda x: x),
         ("cvt.f32.bf16 %r1, %rs1; shr.u32 %r2, %r1, 16; cvt.u16.u32 %rs2, %r2;", "u2", lambda x: x),

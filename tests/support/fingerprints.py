@@ -14,12 +14,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MODULUS = 2**64
+MODULUS, HALF = 2**64, 2**32
 
 
 def mixed(word: int) -> int:
-    """Return w for a word x; this is its own inverse."""
-    return word ^ (word >> 32)
+    """Return w for a word x: both halves, and one of them shifted into the other, change the lower half."""
+    low, high = word % HALF, word // HALF
+    return (low ^ low >> 19) ^ (high ^ (high << 13) % HALF) | high << 32
+
+
+def unmixed(w: int) -> int:
+    """Return the word x for a w."""
+    high = w // HALF
+    low = w % HALF ^ high ^ (high << 13) % HALF
+    return (low ^ low >> 19) | high << 32
 
 
 def of_words(words: Iterable[int], n_bytes: int) -> Fingerprint:

@@ -1,7 +1,8 @@
 """Fingerprints: two integer sums over the bits of a tensor, which merge exactly.
 
 Take the bytes of a tensor's elements, in row-major order, as little-endian 64-bit words x_0, x_1 ...; the
-last word is padded with zeros. Let w = x ^ (x >> 32). The fingerprint is the number of bytes and
+last word is padded with zeros. Let w = x ^ ((x ^ (x << 13)) >> 32). The fingerprint is the number of bytes
+and
 
     word_sum = sum w_i mod 2**64,    weighted_sum = sum m**i w_i mod 2**64,
 
@@ -24,12 +25,14 @@ from torch import Tensor
 
 __all__ = [
     "FINGERPRINT_COLUMNS",
+    "MIX_SHIFT",
     "MULTIPLIER",
     "NUM_FINGERPRINT_COLUMNS",
     "POSITION_BITS",
     "WORD_BYTES",
     "Fingerprint",
     "merge_fingerprints",
+    "mix",
     "power",
     "signed",
 ]
@@ -39,6 +42,9 @@ __all__ = [
 # dimensions (figures of merit of 0.78 and more). m**512 mod 2**64 is below 2**32, which saves the kernels a
 # multiplication.
 MULTIPLIER: Final = 0x80DB03C780707425
+# Makes the lower half of w depend on both halves of x, so that no pattern in both cancels: without the shift,
+# the sign bits of two fp32 numbers would.
+MIX_SHIFT: Final = 13
 WORD_BYTES: Final = 8
 # words of a tensor, at most 2**POSITION_BITS
 POSITION_BITS: Final = 37
@@ -53,12 +59,12 @@ class Fingerprint(NamedTuple):
     """The fingerprint of one tensor's bits: its number of bytes, and two sums below 2**64.
 
     Tensors of one dtype and shape with different fingerprints differ; with equal fingerprints they are equal,
-    except with a probability of about 2**-128 for a random change. The string has 32 hexadecimal digits.
+    except with a probability of about 2**-126 for a random change. The string has 32 hexadecimal digits.
 
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect({"w": torch.ones(2)}, fingerprint=True)
     >>> str(stats.materialize()["w"].fingerprint)
-    '3f800000000000003f80000000000000'
+    '3f800000000007f03f800000000007f0'
     """
 
     n_bytes: int
@@ -94,6 +100,11 @@ class Fingerprint(NamedTuple):
             (self.word_sum + other.word_sum) % _MODULUS,
             (self.weighted_sum + power(self.n_bytes // WORD_BYTES) * other.weighted_sum) % _MODULUS,
         )
+
+
+def mix(word: int) -> int:
+    """Return w for a word x; a bijection."""
+    return word ^ ((word ^ (word << MIX_SHIFT)) % _MODULUS >> 32)
 
 
 @lru_cache(maxsize=1024)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from gradiometer.columns.fingerprint import (
+    MIX_SHIFT,
     MULTIPLIER,
     NUM_FINGERPRINT_COLUMNS,
     POSITION_BITS,
@@ -32,6 +33,7 @@ __all__ = [
 # of a chunk: its first byte in the tensor, its number of bytes, and both sums
 NUM_FINGERPRINT_PARTIALS = 4
 
+_MIX_SHIFT = tl.constexpr(MIX_SHIFT)
 _MULTIPLIER = tl.constexpr(signed(MULTIPLIER))
 _POSITION_BITS = tl.constexpr(POSITION_BITS)
 _WORD_BYTES = tl.constexpr(WORD_BYTES)
@@ -88,8 +90,8 @@ def add_words(low, high, power, sums, odd: tl.constexpr):
     """
     low_power, high_power = power
     word_sum, even, even_upper, odds, odds_upper = sums
-    # a bijection, after which a change of the upper half also changes the lower half
-    low = low ^ high
+    # a bijection, after which a change of one half changes the lower half; one funnel shift
+    low = low ^ high ^ ((high << _MIX_SHIFT) | (low >> (32 - _MIX_SHIFT)))
     word_sum += low.to(tl.uint64) + (high.to(tl.uint64) << 32)
     # products of 32-bit numbers: two of the three only add to the upper half
     product = low.to(tl.uint64) * low_power.to(tl.uint64)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns.fingerprint import WORD_BYTES, Fingerprint, power, signed
+from gradiometer.columns.fingerprint import MIX_SHIFT, WORD_BYTES, Fingerprint, mix, power, signed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,21 +20,23 @@ STRETCH: Final = 2**17
 
 
 @lru_cache(maxsize=8)
-def _constants(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 32, 2**32 - 1, and the powers m**0, m**1 ..., ``(STRETCH,) int64``."""
+def _constants(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return 13, 32, 2**32 - 1, and the powers m**0, m**1 ..., ``(STRETCH,) int64``."""
     # normal tensors, whatever mode the first caller is in; operators take Python numbers 1 us more slowly
     with torch.inference_mode(mode=False):
-        half, lower = [torch.full((), value, dtype=torch.int64, device=device) for value in (32, 2**32 - 1)]
+        numbers = (MIX_SHIFT, 32, 2**32 - 1)
+        shift, half, lower = [torch.full((), x, dtype=torch.int64, device=device) for x in numbers]
         powers = torch.ones(1, dtype=torch.int64, device=device)
         while len(powers) < STRETCH:
             powers = torch.cat([powers, powers * signed(power(len(powers)))])
-        return half, lower, powers
+        return shift, half, lower, powers
 
 
 def _mix(words: Tensor, out: Tensor) -> Tensor:
-    """Return ``x ^ (x >> 32)`` of unsigned words."""
-    half, lower, _ = _constants(words.device)
-    torch.bitwise_right_shift(words, half, out=out)
+    """Return ``x ^ ((x ^ (x << 13)) >> 32)`` of unsigned words."""
+    shift, half, lower, _ = _constants(words.device)
+    torch.bitwise_left_shift(words, shift, out=out)
+    out.bitwise_xor_(words).bitwise_right_shift_(half)
     return out.bitwise_and_(lower).bitwise_xor_(words)
 
 
@@ -53,7 +55,7 @@ def fingerprint(x: Tensor, buffer: Tensor) -> Fingerprint:
     if rest:
         last = flat[numel - rest :].view(torch.uint8)
         word = sum([byte << 8 * i for i, byte in enumerate(last.tolist())])
-        word ^= word >> 32
+        word = mix(word)
         result = result.then(Fingerprint(len(last), word, word))
     return result
 
@@ -62,7 +64,7 @@ def _sums(words: Tensor, buffer: Tensor) -> tuple[int, int]:
     """Return the word sum and the weighted sum of at most STRETCH words."""
     count = words.numel()
     mixed = _mix(words, buffer if buffer.numel() == count else buffer[:count])
-    powers = _constants(words.device)[2]
+    *_, powers = _constants(words.device)
     word_sum, weighted_sum = int(mixed.sum()), int(torch.dot(mixed, powers[:count]))
     return word_sum % 2**64, weighted_sum % 2**64
 
@@ -93,7 +95,7 @@ def of_rows(words: Tensor, sizes: Sequence[int]) -> list[Fingerprint]:
 
     ``sizes``: the number of bytes of each row that are not padding.
     """
-    _, _, powers = _constants(words.device)
+    *_, powers = _constants(words.device)
     mixed = _mix(words, torch.empty_like(words))
     sums = torch.stack([mixed.sum(dim=1), torch.mv(mixed, powers[: words.shape[1]])]).tolist()
     return [Fingerprint(size, a % 2**64, b % 2**64) for size, a, b in zip(sizes, *sums, strict=True)]
