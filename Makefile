@@ -35,7 +35,7 @@ INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # worksteal keeps neighboring tests on one worker, which share per-file computations and compilations, until another is idle
 PYTEST = $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(PYTEST_FLAGS)
 
-.PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-executed run-ranks lint format check docs compare compare-ranks bench bench-cpu bench-host bench-monitor bench-ranks zoo machine-code gpu clean
+.PHONY: help demo test test-deep test-distributed test-matrix run-plain run-interpreted run-executed run-ranks lint format check docs compare compare-ranks bench bench-cpu bench-host bench-monitor bench-ranks zoo faults machine-code gpu clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -119,6 +119,9 @@ bench-ranks: $(TOOLS) ## measure a reduction over ranks and alternatives, and pr
 
 zoo: $(TOOLS) ## train healthy and broken models, and count which faults the default rules name, and false warnings
 	PYTHONPATH=src $(PY) -m kernels_bench.zoo --check $(ZOO_FLAGS)
+
+faults: $(TOOLS) ## inject a million faults into tensors, and count those that fingerprints and other checks miss
+	PYTHONPATH=src $(PY) -m kernels_bench.faults --check $(FAULTS_FLAGS)
 
 machine-code: $(TOOLS) ## report the machine code of the kernels, and the resulting bound for each GPU
 	PYTHONPATH=src $(PY) -m kernels_bench.machine_code.report $(MACHINE_CODE_FLAGS)
