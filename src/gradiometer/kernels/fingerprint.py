@@ -76,10 +76,10 @@ def split_words(x, LANES: tl.constexpr):
 
 @triton.jit
 def zero_sums(LANES: tl.constexpr):
-    """Return the lane-wise sums of no words."""
+    """Return the lane-wise sums of no words: of words, and of products in even and in odd tiles."""
     zero = tl.zeros((LANES,), tl.uint64)
     none = tl.zeros((LANES,), tl.uint32)
-    return zero, zero, none, zero, none
+    return zero, (zero, none, none), (zero, none, none)
 
 
 @triton.jit
@@ -88,21 +88,30 @@ def add_words(low, high, power, sums, odd: tl.constexpr):
 
     power: m**s for the first word s of the last even tile, as two uint32.
     """
-    low_power, high_power = power
-    word_sum, even, even_upper, odds, odds_upper = sums
+    word_sum, even, odds = sums
     # a bijection, after which a change of one half changes the lower half; one funnel shift
     low = low ^ high ^ ((high << _MIX_SHIFT) | (low >> (32 - _MIX_SHIFT)))
     word_sum += low.to(tl.uint64) + (high.to(tl.uint64) << 32)
-    # products of 32-bit numbers: two of the three only add to the upper half
-    product = low.to(tl.uint64) * low_power.to(tl.uint64)
-    upper = low * high_power + high * low_power
     if odd:
-        odds += product
-        odds_upper += upper
+        odds = _add_product(low, high, power, odds)
     else:
-        even += product
-        even_upper += upper
-    return word_sum, even, even_upper, odds, odds_upper
+        even = _add_product(low, high, power, even)
+    return word_sum, even, odds
+
+
+@triton.jit
+def _add_product(low, high, power, sums):
+    # of the products of halves, two only add to the upper half; apart from each other, so that each is added
+    # in the instruction that multiplies
+    product, crossed, other = sums
+    product += low.to(tl.uint64) * power[0].to(tl.uint64)
+    return product, crossed + low * power[1], other + high * power[0]
+
+
+@triton.jit
+def _total(sums):
+    product, crossed, other = sums
+    return product + ((crossed + other).to(tl.uint64) << 32)
 
 
 @triton.jit
@@ -119,11 +128,9 @@ def next_power(power, STEP: tl.constexpr):
 @triton.jit
 def chunk_sums(lanes, sums, BITS: tl.constexpr):
     """Return a chunk's word sum and weighted sum; there are 2**BITS lanes."""
-    word_sum, even, even_upper, odds, odds_upper = sums
-    weighted = (odds + (odds_upper.to(tl.uint64) << 32)).to(tl.int64) * _powers(
-        tl.full((), 1 << BITS, tl.int32), BITS, BITS + 1
-    )
-    weighted += (even + (even_upper.to(tl.uint64) << 32)).to(tl.int64)
+    word_sum, even, odds = sums
+    step = _powers(tl.full((), 1 << BITS, tl.int32), BITS, BITS + 1)
+    weighted = _total(even).to(tl.int64) + step * _total(odds).to(tl.int64)
     # a thread's two lanes share the product of all bits but the first
     power = _powers(lanes, 1, BITS) * _powers(lanes, 0, 1)
     return tl.sum(word_sum.to(tl.int64)), tl.sum(weighted * power)
