@@ -140,7 +140,7 @@ def test_the_gpu_is_at_work_while_the_host_measures_its_own():
     order = []
     on_host, on_device = reference.tensor_stats, library._run_kernels
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "tensor_stats", lambda *a: (order.append("host"), on_host(*a))[1])
+        patch.setattr(reference, "tensor_stats", lambda *a, **o: (order.append("host"), on_host(*a, **o))[1])
         patch.setattr(library, "_run_kernels", lambda *a: (order.append("device"), on_device(*a))[1])
         gm.collect(tensors)
     assert order == ["device", "host"]
