@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.columns.fingerprint import MULTIPLIER
+from support.fingerprints import of_tensor
 
 DTYPES = sorted(
     {
@@ -24,20 +24,6 @@ DTYPES = sorted(
     },
     key=str,
 )
-
-
-def digits(x):
-    """The definition, in Python's integers."""
-    data = x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    data += b"\0" * (-len(data) % 8)
-    word_sum = weighted_sum = 0
-    factor = 1
-    for word in np.frombuffer(data, "<u8").tolist():
-        mixed = word ^ word >> 32
-        word_sum += mixed
-        weighted_sum += factor * mixed
-        factor = factor * MULTIPLIER % 2**64
-    return f"{word_sum % 2**64:016x}{weighted_sum % 2**64:016x}"
 
 
 def of(x):
@@ -55,7 +41,7 @@ def random_bits(dtype, shape):
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (5, 7), (2, 0, 3), (33, 64)], ids=str)
 def test_the_text_has_the_dtype_the_shape_and_the_digits(dtype, shape):
     x = random_bits(dtype, shape)
-    assert of(x) == f"{str(dtype).removeprefix('torch.')} {shape} {digits(x)}"
+    assert of(x) == f"{str(dtype).removeprefix('torch.')} {shape} {of_tensor(x)}"
 
 
 # torch cannot copy integers of 1 to 7 bits
