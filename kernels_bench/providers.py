@@ -319,6 +319,7 @@ _EAGER = _ours("ours-eager", build=each(gm.collect), **_stats)
 _OURS = (
     _EAGER,
     _ours("ours-op", level="op", build=each(_measure), **_op),
+    _ours("ours-fingerprint", build=each(partial(gm.collect, fingerprint=True)), **_stats),
     _ours("ours-compiled", level="compiled", build=compiled(gm.collect), **_stats),
     _replayed(_EAGER),
 )

@@ -504,6 +504,33 @@ def test_weights_and_gradients_on_two_threads_keep_to_themselves():
     assert failures == []
 
 
+# fingerprints
+
+
+@every_dtype
+def test_fingerprints_are_those_of_the_cpu(dtype):
+    base = values(100_000, dtype)
+    tensors = {
+        f"{start}+{size}": base[start : start + size]
+        for start in range(9)
+        for size in (0, 1, 5, 1040, 2**15 + 3, 70_001)
+    }
+    tensors["transposed"] = base[:9_900].view(99, 100).t()
+    ours = gm.collect(tensors, fingerprint=True)
+    theirs = gm.collect({name: x.cpu() for name, x in tensors.items()}, fingerprint=True)
+    assert torch.equal(ours.fingerprints.cpu(), theirs.fingerprints)
+    assert_measured(ours, tensors)
+
+
+def test_a_replay_makes_new_fingerprints():
+    x = values(70_001)
+    graph, stats = record(lambda: gm.collect([x], fingerprint=True))
+    for _ in range(3):
+        x.add_(1.0)
+        graph.replay()
+        assert torch.equal(stats.fingerprints.cpu(), gm.collect([x.cpu()], fingerprint=True).fingerprints)
+
+
 # manually captured graphs
 
 

@@ -154,6 +154,7 @@ def _moments_kernel(
     full = (n - head) // (TILE * UNROLL)
     words = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(WORD)), 16) + lanes
     if FINGERPRINT:
+        tl.static_assert(UNROLL % 2 == 0)
         # words of 8 bytes
         EACH: tl.constexpr = 8 // ITEMSIZE
         BITS: tl.constexpr = tl.int64 if EACH == 1 else tl.uint32 if EACH == 2 else tl.uint16
