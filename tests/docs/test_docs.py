@@ -22,7 +22,7 @@ def undecorated(code):
 
 def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    loop, step, recorded, ranks = blocks("README.md")
+    loop, step, recorded, bits, ranks = blocks("README.md")
     scope: dict[str, object] = {}
     exec(loop, scope)  # noqa: S102 the page's own code
     (table,) = re.findall(
@@ -39,6 +39,11 @@ def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
         exec(recorded, scope)  # noqa: S102
         assert gm.read_run("runs/first").steps.num_rows == 3
         assert scope["monitor"].failures == {}
+    capsys.readouterr()
+    exec(bits, scope)  # noqa: S102
+    digits = capsys.readouterr().out.strip()
+    assert re.fullmatch("[0-9a-f]{32}", digits)
+    assert scope["saved"]["0.weight"] == f"float32 (256, 64) {digits}"
     # the loop ends with zero_grad
     scope["model"](torch.randn(32, 64)).square().mean().backward()
     exec(ranks, scope)  # noqa: S102
