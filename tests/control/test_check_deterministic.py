@@ -363,3 +363,32 @@ def test_a_state_that_cannot_be_restored():
 def test_what_cannot_be_checked_is_refused(step, state, error, said):
     with pytest.raises(error, match=f"check_deterministic: .*{said}"):
         gm.check_deterministic(step, state)
+
+
+def test_a_buffer_that_the_first_run_creates_is_named():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("cos", None, persistent=False)
+
+        def forward(self, x):
+            if self.cos is None:
+                self.cos = torch.ones(3)
+            return self.layer(x) * self.cos
+
+    model = Cached()
+
+    def step():
+        return model(torch.ones(1, 3)).sum()
+
+    with pytest.raises(RuntimeError, match="the first run created 'cos'"):
+        gm.check_deterministic(step, model)
+    assert gm.check_deterministic(step, model)
+
+
+def test_what_is_not_read_is_said():
+    weight = nn.Parameter(torch.ones(3))
+    result = gm.check_deterministic(lambda: {"loss": weight.sum(), "other": object()}, [weight])
+    assert result.unread == ("output.other",)
+    assert str(result).endswith("; not compared: 'output.other'")

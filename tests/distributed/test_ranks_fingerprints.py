@@ -247,11 +247,23 @@ def test_a_run_of_ranks_keeps_the_fingerprints_of_one_process(pool, tmp_path):
     assert torch.equal(run.record(0).fingerprints("weights"), alone.fingerprints)
 
 
-def unmoved(rank, size, folder):
-    model = build(rank, size, "fsdp", torch.float64)
+def unmoved(rank, size, folder, dtype=torch.float64):
+    model = build(rank, size, "fsdp", dtype)
     with gm.Monitor(model, weights=True, fingerprint=True, run_dir=folder) as monitor:
         monitor.record()
         monitor.advance(loss=1.0)
+
+
+def test_runs_with_a_tensor_whose_parts_do_not_merge_are_compared_in_the_others(pool, tmp_path):
+    for name in ("a", "b"):
+        pool.run(unmoved, pool.size, str(tmp_path / name), torch.float32)
+    result = gm.compare_runs(tmp_path / "a", tmp_path / "b")
+    assert result.fingerprinted == 1
+    assert "embed.weight" in result.unknown
+    assert result.same
+    assert not result.identical
+    assert result.verdict.startswith("bits: identical for 1 step; ")
+    assert result.verdict.endswith("have no fingerprint")
 
 
 def test_one_process_has_no_replicas():

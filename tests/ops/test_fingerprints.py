@@ -537,3 +537,16 @@ def test_every_pair_of_bits_of_a_constant_tensor_is_detected(dtype):
     rows = set(map(tuple, gm.collect(tensors, fingerprint=True).fingerprints.tolist()))
     distinct = {tuple(x.view(torch.uint8).tolist()) for x in tensors}
     assert len(rows) == len(distinct)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_stride_of_a_single_element_may_be_any(dtype):
+    one = torch.ones(1, 3, dtype=dtype)
+    tensors = [
+        one[:, 0],
+        torch.ones((), dtype=dtype).expand(1),
+        torch.ones(9, dtype=dtype).as_strided((1, 1), (5, 7)),
+    ]
+    expected = gm.collect([torch.ones(1, dtype=dtype)], fingerprint=True).fingerprints
+    found = gm.collect(tensors, fingerprint=True).fingerprints
+    assert torch.equal(found, expected.expand(3, -1))

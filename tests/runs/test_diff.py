@@ -367,7 +367,7 @@ def test_bits_of_tensors_with_other_names_shapes_or_dtypes_are_left_out(tmp_path
     found = compare_runs(a, other)
     assert list(found.shapes) == ["blocks.1.weight.grad"]
     assert (found.bits, found.identical, found.same, found.fingerprinted) == (None, False, False, 20)
-    assert found.verdict == "bits: identical for 20 steps in the tensors that both runs have"
+    assert found.verdict == "bits: identical for 20 steps in the tensors of the same shape and dtype"
     found = compare_runs(a, renamed)
     assert (found.only_a, found.only_b) == (("blocks.1.bias.grad",), ("head.grad",))
     assert found.bits == BitDifference(7, "blocks.0.weight.grad", "grads", 1)

@@ -85,7 +85,7 @@ def stored(file: Path) -> dict[str, str]:
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         raise RunError(

@@ -279,8 +279,11 @@ def _bits(found: Comparison) -> Iterable[RenderableType]:
     """Return what the fingerprints tell."""
     style = "green" if found.identical else "yellow" if found.bits is None else "bold red"
     verdict = found.verdict[0].upper() + found.verdict[1:]
-    tensors = found.tensors - len(found.shapes)
-    yield text((f"{verdict}.", style), f" Compared by fingerprint: {tensors} tensors.")
+    tensors = found.tensors - len(found.shapes) - len(found.unknown)
+    noun = "tensor" if tensors == 1 else "tensors"
+    yield text((f"{verdict}.", style), f" Compared by fingerprint: {tensors:,} {noun}.")
+    if found.unknown:
+        yield text((f"without a fingerprint: {shortened(found.unknown)}", "dim"))
 
 
 def _why_not_bits(found: Comparison) -> str:
@@ -291,6 +294,8 @@ def _why_not_bits(found: Comparison) -> str:
         advice = f": {has} no fingerprints. Monitor(fingerprint=True) records them"
     elif found.rtol:
         advice = ": --rtol leaves fingerprints out"
+    else:
+        advice = ": these tensors have no fingerprints, as parts on several ranks that do not merge"
     return f"Only statistics were compared, not bits{advice}."
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradiometer.inputs import is_dtensor, local_shard, named_parameters, unwrapped
-from gradiometer.stats import leaves, outside_of_a_graph, texts
+from gradiometer.stats import NOT_COMPARED, leaves, outside_of_a_graph, texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,10 +35,12 @@ class Determinism:
             ``emb.weight.grad``, the last parameter first; parameters; buffers; the state of optimizers and
             everything else.
         compared: the number of tensors and other values that were compared.
+        unread: the names of objects that were not, because they are neither tensors nor plain values.
     """
 
     differing: tuple[str, ...]
     compared: int
+    unread: tuple[str, ...] = ()
 
     @property
     def deterministic(self) -> bool:
@@ -55,13 +57,13 @@ class Determinism:
 
     def __str__(self) -> str:
         """Return one sentence."""
+        left = f"; not compared: {', '.join(map(repr, self.unread))}" if self.unread else ""
         if self.first is None:
-            return f"2 runs of the step are equal in all of {self.compared:,} tensors and values"
+            return f"2 runs of the step are equal in all of {self.compared:,} tensors and values{left}"
         count, name = len(self.differing), self.first.removesuffix(".grad")
         what = f"{name!r}" if name == self.first else f"the gradient of {name!r}"
-        return (
-            f"2 runs of the step differ in {count:,} of {self.compared:,} tensors and values, first in {what}"
-        )
+        said = f"2 runs of the step differ in {count:,} of {self.compared:,} tensors and values"
+        return f"{said}, first in {what}{left}"
 
 
 def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Determinism:
@@ -92,6 +94,7 @@ def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwar
         TypeError: if the step is not a function, or an object of the state cannot be saved.
         ValueError: if there is no tensor in the state.
         RuntimeError: if the state is not the same after ``load_state_dict``; inside a compiled function.
+            Errors of the step are passed on; the state is then as the step left it.
 
     >>> import torch, gradiometer as gm
     >>> model, calls = torch.nn.Linear(2, 1), []
@@ -130,14 +133,25 @@ def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwar
         for optimizer in known.of(Optimizer):
             hooks.callback(optimizer.register_step_pre_hook(read).remove)
         first = run()
-        for restore in undo:
-            restore()
+        try:
+            for restore in undo:
+                restore()
+        except Exception as error:
+            msg = (
+                f"{_WHAT}: the state cannot be restored after the first run: {error}; if that run created a "
+            )
+            raise RuntimeError(msg + "buffer or a parameter, run one step before the check") from error
         changed = _differing(before, known.texts())
+        if changed and changed[0] not in before:
+            msg = f"{_WHAT}: the first run created {changed[0]!r}, which cannot be undone; "
+            raise RuntimeError(msg + "run one step before the check")
         if changed:
             msg = f"{_WHAT}: load_state_dict does not restore {changed[0]!r}; "
             raise RuntimeError(msg + "correct it, or leave its object out of the state")
         second = run()
-    return Determinism(tuple(_differing(first, second)), len(first | second))
+    both = first | second
+    unread = tuple([name for name, text in both.items() if text.endswith(NOT_COMPARED)])
+    return Determinism(tuple(_differing(first, second)), len(both) - len(unread), unread)
 
 
 class _State:

@@ -5,6 +5,7 @@ If both have fingerprints, these tell whether the tensors are equal to the bit; 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import asdict, dataclass
@@ -102,6 +103,8 @@ class Comparison:
         fingerprinted: of those, the number with fingerprints of all tensors in both, up to the first whose
             bits differ; 0 if fingerprints were not compared.
         bits: the first tensor whose bits differ; None if there is none, or if fingerprints were not compared.
+        unknown: names of tensors without fingerprints, such as those of which the parts on several ranks do
+            not merge; the fingerprints of the others are compared.
         tensors: the number of tensors that both have.
         kinds: the kinds that only A, and only B, has recorded.
         only_a, only_b: names of tensors that the other run lacks, of kinds that both have recorded.
@@ -122,6 +125,7 @@ class Comparison:
     compared: int
     fingerprinted: int
     bits: BitDifference | None
+    unknown: tuple[str, ...]
     tensors: int
     kinds: tuple[tuple[Kind, ...], tuple[Kind, ...]]
     only_a: tuple[str, ...]
@@ -138,7 +142,8 @@ class Comparison:
 
         The tensors of the kinds in both must be the same, and have fingerprints. Scalars do not count.
         """
-        return not (self.bits or self._others) and 0 < self.recorded == self.fingerprinted
+        differ = self.bits or self._others or self.unknown
+        return not differ and 0 < self.recorded == self.fingerprinted
 
     @property
     def same(self) -> bool:
@@ -172,8 +177,13 @@ class Comparison:
             return ""
         noun = "step" if self.fingerprinted == 1 else "steps"
         said = f"bits: identical for {self.fingerprinted:,} {noun}"
-        if self._others:
+        if self.shapes:
+            said += " in the tensors of the same shape and dtype"
+        elif self._others:
             said += " in the tensors that both runs have"
+        if self.unknown:
+            noun = "tensor has" if len(self.unknown) == 1 else "tensors have"
+            said += f"; {len(self.unknown):,} {noun} no fingerprint"
         if left := self.recorded - self.fingerprinted:
             said += f"; {left:,} have no fingerprints in both runs, so only their statistics are compared"
         return said
@@ -265,11 +275,12 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
     stop = min((d.step for d in scalars), default=None)
     upto = [s for s in recorded if stop is None or s <= stop]
     bits, fingerprinted = None, 0
+    unknown: tuple[str, ...] = ()
     if rtol == 0 and a.has_fingerprints and b.has_fingerprints:
         # in the order of `KINDS`
         alike = [name for kind in KINDS for name in shared if rows[0][name][0] == kind and name not in shapes]
-        bits, fingerprinted = _bits(a, b, recorded, (rows[0], rows[1]), alike)
-    if bits is None and fingerprinted == len(recorded) and not shapes:
+        bits, fingerprinted, unknown = _bits(a, b, recorded, (rows[0], rows[1]), alike)
+    if bits is None and fingerprinted == len(recorded) and not shapes and not unknown:
         # of equal bits, statistics are equal up to rounding
         found: list[Difference] = []
         compared = len(upto)
@@ -288,6 +299,7 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
         compared=compared,
         fingerprinted=fingerprinted,
         bits=bits,
+        unknown=unknown,
         tensors=len(shared),
         kinds=(_beyond(a.roster, kinds), _beyond(b.roster, kinds)),
         only_a=tuple(name for name in rows[0] if name not in rows[1]),
@@ -409,29 +421,45 @@ def _tensors(
 
 def _bits(
     a: Run, b: Run, steps: list[int], rows: tuple[_Rows, _Rows], names: list[str]
-) -> tuple[BitDifference | None, int]:
-    """Return the first tensor whose bits differ, and the number of steps with all fingerprints until then."""
+) -> tuple[BitDifference | None, int, tuple[str, ...]]:
+    """Compare the fingerprints of all steps.
+
+    Returns the first tensor whose bits differ, the number of steps with all fingerprints until then, and the
+    tensors that have none in the last step: these are left out.
+    """
     if not steps or not names:
-        return None, 0
+        return None, 0, ()
     whole, places = 0, _places(a, b, rows, names)
-    for pair in _pairs(a, b, steps):
+    needed: Tensor | None = None
+    for pair in itertools.chain(_pairs(a, b, steps[-1:]), _pairs(a, b, steps)):
         found = [_fingerprints(record) for record in pair]
         if found[0] is None or found[1] is None:
+            needed = torch.ones(len(names), dtype=torch.bool, device="cpu") if needed is None else needed
             continue
         here, there = found[0][places[0]], found[1][places[1]]
         known = (here[:, 0] >= 0) & (there[:, 0] >= 0)
-        whole += bool(known.all())
+        if needed is None:
+            needed = known if known.any() else known.logical_not()
+            continue
+        whole += bool((known | ~needed).all())
         differ = (here != there).any(dim=1) & known
         if differ.any():
             name = names[int(differ.nonzero()[0])]
-            return BitDifference(pair[0].step, name, rows[0][name][0], int(differ.sum())), whole
-    return None, whole
+            return BitDifference(pair[0].step, name, rows[0][name][0], int(differ.sum())), whole, ()
+    unknown = () if needed is None else tuple(itertools.compress(names, needed.logical_not().tolist()))
+    return None, whole, unknown if whole else ()
 
 
 def _fingerprints(record: StepRecord) -> Tensor | None:
-    """Return the fingerprints of all kinds, ``(K * N, 3) int64``."""
-    found = [record.fingerprints(kind) for kind in record.roster.kinds]
-    return torch.cat([bits for bits in found if bits is not None]) if found[0] is not None else None
+    """Return the fingerprints of all kinds, ``(K * N, 3) int64``; -1 bytes in a kind that is not measured."""
+    found = []
+    for kind in record.roster.kinds:
+        bits = record.fingerprints(kind)
+        if bits is None:
+            return None
+        # weights may be recorded only since the run was resumed
+        found.append(bits if record.measured(kind).any() else torch.full_like(bits, -1))
+    return torch.cat(found)
 
 
 def _pairs(a: Run, b: Run, steps: list[int]) -> Iterator[tuple[StepRecord, StepRecord]]:

@@ -8,7 +8,7 @@ Nothing here modifies a tensor.
 from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.stats.ema import EMA, Smoothed
-from gradiometer.stats.fingerprint import fingerprint, leaves, texts
+from gradiometer.stats.fingerprint import NOT_COMPARED, fingerprint, leaves, texts
 from gradiometer.stats.float64_module import Float64Module
 from gradiometer.stats.group_ratio import group_ratio
 from gradiometer.stats.grouping import GroupRule
@@ -23,6 +23,7 @@ from gradiometer.stats.text_table import amount
 
 __all__ = [
     "EMA",
+    "NOT_COMPARED",
     "Float64Module",
     "GroupRule",
     "ModuleReports",

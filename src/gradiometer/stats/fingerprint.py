@@ -24,7 +24,10 @@ from gradiometer.inputs import (
 from gradiometer.stats.host_copy import outside_of_a_graph
 from gradiometer.stats.measure import dense, measure
 
-__all__ = ["fingerprint", "leaves", "texts"]
+__all__ = ["NOT_COMPARED", "fingerprint", "leaves", "texts"]
+
+# the end of the text of an object that is not read
+NOT_COMPARED: Final = ", not compared"
 
 # a dtype that can be measured, by its size: only the bits are read
 _BITS: Final = {1: torch.float8_e5m2, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -142,6 +145,9 @@ def _text(value: object) -> str:
         return f"[{', '.join([_text(item) for item in value])}]"
     if isinstance(value, Mapping) and not value:
         return "{}"
+    if type(value).__module__ == "numpy" and callable(getattr(value, "item", None)) and not value.shape:  # type: ignore[attr-defined]
+        # a number or string of NumPy, as Python's
+        value = value.item()  # type: ignore[attr-defined]
     if value is None or isinstance(value, bool | str | bytes | complex | torch.dtype | torch.device):
         return repr(value)
     # numbers of NumPy print their type, in some versions
@@ -149,4 +155,4 @@ def _text(value: object) -> str:
         return repr(int(value))
     if isinstance(value, Real):
         return repr(float(value))
-    return f"{type(value).__name__}, not compared"
+    return f"{type(value).__name__}{NOT_COMPARED}"
