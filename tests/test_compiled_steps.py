@@ -1103,6 +1103,8 @@ KINDS = {
     "sharding": Sharding | None,
     "origin": Tensor | None,
     "local": gm.TensorStats | None,
+    "fingerprints": Tensor | None,
+    "diverged": Tensor | None,
 }
 
 

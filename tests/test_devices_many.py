@@ -159,13 +159,13 @@ class Away(Tensor):
 @pytest.fixture
 def several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function that measures tensors on these devices, all of which are the CPU."""
-    read = ops.tensor_stats
+    read = ops.measure
 
-    def read_there(tensors: Sequence[Tensor], *args: Any) -> tuple[Tensor, Tensor]:
+    def read_there(tensors: Sequence[Tensor], *args: Any, **options: Any) -> Any:
         assert len({tensor.device for tensor in tensors}) == 1
-        return read([tensor.as_subclass(Tensor) for tensor in tensors], *args)
+        return read([tensor.as_subclass(Tensor) for tensor in tensors], *args, **options)
 
-    monkeypatch.setattr(ops, "tensor_stats", read_there)
+    monkeypatch.setattr(ops, "measure", read_there)
     # the package attribute of this name is the function, not the module
     measure = importlib.import_module("gradiometer.stats.measure")._measure_tensors
 
@@ -174,7 +174,7 @@ def several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Tensor, Tens
         for tensor, place in zip(placed, places, strict=True):
             tensor.place = torch.device("cpu", place)
         devices = list(dict.fromkeys(tensor.device for tensor in placed))
-        columns, flags = measure(placed, devices, gm.Thresholds(), scale, None)
+        columns, flags, _ = measure(placed, devices, gm.Thresholds(), scale, None, fingerprint=False)
         return columns, flags
 
     return measured

@@ -22,7 +22,6 @@ from conftest import INTERPRETED
 from gradiometer import ops
 from gradiometer.inputs import checks
 from gradiometer.inputs import named as checks_named
-from gradiometer.ops import library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -486,15 +485,13 @@ def _record_calls(
     calls = []
     measure = ops.measure
 
-    def noted(tensors, thresholds, inv_scale, known):
+    def noted(tensors, thresholds, inv_scale, known, **options):
         (device,) = {tensor.device for tensor in tensors}
         scale_device = None if inv_scale is None else inv_scale.device
         calls.append((device, [tensor.numel() for tensor in tensors], scale_device))
-        return measure(tensors, thresholds, inv_scale, known)
+        return measure(tensors, thresholds, inv_scale, known, **options)
 
-    # one op measures a single device; tensor_stats, which calls it, measures several
-    for module in (ops, library):
-        monkeypatch.setattr(module, "measure", noted)
+    monkeypatch.setattr(ops, "measure", noted)
     return calls
 
 
@@ -531,18 +528,21 @@ def test_rows_of_several_devices_come_in_the_order_of_the_tensors(monkeypatch: p
     class Stub(types.SimpleNamespace):
         pass
 
-    def measure(tensors, thresholds, inv_scale=None):
-        del thresholds, inv_scale
+    def measure(tensors, thresholds, inv_scale, plan, *, fingerprint):
+        del thresholds, inv_scale, plan
+        assert not fingerprint
         rows = torch.tensor([float(stub.row) for stub in tensors], dtype=torch.float64)
-        return rows.unsqueeze(1).expand(-1, len(gm.COLUMNS)), rows.to(torch.int32)
+        return rows.unsqueeze(1).expand(-1, len(gm.COLUMNS)), rows.to(torch.int32), None
 
-    monkeypatch.setattr(ops, "tensor_stats", measure)
+    monkeypatch.setattr(ops, "measure", measure)
+    monkeypatch.setattr(ops, "recognize", lambda _: None)
     order = [1, 0, 0, 2, 1, 0, 2]
     stubs = [Stub(device=torch.device("cpu", index), row=row) for row, index in enumerate(order)]
     # the package attribute of this name is the function, not the module
     module = importlib.import_module("gradiometer.stats.measure")
     devices = list(dict.fromkeys(stub.device for stub in stubs))
-    columns, flags = module._measure_tensors(stubs, devices, gm.Thresholds(), None, None)
+    measured = module._measure_tensors(stubs, devices, gm.Thresholds(), None, None, fingerprint=False)
+    columns, flags, _ = measured
     assert columns.tolist() == [[float(row)] * len(gm.COLUMNS) for row in range(len(order))]
     assert flags.tolist() == list(range(len(order)))
 
