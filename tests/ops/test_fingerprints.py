@@ -458,7 +458,7 @@ def test_a_compiled_step_records_the_same():
 
 
 # The guarantee: a search for a counterexample. The proof is on a page, and the tests of its steps in
-# tests/columns/test_fingerprint.py.
+# tests/columns/test_fingerprint_columns.py.
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
