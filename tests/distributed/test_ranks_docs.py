@@ -116,10 +116,11 @@ def test_the_lines_between_them_run_in_one_process():
     scope = {"gm": gm, "model": torch.nn.Linear(2, 1)}
     scope["model"](torch.ones(1, 2)).sum().backward()
     sketches = [code for code in blocks(PAGE) if code not in files().values()]
-    assert len(sketches) == 2
+    assert len(sketches) == 3
     for code in sketches:
         exec(code, scope)  # noqa: S102 the page's own code
     assert scope["report"].ranks == {}
+    assert scope["differing"] == {}
 
 
 def differ(rank):

@@ -259,7 +259,8 @@ def test_runs_with_a_tensor_whose_parts_do_not_merge_are_compared_in_the_others(
         pool.run(unmoved, pool.size, str(tmp_path / name), torch.float32)
     result = gm.compare_runs(tmp_path / "a", tmp_path / "b")
     assert result.fingerprinted == 1
-    assert "embed.weight" in result.unknown
+    # 13 rows of 5 in 2 parts, 12 rows of 5 in 4: the second begins inside a word
+    assert {2: "embed.weight", 4: "layers.0.up.weight"}[pool.size] in result.unknown
     assert result.same
     assert not result.identical
     assert result.verdict.startswith("bits: identical for 1 step; ")
