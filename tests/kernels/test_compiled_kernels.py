@@ -287,16 +287,16 @@ def test_the_fingerprints_of_thousands_of_chunks_are_merged(target):
     )
     parts = [
         # far from each other in tensors of more than 2**32 bytes
-        [(i * (2**23 + 8), Fingerprint(8, 2**63 + i * 3**30, 5**27 + i)) for i in range(count)]
+        [(i * (2**20 + 1), Fingerprint(8, 2**63 + i * 3**30, 5**27 + i)) for i in range(count)]
         for count in counts
     ]
-    rows = [[begin, *part.row] for own in parts for begin, part in own]
+    rows = [[position, *part.row] for own in parts for position, part in own]
     partials = torch.tensor(rows, dtype=torch.int64).t().contiguous()
     expected = [
         Fingerprint(
             8 * len(own),
             sum(part.word_sum for _, part in own) % 2**64,
-            sum(power(begin // 8) * part.weighted_sum for begin, part in own) % 2**64,
+            sum(power(position) * part.weighted_sum for position, part in own) % 2**64,
         )
         for own in parts
     ]

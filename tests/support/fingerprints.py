@@ -18,16 +18,15 @@ MODULUS, HALF = 2**64, 2**32
 
 
 def mixed(word: int) -> int:
-    """Return w for a word x: both halves, and one of them shifted into the other, change the lower half."""
+    """Return w for a word x: the lower half changes by the upper half, shifted by one bit."""
     low, high = word % HALF, word // HALF
-    return (low ^ low >> 19) ^ (high ^ (high << 13) % HALF) | high << 32
+    return (low ^ high >> 1) + high * HALF
 
 
 def unmixed(w: int) -> int:
     """Return the word x for a w."""
-    high = w // HALF
-    low = w % HALF ^ high ^ (high << 13) % HALF
-    return (low ^ low >> 19) | high << 32
+    low, high = w % HALF, w // HALF
+    return (low ^ high >> 1) + high * HALF
 
 
 def of_words(words: Iterable[int], n_bytes: int) -> Fingerprint:

@@ -1,8 +1,7 @@
 """Fingerprints: two integer sums over the bits of a tensor, which merge exactly.
 
 Take the bytes of a tensor's elements, in row-major order, as little-endian 64-bit words x_0, x_1 ...; the
-last word is padded with zeros. Let w = x ^ ((x ^ (x << 13)) >> 32). The fingerprint is the number of bytes
-and
+last word is padded with zeros. Let w = x ^ (x >> 33). The fingerprint is the number of bytes and
 
     word_sum = sum w_i mod 2**64,    weighted_sum = sum m**i w_i mod 2**64,
 
@@ -11,7 +10,7 @@ second part begins n words after the first, the sums of both are
 
     word_sum_1 + word_sum_2,    weighted_sum_1 + m**n weighted_sum_2.
 
-Any change of one or two elements of at most 32 bits changes the fingerprint, in a tensor of less than 16 GiB:
+Any change of one or two elements of at most 32 bits changes the fingerprint, in a tensor of at most 8 GiB:
 `docs/explanation/fingerprints.md` has the proof.
 """
 
@@ -39,12 +38,12 @@ __all__ = [
 
 # m - 1 is divisible by 4 and not by 8: m**i - m**j is then divisible by 4 (i - j), and by no higher power of
 # two than that. As the multiplier of a congruential generator it passes the spectral test in 2 to 8
-# dimensions (figures of merit of 0.78 and more). m**512 mod 2**64 is below 2**32, which saves the kernels a
-# multiplication.
-MULTIPLIER: Final = 0x80DB03C780707425
-# Makes the lower half of w depend on both halves of x, so that no pattern in both cancels: without the shift,
-# the sign bits of two fp32 numbers would.
-MIX_SHIFT: Final = 13
+# dimensions (normalized figures of merit above 0.7). m**-256 mod 2**64 is below 2**32, which saves the
+# kernels a multiplication.
+MULTIPLIER: Final = 0xB5FDA49F156191B5
+# Makes the lower half of w depend on both halves of x. With 32, one pattern in both would cancel, such as the
+# sign bits of two fp32 numbers; with more than 33, changes of more bits would not reach the lower half.
+MIX_SHIFT: Final = 33
 WORD_BYTES: Final = 8
 # words of a tensor, at most 2**POSITION_BITS
 POSITION_BITS: Final = 37
@@ -64,7 +63,7 @@ class Fingerprint(NamedTuple):
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect({"w": torch.ones(2)}, fingerprint=True)
     >>> str(stats.materialize()["w"].fingerprint)
-    '3f800000000007f03f800000000007f0'
+    '3f800000204000003f80000020400000'
     """
 
     n_bytes: int
@@ -104,7 +103,7 @@ class Fingerprint(NamedTuple):
 
 def mix(word: int) -> int:
     """Return w for a word x; a bijection."""
-    return word ^ ((word ^ (word << MIX_SHIFT)) % _MODULUS >> 32)
+    return word ^ (word >> MIX_SHIFT)
 
 
 @lru_cache(maxsize=1024)

@@ -1,8 +1,9 @@
 """Fingerprints in the moments kernel's read, and the launch that merges those of a tensor's chunks.
 
-`gradiometer.columns.fingerprint` defines the sums. Lane l reads the words at s + l for the first word s of
-each tile. Since m**(s + l) = m**l m**s, it adds up its words times m**s, which is the same for all lanes, and
-multiplies by m**l at the end of the chunk.
+`gradiometer.columns.fingerprint` defines the sums. A tile has n words, one for each lane. By Horner's rule, a
+lane multiplies its sum by m**-n before it adds the next word, so that at the end of the chunk its last word
+has weight 1, and those before it have m**-n, m**-2n ... Lane l then multiplies by m**l, and the merge by m**i
+for the position i of the last tile.
 """
 
 import torch
@@ -14,7 +15,6 @@ from gradiometer.columns.fingerprint import (
     MULTIPLIER,
     NUM_FINGERPRINT_COLUMNS,
     POSITION_BITS,
-    WORD_BYTES,
     signed,
 )
 from gradiometer.kernels import tuning
@@ -23,20 +23,16 @@ __all__ = [
     "NUM_FINGERPRINT_PARTIALS",
     "add_words",
     "chunk_sums",
-    "first_power",
     "merge_fingerprints",
-    "next_power",
     "split_words",
-    "zero_sums",
 ]
 
-# of a chunk: its first byte in the tensor, its number of bytes, and both sums
+# of a chunk: the position of the word with weight 1, its number of bytes, and both sums
 NUM_FINGERPRINT_PARTIALS = 4
 
 _MIX_SHIFT = tl.constexpr(MIX_SHIFT)
 _MULTIPLIER = tl.constexpr(signed(MULTIPLIER))
 _POSITION_BITS = tl.constexpr(POSITION_BITS)
-_WORD_BYTES = tl.constexpr(WORD_BYTES)
 
 
 @triton.jit
@@ -49,13 +45,6 @@ def _powers(i, FIRST: tl.constexpr, LAST: tl.constexpr):
             found = tl.where((i >> bit) & 1 != 0, found * factor, found)
         factor = factor * factor
     return found
-
-
-@triton.jit
-def first_power(words):
-    """Return m**words as two uint32, the lower half first."""
-    power = _powers(words, 0, 1)
-    return power.to(tl.uint32), (power >> 32).to(tl.uint32)
 
 
 @triton.jit
@@ -75,65 +64,22 @@ def split_words(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def zero_sums(LANES: tl.constexpr):
-    """Return the lane-wise sums of no words: of words, and of products in even and in odd tiles."""
-    zero = tl.zeros((LANES,), tl.uint64)
-    none = tl.zeros((LANES,), tl.uint32)
-    return zero, (zero, none, none), (zero, none, none)
-
-
-@triton.jit
-def add_words(low, high, power, sums, odd: tl.constexpr):
-    """Add a tile of words, given as halves, to the sums of even or odd tiles.
-
-    power: m**s for the first word s of the last even tile, as two uint32.
-    """
-    word_sum, even, odds = sums
-    # a bijection, after which a change of one half changes the lower half; one funnel shift
-    low = low ^ high ^ ((high << _MIX_SHIFT) | (low >> (32 - _MIX_SHIFT)))
-    word_sum += low.to(tl.uint64) + (high.to(tl.uint64) << 32)
-    if odd:
-        odds = _add_product(low, high, power, odds)
-    else:
-        even = _add_product(low, high, power, even)
-    return word_sum, even, odds
-
-
-@triton.jit
-def _add_product(low, high, power, sums):
-    # of the products of halves, two only add to the upper half; apart from each other, so that each is added
-    # in the instruction that multiplies
-    product, crossed, other = sums
-    product += low.to(tl.uint64) * power[0].to(tl.uint64)
-    return product, crossed + low * power[1], other + high * power[0]
-
-
-@triton.jit
-def _total(sums):
-    product, crossed, other = sums
-    return product + ((crossed + other).to(tl.uint64) << 32)
-
-
-@triton.jit
-def next_power(power, STEP: tl.constexpr):
-    """Return the power of the next even tile; STEP is m**n for the n words of two tiles."""
-    low, high = power
-    LOW: tl.constexpr = STEP % 2**32
-    HIGH: tl.constexpr = STEP // 2**32
-    step = tl.full((), LOW, tl.uint32)
-    high = high * step + tl.umulhi(low, step) + low * HIGH
-    return low * step, high
+def add_words(low, high, sums, STEP: tl.constexpr):
+    """Add a tile of n words, given as halves, to the lane-wise sums; STEP is m**-n."""
+    word_sum, weighted_sum = sums
+    # x ^ (x >> 33)
+    low = low ^ (high >> (_MIX_SHIFT - 32))
+    word = low.to(tl.int64) | (high.to(tl.int64) << 32)
+    return word_sum + word, weighted_sum * STEP + word
 
 
 @triton.jit
 def chunk_sums(lanes, sums, BITS: tl.constexpr):
-    """Return a chunk's word sum and weighted sum; there are 2**BITS lanes."""
-    word_sum, even, odds = sums
-    step = _powers(tl.full((), 1 << BITS, tl.int32), BITS, BITS + 1)
-    weighted = _total(even).to(tl.int64) + step * _total(odds).to(tl.int64)
+    """Return a chunk's sums, in which the first word of the last tile has weight 1; 2**BITS lanes."""
+    word_sum, weighted_sum = sums
     # a thread's two lanes share the product of all bits but the first
     power = _powers(lanes, 1, BITS) * _powers(lanes, 0, 1)
-    return tl.sum(word_sum.to(tl.int64)), tl.sum(weighted * power)
+    return tl.sum(word_sum), tl.sum(weighted_sum * power)
 
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
@@ -157,11 +103,11 @@ def _merge_kernel(
     for i in range(0, count, TILE):
         mask = offs < count - i
         chunk = partials_ptr + first + (i + offs)
-        begin = tl.load(chunk, mask=mask, other=0)
+        position = tl.load(chunk, mask=mask, other=0)
         n_bytes += tl.load(chunk + size, mask=mask, other=0)
         chunk_sum = tl.load(chunk + 2 * size, mask=mask, other=0)
         word_sum += chunk_sum
-        power = _powers(begin // _WORD_BYTES, 0, _POSITION_BITS)
+        power = _powers(position, 0, _POSITION_BITS)
         weighted_sum += power * tl.load(chunk + 3 * size, mask=mask, other=0)
     out = out_ptr + row * COLUMNS
     tl.store(out, tl.sum(n_bytes))

@@ -18,16 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns.fingerprint import WORD_BYTES, power
+from gradiometer.columns.fingerprint import WORD_BYTES, power, signed
 from gradiometer.kernels import tuning
-from gradiometer.kernels.fingerprint import (
-    add_words,
-    chunk_sums,
-    first_power,
-    next_power,
-    split_words,
-    zero_sums,
-)
+from gradiometer.kernels.fingerprint import add_words, chunk_sums, split_words
 from gradiometer.kernels.primitives import accumulate, halves, is_due, is_finite, locate
 
 __all__ = ["PARTIALS", "moments"]
@@ -116,7 +109,7 @@ def _moments_kernel(
     ITEMSIZE: tl.constexpr,
     TILE: tl.constexpr,
     WORD_BITS: tl.constexpr,  # log2 of the number of words of 8 bytes in a tile
-    STEP: tl.constexpr,  # see fingerprint.next_power
+    STEP: tl.constexpr,  # see fingerprint.add_words
     UNROLL: tl.constexpr,
     COMPENSATED: tl.constexpr,
     # not a global constant, see finalize.py
@@ -154,25 +147,23 @@ def _moments_kernel(
     full = (n - head) // (TILE * UNROLL)
     words = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(WORD)), 16) + lanes
     if FINGERPRINT:
-        tl.static_assert(UNROLL % 2 == 0)
         # words of 8 bytes
         EACH: tl.constexpr = 8 // ITEMSIZE
         BITS: tl.constexpr = tl.int64 if EACH == 1 else tl.uint32 if EACH == 2 else tl.uint16
         WORDS: tl.constexpr = TILE // EACH
         places = tl.arange(0, WORDS)
         word_ptr = address.to(tl.pointer_type(tl.int64))
-        head_words = head // EACH
-        lower, upper = split_words(tl.load(word_ptr + places, mask=places < head_words, other=0), WORDS)
-        sums = add_words(lower, upper, first_power(head_words * 0), zero_sums(WORDS), False)
-        power = first_power(head_words)
+        # the words before the first tile
+        place = places - (WORDS - head // EACH)
+        lower, upper = split_words(tl.load(word_ptr + place, mask=place >= 0, other=0), WORDS)
+        zero = tl.zeros((WORDS,), tl.int64)
+        sums = add_words(lower, upper, (zero, zero), STEP)
     for _ in range(full):
         for u in tl.static_range(UNROLL):
             word = tl.load(words + u * LANES)
             if FINGERPRINT:
                 lower, upper = split_words(word, WORDS)
-                sums = add_words(lower, upper, power, sums, u % 2 == 1)
-                if u % 2 == 1:
-                    power = next_power(power, STEP)
+                sums = add_words(lower, upper, sums, STEP)
             if PAIRS:
                 low, high = halves(word)
                 totals = accumulate(low, totals, COMPENSATED, EXACT_SQUARE)
@@ -187,24 +178,24 @@ def _moments_kernel(
         totals = accumulate(x, totals, COMPENSATED, EXACT_SQUARE)
 
     if FINGERPRINT:
-        # read the last elements again, as words
-        for i in range(done // EACH, tl.cdiv(n, EACH), 2 * WORDS):
-            for u in tl.static_range(2):
-                place = i + u * WORDS + places
-                rest = tl.load(word_ptr + place, mask=place < n // EACH, other=0)
-                bits_ptr = address.to(tl.pointer_type(BITS))
-                for part in tl.static_range(EACH - 1):
-                    # the last word may be incomplete
-                    e = place * EACH + part
-                    bits = tl.load(bits_ptr + e, mask=(place == n // EACH) & (e < n), other=0)
-                    rest |= bits.to(tl.int64) << (8 * ITEMSIZE * part)
-                lower, upper = split_words(rest, WORDS)
-                sums = add_words(lower, upper, power, sums, u == 1)
-            power = next_power(power, STEP)
+        # read the last elements again, as words, in one tile at least
+        last = done // EACH
+        for i in range(last, tl.maximum(tl.cdiv(n, EACH), last + 1), WORDS):
+            last = i
+            place = i + places
+            rest = tl.load(word_ptr + place, mask=place < n // EACH, other=0)
+            bits_ptr = address.to(tl.pointer_type(BITS))
+            for part in tl.static_range(EACH - 1):
+                # the last word may be incomplete
+                e = place * EACH + part
+                bits = tl.load(bits_ptr + e, mask=(place == n // EACH) & (e < n), other=0)
+                rest |= bits.to(tl.int64) << (8 * ITEMSIZE * part)
+            lower, upper = split_words(rest, WORDS)
+            sums = add_words(lower, upper, sums, STEP)
         chunk_words, chunk_weighted = chunk_sums(places, sums, WORD_BITS)
         out = fingerprints_ptr + chunk
         row = tl.load(table_ptr + 4 * num_tensors + chunk)
-        tl.store(out, address - tl.load(pointers_ptr + row))
+        tl.store(out, (address - tl.load(pointers_ptr + row)) // 8 + last)
         tl.store(out + num_chunks.to(tl.int64), n.to(tl.int64) * ITEMSIZE)
         tl.store(out + 2 * num_chunks.to(tl.int64), chunk_words)
         tl.store(out + 3 * num_chunks.to(tl.int64), chunk_weighted)
@@ -287,7 +278,7 @@ def moments(
         ITEMSIZE=dtype.itemsize,
         TILE=tile,
         WORD_BITS=words.bit_length() - 1,
-        STEP=power(2 * words),
+        STEP=signed(power(-words)),
         UNROLL=unroll,
         COMPENSATED=compensated,
         **tuning.options(

@@ -55,7 +55,7 @@ MOMENTS: Final = {
 }
 
 # a lane's sums for a fingerprint
-FINGERPRINT_REGISTERS: Final = 24
+FINGERPRINT_REGISTERS: Final = 8
 
 # with compensation a lane has four more totals; arithmetic, rather than occupancy, hides the latency of loads
 COMPENSATED_REGISTERS: Final = 160

@@ -20,24 +20,23 @@ STRETCH: Final = 2**17
 
 
 @lru_cache(maxsize=8)
-def _constants(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return 13, 32, 2**32 - 1, and the powers m**0, m**1 ..., ``(STRETCH,) int64``."""
+def _constants(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 33, 2**31 - 1, and the powers m**0, m**1 ..., ``(STRETCH,) int64``."""
     # normal tensors, whatever mode the first caller is in; operators take Python numbers 1 us more slowly
     with torch.inference_mode(mode=False):
-        numbers = (MIX_SHIFT, 32, 2**32 - 1)
-        shift, half, lower = [torch.full((), x, dtype=torch.int64, device=device) for x in numbers]
+        numbers = (MIX_SHIFT, 2 ** (64 - MIX_SHIFT) - 1)
+        shift, mask = [torch.full((), x, dtype=torch.int64, device=device) for x in numbers]
         powers = torch.ones(1, dtype=torch.int64, device=device)
         while len(powers) < STRETCH:
             powers = torch.cat([powers, powers * signed(power(len(powers)))])
-        return shift, half, lower, powers
+        return shift, mask, powers
 
 
 def _mix(words: Tensor, out: Tensor) -> Tensor:
-    """Return ``x ^ ((x ^ (x << 13)) >> 32)`` of unsigned words."""
-    shift, half, lower, _ = _constants(words.device)
-    torch.bitwise_left_shift(words, shift, out=out)
-    out.bitwise_xor_(words).bitwise_right_shift_(half)
-    return out.bitwise_and_(lower).bitwise_xor_(words)
+    """Return ``x ^ (x >> 33)`` of unsigned words."""
+    shift, mask, _ = _constants(words.device)
+    # int64 shifts in copies of the sign
+    return torch.bitwise_right_shift(words, shift, out=out).bitwise_and_(mask).bitwise_xor_(words)
 
 
 def fingerprint(x: Tensor, buffer: Tensor) -> Fingerprint:

@@ -62,7 +62,7 @@ def fingerprint(source: nn.Module | Mapping[str, Any] | Iterable[Any]) -> dict[s
     >>> import torch, gradiometer as gm
     >>> gm.fingerprint({"w": torch.ones(2, 1), "optimizer": {"step": torch.tensor(3), "lr": 0.1}})
     ... # doctest: +NORMALIZE_WHITESPACE
-    {'w': 'float32 (2, 1) 3f800000000007f03f800000000007f0',
+    {'w': 'float32 (2, 1) 3f800000204000003f80000020400000',
      'optimizer.step': 'int64 () 00000000000000030000000000000003',
      'optimizer.lr': '0.1'}
     """
