@@ -19,7 +19,7 @@ import torch
 from conftest import INTERPRETED
 from gradiometer import Thresholds
 from gradiometer.columns.derived import compute_flags
-from gradiometer.columns.fingerprint import Fingerprint, power
+from gradiometer.columns.fingerprint import Fingerprint, geometric, power
 from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
 from gradiometer.columns.schema import COLUMN_INDEX, COLUMNS, DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.control import scale as eager_scale
@@ -296,7 +296,7 @@ def test_the_fingerprints_of_thousands_of_chunks_are_merged(target):
         Fingerprint(
             8 * len(own),
             sum(part.word_sum for _, part in own) % 2**64,
-            sum(power(position) * part.weighted_sum for position, part in own) % 2**64,
+            sum(geometric(n) * part.word_sum + power(n) * part.weighted_sum for n, part in own) % 2**64,
         )
         for own in parts
     ]

@@ -447,7 +447,8 @@ def test_a_fingerprint_costs_few_instructions_and_no_load(target, dtype):
     code = moments_code(target, dtype, fingerprint=True)
     loop = code.main_loop
     cost = instructions_per_element(loop, dtype) - instructions_per_element(plain, dtype)
-    bound = FINGERPRINT_BOUNDS[dtype]
+    # vector instructions of AMD add 64-bit numbers in two halves
+    bound = FINGERPRINT_BOUNDS[dtype] + (0.5 if target in HIP_TARGETS else 0)
     assert cost <= bound, f"{cost} more instructions per element than {bound}: {loop}"
     assert (loop.narrow_loads, loop.talk) == ([], [])
     assert loop.loads == plain.loads

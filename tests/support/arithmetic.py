@@ -67,13 +67,8 @@ def shift(operation: Callable[..., np.ndarray], x: np.ndarray, by: np.ndarray) -
 
 
 def bit_field(x: np.ndarray, first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    return shift(np.right_shift, x, first) & (shift(np.left_shift, np.ones_like(x), length) - x.dtype.type(1))
-
-
-def funnel(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Return the upper half of a shift of both to the left."""
-    both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
-    return (both << (by & np.uint32(31)).astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
+    above = np.uint32(8 * x.itemsize) - length
+    return shift(np.right_shift, shift(np.left_shift, x, above - first), above)
 
 
 def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:

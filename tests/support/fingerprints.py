@@ -31,12 +31,12 @@ def unmixed(w: int) -> int:
 
 def of_words(words: Iterable[int], n_bytes: int) -> Fingerprint:
     word_sum = weighted_sum = 0
-    factor = 1
+    weight = 1
     for word in words:
         w = mixed(word)
         word_sum += w
-        weighted_sum += factor * w
-        factor = factor * MULTIPLIER % MODULUS
+        weighted_sum += weight * w
+        weight = (1 + MULTIPLIER * weight) % MODULUS
     return Fingerprint(n_bytes, word_sum % MODULUS, weighted_sum % MODULUS)
 
 

@@ -3,14 +3,14 @@
 Take the bytes of a tensor's elements, in row-major order, as little-endian 64-bit words x_0, x_1 ...; the
 last word is padded with zeros. Let w = x ^ (x >> 33). The fingerprint is the number of bytes and
 
-    word_sum = sum w_i mod 2**64,    weighted_sum = sum m**i w_i mod 2**64,
+    word_sum = sum w_i mod 2**64,    weighted_sum = sum (1 + m + ... + m**i) w_i mod 2**64,
 
 a sum and a polynomial hash. Integer sums depend neither on the order of additions nor on the device. If a
 second part begins n words after the first, the sums of both are
 
-    word_sum_1 + word_sum_2,    weighted_sum_1 + m**n weighted_sum_2.
+    word_sum_1 + word_sum_2,    weighted_sum_1 + (1 + m + ... + m**(n - 1)) word_sum_2 + m**n weighted_sum_2.
 
-Any change of one or two elements of at most 32 bits changes the fingerprint, in a tensor of at most 8 GiB:
+Any change of one or two elements of at most 32 bits changes the fingerprint, in a tensor of at most 32 GiB:
 `docs/explanation/fingerprints.md` has the proof.
 """
 
@@ -30,16 +30,17 @@ __all__ = [
     "POSITION_BITS",
     "WORD_BYTES",
     "Fingerprint",
+    "geometric",
     "merge_fingerprints",
     "mix",
     "power",
     "signed",
 ]
 
-# m - 1 is divisible by 4 and not by 8: m**i - m**j is then divisible by 4 (i - j), and by no higher power of
-# two than that. As the multiplier of a congruential generator it passes the spectral test in 2 to 8
-# dimensions (normalized figures of merit above 0.7). m**-256 mod 2**64 is below 2**32, which saves the
-# kernels a multiplication.
+# m is 1 modulo 4: for i > j, the difference of the weights of two words, m**(j + 1) + ... + m**i, is then
+# divisible by the same powers of two as i - j. As the multiplier of a congruential generator it passes the
+# spectral test in 2 to 8 dimensions (normalized figures of merit above 0.7). m**-256 mod 2**64 is below
+# 2**32, which saves the kernels a multiplication.
 MULTIPLIER: Final = 0xB5FDA49F156191B5
 # Makes the lower half of w depend on both halves of x. With 32, one pattern in both would cancel, such as the
 # sign bits of two fp32 numbers; with more than 33, changes of more bits would not reach the lower half.
@@ -58,7 +59,7 @@ class Fingerprint(NamedTuple):
     """The fingerprint of one tensor's bits: its number of bytes, and two sums below 2**64.
 
     Tensors of one dtype and shape with different fingerprints differ; with equal fingerprints they are equal,
-    except with a probability of about 2**-126 for a random change. The string has 32 hexadecimal digits.
+    except with a probability of 2**-128 for a random change. The string has 32 hexadecimal digits.
 
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect({"w": torch.ones(2)}, fingerprint=True)
@@ -94,10 +95,12 @@ class Fingerprint(NamedTuple):
         if self.n_bytes % WORD_BYTES:
             msg = f"the first part has {self.n_bytes} bytes, which is not a multiple of {WORD_BYTES}, so the "
             raise ValueError(msg + "fingerprints cannot be merged; take the fingerprint of the whole tensor")
+        words = self.n_bytes // WORD_BYTES
         return Fingerprint(
             self.n_bytes + other.n_bytes,
             (self.word_sum + other.word_sum) % _MODULUS,
-            (self.weighted_sum + power(self.n_bytes // WORD_BYTES) * other.weighted_sum) % _MODULUS,
+            (self.weighted_sum + geometric(words) * other.word_sum + power(words) * other.weighted_sum)
+            % _MODULUS,
         )
 
 
@@ -112,6 +115,12 @@ def power(words: int) -> int:
     return pow(MULTIPLIER, words, _MODULUS)
 
 
+@lru_cache(maxsize=1024)
+def geometric(words: int) -> int:
+    """Return 1 + m + ... + m**(words - 1) mod 2**64."""
+    return (pow(MULTIPLIER, words, _MODULUS * (MULTIPLIER - 1)) - 1) // (MULTIPLIER - 1)
+
+
 def signed(value: int) -> int:
     """Return the signed 64-bit integer with the same bits."""
     return value - _MODULUS if value >= _MODULUS // 2 else value
@@ -124,12 +133,14 @@ def merge_fingerprints(a: Tensor, b: Tensor) -> Tensor:
     number of bytes that is not a multiple of 8.
     """
     (n_bytes, word_sum, weighted_sum), others = a.unbind(-1), b.unbind(-1)
-    words, scale = n_bytes // WORD_BYTES, torch.ones_like(n_bytes)
+    words = n_bytes // WORD_BYTES
+    scale, total = torch.ones_like(n_bytes), torch.zeros_like(n_bytes)
     for bit in range(POSITION_BITS):
-        scale = torch.where((words >> bit) & 1 != 0, scale * signed(power(2**bit)), scale)
-    merged = torch.stack(
-        [n_bytes + others[0], word_sum + others[1], weighted_sum + scale * others[2]], dim=-1
-    )
+        is_set = (words >> bit) & 1 != 0
+        total = torch.where(is_set, total + scale * signed(geometric(2**bit)), total)
+        scale = torch.where(is_set, scale * signed(power(2**bit)), scale)
+    weighted = weighted_sum + total * others[1] + scale * others[2]
+    merged = torch.stack([n_bytes + others[0], word_sum + others[1], weighted], dim=-1)
     none = merged.new_zeros(merged.shape)
     none[..., 0] = -1
     mergeable = (n_bytes >= 0) & (n_bytes % WORD_BYTES == 0) & (others[0] >= 0)

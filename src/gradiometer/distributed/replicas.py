@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import WORD_BYTES
-from gradiometer.columns.fingerprint import power, signed
+from gradiometer.columns.fingerprint import geometric, power, signed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +45,7 @@ class _Part(NamedTuple):
 class _Known(NamedTuple):
     """What is known of this rank's L tensors and of all T rows, on one device."""
 
+    totals: Tensor  # (L,) int64, of the powers below that of the offset
     powers: Tensor  # (L,) int64, of the offset
     n_bytes: Tensor  # (L,) int64, of this rank's part; -1 if it cannot be merged
     coefficients: Tensor  # (L, 1) float64
@@ -66,13 +67,14 @@ class Replicas:
 
     def __init__(self, plan: GlobalPlan, rank: int, sharding: Sharding, device: torch.device) -> None:
         parts = [_part(sharding, spec) for spec in sharding.specs]
-        powers = [signed(power(0 if part is None else part.offset)) for part in parts]
+        offsets = [0 if part is None else part.offset for part in parts]
         n_bytes = [-1 if part is None else part.n_bytes for part in parts]
         bits = max(1, _EXACT_BITS - (len(plan.members) - 1).bit_length())
         coefficients = [_coefficient(place, count, bits) for place, count in plan.copies(rank)]
         total = [float(_bytes_of(spec)) for spec in plan.specs]
         self._on_host = _Known(
-            torch.tensor(powers, dtype=torch.int64, device="cpu"),
+            torch.tensor([signed(geometric(n)) for n in offsets], dtype=torch.int64, device="cpu"),
+            torch.tensor([signed(power(n)) for n in offsets], dtype=torch.int64, device="cpu"),
             torch.tensor(n_bytes, dtype=torch.int64, device="cpu"),
             torch.tensor(coefficients, dtype=torch.float64, device="cpu").unsqueeze(1),
             torch.tensor(total, dtype=torch.float64, device="cpu"),
@@ -89,15 +91,17 @@ class Replicas:
             places: the tensors' indices in this rank's sharding; None: all of them.
             fingerprints: ``(L, 3) int64``; a row with -1 bytes adds nothing.
         """
-        powers, n_bytes, coefficients, _ = self._at(fingerprints.device)
+        totals, powers, n_bytes, coefficients, _ = self._at(fingerprints.device)
         if places is not None:
             index = torch.tensor(places, dtype=torch.int64, device=powers.device)
-            powers, n_bytes, coefficients = powers[index], n_bytes[index], coefficients[index]
+            totals, powers, n_bytes = totals[index], powers[index], n_bytes[index]
+            coefficients = coefficients[index]
         measured = fingerprints[:, 0]
         there = (measured >= 0).unsqueeze(1)
         # a gradient of another dtype than its parameter has other offsets
         known = (measured == n_bytes).unsqueeze(1)
-        moved = torch.stack([fingerprints[:, 1], fingerprints[:, 2] * powers], dim=1)
+        _, word_sum, weighted_sum = fingerprints.unbind(dim=1)
+        moved = torch.stack([word_sum, totals * word_sum + powers * weighted_sum], dim=1)
         size = torch.where(known, measured.unsqueeze(1), _NOT_MERGEABLE)
         whole = torch.cat([size.to(torch.float64), _halves(moved)], dim=1)
         own = torch.cat([torch.ones_like(coefficients), _halves(fingerprints[:, 1:])], dim=1)

@@ -1,9 +1,9 @@
 """Fingerprints in the moments kernel's read, and the launch that merges those of a tensor's chunks.
 
-`gradiometer.columns.fingerprint` defines the sums. A tile has n words, one for each lane. By Horner's rule, a
-lane multiplies its sum by m**-n before it adds the next word, so that at the end of the chunk its last word
-has weight 1, and those before it have m**-n, m**-2n ... Lane l then multiplies by m**l, and the merge by m**i
-for the position i of the last tile.
+`gradiometer.columns.fingerprint` defines the sums. A tile has n words, one for each lane. For each tile, a
+lane adds its word to a word sum, multiplies a weighted sum by m**-n, and adds the word sum to it: Horner's
+rule. A word k tiles before the last then has weight 1 + m**-n + ... + m**-(k n). At the end of a chunk,
+`chunk_sums` turns these into weights as if the last tile began the tensor. The merge moves it to its position.
 """
 
 import torch
@@ -27,7 +27,7 @@ __all__ = [
     "split_words",
 ]
 
-# of a chunk: the position of the word with weight 1, its number of bytes, and both sums
+# of a chunk: the position of its last tile, in words, its number of bytes, and both sums
 NUM_FINGERPRINT_PARTIALS = 4
 
 _MIX_SHIFT = tl.constexpr(MIX_SHIFT)
@@ -37,14 +37,19 @@ _POSITION_BITS = tl.constexpr(POSITION_BITS)
 
 @triton.jit
 def _powers(i, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """Return m**i for the integers that have the bits FIRST ... LAST - 1 of i, int64."""
-    factor = tl.full((), _MULTIPLIER, tl.int64)
-    found = i.to(tl.int64) * 0 + 1
+    """Return m**k and 1 + m + ... + m**(k - 1); k has the bits FIRST ... LAST - 1 of i, int64."""
+    # for k = 2**bit
+    power, total = tl.full((), _MULTIPLIER, tl.int64), tl.full((), 1, tl.int64)
+    none = i.to(tl.int64) * 0
+    powers, totals = none + 1, none
     for bit in tl.static_range(LAST):
         if bit >= FIRST:
-            found = tl.where((i >> bit) & 1 != 0, found * factor, found)
-        factor = factor * factor
-    return found
+            is_set = (i >> bit) & 1 != 0
+            totals = tl.where(is_set, totals + powers * total, totals)
+            powers = tl.where(is_set, powers * power, powers)
+        total += total * power
+        power *= power
+    return powers, totals
 
 
 @triton.jit
@@ -70,16 +75,23 @@ def add_words(low, high, sums, STEP: tl.constexpr):
     # x ^ (x >> 33)
     low = low ^ (high >> (_MIX_SHIFT - 32))
     word = low.to(tl.int64) | (high.to(tl.int64) << 32)
-    return word_sum + word, weighted_sum * STEP + word
+    word_sum += word
+    return word_sum, weighted_sum * STEP + word_sum
 
 
 @triton.jit
 def chunk_sums(lanes, sums, BITS: tl.constexpr):
-    """Return a chunk's sums, in which the first word of the last tile has weight 1; 2**BITS lanes."""
+    """Return a chunk's sums, weighted as if its last tile began the tensor; there are n = 2**BITS lanes."""
     word_sum, weighted_sum = sums
-    # a thread's two lanes share the product of all bits but the first
-    power = _powers(lanes, 1, BITS) * _powers(lanes, 0, 1)
-    return tl.sum(word_sum), tl.sum(weighted_sum * power)
+    # the first word of the tile that is k tiles before the last has weight -(m**-1 + ... + m**-(k n - 1)),
+    # which is 1 + m (1 + m + ... + m**(n - 1)) (1 - its weight so far)
+    power, total = _powers(tl.full((), 1 << BITS, tl.int32), BITS, BITS + 1)
+    first = word_sum + _MULTIPLIER * total * (word_sum - weighted_sum)
+    # a thread's two lanes share the powers of all bits but the first
+    even, evens = _powers(lanes, 1, BITS)
+    odd, odds = _powers(lanes, 0, 1)
+    power, total = even * odd, evens + even * odds
+    return tl.sum(word_sum), tl.sum(total * word_sum + power * first)
 
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
@@ -107,8 +119,8 @@ def _merge_kernel(
         n_bytes += tl.load(chunk + size, mask=mask, other=0)
         chunk_sum = tl.load(chunk + 2 * size, mask=mask, other=0)
         word_sum += chunk_sum
-        power = _powers(position, 0, _POSITION_BITS)
-        weighted_sum += power * tl.load(chunk + 3 * size, mask=mask, other=0)
+        power, total = _powers(position, 0, _POSITION_BITS)
+        weighted_sum += total * chunk_sum + power * tl.load(chunk + 3 * size, mask=mask, other=0)
     out = out_ptr + row * COLUMNS
     tl.store(out, tl.sum(n_bytes))
     tl.store(out + 1, tl.sum(word_sum))

@@ -8,28 +8,29 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns.fingerprint import MIX_SHIFT, WORD_BYTES, Fingerprint, mix, power, signed
+from gradiometer.columns.fingerprint import MIX_SHIFT, WORD_BYTES, Fingerprint, geometric, mix, power, signed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["fingerprint", "fingerprints", "of_rows"]
 
-# words at a time: they, their powers and a buffer stay in the cache of a core
+# words at a time: they, their weights and a buffer stay in the cache of a core
 STRETCH: Final = 2**17
 
 
 @lru_cache(maxsize=8)
 def _constants(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 33, 2**31 - 1, and the powers m**0, m**1 ..., ``(STRETCH,) int64``."""
+    """Return 33, 2**31 - 1, and the weights 1, 1 + m, 1 + m + m**2 ..., ``(STRETCH,) int64``."""
     # normal tensors, whatever mode the first caller is in; operators take Python numbers 1 us more slowly
     with torch.inference_mode(mode=False):
         numbers = (MIX_SHIFT, 2 ** (64 - MIX_SHIFT) - 1)
         shift, mask = [torch.full((), x, dtype=torch.int64, device=device) for x in numbers]
-        powers = torch.ones(1, dtype=torch.int64, device=device)
-        while len(powers) < STRETCH:
-            powers = torch.cat([powers, powers * signed(power(len(powers)))])
-        return shift, mask, powers
+        weights = torch.ones(1, dtype=torch.int64, device=device)
+        while len(weights) < STRETCH:
+            n = len(weights)
+            weights = torch.cat([weights, signed(geometric(n)) + signed(power(n)) * weights])
+        return shift, mask, weights
 
 
 def _mix(words: Tensor, out: Tensor) -> Tensor:
@@ -64,8 +65,8 @@ def _sums(words: Tensor, buffer: Tensor) -> tuple[int, int]:
     """Return the word sum and the weighted sum of at most STRETCH words."""
     count = words.numel()
     mixed = _mix(words, buffer if buffer.numel() == count else buffer[:count])
-    *_, powers = _constants(words.device)
-    word_sum, weighted_sum = int(mixed.sum()), int(torch.dot(mixed, powers[:count]))
+    *_, weights = _constants(words.device)
+    word_sum, weighted_sum = int(mixed.sum()), int(torch.dot(mixed, weights[:count]))
     return word_sum % 2**64, weighted_sum % 2**64
 
 
@@ -95,9 +96,9 @@ def of_rows(words: Tensor, sizes: Sequence[int]) -> list[Fingerprint]:
 
     ``sizes``: the number of bytes of each row that are not padding.
     """
-    *_, powers = _constants(words.device)
+    *_, weights = _constants(words.device)
     mixed = _mix(words, torch.empty_like(words))
-    sums = torch.stack([mixed.sum(dim=1), torch.mv(mixed, powers[: words.shape[1]])]).tolist()
+    sums = torch.stack([mixed.sum(dim=1), torch.mv(mixed, weights[: words.shape[1]])]).tolist()
     return [Fingerprint(size, a % 2**64, b % 2**64) for size, a, b in zip(sizes, *sums, strict=True)]
 
 
