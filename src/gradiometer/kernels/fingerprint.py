@@ -3,7 +3,8 @@
 `gradiometer.columns.fingerprint` defines the sums. A tile has n words, one for each lane. For each tile, a
 lane adds its word to a word sum, multiplies a weighted sum by m**-n, and adds the word sum to it: Horner's
 rule. A word k tiles before the last then has weight 1 + m**-n + ... + m**-(k n). At the end of a chunk,
-`chunk_sums` turns these into weights as if the last tile began the tensor. The merge moves it to its position.
+`chunk_sums` turns these into weights as if the last tile began the tensor, and the merge moves it to its
+position.
 """
 
 import torch
