@@ -661,7 +661,7 @@ def test_two_runs_are_drawn_on_one_page(opened, tmp_path):
     page = opened(write_page(a, other=b), height=1600)
     assert page.inner_text("h1") == "A: a, B: b"
     assert "first differ at step 0" in page.inner_text("#runs-note")
-    assert "bits differ first at step 0: blocks.8.bias.grad (gradient), 18 tensors." in page.inner_text(
+    assert "Bits differ first at step 0: blocks.8.bias.grad (gradient), 18 tensors." in page.inner_text(
         "#runs-note"
     )
     assert page.locator("#overview .chart >> nth=1 >> .line").count() == 2
