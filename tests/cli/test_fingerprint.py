@@ -160,6 +160,21 @@ def test_a_file_that_cannot_be_read_is_an_error_of_one_line(call, tmp_path, writ
     assert re.search(said, err)
 
 
+def test_a_damaged_file_is_read_or_an_error_that_names_it(call, state, tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    codes = set()
+    for place in range(0, len(whole), len(whole) // 100):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        code, _, err = call("x.pt")
+        assert code == Exit.OK or (code == Exit.UNREADABLE and "x.pt" in err and len(err.splitlines()) == 1)
+        codes.add(code)
+    assert codes == {Exit.OK, Exit.UNREADABLE}
+
+
 @needs_safetensors
 @pytest.mark.parametrize("content", [None, b"", b"hello, this is text"], ids=["missing", "empty", "text"])
 def test_a_safetensors_file_that_cannot_be_read(call, tmp_path, content):

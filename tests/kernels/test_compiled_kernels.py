@@ -301,7 +301,7 @@ def test_the_fingerprints_of_thousands_of_chunks_are_merged(target):
         for own in parts
     ]
     with kernels(target):
-        found = launchers.merge_fingerprints(chunk_map.table, partials, len(counts))
+        found = launchers.finalize_fingerprints(chunk_map.table, partials, len(counts))
     assert found.tolist() == [part.row for part in expected]
 
 

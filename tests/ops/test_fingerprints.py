@@ -20,7 +20,8 @@ import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
 from gradiometer.columns.fingerprint import Fingerprint
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS
-from gradiometer.ops import eager_plan, reference
+from gradiometer.ops import eager_plan, openmp, reference
+from gradiometer.ops import fingerprint as bits
 from gradiometer.recorder.recorder import Recorder
 from support import strategies
 from support.compiling import every_backend, graphs
@@ -179,6 +180,26 @@ def test_the_number_of_threads_does_not_matter(threads):
         assert found(tensors) == expected
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e5m2], ids=str)
+@pytest.mark.skipif(KERNELS, reason="the kernels use no threads of the host")
+def test_blocks_end_with_whole_words_where_threads_cannot_be_limited(dtype, monkeypatch):
+    monkeypatch.setattr(openmp, "can_run_alone", lambda: False)
+    monkeypatch.setattr(reference, "MOST_BLOCKS", 2)
+    tensors = [random_bits(dtype, n) for n in (3 * eager_plan.BATCH, 9 * eager_plan.BATCH + 5)]
+    assert found(tensors) == rows_of(tensors)
+
+
+@pytest.mark.skipif(KERNELS, reason="the kernels need no products of matrices")
+def test_devices_that_do_not_multiply_matrices_of_integers_find_the_same(monkeypatch):
+    monkeypatch.setattr(bits, "_MULTIPLIES_INTEGERS", frozenset())
+    with monkeypatch.context() as patch:
+        for name in ("dot", "mv"):
+            patch.delattr(torch, name)
+        tensors = [random_bits(dtype, n, seed=n) for dtype in SOME for n in (*FEW, 2**15 + 3000)]
+        rows = found(tensors)
+    assert rows == rows_of(tensors)
 
 
 @pytest.mark.parametrize("scale", [pytest.param(None, marks=pytest.mark.once), 0.5])
@@ -550,3 +571,8 @@ def test_the_stride_of_a_single_element_may_be_any(dtype):
     expected = gm.collect([torch.ones(1, dtype=dtype)], fingerprint=True).fingerprints
     found = gm.collect(tensors, fingerprint=True).fingerprints
     assert torch.equal(found, expected.expand(3, -1))
+
+
+def test_a_sparse_tensor_without_values_and_sparse_dimensions_is_its_dense_form():
+    none = torch.sparse_coo_tensor(torch.empty((0, 0), dtype=torch.int64), torch.empty((0, 3)), (3,))
+    assert gm.collect([none], fingerprint=True).fingerprints.tolist() == rows_of([torch.zeros(3)])

@@ -408,11 +408,12 @@ def _fingerprint(
     """Print a fingerprint of each tensor of a checkpoint. With --check, the exit code is 1 if one differs."""
     from gradiometer.cli import fingerprint  # noqa: PLC0415 with torch
 
-    expected = None if saved is None else fingerprint.stored(saved)
-    found = fingerprint.look(file)
-    if saved is None or expected is None:
+    if saved is None:
+        found = fingerprint.look(file)
         _print(found, lambda _: fingerprint.render(found), as_json=as_json)
         return Exit.OK
+    expected = fingerprint.stored(saved)
+    found = fingerprint.look(file)
     checked = fingerprint.check(found, expected)
     _print(
         checked.to_dict(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import warnings
 import zipfile
@@ -64,7 +63,9 @@ def _read_torch(file: Path) -> Any:
             # that this is a TorchScript archive, which the error says too
             warnings.simplefilter("ignore", UserWarning)
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_archive)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged file makes torch.load raise anything
         raise RunError(
             f"{file} cannot be read with weights_only=True: {_reason(error)}; "
             "save a state dict that has only tensors, numbers and strings"

@@ -288,7 +288,6 @@ def _bits(found: Comparison) -> Iterable[RenderableType]:
 
 def _why_not_bits(found: Comparison) -> str:
     without = [name for name, side in (("A", found.a), ("B", found.b)) if not side.fingerprints]
-    advice = ""
     if without:
         has = f"{' and '.join(without)} ha{'ve' if len(without) > 1 else 's'}"
         advice = f": {has} no fingerprints. Monitor(fingerprint=True) records them"

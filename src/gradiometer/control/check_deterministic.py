@@ -242,7 +242,7 @@ class _State:
         undo: list[Callable[[], Any]] = []
         # parameters of an optimizer may be in no module
         alone = dict.fromkeys(self.parameters)
-        for value in [value for _, value in self.parts]:
+        for _, value in self.parts:
             if isinstance(value, nn.Module):
                 module = unwrapped(value)
                 kept = copy.deepcopy(module.state_dict())

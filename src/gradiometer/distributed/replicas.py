@@ -1,7 +1,7 @@
 """Fingerprints over ranks: those of whole tensors, and whether copies are the same, from one sum.
 
 A fingerprint's two sums travel as four halves of 32 bits, which float64 adds up exactly. A rank adds its part
-of a whole tensor, multiplied by the power of the part's offset. Beside it, each rank adds its fingerprint
+of a whole tensor, moved to the part's offset by the merge law. Beside it, each rank adds its fingerprint
 times a coefficient. The coefficients of the ranks that hold the same part add up to 0, so the sum is 0 if
 they hold the same bits. One rank with other bits always makes it differ from 0; several do unless their
 differences cancel after multiplication by different pseudorandom numbers.
@@ -9,6 +9,7 @@ differences cancel after multiplication by different pseudorandom numbers.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ _NOT_MERGEABLE: Final = -(2.0**52)
 
 
 class _Part(NamedTuple):
-    """This rank's part of a tensor: its offset in words, and its bytes; None if it cannot be merged."""
+    """This rank's part of a tensor: its offset in words, and its bytes."""
 
     offset: int
     n_bytes: int
@@ -130,10 +131,12 @@ def _halves(sums: Tensor) -> Tensor:
     return halves.flatten(1).to(torch.float64)
 
 
+@lru_cache(maxsize=1024)
 def _coefficient(place: int, count: int, bits: int) -> float:
     """Return the coefficient of one of ``count`` copies; they add up to 0."""
-    others = [_number(other, bits) for other in range(1, count)]
-    return float(-sum(others) if place == 0 else others[place - 1])
+    if place:
+        return float(_number(place, bits))
+    return float(-sum([_number(other, bits) for other in range(1, count)]))
 
 
 def _number(place: int, bits: int) -> int:

@@ -4,7 +4,7 @@ from gradiometer.kernels import tuning
 from gradiometer.kernels.append import append
 from gradiometer.kernels.driver import load_driver
 from gradiometer.kernels.finalize import finalize
-from gradiometer.kernels.fingerprint import NUM_FINGERPRINT_PARTIALS, merge_fingerprints
+from gradiometer.kernels.fingerprint import NUM_FINGERPRINT_PARTIALS, finalize_fingerprints
 from gradiometer.kernels.moments import PARTIALS, moments
 from gradiometer.kernels.scale import scale
 
@@ -13,8 +13,8 @@ __all__ = [
     "PARTIALS",
     "append",
     "finalize",
+    "finalize_fingerprints",
     "load_driver",
-    "merge_fingerprints",
     "moments",
     "scale",
     "tuning",

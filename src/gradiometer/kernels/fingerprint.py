@@ -24,7 +24,7 @@ __all__ = [
     "NUM_FINGERPRINT_PARTIALS",
     "add_words",
     "chunk_sums",
-    "merge_fingerprints",
+    "finalize_fingerprints",
     "split_words",
 ]
 
@@ -128,7 +128,7 @@ def _merge_kernel(
     tl.store(out + 2, tl.sum(weighted_sum))
 
 
-def merge_fingerprints(table: torch.Tensor, partials: torch.Tensor, num_tensors: int) -> torch.Tensor:
+def finalize_fingerprints(table: torch.Tensor, partials: torch.Tensor, num_tensors: int) -> torch.Tensor:
     """Merge the partials of all chunks into a fingerprint for each tensor.
 
     Args:

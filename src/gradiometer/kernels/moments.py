@@ -261,8 +261,11 @@ def moments(
     """
     tile, unroll, threads, registers = tuning.MOMENTS[dtype]
     words = tile * dtype.itemsize // WORD_BYTES
-    registers += 0 if fingerprints is None else tuning.FINGERPRINT_REGISTERS
     compensated = dtype != torch.float64 and tuning.has_few_fp64_units(partials.device)
+    if compensated:
+        registers = tuning.COMPENSATED_REGISTERS
+    elif fingerprints is not None:
+        registers += tuning.FINGERPRINT_REGISTERS
     _moments_kernel[(num_chunks,)](
         pointers,
         table,
@@ -281,7 +284,5 @@ def moments(
         STEP=signed(power(-words)),
         UNROLL=unroll,
         COMPENSATED=compensated,
-        **tuning.options(
-            threads, tuning.COMPENSATED_REGISTERS if compensated else registers, partials.device
-        ),
+        **tuning.options(threads, registers, partials.device),
     )

@@ -54,7 +54,7 @@ MOMENTS: Final = {
     torch.float16: Moments(tile=1024, unroll=4, threads=128, registers=96),
 }
 
-# a lane's sums for a fingerprint
+# additional, for the sums of a fingerprint
 FINGERPRINT_REGISTERS: Final = 8
 
 # with compensation a lane has four more totals; arithmetic, rather than occupancy, hides the latency of loads

@@ -147,13 +147,13 @@ class MergeWindow:
                     rows[:, place, index] = self._ranks.bits_of(names, bits)
         return rows.flatten()
 
-    def _merged_bits(self, sums: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return fingerprints and which copies differ, ``(S, K, T, 3) int64`` and ``(S, K, T) bool``."""
+    def _bits_of(self, sums: Tensor, size: int) -> Tensor:
+        """Return the sums for fingerprints, ``(S, K, T, 10) float64``."""
         kinds, names = len(self.roster.kinds), len(self.roster.names)
         cells = names * size * kinds
         start = cells * NUM_SUM_COLUMNS
         rows = sums[start : start + cells * self._bits].view(names, size, kinds, self._bits)
-        return self._ranks.merged_bits(rows.permute(1, 2, 0, 3))
+        return rows.permute(1, 2, 0, 3)
 
     def diverged(self, sums: Tensor, carried: Sequence[bool]) -> dict[int, list[str]]:
         """Return the steps, by their place in the window, in which copies of these weights differ.
@@ -162,12 +162,12 @@ class MergeWindow:
         """
         if not self._bits or "weights" not in self.roster.kinds or not any(carried):
             return {}
-        _, differ = self._merged_bits(sums, sum(carried))
-        weights = differ[:, self.roster.place("weights")]
+        weights = self._bits_of(sums, sum(carried))[:, self.roster.place("weights")]
+        _, differ = self._ranks.merged_bits(weights)
         places = [i for i, travels in enumerate(carried) if travels]
         return {
-            places[step]: [self.roster.names[row] for row in weights[step].nonzero().flatten().tolist()]
-            for step in weights.any(dim=1).nonzero().flatten().tolist()
+            places[step]: [self.roster.names[row] for row in differ[step].nonzero().flatten().tolist()]
+            for step in differ.any(dim=1).nonzero().flatten().tolist()
         }
 
     def _marks(self, steps: Sequence[StepRecord], size: int) -> tuple[Tensor, Tensor]:
@@ -244,7 +244,8 @@ class MergeWindow:
         code = tops[cells * maxima :][:cells].view(names, size, kinds).permute(1, 2, 0)
         parts = [columns, derived.compute_flags(columns, self._thresholds).to(torch.float64).unsqueeze(-1)]
         if self._bits:
-            parts.append(self._merged_bits(sums, size)[0].contiguous().view(torch.float64))
+            found, _ = self._ranks.merged_bits(self._bits_of(sums, size))
+            parts.append(found.contiguous().view(torch.float64))
         origins = torch.where(code > 0, self._ranks.size - code, -1.0).to(torch.int64)
         return torch.cat(parts, dim=-1), origins
 

@@ -17,6 +17,8 @@ __all__ = ["fingerprint", "fingerprints", "of_rows"]
 
 # words at a time: they, their weights and a buffer stay in the cache of a core
 STRETCH: Final = 2**17
+# devices on which torch multiplies vectors and matrices of int64; CUDA and XPU refuse
+_MULTIPLIES_INTEGERS: Final = frozenset({"cpu"})
 
 
 @lru_cache(maxsize=8)
@@ -55,8 +57,7 @@ def fingerprint(x: Tensor, buffer: Tensor) -> Fingerprint:
         result = found[0] if len(found) == 1 else reduce(Fingerprint.then, found)
     if rest:
         last = flat[numel - rest :].view(torch.uint8)
-        word = sum([byte << 8 * i for i, byte in enumerate(last.tolist())])
-        word = mix(word)
+        word = mix(int.from_bytes(bytes(last.tolist()), "little"))
         result = result.then(Fingerprint(len(last), word, word))
     return result
 
@@ -65,9 +66,17 @@ def _sums(words: Tensor, buffer: Tensor) -> tuple[int, int]:
     """Return the word sum and the weighted sum of at most STRETCH words."""
     count = words.numel()
     mixed = _mix(words, buffer if buffer.numel() == count else buffer[:count])
-    *_, weights = _constants(words.device)
-    word_sum, weighted_sum = int(mixed.sum()), int(torch.dot(mixed, weights[:count]))
-    return word_sum % 2**64, weighted_sum % 2**64
+    word_sum = int(mixed.sum())
+    return word_sum % 2**64, int(_weighted_sum(mixed)) % 2**64
+
+
+def _weighted_sum(mixed: Tensor) -> Tensor:
+    """Return the weighted sums of words, ``(..., n) -> (...)``; may overwrite the words."""
+    *_, weights = _constants(mixed.device)
+    weights = weights[: mixed.shape[-1]]
+    if mixed.device.type in _MULTIPLIES_INTEGERS:
+        return torch.dot(mixed, weights) if mixed.dim() == 1 else torch.mv(mixed, weights)
+    return mixed.mul_(weights).sum(dim=-1)
 
 
 def fingerprints(batch: Sequence[Tensor]) -> list[Fingerprint]:
@@ -96,9 +105,8 @@ def of_rows(words: Tensor, sizes: Sequence[int]) -> list[Fingerprint]:
 
     ``sizes``: the number of bytes of each row that are not padding.
     """
-    *_, weights = _constants(words.device)
     mixed = _mix(words, torch.empty_like(words))
-    sums = torch.stack([mixed.sum(dim=1), torch.mv(mixed, weights[: words.shape[1]])]).tolist()
+    sums = torch.stack([mixed.sum(dim=1), _weighted_sum(mixed)]).tolist()
     return [Fingerprint(size, a % 2**64, b % 2**64) for size, a, b in zip(sizes, *sums, strict=True)]
 
 

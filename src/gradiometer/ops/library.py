@@ -270,7 +270,7 @@ def _run_kernels(
     columns, flags = kernels.finalize(packed.table, partials, chunk_map.num_tensors, thresholds, inv_scale)
     if bits is None:
         return columns, flags, None
-    fingerprints = kernels.merge_fingerprints(packed.table, bits, chunk_map.num_tensors)
+    fingerprints = kernels.finalize_fingerprints(packed.table, bits, chunk_map.num_tensors)
     for extra, i in enumerate(narrow, start=count):
         fingerprints[i].copy_(fingerprints[extra])
         fingerprints[i, 0] = tensors[i].numel()

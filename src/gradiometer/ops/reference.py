@@ -23,6 +23,7 @@ from torch import Tensor
 from gradiometer.columns import (
     NUM_COLUMNS,
     NUM_FINGERPRINT_COLUMNS,
+    WORD_BYTES,
     Fingerprint,
     Flag,
     compute_flags,
@@ -106,18 +107,15 @@ def tensor_stats(
             _measure_batches(tensors, plan.batches, rows, fingerprints)
     large = [(index, tensors[index]) for index in plan.large]
     if fingerprints is None:
-        rows_of_large = _by_tensor(large, _measure_block, _merge)
+        for index, row in _by_tensor(large, _measure_block, _merge):
+            rows[index] = row
     else:
-        both = _by_tensor(large, _measure_block_and_bits, _merge_both)
-        for index, (row, found) in both:
+        for index, (row, found) in _by_tensor(large, _measure_block_and_bits, _merge_both):
             rows[index], fingerprints[index] = row, found
-        rows_of_large = iter(())
         for index, x in enumerate(originals):
             if index not in fingerprints or x is not tensors[index]:
                 # a single number, an empty tensor, or one in a format that was converted
                 fingerprints[index] = bits.fingerprint(x, x.new_empty(SMALL, dtype=torch.int64))
-    for index, row in rows_of_large:
-        rows[index] = row
     device = tensors[0].device
     columns = _tensor(array("d", chain.from_iterable(rows)), torch.float64, device)
     columns = columns.view(len(rows), NUM_COLUMNS)
@@ -326,7 +324,8 @@ class _Scratch:
 
 def piece_length() -> int:
     """Return how many elements a thread reads at a time; fewer where torch would spread them over threads."""
-    return PIECE if openmp.can_run_alone() else BATCH
+    # a multiple of the elements of a word of any dtype
+    return PIECE if openmp.can_run_alone() else BATCH // WORD_BYTES * WORD_BYTES
 
 
 def _by_tensor(

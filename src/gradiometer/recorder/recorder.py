@@ -146,8 +146,8 @@ class Recorder(Float64Module):
         # in a list of its own, since these are not parameters of this module
         self._tracked = [list(parameters)]
         home = next((device for device in devices if device.type != "cpu"), devices[0])
-        self.fingerprint = fingerprint
-        width = RING_WIDTH + NUM_FINGERPRINT_COLUMNS * fingerprint
+        self.fingerprint = bool(fingerprint)
+        width = RING_WIDTH + NUM_FINGERPRINT_COLUMNS * self.fingerprint
         size = (capacity, self.roster.num_rows + 1, width)
         try:
             # -1 marks an empty slot: step numbers are not negative

@@ -449,7 +449,8 @@ class Run:
     def _dense(self, key: tuple[int, int], steps: Tensor) -> Tensor:
         """Return ``StepRecord.values`` for steps of a segment, ``(S, K, N, C + 1 or C + 4) float64``."""
         size = len(steps), len(self.roster.kinds), len(self.roster.names)
-        self._files.check_cells([key], math.prod(size) * (NUM_COLUMNS + 1 + NUM_FINGERPRINT_COLUMNS))
+        width = NUM_COLUMNS + 1 + NUM_FINGERPRINT_COLUMNS * self.has_fingerprints
+        self._files.check_cells([key], math.prod(size) * width)
         if not len(steps):
             return torch.zeros((*size, NUM_COLUMNS + 1), dtype=torch.float64, device="cpu")
         columns = [*COLUMN_NAMES, "flags"]

@@ -284,8 +284,9 @@ def dense(tensor: Tensor) -> Tensor:
         return tensor
     tensor = tensor.coalesce()
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    # to_dense would add the values to zeros, which loses the sign of -0
-    whole[tuple(tensor.indices())] = tensor.values()
+    if tensor.values().numel():
+        # to_dense would add the values to zeros, which loses the sign of -0
+        whole[tuple(tensor.indices())] = tensor.values()
     return whole
 
 
