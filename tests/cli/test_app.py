@@ -207,7 +207,9 @@ def test_diff_compares_bits_if_both_runs_have_fingerprints(call, call_json, tmp_
 
     code, out, err = call("diff", a, a)
     assert (code, err) == (Exit.OK, "")
-    assert out.endswith("\nBits: identical for 600 steps. Compared by fingerprint: 4 tensors.\n")
+    assert out.endswith(
+        "\nBits: identical for 600 steps; 600 were not recorded. Compared by fingerprint: 4 tensors.\n"
+    )
     code, out, _ = call("diff", a, b)
     assert code == Exit.FOUND
     assert "Bits differ first at step 0: blocks.1.bias.grad (gradient), 4 tensors." in out
@@ -217,7 +219,7 @@ def test_diff_compares_bits_if_both_runs_have_fingerprints(call, call_json, tmp_
     assert "only the 256 common steps are compared: A has 944 more" in out
     said = "Only statistics were compared, not bits: B has no fingerprints. Monitor(fingerprint=True) records"
     assert said in out
-    assert "not bits: --rtol leaves fingerprints out" in call("diff", a, a, "--rtol", 1e-3)[1]
+    assert "not bits: a relative tolerance leaves fingerprints out" in call("diff", a, a, "--rtol", 1e-3)[1]
     assert "only the 256 common steps" in call("diff", shorter, shorter.parent / "a")[1]
 
     found = call_json("diff", a, b, code=1)
@@ -227,7 +229,7 @@ def test_diff_compares_bits_if_both_runs_have_fingerprints(call, call_json, tmp_
     assert (found["same"], found["identical"], found["verdict"]) == (
         True,
         True,
-        "bits: identical for 600 steps",
+        "bits: identical for 600 steps; 600 were not recorded",
     )
 
 

@@ -280,3 +280,24 @@ def test_a_compiled_function_is_refused():
     model = torch.nn.Linear(2, 1)
     with pytest.raises(Exception, match="collect_weights\\(model, fingerprint=True"):
         torch.compile(lambda: gm.check_replicas(model), fullgraph=True, backend="aot_eager")()
+
+
+def asked_by_some(rank, size):
+    model = rank_models.plain(rank, size, torch.float32)
+    ranks = gm.Ranks(model)
+    gm.check_replicas(model, reduce=ranks)
+    with pytest.raises(gm.RankError) as raised:
+        gm.collect_weights(model, fingerprint=rank == 0, reduce=ranks)
+    # and the ranks are at the same call
+    plain = gm.collect_weights(model, reduce=ranks)
+    asked = gm.collect_weights(model, fingerprint=True, reduce=ranks)
+    return str(raised.value), plain.fingerprints, asked.fingerprints.shape
+
+
+def test_fingerprints_that_some_ranks_ask_for_are_an_error_on_all(two_ranks):
+    for said, fingerprints, shape in two_ranks.run(asked_by_some, 2):
+        assert (
+            "rank 1 called collect_weights, but rank 0 called collect_weights with fingerprint=True" in said
+        )
+        assert fingerprints is None
+        assert shape[1] == 3

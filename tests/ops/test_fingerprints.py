@@ -287,6 +287,14 @@ def test_collect_returns_them_if_asked():
     assert list(gm.collect({}, fingerprint=True).materialize()) == []
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_report_can_be_saved(count, tmp_path):
+    report = gm.collect([base(torch.float32)] * count, fingerprint=True).materialize()
+    torch.save(report, tmp_path / "report.pt")
+    loaded = torch.load(tmp_path / "report.pt", weights_only=False)
+    assert [row.fingerprint for row in loaded] == [row.fingerprint for row in report]
+
+
 def test_the_other_functions_return_them_too():
     model = nn.Linear(5, 3)
     assert gm.collect_grads(model, fingerprint=True).fingerprints.shape == (0, 3)

@@ -221,7 +221,7 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
     lines: list[RenderableType] = [table, text("")]
     lines += [text(note) for note in _notes(found)]
     both = f"{found.tensors} tensors, {found.common} steps in both"
-    if found.verdict:
+    if not found.not_compared:
         lines += _bits(found)
     if not found.compared and not found.first:
         lines.append(text(("No step has tensors in both runs.", "bold red"), " The scalars are equal."))
@@ -234,13 +234,16 @@ def comparison(found: Comparison, top: int | None) -> RenderableType:
         what = "All statistics are" if found.bits else "Everything that both runs recorded is"
         lines.append(text((f"{what} equal{end}", style), f" Compared {how}: {both}."))
     else:
-        what = "Statistics or scalars" if found.verdict else "The runs"
+        what = "The runs" if found.not_compared else "Statistics or scalars"
         lines.append(
             text((f"{what} first differ at step {found.step}.", "bold red"), f" Compared {how}: {both}.")
         )
         lines += _parting(found, top)
-    if not found.verdict:
-        lines.append(text((_why_not_bits(found), "dim")))
+    if found.not_compared:
+        said = f"Only statistics were compared, not bits: {found.not_compared}."
+        if not (found.a.fingerprints and found.b.fingerprints):
+            said += " Monitor(fingerprint=True) records them."
+        lines.append(text((said, "dim")))
     if found.total_norm is not None and found.first and not found.identical:
         step, a, b = found.total_norm
         said = f"total norm at step {step}, the last in both: {number(a, 6)} in A, {number(b, 6)} in B"
@@ -284,18 +287,6 @@ def _bits(found: Comparison) -> Iterable[RenderableType]:
     yield text((f"{verdict}.", style), f" Compared by fingerprint: {tensors:,} {noun}.")
     if found.unknown:
         yield text((f"without a fingerprint: {shortened(found.unknown)}", "dim"))
-
-
-def _why_not_bits(found: Comparison) -> str:
-    without = [name for name, side in (("A", found.a), ("B", found.b)) if not side.fingerprints]
-    if without:
-        has = f"{' and '.join(without)} ha{'ve' if len(without) > 1 else 's'}"
-        advice = f": {has} no fingerprints. Monitor(fingerprint=True) records them"
-    elif found.rtol:
-        advice = ": --rtol leaves fingerprints out"
-    else:
-        advice = ": these tensors have no fingerprints, as parts on several ranks that do not merge"
-    return f"Only statistics were compared, not bits{advice}."
 
 
 def _parting(found: Comparison, top: int | None) -> Iterable[RenderableType]:

@@ -277,6 +277,8 @@ class Ranks:
             RankError: if a rank makes a different call, or does not respond.
             ValueError: if a name is not one of this rank's.
         """
+        if fingerprints is not None:
+            what = f"{what} with fingerprint=True"
         home = self._counted.device
         if home.type != "cpu":
             # otherwise a rank whose gradients are all on its second device would use that one, unlike the
@@ -307,12 +309,18 @@ class Ranks:
         sums, tops = mine[:, :NUM_SUM_COLUMNS], mine[:, NUM_SUM_COLUMNS:]
         if bits is not None:
             self._meet_for_fingerprints()
+        elif self._met_for_fingerprints:
+            # of the same size, should another rank ask for fingerprints: Gloo aborts if sizes differ
+            bits = mine.new_zeros((len(self.names), replicas.NUM_SUMMED))
+        if bits is not None:
             sums = torch.cat([sums, bits], dim=1)
         low, high = self._marks(what, failure)
         # created on the device, without a copy
         check = [tops.new_full((1, 1), low), tops.new_full((1, 1), -high)]
         tops = torch.cat([tops, torch.cat(check, dim=1), calls.told(arguments, tops)])
         sums, tops = collectives.all_reduce_pair([(sums, "sum"), (tops, "max")], self.group, self.timeout)
+        if fingerprints is None:
+            sums = sums[:, :NUM_SUM_COLUMNS]
         return self._merged(sums, tops, failure, what, arguments)
 
     def merged_bits(self, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,7 +331,7 @@ class Ranks:
         return self._replicas.merged(sums)
 
     def _meet_for_fingerprints(self) -> None:
-        """Wait once for the first call with fingerprints of all ranks: Gloo aborts if sizes differ."""
+        """Wait for the first call with fingerprints of all ranks; sizes are the same from then on."""
         if not self._met_for_fingerprints and not torch.compiler.is_compiling():
             collectives.rendezvous(self.group, self.timeout, "reduce with fingerprint=True")
             self._met_for_fingerprints = True

@@ -166,15 +166,31 @@ class Comparison:
         return self.first[0].step if self.first else None
 
     @property
+    def not_compared(self) -> str:
+        """Why no fingerprints were compared; empty if they were."""
+        if self.fingerprinted or self.bits:
+            return ""
+        without = [name for name, side in (("A", self.a), ("B", self.b)) if not side.fingerprints]
+        if without:
+            return f"{' and '.join(without)} ha{'ve' if len(without) > 1 else 's'} no fingerprints"
+        if self.rtol:
+            return "a relative tolerance leaves fingerprints out"
+        if not self.recorded:
+            return "no step has tensors in both runs"
+        if self.tensors == len(self.shapes):
+            return "no tensor has the same name, shape and dtype in both runs"
+        return "these tensors have no fingerprints, as parts on several ranks that do not merge"
+
+    @property
     def verdict(self) -> str:
-        """What the fingerprints tell, in one line; empty if they were not compared."""
+        """What the fingerprints tell, in one line."""
         bits = self.bits
         if bits is not None:
             noun = "tensor" if bits.tensors == 1 else "tensors"
             kind = {"grads": "gradient", "weights": "weight", "updates": "update"}[bits.kind]
             return f"bits differ first at step {bits.step}: {bits.name} ({kind}), {bits.tensors} {noun}"
         if not self.fingerprinted:
-            return ""
+            return f"bits: not compared, because {self.not_compared}"
         noun = "step" if self.fingerprinted == 1 else "steps"
         said = f"bits: identical for {self.fingerprinted:,} {noun}"
         if self.shapes:
@@ -186,6 +202,8 @@ class Comparison:
             said += f"; {len(self.unknown):,} {noun} no fingerprint"
         if left := self.recorded - self.fingerprinted:
             said += f"; {left:,} have no fingerprints in both runs, so only their statistics are compared"
+        if left := self.common - self.recorded:
+            said += f"; {left:,} {'was' if left == 1 else 'were'} not recorded"
         return said
 
     def to_dict(self) -> dict[str, Any]:

@@ -359,7 +359,8 @@ class TensorStats(DeviceValues):
         diverged: tuple[str, ...] = ()
         if self.fingerprints is not None:
             after = RING_WIDTH + NUM_FINGERPRINT_COLUMNS
-            bits = packed[:, RING_WIDTH:after].view(torch.int64)
+            # a copy, since torch.save refuses two dtypes in one storage
+            bits = packed[:, RING_WIDTH:after].clone().view(torch.int64)
             if self.diverged is not None:
                 diverged = tuple(compress(names, packed[:, after].tolist()))
         kind = {"skip_nonfinite": self.skip_nonfinite, "is_local": self.is_local}

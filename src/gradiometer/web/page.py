@@ -81,7 +81,7 @@ def contents(runs: Sequence[Run]) -> tuple[dict[str, Any], dict[str, str]]:
             "step": found.step,
             "first": [d.name for d in found.first[:MOST_NAMES]],
             "more": max(0, len(found.first) - MOST_NAMES),
-            "bits": found.verdict,
+            "bits": "" if found.not_compared else found.verdict,
         }
     return values, {
         f"{k}-{name}": code for k, page in enumerate(pages) for name, code in page.matrices.items()
