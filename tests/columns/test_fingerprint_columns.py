@@ -152,6 +152,13 @@ def test_parts_of_any_size_merge_alike(count, n_bytes, a, b, c, d):
     assert merged_by_torch(first, second) == expected
 
 
+def test_a_part_far_away_is_merged():
+    n = 2**36 + 1
+    first, second = Fingerprint(8 * n, 1, 1), Fingerprint(8, 3, 3)
+    expected = Fingerprint(8 * n + 8, 4, (1 + 3 * geometric(n) + 3 * power(n)) % MODULUS)
+    assert first.then(second) == merged_by_torch(first, second) == expected
+
+
 @given(*[st.integers(0, 2**30).map(lambda n: 8 * n)] * 2, *[words] * 6)
 def test_merging_is_associative(size, other, a, b, c, d, e, f):
     x, y, z = Fingerprint(size, a, b), Fingerprint(other, c, d), Fingerprint(5, e, f)

@@ -115,7 +115,7 @@ def test_a_schedule_a_generator_and_tensors_are_restored():
     generator, counter = torch.Generator().manual_seed(3), torch.zeros(2)
 
     def step():
-        loss = loop.step(X + torch.rand(4, generator=generator))
+        loss = loop.step(X + torch.rand(8, 4, generator=generator))
         schedule.step()
         counter.add_(1)
         return {"loss": loss, "lr": schedule.get_last_lr()}
@@ -272,15 +272,36 @@ def test_a_buffer_and_a_gradient_that_is_sometimes_missing():
 
 
 def test_each_step_of_an_optimizer_is_compared():
-    loop = Loop(optimizer=torch.optim.SGD)
+    model = nn.Linear(4, 1)
+    optimizer, runs = torch.optim.SGD(model.parameters(), lr=0.0), []
 
     def step():
-        loop.step()
-        loop.fault = lambda loop: loop.model.emb.bias.grad.mul_(loop.runs)
-        loop.step()
-        loop.fault = lambda _: None
+        runs.append(0)
+        # only the gradient of the first step differs
+        for factor in (len(runs), 1):
+            (model(X).sum() * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    assert gm.check_deterministic(step, loop.state).first == "emb.bias.grad"
+    assert gm.check_deterministic(step, [model, optimizer]).differing == ("bias.grad", "weight.grad")
+
+
+def test_the_extra_state_of_a_module_is_compared():
+    class Counter(nn.Linear):
+        runs = 0
+
+        def get_extra_state(self):
+            return {"runs": self.runs}
+
+        def set_extra_state(self, state):
+            self.runs = state["runs"]
+
+    model, runs = Counter(4, 1), iter(range(10))
+
+    def step():
+        model.runs = next(runs)
+
+    assert gm.check_deterministic(step, model).differing == ("_extra_state.runs",)
 
 
 def test_equal_names_in_a_list_get_its_positions():

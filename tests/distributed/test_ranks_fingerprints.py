@@ -126,6 +126,19 @@ def test_the_ranks_in_the_minority_are_named(four, how, name, victims, bit, name
         assert given == implicit == {name: named}
 
 
+def opposite(rank, size):
+    del size
+    # the differences of ranks 1 and 2 from the others add up to 0, in both halves of both sums
+    weight = torch.nn.Parameter(torch.tensor([2.0, 2.0, 2.0], dtype=torch.float64))
+    with torch.no_grad():
+        weight.view(torch.int64)[0] += 1000 + {1: 1, 2: -1}.get(rank, 0)
+    return gm.collect_weights({"w": weight}, fingerprint=True, reduce=True).materialize().diverged
+
+
+def test_opposite_differences_of_two_ranks_do_not_cancel(four):
+    assert four.run(opposite, 4) == [["w"]] * 4
+
+
 def different_shards(rank, size):
     model = rank_models.fsdp(rank, size, torch.float64)
     flip(dict(rank_models.names_and_parameters(model))["embed.weight"], 3)
@@ -142,8 +155,9 @@ def unmeasured(rank, size):
     del size
     parameters = {"w": torch.nn.Parameter(torch.ones(3)), "b": torch.nn.Parameter(torch.ones(2))}
     parameters["b"].grad = torch.full((2,), float(rank))
-    if rank:
-        parameters["w"].grad = torch.full((3,), float(rank))
+    # the measured copy would otherwise differ from nothing
+    if not rank:
+        parameters["w"].grad = torch.full((3,), 2.0)
     report = gm.collect_grads(parameters, fingerprint=True, reduce=True).materialize()
     return report.diverged
 

@@ -334,6 +334,48 @@ def test_steps_that_lack_fingerprints_are_said_and_their_statistics_count(tmp_pa
     assert (compare_runs(a, c).same, compare_runs(a, c).step) == (False, 6)
 
 
+def unknown_in(steps, *places):
+    """Take the fingerprints of gradients away in these steps."""
+
+    def change(record):
+        values = record.values.clone()
+        for place in places:
+            if record.step in steps:
+                values[0, place, RING_WIDTH:].view(torch.int64)[...] = torch.tensor([-1, 0, 0])
+        return replace(record, values=values)
+
+    return change
+
+
+def test_the_last_step_decides_which_tensors_have_no_fingerprints(tmp_path):
+    whole = write(tmp_path / "a", fingerprint=True)
+    # in either run
+    for k, runs in enumerate([(0, 1), (1, 0)]):
+        first = write(tmp_path / f"first{k}", unknown_in({0}, 1), fingerprint=True)
+        last = write(tmp_path / f"last{k}", unknown_in({19}, 1), fingerprint=True)
+        found = compare_runs(*[(whole, first)[i] for i in runs])
+        assert (found.unknown, found.fingerprinted) == ((), 19)
+        found = compare_runs(*[(whole, last)[i] for i in runs])
+        assert (found.unknown, found.fingerprinted) == (("blocks.0.bias.grad",), 20)
+    # a last step without any says nothing about the tensors
+    none = write(tmp_path / "none", unknown_in({19}, 0, 1, 2, 3), fingerprint=True)
+    found = compare_runs(whole, none)
+    assert (found.unknown, found.fingerprinted, found.identical) == ((), 19, False)
+
+
+def test_a_tensor_of_zeros_is_another_than_one_that_was_not_measured(tmp_path):
+    def zeros(n_bytes):
+        def change(record):
+            values = record.values.clone()
+            values[0, 1, RING_WIDTH:].view(torch.int64)[...] = torch.tensor([n_bytes, 0, 0])
+            return replace(record, values=values)
+
+        return change
+
+    a, b = (write(tmp_path / str(n), zeros(n), fingerprint=True) for n in (0, 256))
+    assert compare_runs(a, b).bits == BitDifference(0, "blocks.0.bias.grad", "grads", 1)
+
+
 def test_a_tensor_that_is_measured_in_one_run_only_has_other_bits(tmp_path):
     def freeze(record):
         values = record.values.clone()
