@@ -22,6 +22,14 @@ from gradiometer.columns.health import (
     is_healthy,
     score,
 )
+from gradiometer.columns.pairs import (
+    NUM_PAIR_COLUMNS,
+    NUM_PAIR_SUMS,
+    PAIR_COLUMNS,
+    PAIR_DERIVED,
+    PAIR_INDEX,
+    pair_value,
+)
 from gradiometer.columns.ring_layout import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, RING_WIDTH, Cursor
 from gradiometer.columns.schema import (
     COLUMN_INDEX,
@@ -56,7 +64,12 @@ __all__ = [
     "MAX_ZERO_FRACTION",
     "NUM_COLUMNS",
     "NUM_FINGERPRINT_COLUMNS",
+    "NUM_PAIR_COLUMNS",
+    "NUM_PAIR_SUMS",
     "NUM_SUM_COLUMNS",
+    "PAIR_COLUMNS",
+    "PAIR_DERIVED",
+    "PAIR_INDEX",
     "RING_WIDTH",
     "VANISHING_WEIGHT",
     "WORD_BYTES",
@@ -67,6 +80,7 @@ __all__ = [
     "compute_flags",
     "is_healthy",
     "merge_fingerprints",
+    "pair_value",
     "rescale",
     "score",
 ]

@@ -14,7 +14,6 @@ from gradiometer.columns.roots import sqrt
 from gradiometer.columns.schema import (
     COLUMN_INDEX,
     COLUMNS,
-    NUM_COLUMNS,
     NUM_SUM_COLUMNS,
     Flag,
     Thresholds,
@@ -105,18 +104,21 @@ DERIVED: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
-def merge(a: Tensor, b: Tensor) -> Tensor:
-    """Merge two matrices of raw columns, element by element. ``(..., C), (..., C) -> (..., C)``."""
-    (a_sums, a_tops), (b_sums, b_tops) = by_merge(a), by_merge(b)
+def merge(a: Tensor, b: Tensor, sums: int = NUM_SUM_COLUMNS) -> Tensor:
+    """Merge two matrices of raw columns, element by element. ``(..., C), (..., C) -> (..., C)``.
+
+    ``sums``: how many of the columns, which come first, merge by sum.
+    """
+    (a_sums, a_tops), (b_sums, b_tops) = by_merge(a, sums), by_merge(b, sums)
     return torch.cat([a_sums + b_sums, torch.maximum(a_tops, b_tops)], dim=-1)
 
 
-def merge_rows(columns: Tensor) -> Tensor:
+def merge_rows(columns: Tensor, sums: int = NUM_SUM_COLUMNS) -> Tensor:
     """Merge all rows into one. ``(T, ..., C) -> (..., C)``; zeros, the identity, for T = 0."""
     if columns.shape[0] == 0:
         return columns.new_zeros(columns.shape[1:])
-    sums, tops = by_merge(columns)
-    return torch.cat([sums.sum(dim=0), tops.amax(dim=0)], dim=-1)
+    summed, tops = by_merge(columns, sums)
+    return torch.cat([summed.sum(dim=0), tops.amax(dim=0)], dim=-1)
 
 
 def merge_groups(
@@ -141,10 +143,10 @@ def merge_groups(
     return take(torch.cat(merged), sorted(range(len(places)), key=places.__getitem__))
 
 
-def by_merge(columns: Tensor) -> tuple[Tensor, Tensor]:
+def by_merge(columns: Tensor, sums: int = NUM_SUM_COLUMNS) -> tuple[Tensor, Tensor]:
     """Return the columns that merge by sum, and those that merge by maximum, as views."""
-    sums, tops = columns.split([NUM_SUM_COLUMNS, NUM_COLUMNS - NUM_SUM_COLUMNS], dim=-1)
-    return sums, tops
+    summed, tops = columns.split([sums, columns.shape[-1] - sums], dim=-1)
+    return summed, tops
 
 
 def first_rank(origin: Tensor) -> Tensor:

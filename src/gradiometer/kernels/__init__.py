@@ -6,16 +6,20 @@ from gradiometer.kernels.driver import load_driver
 from gradiometer.kernels.finalize import finalize
 from gradiometer.kernels.fingerprint import NUM_FINGERPRINT_PARTIALS, finalize_fingerprints
 from gradiometer.kernels.moments import PARTIALS, moments
+from gradiometer.kernels.pairs import PAIR_PARTIALS, finalize_pairs, pairs
 from gradiometer.kernels.scale import scale
 
 __all__ = [
     "NUM_FINGERPRINT_PARTIALS",
+    "PAIR_PARTIALS",
     "PARTIALS",
     "append",
     "finalize",
     "finalize_fingerprints",
+    "finalize_pairs",
     "load_driver",
     "moments",
+    "pairs",
     "scale",
     "tuning",
 ]

@@ -14,9 +14,11 @@ __all__ = [
     "COMPENSATED_REGISTERS",
     "FEW_FP64_UNITS",
     "FINALIZE",
+    "FINALIZE_PAIRS",
     "FINGERPRINT_REGISTERS",
     "MAX_CHUNKS",
     "MOMENTS",
+    "PAIRS",
     "SCALE",
     "Finalize",
     "Moments",
@@ -72,6 +74,18 @@ class Finalize(NamedTuple):
 
 # the append kernels use it too
 FINALIZE: Final = Finalize(tile=512, threads=128, registers=128)
+
+# the pairs kernel, by the bytes of the widest element and whether there is a gradient
+PAIRS: Final = {
+    (8, False): Moments(tile=256, unroll=2, threads=128, registers=96),
+    (8, True): Moments(tile=256, unroll=2, threads=128, registers=128),
+    (4, False): Moments(tile=512, unroll=2, threads=128, registers=128),
+    (4, True): Moments(tile=512, unroll=2, threads=128, registers=168),
+    (2, False): Moments(tile=1024, unroll=2, threads=128, registers=168),
+    (2, True): Moments(tile=1024, unroll=2, threads=128, registers=255),
+}
+
+FINALIZE_PAIRS: Final = Finalize(tile=128, threads=128, registers=128)
 
 
 class Scale(NamedTuple):

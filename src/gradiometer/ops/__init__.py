@@ -20,6 +20,7 @@ from gradiometer.ops.library import (
     writable,
 )
 from gradiometer.ops.packing import LaunchPlan, is_capturing
+from gradiometer.ops.pairs import measure_pairs, recognize_pairs
 
 __all__ = [
     "INSTALL_COMPILER",
@@ -29,8 +30,10 @@ __all__ = [
     "driver_error",
     "is_capturing",
     "measure",
+    "measure_pairs",
     "norm_on_host",
     "recognize",
+    "recognize_pairs",
     "record_",
     "scale_",
     "tensor_stats",

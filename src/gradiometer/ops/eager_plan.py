@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-__all__ = ["BATCH", "FEW", "SMALL", "WIDTHS", "Group", "Plan", "plan_of", "prepared"]
+__all__ = ["BATCH", "FEW", "SMALL", "WIDTHS", "WIDTH_OF", "Group", "Plan", "plan_of", "prepared"]
 
 # a small tensor fills one zero-padded row, usually of the smallest width that holds it
 SMALL: Final = 2**13
 WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, 2**12, *range(2**12 + 2**9, SMALL + 1, 2**9))
 # the width for each number of elements
-_WIDTH_OF: Final = tuple([WIDTHS[bisect_left(WIDTHS, size)] for size in range(SMALL + 1)])
+WIDTH_OF: Final = tuple([WIDTHS[bisect_left(WIDTHS, size)] for size in range(SMALL + 1)])
 # most elements in a batch of such rows: fewer than torch spreads over threads; twice that on one thread
 BATCH: Final = 2**15 - 1
 # the same for middle-sized tensors, of up to BATCH elements each, on one thread: its cache holds them in fp64
@@ -71,7 +71,7 @@ def plan_of(tensors: Sequence[Tensor]) -> Plan:
         elif numel == 1:
             plan.single.append(index)
         elif numel:
-            small.setdefault(x.dtype, {}).setdefault(_WIDTH_OF[numel], []).append(index)
+            small.setdefault(x.dtype, {}).setdefault(WIDTH_OF[numel], []).append(index)
     for by_width in small.values():
         widest, together = max(by_width), [index for indices in by_width.values() for index in indices]
         # a few short tensors form one group: trailing zeros change no bit of a row's sums

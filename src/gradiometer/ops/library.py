@@ -45,20 +45,20 @@ __all__ = [
 ]
 
 
-_LIBRARY: Final = torch.library.Library("gradiometer", "DEF")
-_LIBRARY.define(
+LIBRARY: Final = torch.library.Library("gradiometer", "DEF")
+LIBRARY.define(
     "tensor_stats(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale=None)"
     " -> (Tensor columns, Tensor flags)"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
     " bool gated, Tensor(a!) steps, Tensor(b!) cursor) -> ()"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor,"
     " Tensor? fingerprints=None) -> ()"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "tensor_stats_fingerprints(Tensor[] tensors, float vanishing, float exploding, float dead,"
     " Tensor? inv_scale=None) -> (Tensor columns, Tensor flags, Tensor fingerprints)"
 )
@@ -157,7 +157,7 @@ def writable(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
     """Do what `recognize` does, for `scale_`, which has no op that others could intercept."""
     if torch.compiler.is_compiling():
         return None
-    with _without_grad():
+    with without_grad():
         plan = packing.recognize(tensors)
     return plan if plan is not None and plan.direct else None
 
@@ -167,11 +167,11 @@ def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
 
     None unless `recognize` has a plan for them, and eager PyTorch measures them on the CPU.
     """
-    with _without_grad():
+    with without_grad():
         plan = recognize(tensors)
         if plan is None or plan.device.type != "cpu" or uses_kernels(plan.device):
             return None
-        with _without_autocast(plan.device):
+        with without_autocast(plan.device):
             return math.sqrt(reference.sumsq(tensors))
 
 
@@ -202,27 +202,27 @@ def _eager(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Measure at once; ``plan``: the result of `packing.recognize`, in a call from eager mode."""
     device = tensors[0].device
-    with _without_grad(), _without_autocast(device):
+    with without_grad(), without_autocast(device):
         if not uses_kernels(device):
             plan = plan or packing.recognize(tensors) or packing.remember(tensors)
             if plan.direct and plan.eager is None:
                 plan.eager = eager_plan.plan_of(tensors)
             return reference.tensor_stats(tensors, thresholds, inv_scale, plan.eager, fingerprint=fingerprint)
-        with _launching_on(device):
+        with launching_on(device):
             return _run_kernels(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
 
 
-def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     """Make the tensors' device current, so that kernels are launched on it."""
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device.type).device(device)
 
 
-def _without_grad() -> AbstractContextManager[None]:
+def without_grad() -> AbstractContextManager[None]:
     # no_grad takes 2.5 us: skip it if grad mode is already off
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     # autocast would change the dtypes of the reference's own operators
     is_on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
@@ -341,7 +341,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: packing.LaunchPlan) 
     # this bypasses the dispatcher, so we bump the version counters for autograd ourselves
     torch.autograd.graph.increment_version(tensors)
     device = tensors[0].device
-    with _launching_on(device):
+    with launching_on(device):
         from gradiometer import kernels  # noqa: PLC0415 as above
 
         tuning = kernels.tuning
@@ -372,7 +372,7 @@ def _record(
 ) -> None:
     fingerprint = steps.shape[2] == RING_WIDTH + NUM_FINGERPRINT_COLUMNS
     if uses_kernels(steps.device):
-        with torch.no_grad(), _launching_on(steps.device):
+        with torch.no_grad(), launching_on(steps.device):
             gate = cursor if gated else None
             measured = _run_kernels(tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint)
     elif gated and not ring.is_due(cursor):
@@ -396,7 +396,7 @@ def _append(
         if not uses_kernels(steps.device):
             ring.append_(columns, flags, grads, steps, cursor, fingerprints)
             return
-        with _launching_on(steps.device):
+        with launching_on(steps.device):
             from gradiometer import kernels  # noqa: PLC0415 as above
 
             # the kernels read rows one after the other
@@ -433,16 +433,16 @@ def _tensor_stats_fingerprints_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]
     return columns, flags, columns.new_empty(size, dtype=torch.int64)
 
 
-_LIBRARY.impl("tensor_stats", _tensor_stats, "CompositeExplicitAutograd")
-_LIBRARY.impl("tensor_stats_fingerprints", _tensor_stats_fingerprints, "CompositeExplicitAutograd")
-_LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")
-_LIBRARY.impl("append_", _append, "CompositeExplicitAutograd")
+LIBRARY.impl("tensor_stats", _tensor_stats, "CompositeExplicitAutograd")
+LIBRARY.impl("tensor_stats_fingerprints", _tensor_stats_fingerprints, "CompositeExplicitAutograd")
+LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")
+LIBRARY.impl("append_", _append, "CompositeExplicitAutograd")
 # not differentiable: autograd passes the calls on and records nothing
 for _name in ("tensor_stats", "tensor_stats_fingerprints", "record_", "append_"):
-    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("gradiometer::tensor_stats", _tensor_stats_fake, lib=_LIBRARY)
+    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("gradiometer::tensor_stats", _tensor_stats_fake, lib=LIBRARY)
 torch.library.register_fake(
-    "gradiometer::tensor_stats_fingerprints", _tensor_stats_fingerprints_fake, lib=_LIBRARY
+    "gradiometer::tensor_stats_fingerprints", _tensor_stats_fingerprints_fake, lib=LIBRARY
 )
-torch.library.register_fake("gradiometer::record_", lambda *_: None, lib=_LIBRARY)
-torch.library.register_fake("gradiometer::append_", lambda *_: None, lib=_LIBRARY)
+torch.library.register_fake("gradiometer::record_", lambda *_: None, lib=LIBRARY)
+torch.library.register_fake("gradiometer::append_", lambda *_: None, lib=LIBRARY)

@@ -25,6 +25,7 @@ import warnings
 from array import array
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,7 +37,7 @@ from gradiometer.inputs import as_flat, as_real
 from gradiometer.ops.guards import alike, guards_tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
 __all__ = [
     "ChunkMap",
@@ -48,6 +49,7 @@ __all__ = [
     "in_float32",
     "is_capturing",
     "pack",
+    "pack_pairs",
     "recognize",
     "remember",
 ]
@@ -69,11 +71,16 @@ _WIDENED: Final = {
 }
 
 
+# lengths of rows that are read as chunks where the rows of a pair lie apart
+_LEAST_BLOCK: Final = 2**10
+_MOST_BLOCK: Final = 2**16
+
+
 @dataclass(frozen=True)
 class Group:
-    """The chunks of one dtype, which one launch reads."""
+    """The chunks of one dtype, or of one tuple of a pair's dtypes, which one launch reads."""
 
-    dtype: torch.dtype
+    dtype: Any
     first_chunk: int
     num_chunks: int
 
@@ -84,7 +91,8 @@ class ChunkMap:
 
     ``table``: int64 on the host, the concatenation of ``numel (T,)``, ``chunk (T,)`` (elements of one chunk
     of that tensor), ``first_chunk (T,)``, ``num_chunks (T,)`` and ``chunk_row (N,)``. A tensor's chunks are
-    adjacent and in order.
+    adjacent and in order. For pairs there follow ``pitch (T,)`` of all a, of all b and, if there are any, of
+    all g: elements from the beginning of one chunk to that of the next.
     """
 
     num_tensors: int
@@ -128,7 +136,8 @@ class LaunchPlan:
         device: the device of all tensors.
         direct: whether they are guarded, ordinary tensors whose memory the kernels can read as it is.
         is_ordered: whether they are also contiguous.
-        cut: the chunk size and the maximum number of chunks that ``chunk_map`` was made for.
+        cut: the chunk size, the maximum number of chunks, and the number of lists in this one (1; 2 or 3 for
+            pairs), that ``chunk_map`` was made for.
         eager: the `eager_plan.Plan` of a direct list.
         kept: tables that stay on the device.
         captured: how many different lists of addresses were captured.
@@ -140,7 +149,7 @@ class LaunchPlan:
     device: torch.device
     direct: bool
     is_ordered: bool
-    cut: tuple[int, int] | None = None
+    cut: tuple[int, int, int] | None = None
     chunk_map: ChunkMap | None = None
     eager: Any = None
     kept: _Kept | None = None
@@ -149,15 +158,24 @@ class LaunchPlan:
 
 @lru_cache(maxsize=LISTS_KEPT)
 def chunk_map_of(
-    sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], chunk: int, max_chunks: int
+    sizes: tuple[int, ...],
+    dtypes: tuple[Hashable, ...],
+    chunk: int,
+    max_chunks: int,
+    blocks: tuple[int, ...] = (),
+    pitches: tuple[int, ...] = (),
 ) -> ChunkMap:
-    """Split tensors of these sizes into chunks, grouped by dtype.
+    """Split tensors of these sizes into chunks, grouped by dtype, or by the dtypes of a pair.
 
     A chunk has ``chunk`` elements. If a tensor would have more than ``max_chunks`` chunks, its chunk size is
     the smallest power of two that avoids this. The size depends on the tensor alone, so that a row has the
     same bits whichever tensors share the call.
+
+    ``blocks``: for pairs, the chunk size that the layout of each requires, or 0. ``pitches``: of all lists;
+    0 where chunks are adjacent in memory.
     """
     lengths = [max(chunk, _power_of_two(-(-size // max_chunks))) for size in sizes]
+    lengths = [block or length for block, length in zip(blocks or [0] * len(sizes), lengths, strict=True)]
     counts = [-(-size // length) for size, length in zip(sizes, lengths, strict=True)]
     first = [0] * len(sizes)
     rows: list[int] = []
@@ -170,7 +188,8 @@ def chunk_map_of(
                 rows += [i] * count
         if len(rows) > done:
             groups.append(Group(dtype, done, len(rows) - done))
-    table = _int64([*sizes, *lengths, *first, *counts, *rows])
+    apart = [pitch or lengths[i % len(sizes)] for i, pitch in enumerate(pitches)]
+    table = _int64([*sizes, *lengths, *first, *counts, *rows, *apart])
     return ChunkMap(len(sizes), len(rows), tuple(groups), table)
 
 
@@ -246,15 +265,87 @@ def pack(
     plan = plan or recognize(tensors) or remember(tensors)
     flats = tensors if plan.direct else [_flat(tensor) for tensor in tensors]
     chunk_map = plan.chunk_map
-    if chunk_map is None or plan.cut != (chunk, max_chunks):
+    if chunk_map is None or plan.cut != (chunk, max_chunks, 1):
         sizes, dtypes = tuple([x.numel() for x in flats]), tuple([x.dtype for x in flats])
         chunk_map = chunk_map_of(sizes, dtypes, chunk, max_chunks)
         plan.kept = None
-        plan.chunk_map, plan.cut = chunk_map, (chunk, max_chunks)
-    device, addresses = plan.device, list(map(Tensor.data_ptr, flats))
+        plan.chunk_map, plan.cut = chunk_map, (chunk, max_chunks, 1)
+    addresses = list(map(Tensor.data_ptr, flats))
     if in_words and not (plan.is_ordered and all([address % WORD_BYTES == 0 for address in addresses])):
         flats = [_in_words(tensor) for tensor in tensors]
         addresses = list(map(Tensor.data_ptr, flats))
+    return _packed(plan, chunk_map, flats, addresses, keep=keep)
+
+
+def pack_pairs(
+    sides: Sequence[Sequence[Tensor]],
+    chunk: int,
+    max_chunks: int,
+    plan: LaunchPlan | None = None,
+    *,
+    keep: bool = False,
+) -> Pack:
+    """Pack pairs of tensors, as `pack` does; ``pointers`` are those of all a, all b and all g.
+
+    Args:
+        sides: all a, all b and, if there are any, all g; an empty g stands for none.
+        chunk: as for `pack`.
+        max_chunks: as for `pack`.
+        plan: the result of `recognize` for all a, b and g in one list.
+        keep: as for `pack`.
+    """
+    tensors = list(chain.from_iterable(sides))
+    plan = plan or recognize(tensors) or remember(tensors)
+    flats, pairs = tensors, []
+    if not (plan.direct and plan.is_ordered):
+        pairs = [_together(pair) for pair in zip(*sides, strict=True)]
+        flats = [x for side in zip(*[views for views, _ in pairs], strict=True) for x in side]
+    chunk_map, cut = plan.chunk_map, (chunk, max_chunks, len(sides))
+    if chunk_map is None or plan.cut != cut:
+        count = len(sides[0])
+        sizes = [x.numel() for x in flats[:count]]
+        dtypes = [
+            tuple([None if size and not x.numel() else x.dtype for x in pair])
+            for size, *pair in zip(
+                sizes, *[flats[i : i + count] for i in range(0, len(flats), count)], strict=True
+            )
+        ]
+        blocks = [block for _, block in pairs] or [0] * count
+        pitches = [x.stride(0) if blocks[i % count] and x.dim() == 2 else 0 for i, x in enumerate(flats)]
+        chunk_map = chunk_map_of(
+            tuple(sizes), tuple(dtypes), chunk, max_chunks, tuple(blocks), tuple(pitches)
+        )
+        plan.kept = None
+        plan.chunk_map, plan.cut = chunk_map, cut
+    return _packed(plan, chunk_map, flats, list(map(Tensor.data_ptr, flats)), keep=keep)
+
+
+def _together(pair: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+    """Return a pair as views whose elements are in the same order, and the block that they are cut into.
+
+    The block is 0 if all are contiguous; else they are 2-D and it is the length of their rows.
+    """
+    given = [as_real(x) for x in pair]
+    given = [x.to(_WIDENED[x.dtype]) if x.dtype in _WIDENED else x for x in given]
+    # a gradient that is not there
+    present = [x for x in given if x.numel() or not given[0].numel()]
+    if len({(x.shape, x.stride()) for x in present}) == 1:
+        flats = [as_flat(x) for x in given]
+        if all([x is not None for x in flats]):
+            return flats, 0  # type: ignore[return-value]
+    if all([_has_blocks(x) for x in present]):
+        return given, given[0].shape[1]
+    return [x.contiguous().view(-1) for x in given], 0
+
+
+def _has_blocks(x: Tensor) -> bool:
+    return x.dim() == 2 and x.stride(1) == 1 and _LEAST_BLOCK <= x.shape[1] <= _MOST_BLOCK
+
+
+def _packed(
+    plan: LaunchPlan, chunk_map: ChunkMap, flats: Sequence[Tensor], addresses: list[int], *, keep: bool
+) -> Pack:
+    device = plan.device
     if is_capturing(device):
         pointers = _upload(_captured_pointers(plan, addresses), device)
         table = _upload(_lasting(chunk_map.table, device)[0], device)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from gradiometer.columns import Thresholds
 
-__all__ = ["sumsq", "tensor_stats"]
+__all__ = ["by_tensor", "convertible", "cut", "fsum", "sumsq", "tensor_stats"]
 
 T = TypeVar("T")
 
@@ -143,12 +143,12 @@ def sumsq(tensors: Sequence[Tensor]) -> float:
             large.append((index, x))
         else:
             small.setdefault(x.dtype, []).append(x if x.dim() == 1 else x.reshape(-1))
-    sums = [total for _, total in _by_tensor(large, _sumsq_of_block, _fsum)]
+    sums = [total for _, total in _by_tensor(large, _sumsq_of_block, fsum)]
     for flats in small.values():
         step = BATCH // max(1, *[len(x) for x in flats])
         starts = range(0, len(flats), step)
         sums += [_sum_of_squares(torch.cat(flats[start : start + step]).double()) for start in starts]
-    return _fsum(sums)
+    return fsum(sums)
 
 
 def _flags(rows: list[_Row], thresholds: Thresholds) -> list[int]:
@@ -284,7 +284,7 @@ def _measure_batch(batch: list[Tensor], wide: Tensor, results: Tensor) -> list[f
     sizes = [x.numel() for x in batch]
     xs = wide.split(sizes)
     for source, x in zip(batch, xs, strict=True):
-        (x if source.dim() == 1 else x.view(source.shape)).copy_(_convertible(source))
+        (x if source.dim() == 1 else x.view(source.shape)).copy_(convertible(source))
     dim: tuple[int, ...]
     outs: list[Sequence[Tensor]]
     if sizes.count(sizes[0]) == len(sizes):
@@ -333,26 +333,53 @@ def _by_tensor(
 ) -> Iterator[tuple[int, T]]:
     """Measure each tensor, block by block; yield its index in the call and the merged result."""
     if not large:
-        return
-    device, sizes, length = large[0][1].device, [x.numel() for _, x in large], piece_length()
+        return iter(())
+    most, length = max([x.numel() for _, x in large]), piece_length()
+    device = large[0][1].device
+
+    def start() -> Callable[[tuple[Tensor, ...]], T]:
+        scratch = _Scratch(min(length, most), min(BLOCK, -(-most // length)), device)
+        return lambda block: measure(block[0], scratch)
+
+    return by_tensor([(index, (x,)) for index, x in large], length, start, merge)
+
+
+def by_tensor(
+    large: list[tuple[int, tuple[Tensor, ...]]],
+    length: int,
+    start: Callable[[], Callable[[tuple[Tensor, ...]], T]],
+    merge: Callable[[list[T]], T],
+) -> Iterator[tuple[int, T]]:
+    """Measure tensors, or tuples of tensors of one shape, block by block, on several threads.
+
+    Args:
+        large: at least one index in the call, and the tensors that are cut together.
+        length: elements that a thread reads at a time.
+        start: called once on each thread; returns the function that measures a block.
+        merge: merges the results of a tensor's blocks, in order.
+
+    Yields:
+        each index and its result.
+    """
+    device, sizes = large[0][1][0].device, [xs[0].numel() for _, xs in large]
     threads = 1
     if device.type == "cpu":
         full = sum([size for size in sizes if size >= length])
         threads = min(MOST_THREADS, torch.get_num_threads(), 1 + full // WORTH_A_THREAD)
 
-    def blocks() -> Iterator[tuple[int, Tensor]]:
-        for index, x in large:
-            pieces = max(BLOCK, -(-x.numel() // (length * MOST_BLOCKS)))
-            yield from ((index, block) for block in _pieces(x, length * pieces))
+    def blocks() -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        for index, xs in large:
+            pieces = max(BLOCK, -(-xs[0].numel() // (length * MOST_BLOCKS)))
+            yield from ((index, block) for block in cut(xs, length * pieces))
 
-    def start() -> Callable[[tuple[int, Tensor]], tuple[int, T]]:
-        scratch = _Scratch(min(length, max(sizes)), min(BLOCK, -(-max(sizes) // length)), device)
-        return lambda block: (block[0], measure(block[1], scratch))
+    def on_thread() -> Callable[[tuple[int, tuple[Tensor, ...]]], tuple[int, T]]:
+        measure = start()
+        return lambda block: (block[0], measure(block[1]))
 
     def measured() -> Iterator[tuple[int, T]]:
         todo, count = blocks(), WAVE
         while count == WAVE:
-            wave = openmp.map_on_threads(start, islice(todo, WAVE), threads)
+            wave = openmp.map_on_threads(on_thread, islice(todo, WAVE), threads)
             yield from wave
             count = len(wave)
 
@@ -360,18 +387,25 @@ def _by_tensor(
         yield index, merge([part for _, part in parts])
 
 
+def cut(xs: tuple[Tensor, ...], length: int) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors of one shape alike into views of at most ``length`` elements, whatever their strides."""
+    first, *others = xs
+    if first.numel() <= length:
+        yield xs
+        return
+    if all([x.stride() == first.stride() for x in others]):
+        flats = [as_flat(x) for x in xs]
+        if flats[0] is not None:
+            yield from zip(*[x.split(length) for x in flats if x is not None], strict=True)
+            return
+    dim = next(dim for dim, size in enumerate(first.shape) if size > 1)
+    rows = max(1, length // (first.numel() // first.shape[dim]))
+    for parts in zip(*[x.split(rows, dim) for x in xs], strict=True):
+        yield from cut(parts, length)
+
+
 def _pieces(x: Tensor, length: int) -> Iterator[Tensor]:
-    """Cut a tensor into views of at most ``length`` elements, whatever its strides."""
-    if x.numel() <= length:
-        yield x
-        return
-    flat = as_flat(x)
-    if flat is not None:
-        yield from flat.split(length)
-        return
-    dim = next(dim for dim, size in enumerate(x.shape) if size > 1)
-    for part in x.split(max(1, length // (x.numel() // x.shape[dim])), dim):
-        yield from _pieces(part, length)
+    return (piece for (piece,) in cut((x,), length))
 
 
 # After each operator a thread may have to wait for Python's lock. So only the necessary operators are called,
@@ -435,13 +469,13 @@ def _count_zeros(sizes: Tensor) -> float:
 
 def _widened(piece: Tensor, scratch: _Scratch) -> Tensor:
     """Return a piece in fp64, in the buffer."""
-    piece = _convertible(piece)
+    piece = convertible(piece)
     if piece.dim() == 1 and piece.numel() == scratch.wide.numel():
         return scratch.wide.copy_(piece)
     return scratch.wide[: piece.numel()].view(piece.shape).copy_(piece)
 
 
-def _convertible(x: Tensor) -> Tensor:
+def convertible(x: Tensor) -> Tensor:
     # a direct conversion from float16 to float64 takes four times as long
     return x.to(torch.float32) if x.itemsize < 4 and x.dtype != torch.bfloat16 else x
 
@@ -458,7 +492,7 @@ def _measure_nonfinite(piece: Tensor, scratch: _Scratch) -> _Row:
 
 def _sumsq_of_block(block: Tensor, scratch: _Scratch) -> float:
     pieces = _pieces(block, scratch.wide.numel())
-    return _fsum([_sum_of_squares(_widened(piece, scratch)) for piece in pieces])
+    return fsum([_sum_of_squares(_widened(piece, scratch)) for piece in pieces])
 
 
 def _sum_of_squares(wide: Tensor) -> float:
@@ -470,7 +504,7 @@ def _merge(rows: list[_Row]) -> _Row:
         return rows[0]
     numel, sumsq, total, n_zero, n_nan, n_posinf, n_neginf, top = zip(*rows, strict=True)
     counts = map(sum, (n_zero, n_nan, n_posinf, n_neginf))
-    return (sum(numel), _fsum(sumsq), _fsum(total), *counts, max(top))
+    return (sum(numel), fsum(sumsq), fsum(total), *counts, max(top))
 
 
 def _merge_both(parts: list[tuple[_Row, Fingerprint]]) -> tuple[_Row, Fingerprint]:
@@ -478,7 +512,7 @@ def _merge_both(parts: list[tuple[_Row, Fingerprint]]) -> tuple[_Row, Fingerprin
     return _merge(list(rows)), reduce(Fingerprint.then, fingerprints)
 
 
-def _fsum(values: Sequence[float]) -> float:
+def fsum(values: Sequence[float]) -> float:
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):

@@ -1,0 +1,356 @@
+"""Statistics of pairs of tensors, in one pass over both, and over a gradient too.
+
+For a chunk: the `PARTIALS` of b, of a later a, of u = a - b and of g, in fp64; see
+`gradiometer.columns.pairs`. The main loop has no mask and no check for NaN or Inf. fp64 holds the squares of
+all differences of narrower formats, so a chunk whose sums are finite has no NaN or Inf; any other chunk is
+read again. On GPUs with few fp64 units the arithmetic, rather than memory, limits this kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gradiometer.columns import NUM_PAIR_COLUMNS, PAIR_INDEX
+from gradiometer.kernels import tuning
+from gradiometer.kernels.primitives import halves, is_finite
+
+__all__ = ["PAIR_PARTIALS", "finalize_pairs", "pairs"]
+
+# all columns but numel, in their order; the last is a maximum
+PAIR_PARTIALS = tuple(PAIR_INDEX)[1:]
+# their number, as a power of two
+_PARTS = 16
+
+_TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    None: None,
+}
+
+
+@triton.jit
+def _read_as(DTYPE: tl.constexpr):
+    """Return the integer type whose bits a dtype is read as."""
+    size: tl.constexpr = DTYPE.primitive_bitwidth
+    return tl.int64 if size == 64 else tl.int32 if size == 32 else tl.int16
+
+
+@triton.jit
+def _number(word, DTYPE: tl.constexpr):
+    """Return the fp32 or fp64 number whose bits were read as an integer."""
+    if DTYPE == tl.bfloat16:
+        x = (word.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif DTYPE == tl.float16:
+        x = word.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        x = word.to(DTYPE, bitcast=True)
+    return x
+
+
+@triton.jit
+def _same(word_a, word_b, A: tl.constexpr, B: tl.constexpr):
+    """Return where both have the same bits; for two dtypes, where they are the same number, not NaN."""
+    if A == B:
+        same = word_a == word_b
+    elif A == tl.float64 or B == tl.float64:
+        x, y = _number(word_a, A).to(tl.float64), _number(word_b, B).to(tl.float64)
+        same = (x == y) & (x.to(tl.int64, bitcast=True) == y.to(tl.int64, bitcast=True))
+    else:
+        x, y = _number(word_a, A), _number(word_b, B)
+        same = (x == y) & (x.to(tl.int32, bitcast=True) == y.to(tl.int32, bitcast=True))
+    return same
+
+
+@triton.jit
+def _add(a, b, g, same, totals, HAS_G: tl.constexpr):
+    """Add a tile to the lane-wise totals, in the order of PARTIALS without n_nonfinite; top first."""
+    top, sumsq_a, sumsq_b, dot_ab, sumsq_u, sum_u, unchanged, sumsq_g, dot_ug, nonzero, stuck = totals
+    wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
+    u = wide_a - wide_b
+    sumsq_a = tl.fma(wide_a, wide_a, sumsq_a)
+    sumsq_b = tl.fma(wide_b, wide_b, sumsq_b)
+    dot_ab = tl.fma(wide_a, wide_b, dot_ab)
+    sumsq_u = tl.fma(u, u, sumsq_u)
+    sum_u += u
+    top = tl.maximum(top, tl.abs(u))
+    # counts in fp32 are exact up to 2**24, and cost an instruction less than in integers
+    unchanged += tl.where(same, 1.0, 0.0)
+    if HAS_G:
+        wide_g = g.to(tl.float64)
+        sumsq_g = tl.fma(wide_g, wide_g, sumsq_g)
+        dot_ug = tl.fma(u, wide_g, dot_ug)
+        one = tl.where(g != 0, 1.0, 0.0)
+        nonzero += one
+        stuck += tl.where(same, one, 0.0)
+    return top, sumsq_a, sumsq_b, dot_ab, sumsq_u, sum_u, unchanged, sumsq_g, dot_ug, nonzero, stuck
+
+
+@triton.jit
+def _read_again(
+    base_a, base_b, base_g, n, A: tl.constexpr, B: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr
+):
+    """Read a chunk with NaN or Inf again; return its PARTIALS."""
+    lanes = tl.arange(0, TILE)
+    wide = tl.zeros((TILE,), tl.float64)
+    none = tl.zeros((TILE,), tl.float32)
+    totals = wide, wide, wide, wide, wide, wide, none, wide, wide, none, none
+    nonfinite = tl.zeros((TILE,), tl.int32)
+    for i in range(0, n, TILE):
+        mask = lanes < n - i
+        word_a = tl.load(base_a + (i + lanes), mask=mask, other=0)
+        word_b = tl.load(base_b + (i + lanes), mask=mask, other=0)
+        a, b = _number(word_a, A), _number(word_b, B)
+        finite = is_finite(a) & is_finite(b)
+        nonfinite += (finite == 0).to(tl.int32)
+        same = _same(word_a, word_b, A, B) & mask
+        a, b = tl.where(finite, a, 0.0), tl.where(finite, b, 0.0)
+        g = a
+        if G is not None:
+            g = _number(tl.load(base_g + (i + lanes), mask=mask, other=0), G)
+            # counts are over all elements, sums over finite ones
+            one = tl.where(g != 0, 1.0, 0.0)
+            few = finite & is_finite(g)
+            kept = tl.where(few, g, 0.0)
+            odd = one - tl.where(kept != 0, 1.0, 0.0)
+            totals = _add(a, b, kept, same, totals, True)
+            top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = totals
+            nonzero += odd
+            stuck += tl.where(same, odd, 0.0)
+            totals = top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck
+        else:
+            totals = _add(a, b, g, same, totals, False)
+    return totals, tl.sum(nonfinite).to(tl.float64)
+
+
+@triton.jit
+def _sums(totals):
+    """Return the totals of all lanes."""
+    top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = totals
+    return (
+        tl.max(top),
+        tl.sum(saa),
+        tl.sum(sbb),
+        tl.sum(sab),
+        tl.sum(suu),
+        tl.sum(su),
+        tl.sum(unchanged.to(tl.float64)),
+        tl.sum(sgg),
+        tl.sum(sug),
+        tl.sum(nonzero.to(tl.float64)),
+        tl.sum(stuck.to(tl.float64)),
+    )
+
+
+@triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
+def _pairs_kernel(
+    pointers_ptr,  # (3 * T,) int64, of a, b and g; (2 * T,) without G
+    table_ptr,  # (7 * T + N,) int64, see packing.PairMap; (6 * T + N,) without G
+    partials_ptr,  # (12, N) float64, see PARTIALS
+    first_chunk: tl.int32,
+    num_tensors: tl.int32,
+    num_chunks: tl.int32,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    G: tl.constexpr,
+    TILE: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    chunk = first_chunk + tl.program_id(0)
+    row = tl.load(table_ptr + 4 * num_tensors + chunk)
+    size = tl.load(table_ptr + num_tensors + row)
+    index = chunk - tl.load(table_ptr + 2 * num_tensors + row)
+    n = tl.minimum(tl.load(table_ptr + row) - index * size, size).to(tl.int32)
+    # elements from one chunk's beginning to the next
+    pitches = table_ptr + 4 * num_tensors + num_chunks + row
+    SIZE_A: tl.constexpr = A.primitive_bitwidth // 8
+    SIZE_B: tl.constexpr = B.primitive_bitwidth // 8
+    at_a = tl.load(pointers_ptr + row) + index * tl.load(pitches) * SIZE_A
+    at_b = tl.load(pointers_ptr + num_tensors + row) + index * tl.load(pitches + num_tensors) * SIZE_B
+    SIZE_G: tl.constexpr = 1 if G is None else G.primitive_bitwidth // 8
+    at_g = at_a
+    if G is not None:
+        place = 2 * num_tensors + row
+        at_g = tl.load(pointers_ptr + place) + index * tl.load(pitches + 2 * num_tensors) * SIZE_G
+
+    # two bf16 are read as one word: integer operations split it in fewer instructions
+    PAIRS: tl.constexpr = A == tl.bfloat16 and B == tl.bfloat16 and (G is None or G == tl.bfloat16)
+    LANES: tl.constexpr = TILE // 2 if PAIRS else TILE
+    WORD_A: tl.constexpr = tl.int32 if PAIRS else _read_as(A)
+    WORD_B: tl.constexpr = tl.int32 if PAIRS else _read_as(B)
+    lanes = tl.arange(0, LANES)
+    wide = tl.zeros((LANES,), tl.float64)
+    none = tl.zeros((LANES,), tl.float32)
+    totals = wide, wide, wide, wide, wide, wide, none, wide, wide, none, none
+    base_a, base_b = at_a.to(tl.pointer_type(_read_as(A))), at_b.to(tl.pointer_type(_read_as(B)))
+    base_g = base_a if G is None else at_g.to(tl.pointer_type(_read_as(G)))
+
+    # the elements before the first 16-byte boundary are read separately; where the boundaries of a, b and g
+    # are at different elements, all are
+    head = tl.minimum((-at_a & 15).to(tl.int32) // SIZE_A, n)
+    odd = (at_b + head * SIZE_B) & 15
+    if G is not None:
+        odd |= (at_g + head * SIZE_G) & 15
+    full = tl.where(odd == 0, (n - head) // (TILE * UNROLL), 0)
+
+    # no mask: it would split the loads
+    ptr_a = tl.multiple_of((at_a + head * SIZE_A).to(tl.pointer_type(WORD_A)), 16) + lanes
+    ptr_b = tl.multiple_of((at_b + head * SIZE_B).to(tl.pointer_type(WORD_B)), 16) + lanes
+    ptr_g = ptr_a
+    if G is not None:
+        WORD_G: tl.constexpr = tl.int32 if PAIRS else _read_as(G)
+        ptr_g = tl.multiple_of((at_g + head * SIZE_G).to(tl.pointer_type(WORD_G)), 16) + lanes
+    for _ in range(full):
+        for i in tl.static_range(UNROLL):
+            word_a = tl.load(ptr_a + i * LANES)
+            word_b = tl.load(ptr_b + i * LANES)
+            word_g = word_a
+            if G is not None:
+                word_g = tl.load(ptr_g + i * LANES)
+            if PAIRS:
+                low_a, high_a = halves(word_a)
+                low_b, high_b = halves(word_b)
+                low_g, high_g = halves(word_g)
+                other = word_a ^ word_b
+                totals = _add(low_a, low_b, low_g, (other & 0xFFFF) == 0, totals, G is not None)
+                totals = _add(high_a, high_b, high_g, (other & -65536) == 0, totals, G is not None)
+            else:
+                a, b = _number(word_a, A), _number(word_b, B)
+                g = a if G is None else _number(word_g, G)
+                totals = _add(a, b, g, _same(word_a, word_b, A, B), totals, G is not None)
+        ptr_a += UNROLL * LANES
+        ptr_b += UNROLL * LANES
+        if G is not None:
+            ptr_g += UNROLL * LANES
+
+    # the elements before and after the tiles
+    tiles = full * (TILE * UNROLL)
+    for i in range(0, n - tiles, LANES):
+        mask = lanes < n - tiles - i
+        place = i + lanes
+        place = tl.where(place < head, place, place + tiles)
+        word_a = tl.load(base_a + place, mask=mask, other=0)
+        word_b = tl.load(base_b + place, mask=mask, other=0)
+        a, b = _number(word_a, A), _number(word_b, B)
+        g = a
+        if G is not None:
+            g = _number(tl.load(base_g + place, mask=mask, other=0), G)
+        totals = _add(a, b, g, _same(word_a, word_b, A, B) & mask, totals, G is not None)
+
+    top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = _sums(totals)
+    nonfinite = tl.zeros((), tl.float64)
+    if is_finite(suu + sgg) == 0:
+        # fewer lanes, or their totals would take registers from the main loop
+        again, nonfinite = _read_again(base_a, base_b, base_g, n, A, B, G, LANES // 2)
+        top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = _sums(again)
+
+    # the order of PARTIALS
+    out = partials_ptr + chunk
+    stride = num_chunks.to(tl.int64)
+    tl.store(out, saa)
+    tl.store(out + stride, sbb)
+    tl.store(out + 2 * stride, sab)
+    tl.store(out + 3 * stride, suu)
+    tl.store(out + 4 * stride, su)
+    tl.store(out + 5 * stride, unchanged)
+    tl.store(out + 6 * stride, sgg)
+    tl.store(out + 7 * stride, sug)
+    tl.store(out + 8 * stride, nonzero)
+    tl.store(out + 9 * stride, stuck)
+    tl.store(out + 10 * stride, nonfinite)
+    tl.store(out + 11 * stride, top)
+
+
+@triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
+def _finalize_pairs_kernel(
+    table_ptr,  # see packing.PairMap
+    partials_ptr,  # (12, N) float64
+    columns_ptr,  # (T, P) float64
+    num_tensors: tl.int32,
+    num_chunks: tl.int32,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.load(table_ptr + 2 * num_tensors + row)
+    count = tl.load(table_ptr + 3 * num_tensors + row).to(tl.int32)
+    part, offs = tl.arange(0, PARTS), tl.arange(0, TILE)
+    # the last column is the only maximum
+    TOP: tl.constexpr = COLUMNS - 2
+    rows = partials_ptr + first + part[:, None] * num_chunks.to(tl.int64) + offs[None, :]
+    sums = tl.zeros((PARTS, TILE), tl.float64)
+    for i in range(0, count, TILE):
+        x = tl.load(rows + i, mask=(part <= TOP)[:, None] & (offs < count - i)[None, :], other=0.0)
+        sums = tl.where(part[:, None] == TOP, tl.maximum(sums, x), sums + x)
+    values = tl.where(part == TOP, tl.max(sums, 1), tl.sum(sums, 1))
+    out = columns_ptr + row * COLUMNS
+    tl.store(out, tl.load(table_ptr + row).to(tl.float64))
+    tl.store(out + 1 + part, values, mask=part <= TOP)
+
+
+def pairs(
+    pointers: torch.Tensor,
+    table: torch.Tensor,
+    partials: torch.Tensor,
+    dtypes: tuple[torch.dtype | None, ...],
+    first_chunk: int,
+    num_chunks: int,
+    num_tensors: int,
+) -> None:
+    """Write the partials of the chunks with these dtypes.
+
+    Args:
+        pointers: ``(3 * T,) int64``, the addresses of all a, b and g; ``(2 * T,)`` without any g.
+        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table, with pitches.
+        partials: ``(12, N) float64``, written at columns ``first_chunk ... first_chunk + num_chunks - 1``.
+        dtypes: of a, b and g; None or nothing for no g.
+        first_chunk: the group's first chunk.
+        num_chunks: the group's number of chunks.
+        num_tensors: T.
+    """
+    a, b, g = (*dtypes, None)[:3]
+    widest = max(dtype.itemsize for dtype in (a, b, g) if dtype is not None)
+    tile, unroll, threads, registers = tuning.PAIRS[widest, g is not None]
+    _pairs_kernel[(num_chunks,)](
+        pointers,
+        table,
+        partials,
+        first_chunk,
+        num_tensors,
+        partials.shape[1],
+        A=_TYPES[a],
+        B=_TYPES[b],
+        G=_TYPES[g],
+        TILE=tile,
+        UNROLL=unroll,
+        **tuning.options(threads, registers, partials.device),
+    )
+
+
+def finalize_pairs(table: torch.Tensor, partials: torch.Tensor, num_tensors: int) -> torch.Tensor:
+    """Merge the partials of all chunks into a row for each pair.
+
+    Args:
+        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
+        partials: ``(12, N) float64``.
+        num_tensors: T.
+
+    Returns:
+        columns ``(T, P) float64``.
+    """
+    columns = torch.empty((num_tensors, NUM_PAIR_COLUMNS), dtype=torch.float64, device=partials.device)
+    tile, threads, registers = tuning.FINALIZE_PAIRS
+    _finalize_pairs_kernel[(num_tensors,)](
+        table,
+        partials,
+        columns,
+        num_tensors,
+        partials.shape[1],
+        COLUMNS=NUM_PAIR_COLUMNS,
+        PARTS=_PARTS,
+        TILE=tile,
+        **tuning.options(threads, registers, partials.device),
+    )
+    return columns

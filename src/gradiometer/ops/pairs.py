@@ -1,0 +1,109 @@
+"""The op for pairs of tensors: schema, fake, and the choice between kernels and eager PyTorch.
+
+``gradiometer::pair_stats`` is opaque to the compiler, functional and not differentiable, as
+``gradiometer::tensor_stats`` is.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradiometer.columns import NUM_PAIR_COLUMNS
+from gradiometer.ops import packing, pair_reference, warm_up
+from gradiometer.ops.library import (
+    LIBRARY,
+    launching_on,
+    recognize,
+    uses_kernels,
+    without_autocast,
+    without_grad,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["measure_pairs", "recognize_pairs"]
+
+LIBRARY.define("pair_stats(Tensor[] a, Tensor[] b, Tensor[]? g=None) -> Tensor")
+
+
+def recognize_pairs(*sides: Sequence[Tensor]) -> packing.LaunchPlan | None:
+    """Return the plan of known lists like these, if they can be measured without the dispatcher."""
+    return recognize(list(chain.from_iterable(sides)))
+
+
+def measure_pairs(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    g: Sequence[Tensor] | None = None,
+    plan: packing.LaunchPlan | None = None,
+) -> Tensor:
+    """Measure pairs of tensors of one device in one read.
+
+    Args:
+        a, b: at least one floating-point or complex strided tensor each, of the same shapes; any strides and
+            dtypes, which may differ between a and b.
+        g: gradients of the same shapes; an empty one stands for none.
+        plan: the result of `recognize_pairs` for these lists.
+
+    Returns:
+        columns ``(T, P) float64`` in the order of `gradiometer.columns.pairs.PAIR_COLUMNS`, on their device.
+    """
+    if plan is not None:
+        return _eager(a, b, g, plan)
+    with torch.no_grad():
+        return torch.ops.gradiometer.pair_stats(a, b, g)  # type: ignore[no-any-return]
+
+
+def _eager(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    g: Sequence[Tensor] | None = None,
+    plan: packing.LaunchPlan | None = None,
+) -> Tensor:
+    """Measure at once; ``plan``: as for `measure_pairs`, in a call from eager mode."""
+    device = a[0].device
+    with without_grad(), without_autocast(device):
+        if not uses_kernels(device):
+            return pair_reference.pair_stats(a, b, g)
+        with launching_on(device):
+            return _run_kernels([a, b] if g is None else [a, b, g], plan)
+
+
+def _run_kernels(sides: list[Sequence[Tensor]], plan: packing.LaunchPlan | None) -> Tensor:
+    from gradiometer import kernels  # noqa: PLC0415 as in library.py
+
+    keep = plan is not None or not warm_up.is_possible()
+    packed = packing.pack_pairs(sides, kernels.tuning.CHUNK, kernels.tuning.MAX_CHUNKS, plan, keep=keep)
+    chunk_map = packed.chunk_map
+    size = len(kernels.PAIR_PARTIALS), chunk_map.num_chunks
+    partials = torch.empty(size, dtype=torch.float64, device=packed.table.device)
+    for group in chunk_map.groups:
+        kernels.pairs(
+            packed.pointers,
+            packed.table,
+            partials,
+            group.dtype,
+            group.first_chunk,
+            group.num_chunks,
+            chunk_map.num_tensors,
+        )
+    return kernels.finalize_pairs(packed.table, partials, chunk_map.num_tensors)
+
+
+def _pair_stats(a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None) -> Tensor:
+    return _eager(a, b, g)
+
+
+def _fake(a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None) -> Tensor:
+    del b, g
+    return a[0].new_empty((len(a), NUM_PAIR_COLUMNS), dtype=torch.float64)
+
+
+LIBRARY.impl("pair_stats", _pair_stats, "CompositeExplicitAutograd")
+LIBRARY.impl("pair_stats", torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("gradiometer::pair_stats", _fake, lib=LIBRARY)
