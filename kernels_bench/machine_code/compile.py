@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.kernels import tuning
-from gradiometer.ops import library
+from gradiometer.ops import library, pairs
 from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
 
 if TYPE_CHECKING:
@@ -144,6 +144,16 @@ def launches_of(
     return launches
 
 
+def pair_launches_of(
+    sides: Sequence[Sequence[torch.Tensor]], target: str = "sm_90"
+) -> list[Launch]:
+    """Return the launches that measuring these pairs makes on such a GPU; ``sides``: all a, b and g."""
+    uses_kernels = mock.patch.object(pairs, "uses_kernels", return_value=True)
+    with recorded_launches() as launches, launching_for(target), uses_kernels:
+        torch.ops.gradiometer.pair_stats(*map(list, sides))
+    return launches
+
+
 def moments_launch(dtype: torch.dtype, target: str = "sm_90", *, fingerprint: bool = False) -> Launch:
     return launches_of([torch.zeros(9, dtype=dtype)], target=target, fingerprint=fingerprint)[0]
 
@@ -156,12 +166,13 @@ def moments_code(target: str, dtype: torch.dtype, *, fingerprint: bool = False) 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One compilation of a kernel: the dtype it reads, and a launch that needs it."""
+    """One compilation of a kernel: the dtype it reads, from how many tensors, and a launch that needs it."""
 
     kernel: str
     dtype: torch.dtype
     note: str
     launch: Launch
+    tensors: int = 1
 
 
 def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Variant]:
@@ -176,6 +187,15 @@ def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Varian
                 found.setdefault(launch.variant_of(target), Variant("moments", dtype, "", launch))
             launch = launches_of(tensors, target=target, fingerprint=True)[0]
             found.setdefault(launch.variant_of(target), Variant("fingerprint", dtype, "", launch))
+        # a and b, or also g
+        for count, name in ((2, "pairs"), (3, "pairs+g")):
+            for start in (0, 1):
+                sides = [[torch.zeros(100_000 + start, dtype=dtype)[start:]] for _ in range(count)]
+                launch = pair_launches_of(sides, target=target)[0]
+                found.setdefault(launch.variant_of(target), Variant(name, dtype, "", launch, count))
+    sides = [[torch.zeros(9)]] * 2
+    launch = pair_launches_of(sides, target=target)[-1]
+    found.setdefault(launch.variant_of(target), Variant("finalize pairs", torch.float64, "", launch))
     for scale in (None, *dtypes):
         inv_scale = None if scale is None else torch.ones((), dtype=scale)
         launch = launches_of([torch.zeros(9)], inv_scale=inv_scale, target=target)[-1]

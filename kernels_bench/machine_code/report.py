@@ -27,8 +27,10 @@ from kernels_bench import scripts
 from kernels_bench.machine_code.roofline import GPUS, binding, times
 from kernels_bench.machine_code.tables import joined, markdown, show
 
-# the moments kernel without and with fingerprints, and the one that merges
-KERNELS = ("moments", "fingerprint", "finalize")
+# the moments kernel without and with fingerprints, the one that merges, and the same for pairs of tensors
+KERNELS = ("moments", "fingerprint", "finalize", "pairs", "pairs+g", "finalize pairs")
+# those that read tensors, and how many
+READS = {"moments": 1, "fingerprint": 1, "pairs": 2, "pairs+g": 3}
 
 
 def code_rows(target: str, dtypes: list[str], kernels: list[str], sass: Path | None) -> list[dict]:
@@ -45,7 +47,7 @@ def code_rows(target: str, dtypes: list[str], kernels: list[str], sass: Path | N
         row["variant"] = variant.note
         try:
             code = variant.launch.compile(target)
-            row |= measures(code, variant.dtype.itemsize)
+            row |= measures(code, variant.tensors * variant.dtype.itemsize)
         except Exception as error:  # noqa: BLE001 a compiler may not know a target; other rows count
             lines = str(error).strip().splitlines() or [""]
             rows.append(row | {"error": f"{type(error).__name__}: {lines[0]}"})
@@ -68,7 +70,10 @@ def in_own_process(target: str, dtypes: list[str], kernels: list[str], sass: Pat
 
 
 def measures(code, itemsize: int) -> dict:
-    """Return a row's figures: the main loop's per element of ``itemsize`` bytes, and the whole kernel's."""
+    """Return a row's figures: the main loop's per element, and the whole kernel's.
+
+    ``itemsize``: the bytes of an element, or of a pair's elements together.
+    """
     loop = code.main_loop
     elements = loop.elements(itemsize)
     return {
@@ -89,18 +94,18 @@ def measures(code, itemsize: int) -> dict:
 
 
 def bound_rows(rows: list[dict]) -> list[dict]:
-    """Predict the time of each dtype's moments kernel on each GPU whose target was compiled."""
+    """Predict the time of each dtype's kernels on each GPU whose target was compiled."""
     first = {}
     for row in rows:
-        if row["kernel"] in {"moments", "fingerprint"} and "error" not in row:
+        if row["kernel"] in READS and "error" not in row:
             first.setdefault((row["target"], row["dtype"], row["kernel"]), row)
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
     bounds = []
     for gpu in GPUS:
-        for (dtype, size), kernel in product(itemsize.items(), ("moments", "fingerprint")):
+        for (dtype, size), (kernel, tensors) in product(itemsize.items(), READS.items()):
             if row := first.get((gpu.target, dtype, kernel)):
-                seconds = times(gpu, size, row["slots"], row["fp64"], row["conversions"])
-                rate = size * 1e9 / max(seconds.values())
+                seconds = times(gpu, size * tensors, row["slots"], row["fp64"], row["conversions"])
+                rate = size * tensors * 1e9 / max(seconds.values())
                 others = max(value for name, value in seconds.items() if name != "memory")
                 bounds.append(
                     {"gpu": gpu.name, "target": gpu.target, "kernel": kernel, "dtype": dtype}

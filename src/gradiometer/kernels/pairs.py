@@ -28,13 +28,8 @@ _TYPES = {
     torch.float16: tl.float16,
     None: None,
 }
-
-
-@triton.jit
-def _read_as(DTYPE: tl.constexpr):
-    """Return the integer type whose bits a dtype is read as."""
-    size: tl.constexpr = DTYPE.primitive_bitwidth
-    return tl.int64 if size == 64 else tl.int32 if size == 32 else tl.int16
+# the integers whose bits a dtype is read as
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 0: None}
 
 
 @triton.jit
@@ -154,6 +149,12 @@ def _pairs_kernel(
     A: tl.constexpr,
     B: tl.constexpr,
     G: tl.constexpr,
+    SIZE_A: tl.constexpr,
+    SIZE_B: tl.constexpr,
+    SIZE_G: tl.constexpr,
+    BITS_A: tl.constexpr,  # integers of these sizes
+    BITS_B: tl.constexpr,
+    BITS_G: tl.constexpr,
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
@@ -164,27 +165,24 @@ def _pairs_kernel(
     n = tl.minimum(tl.load(table_ptr + row) - index * size, size).to(tl.int32)
     # elements from one chunk's beginning to the next
     pitches = table_ptr + 4 * num_tensors + num_chunks + row
-    SIZE_A: tl.constexpr = A.primitive_bitwidth // 8
-    SIZE_B: tl.constexpr = B.primitive_bitwidth // 8
     at_a = tl.load(pointers_ptr + row) + index * tl.load(pitches) * SIZE_A
     at_b = tl.load(pointers_ptr + num_tensors + row) + index * tl.load(pitches + num_tensors) * SIZE_B
-    SIZE_G: tl.constexpr = 1 if G is None else G.primitive_bitwidth // 8
     at_g = at_a
     if G is not None:
-        place = 2 * num_tensors + row
-        at_g = tl.load(pointers_ptr + place) + index * tl.load(pitches + 2 * num_tensors) * SIZE_G
+        at_g = tl.load(pointers_ptr + 2 * num_tensors + row)
+        at_g += index * tl.load(pitches + 2 * num_tensors) * SIZE_G
 
     # two bf16 are read as one word: integer operations split it in fewer instructions
     PAIRS: tl.constexpr = A == tl.bfloat16 and B == tl.bfloat16 and (G is None or G == tl.bfloat16)
     LANES: tl.constexpr = TILE // 2 if PAIRS else TILE
-    WORD_A: tl.constexpr = tl.int32 if PAIRS else _read_as(A)
-    WORD_B: tl.constexpr = tl.int32 if PAIRS else _read_as(B)
+    WORD_A: tl.constexpr = tl.int32 if PAIRS else BITS_A
+    WORD_B: tl.constexpr = tl.int32 if PAIRS else BITS_B
     lanes = tl.arange(0, LANES)
     wide = tl.zeros((LANES,), tl.float64)
     none = tl.zeros((LANES,), tl.float32)
     totals = wide, wide, wide, wide, wide, wide, none, wide, wide, none, none
-    base_a, base_b = at_a.to(tl.pointer_type(_read_as(A))), at_b.to(tl.pointer_type(_read_as(B)))
-    base_g = base_a if G is None else at_g.to(tl.pointer_type(_read_as(G)))
+    base_a, base_b = at_a.to(tl.pointer_type(BITS_A)), at_b.to(tl.pointer_type(BITS_B))
+    base_g = base_a if G is None else at_g.to(tl.pointer_type(BITS_G))
 
     # the elements before the first 16-byte boundary are read separately; where the boundaries of a, b and g
     # are at different elements, all are
@@ -199,7 +197,7 @@ def _pairs_kernel(
     ptr_b = tl.multiple_of((at_b + head * SIZE_B).to(tl.pointer_type(WORD_B)), 16) + lanes
     ptr_g = ptr_a
     if G is not None:
-        WORD_G: tl.constexpr = tl.int32 if PAIRS else _read_as(G)
+        WORD_G: tl.constexpr = tl.int32 if PAIRS else BITS_G
         ptr_g = tl.multiple_of((at_g + head * SIZE_G).to(tl.pointer_type(WORD_G)), 16) + lanes
     for _ in range(full):
         for i in tl.static_range(UNROLL):
@@ -311,8 +309,8 @@ def pairs(
         num_tensors: T.
     """
     a, b, g = (*dtypes, None)[:3]
-    widest = max(dtype.itemsize for dtype in (a, b, g) if dtype is not None)
-    tile, unroll, threads, registers = tuning.PAIRS[widest, g is not None]
+    sizes = [0 if dtype is None else dtype.itemsize for dtype in (a, b, g)]
+    tile, unroll, threads, registers = tuning.PAIRS[max(sizes), g is not None]
     _pairs_kernel[(num_chunks,)](
         pointers,
         table,
@@ -323,6 +321,12 @@ def pairs(
         A=_TYPES[a],
         B=_TYPES[b],
         G=_TYPES[g],
+        SIZE_A=sizes[0],
+        SIZE_B=sizes[1],
+        SIZE_G=sizes[2],
+        BITS_A=_WORDS[sizes[0]],
+        BITS_B=_WORDS[sizes[1]],
+        BITS_G=_WORDS[sizes[2]],
         TILE=tile,
         UNROLL=unroll,
         **tuning.options(threads, registers, partials.device),
