@@ -17,7 +17,7 @@ from torch import Tensor
 from gradiometer.columns import NUM_PAIR_COLUMNS
 from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
-from gradiometer.ops.eager_plan import BATCH, SMALL, WIDTH_OF
+from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, WIDTH_OF
 from gradiometer.ops.reference import by_tensor, convertible, cut, fsum
 
 if TYPE_CHECKING:
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["pair_stats"]
 
-# elements that a thread reads at a time, into four buffers of 8 bytes per element that stay in its cache
-PIECE: Final = 2**15 - 1
-
+# elements that a thread reads at a time, into buffers of 8 bytes per element that stay in its cache
+PIECE: Final = 2**17
 # raw columns of one pair, in the order of `gradiometer.columns.pairs.PAIR_COLUMNS`
 _Row = tuple[float, ...]
 _NOTHING: Final[_Row] = (0.0,) * NUM_PAIR_COLUMNS
@@ -44,76 +43,122 @@ def pair_stats(a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | N
         columns ``(T, P) float64``.
     """
     rows = [_NOTHING] * len(a)
-    small: dict[tuple[object, ...], list[tuple[int, tuple[Tensor, ...]]]] = {}
+    alike: dict[tuple[object, ...], list[tuple[int, tuple[Tensor, ...]]]] = {}
     large: list[tuple[int, tuple[Tensor, ...]]] = []
     for index, (x, y) in enumerate(zip(a, b, strict=True)):
         pair = [x, y]
         if g is not None and g[index].numel():
             pair.append(g[index])
         numbers = tuple([as_real(tensor) for tensor in pair])
-        if numbers[0].numel() > SMALL:
+        numel = numbers[0].numel()
+        if numel > BATCH:
             large.append((index, numbers))
-        elif numbers[0].numel():
-            kind = (*[tensor.dtype for tensor in numbers], WIDTH_OF[numbers[0].numel()])
-            small.setdefault(kind, []).append((index, numbers))
-    if small:
+        elif numel == 1:
+            rows[index] = _row_of_numbers(numbers)
+        elif numel:
+            # trailing zeros change no bit of a row's sums
+            width = WIDTH_OF[numel] if numel <= SMALL else numel
+            alike.setdefault((*[tensor.dtype for tensor in numbers], width), []).append((index, numbers))
+    if alike:
         with openmp.one_thread():
-            for (*_, width), members in small.items():
-                most = max(1, BATCH // width)
+            for (*_, width), members in alike.items():
+                most = max(1, piece_length() // width)
+                buffers = _buffers(members[0][1], width * min(most, len(members)))
                 for start in range(0, len(members), most):
-                    _measure_batch(members[start : start + most], width, rows)
+                    _measure_batch(members[start : start + most], width, buffers, rows)
     if large:
-        most = max([numbers[0].numel() for _, numbers in large])
-        for index, row in by_tensor(large, PIECE, lambda: _measure_on_thread(min(PIECE, most)), _merge):
+        most = min(piece_length(), max([numbers[0].numel() for _, numbers in large]))
+        for index, row in by_tensor(large, most, lambda: _measure_on_thread(most), _merge):
             rows[index] = row
-    device = a[0].device
     columns = torch.frombuffer(array("d", chain.from_iterable(rows)), dtype=torch.float64)
-    return columns.view(len(rows), NUM_PAIR_COLUMNS).to(device)
+    return columns.view(len(rows), NUM_PAIR_COLUMNS).to(a[0].device)
+
+
+def piece_length() -> int:
+    """Return how many elements a thread reads at a time; fewer where torch would spread them over threads."""
+    return PIECE if openmp.can_run_alone() else BATCH
+
+
+def _buffers(numbers: tuple[Tensor, ...], numel: int) -> list[Tensor]:
+    # memory that is freed and allocated again has to be mapped again
+    return [numbers[0].new_empty(numel, dtype=torch.float64) for _ in range(len(numbers) + 1)]
 
 
 def _measure_on_thread(numel: int) -> Callable[[tuple[Tensor, ...]], _Row]:
-    buffers: list[Tensor] = []
+    # by the number of tensors, with or without a gradient
+    buffers: dict[int, list[Tensor]] = {}
 
     def measure(block: tuple[Tensor, ...]) -> _Row:
-        if not buffers:
-            buffers.append(torch.empty((4, numel), dtype=torch.float64, device=block[0].device))
-        return _merge([_measure(piece, buffers[0]) for piece in cut(block, numel)])
+        if len(block) not in buffers:
+            buffers[len(block)] = _buffers(block, numel)
+        return _merge([_measure(piece, buffers[len(block)]) for piece in cut(block, numel)])
 
     return measure
 
 
-def _measure(piece: tuple[Tensor, ...], buffers: Tensor) -> _Row:
-    """Return the row of a piece; ``buffers``: ``(4, n) float64`` with at least as many elements."""
+def _measure(piece: tuple[Tensor, ...], buffers: list[Tensor]) -> _Row:
+    """Return the row of a piece; the buffers have at least as many elements."""
     numel = piece[0].numel()
-    a, b, product, same = [buffer[:numel] for buffer in buffers]
-    # sums, and the maximum
-    results = torch.zeros(11, dtype=torch.float64, device=a.device)
-    out = results.unbind()
+    *sides, spare = [buffer[:numel] for buffer in buffers]
+    for x, source in zip(sides, piece, strict=True):
+        x.view(source.shape).copy_(convertible(source))
+    ((*sums, top),) = _sums([x.view(1, numel) for x in sides], spare.view(1, numel))
+    return _measure_nonfinite(piece) if _is_odd(sums) else (numel, *sums, 0.0, top)
 
-    def add(x: Tensor, place: int) -> None:
-        torch.sum(x, (), out=out[place])
 
-    a.view(piece[0].shape).copy_(convertible(piece[0]))
-    b.view(piece[0].shape).copy_(convertible(piece[1]))
-    add(torch.mul(a, a, out=product), 0)
-    add(torch.mul(b, b, out=product), 1)
-    add(torch.mul(a, b, out=product), 2)
-    # widening keeps different finite numbers, and zeros of either sign, apart
-    add(torch.eq(a.view(torch.int64), b.view(torch.int64), out=same), 5)
-    u = a.sub_(b)
-    add(u, 4)
-    add(torch.mul(u, u, out=product), 3)
-    if len(piece) > 2:
-        b.view(piece[0].shape).copy_(convertible(piece[2]))
-        add(torch.mul(b, b, out=product), 6)
-        add(torch.mul(u, b, out=product), 7)
-        add(torch.ne(b, 0.0, out=product), 8)
-        add(product.mul_(same), 9)
-    torch.amax(u.abs_(), (), out=out[10])
-    *sums, top = results.tolist()
-    if not (sums[3] < math.inf and sums[6] < math.inf):
-        return _measure_nonfinite(piece)
-    return (numel, *sums, 0.0, top)
+def _row_of_numbers(numbers: tuple[Tensor, ...]) -> _Row:
+    a, b, *rest = [x.item() for x in numbers]
+    g = rest[0] if rest else 0.0
+    if not all([math.isfinite(x) for x in (a, b, g)]):
+        return _measure_nonfinite(numbers)
+    u = a - b
+    same = a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
+    return (1, a * a, b * b, a * b, u * u, u, same, g * g, u * g, g != 0, same and g != 0, 0.0, abs(u))
+
+
+def _is_odd(sums: list[float]) -> bool:
+    # squares of differences and of gradients
+    return not (sums[3] < math.inf and sums[6] < math.inf)
+
+
+def _sums(sides: list[Tensor], spare: Tensor) -> list[list[float]]:
+    """Return the sums of each row, in the order of the columns, and max |u|.
+
+    ``sides``: a, b and perhaps g, ``(R, n) float64``; they and ``spare``, of the same size, are overwritten.
+    """
+    a, b, *rest = sides
+    # widening keeps different finite numbers, and zeros of either sign, apart; with a result of another dtype,
+    # eq takes three times as long
+    same = torch.eq(a.view(torch.int64), b.view(torch.int64), out=spare.view(torch.int64))
+    if a.numel() <= FEW:
+        # fewer operators: they take more time here than their work
+        u = a - b
+        values = [a * a, b * b, a * b, u * u, u, same]
+        if rest:
+            nonzero = rest[0].sgn().abs_()
+            values += [rest[0] * rest[0], u * rest[0], nonzero, nonzero * same]
+        few = torch.cat([torch.stack(values).sum(dim=2), u.abs_().amax(dim=1).unsqueeze(0)])
+        *sums, tops = few.tolist()
+        return list(zip(*sums, *[[0.0] * len(a)] * (10 - len(sums)), tops, strict=True))  # type: ignore[arg-type]
+    results = a.new_zeros((11, len(a)))
+    results[5] = same.sum(dim=1)
+    if rest:
+        (g,) = rest
+        # g where it is the same, as bits
+        same.neg_().bitwise_and_(g.view(torch.int64))
+        torch.sum(spare.ne_(0.0), 1, out=results[9])
+        torch.sum(torch.ne(g, 0.0, out=spare), 1, out=results[8])
+    torch.sum(torch.mul(a, b, out=spare), 1, out=results[2])
+    u = torch.sub(a, b, out=spare)
+    torch.sum(u, 1, out=results[4])
+    torch.sum(a.square_(), 1, out=results[0])
+    torch.sum(b.square_(), 1, out=results[1])
+    if rest:
+        torch.sum(torch.mul(u, g, out=a), 1, out=results[7])
+        torch.sum(g.square_(), 1, out=results[6])
+    torch.amax(u.abs_(), 1, out=results[10])
+    torch.sum(u.square_(), 1, out=results[3])
+    return results.t().tolist()  # type: ignore[no-any-return]
 
 
 def _measure_nonfinite(piece: tuple[Tensor, ...]) -> _Row:
@@ -143,34 +188,24 @@ def _same_bits(a: Tensor, b: Tensor) -> Tensor:
     return (a == b) & (a.view(torch.int64) == b.view(torch.int64))
 
 
-def _measure_batch(members: list[tuple[int, tuple[Tensor, ...]]], width: int, rows: list[_Row]) -> None:
+def _measure_batch(
+    members: list[tuple[int, tuple[Tensor, ...]]], width: int, buffers: list[Tensor], rows: list[_Row]
+) -> None:
     """Measure pairs with the same dtypes in rows of zero-padded numbers; write their rows."""
-    sides = []
-    for side in zip(*[numbers for _, numbers in members], strict=True):
+    filled = len(members) * width
+    *sides, spare = [buffer[:filled] for buffer in buffers]
+    for x, side in zip(sides, zip(*[numbers for _, numbers in members], strict=True), strict=True):
         # fp8 formats lack the operators that padding needs
-        flats = [(x.float() if x.itemsize == 1 else x).reshape(-1) for x in side]
+        flats = [(part.float() if part.itemsize == 1 else part).reshape(-1) for part in side]
         zeros = flats[0].new_zeros(width)
-        parts = chain.from_iterable([(x, zeros[len(x) :]) for x in flats])
-        sides.append(torch.cat(list(parts)).double().view(len(members), width))
-    a, b = sides[:2]
-    same = torch.eq(a.view(torch.int64), b.view(torch.int64)).to(torch.float64)
-    u = a - b
-    values = [a * a, b * b, a * b, u * u, u, same]
-    if len(sides) > 2:
-        g = sides[2]
-        nonzero = (g != 0).to(torch.float64)
-        values += [g * g, u * g, nonzero, nonzero * same]
-    sums = torch.stack(values).sum(dim=2)
-    top = u.abs().amax(dim=1).tolist()
-    measured = torch.cat([sums, sums.new_zeros(11 - len(values), len(members))]).t().tolist()
-    for (index, numbers), row, largest in zip(members, measured, top, strict=True):
+        parts = list(chain.from_iterable([(flat, zeros[len(flat) :]) for flat in flats]))
+        x.copy_(convertible(torch.cat(parts, out=spare.view(zeros.dtype)[:filled])))
+    found = _sums([x.view(-1, width) for x in sides], spare.view(-1, width))
+    for (index, numbers), (*sums, top) in zip(members, found, strict=True):
         numel = numbers[0].numel()
-        if row[3] < math.inf and row[6] < math.inf:
-            # padding is unchanged
-            row[5] -= width - numel
-            rows[index] = (numel, *row, largest)
-        else:
-            rows[index] = _measure_nonfinite(numbers)
+        # padding is unchanged
+        sums[5] -= width - numel
+        rows[index] = _measure_nonfinite(numbers) if _is_odd(sums) else (numel, *sums, 0.0, top)
 
 
 def _merge(rows: list[_Row]) -> _Row:
