@@ -144,9 +144,7 @@ def launches_of(
     return launches
 
 
-def pair_launches_of(
-    sides: Sequence[Sequence[torch.Tensor]], target: str = "sm_90"
-) -> list[Launch]:
+def pair_launches_of(sides: Sequence[Sequence[torch.Tensor]], target: str = "sm_90") -> list[Launch]:
     """Return the launches that measuring these pairs makes on such a GPU; ``sides``: all a, b and g."""
     uses_kernels = mock.patch.object(pairs, "uses_kernels", return_value=True)
     with recorded_launches() as launches, launching_for(target), uses_kernels:

@@ -303,7 +303,7 @@ def _clip(
         return stats
 
     agreed = {"max_norm": limit, "norm_type": order, "inv_scale": 1.0 if inv_scale is None else inv_scale}
-    stats = over_ranks(reduce, parameters, what, measured, fingerprint=fingerprint, **agreed)
+    stats = over_ranks(reduce, parameters, what, measured, is_wide=fingerprint, **agreed)
     norms = norms_of(stats.columns, order, finite, over)
     if error_if_nonfinite:
         _refuse_nonfinite(stats, norms.said, order, over)

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_COLUMNS, NUM_FINGERPRINT_COLUMNS, NUM_SUM_COLUMNS, derived
+from gradiometer.columns import (
+    NUM_COLUMNS,
+    NUM_FINGERPRINT_COLUMNS,
+    NUM_PAIR_SUMS,
+    NUM_SUM_COLUMNS,
+    derived,
+    pair_value,
+)
 from gradiometer.distributed import calls, collectives, process_groups, replicas
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.replicas import Replicas
@@ -34,6 +41,9 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
 
 __all__ = ["Ranks", "divergence_text", "minority"]
+
+# columns of the sum over ranks once fingerprints or pairs were reduced
+_WIDE = NUM_SUM_COLUMNS + replicas.NUM_SUMMED
 
 # code of a row that a rank has measured and found finite; less than the code of any rank
 _MEASURED = 0.5
@@ -163,7 +173,7 @@ class Ranks:
         self._counted = torch.tensor(mask, dtype=torch.bool, device=home or "cpu").unsqueeze(1)
         self._replicas = Replicas(self.plan, self.rank, sharding, self._counted.device)
         self._calls = 0
-        self._met_for_fingerprints = False
+        self._is_wide = False
         self._checked: Sharding | None = sharding
         # the same on all ranks
         self._hash = zlib.crc32(b"".join(self.plan.shardings))
@@ -237,11 +247,14 @@ class Ranks:
             raise ValueError(msg + "or create gm.Ranks again on all ranks")
         return [self._rows[self._places[name]] for name in names]
 
-    def fail(self, error: Exception, *, fingerprint: bool = False) -> None:
-        """Tell the other ranks, which wait for this one in `reduce`, that it has failed."""
+    def fail(self, error: Exception, *, is_wide: bool = False) -> None:
+        """Tell the other ranks, which wait for this one in `reduce`, that it has failed.
+
+        ``is_wide``: whether they reduce fingerprints or pairs.
+        """
         if self.size > 1 and not torch.compiler.is_compiling():
             nothing = torch.zeros((0, NUM_COLUMNS), dtype=torch.float64, device=self._counted.device)
-            bits = nothing.new_zeros((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if fingerprint else None
+            bits = nothing.new_zeros((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if is_wide else None
             with suppress(Exception):
                 self.reduce((), nothing, bits, failure=error)
 
@@ -251,6 +264,7 @@ class Ranks:
         columns: Tensor,
         fingerprints: Tensor | None = None,
         *,
+        pairs: bool = False,
         failure: Exception | None = None,
         what: str = "reduce",
         arguments: Mapping[str, Any] = _NOTHING,
@@ -266,6 +280,7 @@ class Ranks:
             names: the names of the rows of ``columns``; this rank's other tensors add nothing.
             columns: their ``(len(names), C) float64``.
             fingerprints: their ``(len(names), 3) int64``, on all ranks or on none.
+            pairs: whether the columns are those of pairs, ``(len(names), P) float64``.
             failure: the error because of which this rank has no columns.
             what: the name of the call, the same on all ranks; not checked in compiled functions.
             arguments: those of its arguments that are among `calls.ARGUMENTS`.
@@ -286,7 +301,10 @@ class Ranks:
             columns = columns.to(home, non_blocking=True)
             if fingerprints is not None:
                 fingerprints = fingerprints.to(home, non_blocking=True)
-        bad = derived.value(columns, "n_nonfinite") > 0
+        # the sums come first
+        num_sums = NUM_PAIR_SUMS if pairs else NUM_SUM_COLUMNS
+        num_columns = columns.shape[1]
+        bad = (pair_value if pairs else derived.value)(columns, "n_nonfinite") > 0
         # the first rank's code is the largest; the code of a measured row is above 0
         code = torch.where(bad, float(self.size - self.rank), 0.0).unsqueeze(1)
         try:
@@ -299,29 +317,30 @@ class Ranks:
                 raise
             # the others wait for this rank
             failure = error
-            mine = columns.new_zeros((len(self.names), NUM_COLUMNS + 1))
-            code = mine[:, NUM_COLUMNS:]
+            mine = columns.new_zeros((len(self.names), num_columns + 1))
+            code = mine[:, num_columns:]
             bits = None if fingerprints is None else mine.new_zeros((len(self.names), replicas.NUM_SUMMED))
-        mine = torch.cat([mine[:, :NUM_COLUMNS], torch.maximum(mine[:, NUM_COLUMNS:], code)], dim=1)
+        mine = torch.cat([mine[:, :num_columns], torch.maximum(mine[:, num_columns:], code)], dim=1)
         if self.size == 1:
             found = (None, None) if bits is None else self.merged_bits(bits)
-            return Reduced(mine[:, :NUM_COLUMNS], self._origin(mine[:, NUM_COLUMNS]), *found)
-        sums, tops = mine[:, :NUM_SUM_COLUMNS], mine[:, NUM_SUM_COLUMNS:]
-        if bits is not None:
-            self._meet_for_fingerprints()
-        elif self._met_for_fingerprints:
-            # of the same size, should another rank ask for fingerprints: Gloo aborts if sizes differ
-            bits = mine.new_zeros((len(self.names), replicas.NUM_SUMMED))
+            return Reduced(mine[:, :num_columns], self._origin(mine[:, num_columns]), *found)
+        sums, tops = mine[:, :num_sums], mine[:, num_sums:]
+        more = pairs or bits is not None
+        if more:
+            self._meet_wide()
         if bits is not None:
             sums = torch.cat([sums, bits], dim=1)
+        if more or self._is_wide:
+            # of one size, whatever each rank reduces: Gloo aborts if sizes differ
+            sums = torch.cat([sums, sums.new_zeros((len(sums), _WIDE - sums.shape[1]))], dim=1)
         low, high = self._marks(what, failure)
         # created on the device, without a copy
         check = [tops.new_full((1, 1), low), tops.new_full((1, 1), -high)]
         tops = torch.cat([tops, torch.cat(check, dim=1), calls.told(arguments, tops)])
         sums, tops = collectives.all_reduce_pair([(sums, "sum"), (tops, "max")], self.group, self.timeout)
-        if fingerprints is None:
-            sums = sums[:, :NUM_SUM_COLUMNS]
-        return self._merged(sums, tops, failure, what, arguments)
+        found = (None, None) if bits is None else self.merged_bits(sums[:, num_sums:])
+        merged, origin = self._merged(sums[:, :num_sums], tops, failure, what, arguments)
+        return Reduced(merged, origin, *found)
 
     def merged_bits(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return fingerprints and whether copies differ, from the results of `bits_of` of all ranks.
@@ -330,11 +349,11 @@ class Ranks:
         """
         return self._replicas.merged(sums)
 
-    def _meet_for_fingerprints(self) -> None:
-        """Wait for the first call with fingerprints of all ranks; sizes are the same from then on."""
-        if not self._met_for_fingerprints and not torch.compiler.is_compiling():
-            collectives.rendezvous(self.group, self.timeout, "reduce with fingerprint=True")
-            self._met_for_fingerprints = True
+    def _meet_wide(self) -> None:
+        """Wait for all ranks' first call with fingerprints or pairs; sizes are the same from then on."""
+        if not self._is_wide and not torch.compiler.is_compiling():
+            collectives.rendezvous(self.group, self.timeout, "reduce with fingerprint=True, or of pairs")
+            self._is_wide = True
 
     def bits_of(self, names: tuple[str, ...], fingerprints: Tensor) -> Tensor:
         """Return what this rank adds to the fingerprints of all rows, ``(T, 10) float64``; see `Replicas`.
@@ -347,12 +366,9 @@ class Ranks:
 
     def _merged(
         self, sums: Tensor, tops: Tensor, failure: Exception | None, what: str, arguments: Mapping[str, Any]
-    ) -> Reduced:
+    ) -> tuple[Tensor, Tensor]:
+        """Return the merged columns and origins; raise if the calls differ."""
         rows = len(self.names)
-        found = (None, None)
-        if sums.shape[1] > NUM_SUM_COLUMNS:
-            found = self.merged_bits(sums[:, NUM_SUM_COLUMNS:])  # type: ignore[assignment]
-            sums = sums[:, :NUM_SUM_COLUMNS]
         # first the call itself, then its arguments
         differ = calls.differ(tops[rows:])
         merged, origin = torch.cat([sums, tops[:rows, :1]], dim=1), self._origin(tops[:rows, 1])
@@ -364,7 +380,7 @@ class Ranks:
             origin = torch.where(differ.any(), -3.0 - differ.to(torch.uint8).argmax(), origin)
         if failure is not None:
             raise failure
-        return Reduced(merged, origin, *found)
+        return merged, origin
 
     def _origin(self, code: Tensor) -> Tensor:
         return torch.where(code >= 1, self.size - code, torch.where(code > 0, -1.0, -2.0))

@@ -49,7 +49,7 @@ def _same(word_a, word_b, A: tl.constexpr, B: tl.constexpr):
     """Return where both have the same bits; for two dtypes, where they are the same number, not NaN."""
     if A == B:
         same = word_a == word_b
-    elif A == tl.float64 or B == tl.float64:
+    elif A == tl.float64 or B == tl.float64:  # noqa: PLR1714 Triton has no tuples of types
         x, y = _number(word_a, A).to(tl.float64), _number(word_b, B).to(tl.float64)
         same = (x == y) & (x.to(tl.int64, bitcast=True) == y.to(tl.int64, bitcast=True))
     else:

@@ -36,14 +36,15 @@ def pair_stats(a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | N
     """Measure pairs of tensors of one device.
 
     Args:
-        a, b: at least one pair of tensors of one shape.
+        a: at least one tensor.
+        b: the other tensors of the pairs, of the same shapes.
         g: gradients of the same shapes; an empty one stands for none.
 
     Returns:
         columns ``(T, P) float64``.
     """
     rows = [_NOTHING] * len(a)
-    alike: dict[tuple[object, ...], list[tuple[int, tuple[Tensor, ...]]]] = {}
+    alike: dict[tuple[int, tuple[torch.dtype, ...]], list[tuple[int, tuple[Tensor, ...]]]] = {}
     large: list[tuple[int, tuple[Tensor, ...]]] = []
     for index, (x, y) in enumerate(zip(a, b, strict=True)):
         pair = [x, y]
@@ -58,10 +59,11 @@ def pair_stats(a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | N
         elif numel:
             # trailing zeros change no bit of a row's sums
             width = WIDTH_OF[numel] if numel <= SMALL else numel
-            alike.setdefault((*[tensor.dtype for tensor in numbers], width), []).append((index, numbers))
+            dtypes = tuple([tensor.dtype for tensor in numbers])
+            alike.setdefault((width, dtypes), []).append((index, numbers))
     if alike:
         with openmp.one_thread():
-            for (*_, width), members in alike.items():
+            for (width, _), members in alike.items():
                 most = max(1, piece_length() // width)
                 buffers = _buffers(members[0][1], width * min(most, len(members)))
                 for start in range(0, len(members), most):
@@ -127,8 +129,8 @@ def _sums(sides: list[Tensor], spare: Tensor) -> list[list[float]]:
     ``sides``: a, b and perhaps g, ``(R, n) float64``; they and ``spare``, of the same size, are overwritten.
     """
     a, b, *rest = sides
-    # widening keeps different finite numbers, and zeros of either sign, apart; with a result of another dtype,
-    # eq takes three times as long
+    # widening keeps different finite numbers, and zeros of either sign, apart. With a result of another
+    # dtype, eq would take three times as long
     same = torch.eq(a.view(torch.int64), b.view(torch.int64), out=spare.view(torch.int64))
     if a.numel() <= FEW:
         # fewer operators: they take more time here than their work
@@ -139,7 +141,8 @@ def _sums(sides: list[Tensor], spare: Tensor) -> list[list[float]]:
             values += [rest[0] * rest[0], u * rest[0], nonzero, nonzero * same]
         few = torch.cat([torch.stack(values).sum(dim=2), u.abs_().amax(dim=1).unsqueeze(0)])
         *sums, tops = few.tolist()
-        return list(zip(*sums, *[[0.0] * len(a)] * (10 - len(sums)), tops, strict=True))  # type: ignore[arg-type]
+        missing = [[0.0] * len(a)] * (10 - len(sums))
+        return list(map(list, zip(*sums, *missing, tops, strict=True)))
     results = a.new_zeros((11, len(a)))
     results[5] = same.sum(dim=1)
     if rest:
@@ -158,7 +161,7 @@ def _sums(sides: list[Tensor], spare: Tensor) -> list[list[float]]:
         torch.sum(g.square_(), 1, out=results[6])
     torch.amax(u.abs_(), 1, out=results[10])
     torch.sum(u.square_(), 1, out=results[3])
-    return results.t().tolist()  # type: ignore[no-any-return]
+    return results.t().tolist()
 
 
 def _measure_nonfinite(piece: tuple[Tensor, ...]) -> _Row:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,22 +30,25 @@ __all__ = ["measure_pairs", "recognize_pairs"]
 LIBRARY.define("pair_stats(Tensor[] a, Tensor[] b, Tensor[]? g=None) -> Tensor")
 
 
-def recognize_pairs(*sides: Sequence[Tensor]) -> packing.LaunchPlan | None:
+def recognize_pairs(
+    a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | None = None
+) -> packing.LaunchPlan | None:
     """Return the plan of known lists like these, if they can be measured without the dispatcher."""
-    return recognize(list(chain.from_iterable(sides)))
+    return recognize([*a, *b, *(g or ())])
 
 
 def measure_pairs(
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     g: Sequence[Tensor] | None = None,
+    *,
     plan: packing.LaunchPlan | None = None,
 ) -> Tensor:
     """Measure pairs of tensors of one device in one read.
 
     Args:
-        a, b: at least one floating-point or complex strided tensor each, of the same shapes; any strides and
-            dtypes, which may differ between a and b.
+        a: at least one floating-point or complex strided tensor.
+        b: tensors of the same shapes; strides and dtypes may differ.
         g: gradients of the same shapes; an empty one stands for none.
         plan: the result of `recognize_pairs` for these lists.
 

@@ -476,6 +476,7 @@ def _widened(piece: Tensor, scratch: _Scratch) -> Tensor:
 
 
 def convertible(x: Tensor) -> Tensor:
+    """Return a tensor whose conversion to float64 is fast."""
     # a direct conversion from float16 to float64 takes four times as long
     return x.to(torch.float32) if x.itemsize < 4 and x.dtype != torch.bfloat16 else x
 
@@ -513,6 +514,7 @@ def _merge_both(parts: list[tuple[_Row, Fingerprint]]) -> tuple[_Row, Fingerprin
 
 
 def fsum(values: Sequence[float]) -> float:
+    """Return the sum, rounded once unless it leaves the range of float64."""
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):

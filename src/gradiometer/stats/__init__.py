@@ -7,6 +7,7 @@ Nothing here modifies a tensor.
 
 from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
+from gradiometer.stats.compare import collect_updates, compare
 from gradiometer.stats.ema import EMA, Smoothed
 from gradiometer.stats.fingerprint import NOT_COMPARED, fingerprint, leaves, texts
 from gradiometer.stats.float64_module import Float64Module
@@ -16,7 +17,10 @@ from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.materialize import materialize, materialize_async
 from gradiometer.stats.measure import grads_of, measure, over_ranks, settled
 from gradiometer.stats.norms import finite_norm, norms_of, order_of
+from gradiometer.stats.pair_report import PairReport, PairRow
+from gradiometer.stats.pair_stats import PairStats
 from gradiometer.stats.report import ModuleReports, Report
+from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
 from gradiometer.stats.tensor_stats import TensorStats
 from gradiometer.stats.text_table import amount
@@ -27,16 +31,22 @@ __all__ = [
     "Float64Module",
     "GroupRule",
     "ModuleReports",
+    "PairReport",
+    "PairRow",
+    "PairStats",
     "Pending",
     "Report",
     "Smoothed",
+    "Snapshot",
     "TensorReport",
     "TensorStats",
     "amount",
     "check_replicas",
     "collect",
     "collect_grads",
+    "collect_updates",
     "collect_weights",
+    "compare",
     "fetch",
     "fingerprint",
     "finite_norm",

@@ -55,7 +55,7 @@ def check_replicas(model: Parameters, *, reduce: bool | Ranks = True) -> dict[st
         over = ranks
         return measure(named, "check_replicas", fingerprint=True)
 
-    stats = over_ranks(reduce, named, "check_replicas", measured, fingerprint=True)
+    stats = over_ranks(reduce, named, "check_replicas", measured, is_wide=True)
     if over is None or over.size == 1 or stats.local is None:
         return {}
     names = stats.materialize().diverged

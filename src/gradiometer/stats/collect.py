@@ -100,7 +100,7 @@ def collect_weights(
         named,
         "collect_weights",
         lambda _: measure(named, "collect_weights", thresholds, fingerprint=fingerprint),
-        fingerprint=fingerprint,
+        is_wide=fingerprint,
     )
 
 
@@ -146,7 +146,7 @@ def collect(
         return measure(named, "collect", thresholds, inv_scale, **options)
 
     agreed = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
-    return over_ranks(reduce, named, "collect", measured, fingerprint=fingerprint, **agreed)
+    return over_ranks(reduce, named, "collect", measured, is_wide=fingerprint, **agreed)
 
 
 @overload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["DeviceValues"]
+__all__ = ["DeviceValue", "DeviceValues"]
 
 
-class _Value:
-    """A read-only attribute that is computed from raw columns and flags under its own name."""
+class DeviceValue:
+    """A read-only attribute that is computed from the columns of stats under its own name."""
 
-    def __init__(self, compute: Callable[[str, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, compute: Callable[[str, Any], Tensor]) -> None:
         self._compute = compute
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -38,18 +38,18 @@ class _Value:
     def __get__(self, stats: None, owner: type) -> Self: ...
 
     @overload
-    def __get__(self, stats: DeviceValues, owner: type) -> Tensor: ...
+    def __get__(self, stats: object, owner: type) -> Tensor: ...
 
-    def __get__(self, stats: DeviceValues | None, owner: type) -> Self | Tensor:
-        return self if stats is None else self._compute(self._name, stats.columns, stats.flags)
-
-
-def _of_rows(name: str, columns: Tensor, _: Tensor) -> Tensor:
-    return derived.value(columns, name)
+    def __get__(self, stats: object | None, owner: type) -> Self | Tensor:
+        return self if stats is None else self._compute(self._name, stats)
 
 
-def _of_all(name: str, columns: Tensor, flags: Tensor) -> Tensor:
-    return HEALTH[name](columns, flags)
+def _of_rows(name: str, stats: DeviceValues) -> Tensor:
+    return derived.value(stats.columns, name)
+
+
+def _of_all(name: str, stats: DeviceValues) -> Tensor:
+    return HEALTH[name](stats.columns, stats.flags)
 
 
 class DeviceValues:
@@ -61,86 +61,86 @@ class DeviceValues:
 
     # per row: raw columns
 
-    numel = _Value(_of_rows)
+    numel = DeviceValue(_of_rows)
     """Elements, ``(T,) float64``."""
 
-    sumsq = _Value(_of_rows)
+    sumsq = DeviceValue(_of_rows)
     """Sum of squares of the finite elements, ``(T,) float64``."""
 
-    sum = _Value(_of_rows)
+    sum = DeviceValue(_of_rows)
     """Sum of the finite elements, ``(T,) float64``."""
 
-    n_zero = _Value(_of_rows)
+    n_zero = DeviceValue(_of_rows)
     """Elements equal to 0, including -0, ``(T,) float64``."""
 
-    n_nan = _Value(_of_rows)
+    n_nan = DeviceValue(_of_rows)
     """NaN elements, ``(T,) float64``."""
 
-    n_posinf = _Value(_of_rows)
+    n_posinf = DeviceValue(_of_rows)
     """+Inf elements, ``(T,) float64``."""
 
-    n_neginf = _Value(_of_rows)
+    n_neginf = DeviceValue(_of_rows)
     """-Inf elements, ``(T,) float64``."""
 
-    abs_max = _Value(_of_rows)
+    abs_max = DeviceValue(_of_rows)
     """Largest finite magnitude, 0 if there is none, ``(T,) float64``."""
 
     # per row: derived values
 
-    n_inf = _Value(_of_rows)
+    n_inf = DeviceValue(_of_rows)
     """Infinite elements of either sign, ``(T,) float64``."""
 
-    n_nonfinite = _Value(_of_rows)
+    n_nonfinite = DeviceValue(_of_rows)
     """NaN and infinite elements, ``(T,) float64``."""
 
-    finite_norm = _Value(_of_rows)
+    finite_norm = DeviceValue(_of_rows)
     """L2 norm of the finite elements, ``sqrt(sumsq)``, ``(T,) float64``."""
 
-    norm = _Value(_of_rows)
+    norm = DeviceValue(_of_rows)
     """L2 norm as torch defines it: NaN with any NaN, inf with any Inf, ``(T,) float64``."""
 
-    rms = _Value(_of_rows)
+    rms = DeviceValue(_of_rows)
     """Root mean square of the finite elements, ``(T,) float64``."""
 
-    mean = _Value(_of_rows)
+    mean = DeviceValue(_of_rows)
     """Mean of the finite elements, ``(T,) float64``."""
 
-    std = _Value(_of_rows)
+    std = DeviceValue(_of_rows)
     """Population standard deviation of the finite elements (no correction), ``(T,) float64``.
 
     Computed as ``sqrt(sumsq/n - mean**2)``, which loses digits if the mean is much larger than the spread.
     """
 
-    zero_fraction = _Value(_of_rows)
+    zero_fraction = DeviceValue(_of_rows)
     """Share of elements equal to 0, ``(T,) float64``."""
 
     # of all rows together, for decisions on the device
 
-    total_zero_fraction = _Value(_of_all)
+    total_zero_fraction = DeviceValue(_of_all)
     """Share of all elements equal to 0; 0-d float64."""
 
-    total_n_nan = _Value(_of_all)
+    total_n_nan = DeviceValue(_of_all)
     """NaN elements of all tensors; 0-d float64."""
 
-    total_n_inf = _Value(_of_all)
+    total_n_inf = DeviceValue(_of_all)
     """Infinite elements of all tensors; 0-d float64."""
 
-    has_vanishing = _Value(_of_all)
+    has_vanishing = DeviceValue(_of_all)
     """Whether any tensor is flagged ``VANISHING``; 0-d bool."""
 
-    has_exploding = _Value(_of_all)
+    has_exploding = DeviceValue(_of_all)
     """Whether any tensor is flagged ``EXPLODING``; 0-d bool."""
 
-    min_norm = _Value(_of_all)
+    min_norm = DeviceValue(_of_all)
     """Smallest norm of a tensor with elements, NaN with any NaN; 0-d float64; 0 with none."""
 
-    max_norm = _Value(_of_all)
+    max_norm = DeviceValue(_of_all)
     """Largest norm of a tensor, NaN with any NaN; 0-d float64; 0 with none."""
 
-    norm_ratio = _Value(_of_all)
+    norm_ratio = DeviceValue(_of_all)
     """``max_norm / max(min_norm, 1e-10)``; 0-d float64; 0 with none."""
 
-    is_healthy = _Value(_of_all)
+    is_healthy = DeviceValue(_of_all)
     """Whether all elements are finite, nothing explodes, norm ratio < 1000, zero share < 0.5; 0-d bool."""
 
     @property

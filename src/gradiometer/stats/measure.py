@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
     from gradiometer.ops import LaunchPlan
+    from gradiometer.stats.pair_stats import PairStats
+
+# what is measured: of tensors or of pairs
+Stats = TypeVar("Stats", "TensorStats", "PairStats")
 
 __all__ = ["dense", "grads_of", "measure", "measure_grads", "over_ranks", "settled"]
 
@@ -82,7 +86,7 @@ def measure_grads(
         return measure(local, what, thresholds, inv_scale, home=home, **options)
 
     agreed = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
-    return grads, over_ranks(reduce, parameters, what, measured, fingerprint=fingerprint, **agreed)
+    return grads, over_ranks(reduce, parameters, what, measured, is_wide=fingerprint, **agreed)
 
 
 def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> Named:
@@ -103,15 +107,15 @@ def over_ranks(
     reduce: bool | Ranks | None,  # noqa: FBT001
     parameters: Named,
     what: str,
-    measured: Callable[[Ranks | None], TensorStats],
+    measured: Callable[[Ranks | None], Stats],
     *,
-    fingerprint: bool = False,
+    is_wide: bool = False,
     **arguments: Any,
-) -> TensorStats:
+) -> Stats:
     """Return the result of ``measured``, merged over the ranks if ``reduce`` asks for that.
 
-    ``fingerprint``: whether ``measured`` returns fingerprints. ``arguments``: those of ``what`` that must be
-    the same on all ranks; None stands for none.
+    ``is_wide``: whether ``measured`` returns fingerprints or pairs. ``arguments``: those of ``what`` that
+    must be the same on all ranks; None stands for none.
 
     If ``measured`` fails on a rank, that rank tells the others, which would otherwise wait for it, and then
     raises. With ``reduce=None`` the ranks merge if there is a DTensor.
@@ -134,7 +138,7 @@ def over_ranks(
         ranks.check(sharding, what)
         stats = replace(measured(ranks), sharding=ranks.sharding)
     except Exception as error:
-        ranks.fail(error, fingerprint=fingerprint)
+        ranks.fail(error, is_wide=is_wide)
         raise
     return stats.reduced_by(ranks, what, **arguments)
 

@@ -1,4 +1,4 @@
-"""`TensorStats` as a pytree: compiled functions take and return it, and `torch.export` saves it."""
+"""Stats as pytrees: compiled functions take and return them, and `torch.export` saves them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 # The structure of stats as plain values, since strict torch.export cannot rebuild other constants: names,
-# thresholds, skip_nonfinite, the sharding (() for None), and the attributes that are there.
-_Context = tuple[tuple[str, ...], tuple[float, float, float], bool, tuple[Any, ...], tuple[str, ...]]
+# the sharding (() for None), those of ``_VALUES`` that are there, by name, and the names of the tensors and
+# stats in them.
+_Context = tuple[tuple[str, ...], tuple[Any, ...], tuple[tuple[str, Any], ...], tuple[str, ...]]
 
-# optional attributes that are tensors or stats
-_OPTIONAL: Final = ("origin", "local", "fingerprints", "diverged")
+# the attributes that are tensors or stats; None would be a leaf
+_CHILDREN: Final = ("columns", "flags", "origin", "local", "fingerprints", "diverged")
 
 
 def _to_json(context: _Context) -> list[Any]:
@@ -27,52 +28,54 @@ def _to_json(context: _Context) -> list[Any]:
 
 
 def _from_json(dumped: list[Any]) -> _Context:
-    names, thresholds, skip_nonfinite, sharding, optional = dumped
+    names, sharding, values, children = dumped
     plain = Sharding.from_plain(sharding).to_plain() if sharding else ()
-    return tuple(names), tuple(thresholds), skip_nonfinite, plain, tuple(optional)
+    kept = tuple([(name, tuple(value) if isinstance(value, list) else value) for name, value in values])
+    return tuple(names), plain, kept, tuple(children)
 
 
 def _children(stats: Any) -> dict[str, Any]:
-    children: dict[str, Any] = {"columns": stats.columns, "flags": stats.flags}
-    # None would be a leaf
-    for name in _OPTIONAL:
-        if getattr(stats, name) is not None:
-            children[name] = getattr(stats, name)
-    return children
+    found = {name: getattr(stats, name, None) for name in _CHILDREN}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _context(stats: Any) -> _Context:
-    limits = stats.thresholds
-    thresholds = (limits.vanishing, limits.exploding, limits.dead)
+def _context(stats: Any, children: Iterable[str]) -> _Context:
+    values: tuple[tuple[str, Any], ...] = ()
+    if hasattr(stats, "thresholds"):
+        limits = stats.thresholds
+        values = (("thresholds", (limits.vanishing, limits.exploding, limits.dead)),)
+        values += (("skip_nonfinite", stats.skip_nonfinite),)
     sharding = () if stats.sharding is None else stats.sharding.to_plain()
-    optional = tuple([name for name in _OPTIONAL if getattr(stats, name) is not None])
-    return stats.names, thresholds, stats.skip_nonfinite, sharding, optional
+    return stats.names, sharding, values, tuple(children)
 
 
 def _flatten(stats: Any) -> tuple[list[Any], _Context]:
-    return list(_children(stats).values()), _context(stats)
+    children = _children(stats)
+    return list(children.values()), _context(stats, children)
 
 
 def _flatten_with_keys(stats: Any) -> tuple[list[tuple[Any, Any]], _Context]:
-    pairs = [(pytree.GetAttrKey(name), value) for name, value in _children(stats).items()]
-    return pairs, _context(stats)
+    children = _children(stats)
+    pairs = [(pytree.GetAttrKey(name), value) for name, value in children.items()]
+    return pairs, _context(stats, children)
 
 
 def register(kind: type) -> None:
-    """Register `TensorStats` as a pytree node. Call it once."""
+    """Register `TensorStats` or `PairStats` as a pytree node. Call it once for each."""
 
     def unflatten(children: Iterable[Any], context: _Context) -> Any:
-        names, thresholds, skip_nonfinite, plain, optional = context
-        columns, flags, *more = children
+        names, plain, values, given = context
+        fields = dict(zip(given, children, strict=True)) | dict(values)
+        if "thresholds" in fields:
+            fields["thresholds"] = Thresholds(*fields["thresholds"])
         sharding = Sharding.from_plain(plain) if plain else None
-        given = dict(zip(optional, more, strict=True))
-        return kind(names, columns, flags, Thresholds(*thresholds), skip_nonfinite, sharding, **given)
+        return kind(names, **fields, sharding=sharding)
 
     pytree.register_pytree_node(
         kind,
         _flatten,
         unflatten,
-        serialized_type_name="gradiometer.TensorStats",
+        serialized_type_name=f"gradiometer.{kind.__name__}",
         to_dumpable_context=_to_json,
         from_dumpable_context=_from_json,
         flatten_with_keys_fn=_flatten_with_keys,

@@ -11,39 +11,30 @@ from torch import Tensor
 
 from gradiometer.columns import (
     NUM_FINGERPRINT_COLUMNS,
+    NUM_SUM_COLUMNS,
     RING_WIDTH,
     Flag,
     Thresholds,
     derived,
     merge_fingerprints,
 )
-from gradiometer.distributed import (
-    UNKNOWN,
-    Sharding,
-    differing_calls,
-    given_ranks,
-    implicit_ranks_for,
-    is_active,
-    plain_sharding,
-)
-from gradiometer.inputs import named_parameters
-from gradiometer.stats import grouping, stats_pytree
+from gradiometer.distributed import Sharding, differing_calls
+from gradiometer.stats import stats_pytree
 from gradiometer.stats.device_values import DeviceValues
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
+from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.report import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from gradiometer.distributed import Ranks
-    from gradiometer.inputs import Parameters
-    from gradiometer.stats.grouping import GroupRule
 
 __all__ = ["TensorStats"]
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class TensorStats(DeviceValues):
+class TensorStats(NamedStats, DeviceValues):
     """Statistics of T named tensors, on their device. Only `materialize` waits for the device.
 
     It is a pytree, so compiled functions can take and return it. It is a snapshot: later changes of the
@@ -126,115 +117,12 @@ class TensorStats(DeviceValues):
         return f"<TensorStats: {tensors}, on {self.columns.device}; materialize() reads them>"
 
     @property
-    def measured(self) -> bool:
-        """Whether there is any row."""
-        return len(self.names) > 0
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether these are statistics of all ranks."""
-        return self.origin is not None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether tensors are sharded over ranks, and these are statistics of this rank's shards only."""
-        return self.origin is None and self.sharding is not None and self.sharding.is_sharded
-
-    @property
     def skipped(self) -> Tensor:
         """Whether this step is skipped: ``skip_nonfinite`` is set and an element is not finite; 0-d bool."""
         found = self.found_inf > 0
         return found if self.skip_nonfinite else torch.zeros_like(found)
 
     # operations that return stats
-
-    def group(
-        self,
-        rules: Mapping[str, GroupRule] | Iterable[tuple[str, GroupRule]],
-        *,
-        model: Parameters | None = None,
-    ) -> TensorStats:
-        r"""Merge rows into groups, without a second read of the tensors.
-
-        Args:
-            rules: group name -> rule for the rows that belong to it: a regular expression searched
-                in the row's name, a predicate of the name, a collection of names, or one or more
-                modules of the model. A row may belong to several groups or to none. A group
-                without rows has numel 0 and norm 0.
-            model: the model whose parameters or gradients these are; needed if a rule is a module.
-
-        Returns:
-            TensorStats with a row per group; flags are those of the merged rows. Groups have no fingerprints.
-
-        Raises:
-            ValueError: for a group name that is a duplicate or not a string; for a module that has
-                parameters, but none of the model's; for a model whose names match no row; for a string
-                that is not a regular expression.
-            TypeError: for any other rule; for a module without ``model``.
-
-        >>> import torch, gradiometer as gm
-        >>> stats = gm.collect({"encoder.w": torch.ones(9), "head.w": torch.ones(4), "head.b": torch.ones(5)})
-        >>> stats.group({"encoder": r"^encoder\.", "head": ["head.w", "head.b"]}).norm
-        tensor([3., 3.], dtype=torch.float64)
-        """
-        named = None if model is None else named_parameters(model, "group")
-        grouped = self._grouped(
-            {
-                group: grouping.members(self.names, group, rule, named)
-                for group, rule in grouping.pairs_of(rules)
-            }
-        )
-        # a group exists even if none of its rows was measured
-        return grouped if grouped.origin is None else replace(grouped, origin=grouped.origin.clamp(min=-1.0))
-
-    def by_module(self, depth: int | None = None) -> TensorStats:
-        """Merge rows by module; the result has a row per module in the order of the model.
-
-        Args:
-            depth: number of levels down from the root; None for the modules that own the tensors.
-                Tensors that the root itself owns are in ``""``.
-
-        >>> import torch, gradiometer as gm
-        >>> gm.collect({"mlp.0.w": torch.ones(9), "mlp.1.w": torch.ones(16)}).by_module(1).norm
-        tensor([5.], dtype=torch.float64)
-        """
-        return self._grouped(grouping.by_module(self.names, depth))
-
-    def reduce(self, ranks: Ranks | None = None) -> TensorStats:
-        """Merge with the statistics of the other ranks; every rank gets those of the whole model.
-
-        It takes two collectives, ``(T, 7)`` and ``(T + 8, 2)`` float64, for any model; nothing is gathered.
-        All ranks have to call it, including ranks without gradients. Rows are those of all ranks' models, in
-        the same order on every rank. A row that no rank has measured has numel 0 and is left out of reports.
-
-        Args:
-            ranks: the ranks' agreement, `gradiometer.Ranks`. Without it the ranks agree on their first call
-                with this model. Required in a compiled step.
-
-        Returns:
-            TensorStats with ``origin`` and ``local``; these stats themselves if they are already reduced, or
-            with one rank and no ``ranks``. The result is on the same device or, with ``ranks``, on their
-            device, the first of their model that is not the CPU.
-
-        Raises:
-            RankError: if the ranks disagree, or one does not respond.
-            RuntimeError: in a compiled function without ``ranks``.
-            ValueError: for groups of this rank's shards, since groups have to be made after `reduce`; for
-                shards from a compiled function without ``ranks``; for a name that the ranks have not agreed
-                on.
-
-        >>> import torch, gradiometer as gm
-        >>> gm.collect([torch.tensor([3.0, 4.0])]).reduce().total_norm  # with one rank
-        tensor(5., dtype=torch.float64)
-        """
-        if self.origin is not None:
-            return self
-        ranks = given_ranks(True if ranks is None else ranks, "reduce")
-        if ranks is None:
-            if not is_active():
-                return self
-            ranks = implicit_ranks_for(self._agreeable(), self.columns.device)
-        return self.reduced_by(ranks, "reduce")
 
     def reduced_by(self, ranks: Ranks, what: str, **arguments: Any) -> TensorStats:
         """Do the work of `reduce`; the calling function and its arguments are the same on all ranks."""
@@ -253,19 +141,6 @@ class TensorStats(DeviceValues):
             merged, names=ranks.names, sharding=None, local=self, fingerprints=bits, diverged=diverged
         )
 
-    def _agreeable(self) -> Sharding:
-        """Return the sharding of these rows for the ranks to agree on."""
-        sharding = self.sharding
-        if sharding == UNKNOWN:
-            msg = "reduce: these shards were measured in a compiled function, which does not keep their "
-            raise ValueError(msg + "placements; pass ranks = gm.Ranks(model)")
-        if sharding is not None and set(self.names) <= set(sharding.names):
-            return sharding
-        if self.is_local:
-            msg = "reduce: these are groups of this rank's shards, which cannot be merged over ranks; "
-            raise ValueError(msg + "reduce before you group: stats.reduce().group(...)")
-        return plain_sharding(self.names)
-
     def merge(self, other: TensorStats) -> TensorStats:
         """Merge with stats of the same names, as if tensors of the same name were concatenated.
 
@@ -277,33 +152,14 @@ class TensorStats(DeviceValues):
             ValueError: if the names differ, or if only one of the two is reduced.
             TypeError: if ``other`` is not TensorStats.
         """
-        if not isinstance(other, TensorStats):
-            msg = f"merge: expected TensorStats, got {type(other).__name__}"
-            raise TypeError(msg)
-        if self.names != other.names:
-            difference = _difference(self.names, other.names)
-            msg = f"merge: the two stats must have the same names in the same order; {difference}"
-            raise ValueError(msg)
-        if (self.origin is None) != (other.origin is None):
-            msg = "merge: one of the two is of this rank only, and the other of all ranks; reduce both first"
-            raise ValueError(msg)
-        # copying to the CPU would wait for the device
-        home = (other if self.columns.device.type == "cpu" else self).columns.device
-        columns = derived.merge(*[stats.columns.to(home, non_blocking=True) for stats in (self, other)])
-        flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
-        origin = self.origin
-        if origin is not None and other.origin is not None:
-            origin = derived.first_rank(
-                torch.stack([x.to(home, non_blocking=True) for x in (origin, other.origin)])
-            )
-        local = bits = None
-        if self.local is not None and other.local is not None:
-            local = self.local.merge(other.local)
+        merged = self._merged(other, NUM_SUM_COLUMNS)
+        flags = derived.compute_flags(merged.columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        bits = None
         if self.fingerprints is not None and other.fingerprints is not None:
+            home = merged.columns.device
             parts = [x.to(home, non_blocking=True) for x in (self.fingerprints, other.fingerprints)]
             bits = merge_fingerprints(*parts)
-        merged = replace(self, columns=columns, flags=flags, origin=origin)
-        return replace(merged, local=local, fingerprints=bits, diverged=None)
+        return replace(merged, flags=flags, fingerprints=bits, diverged=None)
 
     # copies to the host
 
@@ -378,13 +234,6 @@ class TensorStats(DeviceValues):
         # the sharding is still that of the tensors: groups of shards count as shards
         grouped = replace(self, columns=columns, flags=flags, origin=origin)
         return replace(grouped, names=tuple(indices), local=None, fingerprints=None, diverged=None)
-
-
-def _difference(a: tuple[str, ...], b: tuple[str, ...]) -> str:
-    for i, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return f"row {i} is {left!r} in one and {right!r} in the other"
-    return f"one has {len(a)} rows and the other {len(b)}"
 
 
 stats_pytree.register(TensorStats)

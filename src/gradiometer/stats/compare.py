@@ -1,0 +1,169 @@
+"""Statistics of pairs: any two lists of tensors, or weights before and after a step with their gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gradiometer import ops
+from gradiometer.columns import NUM_PAIR_COLUMNS, derived
+from gradiometer.inputs import (
+    Named,
+    check,
+    check_names,
+    is_plain_subclass,
+    local_shards,
+    named_parameters,
+    named_tensors,
+)
+from gradiometer.stats.measure import dense, over_ranks, settled
+from gradiometer.stats.pair_stats import PairStats
+
+if TYPE_CHECKING:
+    from gradiometer.distributed import Ranks
+    from gradiometer.inputs import Parameters
+    from gradiometer.stats.snapshot import Snapshot
+
+__all__ = ["collect_updates", "compare"]
+
+
+def compare(a: Parameters, b: Parameters, *, reduce: bool | Ranks = False) -> PairStats:
+    """Measure pairs of tensors in one read of both on their device, without host synchronization.
+
+    For gradients of two micro-batches, weights and their average, or two checkpoints. Works the same inside
+    and outside ``torch.compile``. Sums of a, of b, of their product and of u = a - b are in fp64, over the
+    elements that are finite in both.
+
+    Args:
+        a: a mapping name -> tensor, (name, tensor) pairs, tensors, which are named by position, or a module,
+            which stands for its parameters. Complex tensors count as two real numbers per element.
+        b: the same names, in any order. Shapes and devices must be the same; strides and dtypes may differ.
+        reduce: as for `gradiometer.collect`.
+
+    Returns:
+        PairStats with a row per name, in the order of ``a``.
+
+    Raises:
+        TypeError: for a tensor that cannot be measured; the message names it.
+        ValueError: for names that are not in both, and for a pair with different shapes or devices.
+        RankError: with ``reduce``, if the ranks disagree or one does not respond.
+
+    >>> import torch, gradiometer as gm
+    >>> stats = gm.compare({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 4.0])})
+    >>> stats.norm_u, stats.unchanged_fraction
+    (tensor([2.], dtype=torch.float64), tensor([0.5000], dtype=torch.float64))
+    """
+    what = "compare"
+    left, right = _named(a, what), _named(b, what)
+    check_names(left.names, what)
+    check_names(right.names, what)
+    if left.names != right.names:
+        there = dict(zip(*right, strict=True))
+        for own, others, name in ((left.names, there, "b"), (right.names, left.names, "a")):
+            missing = [known for known in own if known not in others]
+            if missing:
+                msg = f"{what}: {missing[0]!r} is not in {name}; pass the same names in a and b"
+                raise ValueError(msg)
+        right = Named(left.names, [there[name] for name in left.names])
+    return over_ranks(reduce, left, what, lambda _: _measure(left, right, None, what), is_wide=True)
+
+
+def collect_updates(model: Parameters, snapshot: Snapshot, *, reduce: bool | Ranks = False) -> PairStats:
+    """Measure what a step did to the weights, in one read, without host synchronization.
+
+    Compares each parameter (a) with its copy in the snapshot (b), and with its gradient (g) if it has one:
+    call it after ``optimizer.step()`` and before ``zero_grad()``. If gradients are clipped or unscaled, those
+    that the optimizer saw are measured. Works the same inside and outside ``torch.compile``.
+
+    Args:
+        model: the model that the snapshot was taken of; parameters that are not in the snapshot are left out.
+        snapshot: the weights before the step, see `gradiometer.Snapshot`. Counts and sums of a sampled tensor
+            are scaled from the sample to the whole; ``abs_max_u`` is that of the sample.
+        reduce: as for `gradiometer.collect_grads`.
+
+    Returns:
+        PairStats with a row per parameter in the snapshot.
+
+    Raises:
+        TypeError: for a tensor that cannot be measured; the message names it.
+        ValueError: if a parameter in the snapshot is missing, or has another shape or device now.
+        RankError: with ``reduce``, if the ranks disagree or one does not respond.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    >>> snapshot = gm.Snapshot(model)
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> optimizer.step()
+    >>> stats = gm.collect_updates(model, snapshot)
+    >>> stats.norm_u, stats.descent_cosine
+    (tensor([2.5000], dtype=torch.float64), tensor([1.], dtype=torch.float64))
+    """
+    what = "collect_updates"
+    parameters = snapshot.parameters_in(model, what)
+
+    def measured(ranks: Ranks | None) -> PairStats:
+        found = [(n, p.grad) for n, p in zip(*parameters, strict=True) if p.grad is not None]
+        grads = Named(tuple([name for name, _ in found]), [grad for _, grad in found])
+        grads = local_shards(settled(grads, parameters, ranks, what), what)
+        there = dict(zip(*grads, strict=True))
+        weights = local_shards(parameters, what)
+        sides = snapshot.pairs_of(weights, [there.get(name) for name in weights.names], what)
+        stats = _measure(*sides, what)
+        return stats if snapshot.scale is None else _scaled(stats, snapshot.scale)
+
+    return over_ranks(reduce, parameters, what, measured, is_wide=True)
+
+
+def _scaled(stats: PairStats, scale: Tensor) -> PairStats:
+    # all columns but the maximum
+    return PairStats(stats.names, torch.cat([stats.columns[:, :-1] * scale, stats.columns[:, -1:]], dim=1))
+
+
+def _named(source: Parameters, what: str) -> Named:
+    return named_parameters(source, what) if isinstance(source, nn.Module) else named_tensors(source, what)
+
+
+@torch.no_grad()
+def _measure(a: Named, b: Named, g: list[Tensor | None] | None, what: str) -> PairStats:
+    """Measure pairs with the same names in the same order; None in ``g`` stands for no gradient."""
+    a, b = local_shards(a, what), local_shards(b, what)
+    names, left, right = a.names, a.tensors, b.tensors
+    grads = None
+    if g is not None and any([x is not None for x in g]):
+        nothing = {x.device: x.new_empty(0) for x in left}
+        grads = [nothing[x.device] if y is None else y for x, y in zip(left, g, strict=True)]
+    plan = ops.recognize_pairs(left, right, grads)
+    if plan is not None:
+        return PairStats(names, ops.measure_pairs(left, right, grads, plan=plan))
+    for tensors in (left, right, grads or []):
+        check(Named(names, tensors), what)
+    left, right = ([_plain(x) for x in tensors] for tensors in (left, right))
+    grads = None if grads is None else [_plain(x) for x in grads]
+    for name, x, y in zip(names, left, right, strict=True):
+        if x.shape != y.shape or x.device != y.device or x.is_complex() != y.is_complex():
+            msg = f"{what}: {name!r} is {_described(x)} in a, but {_described(y)} in b; pass tensors of one "
+            raise ValueError(msg + "shape on one device")
+    if not names:
+        return PairStats(names, torch.empty((0, NUM_PAIR_COLUMNS), dtype=torch.float64, device="cpu"))
+    # the first device that is not the CPU: copying to the CPU would wait for it
+    devices = sorted(dict.fromkeys([x.device for x in left]), key=lambda device: device.type == "cpu")
+    found: list[Tensor] = []
+    order: list[int] = []
+    for device in devices:
+        rows = [i for i, x in enumerate(left) if x.device == device]
+        own = [None if tensors is None else [tensors[i] for i in rows] for tensors in (left, right, grads)]
+        found.append(ops.measure_pairs(*own).to(devices[0], non_blocking=True))  # type: ignore[arg-type]
+        order += rows
+    columns = torch.cat(found) if len(found) > 1 else found[0]
+    return PairStats(names, derived.take(columns, sorted(range(len(order)), key=order.__getitem__)))
+
+
+def _described(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
+
+
+def _plain(x: Tensor) -> Tensor:
+    return dense(x.as_subclass(Tensor) if is_plain_subclass(type(x)) else x)
