@@ -35,6 +35,15 @@ GROUPS = {
         "DEFAULT_EXPLODING_THRESHOLD",
         "DEFAULT_DEAD_THRESHOLD",
     ),
+    "Updates and pairs": (
+        "Snapshot",
+        "collect_updates",
+        "compare",
+        "PairStats",
+        "PairReport",
+        "PairRow",
+        "PAIR_COLUMNS",
+    ),
     "Fingerprints": (
         "fingerprint",
         "Fingerprint",
