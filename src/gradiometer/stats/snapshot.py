@@ -100,8 +100,8 @@ class Snapshot(Float64Module):
         """
         what = "Snapshot.update_"
         parts = self.local_parts(local_shards(self.parameters_in(model, what), what), what)
-        for kept, part in zip(self._kept(), parts, strict=True):
-            kept.copy_(part)
+        if parts:
+            torch._foreach_copy_(self._kept(), parts)
         return self
 
     def parameters_in(self, model: Parameters, what: str) -> Named:
