@@ -82,6 +82,8 @@ class Step(NamedTuple):
     cosine: float
     # the update's norm divided by the learning rate
     normalized_update: float
+    # share of the tensors that were clipped
+    clipped: float
 
 
 # what `collect_and_clip_` gets as max_norm; inf clips nothing
@@ -118,7 +120,11 @@ def train(seed: int, clip: str, text: Tensor) -> list[Step]:
         # biases are 0 in the first step, and so their ratio is infinite
         ratio = float(updates.update_ratio.nan_to_num(posinf=0.0).max())
         cosine = float(updates.total_value("descent_cosine"))
-        steps.append(Step(loss.item(), float(grads.total_norm), norm, ratio, cosine, norm / lr))
+        if isinstance(max_norm, nn.Module):
+            clipped = float((max_norm.factor < 1).double().mean())
+        else:
+            clipped = float(grads.total_norm > max_norm)
+        steps.append(Step(loss.item(), float(grads.total_norm), norm, ratio, cosine, norm / lr, clipped))
     return steps
 
 
@@ -165,6 +171,9 @@ def tell(runs: dict[str, list[list[Step]]]) -> None:
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             cells.append(f"{statistics.mean(values):.2f} ± {spread:.2f}")
         write(f"| {name} | " + " | ".join(cells) + " |\n")
+    before = [[step.clipped for steps in seeds for step in steps[:RAISED]] for seeds in runs.values()]
+    cells = [f"{100 * statistics.mean(shares):.0f} %" for shares in before]
+    write("| share of tensors clipped before the change | " + " | ".join(cells) + " |\n")
 
 
 def draw(runs: dict[str, list[list[Step]]], out: Path) -> None:
@@ -172,7 +181,7 @@ def draw(runs: dict[str, list[list[Step]]], out: Path) -> None:
     import matplotlib as mpl  # noqa: PLC0415 needed only here
     from matplotlib.figure import Figure  # noqa: PLC0415 as above
 
-    mpl.rcParams["svg.hashsalt"] = "spikes"
+    mpl.rcParams |= {"svg.hashsalt": "spikes", "svg.fonttype": "none", "font.family": "sans-serif"}
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1)
     first, last = RAISED - 20, RAISED + 60
