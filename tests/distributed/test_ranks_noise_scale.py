@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradiometer as gm
 from support.noise_oracle import least_squares
+from support.pages import blocks
 from support.rank_models import Collectives, mesh_of
+from support.rank_pool import scripted
 
 F64 = torch.float64
 BATCH, STEPS = 4, 3
 GROUPS = {"first": r"^0\.", "second": r"^2\.", "all": ""}
 DECAY = 0.5
+PAGE = "docs/how-to/noise-scale.md"
 
 
 def pool_of(request, size):
@@ -319,3 +323,38 @@ def refuses_groups(rank):
         gm.NoiseScale(BATCH, ranks=ranks).add(grouped)
     # a barrier, so that no rank ends before the others
     dist.barrier()
+
+
+# the page
+
+
+def test_the_file_of_the_page_runs(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text(blocks(PAGE)[-2], encoding="utf-8")
+    printed = sorted(scripted(path).splitlines())
+    values = [
+        re.fullmatch(rf"rank {rank}: noise scale (\d+\.\d+)", line) for rank, line in enumerate(printed)
+    ]
+    assert len(values) == 2
+    assert values[0][1] == values[1][1]
+
+
+def test_the_function_of_the_page_runs(two_ranks):
+    expected = [row[2] for row in by_hand(2, 3, 2)]
+    for scales in two_ranks.run(accumulated_as_on_the_page):
+        close(scales, expected)
+
+
+def accumulated_as_on_the_page(rank):
+    scope = {"gm": gm}
+    exec(blocks(PAGE)[-1], scope)  # noqa: S102 the page's own code
+    model = DistributedDataParallel(model_of())
+    noise = gm.NoiseScale(BATCH, decay=DECAY, ranks=gm.Ranks(model))
+    scales = []
+    for inputs in data(2, 3)[:, rank]:
+        batches = [(x, 2.0) for x in inputs]
+        scales.append(
+            scope["accumulate"](model, noise, batches, lambda y, target: (y - target).square().mean())
+        )
+        model.zero_grad()
+    return [scale.item() for scale in scales]

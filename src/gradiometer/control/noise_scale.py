@@ -32,8 +32,8 @@ class NoiseScale(Float64Module):
     """The gradient noise scale tr(Σ) / |G|², in examples, from norms that are measured during a step.
 
     G is the gradient over all data, and Σ the covariance of the gradients of single examples. If the batch is
-    much smaller than this, twice the batch allows almost twice the learning rate; if it is much larger,
-    hardly a larger one. It is the "simple noise scale" of McCandlish et al. 2018,
+    much smaller than this, a step with twice the batch makes almost twice the progress; if it is much
+    larger, hardly more. It is the "simple noise scale" of McCandlish et al. 2018,
     https://arxiv.org/abs/1812.06162.
 
     Call `add` with the gradient's statistics after each backward of a step, while gradients accumulate in
