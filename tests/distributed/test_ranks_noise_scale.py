@@ -207,6 +207,11 @@ def with_a_grad_scaler(rank):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
         noise = gm.NoiseScale(BATCH, ranks=gm.Ranks(model))
         noise.register_comm_hook(model, scaler=scaler)
+        # nothing was measured: no estimate
+        noise.step()
+        assert noise.steps == 0
+        # as left by a backward that failed after its first bucket
+        noise.sums[-1].fill_(7.0 if scaled else 0.0)
         scaler.scale(loss_of(model, data(2, 1)[0, rank, 0])).backward()
         noise.add(gm.collect_grads(model, inv_scale=gm.inverse_scale(scaler)))
         scales.append(noise.step().item())
@@ -293,7 +298,32 @@ def under_fsdp(rank, size):
         scales.append(noise.step().item())
         refuses_shards(model, ranks, noise, refusing)
         model.zero_grad()
+    # without a reduction, there is no gradient after the first micro-batch, and so no estimate
+    for x, is_last in zip(data(size, 2)[0, rank], (False, True), strict=True):
+        model.set_requires_gradient_sync(is_last)
+        (loss_of(model, x) / 2).backward()
+        noise.add(gm.collect_grads(model, reduce=ranks))
+    assert noise.step().item() == scales[-1]
+    assert noise.steps == STEPS
     return scales
+
+
+def test_a_copy_that_does_not_count_may_have_the_nan(two_ranks):
+    for steps in two_ranks.run(with_a_nan_in_the_second_copy):
+        assert steps == 0
+
+
+def with_a_nan_in_the_second_copy(rank):
+    model = model_of()
+    ranks, noise = gm.Ranks(model), gm.NoiseScale(BATCH, groups=GROUPS)
+    for x in data(1, 2)[0, 0]:
+        loss_of(model, x).backward()
+        if rank == 1:
+            model[0].weight.grad[0, 0] = math.nan
+        noise.add(gm.collect_grads(model, reduce=ranks))
+    noise.step()
+    assert noise.steps[1] == 1
+    return noise.steps[0].item() + noise.steps[2].item()
 
 
 def refuses_shards(model, ranks, noise, with_ranks):

@@ -164,7 +164,7 @@ class NoiseScale(Float64Module):
         unit = found.micro_batches.square() if self.reduction == "mean" else 1.0
         estimates = torch.stack([found.signal, found.noise * self.batch_size]) * unit
         is_known = found.is_known & (total[0] * size == total[1].square())
-        self.average(torch.where(is_known & estimates.isfinite().all(dim=0), estimates, torch.nan))
+        self.average(torch.where(is_known, estimates, torch.nan))
         self.sums.zero_()
         return self.value
 
@@ -303,7 +303,7 @@ class _Estimate(NamedTuple):
     """Estimates from one step, in units of the gradient of a micro-batch, each of the shape of the values.
 
     ``signal``: of |G|². ``noise``: of tr(Σ) / b. ``micro_batches``: their number per rank. ``is_known``:
-    whether the norms determine both estimates.
+    whether there is more than the last norm. Estimates that are still not determined are not finite.
     """
 
     signal: Tensor
@@ -338,7 +338,7 @@ def _estimate(sums: Tensor, size: int, *, same_last: bool) -> _Estimate:
     weight = weight + torch.where(known, c * c / a, 0.0)
     mean = size * last / every
     noise = (slope - mean) / (weight - 1.0)
-    return _Estimate((mean - noise) / every, noise, every / size, (own >= size) & (every >= 2))
+    return _Estimate((mean - noise) / every, noise, every / size, own >= size)
 
 
 def _checked(groups: Any) -> list[tuple[str, GroupRule]]:
