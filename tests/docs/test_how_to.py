@@ -116,6 +116,7 @@ def test_accumulation():
     assert scope["merged"].sumsq.sum().item() == pytest.approx((scope["norms"] ** 2).sum().item(), rel=1e-12)
 
 
+@pytest.mark.usefixtures("_one_thread")
 def test_the_noise_scale():
     page = "docs/how-to/noise-scale.md"
     scope: dict[str, Any] = {}
