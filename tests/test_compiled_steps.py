@@ -369,6 +369,18 @@ def smoothed(model: nn.Module) -> Tell:
     return lambda: (ema(gm.collect_grads(model).total_norm), ema.steps)
 
 
+def noise_scale(model: nn.Module) -> Tell:
+    noise = gm.NoiseScale(5, groups={"first": r"^0\.", "all": ""}, decay=0.5)
+
+    def tell() -> Any:
+        # the first of two micro-batches, of which the step has the sum
+        noise.add(gm.collect([(name, 0.6 * p.grad) for name, p in model.named_parameters()]))
+        noise.add(gm.collect_grads(model))
+        return noise.step(), noise.squared_norm, noise.trace, noise.steps
+
+    return tell
+
+
 def recorded(model: nn.Module) -> Tell:
     recorder = gm.Recorder(model, capacity=3, weights=True)
 
@@ -917,6 +929,7 @@ CASES = (
     Case("clip_grad_norm_ of order 3", tell=asked(clip_of_order), acts=True, deep=True),
     Case("collect_and_clip_", tell=asked(collect_and_clip), acts=True),
     Case("EMA", tell=smoothed, deep=True),
+    Case("noise scale", tell=noise_scale),
     Case("Recorder", tell=recorded),
     Case("Recorder of stats", tell=recorded_stats, deep=True),
     Case("Monitor", tell=monitored),

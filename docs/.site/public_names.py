@@ -58,6 +58,7 @@ GROUPS = {
         "clip_grad_value_",
         "ElementCounts",
     ),
+    "Batch size": ("NoiseScale",),
     "Finiteness and AMP": ("check_finite", "FiniteReport", "inverse_scale", "share_found_inf_"),
     "Recording": ("watch", "Monitor", "Recorder", "StepRecord", "Finding", "Severity"),
     "Runs": ("read_run", "Run", "RunError", "compare_runs", "write_page"),

@@ -32,6 +32,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer.control import (  # type: ignore[no-redef] # modules in there have these names too
         ElementCounts,
         FiniteReport,
+        NoiseScale,
         check_deterministic,
         check_finite,
         clip_coefficient,
@@ -110,6 +111,7 @@ __all__ = [
     "Flag",
     "ModuleReports",
     "Monitor",
+    "NoiseScale",
     "PairReport",
     "PairRow",
     "PairStats",

@@ -116,6 +116,23 @@ def test_accumulation():
     assert scope["merged"].sumsq.sum().item() == pytest.approx((scope["norms"] ** 2).sum().item(), rel=1e-12)
 
 
+@pytest.mark.usefixtures("_one_thread")
+def test_the_noise_scale():
+    page = "docs/how-to/noise-scale.md"
+    scope: dict[str, Any] = {}
+    *alone, ddp, accumulation = blocks(page)
+    for code in alone:
+        exec(code, scope)  # noqa: S102
+    scales = [record.scalars["noise_scale"] for record in read_run("runs/noise").records()]
+    assert len(scales) == 100
+    # it grows
+    assert 0 < scales[10] < scales[-1]
+    assert set(scope["named"]) == {"noise_scale.first", "noise_scale.last", "noise_scale.all"}
+    # the others are run by tests/distributed/test_ranks_noise_scale.py
+    assert "register_comm_hook" in ddp
+    assert "no_sync" in accumulation
+
+
 def test_clipping():
     scope = run("docs/how-to/clipping.md")
     norms = totals("runs/clipped")

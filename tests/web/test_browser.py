@@ -618,6 +618,20 @@ def test_a_zero_is_visible_on_a_log_axis(opened, tmp_path):
         assert drawn.locator(".dots").get_attribute("d").count("M") == zeros
 
 
+def test_a_noise_scale_is_drawn_on_a_log_axis_with_a_gap_where_it_is_infinite(opened, tmp_path):
+    def change(record):
+        scale = math.nan if record.step == 0 else math.inf if record.step == 40 else 100.0 + record.step
+        return replace(record, scalars={"noise_scale": scale, "noise_scale.head": scale, "other": scale})
+
+    page = opened(write_page(write_changed(tmp_path / "run", change, steps=100)))
+    titles = page.locator("#overview .title").all_text_contents()
+    assert titles[1:] == ["noise_scale, log scale", "noise_scale.head, log scale", "other"]
+    drawn = page.locator("#overview .chart >> nth=1")
+    assert drawn.locator(".line").get_attribute("d").count("M") == 2
+    # one mark for the NaN before there is an estimate, and one for the inf
+    assert drawn.locator(".dots.bad").get_attribute("d").count("M") == 2
+
+
 SELECTED = (
     "kind=weights&statistic=abs_max&scale=absolute&search=blocks&level=1&toggled=blocks&tensor=blocks.1.bias"
     "&step=42&row=blocks.2&table=step&steps=20.25+80.5&rows=2+9&sort=norm+up"

@@ -15,11 +15,13 @@ from gradiometer.control.clip import (
 from gradiometer.control.clip_value import ElementCounts, clip_grad_value_
 from gradiometer.control.finite_report import FiniteReport
 from gradiometer.control.grad_scaler import inverse_scale, is_still_scaled, share_found_inf_
+from gradiometer.control.noise_scale import NoiseScale
 
 __all__ = [
     "Determinism",
     "ElementCounts",
     "FiniteReport",
+    "NoiseScale",
     "check_deterministic",
     "check_finite",
     "clip_coefficient",

@@ -13,6 +13,7 @@ from gradiometer.distributed.collectives import (
     tell,
     whole,
 )
+from gradiometer.distributed.comm_hook import register_bucket_hook
 from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_for, sharding_here
 from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
 from gradiometer.distributed.ranks import Ranks, divergence_text, minority
@@ -39,6 +40,7 @@ __all__ = [
     "minority",
     "plain_sharding",
     "ranks_of",
+    "register_bucket_hook",
     "rendezvous",
     "settle",
     "sharding_here",

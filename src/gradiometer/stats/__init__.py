@@ -12,7 +12,7 @@ from gradiometer.stats.ema import EMA, Smoothed
 from gradiometer.stats.fingerprint import NOT_COMPARED, fingerprint, leaves, texts
 from gradiometer.stats.float64_module import Float64Module
 from gradiometer.stats.group_ratio import group_ratio
-from gradiometer.stats.grouping import GroupRule
+from gradiometer.stats.grouping import GroupRule, pairs_of
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.materialize import materialize, materialize_async
 from gradiometer.stats.measure import grads_of, measure, over_ranks, settled
@@ -61,6 +61,7 @@ __all__ = [
     "order_of",
     "outside_of_a_graph",
     "over_ranks",
+    "pairs_of",
     "row_to_dict",
     "settled",
     "texts",

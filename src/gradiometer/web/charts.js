@@ -24,11 +24,11 @@ function logTicks(low, high) {
   }
   return found.filter((x) => x >= 10 ** low && x <= 10 ** high);
 }
-// Whether values that are not negative would look flat on a linear axis.
-function isWild(lines) {
+// Whether values that are not negative would look flat on a linear axis: most are far below the largest.
+function isWild(lines, spread) {
   const kept = lines.flatMap(({ y }) => y.filter((value) => value !== null)).sort((a, b) => a - b);
   const above = kept.filter((value) => value > 0);
-  return above.length > 0 && kept[0] >= 0 && above.at(-1) > 50 * above[above.length >> 1];
+  return above.length > 0 && kept[0] >= 0 && above.at(-1) > spread * above[above.length >> 1];
 }
 
 // A chart of lines { x, y, ink, dash }: y is null where a value is not finite, and the line has a gap.
@@ -116,7 +116,8 @@ function drawOverview() {
   words.sort((a, b) => (order[a] ?? 2) - (order[b] ?? 2));
   const scalars = words.map((name) => [name, lined(data.runs.map((run) => run.scalars.find((one) => one.name === name) ?? {}))]).filter(([, lines]) => lines.length);
   if (norm.length || !scalars.length) drawn.push({ title: "total gradient norm", lines: norm, log: norm.some(({ y }) => y.some((value) => value > 0)) });
-  for (const [title, lines] of scalars) drawn.push({ title, lines, log: isWild(lines) });
+  // a noise scale is a ratio, and is compared by factors
+  for (const [title, lines] of scalars) drawn.push({ title, lines, log: isWild(lines, title.startsWith("noise_scale") ? 0 : 50) });
   // the first three are higher than the others
   const charts = drawn.map((one, k) => chart({ ...one, shapes, height: k < 3 ? 120 : 84 }));
   const rows = [["findings", page.findings], ["not finite", page.nonfinite, "broken"], ["skipped", page.skipped, "skipped"]];
