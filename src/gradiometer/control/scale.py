@@ -1,4 +1,4 @@
-"""In-place scaling of gradients by one coefficient c, whose value is only on the device.
+"""In-place scaling of gradients by a coefficient c, or by one for each, whose value is only on the device.
 
 fp64 gradients are scaled in fp64. All others are scaled in fp32 and rounded to their dtype once, so that
 c itself is never rounded to fp16 or bf16. An fp32 gradient of 1e38 may need a c below the normal numbers
@@ -33,11 +33,11 @@ from gradiometer.inputs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from gradiometer.ops import LaunchPlan
 
-__all__ = ["Part", "limit_of", "memory_of", "parts_of", "scale_"]
+__all__ = ["Part", "is_watched", "limit_of", "memory_of", "parts_of", "scale_", "scale_by_"]
 
 # the least normal number of fp32
 TINY: Final = 2.0**-126
@@ -65,9 +65,13 @@ def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
 
 
 class Part(NamedTuple):
-    """Tensors of one device to scale; ``plan`` is the launch plan of the kernels, if they apply."""
+    """Tensors of one device to scale.
+
+    ``rows``: the place of each among all gradients. ``plan``: the launch plan of the kernels, if they apply.
+    """
 
     tensors: list[Tensor]
+    rows: Sequence[int]
     plan: LaunchPlan | None
 
 
@@ -83,62 +87,84 @@ def parts_of(grads: Named, what: str) -> list[Part]:
     devices = dict.fromkeys([x.device for x in grads.tensors])
     for device in devices:
         named = grads
+        rows: Sequence[int] = range(len(grads.tensors))
         if len(devices) > 1:
             named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
+            rows = [i for i, x in enumerate(grads.tensors) if x.device == device]
         # Dynamo cannot trace how Triton loads its driver
         kernels_scale = not torch.compiler.is_compiling() and ops.uses_kernels(device)
         plan = ops.writable(named.tensors) if kernels_scale else None
         if plan is not None and len(_once(named.names, named.tensors, what)) == plan.count:
-            parts.append(Part(named.tensors, plan))
+            parts.append(Part(named.tensors, rows, plan))
             continue
-        pairs: Iterable[tuple[Tensor, str]] = zip(named.tensors, named.names, strict=True)
-        if _is_watched():
+        memories = [
+            memory_of(grad, name, what) for grad, name in zip(named.tensors, named.names, strict=True)
+        ]
+        kept = _once(named.names, memories, what)
+        if is_watched():
             # tensors have no addresses here, so one gradient of several parameters is found by identity
-            pairs = dict(pairs).items()
-        memories = [memory_of(grad, name, what) for grad, name in pairs]
-        parts.append(Part(_once(named.names, memories, what), None))
+            first = {grad: i for i, grad in reversed(list(enumerate(named.tensors)))}
+            kept = sorted(first.values())
+        if len(kept) < len(memories):
+            memories, rows = [memories[i] for i in kept], [rows[i] for i in kept]
+        parts.append(Part(memories, rows, None))
     return parts
 
 
-def scale_(part: Part, coefficient: Tensor) -> None:
-    """Multiply a part's tensors in place by ``coefficient``, 0-d float64 from 0 to 1, on any device."""
-    tensors, plan = part
+def scale_(part: Part, factors: Tensor) -> None:
+    """Multiply a part's tensors in place.
+
+    ``factors``: 0-d float64 from 0 to 1, or ``(G,)`` with one for each of all G gradients, on any device.
+    """
+    tensors, rows, plan = part
     if not tensors:
         return
     device = tensors[0].device
-    factor = on_device(coefficient, device)
+    factors = on_device(factors, device)
     if plan is not None:
-        ops.scale_(tensors, factor, plan)
+        ops.scale_(tensors, _own(factors, rows), plan)
         return
-    high, low = _factors(factor)
-    if device.type == "cpu" and type(factor) is Tensor and not _is_watched():
-        value = factor.item()
-        if value == 1.0:
-            return
-        if value >= TINY:
-            # low is 1. The CPU's operators keep a factor that is a tensor in fp32, also for half types
-            others: list[Tensor] = []
-            lists: dict[bool, list[Tensor]] = {True: [], False: []}
-            for x in tensors:
-                # fp8 has no such operator, and foreach lists take no lazy negation
-                (others if x.itemsize == 1 or x.is_neg() else lists[x.dtype == torch.float64]).append(x)
-            for is_wide, alike in lists.items():
-                if alike:
-                    torch._foreach_mul_(alike, factor if is_wide else high)
-            tensors = others
-    if torch.compiler.is_compiling():
-        factor, high, low = derived.realized(factor), derived.realized(high), derived.realized(low)
-        # a foreach call has fewer nodes in the graph
-        singles = [x for x in tensors if x.dtype == torch.float32]
-        if singles:
-            torch._foreach_mul_(singles, high)
-            torch._foreach_mul_(singles, low)
-        tensors = [x for x in tensors if x.dtype != torch.float32]
-    for x in tensors:
-        if x.dtype == torch.float64:
-            x.mul_(factor)
+    if device.type == "cpu" and type(factors) is Tensor and not is_watched():
+        if factors.dim():
+            _scale_on_host(tensors, [factors.tolist()[i] for i in rows])
         else:
-            x.copy_(x.to(torch.float32) * high * low)
+            _scale_by_one_on_host(tensors, factors)
+        return
+    own = _own(factors, rows)
+    high, low = _factors(own)
+    if torch.compiler.is_compiling():
+        own, high, low = derived.realized(own), derived.realized(high), derived.realized(low)
+    # one for each tensor: the same, or views
+    each, highs, lows = [list(x.unbind()) if x.dim() else [x] * len(tensors) for x in (own, high, low)]
+    left: Sequence[int] = range(len(tensors))
+    if torch.compiler.is_compiling():
+        # a foreach call has fewer nodes in the graph
+        singles = [i for i in left if tensors[i].dtype == torch.float32]
+        if singles:
+            alike = [tensors[i] for i in singles]
+            for value, values in ((high, highs), (low, lows)):
+                torch._foreach_mul_(alike, [values[i] for i in singles] if value.dim() else value)
+        left = [i for i in left if tensors[i].dtype != torch.float32]
+    for i in left:
+        x = tensors[i]
+        if x.dtype == torch.float64:
+            x.mul_(each[i])
+        else:
+            x.copy_(x.to(torch.float32) * highs[i] * lows[i])
+
+
+def scale_by_(x: Tensor, factors: Tensor) -> None:
+    """Multiply a tensor in place by factors, float64 from 0 to 1, that broadcast to it."""
+    if x.dtype == torch.float64:
+        x.mul_(factors)
+    else:
+        high, low = _factors(factors)
+        x.copy_(x.to(torch.float32) * high * low)
+
+
+def _own(factors: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the factors of these gradients, or the one of all."""
+    return derived.take(factors, rows) if factors.dim() and len(rows) < len(factors) else factors
 
 
 def _held(grad: Any, name: str, what: str) -> Tensor:
@@ -186,13 +212,17 @@ def _overlaps(x: Tensor) -> bool:
     return False
 
 
-def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tensor]:
-    """Drop duplicates of the same memory, if tensors have addresses; raise if memory overlaps in part."""
-    if _is_watched() or any([type(x) not in _PLAIN for x in tensors]):
-        return tensors
+def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> Sequence[int]:
+    """Return the places of the tensors without duplicates of the same memory, if they have addresses.
+
+    Raises:
+        TypeError: if memory overlaps in part.
+    """
+    if is_watched() or any([type(x) not in _PLAIN for x in tensors]):
+        return range(len(tensors))
     spans = sorted([(x.data_ptr(), x.numel() * x.itemsize, i) for i, x in enumerate(tensors)])
     if all([start + size <= after for (start, size, _), (after, _, _) in pairwise(spans)]):
-        return tensors
+        return range(len(tensors))
     kept: dict[object, int] = {}
     end, last = 0, 0
     for start, size, i in spans:
@@ -206,10 +236,57 @@ def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tens
                 raise TypeError(msg + ", which would be scaled twice; replace one by its clone()")
             kept[start, size] = i
             end, last = start + size, i
-    return [tensors[i] for i in sorted(kept.values())]
+    return sorted(kept.values())
 
 
-def _is_watched() -> bool:
+def _scale_by_one_on_host(tensors: list[Tensor], factor: Tensor) -> None:
+    value = factor.item()
+    if value == 1.0:
+        return
+    others = tensors
+    if value >= TINY:
+        # low is 1. The CPU's operators keep a factor that is a tensor in fp32, also for half types
+        others = []
+        lists: dict[bool, list[Tensor]] = {True: [], False: []}
+        for x in tensors:
+            (others if _is_alone(x) else lists[x.dtype == torch.float64]).append(x)
+        for is_wide, alike in lists.items():
+            if alike:
+                torch._foreach_mul_(alike, factor if is_wide else factor.to(torch.float32))
+    for x in others:
+        _scale_alone(x, value)
+
+
+def _scale_on_host(tensors: list[Tensor], values: list[float]) -> None:
+    alike: list[Tensor] = []
+    numbers: list[float] = []
+    for x, value in zip(tensors, values, strict=True):
+        if value == 1.0:
+            continue
+        if value < TINY or _is_alone(x):
+            _scale_alone(x, value)
+        else:
+            # the CPU's operators round a number once to fp32, also for half types
+            alike.append(x)
+            numbers.append(value)
+    if alike:
+        torch._foreach_mul_(alike, numbers)
+
+
+def _is_alone(x: Tensor) -> bool:
+    """Return whether no foreach operator takes a tensor: fp8, and those with lazy negation."""
+    return x.itemsize == 1 or x.is_neg()
+
+
+def _scale_alone(x: Tensor, value: float) -> None:
+    if x.dtype == torch.float64:
+        x.mul_(value)
+    else:
+        high, low = (value / TINY, TINY) if value < TINY else (value, 1.0)
+        x.copy_(x.to(torch.float32) * high * low)
+
+
+def is_watched() -> bool:
     """Return whether calls are traced, by a compiler or by a mode such as that of fake tensors."""
     return bool(torch.compiler.is_compiling() or _len_torch_dispatch_stack())
 

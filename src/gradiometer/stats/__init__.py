@@ -15,7 +15,7 @@ from gradiometer.stats.grouping import GroupRule
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.materialize import materialize, materialize_async
 from gradiometer.stats.measure import grads_of, measure, over_ranks, settled
-from gradiometer.stats.norms import finite_norm, norms_of, order_of
+from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.report import ModuleReports, Report
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
 from gradiometer.stats.tensor_stats import TensorStats
@@ -27,6 +27,7 @@ __all__ = [
     "Float64Module",
     "GroupRule",
     "ModuleReports",
+    "Norms",
     "Pending",
     "Report",
     "Smoothed",
