@@ -45,7 +45,8 @@ class AdaptiveClip(Float64Module):
 
     Attributes:
         record: ``(3, N) float64``, a buffer: the factors of the last step, the numbers of steps with a
-            gradient, and the numbers of those in which it was clipped. N is 1, or the number of tensors.
+            gradient that is not 0, and the numbers of those in which it was clipped. N is 1, or the number
+            of tensors.
     """
 
     needs_weights: ClassVar[bool] = False
@@ -54,9 +55,10 @@ class AdaptiveClip(Float64Module):
     def __init__(self, size: int, device: torch.device | str | int | None, *settings: Any) -> None:
         super().__init__()
         # never 0-d: compiled graphs of torch 2.11 and 2.13 lose writes into a 0-d float64 tensor on the CPU
-        record = torch.zeros((3, size), dtype=torch.float64, device=device)
-        record[0] = 1.0
-        self.register_buffer("record", record)
+        factor = torch.ones((1, size), dtype=torch.float64, device=device)
+        self.register_buffer(
+            "record", torch.cat([factor, torch.zeros_like(factor), torch.zeros_like(factor)])
+        )
         self._settings = zlib.crc32(repr((type(self).__name__, *settings)).encode())
 
     @property
@@ -66,7 +68,7 @@ class AdaptiveClip(Float64Module):
 
     @property
     def n_steps(self) -> Tensor:
-        """The number of steps with a gradient, float64."""
+        """The number of steps with a gradient that is not 0, float64."""
         return self._recorded(1)
 
     @property
@@ -157,9 +159,10 @@ def stats_given(stats: Any, what: str) -> TensorStats:
     return stats
 
 
-def require(ok: bool, what: str, **argument: Any) -> None:  # noqa: FBT001
+def require(ok: bool, what: str, *, or_zero: bool = False, **argument: Any) -> None:  # noqa: FBT001
     """Raise a ValueError about an argument, which is passed by its name, unless ``ok``."""
     if not ok:
         ((name, value),) = argument.items()
-        msg = f"{what}: {name} must be {_KINDS[name]}, got {describe(value)}"
+        kind = _KINDS[name] if not or_zero else _KINDS[name].replace("positive", "non-negative")
+        msg = f"{what}: {name} must be {kind}, got {describe(value)}"
         raise ValueError(msg)

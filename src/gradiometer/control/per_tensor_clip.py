@@ -98,9 +98,11 @@ class PerTensorClip(TensorwiseClip):
         what = "PerTensorClip"
         require(is_limit(max_ratio) and 0 < max_ratio < math.inf, what, max_ratio=max_ratio)
         require(is_limit(decay) and decay < 1, what, decay=decay)
-        require(type(warmup_steps) is int and warmup_steps >= 0, what, warmup_steps=warmup_steps)
+        require(
+            type(warmup_steps) is int and warmup_steps >= 0, what, or_zero=True, warmup_steps=warmup_steps
+        )
         require(is_limit(max_norm), what, max_norm=max_norm)
-        require(is_limit(eps) and eps < math.inf, what, eps=eps)
+        require(is_limit(eps) and eps < math.inf, what, or_zero=True, eps=eps)
         settings = [float(x) for x in (max_ratio, decay, warmup_steps, max_norm, eps)]
         super().__init__(model, device, *settings)
         self.max_ratio, self.decay, self.warmup_steps, self.max_norm, self.eps = settings
@@ -130,7 +132,6 @@ class PerTensorClip(TensorwiseClip):
             f"warmup_steps={self.warmup_steps:g}, max_norm={self.max_norm:g}, eps={self.eps:g}"
         )
 
-    @torch.no_grad()
     def decide(
         self,
         names: tuple[str, ...],
@@ -142,22 +143,23 @@ class PerTensorClip(TensorwiseClip):
         del weights
         columns = self._spread(names, columns)
         norm = derived.value(columns, "finite_norm")
-        present = columns[:, COLUMN_INDEX["numel"]] > 0
-        warm = self.count >= self.warmup_steps
-        # the host takes one of both ways
-        is_done = is_on_host(columns.device) and bool(warm)
+        present = norm > 0.0
+        # the host takes only one of both ways
+        is_host = is_on_host(columns.device)
+        is_done = is_host and self.count.item() >= self.warmup_steps
         if is_done:
             factor, average = self._later(norm)
-        elif is_on_host(columns.device):
+        elif is_host:
             factor, average = self._first(norm, present, norms)
         else:
+            warm = self.count >= self.warmup_steps
             pairs = zip(self._later(norm), self._first(norm, present, norms), strict=True)
             factor, average = [torch.where(warm, later, first) for later, first in pairs]
-        # a norm that is NaN or inf, from ranks that differ or from squares beyond fp64, does not enter
-        is_norm = (columns[:, _NONFINITE].sum(dim=1) == 0.0) & (norm > 0.0) & (average < math.inf)
-        self.average.copy_(torch.where(is_norm, average, self.average))
+        # a norm beyond fp64 does not enter either
+        enters = present & (columns[:, _NONFINITE].sum(dim=1) == 0.0) & (average < math.inf)
+        self.average.copy_(torch.where(enters, average, self.average))
         if not is_done:
-            self.count.copy_((self.count + is_norm.any()).clamp(max=self.warmup_steps))
+            self.count.copy_((self.count + enters.any()).clamp(max=self.warmup_steps))
         self._note(factor, present, factor < 1.0)
         return derived.realized(self._gathered(names, factor))
 

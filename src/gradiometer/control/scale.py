@@ -8,6 +8,7 @@ Inductor's code and the CPU's operators all do this, and give the same bits.
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
 
     from gradiometer.ops import LaunchPlan
 
-__all__ = ["Part", "is_watched", "limit_of", "memory_of", "parts_of", "scale_", "scale_by_"]
+__all__ = ["Part", "is_watched", "limit_of", "memory_of", "parts_of", "real_memory", "scale_", "scale_by_"]
 
 # the least normal number of fp32
 TINY: Final = 2.0**-126
 # partial placements whose parts can be scaled one by one
 _LINEAR: Final = ("sum", "avg")
+# most lists of factors kept for the host, by length and dtype
+_LISTS_KEPT: Final = 8
 # types whose values are in memory
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
@@ -126,7 +129,7 @@ def scale_(part: Part, factors: Tensor) -> None:
         return
     if device.type == "cpu" and type(factors) is Tensor and not is_watched():
         if factors.dim():
-            _scale_on_host(tensors, [factors.tolist()[i] for i in rows])
+            _scale_on_host(tensors, rows, factors)
         else:
             _scale_by_one_on_host(tensors, factors)
         return
@@ -186,9 +189,7 @@ def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
     if layout(x) == torch.sparse_coo:
         # duplicate coordinates are scaled like others
         x = x._values()  # noqa: SLF001
-    if x.is_complex():
-        # the memory without its lazy conjugation, which does not matter here and which Dynamo cannot query
-        x = torch.view_as_real(x.conj() if not torch.compiler.is_compiling() and x.is_conj() else x)
+    x = real_memory(x)
     if torch.compiler.is_compiling():
         # not every version of Dynamo traces the checks below
         return x
@@ -200,6 +201,14 @@ def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
         return x
     msg = f"{what}: the gradient of {name!r} {reason}, so it cannot be scaled in place; "
     raise TypeError(msg + "replace it first: parameter.grad = parameter.grad.clone()")
+
+
+def real_memory(x: Tensor) -> Tensor:
+    """Return the real view of a complex tensor, without its lazy conjugation, and others as they are."""
+    if not x.is_complex():
+        return x
+    # Dynamo cannot query it
+    return torch.view_as_real(x.conj() if not torch.compiler.is_compiling() and x.is_conj() else x)
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -257,20 +266,47 @@ def _scale_by_one_on_host(tensors: list[Tensor], factor: Tensor) -> None:
         _scale_alone(x, value)
 
 
-def _scale_on_host(tensors: list[Tensor], values: list[float]) -> None:
+def _scale_on_host(tensors: list[Tensor], rows: Sequence[int], factors: Tensor) -> None:
+    values = factors.tolist()
     alike: list[Tensor] = []
-    numbers: list[float] = []
-    for x, value in zip(tensors, values, strict=True):
+    own: list[Tensor] = []
+    # a factor that is a tensor is kept in fp32 by the CPU's operators for half types, unlike a number
+    singles, doubles = (_NUMBERS.of(factors, dtype) for dtype in (torch.float32, torch.float64))
+    for x, row in zip(tensors, rows, strict=True):
+        value = values[row]
         if value == 1.0:
             continue
         if value < TINY or _is_alone(x):
             _scale_alone(x, value)
         else:
-            # the CPU's operators round a number once to fp32, also for half types
             alike.append(x)
-            numbers.append(value)
+            own.append(doubles[row] if x.dtype == torch.float64 else singles[row])
     if alike:
-        torch._foreach_mul_(alike, numbers)
+        torch._foreach_mul_(alike, own)
+
+
+class _Numbers(threading.local):
+    """Tensors with one factor each, kept for the next call: to make them takes as long as to scale."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, torch.dtype], tuple[Tensor, tuple[Tensor, ...]]] = {}
+
+    def of(self, factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return 0-d views of a copy of the factors, valid until the next call."""
+        key = len(factors), dtype
+        if key not in self.kept:
+            while len(self.kept) >= _LISTS_KEPT:
+                self.kept.pop(next(iter(self.kept)))
+            # a tensor made in inference mode could not be written outside
+            with torch.inference_mode(mode=False):
+                memory = torch.empty(len(factors), dtype=dtype, device="cpu")
+                self.kept[key] = memory, memory.unbind()
+        memory, numbers = self.kept[key]
+        memory.copy_(factors)
+        return numbers
+
+
+_NUMBERS: Final = _Numbers()
 
 
 def _is_alone(x: Tensor) -> bool:

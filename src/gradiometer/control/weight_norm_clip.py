@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from gradiometer.columns import COLUMN_INDEX, derived
+from gradiometer.columns import derived
 from gradiometer.control.adaptive_clip import require, stats_given
 from gradiometer.control.coefficient import LARGEST
-from gradiometer.control.scale import scale_by_
+from gradiometer.control.scale import real_memory, scale_by_
 from gradiometer.control.tensorwise_clip import TensorwiseClip
-from gradiometer.inputs import as_real, is_dtensor, is_limit
+from gradiometer.inputs import is_dtensor, is_limit
 from gradiometer.stats import norms_of
 
 if TYPE_CHECKING:
@@ -156,7 +156,6 @@ class WeightNormClip(TensorwiseClip):
             msg = f"{what}: gm.Ranks has tensors that are sharded, whose units no rank has as a whole; use "
             raise TypeError(msg + "unitwise=False")
 
-    @torch.no_grad()
     def decide(
         self,
         names: tuple[str, ...],
@@ -173,7 +172,7 @@ class WeightNormClip(TensorwiseClip):
         columns = torch.stack([self._spread(names, columns), self._spread(names, weights)])
         norm, size = derived.value(columns, "finite_norm").unbind()
         factor = self._factor(norm, size)
-        self._note(factor, columns[0, :, COLUMN_INDEX["numel"]] > 0, factor < 1.0)
+        self._note(factor, norm > 0.0, factor < 1.0)
         return derived.realized(self._gathered(names, factor))
 
     @torch.no_grad()
@@ -198,16 +197,16 @@ class WeightNormClip(TensorwiseClip):
 
     def _scale_units_of(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Clip the units of one gradient; return ``(3,) float64``: least factor, units, clipped units."""
-        has_units = sum([size > 1 for size in weight.shape]) > 1
-        weight = as_real(weight)
-        rows = max(1, len(grad))
-        if has_units and not torch.compiler.is_compiling():
-            # pieces, since each is copied to fp64
-            rows = max(1, _PIECE * rows // max(1, grad.numel()))
+        has_units = grad.numel() > 0 and sum([size > 1 for size in weight.shape]) > 1
+        weight = real_memory(weight)
         dims = tuple(range(1 if has_units else 0, grad.dim()))
+        pieces = [(grad, weight)]
+        if has_units and not torch.compiler.is_compiling():
+            # each piece is copied to fp64
+            rows = max(1, _PIECE * len(grad) // grad.numel())
+            pieces = list(zip(grad.split(rows), weight.split(rows), strict=True))
         noted = []
-        pairs = zip(grad.split(rows), weight.split(rows), strict=True) if has_units else [(grad, weight)]
-        for g, w in pairs:
+        for g, w in pieces:
             factor = self._factor(*[_norms(x, dims) for x in (g, w)])
             scale_by_(g, factor)
             is_clipped = (factor < 1.0).sum()

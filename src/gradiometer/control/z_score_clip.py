@@ -132,7 +132,6 @@ class ZScoreClip(AdaptiveClip):
             f"max_norm={self.max_norm:g}, eps={self.eps:g}"
         )
 
-    @torch.no_grad()
     def decide(
         self,
         names: tuple[str, ...],
