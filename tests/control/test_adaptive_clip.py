@@ -818,14 +818,14 @@ def test_averages_stay_finite_and_factors_between_0_and_1(rows):
         model = holder(norms)
         before = clip.average.clone()
         gm.collect_and_clip_(model, clip)
-        assert clip.average.isfinite().all()
+        assert (clip.average > 0).all()
         assert ((clip.factor >= 0) & (clip.factor <= 1)).all()
         for row, norm in enumerate(norms):
             if norm is None or not 0 < norm < INF:
                 assert clip.average[row] == before[row]
                 assert norm is not None or clip.factor[row] == 1
             else:
-                assert clip.average[row] > 0
+                assert clip.average[row] < INF
 
 
 def test_conditions_are_covered():

@@ -130,10 +130,12 @@ class AdaptiveClip(Float64Module):
     def _recorded(self, row: int) -> Tensor:
         return self.record[row].clone()
 
-    def _note(self, factor: Tensor, steps: Tensor, clipped: Tensor) -> None:
+    def _note(self, factor: Tensor, steps: Tensor | float, clipped: Tensor) -> None:
         """Record the factors of a step, and add to both counts; ``(N,)`` each."""
-        _, n_steps, n_clipped = self.record.unbind()
-        self.record.copy_(torch.stack([factor, n_steps + steps, n_clipped + clipped]))
+        last, n_steps, n_clipped = self.record.unbind()
+        last.copy_(factor)
+        n_steps.add_(steps)
+        n_clipped.add_(clipped)
 
     def _check_device(self, columns: Tensor) -> None:
         here, there = self.record.device, columns.device

@@ -64,7 +64,7 @@ class PerTensorClip(TensorwiseClip):
 
     Attributes:
         names: T names, one per tensor.
-        average: ``(T,) float64``, a buffer: the average norms; 0 without any.
+        average: ``(T,) float64``, a buffer: the average norms; inf without any.
         count: ``(1,) float64``, a buffer: the number of warm-up steps so far.
         record: ``(3, T) float64``, a buffer: the last factors, the numbers of steps, and of clipped ones.
 
@@ -106,7 +106,7 @@ class PerTensorClip(TensorwiseClip):
         settings = [float(x) for x in (max_ratio, decay, warmup_steps, max_norm, eps)]
         super().__init__(model, device, *settings)
         self.max_ratio, self.decay, self.warmup_steps, self.max_norm, self.eps = settings
-        self.register_buffer("average", torch.zeros_like(self.record[0]))
+        self.register_buffer("average", torch.full_like(self.record[0], math.inf))
         self.register_buffer("count", torch.zeros_like(self.key))
 
     def forward(self, stats: TensorStats) -> Tensor:
@@ -143,41 +143,47 @@ class PerTensorClip(TensorwiseClip):
         del weights
         columns = self._spread(names, columns)
         norm = derived.value(columns, "finite_norm")
-        present = norm > 0.0
-        # the host takes only one of both ways
+        nonfinite = columns[:, _NONFINITE]
+        # the host takes one of two ways, and the short one if every norm enters the average
         is_host = is_on_host(columns.device)
         is_done = is_host and self.count.item() >= self.warmup_steps
+        if is_done and len(norm) and nonfinite.sum().item() == 0.0:
+            least, most = torch.aminmax(norm)
+            if least.item() > 0.0 and most.item() < math.inf:
+                factor, average = self._later(norm)
+                self.average.copy_(average)
+                self._note(factor, 1.0, factor < 1.0)
+                return self._gathered(names, factor)
+        is_known = norm > 0.0
         if is_done:
             factor, average = self._later(norm)
         elif is_host:
-            factor, average = self._first(norm, present, norms)
+            factor, average = self._first(norm, is_known, norms)
         else:
             warm = self.count >= self.warmup_steps
-            pairs = zip(self._later(norm), self._first(norm, present, norms), strict=True)
+            pairs = zip(self._later(norm), self._first(norm, is_known, norms), strict=True)
             factor, average = [torch.where(warm, later, first) for later, first in pairs]
         # a norm beyond fp64 does not enter either
-        enters = present & (columns[:, _NONFINITE].sum(dim=1) == 0.0) & (average < math.inf)
+        enters = is_known & (nonfinite.sum(dim=1) == 0.0) & (average < math.inf)
         self.average.copy_(torch.where(enters, average, self.average))
         if not is_done:
             self.count.copy_((self.count + enters.any()).clamp(max=self.warmup_steps))
-        self._note(factor, present, factor < 1.0)
+        self._note(factor, is_known, factor < 1.0)
         return derived.realized(self._gathered(names, factor))
 
     def _later(self, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors after the warm-up, and the new averages."""
-        is_known = self.average > 0.0
-        limit = torch.where(is_known, self.max_ratio * self.average, math.inf)
+        # inf without history
+        limit = self.max_ratio * self.average
         ratio = limit / (norm + self.eps).clamp(max=LARGEST)
         factor = torch.where(norm > limit, ratio, 1.0)
         average = self.decay * self.average + (1.0 - self.decay) * torch.minimum(norm, limit)
-        return factor, torch.where(is_known, average, norm)
+        return factor, torch.where(average < math.inf, average, norm)
 
-    def _first(self, norm: Tensor, present: Tensor, norms: Callable[[], Norms]) -> tuple[Tensor, Tensor]:
+    def _first(self, norm: Tensor, is_known: Tensor, norms: Callable[[], Norms]) -> tuple[Tensor, Tensor]:
         """Return the factors in the warm-up, and the new averages, which are least norms."""
         coefficient = coefficient_of(norms().finite, self.max_norm)
-        clipped = coefficient * norm
-        average = torch.where(self.average > 0.0, torch.minimum(self.average, clipped), clipped)
-        return torch.where(present, coefficient, 1.0), average
+        return torch.where(is_known, coefficient, 1.0), torch.minimum(self.average, coefficient * norm)
 
     def _state(self) -> list[Tensor]:
         return [self.average, self.count]

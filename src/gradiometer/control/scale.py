@@ -44,6 +44,13 @@ __all__ = ["Part", "is_watched", "limit_of", "memory_of", "parts_of", "real_memo
 TINY: Final = 2.0**-126
 # partial placements whose parts can be scaled one by one
 _LINEAR: Final = ("sum", "avg")
+# the dtypes that foreach operators on the CPU take, and that of their factors
+_FACTORS: Final = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
 # most lists of factors kept for the host, by length and dtype
 _LISTS_KEPT: Final = 8
 # types whose values are in memory
@@ -258,7 +265,9 @@ def _scale_by_one_on_host(tensors: list[Tensor], factor: Tensor) -> None:
         others = []
         lists: dict[bool, list[Tensor]] = {True: [], False: []}
         for x in tensors:
-            (others if _is_alone(x) else lists[x.dtype == torch.float64]).append(x)
+            # foreach operators take neither fp8 nor lazy negation
+            is_alone = x.dtype not in _FACTORS or x.is_neg()
+            (others if is_alone else lists[x.dtype == torch.float64]).append(x)
         for is_wide, alike in lists.items():
             if alike:
                 torch._foreach_mul_(alike, factor if is_wide else factor.to(torch.float32))
@@ -271,16 +280,19 @@ def _scale_on_host(tensors: list[Tensor], rows: Sequence[int], factors: Tensor) 
     alike: list[Tensor] = []
     own: list[Tensor] = []
     # a factor that is a tensor is kept in fp32 by the CPU's operators for half types, unlike a number
-    singles, doubles = (_NUMBERS.of(factors, dtype) for dtype in (torch.float32, torch.float64))
+    numbers: dict[torch.dtype, tuple[Tensor, ...]] = {}
     for x, row in zip(tensors, rows, strict=True):
         value = values[row]
         if value == 1.0:
             continue
-        if value < TINY or _is_alone(x):
+        dtype = x.dtype
+        if value < TINY or dtype not in _FACTORS or x.is_neg():
             _scale_alone(x, value)
-        else:
-            alike.append(x)
-            own.append(doubles[row] if x.dtype == torch.float64 else singles[row])
+            continue
+        if dtype not in numbers:
+            numbers[dtype] = _NUMBERS.of(factors, _FACTORS[dtype])
+        alike.append(x)
+        own.append(numbers[dtype][row])
     if alike:
         torch._foreach_mul_(alike, own)
 
@@ -307,11 +319,6 @@ class _Numbers(threading.local):
 
 
 _NUMBERS: Final = _Numbers()
-
-
-def _is_alone(x: Tensor) -> bool:
-    """Return whether no foreach operator takes a tensor: fp8, and those with lazy negation."""
-    return x.itemsize == 1 or x.is_neg()
 
 
 def _scale_alone(x: Tensor, value: float) -> None:
