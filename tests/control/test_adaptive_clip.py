@@ -505,7 +505,7 @@ def test_the_kernel_takes_a_factor_for_each_tensor_and_touches_none_of_factor_1(
     assert (clip.factor == 1).all()
     for i, grad in enumerate(grads):
         grad.mul_(i + 1)
-    expected = [grad.float() for grad in grads]
+    expected = [grad.clone().float() for grad in grads]
     gm.collect_and_clip_(parameters, clip)
     assert seen == [((5,), torch.float16), ((5,), torch.float32)] * 3
     assert torch.equal(bits(quiet), before)
