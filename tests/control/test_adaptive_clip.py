@@ -379,16 +379,19 @@ def test_a_step_of_nothing_but_nan_changes_no_state():
 def test_elements_that_are_not_finite_do_not_count_for_weight_norms(unitwise):
     model = Layers()
     with torch.no_grad():
-        model.linear[1, 2], model.linear.grad[1, 3] = NAN, INF
+        model.linear[4, 2], model.linear.grad[4, 3] = NAN, INF
     twin = copy.deepcopy(model)
     with torch.no_grad():
-        twin.linear[1, 2], twin.linear.grad = 0, model.linear.grad.clone()
-        twin.linear.grad[1, 3] = 0
+        twin.linear[4, 2], twin.linear.grad = 0, model.linear.grad.clone()
+        twin.linear.grad[4, 3] = 0
+    before = model.linear.grad.clone()
     for each in (model, twin):
         gm.clip_grad_norm_(each, gm.WeightNormClip(each, unitwise=unitwise))
-    assert model.linear.grad[1, 3] == INF
-    model.linear.grad[1, 3] = 0
+    assert model.linear.grad[4, 3] == INF
+    model.linear.grad[4, 3] = 0
     assert torch.equal(model.linear.grad, twin.linear.grad)
+    # this unit is clipped
+    assert (model.linear.grad[4, :3].abs() < before[4, :3].abs()).all()
 
 
 def test_zeros_and_missing_gradients_change_nothing():
