@@ -6,9 +6,10 @@
 
 Every bound is a ratio of medians of one run: our time over a peer's. Every contender runs once a round. The
 peers square in fp64 too: `get_total_norm` is `torch.nn.utils.get_total_norm` of fp64 copies, `foreach64` is
-`torch._foreach_norm(dtype=float64)`. In the busy case one other process per core runs a busy
-loop. The compiled step is a small model's forward, backward and update in one graph, with and without
-collection.
+`torch._foreach_norm(dtype=float64)`. In the busy case one other process per core runs a busy loop. The
+clip modules are compared with `collect_and_clip_` of one limit, and the module that reads the weights with
+that and `collect_weights`; nothing is clipped. The compiled step is a small model's forward, backward and
+update in one graph, with and without collection.
 """
 
 from __future__ import annotations
@@ -66,6 +67,16 @@ BOUNDS = (
             "16 of 1048576 float64",
         )
     ),
+    # of the same run, with one limit for all
+    *(
+        Bound(case, ours, peer, 1.05)
+        for case in ("100 of 1000", "1000 of 1000", "16 of 2097152")
+        for ours, peer in (
+            ("ZScoreClip", "collect_and_clip_"),
+            ("PerTensorClip", "collect_and_clip_"),
+            ("WeightNormClip", "collect_and_clip_ and collect_weights"),
+        )
+    ),
     Bound("step", "with collect_grads", "without", 1.1),
     Bound("busy", "collect_grads", "foreach64", 3.0),
 )
@@ -88,6 +99,26 @@ def contenders_of(model):
         "collect_grads": lambda: gm.collect_grads(model),
         "with fingerprints": lambda: gm.collect_grads(model, fingerprint=True),
         "check_finite": lambda: gm.check_finite(model),
+        **clips_of(model),
+    }
+
+
+def clips_of(model):
+    """Return calls that clip nothing; gradients are the same in all rounds."""
+    z_score, per_tensor = (
+        gm.ZScoreClip(warmup_steps=1),
+        gm.PerTensorClip(model, warmup_steps=1, max_norm=math.inf),
+    )
+    weight_norm = gm.WeightNormClip(model, max_ratio=1e30)
+    return {
+        "collect_and_clip_": lambda: gm.collect_and_clip_(model, 1e30),
+        "ZScoreClip": lambda: gm.collect_and_clip_(model, z_score),
+        "PerTensorClip": lambda: gm.collect_and_clip_(model, per_tensor),
+        "collect_and_clip_ and collect_weights": lambda: (
+            gm.collect_and_clip_(model, 1e30),
+            gm.collect_weights(model),
+        ),
+        "WeightNormClip": lambda: gm.collect_and_clip_(model, weight_norm),
     }
 
 

@@ -364,6 +364,22 @@ def collect_and_clip(model: nn.Module) -> Any:
     return gm.collect_and_clip_(model, torch.tensor(0.01), inv_scale=2.0)
 
 
+def adaptive(make: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Tell]:
+    def of_model(model: nn.Module) -> Tell:
+        clip = make(model)
+        return lambda: (gm.collect_and_clip_(model, clip), clip.factor, clip.clip_fraction, *copies(clip))
+
+    return of_model
+
+
+def copies(module: nn.Module) -> list[Tensor]:
+    return [x.clone() for x in module.buffers()]
+
+
+z_score = adaptive(lambda _: gm.ZScoreClip(warmup_steps=2, z_threshold=0.01))
+per_tensor = adaptive(lambda model: gm.PerTensorClip(model, warmup_steps=1, max_ratio=0.5))
+
+
 def smoothed(model: nn.Module) -> Tell:
     ema = gm.EMA(decay=0.5)
     return lambda: (ema(gm.collect_grads(model).total_norm), ema.steps)
@@ -928,6 +944,16 @@ CASES = (
     Case("clip_grad_norm_", tell=asked(clip), acts=True, deep=True),
     Case("clip_grad_norm_ of order 3", tell=asked(clip_of_order), acts=True, deep=True),
     Case("collect_and_clip_", tell=asked(collect_and_clip), acts=True),
+    Case("ZScoreClip", tell=z_score, acts=True),
+    Case("PerTensorClip", cleared_last, tell=per_tensor, acts=True),
+    Case("PerTensorClip, parameters without gradients", model=Partly, tell=per_tensor, acts=True, deep=True),
+    Case("WeightNormClip", tell=adaptive(gm.WeightNormClip), acts=True),
+    Case(
+        "WeightNormClip of units",
+        tell=adaptive(lambda model: gm.WeightNormClip(model, unitwise=True)),
+        acts=True,
+        deep=True,
+    ),
     Case("EMA", tell=smoothed, deep=True),
     Case("noise scale", tell=noise_scale),
     Case("Recorder", tell=recorded),
@@ -938,9 +964,18 @@ CASES = (
     Case("Inductor, cleared first", options=INDUCTOR),
     Case("Inductor, returned nested", cleared_last, tell=asked(nested), options=INDUCTOR, deep=True),
     Case("Inductor, collect_and_clip_", tell=asked(collect_and_clip), acts=True, options=INDUCTOR),
+    Case("Inductor, ZScoreClip", tell=z_score, acts=True, options=INDUCTOR, deep=True),
+    Case("Inductor, PerTensorClip", tell=per_tensor, acts=True, options=INDUCTOR),
     Case("Inductor, groups", tell=asked(by_module), options=INDUCTOR, deep=True),
     Case("Inductor, Recorder", tell=recorded, options=INDUCTOR, deep=True),
     Case("Inductor, dynamic=True", batch=sized, options={"dynamic": True, **INDUCTOR}, deep=True),
+    Case(
+        "Inductor, reduce-overhead, PerTensorClip",
+        tell=per_tensor,
+        acts=True,
+        options={"mode": "reduce-overhead", **INDUCTOR},
+        deep=True,
+    ),
     Case("Inductor, reduce-overhead", options={"mode": "reduce-overhead", **INDUCTOR}),
 )
 

@@ -283,19 +283,29 @@ def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype
 # the scale kernel
 
 
-def scale_launch(dtype: torch.dtype, target: str) -> Launch:
+def scale_launch(dtype: torch.dtype, target: str, *, per_tensor: bool = False) -> Launch:
     x = torch.zeros(9, dtype=dtype)
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
     packing.clear()
     with recorded_launches() as launches, hip, mock.patch.object(library, "uses_kernels", return_value=True):
         library.tensor_stats([x], Thresholds())
-        library.scale_([x], torch.ones((), dtype=torch.float64), library.writable([x]))
+        factors = torch.ones((1,) if per_tensor else (), dtype=torch.float64)
+        library.scale_([x], factors, library.writable([x]))
     return launches[-1]
 
 
 @cache
-def scale_code(target: str, dtype: torch.dtype) -> Code:
-    return scale_launch(dtype, target).compile(target)
+def scale_code(target: str, dtype: torch.dtype, *, per_tensor: bool = False) -> Code:
+    return scale_launch(dtype, target, per_tensor=per_tensor).compile(target)
+
+
+@few_pairs
+def test_a_factor_for_each_tensor_does_not_change_the_loop_of_the_scale_kernel(target, dtype):
+    one, each = scale_code(target, dtype), scale_code(target, dtype, per_tensor=True)
+    # which moves it uses may differ
+    assert len(each.main_loop.opcodes) <= len(one.main_loop.opcodes)
+    assert (each.stack, each.spills) == (0, 0)
+    assert each.registers <= MAX_REGISTERS[target] * 3 // 4
 
 
 @few_pairs

@@ -16,12 +16,18 @@ from gradiometer.control.clip_value import ElementCounts, clip_grad_value_
 from gradiometer.control.finite_report import FiniteReport
 from gradiometer.control.grad_scaler import inverse_scale, is_still_scaled, share_found_inf_
 from gradiometer.control.noise_scale import NoiseScale
+from gradiometer.control.per_tensor_clip import PerTensorClip
+from gradiometer.control.weight_norm_clip import WeightNormClip
+from gradiometer.control.z_score_clip import ZScoreClip
 
 __all__ = [
     "Determinism",
     "ElementCounts",
     "FiniteReport",
     "NoiseScale",
+    "PerTensorClip",
+    "WeightNormClip",
+    "ZScoreClip",
     "check_deterministic",
     "check_finite",
     "clip_coefficient",

@@ -1,7 +1,8 @@
 """Clipping by the collected norm: telemetry and clipping share one read of the gradients.
 
 The coefficient is torch's, ``min(1, max_norm / (norm + 1e-6))``, with a norm that does not overflow and
-leaves NaN and Inf out. So NaN, Inf or a huge norm does not turn all gradients into 0 or NaN.
+leaves NaN and Inf out. So NaN, Inf or a huge norm does not turn all gradients into 0 or NaN. A module in
+place of ``max_norm`` decides otherwise, see `gradiometer.control.adaptive_clip`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, derived
+from gradiometer.control.adaptive_clip import AdaptiveClip, stats_given
+from gradiometer.control.coefficient import arrived, coefficient_of
 from gradiometer.control.scale import Part, limit_of, parts_of, scale_
-from gradiometer.inputs import check, is_dtensor, named_parameters, on_device
+from gradiometer.control.weight_norm_clip import WeightNormClip
+from gradiometer.distributed import is_active
+from gradiometer.inputs import check, is_dtensor, named_parameters, present
 from gradiometer.stats import (
+    Norms,
     TensorStats,
     finite_norm,
     grads_of,
@@ -30,21 +36,20 @@ from gradiometer.stats import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gradiometer.distributed import Ranks
-    from gradiometer.inputs import Parameters
+    from gradiometer.inputs import Named, Parameters
 
 __all__ = ["clip_coefficient", "clip_grad_norm_", "clip_grads_with_norm_", "collect_and_clip_"]
 
-# as in torch: added to a norm before dividing by it
-_EPS: Final = 1e-6
-_MAX: Final = torch.finfo(torch.float64).max
 # maximum number of names in an error message
 _NAMES: Final = 10
 
 
 def clip_grad_norm_(
     parameters: Tensor | Parameters,
-    max_norm: float | Tensor,
+    max_norm: float | Tensor | AdaptiveClip,
     norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 torch's signature
     foreach: bool | None = None,  # noqa: FBT001
@@ -79,6 +84,7 @@ def clip_grad_norm_(
         max_norm: not negative; ``math.inf`` clips nothing. The value of a one-element tensor is not
             checked, so that it can change in a compiled step without the recompilation that each new
             number costs. A tensor that is NaN clips nothing, and a negative one counts as 0.
+            Or a module that decides itself, such as `gradiometer.ZScoreClip`.
         norm_type: any order of `torch.linalg.vector_norm`, including ``"inf"``. Orders other
             than 0, 2 and infinity read the gradients once more, in fp64 copies of a million elements.
         error_if_nonfinite: whether to wait for the norm, in one transfer, and raise if it is NaN or inf.
@@ -117,7 +123,7 @@ def clip_grad_norm_(
             said = "`parameters` is an empty generator, no gradient clipping will occur."
             warnings.warn(said, stacklevel=2)
     what = "clip_grad_norm_"
-    return _clip(parameters, max_norm, norm_type, error_if_nonfinite, what, reduce=reduce)[1]
+    return _clip(parameters, max_norm, norm_type, error_if_nonfinite, what, reduce=reduce)[1]().said
 
 
 @torch.no_grad()
@@ -180,14 +186,14 @@ def clip_grads_with_norm_(
         # a product, so that a new number does not recompile a compiled step
         norm = torch.ones((), dtype=torch.float64, device=device) * total_norm
     is_norm = norm.isfinite() & (norm >= 0.0)
-    coefficient = torch.where(is_norm, _coefficient(norm, limit), 1.0)
+    coefficient = torch.where(is_norm, coefficient_of(norm, limit), 1.0)
     for part in parts:
         scale_(part, coefficient)
 
 
 def collect_and_clip_(
     model: Parameters,
-    max_norm: float | Tensor,
+    max_norm: float | Tensor | AdaptiveClip,
     *,
     norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
@@ -229,7 +235,9 @@ def collect_and_clip_(
     return _clip(model, max_norm, norm_type, error_if_nonfinite, "collect_and_clip_", **options)[0]
 
 
-def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: float | str = 2.0) -> Tensor:
+def clip_coefficient(
+    stats: TensorStats, max_norm: float | Tensor | AdaptiveClip, norm_type: float | str = 2.0
+) -> Tensor:
     """Return the factor that scales gradients to a norm of at most ``max_norm``.
 
     It is ``min(1, max_norm / (norm + 1e-6))`` with the norm of the finite elements, and never NaN. A step
@@ -237,11 +245,12 @@ def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: fl
 
     Args:
         stats: of all tensors that are clipped together.
-        max_norm: as for `clip_grad_norm_`.
+        max_norm: as for `clip_grad_norm_`. For a module this is a step, which changes its state.
         norm_type: 2 or infinity, the orders that ``stats`` hold.
 
     Returns:
-        0-d float64 from 0 to 1, on the device of ``stats``.
+        0-d float64 from 0 to 1, on the device of ``stats``; from `gradiometer.PerTensorClip` ``(T,)``, one
+        for each row.
 
     Raises:
         ValueError: for a ``max_norm`` that is negative, NaN or not a number, and for other orders.
@@ -252,21 +261,23 @@ def clip_coefficient(stats: TensorStats, max_norm: float | Tensor, norm_type: fl
     tensor(1., dtype=torch.float64)
     """
     what = "clip_coefficient"
-    if not isinstance(stats, TensorStats):
-        msg = f"{what}: expected the TensorStats that collect_grads returns, got {type(stats).__name__}"
-        raise TypeError(msg)
-    order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
+    stats = stats_given(stats, what)
+    order = order_of(norm_type, what)
     if order not in {2.0, math.inf}:
         msg = f"{what}: norm_type must be 2 or inf, the orders that stats hold, got {norm_type!r}; "
         raise ValueError(msg + "use clip_grad_norm_ for other orders")
     with torch.no_grad():
-        return _coefficient(norms_of(stats.columns, order).finite, limit)
+        norms = norms_of(stats.columns, order)
+        if isinstance(max_norm, AdaptiveClip):
+            max_norm.check_order(order, what)
+            return max_norm.decide(stats.names, stats.columns, lambda: norms)
+        return coefficient_of(norms.finite, limit_of(max_norm, "max_norm", what))
 
 
 @torch.no_grad()
 def _clip(
     model: Parameters,
-    max_norm: float | Tensor,
+    max_norm: float | Tensor | AdaptiveClip,
     norm_type: float | str,
     error_if_nonfinite: bool,  # noqa: FBT001
     what: str,
@@ -276,9 +287,13 @@ def _clip(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     skip_nonfinite: bool = False,
     fingerprint: bool = False,
-) -> tuple[TensorStats, Tensor]:
-    """Return the stats and the norm before clipping. All checks come before the first write."""
-    order, limit = order_of(norm_type, what), limit_of(max_norm, "max_norm", what)
+) -> tuple[TensorStats, Callable[[], Norms]]:
+    """Return the stats and the norms before clipping. All checks come before the first write."""
+    order = order_of(norm_type, what)
+    clip = max_norm if isinstance(max_norm, AdaptiveClip) else None
+    limit: Any = 0.0
+    if not isinstance(max_norm, AdaptiveClip):
+        limit = limit_of(max_norm, "max_norm", what)
     if error_if_nonfinite and torch.compiler.is_compiling():
         msg = f"{what}: error_if_nonfinite=True waits for the norm, which a compiled function cannot do; "
         raise RuntimeError(msg + "omit it, and check the norm or stats.found_inf outside")
@@ -293,6 +308,8 @@ def _clip(
         nonlocal parts, finite, over
         if ranks is not None and ranks.size > 1:
             over = ranks
+        if clip is not None:
+            clip.check(parameters, ranks, order, what)
         local = settled(grads, parameters, ranks, what)
         options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
         stats = measure(local, what, thresholds, inv_scale, home=home, **options)
@@ -302,35 +319,52 @@ def _clip(
             finite = _unscaled(finite, inv_scale)
         return stats
 
+    if clip is not None and is_active():
+        limit = clip.digest()
     agreed = {"max_norm": limit, "norm_type": order, "inv_scale": 1.0 if inv_scale is None else inv_scale}
     stats = over_ranks(reduce, parameters, what, measured, is_wide=fingerprint, **agreed)
-    norms = norms_of(stats.columns, order, finite, over)
+    known: list[Norms] = []
+
+    def norms() -> Norms:
+        # a module may not need them
+        if not known:
+            known.append(norms_of(stats.columns, order, finite, over))
+        return known[0]
+
     if error_if_nonfinite:
-        _refuse_nonfinite(stats, norms.said, order, over)
-    coefficient = _coefficient(norms.finite, limit)
+        _refuse_nonfinite(stats, norms().said, order, over)
+    if isinstance(clip, WeightNormClip) and clip.unitwise:
+        held = {name: p for name, p in zip(*parameters, strict=True) if p.grad is not None}
+        clip.scale_units_(grads.names, parts, list(held.values()))
+        return stats, norms
+    if clip is None:
+        factors = coefficient_of(norms().finite, limit)
+    else:
+        weights = _weights(parameters, stats, what, reduce) if clip.needs_weights else None
+        factors = clip.decide(stats.names, stats.columns, norms, weights)
+        if stats.local is not None and factors.dim():
+            rows = {name: row for row, name in enumerate(stats.names)}
+            factors = derived.take(factors, [rows[name] for name in grads.names])
     for part in parts:
-        scale_(part, coefficient)
-    return stats, norms.said
+        scale_(part, factors)
+    return stats, norms
+
+
+def _weights(parameters: Named, stats: TensorStats, what: str, reduce: bool | Ranks | None) -> Tensor:  # noqa: FBT001
+    """Return the columns of the weights in the rows of the gradients' ``stats``."""
+    # on another rank a parameter may have a gradient that it does not have here
+    merged = stats.is_reduced
+    needed = [p.grad is not None or (merged and p.requires_grad) for p in parameters.tensors]
+    kept = [p if is_needed else None for p, is_needed in zip(parameters.tensors, needed, strict=True)]
+    weights = present(parameters.names, kept)
+    home = stats.columns.device
+    return over_ranks(reduce, parameters, what, lambda _: measure(weights, what, home=home)).columns
 
 
 def _unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:
     if isinstance(inv_scale, Tensor):
-        inv_scale = _arrived(inv_scale.detach(), norm.device).reshape(()).abs()
+        inv_scale = arrived(inv_scale.detach(), norm.device).reshape(()).abs()
     return norm * inv_scale
-
-
-def _arrived(number: Tensor, device: torch.device) -> Tensor:
-    return on_device(number, device, torch.float64)
-
-
-def _coefficient(norm: Tensor, limit: float | Tensor) -> Tensor:
-    if isinstance(limit, Tensor):
-        limit = _arrived(limit, norm.device).reshape(())
-    else:
-        limit = derived.number(limit, norm.device)
-    ratio = limit / (norm + _EPS).clamp(max=_MAX)
-    # the value of a tensor was not checked: NaN clips nothing
-    return derived.realized(torch.where(ratio < 1.0, ratio, 1.0)).clamp(min=0.0)
 
 
 def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float, ranks: Ranks | None) -> None:

@@ -1,4 +1,4 @@
-"""In-place scaling of gradients by one coefficient c, whose value is only on the device.
+"""In-place scaling of gradients by a coefficient c, or by one for each, whose value is only on the device.
 
 fp64 gradients are scaled in fp64. All others are scaled in fp32 and rounded to their dtype once, so that
 c itself is never rounded to fp16 or bf16. An fp32 gradient of 1e38 may need a c below the normal numbers
@@ -8,6 +8,7 @@ Inductor's code and the CPU's operators all do this, and give the same bits.
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -33,16 +34,25 @@ from gradiometer.inputs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from gradiometer.ops import LaunchPlan
 
-__all__ = ["Part", "limit_of", "memory_of", "parts_of", "scale_"]
+__all__ = ["Part", "is_watched", "limit_of", "memory_of", "parts_of", "real_memory", "scale_", "scale_by_"]
 
 # the least normal number of fp32
 TINY: Final = 2.0**-126
 # partial placements whose parts can be scaled one by one
 _LINEAR: Final = ("sum", "avg")
+# the dtypes that foreach operators on the CPU take, and that of their factors
+_FACTORS: Final = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+# most lists of factors kept for the host, by length and dtype
+_LISTS_KEPT: Final = 8
 # types whose values are in memory
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
@@ -65,9 +75,13 @@ def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
 
 
 class Part(NamedTuple):
-    """Tensors of one device to scale; ``plan`` is the launch plan of the kernels, if they apply."""
+    """Tensors of one device to scale.
+
+    ``rows``: the place of each among all gradients. ``plan``: the launch plan of the kernels, if they apply.
+    """
 
     tensors: list[Tensor]
+    rows: Sequence[int]
     plan: LaunchPlan | None
 
 
@@ -83,62 +97,84 @@ def parts_of(grads: Named, what: str) -> list[Part]:
     devices = dict.fromkeys([x.device for x in grads.tensors])
     for device in devices:
         named = grads
+        rows: Sequence[int] = range(len(grads.tensors))
         if len(devices) > 1:
             named = present(grads.names, [x if x.device == device else None for x in grads.tensors])
+            rows = [i for i, x in enumerate(grads.tensors) if x.device == device]
         # Dynamo cannot trace how Triton loads its driver
         kernels_scale = not torch.compiler.is_compiling() and ops.uses_kernels(device)
         plan = ops.writable(named.tensors) if kernels_scale else None
         if plan is not None and len(_once(named.names, named.tensors, what)) == plan.count:
-            parts.append(Part(named.tensors, plan))
+            parts.append(Part(named.tensors, rows, plan))
             continue
-        pairs: Iterable[tuple[Tensor, str]] = zip(named.tensors, named.names, strict=True)
-        if _is_watched():
+        memories = [
+            memory_of(grad, name, what) for grad, name in zip(named.tensors, named.names, strict=True)
+        ]
+        kept = _once(named.names, memories, what)
+        if is_watched():
             # tensors have no addresses here, so one gradient of several parameters is found by identity
-            pairs = dict(pairs).items()
-        memories = [memory_of(grad, name, what) for grad, name in pairs]
-        parts.append(Part(_once(named.names, memories, what), None))
+            first = {grad: i for i, grad in reversed(list(enumerate(named.tensors)))}
+            kept = sorted(first.values())
+        if len(kept) < len(memories):
+            memories, rows = [memories[i] for i in kept], [rows[i] for i in kept]
+        parts.append(Part(memories, rows, None))
     return parts
 
 
-def scale_(part: Part, coefficient: Tensor) -> None:
-    """Multiply a part's tensors in place by ``coefficient``, 0-d float64 from 0 to 1, on any device."""
-    tensors, plan = part
+def scale_(part: Part, factors: Tensor) -> None:
+    """Multiply a part's tensors in place.
+
+    ``factors``: 0-d float64 from 0 to 1, or ``(G,)`` with one for each of all G gradients, on any device.
+    """
+    tensors, rows, plan = part
     if not tensors:
         return
     device = tensors[0].device
-    factor = on_device(coefficient, device)
+    factors = on_device(factors, device)
     if plan is not None:
-        ops.scale_(tensors, factor, plan)
+        ops.scale_(tensors, _own(factors, rows), plan)
         return
-    high, low = _factors(factor)
-    if device.type == "cpu" and type(factor) is Tensor and not _is_watched():
-        value = factor.item()
-        if value == 1.0:
-            return
-        if value >= TINY:
-            # low is 1. The CPU's operators keep a factor that is a tensor in fp32, also for half types
-            others: list[Tensor] = []
-            lists: dict[bool, list[Tensor]] = {True: [], False: []}
-            for x in tensors:
-                # fp8 has no such operator, and foreach lists take no lazy negation
-                (others if x.itemsize == 1 or x.is_neg() else lists[x.dtype == torch.float64]).append(x)
-            for is_wide, alike in lists.items():
-                if alike:
-                    torch._foreach_mul_(alike, factor if is_wide else high)
-            tensors = others
-    if torch.compiler.is_compiling():
-        factor, high, low = derived.realized(factor), derived.realized(high), derived.realized(low)
-        # a foreach call has fewer nodes in the graph
-        singles = [x for x in tensors if x.dtype == torch.float32]
-        if singles:
-            torch._foreach_mul_(singles, high)
-            torch._foreach_mul_(singles, low)
-        tensors = [x for x in tensors if x.dtype != torch.float32]
-    for x in tensors:
-        if x.dtype == torch.float64:
-            x.mul_(factor)
+    if device.type == "cpu" and type(factors) is Tensor and not is_watched():
+        if factors.dim():
+            _scale_on_host(tensors, rows, factors)
         else:
-            x.copy_(x.to(torch.float32) * high * low)
+            _scale_by_one_on_host(tensors, factors)
+        return
+    own = _own(factors, rows)
+    high, low = _factors(own)
+    if torch.compiler.is_compiling():
+        own, high, low = derived.realized(own), derived.realized(high), derived.realized(low)
+    # one for each tensor: the same, or views
+    each, highs, lows = [list(x.unbind()) if x.dim() else [x] * len(tensors) for x in (own, high, low)]
+    left: Sequence[int] = range(len(tensors))
+    if torch.compiler.is_compiling():
+        # a foreach call has fewer nodes in the graph
+        singles = [i for i in left if tensors[i].dtype == torch.float32]
+        if singles:
+            alike = [tensors[i] for i in singles]
+            for value, values in ((high, highs), (low, lows)):
+                torch._foreach_mul_(alike, [values[i] for i in singles] if value.dim() else value)
+        left = [i for i in left if tensors[i].dtype != torch.float32]
+    for i in left:
+        x = tensors[i]
+        if x.dtype == torch.float64:
+            x.mul_(each[i])
+        else:
+            x.copy_(x.to(torch.float32) * highs[i] * lows[i])
+
+
+def scale_by_(x: Tensor, factors: Tensor) -> None:
+    """Multiply a tensor in place by factors, float64 from 0 to 1, that broadcast to it."""
+    if x.dtype == torch.float64:
+        x.mul_(factors)
+    else:
+        high, low = _factors(factors)
+        x.copy_(x.to(torch.float32) * high * low)
+
+
+def _own(factors: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the factors of these gradients, or the one of all."""
+    return derived.take(factors, rows) if factors.dim() and len(rows) < len(factors) else factors
 
 
 def _held(grad: Any, name: str, what: str) -> Tensor:
@@ -160,9 +196,7 @@ def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
     if layout(x) == torch.sparse_coo:
         # duplicate coordinates are scaled like others
         x = x._values()  # noqa: SLF001
-    if x.is_complex():
-        # the memory without its lazy conjugation, which does not matter here and which Dynamo cannot query
-        x = torch.view_as_real(x.conj() if not torch.compiler.is_compiling() and x.is_conj() else x)
+    x = real_memory(x)
     if torch.compiler.is_compiling():
         # not every version of Dynamo traces the checks below
         return x
@@ -176,6 +210,14 @@ def memory_of(grad: Tensor, name: str, what: str) -> Tensor:
     raise TypeError(msg + "replace it first: parameter.grad = parameter.grad.clone()")
 
 
+def real_memory(x: Tensor) -> Tensor:
+    """Return the real view of a complex tensor, without its lazy conjugation, and others as they are."""
+    if not x.is_complex():
+        return x
+    # Dynamo cannot query it
+    return torch.view_as_real(x.conj() if not torch.compiler.is_compiling() and x.is_conj() else x)
+
+
 def _overlaps(x: Tensor) -> bool:
     """Return whether elements may share memory; also true for some interleaved layouts that share none."""
     reach = 0
@@ -186,13 +228,17 @@ def _overlaps(x: Tensor) -> bool:
     return False
 
 
-def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tensor]:
-    """Drop duplicates of the same memory, if tensors have addresses; raise if memory overlaps in part."""
-    if _is_watched() or any([type(x) not in _PLAIN for x in tensors]):
-        return tensors
+def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> Sequence[int]:
+    """Return the places of the tensors without duplicates of the same memory, if they have addresses.
+
+    Raises:
+        TypeError: if memory overlaps in part.
+    """
+    if is_watched() or any([type(x) not in _PLAIN for x in tensors]):
+        return range(len(tensors))
     spans = sorted([(x.data_ptr(), x.numel() * x.itemsize, i) for i, x in enumerate(tensors)])
     if all([start + size <= after for (start, size, _), (after, _, _) in pairwise(spans)]):
-        return tensors
+        return range(len(tensors))
     kept: dict[object, int] = {}
     end, last = 0, 0
     for start, size, i in spans:
@@ -206,10 +252,84 @@ def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> list[Tens
                 raise TypeError(msg + ", which would be scaled twice; replace one by its clone()")
             kept[start, size] = i
             end, last = start + size, i
-    return [tensors[i] for i in sorted(kept.values())]
+    return sorted(kept.values())
 
 
-def _is_watched() -> bool:
+def _scale_by_one_on_host(tensors: list[Tensor], factor: Tensor) -> None:
+    value = factor.item()
+    if value == 1.0:
+        return
+    others = tensors
+    if value >= TINY:
+        # low is 1. The CPU's operators keep a factor that is a tensor in fp32, also for half types
+        others = []
+        lists: dict[bool, list[Tensor]] = {True: [], False: []}
+        for x in tensors:
+            # foreach operators take neither fp8 nor lazy negation
+            is_alone = x.dtype not in _FACTORS or x.is_neg()
+            (others if is_alone else lists[x.dtype == torch.float64]).append(x)
+        for is_wide, alike in lists.items():
+            if alike:
+                torch._foreach_mul_(alike, factor if is_wide else factor.to(torch.float32))
+    for x in others:
+        _scale_alone(x, value)
+
+
+def _scale_on_host(tensors: list[Tensor], rows: Sequence[int], factors: Tensor) -> None:
+    values = factors.tolist()
+    alike: list[Tensor] = []
+    own: list[Tensor] = []
+    # a factor that is a tensor is kept in fp32 by the CPU's operators for half types, unlike a number
+    numbers: dict[torch.dtype, tuple[Tensor, ...]] = {}
+    for x, row in zip(tensors, rows, strict=True):
+        value = values[row]
+        if value == 1.0:
+            continue
+        dtype = x.dtype
+        if value < TINY or dtype not in _FACTORS or x.is_neg():
+            _scale_alone(x, value)
+            continue
+        if dtype not in numbers:
+            numbers[dtype] = _NUMBERS.of(factors, _FACTORS[dtype])
+        alike.append(x)
+        own.append(numbers[dtype][row])
+    if alike:
+        torch._foreach_mul_(alike, own)
+
+
+class _Numbers(threading.local):
+    """Tensors with one factor each, kept for the next call: to make them takes as long as to scale."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, torch.dtype], tuple[Tensor, tuple[Tensor, ...]]] = {}
+
+    def of(self, factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return 0-d views of a copy of the factors, valid until the next call."""
+        key = len(factors), dtype
+        if key not in self.kept:
+            while len(self.kept) >= _LISTS_KEPT:
+                self.kept.pop(next(iter(self.kept)))
+            # a tensor made in inference mode could not be written outside
+            with torch.inference_mode(mode=False):
+                memory = torch.empty(len(factors), dtype=dtype, device="cpu")
+                self.kept[key] = memory, memory.unbind()
+        memory, numbers = self.kept[key]
+        memory.copy_(factors)
+        return numbers
+
+
+_NUMBERS: Final = _Numbers()
+
+
+def _scale_alone(x: Tensor, value: float) -> None:
+    if x.dtype == torch.float64:
+        x.mul_(value)
+    else:
+        high, low = (value / TINY, TINY) if value < TINY else (value, 1.0)
+        x.copy_(x.to(torch.float32) * high * low)
+
+
+def is_watched() -> bool:
     """Return whether calls are traced, by a compiler or by a mode such as that of fake tensors."""
     return bool(torch.compiler.is_compiling() or _len_torch_dispatch_stack())
 

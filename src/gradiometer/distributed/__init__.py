@@ -4,7 +4,7 @@ All ranks first agree on the names, their order, and which rank counts which ten
 all-reduce merge the columns of all ranks. Nothing here measures a tensor.
 """
 
-from gradiometer.distributed.calls import differing_calls
+from gradiometer.distributed.calls import StateDigest, differing_calls
 from gradiometer.distributed.collectives import (
     all_reduce,
     all_reduce_pair,
@@ -28,6 +28,7 @@ __all__ = [
     "RankError",
     "Ranks",
     "Sharding",
+    "StateDigest",
     "all_reduce",
     "all_reduce_pair",
     "close",

@@ -17,6 +17,7 @@ __all__ = [
     "ARGUMENTS",
     "SAME_CALLS",
     "Call",
+    "StateDigest",
     "differ",
     "difference",
     "differing_calls",
@@ -38,6 +39,16 @@ ARGUMENTS: Final = (
 )
 
 
+class StateDigest(NamedTuple):
+    """Stands for an argument that is a module: the ranks compare a number that its state determines.
+
+    ``number``: 0-d, an integer that float64 can hold. ``name``: of the module's class.
+    """
+
+    number: Tensor
+    name: str
+
+
 def told(arguments: Mapping[str, Any], like: Tensor) -> Tensor:
     """Return ``(A, 2) float64``: each argument, 0 if absent, and its negative; maxima give its extremes."""
     values = torch.stack([_number(arguments.get(name, 0.0), like) for name in ARGUMENTS])
@@ -45,6 +56,8 @@ def told(arguments: Mapping[str, Any], like: Tensor) -> Tensor:
 
 
 def _number(value: Any, like: Tensor) -> Tensor:
+    if isinstance(value, StateDigest):
+        value = value.number
     if not isinstance(value, Tensor):
         return derived.number(value, like.device)
     value = value.detach().to(like.device, like.dtype, non_blocking=True).reshape(())
@@ -76,6 +89,9 @@ def values_of(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, StateDigest):
+        state = "" if value.number.device.type != "cpu" else f" with settings and state {int(value.number):x}"
+        return f"{value.name}{state}"
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return f"a tensor on {value.device}"
     return repr(value if isinstance(value, bool) else float(value))

@@ -179,6 +179,11 @@ class Ranks:
         self._hash = zlib.crc32(b"".join(self.plan.shardings))
 
     @property
+    def device(self) -> torch.device:
+        """The device of merged columns: that of this rank's model, or the CPU."""
+        return self._counted.device
+
+    @property
     def group(self) -> Group:
         """The process group; None if there is one rank and no group.
 

@@ -5,10 +5,16 @@ import triton.language as tl
 
 from gradiometer.columns import Cursor
 
-__all__ = ["accumulate", "halves", "is_due", "is_finite", "locate"]
+__all__ = ["accumulate", "halves", "is_due", "is_finite", "locate", "row_of"]
 
 _STEP = tl.constexpr(int(Cursor.STEP))
 _EVERY = tl.constexpr(int(Cursor.EVERY))
+
+
+@triton.jit
+def row_of(chunk, table_ptr, num_tensors):
+    """Return the row of a chunk's tensor."""
+    return tl.load(table_ptr + 4 * num_tensors + chunk)
 
 
 @triton.jit
@@ -18,7 +24,7 @@ def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
     table: see packing.ChunkMap. The first chunk also has the elements before the first 16-byte boundary of a
     view that begins elsewhere, so that all others begin at a boundary. The last chunk may then be empty.
     """
-    row = tl.load(table_ptr + 4 * num_tensors + chunk)
+    row = row_of(chunk, table_ptr, num_tensors)
     size = tl.load(table_ptr + num_tensors + row)
     start = (chunk - tl.load(table_ptr + 2 * num_tensors + row)) * size
     address = tl.load(pointers_ptr + row)

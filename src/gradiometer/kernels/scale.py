@@ -1,4 +1,4 @@
-"""Multiply tensors in place by one coefficient, in one pass over memory.
+"""Multiply tensors in place by one coefficient, or by one for each, in one pass over memory.
 
 fp64 elements become ``x_i * c`` in fp64. fp32, bf16 and fp16 elements become ``(x_i * high) * low``,
 computed in fp32 and rounded to their format once. ``high * low = c``, and low is 1 unless c is below the
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import locate
+from gradiometer.kernels.primitives import locate, row_of
 
 __all__ = ["scale"]
 
@@ -48,15 +48,19 @@ def _scaled(x, factor, high, low):
 def _scale_kernel(
     pointers_ptr,  # (T,) int64
     table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
-    factor_ptr,  # () float64
+    factor_ptr,  # () float64, or (T,) if PER_TENSOR
     last_chunk: tl.int32,
     num_tensors: tl.int32,
     DTYPE: tl.constexpr,
     ITEMSIZE: tl.constexpr,
     TILE: tl.constexpr,
+    PER_TENSOR: tl.constexpr,
     TINY: tl.constexpr = _TINY,
     LIFT: tl.constexpr = _LIFT,
 ):
+    chunk = last_chunk - tl.program_id(0)
+    if PER_TENSOR:
+        factor_ptr += row_of(chunk, table_ptr, num_tensors)
     factor = tl.load(factor_ptr)
     # most training steps are not clipped
     if factor != 1.0:
@@ -64,7 +68,6 @@ def _scale_kernel(
         below = factor < TINY
         high = tl.where(below, factor * LIFT, factor).to(tl.float32)
         low = tl.where(below, TINY, 1.0).to(tl.float32)
-        chunk = last_chunk - tl.program_id(0)
         address, n = locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE)
         lanes = tl.arange(0, TILE)
 
@@ -104,7 +107,7 @@ def scale(
     Args:
         pointers: ``(T,) int64``, the tensors' addresses.
         table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
-        factor: 0-d float64 on their device, at most 1.
+        factor: 0-d float64 on their device, at most 1; or ``(T,)``, contiguous.
         dtype: the dtype of these chunks' tensors.
         first_chunk: the group's first chunk.
         num_chunks: the group's number of chunks.
@@ -120,5 +123,6 @@ def scale(
         DTYPE=_READ_AS[dtype],
         ITEMSIZE=dtype.itemsize,
         TILE=tile,
+        PER_TENSOR=factor.dim() > 0,
         **tuning.options(threads, registers, factor.device),
     )

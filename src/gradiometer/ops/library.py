@@ -331,11 +331,11 @@ def append_(
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: packing.LaunchPlan) -> None:
-    """Multiply tensors of one device in place, by a kernel that touches nothing if the factor is 1.
+    """Multiply tensors of one device in place, by a kernel that touches none whose factor is 1.
 
     Args:
         tensors: those passed to `writable`; no two share memory.
-        factor: 0-d float64 on their device, at most 1.
+        factor: 0-d float64 on their device, at most 1; or one for each tensor.
         plan: the result of `writable`.
     """
     # this bypasses the dispatcher, so we bump the version counters for autograd ourselves

@@ -16,7 +16,7 @@ from gradiometer.stats.grouping import GroupRule, pairs_of
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.materialize import materialize, materialize_async
 from gradiometer.stats.measure import grads_of, measure, over_ranks, settled
-from gradiometer.stats.norms import finite_norm, norms_of, order_of
+from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.pair_report import PairReport, PairRow
 from gradiometer.stats.pair_stats import PairStats
 from gradiometer.stats.report import ModuleReports, Report
