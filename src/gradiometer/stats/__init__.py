@@ -31,6 +31,7 @@ __all__ = [
     "Float64Module",
     "GroupRule",
     "ModuleReports",
+    "Norms",
     "PairReport",
     "PairRow",
     "PairStats",
