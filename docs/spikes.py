@@ -184,7 +184,7 @@ def draw(runs: dict[str, list[list[Step]]], out: Path) -> None:
     mpl.rcParams |= {"svg.hashsalt": "spikes", "svg.fonttype": "none", "font.family": "sans-serif"}
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1)
-    first, last = RAISED - 20, RAISED + 60
+    first, last, start = max(0, RAISED - 20), min(STEPS, RAISED + 60), max(0, RAISED - 50)
     for signal, field in SIGNALS.items():
         values = [getattr(step, field) for step in runs["none"][0]]
         past = statistics.mean(values[RAISED - BASELINE : RAISED])
@@ -194,8 +194,8 @@ def draw(runs: dict[str, list[list[Step]]], out: Path) -> None:
     for clip, seeds in runs.items():
         loss = [statistics.mean([steps[i].loss for steps in seeds]) for i in range(STEPS)]
         smooth = [statistics.mean(loss[max(0, i - 4) : i + 1]) for i in range(STEPS)]
-        below.plot(range(RAISED - 50, STEPS), smooth[RAISED - 50 :], label=clip)
-    below.set(xlabel="step", ylabel="loss, mean of 5 steps", xlim=(RAISED - 50, STEPS - 1))
+        below.plot(range(start, STEPS), smooth[start:], label=clip)
+    below.set(xlabel="step", ylabel="loss, mean of 5 steps", xlim=(start, STEPS - 1))
     below.set_title(f"Mean of {len(runs['none'])} seeds, by clipping", fontsize="medium")
     for axes in (above, below):
         axes.axvline(RAISED, color="gray", linewidth=1, linestyle=":")
