@@ -273,13 +273,16 @@ def updates(rank, size, kind):
         kept = Updates(recorder)
         for step in range(2):
             with torch.no_grad():
-                before = {name: shard_of(p).clone() for name, p in model.named_parameters()}
+                before = {name: shard_of(p).double() for name, p in model.named_parameters()}
                 for p in model.parameters():
                     shard_of(p).mul_(1.5)
-            expected = {name: shard_of(p) - before[name] for name, p in model.named_parameters()}
-            kept.measure(step, 1)
+            expected = {name: shard_of(p).double() - before[name] for name, p in model.named_parameters()}
+            kept.measure(step)
+            kept.keep(step + 1)
             (*_, record) = recorder.read()
             assert torch.equal(record.values[1], packed(gm.collect(expected)))
+            ratios = record.value("update_ratio", "updates")
+            torch.testing.assert_close(ratios, torch.full_like(ratios, 0.5), rtol=1e-6, atol=0)
             recorder.advance()
     assert seen.calls == []
     return record.total("norm", "updates")
