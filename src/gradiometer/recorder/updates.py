@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradiometer.stats import Snapshot, collect_updates
+from gradiometer.inputs import Named, is_dtensor, is_partial, placed_like
+from gradiometer.stats import Snapshot, updates_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +19,8 @@ class Updates:
     """Measures the updates of the parameters that require a gradient, with a copy of these.
 
     The copy is the only memory of the size of the weights. A parameter that is unfrozen has updates from the
-    next step on.
+    next step on. For a DTensor the local shard is measured; a gradient whose values
+    are on other ranks, such as a partial sum, is left out.
 
     Args:
         recorder: the updates are written into its current step.
@@ -47,14 +49,24 @@ class Updates:
         snapshot = self._snapshot
         if snapshot is not None and self._step == step:
             with self._recorder.in_order():
-                self._recorder.record_updates(collect_updates(self._parameters(), snapshot))
+                self._measure(snapshot)
 
     def measure_and_keep(self) -> None:
         """Measure the updates since the last copy, and copy the weights: for every step of compiled code."""
         snapshot = self._snapshot
         if snapshot is not None:
-            self._recorder.record_updates(collect_updates(self._parameters(), snapshot))
+            self._measure(snapshot)
             snapshot.update_(self._parameters())
+
+    def _measure(self, snapshot: Snapshot) -> None:
+        parameters = snapshot.parameters_in(self._parameters(), "record_updates")
+        found = [
+            (name, grad)
+            for name, p in zip(*parameters, strict=True)
+            if p.grad is not None and (grad := _placed(name, p.grad, p)) is not None
+        ]
+        named = Named(tuple([name for name, _ in found]), [grad for _, grad in found])
+        self._recorder.record_updates(updates_of(parameters, snapshot, named, "record_updates"))
 
     def keep_for(self, step: int, every: int) -> None:
         """Copy the weights if the step is due."""
@@ -81,3 +93,14 @@ class Updates:
     def _parameters(self) -> dict[str, Tensor]:
         recorder = self._recorder
         return dict(zip(recorder.roster.names, recorder.parameters_tracked, strict=True))
+
+
+def _placed(name: str, grad: Tensor, parameter: Tensor) -> Tensor | None:
+    """Return a gradient that is placed like its parameter; None if that needs other ranks."""
+    if not is_dtensor(type(parameter)) and not is_dtensor(type(grad)):
+        return grad
+    try:
+        placed = placed_like(name, grad, parameter, "record_updates")
+    except TypeError:
+        return None
+    return None if is_dtensor(type(placed)) and is_partial(placed) else placed
