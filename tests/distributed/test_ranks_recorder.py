@@ -274,7 +274,9 @@ def updates(rank, size, kind):
         kept = Updates(recorder)
         for step in range(2):
             with torch.no_grad():
-                before = {name: shard_of(p).double() for name, p in model.named_parameters()}
+                before = {
+                    name: shard_of(p).to(torch.float64, copy=True) for name, p in model.named_parameters()
+                }
                 for p in model.parameters():
                     shard_of(p).mul_(1.5)
             expected = {name: shard_of(p).double() - before[name] for name, p in model.named_parameters()}

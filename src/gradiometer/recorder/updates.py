@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradiometer.inputs import Named, is_dtensor, is_partial, placed_like
+from gradiometer.inputs import is_dtensor, is_partial, placed_like, present
 from gradiometer.stats import Snapshot, updates_of
 
 if TYPE_CHECKING:
@@ -60,13 +60,11 @@ class Updates:
 
     def _measure(self, snapshot: Snapshot) -> None:
         parameters = snapshot.parameters_in(self._parameters(), "record_updates")
-        found = [
-            (name, grad)
-            for name, p in zip(*parameters, strict=True)
-            if p.grad is not None and (grad := _placed(name, p.grad, p)) is not None
+        placed = [
+            None if p.grad is None else _placed(name, p.grad, p) for name, p in zip(*parameters, strict=True)
         ]
-        named = Named(tuple([name for name, _ in found]), [grad for _, grad in found])
-        self._recorder.record_updates(updates_of(parameters, snapshot, named, "record_updates"))
+        grads = present(parameters.names, placed)
+        self._recorder.record_updates(updates_of(parameters, snapshot, grads, "record_updates"))
 
     def keep_for(self, step: int, every: int) -> None:
         """Copy the weights if the step is due."""
