@@ -358,7 +358,8 @@ def test_gradients_of_some_devices_alone_come_to_the_ring_without_a_wait(kept):
     with watch() as waits, Seen() as seen:
         recorder.record()
         recorder.record(gm.collect_grads(model))
-        updates.measure(0, every=1)
+        updates.measure(0)
+        updates.keep_for(1, every=1)
     assert waits.to_host == []
     assert all(at_once for _, _, at_once in seen.copies)
 

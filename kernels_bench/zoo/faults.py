@@ -254,7 +254,7 @@ def renew(parents):
 
 
 @fault(
-    "not_updated",
+    "stuck",
     "update_ratio",
     where="mlp-label-noise transformer-encoder vae",
     peers=TOO_LOW,

@@ -121,6 +121,37 @@ def test_one_run_record_as_of_a_single_process(two_ranks, tmp_path, kind):
     ]
 
 
+def updated(rank, kind, run_dir):
+    model = wrapped(kind, network())
+    with Monitor(model, run_dir=run_dir, rules=(), updates=True, every=2) as monitor:
+        train(model, monitor, rank, dist.get_world_size(), 6)
+    return monitor.failures, monitor.dropped
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_updates_are_merged_as_of_a_single_process(two_ranks, tmp_path, kind):
+    assert two_ranks.run(updated, kind, str(tmp_path / "job")) == [({}, 0)] * 2
+    alone = network()
+    with Monitor(alone, run_dir=tmp_path / "alone", rules=(), updates=True, every=2) as monitor:
+        train(alone, monitor, 0, 1, 6)
+    a, b = read_run(tmp_path / "job"), read_run(tmp_path / "alone")
+    assert [record.step for record in a.records() if record.recorded] == [0, 2, 4]
+    for step in (0, 2, 4):
+        mine, theirs = a.record(step), b.record(step)
+        for name in ("numel", "n_zero", "n_nonzero_g", "n_stuck"):
+            assert torch.equal(mine.value(name, "updates"), theirs.value(name, "updates"))
+        # the weights are below 1 and are rounded to 2**-54 in each of 6 steps: an update above 1e-5 has a
+        # relative error below 1e-10
+        assert theirs.value("rms", "updates").min() > 1e-5
+        for name in ("norm", "sumsq_b", "sumsq_g", "dot_ug", "update_ratio", "descent_cosine"):
+            values = [record.value(name, "updates") for record in (mine, theirs)]
+            torch.testing.assert_close(*values, rtol=1e-10, atol=0)
+            total = pytest.approx(theirs.total(name, "updates"), rel=1e-10)
+            assert mine.total(name, "updates") == total
+    ratios = [run.steps["update_ratio"].to_pylist()[::2] for run in (a, b)]
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-10)
+
+
 # many steps
 
 

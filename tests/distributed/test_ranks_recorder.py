@@ -11,6 +11,7 @@ from torch import nn
 import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns.ring_layout import Cursor
+from gradiometer.columns.schema import COLUMN_INDEX
 from gradiometer.monitor.failures import Failures
 from gradiometer.monitor.parameter_check import ParameterCheck
 from gradiometer.recorder.recorder import Recorder
@@ -273,13 +274,24 @@ def updates(rank, size, kind):
         kept = Updates(recorder)
         for step in range(2):
             with torch.no_grad():
-                before = {name: shard_of(p).clone() for name, p in model.named_parameters()}
+                before = {
+                    name: shard_of(p).to(torch.float64, copy=True) for name, p in model.named_parameters()
+                }
                 for p in model.parameters():
                     shard_of(p).mul_(1.5)
-            expected = {name: shard_of(p) - before[name] for name, p in model.named_parameters()}
-            kept.measure(step, 1)
+            expected = {name: shard_of(p).double() - before[name] for name, p in model.named_parameters()}
+            kept.measure(step)
+            kept.keep(step + 1)
             (*_, record) = recorder.read()
-            assert torch.equal(record.values[1], packed(gm.collect(expected)))
+            found, wanted = record.values[1], packed(gm.collect(expected))
+            # two orders of summation; terms cancel in a sum, which is below numel * abs_max
+            place = COLUMN_INDEX["sum"]
+            bound = 1e-13 * wanted[:, COLUMN_INDEX["numel"]] * wanted[:, COLUMN_INDEX["abs_max"]]
+            assert ((found[:, place] - wanted[:, place]).abs() <= bound).all()
+            found[:, place] = wanted[:, place]
+            torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
+            ratios = record.value("update_ratio", "updates")
+            torch.testing.assert_close(ratios, torch.full_like(ratios, 0.5), rtol=1e-6, atol=0)
             recorder.advance()
     assert seen.calls == []
     return record.total("norm", "updates")

@@ -23,6 +23,7 @@ from gradiometer.columns.ring_layout import Cursor
 from gradiometer.columns.schema import NUM_COLUMNS
 from gradiometer.ops import reference
 from gradiometer.recorder.recorder import Recorder
+from gradiometer.recorder.updates import Updates
 from support.compiling import Kept, graphs, needs_compiler, no_recompile
 from support.fake_device import DEVICES, Model, device_of, watch
 from support.recording import new_gradients, packed, step_of
@@ -110,9 +111,28 @@ def test_rows_hold_every_kind_of_every_parameter():
     recorder = Recorder(model, weights=True, updates=True)
     new_gradients(model)
     recorder.record()
-    updates = {name: 0.1 * p.detach() for name, p in model.named_parameters()}
-    recorder.record_updates(updates)
+    snapshot = gm.Snapshot(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    updates = {
+        name: p.detach().double() - before.double()
+        for (name, p), before in zip(model.named_parameters(), snapshot._kept(), strict=True)
+    }
+    pairs = gm.collect_updates(model, snapshot)
+    recorder.record()
+    recorder.record_updates(pairs)
     (record,) = recorder.read()
+    for name in (
+        "update_ratio",
+        "descent_cosine",
+        "unchanged_fraction",
+        "stuck_fraction",
+        "sumsq_b",
+        "n_stuck",
+    ):
+        assert torch.equal(record.value(name, "updates"), getattr(pairs, name))
+        assert record.total(name, "updates") == pairs.total_value(name)
     assert record.roster.kinds == ("grads", "weights", "updates")
     for kind, stats in {
         "grads": gm.collect_grads(model),
@@ -194,13 +214,17 @@ def test_gradients_alone_decide(kind):
     model = model_of()
     recorder = Recorder(model, weights=True, updates=True)
     new_gradients(model)
-    bad = {name: torch.full_like(p, NAN) for name, p in model.named_parameters()}
+    snapshot = gm.Snapshot(model)
     if kind == "weights":
         with torch.no_grad():
             model.w0.fill_(NAN)
     recorder.record()
     if kind == "updates":
-        recorder.record_updates(bad)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(NAN)
+        recorder.record_updates(gm.collect_updates(model, snapshot))
+        assert recorder.read()[-1].total("n_nan", "updates") > 0
     assert not recorder.skip_step
     new_gradients(model, scale=INF)
     recorder.record(inv_scale=1.0)  # the weights are recorded separately, after the gradients
@@ -520,9 +544,11 @@ def test_nothing_waits(device, weights):
     with device_of(device) as d:
         model = Model(d)
         recorder = Recorder(model, weights=weights, updates=True)
+        updates = Updates(recorder)
         with watch() as seen:
             recorder.record()
-            recorder.record_updates({"w1": model.w1.detach()})
+            updates.measure(0)
+            updates.keep_for(1, every=1)
             skip = recorder.skip_step
             recorder.configure_(every=3)
             recorder.advance()

@@ -39,6 +39,7 @@ def test_uses_of_the_ring_are_in_order_on_any_streams(calls):
         model = Model(d, 3)
         recorder = Recorder(model, capacity=64, updates=True)
         updates, failures = Updates(recorder), Failures()
+        pairs = gm.compare({"w1": model.w1.detach()}, {"w1": torch.zeros_like(model.w1)})
         reader = RingReader(recorder, lambda _: None, failures)
         sides = [seen.current, Stream(), Stream()]
         stats, loss = gm.collect_grads(model), torch.ones((), device=d)
@@ -60,9 +61,10 @@ def test_uses_of_the_ring_are_in_order_on_any_streams(calls):
                 elif call == "rewind":
                     reader.rewind(3)
                 elif call == "record updates":
-                    recorder.record_updates({"w1": model.w1.detach()})
+                    recorder.record_updates(pairs)
                 elif call == "updates":
-                    updates.measure(updates._step, 1)
+                    updates.measure(updates._step)
+                    updates.keep(updates._step + 1)
                 else:
                     recorder.configure_(every=2)
         assert not failures.counts

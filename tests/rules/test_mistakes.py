@@ -265,7 +265,7 @@ MISTAKES = [
     (Copied, "untied", 0, "copies, not tied weights"),
     (Untied, "untied", 1, "tied no more"),
     (EvalMode, "eval_mode", 15, "1 BatchNorm1d, 1 Dropout behave as in inference"),
-    (Rounded, "not_updated", 0, "lost in the rounding of bfloat16"),
+    (Rounded, "stuck", 0, "lost in the rounding of bfloat16"),
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
+from gradiometer.recorder import Updates
 from gradiometer.rules.finding import Severity
 from support.real_runs import Recurrent, Run, Transformer, characters, convolutional, digits
 
@@ -55,9 +56,8 @@ def test_tiny_gradients_of_biases_before_a_norm_and_of_keys_are_no_findings():
     thresholds = gm.Thresholds(vanishing=2e-6)
     for make, name in ((transformer, "blocks.0.key.bias"), (residual, "3.body.0.bias")):
         run = make(torch.Generator().manual_seed(1))
-        run.recorder = gm.Recorder(
-            run.model, capacity=1, weights=True, updates=run.updates, thresholds=thresholds
-        )
+        run.recorder = gm.Recorder(run.model, capacity=1, weights=True, updates=True, thresholds=thresholds)
+        run.updates = Updates(run.recorder)
         run.go(15)
         assert run.records[-1].report()[name].norm < thresholds.vanishing  # in health
         assert run.ledger.findings == []

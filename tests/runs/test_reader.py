@@ -378,6 +378,7 @@ PAGE = text("docs/reference/run-record.md")
     [
         ("`steps`", run_module.STEPS),
         ("`tensors`", run_module.TENSORS),
+        ("Updates", run_module.UPDATES),
         ("Fingerprints", run_module.FINGERPRINTS),
     ],
 )

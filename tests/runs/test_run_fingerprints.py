@@ -167,7 +167,7 @@ def test_a_monitor_records_what_collect_computes(tmp_path):
     run = read_run(tmp_path)
     kinds = ("grads", "weights")
     assert [[r.fingerprints(kind).tolist() for kind in kinds] for r in run.records()] == expected
-    assert [r.fingerprints("updates")[0, 0] for r in run.records()] == [24] * 3
+    assert [r.fingerprints("updates")[0, 0] for r in run.records()] == [-1] * 3
     assert bits_of([run.record(2)]) == bits_of([monitor.last])
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 its usual name
 
 from gradiometer.recorder.recorder import Recorder
+from gradiometer.recorder.updates import Updates
 from gradiometer.rules import default_rules
 from gradiometer.rules.ledger import Ledger
 
@@ -153,7 +154,7 @@ class Run:
         self.model, self.batch, self.optimizer, self.schedule = model, batch, optimizer, schedule
         self.rules = default_rules() if rules is None else rules
         self.recorder = Recorder(model, capacity=1, updates=updates, **recorder)
-        self.updates = updates
+        self.updates = Updates(self.recorder) if updates else None
         self.ledger = Ledger()
         self.records, self.step = [], 0
 
@@ -168,14 +169,14 @@ class Run:
             if before is not None:
                 before(self.step)
             self.recorder.record()
-            old = {n: p.detach().clone() for n, p in self.model.named_parameters()} if self.updates else {}
+            if self.updates is not None:
+                self.updates.keep(self.step)
             if not self.recorder.skip_step:
                 self.optimizer.step()
             if self.schedule is not None:
                 self.schedule.step()
-            if self.updates:
-                new = dict(self.model.named_parameters())
-                self.recorder.record_updates({n: new[n].detach() - p for n, p in old.items()})
+            if self.updates is not None:
+                self.updates.measure(self.step)
             self.look(self.recorder.read()[-1], loss.item())
             self.recorder.advance()
             self.step += 1

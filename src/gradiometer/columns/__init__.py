@@ -44,6 +44,15 @@ from gradiometer.columns.schema import (
     Flag,
     Thresholds,
 )
+from gradiometer.columns.updates import (
+    NUM_UPDATE_COLUMNS,
+    UPDATE_COLUMNS,
+    UPDATE_NAMES,
+    UPDATE_STATISTICS,
+    from_pairs,
+    has_update_value,
+    update_value,
+)
 
 __all__ = [
     "COLUMNS",
@@ -67,10 +76,14 @@ __all__ = [
     "NUM_PAIR_COLUMNS",
     "NUM_PAIR_SUMS",
     "NUM_SUM_COLUMNS",
+    "NUM_UPDATE_COLUMNS",
     "PAIR_COLUMNS",
     "PAIR_DERIVED",
     "PAIR_INDEX",
     "RING_WIDTH",
+    "UPDATE_COLUMNS",
+    "UPDATE_NAMES",
+    "UPDATE_STATISTICS",
     "VANISHING_WEIGHT",
     "WORD_BYTES",
     "Cursor",
@@ -78,9 +91,12 @@ __all__ = [
     "Flag",
     "Thresholds",
     "compute_flags",
+    "from_pairs",
+    "has_update_value",
     "is_healthy",
     "merge_fingerprints",
     "pair_value",
     "rescale",
     "score",
+    "update_value",
 ]

@@ -180,6 +180,11 @@ class Session:
             self.monitor.record(stats)
         self._measured = True
 
+    def record_updates(self) -> None:
+        """Measure the updates if they are recorded, before the gradients are cleared."""
+        if self._options.get("updates") and self._measured and self.monitor is not None:
+            self.monitor.record_updates()
+
     def note(self, **scalars: Any) -> None:
         """Keep scalars for the step; tensors stay on their device."""
         for name, value in scalars.items():

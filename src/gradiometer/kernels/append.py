@@ -33,7 +33,7 @@ _ROWS = 64
 
 @triton.jit(do_not_specialize=["grads", "capacity", "slot_size"])
 def _open_kernel(
-    columns_ptr,  # (R, C) float64
+    columns_ptr,  # (M, C) float64
     ring_ptr,  # (capacity, R + 1, C + 1) float64
     cursor_ptr,  # (6,) float64
     plan_ptr,  # (2,) int64: the slot to write or -1, and whether it already holds this step
@@ -92,14 +92,15 @@ def _open_kernel(
     tl.store(plan_ptr + 1, is_open.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_given", "num_rows"])
 def _write_kernel(
-    columns_ptr,  # (R, C) float64
-    flags_ptr,  # (R,) int32
-    fingerprints_ptr,  # (R, 3) int64; unused without FINGERPRINT
+    columns_ptr,  # (M, C) float64
+    flags_ptr,  # (M,) int32
+    fingerprints_ptr,  # (M, 3) int64; unused without FINGERPRINT
     ring_ptr,
     plan_ptr,
-    num_rows: tl.int32,
+    num_given: tl.int32,  # M
+    num_rows: tl.int32,  # R
     NUM_COLUMNS: tl.constexpr,
     RING_WIDTH: tl.constexpr,
     FINGERPRINT: tl.constexpr,
@@ -110,21 +111,22 @@ def _write_kernel(
     slot = tl.load(plan_ptr)
     if slot >= 0:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        there = row < num_rows
-        measured = tl.load(columns_ptr + row * NUM_COLUMNS + NUMEL, mask=there, other=0.0) > 0
-        written = there & (measured | (tl.load(plan_ptr + 1) == 0))
+        given = row < num_given
+        measured = tl.load(columns_ptr + row * NUM_COLUMNS + NUMEL, mask=given, other=0.0) > 0
+        # a new slot gets zeros in the rows that are not given
+        written = (row < num_rows) & (measured | (tl.load(plan_ptr + 1) == 0))
         column = tl.arange(0, WIDTH)
         out = ring_ptr + (slot * (num_rows + 1) + 1) * RING_WIDTH + row * RING_WIDTH
         mask = written[:, None] & (column < NUM_COLUMNS)[None, :]
-        values = tl.load(columns_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=mask, other=0.0)
+        read = mask & given[:, None]
+        values = tl.load(columns_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=read, other=0.0)
         tl.store(out[:, None] + column[None, :], values, mask=mask)
-        flags = tl.load(flags_ptr + row, mask=written, other=0)
+        flags = tl.load(flags_ptr + row, mask=written & given, other=0)
         tl.store(out + NUM_COLUMNS, flags.to(tl.float64), mask=written)
         if FINGERPRINT:
             for i in tl.static_range(RING_WIDTH - NUM_COLUMNS - 1):
-                bits = tl.load(
-                    fingerprints_ptr + row * (RING_WIDTH - NUM_COLUMNS - 1) + i, mask=written, other=0
-                )
+                place = row * (RING_WIDTH - NUM_COLUMNS - 1) + i
+                bits = tl.load(fingerprints_ptr + place, mask=written & given, other=0)
                 tl.store(out + (NUM_COLUMNS + 1 + i), bits.to(tl.float64, bitcast=True), mask=written)
 
 
@@ -139,12 +141,12 @@ def append(
     """Write one step's rows, and decide whether to skip the step.
 
     Args:
-        columns: ``(R, C) float64``, contiguous.
-        flags: ``(R,) int32``, contiguous.
+        columns: ``(M, C) float64``, contiguous, of the first M of the R rows.
+        flags: ``(M,) int32``, contiguous.
         grads: the number of gradients, which are the first rows.
         ring: ``(capacity, R + 1, C + 1) float64``, changed in place.
         cursor: ``(6,) float64``, changed in place.
-        fingerprints: ``(R, 3) int64``, contiguous, if the ring has three more columns for them.
+        fingerprints: ``(M, 3) int64``, contiguous, if the ring has three more columns for them.
     """
     capacity, size, width = ring.shape
     plan = torch.empty(2, dtype=torch.int64, device=ring.device)
@@ -168,6 +170,7 @@ def append(
         flags if fingerprints is None else fingerprints,
         ring,
         plan,
+        columns.shape[0],
         size - 1,
         NUM_COLUMNS=NUM_COLUMNS,
         RING_WIDTH=width,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from gradiometer.columns import NUM_COLUMNS, NUM_SUM_COLUMNS, derived
+from gradiometer.columns import NUM_COLUMNS, NUM_SUM_COLUMNS, NUM_UPDATE_COLUMNS, derived
 from gradiometer.distributed import NUM_SUMMED
 from gradiometer.recorder import Roster, StepRecord
 
@@ -87,6 +87,8 @@ class MergeWindow:
         self._ranks, self._local, self._thresholds = ranks, local, thresholds
         # numbers of a row for its fingerprint
         self._bits = NUM_SUMMED if fingerprint else 0
+        # further numbers of a parameter's update
+        self._further = NUM_UPDATE_COLUMNS if "updates" in local.kinds else 0
         specs = ranks.plan.specs
         parts = dict(zip(local.names, local.shapes, strict=True))
         # the full size is unknown for plain tensors that are parts of a larger one
@@ -97,7 +99,8 @@ class MergeWindow:
         whole = [math.nan if h.numel is None else float(h.numel) for h in specs]
         self._whole = torch.tensor(whole, dtype=torch.float64, device="cpu")
         self.scalars: list[str] = []
-        self.most = max(1, _BYTES // (8 * (NUM_COLUMNS + self._bits) * max(1, self.roster.num_rows)))
+        width = (NUM_COLUMNS + self._bits) * len(local.kinds) + self._further
+        self.most = max(1, _BYTES // (8 * width * max(1, len(ranks.names))))
 
     def unplaced(self, steps: Iterable[StepRecord]) -> list[str]:
         """Return names of scalars that have no place yet but can get one."""
@@ -129,7 +132,14 @@ class MergeWindow:
         code = torch.where(bad, float(self._ranks.size - self._ranks.rank), 0.0).unsqueeze(-1)
         summed, maximized = self._marks(steps, len(carried))
         return (
-            torch.cat([sums.flatten(), self._packed_bits(steps, carried), summed.flatten()]),
+            torch.cat(
+                [
+                    sums.flatten(),
+                    self._packed_bits(steps, carried),
+                    self._packed_further(steps, carried),
+                    summed.flatten(),
+                ]
+            ),
             torch.cat([tops.flatten(), code.flatten(), maximized.flatten()]),
         )
 
@@ -146,6 +156,23 @@ class MergeWindow:
                     bits = torch.where(step.measured(kind).unsqueeze(1), bits, none)
                     rows[:, place, index] = self._ranks.bits_of(names, bits)
         return rows.flatten()
+
+    def _packed_further(self, steps: Sequence[StepRecord], carried: Sequence[bool]) -> Tensor:
+        """Return what this rank adds to the further columns, flat ``(T, S, 5) float64``; empty without."""
+        size = len(self._local.names), sum(carried), self._further
+        rows = torch.zeros(size, dtype=torch.float64, device="cpu")
+        for place, step in enumerate(_carried(steps, carried) if self._further else ()):
+            if step is not None and step.further is not None:
+                rows[:, place] = step.further
+        rows = self._ranks.to_rows(self._local.names, rows.flatten(1))
+        return rows.flatten()
+
+    def _further_of(self, sums: Tensor, size: int) -> Tensor:
+        """Return the sums of the further columns, ``(S, T, 5) float64``."""
+        kinds, names = len(self.roster.kinds), len(self.roster.names)
+        start = names * size * kinds * (NUM_SUM_COLUMNS + self._bits)
+        rows = sums[start : start + names * size * self._further].view(names, size, self._further)
+        return rows.transpose(0, 1)
 
     def _bits_of(self, sums: Tensor, size: int) -> Tensor:
         """Return the sums for fingerprints, ``(S, K, T, 10) float64``."""
@@ -205,6 +232,7 @@ class MergeWindow:
             mine: this rank's steps, which give the time, and scalars that have no place.
         """
         values, origins = self._tensors(sums, tops, sum(carried))
+        further = self._further_of(sums, sum(carried)) if self._further else None
         width = _SUMMED + 2 * len(self.scalars)
         summed = sums[len(sums) - len(carried) * width :].view(len(carried), width).tolist()
         maximized = self._maximized(tops, len(carried)).tolist()
@@ -227,6 +255,11 @@ class MergeWindow:
                     # clone, so that keeping one record does not keep the whole window alive
                     origin = origins[place].clone()
                     record = replace(record, values=found.clone(), origin=origin, ranks=self._ranks)
+                    if further is not None:
+                        # as for the rows of updates, whose further columns are left out with them
+                        kept = derived.value(record.columns("updates"), "numel") > 0
+                        known = torch.where(kept.unsqueeze(1), further[place], 0.0)
+                        record = replace(record, further=known)
             merged.append(record)
         return merged
 

@@ -31,6 +31,7 @@ from gradiometer.monitor.setup import (
 )
 from gradiometer.monitor.signals import subscribe
 from gradiometer.monitor.summary import Summary, counts_text
+from gradiometer.ops import is_capturing
 from gradiometer.recorder import Recorder, Updates, check_integer
 
 if TYPE_CHECKING:
@@ -89,9 +90,10 @@ class Monitor:
         every: record steps divisible by this, and steps with a NaN, an Inf or a norm above ``skip_above``.
             Every step has a `StepRecord` with its scalars.
         capacity: steps in the ring buffer on the device, of ``(R + 1) * 72`` bytes each for R tensors, or 96
-            with fingerprints.
+            with fingerprints; an update counts as two.
         weights: also measure the parameters.
-        updates: also measure the change of the parameters in each due step; this keeps a copy of the weights.
+        updates: also measure the change of the parameters in each due step, see `record_updates`; this keeps
+            a copy of the parameters that require a gradient.
         rules: the rules to run; None for `gradiometer.rules.default_rules`, ``()`` for none.
         sinks: sinks from `gradiometer.sinks`, or functions of a `StepRecord`.
         thresholds: the thresholds of the flags.
@@ -197,6 +199,8 @@ class Monitor:
         self._parameter_check = ParameterCheck(model, self._recorder, self._failures)
         self._model_reader = ModelReader(model, self._recorder)
         self._updates = Updates(self._recorder) if updates else None
+        # whether the updates of this step were measured, and whether that was in a compiled function
+        self._has_updates = self._is_traced = False
         self._next_check = 0.0
         self._noted: dict[str, Any] = {}
         self._every = every
@@ -274,8 +278,7 @@ class Monitor:
             scalars["loss"] = loss
         if lr is not None:
             scalars["lr"] = lr
-        if self._updates is not None:
-            self._try("updates", self._updates.measure, self.step, self._every)
+        self._end_updates()
         self._try("advance", self._recorder.advance)
         now = time.monotonic()
         is_due = now >= self._next_check
@@ -288,6 +291,45 @@ class Monitor:
         self._has_advanced = True
         self._try("skips", self._pass_skips)
         self._pipeline.take(scalars, state)
+
+    def record_updates(self) -> None:
+        """Measure what the optimizer's step did to the weights; needs ``updates=True``.
+
+        Call it after ``optimizer.step()`` and before gradients are cleared, so that the updates are compared
+        with the gradients, too. If it was not called, `advance` measures the updates, with the gradients that
+        are there then. Inside a compiled function, call it in every step; the weights are then copied in
+        every step, whatever ``every`` is.
+
+        Without gradients, or if all of them are 0, ``descent_cosine`` is NaN and ``stuck_fraction`` is 0.
+        Rules then use a lower bound of the number of stuck elements: ``n_unchanged`` minus the number of
+        zeros in the gradient that `record` has measured in this step.
+        """
+        if self._updates is None:
+            text = "record_updates() was called, but updates are not recorded: create the Monitor with "
+            self._failures.add("updates", text + "updates=True")
+        elif torch.compiler.is_compiling():
+            self._has_updates = self._is_traced = True
+            self._updates.measure_and_keep()
+        elif is_capturing(self._recorder.ring.device):
+            text = "record_updates() was called while a CUDA graph was captured: call it after each replay"
+            self._failures.add("capture", text)
+        elif not self._has_updates:
+            self._has_updates = True
+            try:
+                self._updates.measure(self.step)
+            except Exception as error:  # noqa: BLE001 training goes on
+                self._updates.drop()
+                self._failures.add("updates", error)
+
+    def _end_updates(self) -> None:
+        """Measure the updates unless that was done in this step, and copy the weights for the next one."""
+        if self._updates is None:
+            return
+        if not self._has_updates:
+            self.record_updates()
+        if not self._is_traced:
+            self._try("updates", self._updates.keep_for, self.step + 1, self._every)
+        self._has_updates = self._is_traced = False
 
     def note(self, **scalars: Any) -> None:
         """Keep values for the current step, such as its loss; the next `advance` adds them to the step.

@@ -1,7 +1,8 @@
 """The ring of recorded steps: its layout, and eager PyTorch code that writes one step.
 
 A ring is ``(capacity, R + 1, C + 1) float64``. A slot holds one step: first a header, then R rows of raw
-columns and flags; a row whose ``numel`` is 0 was not measured. With fingerprints it is three numbers wider:
+columns and flags; a row whose ``numel`` is 0 was not measured. With updates, the last rows are the second
+rows of `gradiometer.columns.updates`. With fingerprints it is three numbers wider:
 they follow the flags, as float64 with the bits of the integers. The state of the ring, the cursor, is on the
 same device, so that a compiled or captured step finds both at the same addresses and reads their current
 values.
@@ -48,13 +49,13 @@ def append_(
     above the limit. A later call in the same step overwrites the rows that it measured.
 
     Args:
-        columns: ``(R, C) float64``.
-        flags: ``(R,) int32``.
+        columns: ``(M, C) float64``, of the first M of the R rows.
+        flags: ``(M,) int32``.
         grads: the number of gradients, which come first and decide whether to skip the step; with 0 or -1
             the decision does not change.
         steps: the ring, changed in place.
         cursor: its state, changed in place.
-        fingerprints: ``(R, 3) int64``, if the ring has room for them.
+        fingerprints: ``(M, 3) int64``, if the ring has room for them.
     """
     if cursor.device.type != "cpu":
         # Triton is not there or cannot launch kernels: go through the host, and wait for the device
@@ -77,21 +78,25 @@ def append_(
     # in an empty ring this is the last slot, which holds no step
     slot = steps[int(count - 1) % len(steps)]
     bits = None if fingerprints is None else fingerprints.view(torch.float64)
+    end = 1 + len(columns)
     header = _numbers(slot[0])
     if header[HEADER_STEP] == step:
+        rows = slot[1:end]
         measured = columns[:, _NUMEL] > 0
-        torch.where(measured.unsqueeze(1), columns, slot[1:, :NUM_COLUMNS], out=slot[1:, :NUM_COLUMNS])
-        torch.where(measured, flags.to(torch.float64), slot[1:, NUM_COLUMNS], out=slot[1:, NUM_COLUMNS])
+        torch.where(measured.unsqueeze(1), columns, rows[:, :NUM_COLUMNS], out=rows[:, :NUM_COLUMNS])
+        torch.where(measured, flags.to(torch.float64), rows[:, NUM_COLUMNS], out=rows[:, NUM_COLUMNS])
         if bits is not None:
-            kept = slot[1:, RING_WIDTH:]
+            kept = rows[:, RING_WIDTH:]
             kept.copy_(torch.where(measured.unsqueeze(1), bits, kept))
         header[HEADER_SKIPPED] = max(header[HEADER_SKIPPED], state[Cursor.SKIP])
     elif found or step % every == 0:
         slot = steps[int(count) % len(steps)]
-        slot[1:, :NUM_COLUMNS] = columns
-        slot[1:, NUM_COLUMNS] = flags
+        slot[1:end, :NUM_COLUMNS] = columns
+        slot[1:end, NUM_COLUMNS] = flags
         if bits is not None:
-            slot[1:, RING_WIDTH:] = bits
+            slot[1:end, RING_WIDTH:] = bits
+        if end < len(slot):
+            slot[end:] = 0.0
         header = _numbers(slot[0])
         header[HEADER_STEP], header[HEADER_SKIPPED] = step, state[Cursor.SKIP]
         state[Cursor.COUNT] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,13 @@ from gradiometer.columns import (
     HEADER_SKIPPED,
     HEADER_STEP,
     NUM_FINGERPRINT_COLUMNS,
+    NUM_UPDATE_COLUMNS,
     RING_WIDTH,
     Cursor,
     Thresholds,
+    compute_flags,
     derived,
+    from_pairs,
 )
 from gradiometer.inputs import (
     Named,
@@ -39,7 +42,7 @@ from gradiometer.recorder.settings import check_cursor, check_integer, check_ski
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_record import KINDS, Kind, Roster, StepRecord, label
 from gradiometer.recorder.stream_order import StreamOrder
-from gradiometer.stats import Float64Module, TensorStats, collect, fetch, measure, settled
+from gradiometer.stats import Float64Module, PairStats, TensorStats, fetch, measure, settled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
 
 __all__ = ["Recorder"]
+
+_Stats = TypeVar("_Stats", TensorStats, PairStats)
 
 
 class Recorder(Float64Module):
@@ -70,7 +75,8 @@ class Recorder(Float64Module):
         model: a model as for `gradiometer.collect_grads`, or a mapping of names to modules.
         weights: whether to measure the parameters themselves too.
         updates: whether to reserve rows for updates, which `record_updates` measures.
-        capacity: number of steps that are kept, ``(R + 1) * 72`` bytes each for R recorded tensors.
+        capacity: number of steps that are kept, ``(R + 1) * 72`` bytes each for R recorded tensors; an update
+            counts as two.
         every: record the steps that are multiples of ``every``. A step with a NaN, an Inf or a norm above
             ``skip_above`` is recorded whenever it is measured.
         skip_nonfinite: whether a NaN or Inf in a gradient makes `skip_step` true.
@@ -148,7 +154,8 @@ class Recorder(Float64Module):
         home = next((device for device in devices if device.type != "cpu"), devices[0])
         self.fingerprint = bool(fingerprint)
         width = RING_WIDTH + NUM_FINGERPRINT_COLUMNS * self.fingerprint
-        size = (capacity, self.roster.num_rows + 1, width)
+        rows = self.roster.num_rows + updates * len(names)
+        size = (capacity, rows + 1, width)
         try:
             # -1 marks an empty slot: step numbers are not negative
             ring = torch.full(size, -1.0, dtype=torch.float64, device=home)
@@ -234,7 +241,7 @@ class Recorder(Float64Module):
         if self._verdict is not None:
             self._verdict.begin()
         if stats is not None:
-            self._append("grads", _of_this_rank(stats))
+            self._append("grads", _of_this_rank(stats, TensorStats, "collect_grads"))
             if "weights" in self.roster.kinds:
                 self._append("weights", self._collect("weights", self._tensors("weights")))
             return
@@ -247,8 +254,6 @@ class Recorder(Float64Module):
             tensors = [nothing if grad is None else grad for grad in grads]
             if "weights" in self.roster.kinds:
                 tensors += self._tensors("weights")  # type: ignore[arg-type] # none is missing
-            if "updates" in self.roster.kinds:
-                tensors += [nothing] * len(parameters)
             # recognized: the list is like one that was measured before, so it is not checked again
             known = ops.recognize(tensors)
             if known is not None or all([_is_ordinary(tensor, ring) for tensor in tensors]):
@@ -275,12 +280,41 @@ class Recorder(Float64Module):
             check_cursor(cursor)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def record_updates(self, updates: Mapping[str, Tensor]) -> None:
-        """Measure updates, by name of their parameter, and write them into the current step's slot."""
+    def record_updates(self, stats: PairStats) -> None:
+        """Write measured updates into the current step's slot; inside or outside of a compiled step.
+
+        Args:
+            stats: from `gradiometer.collect_updates`, named as in the model. For stats merged over ranks,
+                ``stats.local`` is recorded.
+
+        Raises:
+            KeyError: if the recorder was created without ``updates=True``.
+            TypeError: for anything but `PairStats`.
+            ValueError: for stats of other tensors, and for groups of stats merged over ranks.
+
+        >>> import torch, gradiometer as gm
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> recorder, snapshot = gm.Recorder(model, updates=True), gm.Snapshot(model)
+        >>> with torch.no_grad():
+        ...     _ = model.weight.mul_(1.25)
+        >>> recorder.record_updates(gm.collect_updates(model, snapshot))
+        >>> round(recorder.read()[0].total("update_ratio", "updates"), 4)
+        0.25
+        """
         with self.in_order():
-            self._append(
-                "updates", collect(updates, thresholds=self.thresholds, fingerprint=self.fingerprint)
-            )
+            self._append_updates(_of_this_rank(stats, PairStats, "collect_updates"))
+
+    def _append_updates(self, stats: PairStats) -> None:
+        columns, further = from_pairs(stats.columns)
+        flags = compute_flags(columns, self.thresholds)
+        places = self._rows("updates", stats.names)
+        rows = [*places, *[place + len(self.roster.names) for place in places]]
+        measured = [torch.cat([columns, further]), torch.cat([flags, torch.zeros_like(flags)])]
+        if self.fingerprint:
+            # those of the weights determine them
+            none = flags.new_zeros((len(rows), NUM_FINGERPRINT_COLUMNS), dtype=torch.int64)
+            measured.append(torch.cat([none[:, :1] - 1, none[:, 1:]], dim=1))
+        self._write(measured, rows, self.ring.shape[1] - 1, 0)
 
     @property
     def skip_step(self) -> Tensor:
@@ -324,9 +358,12 @@ class Recorder(Float64Module):
         """Return the record of a slot that was copied to the host; ``slot=None`` for a step without one."""
         if slot is None:
             return StepRecord(step, when, scalars, self.roster, None, thresholds=self.thresholds)
-        values = slot[1:].view(len(self.roster.kinds), len(self.roster.names), slot.shape[1])
+        end = self.roster.num_rows + 1
+        values = slot[1:end].view(len(self.roster.kinds), len(self.roster.names), slot.shape[1])
         skipped = bool(slot[0, HEADER_SKIPPED] > 0)
-        return StepRecord(step, when, scalars, self.roster, values, skipped, self.thresholds)
+        # without the number of elements
+        further = slot[end:, 1 : 1 + NUM_UPDATE_COLUMNS] if "updates" in self.roster.kinds else None
+        return StepRecord(step, when, scalars, self.roster, values, skipped, self.thresholds, further=further)
 
     def _tensors(self, kind: Kind) -> list[Tensor | None]:
         """Return this rank's part of the gradients or weights, in the order of the roster."""
@@ -351,16 +388,6 @@ class Recorder(Float64Module):
 
     def _append(self, kind: Kind, stats: TensorStats) -> None:
         """Write statistics into the rows of their names; the other rows of the step do not change."""
-        first = self.roster.place(kind) * len(self.roster.names)
-        rows = []
-        for name in stats.names:
-            if name not in self._places:
-                msg = (
-                    f"Recorder: {name!r} is not among the parameters it was created with; pass stats of those"
-                )
-                raise ValueError(msg)
-            rows.append(first + self._places[name])
-        home = self.ring.device
         measured = [stats.columns, stats.flags]
         if self.fingerprint:
             bits = stats.fingerprints
@@ -370,28 +397,43 @@ class Recorder(Float64Module):
                 )
                 raise ValueError(msg + "collect_grads")
             measured.append(bits)
-        measured = [on_device(x, home) for x in measured]
-        if rows != list(range(self.roster.num_rows)):
-            measured = [derived.spread(x, rows, self.roster.num_rows) for x in measured]
-        columns, flags, *more = measured
         # only gradients decide about skipping
         grads = len(self.roster.names) if kind == "grads" else 0
+        self._write(measured, self._rows(kind, stats.names), self.roster.num_rows, grads)
+
+    def _rows(self, kind: Kind, names: tuple[str, ...]) -> list[int]:
+        """Return the rows of these tensors."""
+        first = self.roster.place(kind) * len(self.roster.names)
+        rows = []
+        for name in names:
+            if name not in self._places:
+                msg = (
+                    f"Recorder: {name!r} is not among the parameters it was created with; pass stats of those"
+                )
+                raise ValueError(msg)
+            rows.append(first + self._places[name])
+        return rows
+
+    def _write(self, measured: list[Tensor], rows: list[int], size: int, grads: int) -> None:
+        """Write columns, flags and fingerprints into these of the first ``size`` rows."""
+        measured = [on_device(x, self.ring.device) for x in measured]
+        if rows != list(range(size)):
+            measured = [derived.spread(x, rows, size) for x in measured]
+        columns, flags, *more = measured
         if grads and self._verdict is not None:
             self._verdict.hear(columns[:grads])
         ops.append_(columns, flags, grads, self.ring, self.cursor, more[0] if more else None)
 
 
-def _of_this_rank(stats: TensorStats) -> TensorStats:
-    if not isinstance(stats, TensorStats):
-        msg = (
-            f"Recorder: stats must be the TensorStats that collect_grads returns, got {type(stats).__name__}"
-        )
-        raise TypeError(msg)
+def _of_this_rank(stats: _Stats, kind: type[_Stats], function: str) -> _Stats:
+    if not isinstance(stats, kind):
+        msg = f"Recorder: stats must be the {kind.__name__} that {function} returns, "
+        raise TypeError(msg + f"got {type(stats).__name__}")
     if stats.origin is None:
         return stats
     if stats.local is None:
         msg = "Recorder: groups that are merged over ranks do not keep this rank's values; "
-        raise ValueError(msg + "pass the stats that collect_grads(..., reduce=ranks) returns")
+        raise ValueError(msg + f"pass the stats that {function}(..., reduce=ranks) returns")
     return stats.local
 
 

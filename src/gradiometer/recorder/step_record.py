@@ -14,10 +14,13 @@ from gradiometer.columns import (
     COLUMN_INDEX,
     DEFAULT_THRESHOLDS,
     NUM_COLUMNS,
+    NUM_UPDATE_COLUMNS,
     RING_WIDTH,
     Fingerprint,
     Thresholds,
     derived,
+    has_update_value,
+    update_value,
 )
 from gradiometer.stats import Report
 
@@ -92,6 +95,9 @@ class StepRecord:
             fingerprints three more, see `gradiometer.ops.ring`.
             Rows that were not measured, as for a parameter without a gradient, have ``numel`` 0. None if
             this step was not recorded (``every``), or its tensors were lost before they were read.
+        further: ``(N, 5) float64``: for each parameter the columns of its update that tensors do not have, in
+            the order of `gradiometer.columns.UPDATE_COLUMNS`; None without updates, or if they were recorded
+            by a release that had no such columns.
         skipped: whether the update was skipped: ``skip_step`` was true and something acts on it, see
             `gradiometer.Monitor.skips`. For a `gradiometer.Recorder` alone, whether ``skip_step`` was true.
         thresholds: limits of the flags.
@@ -116,6 +122,7 @@ class StepRecord:
     loss_rank: int | None = None
     model: ModelState | None = None
     diverged: Mapping[str, str] = field(default_factory=dict)
+    further: Tensor | None = None
     _kept: dict[tuple[str, Kind], Any] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
@@ -150,20 +157,33 @@ class StepRecord:
         return kept
 
     def value(self, statistic: str, kind: Kind = "grads") -> Tensor:
-        """Return a raw column or derived value by name, ``(N,) float64``; 0 where nothing was measured."""
+        """Return a raw column or derived value by name, ``(N,) float64``; 0 where nothing was measured.
+
+        Updates also have ``update_ratio``, ``descent_cosine``, ``unchanged_fraction``, ``stuck_fraction`` and
+        `gradiometer.columns.UPDATE_COLUMNS`, see `gradiometer.PairStats`: NaN where they are not known.
+        """
         kept: Tensor = self._keep(
-            f"value {statistic}", kind, lambda: derived.value(self.columns(kind), statistic)
+            f"value {statistic}", kind, lambda: self._value(self.columns(kind), self.further, statistic, kind)
         )
         return kept
+
+    def _value(self, columns: Tensor, further: Tensor | None, statistic: str, kind: Kind) -> Tensor:
+        if kind != "updates" or not has_update_value(statistic):
+            return derived.value(columns, statistic)
+        if further is None:
+            further = columns.new_full((*columns.shape[:-1], NUM_UPDATE_COLUMNS), math.nan)
+        return update_value(columns, further, statistic)
 
     def total(self, statistic: str = "norm", kind: Kind = "grads") -> float:
         """Return a raw column or derived value, by name, of all parameters together."""
         if statistic == "finite_norm":
             return math.sqrt(self.total("sumsq", kind))
-        kept: float = self._keep(
-            f"total {statistic}", kind, lambda: float(derived.value(self.merged(kind), statistic))
-        )
+        kept: float = self._keep(f"total {statistic}", kind, lambda: self._total(statistic, kind))
         return kept
+
+    def _total(self, statistic: str, kind: Kind) -> float:
+        further = None if self.further is None else self.further.sum(dim=0)
+        return float(self._value(self.merged(kind), further, statistic, kind))
 
     @cached_property
     def is_finite(self) -> bool:

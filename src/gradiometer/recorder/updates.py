@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from gradiometer.inputs import Named, local_shards
+from gradiometer.inputs import is_dtensor, is_partial, placed_like, present
+from gradiometer.stats import Snapshot, updates_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,11 +16,11 @@ __all__ = ["Updates"]
 
 
 class Updates:
-    """Measures ``w - w before the step`` for the parameters that require a gradient.
+    """Measures the updates of the parameters that require a gradient, with a copy of these.
 
-    The difference is computed in the copy itself, in the parameter's dtype, and the copy is then renewed; so
-    the only extra memory is one copy of the weights. For a DTensor the local shard is measured. 8-bit
-    parameters support no arithmetic and have no updates here.
+    The copy is the only memory of the size of the weights. A parameter that is unfrozen has updates from the
+    next step on. For a DTensor the local shard is measured; a gradient whose values
+    are on other ranks, such as a partial sum, is left out.
 
     Args:
         recorder: the updates are written into its current step.
@@ -31,51 +30,75 @@ class Updates:
     >>> recorder = gm.Recorder(model, updates=True)
     >>> updates = Updates(recorder)
     >>> with torch.no_grad():
-    ...     _ = model.weight.add_(0.25)
-    >>> updates.measure(0, every=1)
-    >>> recorder.read()[0].value("abs_max", "updates")
+    ...     _ = model.weight.mul_(1.25)
+    >>> updates.measure(0)
+    >>> updates.keep_for(1, every=1)
+    >>> recorder.read()[0].value("update_ratio", "updates")
     tensor([0.2500], dtype=torch.float64)
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        tracked = zip(recorder.roster.names, recorder.parameters_tracked, strict=True)
-        chosen = [(name, parameter) for name, parameter in tracked if parameter.dtype.itemsize > 1]
-        self._names = [name for name, _ in chosen]
-        self._parameters = [parameter for _, parameter in chosen]
-        self._before: list[Tensor] | None = None
+        self._snapshot: Snapshot | None = None
         # the copy holds the weights before this step
         self._step = -1
         self.keep(0)
 
-    @torch.no_grad()
-    def measure(self, step: int, every: int) -> None:
-        """Measure a step's updates if the step is due, and copy the weights if the next step is due."""
-        try:
-            if self._before is not None and self._step == step:
-                with self._recorder.in_order():
-                    torch._foreach_neg_(self._before)
-                    torch._foreach_add_(self._before, self._weights())
-                    changed = zip(self._names, self._parameters, self._before, strict=True)
-                    self._recorder.record_updates({name: x for name, p, x in changed if p.requires_grad})
-        except Exception:
-            # the weights may have another shape now, so the next copy is a new one
-            self._before = None
-            raise
-        finally:
-            if (step + 1) % every == 0:
-                self.keep(step + 1)
+    def measure(self, step: int) -> None:
+        """Measure a step's updates, with the gradients that are there, if its weights were copied."""
+        snapshot = self._snapshot
+        if snapshot is not None and self._step == step:
+            with self._recorder.in_order():
+                self._measure(snapshot)
 
-    @torch.no_grad()
+    def measure_and_keep(self) -> None:
+        """Measure the updates since the last copy, and copy the weights: for every step of compiled code."""
+        snapshot = self._snapshot
+        if snapshot is not None:
+            self._measure(snapshot)
+            snapshot.update_(self._parameters())
+
+    def _measure(self, snapshot: Snapshot) -> None:
+        parameters = snapshot.parameters_in(self._parameters(), "record_updates")
+        placed = [
+            None if p.grad is None else _placed(name, p.grad, p) for name, p in zip(*parameters, strict=True)
+        ]
+        grads = present(parameters.names, placed)
+        self._recorder.record_updates(updates_of(parameters, snapshot, grads, "record_updates"))
+
+    def keep_for(self, step: int, every: int) -> None:
+        """Copy the weights if the step is due."""
+        if step % every == 0:
+            self.keep(step)
+
     def keep(self, step: int) -> None:
         """Copy the weights as they are before ``step``."""
-        room, self._before = self._before, None
+        # if anything fails, such as a copy of weights with another shape, the next copy is a new one
+        snapshot, self._snapshot = self._snapshot, None
+        trained = {name: p for name, p in self._parameters().items() if p.requires_grad}
         with self._recorder.in_order():
-            if room is None:
-                room = [weight.detach().clone() for weight in self._weights()]
+            if snapshot is not None and snapshot.names == tuple(trained):
+                snapshot.update_(trained)
             else:
-                torch._foreach_copy_(room, self._weights())
-        self._before, self._step = room, step
+                del snapshot
+                snapshot = Snapshot(trained)
+        self._snapshot, self._step = snapshot, step
 
-    def _weights(self) -> list[Tensor]:
-        return local_shards(Named(tuple(self._names), self._parameters), "Updates").tensors
+    def drop(self) -> None:
+        """Forget the copy, which does not fit the weights; the next one is new."""
+        self._snapshot = None
+
+    def _parameters(self) -> dict[str, Tensor]:
+        recorder = self._recorder
+        return dict(zip(recorder.roster.names, recorder.parameters_tracked, strict=True))
+
+
+def _placed(name: str, grad: Tensor, parameter: Tensor) -> Tensor | None:
+    """Return a gradient that is placed like its parameter; None if that needs other ranks."""
+    if not is_dtensor(type(parameter)) and not is_dtensor(type(grad)):
+        return grad
+    try:
+        placed = placed_like(name, grad, parameter, "record_updates")
+    except TypeError:
+        return None
+    return None if is_dtensor(type(placed)) and is_partial(placed) else placed

@@ -22,6 +22,7 @@ from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, 
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
+from gradiometer.rules.stuck import Stuck
 
 __all__ = [
     "Accumulating",
@@ -46,6 +47,7 @@ __all__ = [
     "ReplicaDivergence",
     "Rule",
     "Severity",
+    "Stuck",
     "Untied",
     "UpdateRatio",
     "UpdateSpike",

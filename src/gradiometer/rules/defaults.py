@@ -14,6 +14,7 @@ from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, UpdateSpike
 from gradiometer.rules.ratios import UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
+from gradiometer.rules.stuck import Stuck
 
 if TYPE_CHECKING:
     from gradiometer.rules.protocol import Rule
@@ -31,6 +32,7 @@ def default_rules() -> list[Rule]:
         NoGradients(),
         NoGradientFlow(),
         NotUpdated(),
+        Stuck(),
         Accumulating(),
         Initialization(),
         Untied(),

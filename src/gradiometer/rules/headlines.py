@@ -17,30 +17,32 @@ __all__ = ["Headline", "headlines"]
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
     "eval_mode", "untied", "initialization", "learning_rate", "replica_divergence", "nonfinite",
-    "no_gradients", "not_updated", "accumulating", "no_gradient_flow", "loss_spike", "norm_spike",
+    "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike", "norm_spike",
     "exploding", "update_spike", "vanishing", "dead", "update_ratio", "imbalance",
 )  # fmt: skip
 _SPIKES: Final = frozenset({"loss_spike", "norm_spike", "exploding", "update_spike"})
 # what follows when training leaves its course
 _DIVERGED: Final = _SPIKES | {"nonfinite", "update_ratio", "imbalance", "vanishing", "dead"}
-_QUIET: Final = frozenset({"dead", "vanishing", "imbalance", "not_updated"})
+_QUIET: Final = frozenset({"dead", "vanishing", "imbalance", "not_updated", "stuck"})
 _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
 # rule of a cause -> rules of the findings that it explains
 _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "initialization": _DIVERGED | {"no_gradient_flow"},
-    "learning_rate": _DIVERGED | {"not_updated"},
+    "learning_rate": _DIVERGED | {"not_updated", "stuck"},
     "nonfinite": _DIVERGED | _STOPPED | {"no_gradients"},
     "no_gradients": _STOPPED | {"initialization"},
     "accumulating": _DIVERGED,
     # an optimizer of other parameters does not clear these gradients either
     "not_updated": frozenset({"accumulating"}),
+    # what is not changed by rounding stays as it was, and its ratio is small
+    "stuck": frozenset({"update_ratio", "accumulating"}),
     "no_gradient_flow": _QUIET,
     "loss_spike": _DIVERGED,
     "norm_spike": _DIVERGED,
     "exploding": _DIVERGED,
     "update_spike": _DIVERGED,
     "update_ratio": _DIVERGED,
-    "vanishing": frozenset({"dead", "imbalance", "not_updated"}),
+    "vanishing": frozenset({"dead", "imbalance", "not_updated", "stuck"}),
     "dead": frozenset({"vanishing", "imbalance", "no_gradient_flow"}),
 }
 # findings of one rule that begin within so many steps are one headline

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Roster, StepRecord
 
-__all__ = ["Accumulating", "LearningRate", "NotUpdated", "UpdateSpike"]
+__all__ = ["Accumulating", "LearningRate", "NotUpdated", "UpdateSpike", "learning_rates"]
 
 STEP: Final = (
     "call optimizer.step() in each step, and create the optimizer with the parameters of this model, after "
@@ -26,8 +26,8 @@ STEP: Final = (
 )
 ADD: Final = "pass these parameters to the optimizer, or freeze them with requires_grad_(False)"
 ROUNDED: Final = (
-    "keep the weights in float32 (autocast computes in half precision), or use an optimizer with a float32 "
-    "copy or stochastic rounding"
+    "keep the weights in float32 (autocast computes in half precision), or use an optimizer with float32 "
+    "master weights or stochastic rounding; a larger learning rate helps, too"
 )
 RESET: Final = "call optimizer.zero_grad() once in each step, after optimizer.step() or before backward()"
 STATE: Final = (
@@ -42,8 +42,8 @@ SMALL: Final = 1e-6
 # what the median of the norms and nine of ten norms have grown to, if gradients add up
 GROWN: Final = 1.5
 LEAST_GROWN: Final = 1.3
-# dtypes in which an update of less than a thousandth of a weight is lost
-_SHORT: Final = frozenset({"bfloat16", "float16"})
+# the beginnings of dtypes in which an update of less than a few thousandths of a weight is lost
+SHORT: Final = ("bfloat16", "float16", "float8", "float4")
 
 
 class NotUpdated(WholeRule):
@@ -51,7 +51,8 @@ class NotUpdated(WholeRule):
 
     It needs a Monitor with ``weights=True`` or ``updates=True``. If this holds for all weights, the
     optimizer's step is missing; if it holds for some, these are missing from the optimizer. Skipped steps,
-    and steps with a learning rate of 0, which `LearningRate` reports, do not count.
+    and steps with a learning rate of 0, which `LearningRate` reports, do not count. With ``updates=True``,
+    `Stuck` reports tensors of 16 bits or less, which may stay the same because of rounding.
 
     Args:
         patience: number of recorded steps in a row.
@@ -77,11 +78,14 @@ class NotUpdated(WholeRule):
         self._counts = torch.tensor(
             [math.prod(shape) > 1 for shape in roster.shapes], dtype=torch.bool, device="cpu"
         )
+        if "updates" in roster.kinds:
+            short = [dtype.startswith(SHORT) for dtype in roster.dtypes]
+            self._counts &= ~torch.tensor(short, dtype=torch.bool, device="cpu")
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding about the weights that have stayed the same for ``patience`` steps."""
         moved = self.moved(record)
-        if moved is None or record.skipped or 0.0 in _rates(record).values():
+        if moved is None or record.skipped or 0.0 in learning_rates(record).values():
             return []
         still = self._counts & ~moved
         if still.any():
@@ -104,7 +108,7 @@ class NotUpdated(WholeRule):
         places = lasting.nonzero().flatten().tolist()
         names, since = record.roster.names, int(self.since[places].min())
         dtypes = {record.roster.dtypes[place] for place in places}
-        if dtypes <= _SHORT:
+        if all([dtype.startswith(SHORT) for dtype in dtypes]):
             # the optimizer may have moved them, by less than a rounding error
             text = f"{modules_text(names, places)}: the weights stay exactly the same since step {since}, "
             text += "though their gradients are not 0: the updates are lost in the rounding of "
@@ -113,7 +117,7 @@ class NotUpdated(WholeRule):
         if not moved.any() and len(places) == int((active & self._counts).sum()):
             text = f"no weight has changed since step {since}, though gradients are not 0: optimizer.step() "
             text += "is not called, or the optimizer holds other parameters"
-            rate = "" if _rates(record) else ", or its learning rate is 0"
+            rate = "" if learning_rates(record) else ", or its learning rate is 0"
             return [self._finding(record, since, places, text + rate, STEP)]
         text = f"{modules_text(names, places)}: the weights stay exactly the same since step {since}, though "
         text += "their gradients are not 0: the optimizer does not hold these parameters"
@@ -231,7 +235,7 @@ class LearningRate(BaseRule):
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's learning rates with those before."""
         found = []
-        for name, rate in _rates(record).items():
+        for name, rate in learning_rates(record).items():
             seen = self.state.setdefault(name, dict(_START))
             if not rate >= 0.0 or rate == math.inf:
                 text = f"{name} is {rate:g}, which is not a learning rate"
@@ -336,6 +340,6 @@ class UpdateSpike(SpikeRule):
         return [Finding(self.name, severity, step, step, "updates", None, norm, limit, text, STATE)]
 
 
-def _rates(record: StepRecord) -> dict[str, float]:
+def learning_rates(record: StepRecord) -> dict[str, float]:
     """Return the learning rates of a step, by name."""
     return {name: value for name, value in record.scalars.items() if name == "lr" or _LR.search(name)}

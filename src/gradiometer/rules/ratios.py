@@ -55,9 +55,10 @@ class UpdateRatio(TensorRule):
     the norm of all weights in 2 recorded steps are reported at once. Otherwise, only tensors of at least
     two dimensions count.
 
-    If weights but no updates are recorded, the rule uses the change of a weight's norm since the last
+    With updates, the ratio is exact: the norms are those of the update and of the weight before it. If
+    weights but no updates are recorded, the rule uses the change of a weight's norm since the last
     recorded step, divided by the number of steps. It is a lower bound of the largest update in between, so
-    only a ratio above the band is reported. Without weights there are no findings.
+    only a ratio above the band is reported. Without both there are no findings.
 
     Args:
         low, high: the band.
@@ -109,13 +110,16 @@ class UpdateRatio(TensorRule):
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Add this step's ratios to the averages, and compare these with the band."""
         kinds = record.roster.kinds
-        if "weights" not in kinds:
+        # a run of an earlier release has updates without the weights before them
+        exact = "updates" in kinds and (record.further is not None or "weights" in kinds)
+        if not exact and "weights" not in kinds:
             return []
         # squares of the norms of finite elements; NonFinite reports the others
-        square = record.value("sumsq", "weights")
-        exact = "updates" in kinds
-        norm = derived.sqrt(square)
-        change = record.value("sumsq", "updates") if exact else self._change(norm, record.step)
+        if exact:
+            square, change = self._before(record), record.value("sumsq", "updates")
+        else:
+            square = record.value("sumsq", "weights")
+            change = self._change(derived.sqrt(square), record.step)
         x = torch.where(self.wide, (change / square).log_().mul_(0.5), math.nan)
         self.seen = self.seen + x.isfinite()
         self.ratios.score(torch.where(self.seen > SETTLE, x, math.nan))
@@ -126,7 +130,7 @@ class UpdateRatio(TensorRule):
         below = judged & (mean < (math.log(self.low) if exact and self.low > 0 else -math.inf))
         # a frozen weight changes by 0, and a ratio that is not finite was not averaged
         found = (above | below) & x.isfinite()
-        whole = self._whole(record, change, square) if exact else []
+        whole = self._whole(record, change) if exact else []
         if not found.any():
             return whole
         bound = "" if exact else "at least "
@@ -145,9 +149,22 @@ class UpdateRatio(TensorRule):
         badness = torch.where(above, mean - math.log(self.high), -1 / (1 + mean.abs()))
         return whole + self.findings(record, "updates" if exact else "weights", found, badness, describe)
 
-    def _whole(self, record: StepRecord, change: Tensor, square: Tensor) -> list[Finding]:
+    def _before(self, record: StepRecord) -> Tensor:
+        """Return the squares of the weights' norms before the step."""
+        if record.further is None:
+            return record.value("sumsq", "weights")
+        return record.value("sumsq_b", "updates")
+
+    def _whole(self, record: StepRecord, change: Tensor) -> list[Finding]:
         """Return a finding if all updates together are about as large as all weights, for a few steps."""
-        ratio = math.sqrt(float(change.sum()) / max(float(square.sum()), 1e-300))
+        if "weights" in record.roster.kinds:
+            # also those that are frozen: an adapter that starts at 0 is small against them
+            square = record.total("sumsq", "weights")
+        elif record.measured("updates").all():
+            square = float(self._before(record).sum())
+        else:
+            return []
+        ratio = math.sqrt(float(change.sum()) / max(square, 1e-300))
         self.row = self.row + 1 if ratio > WHOLE else 0
         if self.row == 1:
             self.since = record.step

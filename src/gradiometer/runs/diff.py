@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.columns import COLUMN_INDEX, COLUMN_NAMES, derived
+from gradiometer.columns import COLUMN_INDEX, COLUMN_NAMES, NUM_COLUMNS, derived
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, Kind, Roster, label
 from gradiometer.runs.files import RunError
@@ -23,7 +23,7 @@ from gradiometer.runs.tables import scalars_of
 from gradiometer.terminal import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -35,6 +35,9 @@ __all__ = ["BitDifference", "Comparison", "Difference", "Side", "compare", "comp
 
 # the order of computation: the loss from the weights, gradients from the loss, updates from gradients
 _ORDER: Final[tuple[Kind | None, ...]] = ("weights", None, "grads", "updates")
+
+# columns that do not depend on the order of summation
+_UNROUNDED: Final = [i for name, i in COLUMN_INDEX.items() if name not in {"sumsq", "sum"}]
 
 # rows of the two runs that are compared at once
 _BLOCK: Final = 1000
@@ -104,7 +107,7 @@ class Comparison:
             bits differ; 0 if fingerprints were not compared.
         bits: the first tensor whose bits differ; None if there is none, or if fingerprints were not compared.
         unknown: names of tensors without fingerprints, such as those of which the parts on several ranks do
-            not merge; the fingerprints of the others are compared.
+            not merge, but not of updates; the fingerprints of the others are compared.
         tensors: the number of tensors that both have.
         kinds: the kinds that only A, and only B, has recorded.
         only_a, only_b: names of tensors that the other run lacks, of kinds that both have recorded.
@@ -140,9 +143,11 @@ class Comparison:
     def identical(self) -> bool:
         """Whether the bits of all tensors are equal in all common steps with tensors.
 
-        The tensors of the kinds in both must be the same, and have fingerprints. Scalars do not count.
+        The tensors of the kinds in both must be the same, and have fingerprints. Updates have none; their
+        counts of elements and their largest magnitudes must be equal. Scalars do not count.
         """
-        differ = self.bits or self._others or self.unknown
+        updates = any([difference.kind == "updates" for difference in self.first])
+        differ = self.bits or self._others or self.unknown or updates
         return not differ and 0 < self.recorded == self.fingerprinted
 
     @property
@@ -200,6 +205,8 @@ class Comparison:
         if self.unknown:
             noun = "tensor has" if len(self.unknown) == 1 else "tensors have"
             said += f"; {len(self.unknown):,} {noun} no fingerprint"
+        if any([difference.kind == "updates" for difference in self.first]):
+            said += f"; updates differ first at step {self.step}"
         if left := self.recorded - self.fingerprinted:
             said += f"; {left:,} have no fingerprints in both runs, so only their statistics are compared"
         if left := self.common - self.recorded:
@@ -302,6 +309,10 @@ def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None
         # of equal bits, statistics are equal up to rounding
         found: list[Difference] = []
         compared = len(upto)
+        updates = [name for name in shared if rows[0][name][0] == "updates"]
+        if updates:
+            # they have no fingerprints
+            found, compared = _tensors(a, b, upto, (rows[0], rows[1]), updates, rtol, columns=_UNROUNDED)
     else:
         found, compared = _tensors(a, b, upto, (rows[0], rows[1]), shared, rtol)
     step = min((d.step for d in (*found, *scalars)), default=None)
@@ -417,9 +428,19 @@ def _is_close(x: float | None, y: float | None, rtol: float) -> bool:
 
 
 def _tensors(
-    a: Run, b: Run, steps: list[int], rows: tuple[_Rows, _Rows], shared: list[str], rtol: float
+    a: Run,
+    b: Run,
+    steps: list[int],
+    rows: tuple[_Rows, _Rows],
+    shared: list[str],
+    rtol: float,
+    *,
+    columns: Sequence[int] = range(NUM_COLUMNS),
 ) -> tuple[list[Difference], int]:
-    """Return the tensors that differ in the first step where any does, and the number of compared steps."""
+    """Return the tensors that differ in the first step where any does, and the number of compared steps.
+
+    ``columns``: those that are compared.
+    """
     if not steps or not shared:
         return [], 0
     compared, places = 0, _places(a, b, rows, shared)
@@ -427,6 +448,7 @@ def _tensors(
         compared += 1
         here, there = (_columns(record)[place] for record, place in zip(pair, places, strict=True))
         differ = _differ(here, there, rtol)
+        differ[:, [i for i in range(NUM_COLUMNS) if i not in columns]] = False
         if differ.any():
             return [
                 Difference(
@@ -465,6 +487,7 @@ def _bits(
             name = names[int(differ.nonzero()[0])]
             return BitDifference(pair[0].step, name, rows[0][name][0], int(differ.sum())), whole, ()
     unknown = () if needed is None else tuple(itertools.compress(names, needed.logical_not().tolist()))
+    unknown = tuple([name for name in unknown if rows[0][name][0] != "updates"])
     return None, whole, unknown if whole else ()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gradiometer.columns import COLUMNS, FINGERPRINT_COLUMNS
+from gradiometer.columns import COLUMNS, FINGERPRINT_COLUMNS, UPDATE_COLUMNS
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, Roster
 from gradiometer.runs.files import RunError, stamp, unfit
@@ -23,6 +23,7 @@ __all__ = [
     "NAMES",
     "STEPS",
     "TENSORS",
+    "UPDATES",
     "VERSION",
     "Field",
     "arrow_schema",
@@ -72,6 +73,14 @@ STEPS: Final = (
     # null where that kind was not recorded
     Field("weights_norm", "double", "", True, "L2 norm of all weights"),
     Field("updates_norm", "double", "", True, "L2 norm of all updates"),
+    Field("update_ratio", "double", "", True, "norm of all updates / norm of their weights before the step"),
+    Field(
+        "stuck_fraction",
+        "double",
+        "",
+        True,
+        "unchanged elements whose gradient is not 0 / all such elements; null without gradients",
+    ),
 )
 
 # the type of a column of names
@@ -105,6 +114,14 @@ FINGERPRINTS: Final = tuple(
         ),
         strict=True,
     )
+)
+
+# more columns of `TENSORS`, in the files of an attempt that recorded updates; null in rows of other kinds
+UPDATES: Final = tuple(
+    Field(c.name, "int64", "elements", True, c.meaning)
+    if c.name.startswith("n_")
+    else Field(c.name, "double", "", True, c.meaning)
+    for c in UPDATE_COLUMNS
 )
 
 

@@ -8,7 +8,8 @@ the numbers. All integers are little-endian.
 The first frame has no numbers; its text has the attempt, its first step, the columns and the tensors. The
 text of each other frame is a list of ``[step, time, recorded, skipped, scalars]``; its numbers are the
 columns, with the flags, of the recorded steps: ``(S, K, N, C + 1) float64``. Fingerprints, if they are
-recorded, are three more columns with the bits of the integers. The numbers are not compressed, so a small
+recorded, are three more columns with the bits of the integers. With updates there are five more, which are 0
+for other kinds. The numbers are not compressed, so a small
 file can't take much memory.
 
 A killed process leaves at most the beginning of a frame, and a power failure may leave zeros; both are
@@ -30,7 +31,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from gradiometer.columns import COLUMN_NAMES, FINGERPRINT_COLUMNS
+from gradiometer.columns import COLUMN_NAMES, FINGERPRINT_COLUMNS, UPDATE_NAMES
 from gradiometer.recorder import Roster, StepRecord
 from gradiometer.runs.digest import DamageError
 from gradiometer.runs.directory import is_at
@@ -41,6 +42,8 @@ from gradiometer.runs.json_files import encodable, from_json, parse_json, plain
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from torch import Tensor
 
 __all__ = [
     "Journal",
@@ -129,6 +132,8 @@ class JournalWriter:
     ) -> None:
         self.path = journal_path(run, attempt, first_step)
         columns = (*_COLUMNS, *FINGERPRINT_COLUMNS) if fingerprint else _COLUMNS
+        # for all kinds, so that earlier releases can read it
+        columns += UPDATE_NAMES if "updates" in roster.kinds else ()
         head = {"attempt": attempt, "first_step": first_step, "columns": columns}
         head |= {"names": [encodable(name) for name in roster.names], "shapes": roster.shapes}
         self._head = head | {"dtypes": roster.dtypes, "kinds": roster.kinds}
@@ -183,7 +188,12 @@ def _entry(record: StepRecord) -> list[Any]:
 
 
 def _bytes(record: StepRecord) -> Any:
-    values = record.values.contiguous()  # type: ignore[union-attr]
+    values: Tensor = record.values  # type: ignore[assignment]
+    if "updates" in record.roster.kinds:
+        more = values.new_zeros((*values.shape[:2], len(UPDATE_NAMES)))
+        more[record.roster.place("updates")] = math.nan if record.further is None else record.further
+        values = torch.cat([values, more], dim=2)
+    values = values.contiguous()
     return pyarrow().foreign_buffer(values.data_ptr(), values.nbytes, base=values)
 
 
@@ -262,6 +272,7 @@ class _Head(NamedTuple):
     key: tuple[int, int]
     roster: Roster
     places: list[int]  # of this release's columns among the journal's
+    further: list[int]  # of those of updates; empty without
     width: int
 
 
@@ -270,11 +281,12 @@ def _read_head(said: Any) -> _Head:
         columns = said["columns"]
         wanted = (*_COLUMNS, *FINGERPRINT_COLUMNS) if {*FINGERPRINT_COLUMNS} <= {*columns} else _COLUMNS
         places = [columns.index(name) for name in wanted]
+        further = [columns.index(name) for name in UPDATE_NAMES] if {*UPDATE_NAMES} <= {*columns} else []
         attempt, first_step = operator.index(said["attempt"]), operator.index(said["first_step"])
         if not 0 <= attempt <= _LARGEST_ATTEMPT:
             msg = f"attempt {attempt}"
             raise ValueError(msg)  # noqa: TRY301 as for other content
-        return _Head((attempt, first_step), load_roster(said), places, len(columns))
+        return _Head((attempt, first_step), load_roster(said), places, further, len(columns))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         msg = f"unexpected content: {error!r:.80}"
         raise DamageError(msg) from None
@@ -291,6 +303,9 @@ def _read_steps(said: Any, numbers: bytearray, head: _Head, before: Sequence[Ste
         values = torch.empty((recorded, *shape), dtype=torch.float64, device="cpu")
         if numbers:
             values = torch.frombuffer(numbers, dtype=torch.float64).view(-1, *shape)
+        further = None
+        if head.further and "updates" in roster.kinds:
+            further = iter(values[:, roster.place("updates")][..., head.further])
         values = values[..., head.places]
         # tensors without elements are one: a text of a few bytes must not take a tensor for each step
         left = iter(values) if values.numel() else itertools.repeat(values[0] if recorded else None)
@@ -302,7 +317,8 @@ def _read_steps(said: Any, numbers: bytearray, head: _Head, before: Sequence[Ste
             last = step
             found = {name: float(x) for name, x in from_json(scalars).items()}
             kept = next(left) if is_recorded is True else None
-            records.append(StepRecord(step, float(time), found, roster, kept, bool(skipped)))
+            more = None if further is None or kept is None else next(further)
+            records.append(StepRecord(step, float(time), found, roster, kept, bool(skipped), further=more))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         msg = f"unexpected content: {error!r:.80}"
         raise DamageError(msg) from None

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.columns import COLUMN_INDEX, COLUMNS, NUM_COLUMNS, RING_WIDTH, derived
+from gradiometer.columns import (
+    COLUMN_INDEX,
+    COLUMNS,
+    NUM_COLUMNS,
+    NUM_UPDATE_COLUMNS,
+    RING_WIDTH,
+    UPDATE_NAMES,
+    derived,
+    update_value,
+)
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS
-from gradiometer.runs.format import FINGERPRINTS, STEPS, TENSORS, arrow_schema, pyarrow
+from gradiometer.runs.format import FINGERPRINTS, STEPS, TENSORS, UPDATES, arrow_schema, pyarrow
 from gradiometer.runs.json_files import encodable
 
 if TYPE_CHECKING:
@@ -30,7 +40,8 @@ _COUNTED: Final = [COLUMN_INDEX["numel"], NUM_COLUMNS]
 def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -> pa.Table:
     """Return one row per step, kind and measured parameter, in that order.
 
-    The table has the columns of `FINGERPRINTS` only if the steps have fingerprints.
+    The table has the columns of `FINGERPRINTS` only if the steps have fingerprints, and those of `UPDATES`
+    only if they have updates.
     """
     pa = pyarrow()
     schema = arrow_schema(TENSORS)
@@ -52,7 +63,8 @@ def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -
     kinds = places // len(roster.names) % len(roster.kinds)
     # clones, because views would keep the memory of all columns
     raw = [
-        x.to(torch.int64) if c.scaling == "1" else x.clone() for c, x in zip(COLUMNS, columns, strict=False)
+        x.round().to(torch.int64) if c.scaling == "1" else x.clone()
+        for c, x in zip(COLUMNS, columns, strict=False)
     ]
     arrays = [
         _array(steps[places // roster.num_rows]),
@@ -67,6 +79,11 @@ def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -
         schema = arrow_schema((*TENSORS, *FINGERPRINTS))
         bits = columns[RING_WIDTH:].view(torch.int64)
         arrays += _or_null(bits, schema.types[-len(bits) :])
+    if any([record.further is not None for record in recorded]):
+        schema = arrow_schema([*TENSORS, *(FINGERPRINTS if rows.shape[1] > RING_WIDTH else ()), *UPDATES])
+        further = _further(recorded)[places // roster.num_rows, names]
+        of_updates = kinds == roster.place("updates")
+        arrays += _where(of_updates, further, schema.types[-NUM_UPDATE_COLUMNS:])
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
@@ -96,6 +113,14 @@ def steps_table(records: Sequence[StepRecord], attempt: int) -> pa.Table:
             columns[name] = [
                 next(left) if record.recorded and kind in record.roster.kinds else None for record in records
             ]
+    left = iter(_update_totals([record for record in recorded if "updates" in record.roster.kinds]))
+    pairs = [
+        next(left) if record.recorded and "updates" in record.roster.kinds else (None, None)
+        for record in records
+    ]
+    columns["update_ratio"], columns["stuck_fraction"] = (
+        (list(x) for x in zip(*pairs, strict=True)) if pairs else ([], [])
+    )
     schema = arrow_schema(STEPS)
     return pyarrow().Table.from_pydict({name: columns[name] for name in schema.names}, schema=schema)
 
@@ -142,6 +167,47 @@ def _totals(records: Sequence[StepRecord], kind: Kind) -> dict[str, list[Any]]:
     for name in ("numel", "n_zero", "n_nan", "n_inf"):
         totals[name] = derived.value(merged, name).to(torch.int64)
     return {name: x.tolist() for name, x in totals.items()}
+
+
+def _further(records: Sequence[StepRecord]) -> Tensor:
+    """Return the further columns of updates, ``(S, N, 5) float64``; NaN where they are not known."""
+    return torch.stack(
+        [
+            torch.full(
+                (len(x.roster.names), NUM_UPDATE_COLUMNS), torch.nan, dtype=torch.float64, device="cpu"
+            )
+            if x.further is None
+            else x.further
+            for x in records
+        ]
+    )
+
+
+def _update_totals(records: Sequence[StepRecord]) -> list[tuple[float | None, float | None]]:
+    """Return the update ratio and the fraction of stuck elements of each step; None if it is not known."""
+    if not records:
+        return []
+    merged = torch.stack([record.merged("updates") for record in records])
+    further = _further(records).sum(dim=1)
+    ratios = update_value(merged, further, "update_ratio")
+    ratios = torch.where(derived.value(merged, "numel") > 0, ratios, torch.nan)
+    known = further[:, UPDATE_NAMES.index("n_nonzero_g")] > 0
+    stuck = torch.where(known, update_value(merged, further, "stuck_fraction"), torch.nan)
+    found = [[None if math.isnan(x) else x for x in values.tolist()] for values in (ratios, stuck)]
+    return list(zip(*found, strict=True))
+
+
+def _where(kept: Tensor, values: Tensor, types: Sequence[pa.DataType]) -> list[pa.Array]:
+    """Return columns ``(n, 5)`` as arrays; null where they are not kept, or NaN."""
+    compute = require("pyarrow.compute", "monitor", "A run record")
+    arrays = []
+    for column, kind in zip(values.unbind(1), types, strict=True):
+        known = kept & ~column.isnan()
+        numbers = torch.where(known, column, 0.0)
+        numbers = numbers.round().to(torch.int64) if kind == pyarrow().int64() else numbers
+        there = compute.not_equal(_array(known.to(torch.int32)), 0)
+        arrays.append(compute.if_else(there, _array(numbers), pyarrow().scalar(None, kind)))
+    return arrays
 
 
 def _or_null(bits: Tensor, types: Sequence[pa.DataType]) -> list[pa.Array]:

@@ -6,6 +6,7 @@ import bisect
 import itertools
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,8 +17,13 @@ from gradiometer.columns import (
     FINGERPRINT_COLUMNS,
     NUM_COLUMNS,
     NUM_FINGERPRINT_COLUMNS,
+    NUM_UPDATE_COLUMNS,
+    UPDATE_NAMES,
+    UPDATE_STATISTICS,
     Thresholds,
     derived,
+    has_update_value,
+    update_value,
 )
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, Roster, StepRecord
@@ -29,6 +35,7 @@ from gradiometer.runs.format import (
     FORMAT,
     STEPS,
     TENSORS,
+    UPDATES,
     VERSION,
     arrow_schema,
     has_digests,
@@ -41,11 +48,11 @@ from gradiometer.runs.format import (
 from gradiometer.runs.journal import journal_path, list_damaged, list_journals, read_journal
 from gradiometer.runs.json_files import from_json, read_json
 from gradiometer.runs.segments import Segments
-from gradiometer.runs.tables import codes, cut, fingerprints, numbers, put, scalars_of, unreadable
+from gradiometer.runs.tables import codes, cut, fingerprints, further, numbers, put, scalars_of, unreadable
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
     from torch import Tensor
@@ -54,7 +61,7 @@ if TYPE_CHECKING:
     from gradiometer.rules import Finding
     from gradiometer.runs.journal import Journal
 
-__all__ = ["FINGERPRINTS", "FORMAT", "STEPS", "TENSORS", "VERSION", "Run", "RunError", "read_run"]
+__all__ = ["FINGERPRINTS", "FORMAT", "STEPS", "TENSORS", "UPDATES", "VERSION", "Run", "RunError", "read_run"]
 
 _LOG = logging.getLogger("gradiometer")
 # the columns of `TENSORS` that identify a row
@@ -243,14 +250,14 @@ class Run:
         """Return one row per step, kind and measured parameter, in that order.
 
         Args:
-            columns: names of columns in `TENSORS` or `FINGERPRINTS`; None for all, but for those of
-                `FINGERPRINTS` only if fingerprints were recorded. They are null where none was.
+            columns: names of columns in `TENSORS`, `FINGERPRINTS` or `UPDATES`; None for all, but for those
+                of the latter two only if fingerprints or updates were recorded. They are null where none was.
             kind: only rows of this kind.
             names: only rows of these parameters; a string is one name.
             first: only from this step on.
             last: only up to and including this step.
         """
-        schema = arrow_schema((*TENSORS, *FINGERPRINTS))
+        schema = arrow_schema((*TENSORS, *FINGERPRINTS, *UPDATES))
         # at first those that every file has
         own = arrow_schema(TENSORS).names if columns is None else list(columns)
         columns = schema.names if columns is None else own
@@ -278,7 +285,9 @@ class Run:
         """Return one statistic of every tensor in every recorded step.
 
         Args:
-            statistic: a raw column, a derived value such as ``"rms"``, or ``"flags"``.
+            statistic: a raw column, a derived value such as ``"rms"``, or ``"flags"``; for updates also
+                ``"update_ratio"``, ``"descent_cosine"``, ``"unchanged_fraction"``, ``"stuck_fraction"`` and
+                the columns of `UPDATES`.
             kind: one of `KINDS`.
             first: only from this step on.
             last: only up to and including this step.
@@ -301,8 +310,10 @@ class Run:
     ) -> tuple[list[int], dict[str, Tensor]]:
         """Return several statistics by name, each as `matrix` returns it; files are read only once."""
         for statistic in statistics:
-            if statistic not in _STORED and statistic not in derived.DERIVED:
-                names = ", ".join(dict.fromkeys([*_STORED, *derived.DERIVED]))
+            of_updates = kind == "updates" and has_update_value(statistic)
+            if statistic not in _STORED and statistic not in derived.DERIVED and not of_updates:
+                more = (*UPDATE_STATISTICS, *UPDATE_NAMES) if kind == "updates" else ()
+                names = ", ".join(dict.fromkeys([*_STORED, *derived.DERIVED, *more]))
                 msg = f"there is no statistic {statistic!r}; choose from {names}"
                 raise RunError(msg)
         self._check_kind(kind)
@@ -313,14 +324,20 @@ class Run:
         stored = [name for name in out if name in _STORED]
         raw = [] if len(stored) == len(out) else list(COLUMN_NAMES)
         columns = list(dict.fromkeys([*raw, *stored]))
+        pairs = list(UPDATE_NAMES) if any([has_update_value(name) for name in out]) else []
         for key in self._between(first, last) if out else ():
-            table = self._tensors_of(key, columns, first, last)
+            table = self._tensors_of(key, [*columns, *pairs], first, last)
             values = {name: numbers(table[name]).to(torch.float64) for name in columns}
             matrix = torch.stack([values[name] for name in raw], dim=1) if raw else None
             # rows of other kinds get no place
             places = self._places(table, steps, (kind,))
             for name, to in out.items():
-                found = values[name] if matrix is None or name in stored else derived.value(matrix, name)
+                if matrix is None or name in stored:
+                    found = values[name]
+                elif has_update_value(name):
+                    found = update_value(matrix, further(table), name)
+                else:
+                    found = derived.value(matrix, name)
                 put(to, found, places)
         return steps.tolist(), {name: values.squeeze(1) for name, values in out.items()}
 
@@ -341,13 +358,14 @@ class Run:
         """Iterate over the steps, ascending, from ``first`` to ``last`` inclusive. Files are read lazily."""
         for key in self._between(first, last):
             rows = cut(self._steps_of(key), first, last)
-            values = self._dense(key, numbers(rows["step"]))
+            values, more = self._dense(key, numbers(rows["step"]))
             columns = [rows[name].to_pylist() for name in ("step", "time", "recorded", "skipped")]
-            for scalars, dense, (step, time, recorded, skipped) in zip(
-                scalars_of(rows), values, zip(*columns, strict=True), strict=True
+            for scalars, dense, of_updates, (step, time, recorded, skipped) in zip(
+                scalars_of(rows), values, more, zip(*columns, strict=True), strict=True
             ):
                 kept = dense if recorded else None
-                yield StepRecord(step, time, scalars, self.roster, kept, skipped, self.thresholds)
+                record = StepRecord(step, time, scalars, self.roster, kept, skipped, self.thresholds)
+                yield replace(record, further=of_updates) if recorded else record
 
     @property
     def findings(self) -> list[Finding]:
@@ -446,15 +464,22 @@ class Run:
         kind_index = {name: i for i, name in enumerate(kinds)}
         return rows, codes(table["kind"], kind_index), codes(table["name"], self.roster.index)
 
-    def _dense(self, key: tuple[int, int], steps: Tensor) -> Tensor:
-        """Return ``StepRecord.values`` for steps of a segment, ``(S, K, N, C + 1 or C + 4) float64``."""
+    def _dense(self, key: tuple[int, int], steps: Tensor) -> tuple[Tensor, Iterable[Tensor | None]]:
+        """Return ``values`` and ``further`` of `StepRecord` for steps of a segment.
+
+        ``(S, K, N, C + 1 or C + 4) float64``, and ``(N, 5) float64`` for each step, or None.
+        """
         size = len(steps), len(self.roster.kinds), len(self.roster.names)
         width = NUM_COLUMNS + 1 + NUM_FINGERPRINT_COLUMNS * self.has_fingerprints
+        has_updates = "updates" in self.roster.kinds
+        # at most, for the updates alone
+        width += NUM_UPDATE_COLUMNS * has_updates
         self._files.check_cells([key], math.prod(size) * width)
         if not len(steps):
-            return torch.zeros((*size, NUM_COLUMNS + 1), dtype=torch.float64, device="cpu")
+            return torch.zeros((*size, NUM_COLUMNS + 1), dtype=torch.float64, device="cpu"), []
         columns = [*COLUMN_NAMES, "flags"]
-        table = self._tensors_of(key, [*columns, *FINGERPRINT_COLUMNS], int(steps[0]), int(steps[-1]))
+        wanted = [*columns, *FINGERPRINT_COLUMNS, *(UPDATE_NAMES if has_updates else ())]
+        table = self._tensors_of(key, wanted, int(steps[0]), int(steps[-1]))
         values = torch.stack([numbers(table[name]).to(torch.float64) for name in columns], dim=1)
         bits = fingerprints(table)
         if bits is not None:
@@ -462,7 +487,11 @@ class Run:
         # 0 where nothing was measured
         out = torch.zeros((*size, values.shape[1]), dtype=torch.float64, device="cpu")
         put(out, values, self._places(table, steps, self.roster.kinds))
-        return out
+        if not {*UPDATE_NAMES} <= {*table.column_names}:
+            return out, itertools.repeat(None, len(steps))
+        more = torch.zeros((len(steps), 1, size[2], NUM_UPDATE_COLUMNS), dtype=torch.float64, device="cpu")
+        put(more, further(table), self._places(table, steps, ("updates",)))
+        return out, more.squeeze(1)
 
     def _check_kind(self, kind: str) -> None:
         if kind not in self.roster.kinds:

@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gradiometer.extras import require
 from gradiometer.runs.files import file_error, open_file, summary
-from gradiometer.runs.format import FINGERPRINTS, STEPS, TENSORS, arrow_schema, pyarrow
+from gradiometer.runs.format import FINGERPRINTS, STEPS, TENSORS, UPDATES, arrow_schema, pyarrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from gradiometer.runs.files import RunError
     from gradiometer.runs.format import Field
 
-__all__ = ["codes", "cut", "fingerprints", "numbers", "put", "read_table", "scalars_of", "unreadable"]
+__all__ = [
+    "codes",
+    "cut",
+    "fingerprints",
+    "further",
+    "numbers",
+    "put",
+    "read_table",
+    "scalars_of",
+    "unreadable",
+]
 
 # the rows of a file take at most _LARGEST bytes of memory, or _RATIO times the size of the file
 _LARGEST: Final = 290 * 10**6
@@ -41,7 +51,7 @@ def read_table(
     try:
         with open_file(path) as file:
             check(file)
-            fields = {"steps": STEPS, "tensors": (*TENSORS, *FINGERPRINTS)}[path.parent.name]
+            fields = {"steps": STEPS, "tensors": (*TENSORS, *FINGERPRINTS, *UPDATES)}[path.parent.name]
             with pq.ParquetFile(file) as parquet:
                 _check_form(parquet, fields, columns, os.fstat(file.fileno()).st_size)
                 if columns is not None:
@@ -143,6 +153,19 @@ def fingerprints(table: pa.Table) -> Tensor | None:
             column = compute.fill_null(column, -1 if name == names[0] else 0)
         # the same bits, for a sum of 2**63 and more too
         columns.append(numbers(column.cast("int64", safe=False)))
+    return torch.stack(columns, dim=1)
+
+
+def further(table: pa.Table) -> Tensor:
+    """Return the further columns of updates of all rows, ``(n, 5) float64``; NaN where they are not known."""
+    compute = require("pyarrow.compute", "monitor", "A run record")
+    none = torch.full((len(table),), torch.nan, dtype=torch.float64, device="cpu")
+    columns = [
+        numbers(compute.fill_null(table[field.name].cast("double"), float("nan")))
+        if field.name in table.column_names
+        else none
+        for field in UPDATES
+    ]
     return torch.stack(columns, dim=1)
 
 

@@ -7,7 +7,7 @@ Nothing here modifies a tensor.
 
 from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
-from gradiometer.stats.compare import collect_updates, compare
+from gradiometer.stats.compare import collect_updates, compare, updates_of
 from gradiometer.stats.ema import EMA, Smoothed
 from gradiometer.stats.fingerprint import NOT_COMPARED, fingerprint, leaves, texts
 from gradiometer.stats.float64_module import Float64Module
@@ -67,4 +67,5 @@ __all__ = [
     "settled",
     "texts",
     "total_norm",
+    "updates_of",
 ]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
     from gradiometer.stats.snapshot import Snapshot
 
-__all__ = ["collect_updates", "compare"]
+__all__ = ["collect_updates", "compare", "updates_of"]
 
 
 def compare(a: Parameters, b: Parameters, *, reduce: bool | Ranks = False) -> PairStats:
@@ -107,14 +107,18 @@ def collect_updates(model: Parameters, snapshot: Snapshot, *, reduce: bool | Ran
     def measured(ranks: Ranks | None) -> PairStats:
         found = [(n, p.grad) for n, p in zip(*parameters, strict=True) if p.grad is not None]
         grads = Named(tuple([name for name, _ in found]), [grad for _, grad in found])
-        grads = local_shards(settled(grads, parameters, ranks, what), what)
-        there = dict(zip(*grads, strict=True))
-        weights = local_shards(parameters, what)
-        sides = snapshot.pairs_of(weights, [there.get(name) for name in weights.names], what)
-        stats = _measure(*sides, what)
-        return stats if snapshot.scale is None else _scaled(stats, snapshot.scale)
+        return updates_of(parameters, snapshot, settled(grads, parameters, ranks, what), what)
 
     return over_ranks(reduce, parameters, what, measured, is_wide=True)
+
+
+def updates_of(parameters: Named, snapshot: Snapshot, grads: Named, what: str) -> PairStats:
+    """Measure the updates of the parameters in a snapshot, with some of their gradients."""
+    there = dict(zip(*local_shards(grads, what), strict=True))
+    weights = local_shards(parameters, what)
+    sides = snapshot.pairs_of(weights, [there.get(name) for name in weights.names], what)
+    stats = _measure(*sides, what)
+    return stats if snapshot.scale is None else _scaled(stats, snapshot.scale)
 
 
 def _scaled(stats: PairStats, scale: Tensor) -> PairStats:

@@ -68,14 +68,14 @@ function relative(m) {
   const decades = ((far - SMALLEST) * (m.high - m.low)) / (LARGEST - SMALLEST);
   return (m.relative = { ...m, codes, usual, span: Math.min(4, Math.max(1, Math.ceil(2 * decades))) / 2 });
 }
-// Shares of zeros can be compared as they are.
+// Shares and cosines can be compared as they are.
 const isRelative = () => state.scale === "relative" && !state.matrix.linear;
 const view = () => (isRelative() ? relative(state.matrix) : state.matrix);
 
 // The range of the colour scale: all values except the lowest and highest 0.5 %, and at least one decade.
 function span(m) {
   if (m.span) return m.span;
-  if (m.linear) return (m.span = [0, 1]);
+  if (m.linear) return (m.span = [m.low, m.high]);
   const counts = new Uint32Array(65536);
   for (const code of m.codes) counts[code]++;
   let total = 0, from = SMALLEST, to = LARGEST;

@@ -138,7 +138,7 @@ function drawHistory() {
       const value = cellValue(one, at, c);
       if (value === null) return;
       line.x.push(Math.round((step + last[c]) / 2));
-      line.y.push(Number.isFinite(value) ? value * (one.linear ? 100 : 1) : null);
+      line.y.push(Number.isFinite(value) ? value * (isShare(state.statistic) ? 100 : 1) : null);
       if (run !== state.run || Number.isFinite(value)) return;
       if (c && bad.at(-1)?.[2] === c - 1) bad.at(-1).splice(1, 2, last[c], c);
       else bad.push([step, last[c], c]);
@@ -150,7 +150,7 @@ function drawHistory() {
   const from = summary.at[row] === null ? "never finite" : `largest norm ${number(summary.norm[row])} at step ${whole(summary.at[row])}`;
   $("history-note").textContent = `${page.shapes[row]}, ${whole(summary.numel[row])} elements; ${from}; ` +
     (summary.broken[row] ? `NaN or Inf in ${plural(summary.broken[row], "step")}.` : "finite throughout.");
-  $("history").replaceChildren(chart({ title: STATISTICS[state.statistic], lines, log, height: 170 }),
+  $("history").replaceChildren(chart({ title: nameOf(state.statistic), lines, log, height: 170 }),
     strips(bad.length ? [["not finite", bad, "broken"]] : []));
   $("history").dataset.range = xRange().join(" ");
 }

@@ -41,6 +41,7 @@ _WINDOW: Final = 1_000_000  # cells that are read at once
 
 ZERO, SMALLEST, LARGEST, INF, NAN = 1, 2, 65533, 65534, 65535
 _UNMEASURED: Final = -1.0  # marks a missing value; values are not negative
+_LINEAR: Final = frozenset({"zero_fraction", "cosine", "stuck"})  # between 0 and 1
 _TIMES: Final = " \u00d7 "
 _FIRST: Final = {"loss": 0, "lr": 1}
 _FLAGS: Final = {
@@ -77,6 +78,9 @@ def page_of(run: Run) -> Page:
     loss, has_loss = scalars.get("loss", (norm, torch.zeros_like(has_norm)))
     bad_norm, bad_loss = has_norm & ~norm.isfinite(), has_loss & ~loss.isfinite()
     drawn = dict(list(scalars.items())[:MOST_SCALARS])
+    for name in ("update_ratio", "stuck_fraction"):
+        if steps[name].null_count < len(steps):
+            drawn[name.replace("_", " ")] = _numbers(steps[name]), _truth(steps[name].is_valid())
     most = min(MOST_POINTS, ALL_POINTS // (len(drawn) + 1))
     skipped = _truth(steps["skipped"])
     found, more_findings = _findings(run)
@@ -99,7 +103,7 @@ def page_of(run: Run) -> Page:
             {"name": name, **_line(step, value, given & ~value.isfinite(), most)}
             for name, (value, given) in drawn.items()
         ],
-        "more_scalars": len(scalars) - len(drawn),
+        "more_scalars": max(0, len(scalars) - MOST_SCALARS),
         "nonfinite": _ranges(step, bad_norm | bad_loss),
         "skipped": _ranges(step, skipped),
         "binned": binned,
@@ -113,18 +117,15 @@ def page_of(run: Run) -> Page:
     matrices: dict[str, str] = {}
     for kind in kinds:
         binned_values, values["summary"][kind] = _read(run, kind, recorded, binned)
-        if kind == "updates" and "weights" in kinds:
-            binned_values["ratio"] = _ratios(run, recorded, binned)
+        if kind == "updates":
+            binned_values |= _of_updates(run, recorded, binned)
         entries = values["matrices"][kind] = {}
         for statistic, cells in binned_values.items():
-            name = f"{kind}-{statistic}"
-            matrices[name], low, high = _encode(cells, linear=statistic == "zero_fraction")
-            entries[statistic] = {
-                "id": name,
-                "low": low,
-                "high": high,
-                "linear": statistic == "zero_fraction",
-            }
+            name, linear = f"{kind}-{statistic}", statistic in _LINEAR
+            matrices[name], low, high = _encode(cells, linear=linear)
+            if statistic == "cosine":
+                low, high = 1.0, -1.0  # of 0 and 1 in `_of_updates`
+            entries[statistic] = {"id": name, "low": low, "high": high, "linear": linear}
     return Page(values, matrices)
 
 
@@ -197,6 +198,35 @@ def _read(
         "broken": broken.tolist(),
         "flags": [{word: k for word, k in zip(_FLAGS, counts, strict=True) if k} for counts in words],
     }
+
+
+def _of_updates(run: Run, recorded: Tensor, binned: int) -> dict[str, Tensor]:
+    """Return the statistics that only updates have, those that are known; ``(columns, N) float64`` each.
+
+    ``ratio``: of the update's norm to that of the weight before it. ``cosine``: its distance from 1, as half
+    of 1 - cosine, so that the worst is the largest. ``stuck``: the share of stuck elements.
+    """
+    columns: dict[str, list[Tensor]] = {"ratio": [], "cosine": [], "stuck": []}
+    names = ("n_nan", "sumsq_b", "n_nonzero_g", "update_ratio", "descent_cosine", "stuck_fraction")
+    for window in _windows(recorded, binned, len(run.roster.names)):
+        _, read = run.matrices(names, "updates", first=int(window[0]), last=int(window[-1]))
+        # NaN where nothing was measured, and in runs of earlier releases
+        known = read["sumsq_b"] >= 0
+        ratio = torch.where(read["n_nan"] > 0, torch.nan, read["update_ratio"])
+        # a code of 0 would be an exact 0
+        cosine = ((1.0 - read["descent_cosine"]) / 2.0).clamp(min=1e-9)
+        has_grads = read["n_nonzero_g"] > 0
+        for name, value, where in (
+            ("ratio", ratio, known),
+            ("cosine", cosine, has_grads & ~cosine.isnan()),
+            ("stuck", read["stuck_fraction"], has_grads),
+        ):
+            columns[name].append(_worst(torch.where(where, value, _UNMEASURED), binned))
+    found = {name: torch.cat(parts) for name, parts in columns.items() if parts}
+    found = {name: cells for name, cells in found.items() if (cells != _UNMEASURED).any()}
+    if "ratio" not in found and "weights" in run.roster.kinds:
+        found["ratio"] = _ratios(run, recorded, binned)
+    return found
 
 
 def _ratios(run: Run, recorded: Tensor, binned: int) -> Tensor:

@@ -61,7 +61,7 @@ async function drawTable() {
   const fields = TABLE.filter(([id]) => !at || (id !== "at" && id !== "broken"));
   $("table-head").replaceChildren(...fields.map(([id, title]) =>
     element("th", { scope: "col", "aria-sort": id === key ? (down ? "descending" : "ascending") : "none" },
-      element("button", { type: "button", onclick: () => sortBy(id) }, title + (id === key ? (down ? " ▾" : " ▴") : "")))));
+      element("button", { type: "button", onclick: () => sortBy(id) }, (id === "zero_fraction" ? nameOf(id) : title) + (id === key ? (down ? " ▾" : " ▴") : "")))));
   const kept = state.allRows ? rows : rows.slice(0, 25);
   $("table-body").replaceChildren(...kept.map((r) =>
     element("tr", r.row === state.tensor ? { class: "chosen" } : {}, ...fields.map(([id, , text]) => (id === "name"

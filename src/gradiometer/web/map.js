@@ -113,7 +113,7 @@ function drawLegend() {
     const at = low + part * (high - low), value = number(Number((10 ** Math.abs(at)).toPrecision(isAway ? 2 : 1)));
     const sign = m.linear ? "" : part === 0 ? "≤ " : part === 1 ? "≥ " : "";
     scale.append(element("span", {}, isAway ? (at === 0 ? "usual" : `${sign}${at < 0 ? "÷" : "×"} ${value}`)
-      : sign + (m.linear ? `${100 * at} %` : number(Number((10 ** at).toPrecision(1))))));
+      : sign + (isShare(state.statistic) ? `${100 * at} %` : m.linear ? number(at) : number(Number((10 ** at).toPrecision(1))))));
   }
   const swatch = (name) => element("i", { class: `swatch ${name}` });
   $("legend").replaceChildren(
@@ -124,27 +124,30 @@ function drawLegend() {
       .map(([word, { mark }]) => element("span", {}, `${mark} ${word}`)),
   );
   const rounding = 100 * (10 ** ((m.high - m.low) / (LARGEST - SMALLEST) / 2) - 1);
+  const largest = m.high < m.low ? "lowest" : "largest"; // of a cosine
   const many = page.binned > 1
-    ? `Each column covers ${whole(page.binned)} recorded steps and shows their largest value. `
+    ? `Each column covers ${whole(page.binned)} recorded steps and shows their ${largest} value. `
     : "Each column is a recorded step. ";
   const rows = state.shown.length === names.length
     ? plural(names.length, "tensor") : `${whole(state.shown.length)} of ${plural(names.length, "tensor")}`;
-  const worst = isAway ? "the value that deviates most; an exact 0 deviates more than other values" : "their largest value";
+  const worst = isAway ? "the value that deviates most; an exact 0 deviates more than other values" : `their ${largest} value`;
   $("map-note").textContent = `${rows}. ${many}${isAway ? "The usual value of a tensor is the median of its columns. " : ""}` +
     `Cells that share a pixel or a folded row show ${worst}. NaN and Inf count as the largest. ` +
     `Values are rounded by at most ${m.linear ? "0.001 points" : `${Number(rounding.toPrecision(1))} %`}.`;
 }
-const titleOf = (statistic) => (statistic === "ratio" ? "norm of the update / norm of the weight" : `${STATISTICS[statistic]} of ${state.kind}`);
+const TITLES = { ratio: "norm of the update / norm of the weight", cosine: "cosine of the update and −gradient",
+  stuck: "elements that stay the same although their gradient is not 0" };
+const titleOf = (statistic) => TITLES[statistic] ?? `${nameOf(statistic)} of ${state.kind}`;
 
 function describe({ i, c }) {
   const { name, isFolded, members } = state.rows[i], tensor = memberAt({ i, c });
   const value = cellValue(state.matrix, tensor, c), usual = isRelative() ? relative(state.matrix).usual[tensor] : null;
-  let what = value === null ? "not measured" : `${STATISTICS[state.statistic]} ${shownAs(state.statistic, value)}`;
+  let what = value === null ? "not measured" : `${nameOf(state.statistic)} ${shownAs(state.statistic, value)}`;
   if (usual !== null && value > 0 && Number.isFinite(value)) {
     what += `, ${value < usual ? "÷" : "×"} ${number(Number((value < usual ? usual / value : value / usual).toPrecision(2)))} its usual`;
   }
   if (isFolded) what += `, in ${label(state.kind, tensor)}`;
-  const largest = columns.first[c] !== columns.last[c] && value !== null ? ", the largest" : "";
+  const largest = columns.first[c] !== columns.last[c] && value !== null ? (state.matrix.high < state.matrix.low ? ", the lowest" : ", the largest") : "";
   return [isFolded ? `${name}, ${plural(members.length, "tensor")}` : label(state.kind, tensor),
     `${steps(columns.first[c], columns.last[c])}${largest}: ${what}`];
 }

@@ -16,7 +16,7 @@ function bind(run) {
   const ranges = data.runs.map((one) => one.range).filter(Boolean);
   whole_x = ranges.length ? [Math.min(...ranges.map(([a]) => a)) - 0.5, Math.max(...ranges.map(([, b]) => b)) + 0.5] : [0, 1];
 }
-const statisticsOf = (kind) => Object.keys(STATISTICS).filter((name) => name !== "ratio" || page.matrices[kind]?.ratio);
+const statisticsOf = (kind) => Object.keys(STATISTICS).filter((name) => !OF_UPDATES.includes(name) || page.matrices[kind]?.[name]);
 // Applies a change of the state, and redraws the parts that depend on it.
 async function set(change) {
   Object.assign(state, change);
@@ -30,11 +30,11 @@ async function set(change) {
     if (run !== state.run || kind !== state.kind || statistic !== state.statistic) return; // another one was chosen meanwhile
     state.matrices = found;
     state.matrix = found[run];
-    // the ratio belongs to the updates, but is offered with every kind
-    choices("statistics", Object.entries(STATISTICS).filter(([key]) => key !== "ratio" || page.matrices.updates?.ratio), statistic,
-      (key) => set({ statistic: key, ...(key === "ratio" ? { kind: "updates" } : {}) }));
+    // those that only updates have are offered with every kind
+    choices("statistics", Object.keys(STATISTICS).filter((key) => !OF_UPDATES.includes(key) || page.matrices.updates?.[key]).map((key) => [key, nameOf(key)]),
+      statistic, (key) => set({ statistic: key, ...(OF_UPDATES.includes(key) ? { kind: "updates" } : {}) }));
     choices("kinds", page.kinds.length > 1 ? page.kinds.map((key) => [key, key]) : [], kind,
-      (key) => set({ kind: key, ...(state.statistic === "ratio" ? { statistic: "norm" } : {}) }));
+      (key) => set({ kind: key, ...(OF_UPDATES.includes(state.statistic) ? { statistic: "norm" } : {}) }));
   }
   if (has("run", "kind", "statistic", "x", "y", "shown", "scale", "level", "toggled")) drawCells();
   else paint();
@@ -73,7 +73,7 @@ function chooseFinding(k) {
   if (finding.tensor !== null) {
     if (!state.shown.includes(finding.tensor)) search("");
     Object.assign(change, { tensor: finding.tensor, kind: finding.kind ?? state.kind, toggled: reveal(finding.tensor),
-      statistic: finding.rule === "dead" ? "zero_fraction" : "norm" });
+      statistic: { dead: "zero_fraction", stuck: "stuck", update_ratio: "ratio" }[finding.rule] ?? "norm" });
     const rows = rowsAt(state.folds, change.toggled), at = rows.findIndex(({ members }) => members.includes(finding.tensor));
     if (rows.length > 60) change.y = [Math.max(0, at - 20), Math.min(rows.length, Math.max(40, at + 20))];
   } else change.tensor = null;

@@ -9,7 +9,11 @@ const data = JSON.parse($("data").textContent);
 let page, names, columns, C, edges;
 let whole_x; // the steps of all runs
 
-const STATISTICS = { norm: "norm", rms: "rms", abs_max: "abs max", zero_fraction: "zero %", ratio: "update / weight" };
+const STATISTICS = { norm: "norm", rms: "rms", abs_max: "abs max", zero_fraction: "zero %",
+  ratio: "update / weight", cosine: "cosine to −gradient", stuck: "stuck %" };
+const OF_UPDATES = ["ratio", "cosine", "stuck"]; // the statistics that only updates have
+const nameOf = (statistic, kind = state.kind) => (statistic === "zero_fraction" && kind === "updates" ? "unchanged %" : STATISTICS[statistic]);
+const isShare = (statistic) => statistic === "zero_fraction" || statistic === "stuck";
 const SEVERITIES = { error: { mark: "✖" }, warning: { mark: "▲" }, info: { mark: "●" } };
 // the places of findings in the order in which marks are drawn: the worst last, above the others
 const drawOrder = (findings, words = Object.keys(SEVERITIES)) => findings.map((_, k) => k)
@@ -45,7 +49,7 @@ function percent(x) {
   if (x === 0 || x === 1) return x ? "100" : "0"; // only an exact 0 or 100 is shown as such
   return x < 0.001 ? "<0.1" : Math.min(99.9, 100 * x).toFixed(1);
 }
-const shownAs = (statistic, x) => (statistic === "zero_fraction" ? percent(x) + (x === null ? "" : " %") : number(x));
+const shownAs = (statistic, x) => (isShare(statistic) ? percent(x) + (x === null ? "" : " %") : number(x));
 const steps = (first, last) => (first === last ? `step ${whole(first)}` : `steps ${whole(first)} to ${whole(last)}`);
 const plural = (n, one, many = `${one}s`) => `${whole(n)} ${n === 1 ? one : many}`;
 const label = (kind, i) => names[i] + { grads: ".grad", weights: "", updates: ".update" }[kind];

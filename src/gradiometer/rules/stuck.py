@@ -1,0 +1,133 @@
+"""Updates that rounding loses: elements that stay the same although their gradients are not 0."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from gradiometer.rules.base import MOST, LastingRule, Sight
+from gradiometer.rules.finding import Severity
+from gradiometer.rules.optimizer import ADD, ROUNDED, SHORT, SMALL, learning_rates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.rules.finding import Finding
+
+__all__ = ["Stuck"]
+
+# share of stuck elements above which a finding is a warning
+NEARLY_ALL: Final = 0.9
+# share of the highest learning rate below which a schedule has nearly ended
+ENDING: Final = 0.1
+
+
+class Stuck(LastingRule):
+    """A tensor most of whose elements stay the same although their gradients are not 0.
+
+    It needs a Monitor with ``updates=True``. The share is ``stuck_fraction``, see `gradiometer.PairStats`. If
+    the gradients were cleared before the updates were measured, it is a lower bound: unchanged elements minus
+    zeros of the gradient that was recorded in the same step.
+
+    A finding has ``severity`` if more than nine tenths of the elements are stuck, and the dtype has 16 bits
+    or less; otherwise info. In float32 a tensor that does not change at all is left to `NotUpdated`. Steps
+    that are skipped, have a learning rate of 0, a rising one, as in a warm-up, or a gradient that is not
+    finite do not count. While the learning rate is below a tenth of its highest value, findings have
+    severity info.
+
+    Stochastic rounding leaves most elements unchanged, too, if updates are a tenth of a rounding step, but
+    loses nothing on average. The rule cannot tell the two apart: leave it out then, or raise ``fraction``.
+
+    Args:
+        fraction: limit of the share of stuck elements.
+        patience: number of recorded steps in a row.
+        most: maximum number of tensors named in a step.
+        severity: the severity of a finding.
+    """
+
+    name = "stuck"
+    kept = (*LastingRule.kept, "rate", "highest")
+
+    def __init__(
+        self,
+        fraction: float = 0.5,
+        *,
+        patience: int = 10,
+        most: int = MOST,
+        severity: Severity = Severity.WARNING,
+    ) -> None:
+        super().__init__(severity, most, patience, 0)
+        if not 0.0 <= fraction < 1.0:
+            msg = f"Stuck(fraction={fraction!r}): fraction must be at least 0 and below 1"
+            raise ValueError(msg)
+        self.fraction = fraction
+        self.rate = self.highest = 0.0
+        self._is_short = torch.zeros(0, dtype=torch.bool, device="cpu")
+
+    def restart(self, size: int) -> None:
+        """Start a new history of ``size`` tensors."""
+        super().restart(size)
+        self.rate = self.highest = 0.0
+
+    def prepare(self, roster: Roster) -> None:
+        """Leave out single numbers, and find the tensors of 16 bits or less."""
+        self.wide = torch.tensor(
+            [math.prod(shape) > 1 for shape in roster.shapes], dtype=torch.bool, device="cpu"
+        )
+        self._is_short = torch.tensor(
+            [dtype.startswith(SHORT) for dtype in roster.dtypes], dtype=torch.bool, device="cpu"
+        )
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Return findings about the tensors that have been stuck for ``patience`` steps."""
+        if "updates" not in record.roster.kinds or record.skipped:
+            return []
+        rates = learning_rates(record).values()
+        before, self.rate = self.rate, max(rates, default=0.0)
+        self.highest = max(self.highest, self.rate)
+        if 0.0 in rates or self.rate > before > 0.0:
+            return []
+        share, known = stuck_share(record)
+        norm = record.value("norm")
+        # an update by a vanishing gradient may be lost in rounding
+        known &= self.wide & norm.isfinite() & (norm > SMALL * record.total("finite_norm"))
+        moves = record.value("abs_max", "updates") > 0
+        found = self.lasting(known & (share > self.fraction) & (moves | self._is_short), known, record.step)
+        if found is None or not found.any():
+            return []
+        severe = self._is_short & (share > NEARLY_ALL)
+        if self.rate < ENDING * self.highest:
+            severe = torch.zeros_like(severe)
+
+        def describe(place: int) -> Sight:
+            value, dtype = float(share[place]), record.roster.dtypes[place]
+            part = "all" if value == 1.0 else f"{math.floor(100 * value)}%"
+            message = f"{part} of the elements whose gradient is not 0 stay the same since step "
+            message += f"{int(self.since[place])}: their updates are lost in the rounding of {dtype}"
+            advice = ROUNDED
+            if not moves[place]:
+                message += ", or optimizer.step() is not called or leaves this tensor out"
+                advice = f"{ROUNDED}; {ADD}"
+            severity = self.severity if severe[place] else min(self.severity, Severity.INFO)
+            return Sight(value, self.fraction, message, advice, severity)
+
+        # larger gradients first, if the shares are equal
+        badness = share + norm / norm.max().clamp(min=1e-300) * 1e-3
+        return self.findings(record, "updates", found, badness, describe, self.since)
+
+
+def stuck_share(record: StepRecord) -> tuple[Tensor, Tensor]:
+    """Return the share of stuck elements, or its lower bound, and where it is known; ``(N,)`` each."""
+    nonzero, stuck = record.value("n_nonzero_g", "updates"), record.value("n_stuck", "updates")
+    exact = nonzero > 0
+    # an element with a gradient of 0 may stay the same
+    zeros = record.value("n_zero")
+    bound = (record.value("n_zero", "updates") - zeros).clamp(min=0.0)
+    nonzero = torch.where(exact, nonzero, record.value("numel") - zeros)
+    share = torch.where(exact, stuck, bound) / nonzero.clamp(min=1.0)
+    return share, (nonzero > 0) & record.measured("updates") & record.measured()
