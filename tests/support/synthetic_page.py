@@ -35,6 +35,8 @@ class Dense(Run):
                 "lr": [1e-3] * steps,
                 "scalars": pa.array([[]] * steps, pa.map_(pa.string(), pa.float64())),
                 "total_norm": torch.rand(steps, generator=random).tolist(),
+                "update_ratio": pa.nulls(steps, pa.float64()),
+                "stuck_fraction": pa.nulls(steps, pa.float64()),
             }
         )
 

@@ -467,6 +467,46 @@ def test_the_ratio_of_update_and_weight_is_that_of_each_step(tmp_path, monkeypat
     assert "updates-ratio" not in data.page_of(read_run(without)).matrices
 
 
+def test_the_statistics_of_updates_are_those_of_each_step(tmp_path):
+    roster = make_roster(3, ("grads", "updates"))
+    sink = RunRecord(tmp_path / "run", segment_seconds=math.inf, fsync=False)
+    sink.start(make_info(roster))
+    for one in make_records(roster, 20):
+        squares = one.value("sumsq", "updates")
+        # columns of which the values are 1 / 4 of the weight, cosines 1 to -1, and some stuck elements
+        cosine = 1.0 - one.step / 10.0
+        nonzero = one.value("numel", "updates").clone()
+        nonzero[2] = 0.0 if one.step < 5 else nonzero[2]
+        further = torch.stack(
+            [16.0 * squares, squares, -cosine * squares, nonzero, (one.step / 40.0 * nonzero).round()], dim=1
+        )
+        further[2] = torch.where(
+            nonzero[2] > 0, further[2], torch.tensor([16.0 * squares[2], 0.0, 0.0, 0.0, 0.0])
+        )
+        sink.write([replace(one, further=further)], [])
+    sink.close()
+    run = read_run(tmp_path / "run")
+    page = data.page_of(run)
+    assert set(page.values["matrices"]["updates"]) >= {"ratio", "cosine", "stuck"}
+    assert not {"ratio", "cosine", "stuck"} & set(page.values["matrices"]["grads"])
+    torch.testing.assert_close(
+        read_cells(page, "ratio", "updates"),
+        torch.full((3, 20), 0.25, dtype=torch.float64),
+        rtol=1e-3,
+        atol=0,
+    )
+    # half a code of 65,532 codes between 1 and -1
+    rounding = 2.0 / 65531
+    for statistic, name in (("cosine", "descent_cosine"), ("stuck", "stuck_fraction")):
+        cells, values = read_cells(page, statistic, "updates"), run.matrix(name, "updates")[1].T
+        unknown = torch.zeros(3, 20, dtype=torch.bool)
+        unknown[2, :5] = True
+        assert (cells[unknown] == -1).all()
+        torch.testing.assert_close(cells[~unknown], values[~unknown], rtol=0, atol=rounding)
+    assert line_of(page, "update ratio")["y"] == pytest.approx([0.25] * 20)
+    assert len(line_of(page, "stuck fraction")["x"]) == 20
+
+
 def test_two_runs_are_one_page_that_says_where_they_first_differ(tmp_path):
     a = write_run(tmp_path / "a", tensors=4, steps=20)
     b = write_run(tmp_path / "b", tensors=4, steps=20, nonfinite_at=12)

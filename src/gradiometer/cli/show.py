@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradiometer.columns import UPDATE_STATISTICS
 from gradiometer.runs import RunError
 from gradiometer.stats import row_to_dict
 
@@ -53,6 +55,12 @@ class Shown:
         record, rows = self.record, self.report.worst_first()
         values = self.report.to_dict()
         values["tensors"] = {row.name: row_to_dict(row) for row in rows[:top]}
+        if self.kind == "updates":
+            values |= self.of_updates()
+            found = {name: record.value(name, "updates").tolist() for name in UPDATE_STATISTICS}
+            for name, row in values["tensors"].items():
+                place = record.roster.index[name]
+                row |= {statistic: numbers[place] for statistic, numbers in found.items()}
         return {
             "run": self.run,
             "step": record.step,
@@ -67,6 +75,13 @@ class Shown:
             "findings": [finding.to_dict() for finding in self.findings],
             "nearest": list(self.nearest),
         }
+
+    def of_updates(self) -> dict[str, float]:
+        """Return the values that only updates have, of all tensors together; NaN if they are not known."""
+        found = {name: self.record.total(name, "updates") for name in UPDATE_STATISTICS}
+        if not self.record.total("n_nonzero_g", "updates") > 0:
+            found["stuck_fraction"] = math.nan
+        return found
 
 
 def look(

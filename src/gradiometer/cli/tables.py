@@ -192,12 +192,27 @@ def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
         lines += [text(headline), tensors(rows[:top], console.width)]
         if len(rows) > len(rows[:top]):
             lines.append(text((f"… {len(rows) - len(rows[:top])} more", "dim")))
+    if found.kind == "updates" and record.recorded:
+        lines.append(text(_of_updates(found.of_updates())))
     if len(found.attempts) > 1:
         lines.append(text((_attempts(found), "dim")))
     if record.recorded and len(found.report) < found.measured:
         lines.append(text((f"{len(found.report)} of {found.measured} tensors match --name", "dim")))
     said = findings(found.findings)
     return group(*lines, *([text("")] if said else []), *said)
+
+
+def _of_updates(values: Mapping[str, float]) -> str:
+    """Return the values that only updates have, those that are known."""
+    words = {
+        "update_ratio": "update / weight {:.3g}",
+        "descent_cosine": "cosine to -gradient {:.3g}",
+        "unchanged_fraction": "unchanged {:.1%}",
+        "stuck_fraction": "stuck {:.1%} of the elements whose gradient is not 0",
+    }
+    return "of all updates: " + ", ".join(
+        [words[name].format(value) for name, value in values.items() if not math.isnan(value)]
+    )
 
 
 def _attempts(found: Shown) -> str:

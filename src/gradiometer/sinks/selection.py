@@ -6,6 +6,7 @@ key                         value
 ``grads/total_norm``        the norm of all gradients together
 ``grads/n_nonfinite``       any other statistic of all gradients
 ``grads/<name>/norm``       a statistic of one tensor; also ``weights/...``, ``updates/...``
+``updates/update_ratio``    also ``descent_cosine``, ``unchanged_fraction``, ``stuck_fraction``
 ``train/loss``              a scalar that was passed to ``advance``, by its name
 ==========================  =============================================================
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
-from gradiometer.columns import COLUMN_NAMES, DERIVED
+from gradiometer.columns import COLUMN_NAMES, DERIVED, UPDATE_STATISTICS
 from gradiometer.recorder import KINDS
 from gradiometer.rules import Severity
 from gradiometer.runs import encodable
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["STATISTICS", "News", "Options", "Selection", "check_key", "check_severity", "lookup"]
 
-STATISTICS: Final = (*COLUMN_NAMES, *DERIVED)
+# those of `UPDATE_STATISTICS` are left out for other kinds than updates
+STATISTICS: Final = (*COLUMN_NAMES, *DERIVED, *UPDATE_STATISTICS)
 _TOTAL_NORM: Final = "total_norm"
 
 Pattern = str | re.Pattern[str] | None
@@ -105,10 +107,12 @@ class Selection:
             measured = record.measured(kind).tolist()
             if not any(measured):
                 continue
-            values |= {total_key(kind, name): record.total(name, kind) for name in self.totals}
+            values |= {
+                total_key(kind, name): record.total(name, kind) for name in self.totals if _has(kind, name)
+            }
             rows = [i for i in self._selected(record.roster) if measured[i]]
             # one tolist() per statistic; an item() per value would dominate the cost
-            for statistic in self.statistics if rows else ():
+            for statistic in [name for name in self.statistics if _has(kind, name)] if rows else ():
                 column = record.value(statistic, kind).tolist()
                 for i in rows:
                     values[f"{kind}/{encodable(record.roster.names[i])}/{statistic}"] = column[i]
@@ -132,11 +136,18 @@ def check_key(key: str) -> None:
     _, _, statistic = rest.rpartition("/")
     if group == "train" and rest:
         return
-    if group not in KINDS or (statistic != _TOTAL_NORM and statistic not in STATISTICS):
+    known = statistic == _TOTAL_NORM or (statistic in STATISTICS and _has(group, statistic))
+    if group not in KINDS or not known:
         raise ValueError(
             f"{key!r} is not a key: use 'train/loss', 'grads/total_norm', 'grads/<statistic>' or"
-            f" 'grads/<name>/<statistic>', where the statistic is one of {', '.join(STATISTICS)}"
+            f" 'grads/<name>/<statistic>', where the statistic is one of {', '.join(STATISTICS)};"
+            f" only updates have {', '.join(UPDATE_STATISTICS)}"
         )
+
+
+def _has(kind: str, statistic: str) -> bool:
+    """Return whether a kind of tensors has a statistic."""
+    return kind == "updates" or statistic not in UPDATE_STATISTICS
 
 
 def check_severity(name: str, value: object) -> None:

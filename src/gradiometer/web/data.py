@@ -71,7 +71,9 @@ def page_of(run: Run) -> Page:
     step = torch.tensor(steps["step"].to_pylist(), dtype=torch.int64, device="cpu")
     recorded = step[_truth(steps["recorded"])]
     names, kinds = run.roster.names, run.roster.kinds
-    most = max(16, min(MOST_COLUMNS, MOST_CELLS // max(len(names) * len(kinds), 1)))
+    # updates have more statistics than other kinds
+    shares = len(kinds) + ("updates" in kinds)
+    most = max(16, min(MOST_COLUMNS, MOST_CELLS // max(len(names) * shares, 1)))
     binned = max(1, math.ceil(len(recorded) / most))
     norm, has_norm = _numbers(steps["total_norm"]), _truth(steps["total_norm"].is_valid())
     scalars = _scalars(run)
