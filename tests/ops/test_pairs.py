@@ -561,6 +561,23 @@ def test_fakes_of_a_device_that_is_not_there_stay_on_it(device):
     assert (columns.shape, columns.dtype, columns.device) == ((2, len(NAMES)), torch.float64, x.device)
 
 
+def test_tensors_that_were_measured_in_another_way_are_not_taken_for_pairs():
+    tensors = [torch.ones(n) for n in (3, 4, 5, 6)]
+    # so that the list is recognized
+    for _ in range(2):
+        gm.collect(tensors)
+    with pytest.raises(ValueError, match=r"compare: '0' is float32 \(3,\) on cpu in a, but float32 \(5,\)"):
+        gm.compare(tensors[:2], tensors[2:])
+    # three pairs without gradients, or two with
+    three = [[torch.ones(3), torch.ones(4)] * 2 for _ in range(2)]
+    for _ in range(2):
+        gm.compare(*three)
+        call(*[[torch.ones(3), torch.ones(4)]] * 3)
+    sides = [torch.ones(3), torch.ones(4), torch.ones(3)]
+    with pytest.raises(ValueError, match="compare: '1' is float32"):
+        gm.compare(sides, [torch.ones(3), torch.ones(3), torch.ones(4)])
+
+
 def test_nothing_is_differentiable():
     x = torch.ones(5, requires_grad=True)
     y = x * 2

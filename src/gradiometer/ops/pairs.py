@@ -33,8 +33,11 @@ LIBRARY.define("pair_stats(Tensor[] a, Tensor[] b, Tensor[]? g=None) -> Tensor")
 def recognize_pairs(
     a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | None = None
 ) -> packing.LaunchPlan | None:
-    """Return the plan of known lists like these, if they can be measured without the dispatcher."""
-    return recognize([*a, *b, *(g or ())])
+    """Return the plan of pairs like these that were measured, if the dispatcher is not needed."""
+    plan = recognize([*a, *b, *(g or ())])
+    # the same tensors in one list, or cut in another way, need not have had the same shapes
+    lists = 2 if g is None else 3
+    return plan if plan is not None and plan.cut is not None and plan.cut[2] == lists else None
 
 
 def measure_pairs(
