@@ -31,11 +31,12 @@ class Snapshot(Float64Module):
 
     With ``sample`` it keeps a fixed sample of each large tensor: of its chunks of 4096 elements, every
     ``1 / sample``-th one, from a first one that depends on the name. Memory and time shrink by that factor.
-    Tensors with less than ``1 / sample`` chunks, and those whose memory has gaps, are kept whole. Every chunk
-    but an incomplete last one is equally likely to be in the sample, so scaled sums are unbiased. If elements
-    are independent and normal, a norm from n sampled elements has a relative standard error of
-    ``1 / sqrt(2 * n)``: 1.1 % for one chunk, 0.3 % for ``sample=1/16`` of 2**20 elements. It is larger if
-    chunks differ more than chunks of such elements do.
+    Tensors with less than ``1 / sample`` chunks, and those whose memory has gaps, are kept whole. The samples
+    of all first chunks are a partition of the complete chunks; elements after the last complete chunk are in
+    none. Sums are multiplied by the number of elements per sampled element. If elements are independent and
+    normal, a norm from n sampled elements has a relative standard error of ``1 / sqrt(2 * n)``: 1.1 % for one
+    chunk, 0.3 % for ``sample=1/16`` of 2**20 elements. It is larger if chunks differ more than chunks of such
+    elements do.
 
     Args:
         model: a module, of which the parameters that require a gradient are kept, or parameters as a mapping,
@@ -61,7 +62,8 @@ class Snapshot(Float64Module):
 
     def __init__(self, model: Parameters, *, sample: float = 1.0) -> None:
         super().__init__()
-        if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0 < sample <= 1:
+        # a step has to be an integer that float64 holds
+        if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 2.0**-53 <= sample <= 1:
             msg = f"Snapshot(sample={sample!r}): sample must be 1, or 1 divided by an integer, such as 1/16"
             raise ValueError(msg)
         self.step = round(1 / sample)
