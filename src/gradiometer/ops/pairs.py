@@ -25,9 +25,10 @@ from gradiometer.ops.library import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["measure_pairs", "recognize_pairs"]
+__all__ = ["keep_", "measure_pairs", "recognize_pairs"]
 
 LIBRARY.define("pair_stats(Tensor[] a, Tensor[] b, Tensor[]? g=None) -> Tensor")
+LIBRARY.define("keep_(Tensor(a!)[] kept, Tensor[] current) -> ()")
 
 
 def recognize_pairs(
@@ -104,11 +105,32 @@ def _pair_stats(a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None)
     return _eager(a, b, g)
 
 
+def keep_(kept: Sequence[Tensor], current: Sequence[Tensor]) -> None:
+    """Copy tensors into others of the same shapes.
+
+    In a compiled step it is one op: of ``copy_`` to a buffer that is read later, Inductor would make a new
+    tensor, and copy that into the buffer at the end.
+    """
+    with torch.no_grad():
+        if torch.compiler.is_compiling():
+            torch.ops.gradiometer.keep_(kept, current)
+        else:
+            _keep(kept, current)
+
+
+def _keep(kept: Sequence[Tensor], current: Sequence[Tensor]) -> None:
+    for old, new in zip(kept, current, strict=True):
+        old.copy_(new)
+
+
 def _fake(a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None) -> Tensor:
     del b, g
     return a[0].new_empty((len(a), NUM_PAIR_COLUMNS), dtype=torch.float64)
 
 
 LIBRARY.impl("pair_stats", _pair_stats, "CompositeExplicitAutograd")
-LIBRARY.impl("pair_stats", torch.library.fallthrough_kernel, "Autograd")
+LIBRARY.impl("keep_", _keep, "CompositeExplicitAutograd")
+for _name in ("pair_stats", "keep_"):
+    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("gradiometer::pair_stats", _fake, lib=LIBRARY)
+torch.library.register_fake("gradiometer::keep_", lambda *_: None, lib=LIBRARY)

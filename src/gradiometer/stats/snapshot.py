@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor, nn
 
+from gradiometer import ops
 from gradiometer.inputs import Named, as_flat, check, check_names, local_shards, named_parameters
 from gradiometer.stats.float64_module import Float64Module
 from gradiometer.stats.measure import dense
@@ -93,7 +94,6 @@ class Snapshot(Float64Module):
             scale = torch.tensor(factors, dtype=torch.float64, device=home).unsqueeze(1)
         self.register_buffer("scale", scale, persistent=False)
 
-    @torch.no_grad()
     def update_(self, model: Parameters) -> Self:
         """Copy the current weights; the buffers keep their addresses.
 
@@ -102,8 +102,7 @@ class Snapshot(Float64Module):
         """
         what = "Snapshot.update_"
         parts = self.local_parts(local_shards(self.parameters_in(model, what), what), what)
-        for kept, part in zip(self._kept(), parts, strict=True):
-            kept.copy_(part)
+        ops.keep_(self._kept(), parts)
         return self
 
     def parameters_in(self, model: Parameters, what: str) -> Named:
@@ -133,8 +132,8 @@ class Snapshot(Float64Module):
         parts = self.local_parts(weights, what)
         if self.step > 1:
             grads = [
-                None if g is None else self._part(name, _in_order_of(x, g))
-                for name, x, g in zip(*weights, grads, strict=True)
+                g if g is None or part is x else self._part(name, _in_order_of(x, g))
+                for name, x, part, g in zip(*weights, parts, grads, strict=True)
             ]
         return Named(weights.names, parts), Named(weights.names, self._kept()), grads
 
@@ -155,7 +154,9 @@ class Snapshot(Float64Module):
         flat = as_flat(x) if self.step > 1 and chunks >= self.step else None
         if flat is None:
             return x
-        return flat[self._first[name] * CHUNK :].unfold(0, CHUNK, self.step * CHUNK)
+        part = flat[self._first[name] * CHUNK :].unfold(0, CHUNK, self.step * CHUNK)
+        # Inductor would compute a view of new weights in a buffer of the whole size, to keep its strides
+        return part.contiguous() if torch.compiler.is_compiling() else part
 
 
 def _in_order_of(x: Tensor, g: Tensor) -> Tensor:
