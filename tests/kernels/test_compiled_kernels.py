@@ -18,13 +18,14 @@ import torch
 
 from conftest import INTERPRETED
 from gradiometer import Thresholds
+from gradiometer.columns import PAIR_COLUMNS
 from gradiometer.columns.derived import compute_flags
 from gradiometer.columns.fingerprint import Fingerprint, geometric, power
 from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
 from gradiometer.columns.schema import COLUMN_INDEX, COLUMNS, DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.control import scale as eager_scale
 from gradiometer.ops import library, packing
-from support import fingerprints, oracle
+from support import fingerprints, oracle, pair_oracle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -303,6 +304,105 @@ def test_the_fingerprints_of_thousands_of_chunks_are_merged(target):
     with kernels(target):
         found = launchers.finalize_fingerprints(chunk_map.table, partials, len(counts))
     assert found.tolist() == [part.row for part in expected]
+
+
+# pairs
+
+
+def pair_rows(sides: Sequence[Sequence[Tensor]]) -> list[dict[str, float]]:
+    columns = torch.ops.gradiometer.pair_stats(*map(list, sides))
+    names = [column.name for column in PAIR_COLUMNS]
+    return [dict(zip(names, row, strict=True)) for row in columns.tolist()]
+
+
+def assert_exact_pairs(sides: Sequence[Sequence[Tensor]]) -> None:
+    for row, *one in zip(pair_rows(sides), *sides, strict=True):
+        assert row == pair_oracle.exact_pair(*one)[0], [(x.dtype, x.shape, x.data_ptr() % 16) for x in one]
+
+
+def sizes_of_pairs(dtype: torch.dtype) -> list[int]:
+    way = tuning.PAIRS[dtype.itemsize, True]
+    borders = {1, way.tile // 2, way.tile, way.tile * way.unroll}
+    borders |= {tuning.CHUNK} if not INTERPRETED else set()
+    return sorted({border + step for border in borders for step in (-1, 0, 1)})
+
+
+@each_pair
+def test_every_size_of_a_pair_is_measured_exactly_and_read_once(target, dtype):
+    # the same place in a 16-byte word, or another one for each
+    sides = [
+        [integers(n, dtype, (i + side * (i % 2)) % 9) for i, n in enumerate(sizes_of_pairs(dtype))]
+        for side in range(3)
+    ]
+    for x in sides[2][::3]:
+        x.zero_()
+    for count in (2, 3):
+        with kernels(target) as launches:
+            assert_exact_pairs(sides[:count])
+        if launches:
+            assert launches[0].kernel == "_pairs_kernel"
+            tensors = [x for side in sides[:count] for x in side]
+            assert {int(x.numel()) for x in tensors if (launches[0].reads(x) != 1).any()} == set()
+
+
+@chosen_target
+def test_pairs_of_several_dtypes_and_strides_share_a_call(target):
+    wide = [integers(5 * 2500, dtype, 3).view(5, 2500) for dtype in DTYPES]
+    a = [x[:, :2048] for x in wide] + [wide[1][:1].expand(4, -1), wide[2].t(), wide[3][:, ::2]]
+    b = [wide[1][:, 5:2053], *[x[:, :2048].contiguous() for x in wide[:3]]]
+    b += [wide[0][1:], wide[3].t().contiguous(), wide[1][:, ::2]]
+    g = [x.contiguous() for x in a]
+    g[2] = torch.empty(0)
+    with kernels(target):
+        assert_exact_pairs([a, b, g])
+
+
+@each_pair
+def test_special_values_of_a_pair_count_wherever_they_are(target, dtype):
+    way = tuning.PAIRS[dtype.itemsize, True]
+    n = way.tile * way.unroll + way.tile + 7
+    a, b, g = [], [], []
+    for i, place in enumerate((0, way.tile * way.unroll + 3, n - 1)):
+        for j, value in enumerate((*SPECIAL, -0.0)):
+            for side, others in ((a, (b, g)), (b, (a, g)), (g, (a, b))):
+                x = integers(n, dtype, 3 * (i + j) % 8)
+                x[place] = value
+                side.append(x)
+                for other in others:
+                    other.append(x.clone() if j % 2 else integers(n, dtype, j))
+    with kernels(target) as launches:
+        assert_exact_pairs([a, b, g])
+    if launches:
+        # once, and again if there is a NaN or Inf
+        reads = {int(launches[0].reads(x).max()) for x in (*a, *b, *g)}
+        assert reads <= {1, 2}
+
+
+@chosen_target
+def test_the_partials_of_thousands_of_chunks_of_pairs_are_merged(target):
+    from gradiometer import kernels as launchers
+
+    tile = tuning.FINALIZE_PAIRS.tile
+    counts = [2 * tile + 5, tile, 0, *[tile] * (tile.bit_length() - 1)]
+    chunk_map = packing.chunk_map_of(
+        tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20
+    )
+    g = torch.Generator().manual_seed(0)
+    names = launchers.PAIR_PARTIALS
+    partials = torch.randint(1, 2**20, (len(names), sum(counts)), generator=g).double()
+    start, expected = 0, []
+    for k, count in enumerate(counts):
+        own = partials[:, start : start + count]
+        start += count
+        if k > 2:
+            # one chunk that each level of the reduction has to pass on
+            own[:, [i for i in range(count) if i != 2 ** (k - 3)]] = 0
+        values = dict(zip(names, own.sum(1).tolist(), strict=True)) | {"numel": count * 16}
+        values["abs_max_u"] = own[names.index("abs_max_u")].max().item() if count else 0.0
+        expected.append([values[column.name] for column in PAIR_COLUMNS])
+    with kernels(target):
+        columns = launchers.finalize_pairs(chunk_map.table, partials, len(counts))
+    assert columns.tolist() == expected
 
 
 # the ring

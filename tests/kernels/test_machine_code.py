@@ -43,6 +43,7 @@ from kernels_bench.machine_code.compile import (
     launches_of,
     moments_code,
     moments_launch,
+    pair_launches_of,
     recorded_launches,
     short,
     variants,
@@ -423,8 +424,13 @@ def test_the_variants_of_a_kernel_are_told_apart():
     assert names == [
         ("moments", "float32", ""),
         ("fingerprint", "float32", ""),
+        ("pairs", "float32", ""),
+        ("pairs+g", "float32", ""),
         ("moments", "bfloat16", ""),
         ("fingerprint", "bfloat16", ""),
+        ("pairs", "bfloat16", ""),
+        ("pairs+g", "bfloat16", ""),
+        ("finalize pairs", "float64", ""),
         ("finalize", "float64", ""),
         ("finalize", "float64", "inv_scale float32"),
         ("finalize", "float64", "inv_scale bfloat16"),
@@ -475,6 +481,102 @@ def test_memory_is_predicted_to_bind_with_a_fingerprint(name, dtype):
     assert binding(seconds) == "memory", seconds
 
 
+# the pairs kernel: a and b, or also g
+
+# maximum instructions per pair of elements on sm_90, slightly above the count: one more fails
+PAIR_BOUNDS = {FP64: (20.9, 30.9), FP32: (20.9, 29.0), BF16: (22.9, 31.4), FP16: (22.9, 31.4)}
+# fp64 operations per pair of elements: four products, two additions; with g two more products
+PAIR_ARITHMETIC = {2: 6, 3: 8}
+# a bf16 weight and its fp32 master, with a gradient of either dtype
+MIXED = [(BF16, FP32), (BF16, FP32, BF16), (FP32, BF16, FP32)]
+
+
+@cache
+def pairs_code(target: str, dtypes: tuple[torch.dtype, ...]) -> Code:
+    launch = pair_launches_of([[torch.zeros(9, dtype=dtype)] for dtype in dtypes], target=target)[0]
+    return launch.compile(target)
+
+
+def pair_bytes(dtypes: tuple[torch.dtype, ...]) -> int:
+    return sum(dtype.itemsize for dtype in dtypes)
+
+
+with_and_without_g = pytest.mark.parametrize("count", [2, 3], ids=["pairs", "pairs+g"])
+PAIR_TARGETS = {"sm_80": (BF16,), "sm_89": (), "sm_90": DTYPES, "sm_100": (BF16,), "gfx942": (FP32,)}
+each_pairs_kernel = pytest.mark.parametrize(("target", "dtype"), pairs(PAIR_TARGETS))
+
+
+@each_pairs_kernel
+@with_and_without_g
+def test_the_pairs_kernel_loads_16_bytes_at_a_time_and_spills_nothing(target, dtype, count):
+    code = pairs_code(target, (dtype,) * count)
+    loop = code.main_loop
+    assert (loop.narrow_loads, loop.talk) == ([], [])
+    # two tiles of each tensor
+    assert len(loop.loads) == 2 * count
+    assert (code.stack, code.spills) == (0, 0)
+    assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
+    # at least two blocks of 128 threads share the registers of an SM
+    assert code.registers <= 256
+    elements = loop.elements(count * dtype.itemsize)
+    assert loop.fp64_arithmetic == PAIR_ARITHMETIC[count] * elements
+    assert loop.conversions == (0 if dtype == FP64 else count * elements)
+    if target == "sm_90":
+        cost = len(loop.opcodes) / elements
+        assert cost <= PAIR_BOUNDS[dtype][count - 2], loop
+
+
+@pytest.mark.parametrize("dtypes", MIXED, ids=lambda dtypes: "-".join(map(short, dtypes)))
+def test_the_narrower_of_two_dtypes_is_loaded_8_bytes_at_a_time(dtypes):
+    code = pairs_code("sm_90", dtypes)
+    loop = code.main_loop
+    # as many elements of each in a load
+    assert sorted(loop.loads) == sorted([4 * dtype.itemsize for dtype in dtypes] * 2)
+    assert (code.stack, code.spills, loop.talk) == (0, 0, [])
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        *[(dtype,) * count for dtype in DTYPES for count in (2, 3)],
+        *[pytest.param(dtypes, marks=deep_unless(dtypes == MIXED[1])) for dtypes in MIXED],
+    ],
+    ids=lambda dtypes: "-".join(map(short, dtypes)),
+)
+@pytest.mark.parametrize("name", ["A100", "H100", "H200"])
+def test_memory_is_predicted_to_bind_the_pairs_kernel(name, dtypes):
+    gpu = next(gpu for gpu in GPUS if gpu.name == name)
+    size = pair_bytes(dtypes)
+    row = measures(pairs_code(gpu.target, dtypes), size)
+    seconds = times(gpu, size, row["slots"], row["fp64"], row["conversions"])
+    assert binding(seconds) == "memory", seconds
+
+
+def test_pairs_of_one_tuple_of_dtypes_share_a_launch():
+    def kinds(sides):
+        return [launch.kernel.fn.__name__ for launch in pair_launches_of(sides)]
+
+    x, y, nothing = torch.zeros(9), torch.zeros(9, dtype=BF16), torch.empty(0)
+    one, end = ["_pairs_kernel"], ["_finalize_pairs_kernel"]
+    assert kinds([[x] * 3, [x] * 3]) == one + end
+    assert kinds([[x, y, x], [x, y, x]]) == 2 * one + end
+    assert kinds([[x, y], [y, x]]) == 2 * one + end
+    assert kinds([[x, x], [x, x], [x, nothing]]) == 2 * one + end
+    assert kinds([[nothing], [nothing]]) == end
+
+
+def test_sizes_strides_and_alignment_do_not_compile_the_pairs_kernel_anew():
+    def compiled(*tensors):
+        return [launch.variant_of("sm_90") for launch in pair_launches_of([[x] for x in tensors])]
+
+    usual = compiled(torch.zeros(9), torch.zeros(9))
+    large = torch.zeros(16 * 2**15 + 1)
+    assert compiled(large[1:], large[:-1]) == usual
+    wide = torch.zeros(8, 5000)
+    assert compiled(wide[:, :2048], wide[:, 1:2049]) == usual
+    assert compiled(wide.t(), wide.t()) == usual
+
+
 # mutation tests: the same kernels, made slightly worse, must fail
 
 TILE_LOAD = "word = tl.load(words + u * LANES)"
@@ -517,6 +619,16 @@ def test_a_reduction_in_every_tile_is_noticed(target, tmp_path):
     new = f"{TILE_LOAD}; word += tl.sum(word)"
     loop = changed(moments_launch(torch.float32, target), TILE_LOAD, new, tmp_path).compile(target).main_loop
     assert loop.talk
+
+
+def test_a_pairs_kernel_with_a_mask_or_of_unknown_alignment_is_noticed(tmp_path):
+    launch = pair_launches_of([[torch.zeros(9)]] * 3)[0]
+    old = "word_b = tl.load(ptr_b + i * LANES)"
+    masked = old.replace("LANES)", "LANES, mask=lanes < n - head, other=0)")
+    assert changed(launch, old, masked, tmp_path).compile("sm_90").main_loop.narrow_loads
+    old = "tl.multiple_of((at_g + head * SIZE_G).to(tl.pointer_type(WORD_G)), 16)"
+    new = "(at_g + head * SIZE_G).to(tl.pointer_type(WORD_G))"
+    assert changed(launch, old, new, tmp_path).compile("sm_90").main_loop.narrow_loads
 
 
 @mutant_targets

@@ -381,3 +381,160 @@ def test_a_captured_call_measures_right(capturing):
     capturing(False)
     assert torch.equal(measured[0], expected[0])
     assert torch.equal(measured[1], expected[1])
+
+
+# pairs
+
+
+def pairs_of(*sides, keep=False):
+    with torch.no_grad():
+        return packing.pack_pairs(sides, CHUNK, MAX_CHUNKS, keep=keep)
+
+
+def pair_parts(packed, lists):
+    """Return numel, chunk length and chunks of each pair, and the pitches of each list."""
+    t, n = packed.chunk_map.num_tensors, packed.chunk_map.num_chunks
+    sizes = [t, t, t, t, n, *[t] * lists]
+    numel, lengths, _, counts, _, *pitches = (x.tolist() for x in packed.table.split(sizes))
+    return numel, lengths, counts, pitches
+
+
+def places(packed, lists):
+    """Return the addresses of the elements that the kernels read, in their order, by list and pair."""
+    t = packed.chunk_map.num_tensors
+    numel, lengths, counts, pitches = pair_parts(packed, lists)
+    pointers = packed.pointers.view(lists, t).tolist()
+    found = []
+    for side in range(lists):
+        found.append([])
+        for i in range(t):
+            # as the kernel computes it
+            size = packed.tensors[side * t + i].element_size()
+            starts = [pointers[side][i] + chunk * pitches[side][i] * size for chunk in range(counts[i])]
+            ends = [min(numel[i] - chunk * lengths[i], lengths[i]) for chunk in range(counts[i])]
+            found[-1].append(
+                [start + j * size for start, end in zip(starts, ends, strict=True) for j in range(end)]
+            )
+    return found
+
+
+def addresses_of(x):
+    """Return the addresses of a tensor's elements in row-major order."""
+    offsets = torch.arange(x.untyped_storage().nbytes() // x.element_size()).as_strided(
+        x.shape, x.stride(), x.storage_offset()
+    )
+    base = x.untyped_storage().data_ptr()
+    return [base + i * x.element_size() for i in offsets.flatten().tolist()]
+
+
+def test_pairs_with_gaps_are_read_in_place():
+    wide = torch.ones(5, 3000)
+    a = [wide[:, 100:2148], torch.ones(2500), wide[:1, :2000].expand(3, -1)]
+    b = [torch.ones(5, 2048, dtype=torch.bfloat16), torch.ones(2501)[1:], torch.ones(3, 2000)]
+    packed = pairs_of(a, b)
+    assert pair_parts(packed, 2) == (
+        [5 * 2048, 2500, 6000],
+        [2048, 1024, 2000],
+        [5, 3, 3],
+        [[3000, 1024, 0], [2048, 1024, 2000]],
+    )
+    assert places(packed, 2) == [[addresses_of(x) for x in side] for side in (a, b)]
+    # neither a copy nor a cast
+    assert [x.data_ptr() for x in packed.tensors] == [x.data_ptr() for x in (*a, *b)]
+
+
+def test_pairs_of_the_same_strides_are_read_in_the_order_of_their_memory():
+    a, b = torch.ones(50, 60).t(), torch.ones(50, 60, dtype=torch.float16).t()
+    packed = pairs_of([a], [b], [torch.empty(0)])
+    found = places(packed, 3)
+    for x, (seen,) in zip((a, b), found, strict=False):
+        assert seen == addresses_of(x.t())
+    assert [group.dtype for group in packed.chunk_map.groups] == [(torch.float32, torch.float16, None)]
+
+
+@pytest.mark.parametrize("other", ["order", "short rows", "steps"])
+def test_pairs_that_cannot_be_read_together_are_copied(other):
+    x = torch.arange(6000.0).view(60, 100)
+    b = {"order": torch.ones(100, 60).t(), "short rows": torch.ones(60, 120)[:, :100]}.get(
+        other, torch.ones(60, 200)[:, ::2]
+    )
+    packed = pairs_of([x], [b])
+    assert packed.tensors[0].data_ptr() == x.data_ptr()
+    assert packed.tensors[1].data_ptr() != b.data_ptr()
+    assert all(y.is_contiguous() for y in packed.tensors)
+
+
+def test_pairs_are_recognized_and_their_tables_reused():
+    def sides():
+        wide = torch.ones(4, 3000)
+        return [torch.ones(5), wide[:, :2048]], [torch.ones(5), torch.ones(4, 2048)]
+
+    first, second = sides(), sides()
+    one, two = (pairs_of(*each, keep=True) for each in (first, second))
+    assert len(known()) == 1
+    assert two.chunk_map is one.chunk_map
+    assert two.table is one.table
+    assert one.pointers.tolist() == [x.data_ptr() for side in first for x in side]
+    assert two.pointers.tolist() == [x.data_ptr() for side in second for x in side]
+    # with other strides, it is another list
+    other = pairs_of(first[0], [torch.ones(5), torch.ones(2048, 4).t()], keep=True)
+    assert len(known()) == 2
+    assert other.chunk_map is not one.chunk_map
+
+
+def test_one_list_cut_in_two_or_three_or_not_at_all_has_its_own_chunks():
+    tensors = [torch.ones(5) for _ in range(6)]
+    two, three = [tensors[:3], tensors[3:]], [tensors[:2], tensors[2:4], tensors[4:]]
+    for _ in range(2):
+        assert pairs_of(*two).chunk_map.num_tensors == 3
+        assert pairs_of(*three).chunk_map.num_tensors == 2
+        assert pack_of(*tensors).chunk_map.num_tensors == 6
+    assert len(known()) == 1
+
+
+def test_pairs_are_grouped_by_the_dtypes_of_both_and_of_the_gradient():
+    x, y, nothing = torch.ones(3), torch.ones(3, dtype=torch.float16), torch.empty(0)
+    packed = pairs_of([x, y, x, nothing], [x, x, x, nothing], [nothing, y, y, nothing])
+    kinds = {group.dtype: group.num_chunks for group in packed.chunk_map.groups}
+    half = torch.float16
+    assert kinds == {
+        (torch.float32, torch.float32, None): 1,
+        (half, torch.float32, half): 1,
+        (torch.float32, torch.float32, half): 1,
+    }
+
+
+def test_captured_pairs_read_tables_that_are_never_written_again(capturing):
+    sides = [[torch.ones(5), torch.ones(4, 3000)[:, :2048]] for _ in range(3)]
+    eager = pairs_of(*sides)
+    capturing(True)
+    captured = pairs_of(*sides)
+    capturing(False)
+    content = (captured.pointers.tolist(), captured.table.tolist())
+    assert content == (eager.pointers.tolist(), eager.table.tolist())
+    pairs_of(*[[x.clone() for x in side] for side in sides])
+    assert (captured.pointers.tolist(), captured.table.tolist()) == content
+
+
+def test_captured_pairs_keep_pinned_memory_as_long_as_the_process(capturing, monkeypatch):
+    pinned = []
+
+    def pin_memory(source):
+        pinned.append(source.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(packing, "_captured", [])
+    sides = [[torch.ones(5)], [torch.ones(5)]]
+    pairs_of(*sides)
+    one = replace(known()[0], device=torch.device("meta"))
+    pinned.clear()
+    capturing(True)
+    with torch.no_grad():
+        packed = packing.pack_pairs(sides, CHUNK, MAX_CHUNKS, one)
+    capturing(False)
+    packing.clear()
+    assert {packed.pointers.device, packed.table.device} == {one.device}
+    assert [id(host) for host in packing._captured] == [id(host) for host in pinned]
+    assert pinned[0].tolist() == [x.data_ptr() for side in sides for x in side]
+    assert pinned[1].tolist() == one.chunk_map.table.tolist()

@@ -86,7 +86,7 @@ _define("abs", "f16x2 bf16x2", "b32", "{} & np.uint32(0x7fff7fff)", "b32")
 _define("abs", "f16 bf16", "b16", "{} & np.uint16(0x7fff)", "b16")
 _define("max", "f32 f64", "T T", "maximum({}, {})")
 _define("max", "f32", "T T T", "maximum(maximum({}, {}), {})")
-_define("max", "s32 s64", "T T", "np.maximum({}, {})")
+_define("max", "s16 s32 s64", "T T", "np.maximum({}, {})")
 _define("min", "s32 s64", "T T", "np.minimum({}, {})")
 _define("max", "f16", "T T", "maximum({}, {})")
 _define("max", "bf16", "T T", "to_bfloat(maximum(bfloat({}), bfloat({})))")
@@ -122,7 +122,7 @@ _define("cvt.f64", "bf16", "T", "bfloat({}).astype(f64)", "f64")
 _define("cvt.f32", "bf16", "T", "bfloat({})", "f32")
 _COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 for _name, _symbol in _COMPARED.items():
-    _define(f"setp.{_name}", "b16 b32 b64 s32 s64 u32 u64", "T T", f"{{}} {_symbol} {{}}", "pred")
+    _define(f"setp.{_name}", "b16 s16 b32 b64 s32 s64 u32 u64", "T T", f"{{}} {_symbol} {{}}", "pred")
 for _kind, _a, _b in (
     ("f16", "{0}", "{1}"),
     ("f32", "{0}", "{1}"),
@@ -620,13 +620,15 @@ def executed_kernels(
     """
     launches: deque[Executed] = deque(maxlen=16)
     inputs: list[tuple[int, int]] = []
-    pack = packing.pack
 
-    def note(*args: Any, **options: Any) -> packing.Pack:
-        nonlocal inputs
-        packed = pack(*args, **options)
-        inputs = [span_of(x) for x in packed.tensors]
-        return packed
+    def noting(pack: Callable[..., packing.Pack]) -> Callable[..., packing.Pack]:
+        def note(*args: Any, **options: Any) -> packing.Pack:
+            nonlocal inputs
+            packed = pack(*args, **options)
+            inputs = [span_of(x) for x in packed.tensors]
+            return packed
+
+        return note
 
     def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
         assert not warmup
@@ -645,7 +647,8 @@ def executed_kernels(
     with (
         launching_for(target),
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(packing, "pack", note),
+        mock.patch.object(packing, "pack", noting(packing.pack)),
+        mock.patch.object(packing, "pack_pairs", noting(packing.pack_pairs)),
         mock.patch.object(library, "INTERPRETED", True),
     ):
         yield launches

@@ -10,25 +10,29 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @contextmanager
 def unwritten_is_nan() -> Iterator[None]:
     """Fill the kernels' output buffers; integers are filled with the least one."""
-    from gradiometer.ops import library
+    from gradiometer.ops import library, pairs
 
-    run_kernels, empty = library._run_kernels, torch.empty
+    empty = torch.empty
 
     def filled(*args: Any, **options: Any) -> torch.Tensor:
         made = empty(*args, **options)
         return made.fill_(math.nan if made.is_floating_point() else -(2**31))
 
-    def run(*args: Any, **options: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "empty", filled)
-            return run_kernels(*args, **options)
+    def filling(run_kernels: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch, "empty", filled)
+                return run_kernels(*args, **options)
+
+        return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_run_kernels", run)
+        for module in (library, pairs):
+            patch.setattr(module, "_run_kernels", filling(module._run_kernels))
         yield

@@ -20,7 +20,7 @@ from gradiometer.ops.library import (
     writable,
 )
 from gradiometer.ops.packing import LaunchPlan, is_capturing
-from gradiometer.ops.pairs import measure_pairs, recognize_pairs
+from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
 
 __all__ = [
     "INSTALL_COMPILER",
@@ -29,6 +29,7 @@ __all__ = [
     "append_",
     "driver_error",
     "is_capturing",
+    "keep_",
     "measure",
     "measure_pairs",
     "norm_on_host",

@@ -172,7 +172,7 @@ def chunk_map_of(
     same bits whichever tensors share the call.
 
     ``blocks``: for pairs, the chunk size that the layout of each requires, or 0. ``pitches``: of all lists;
-    0 where chunks are adjacent in memory.
+    -1 where chunks are adjacent in memory.
     """
     lengths = [max(chunk, _power_of_two(-(-size // max_chunks))) for size in sizes]
     lengths = [block or length for block, length in zip(blocks or [0] * len(sizes), lengths, strict=True)]
@@ -188,7 +188,7 @@ def chunk_map_of(
                 rows += [i] * count
         if len(rows) > done:
             groups.append(Group(dtype, done, len(rows) - done))
-    apart = [pitch or lengths[i % len(sizes)] for i, pitch in enumerate(pitches)]
+    apart = [lengths[i % len(sizes)] if pitch < 0 else pitch for i, pitch in enumerate(pitches)]
     table = _int64([*sizes, *lengths, *first, *counts, *rows, *apart])
     return ChunkMap(len(sizes), len(rows), tuple(groups), table)
 
@@ -311,7 +311,7 @@ def pack_pairs(
             )
         ]
         blocks = [block for _, block in pairs] or [0] * count
-        pitches = [x.stride(0) if blocks[i % count] and x.dim() == 2 else 0 for i, x in enumerate(flats)]
+        pitches = [x.stride(0) if blocks[i % count] and x.dim() == 2 else -1 for i, x in enumerate(flats)]
         chunk_map = chunk_map_of(
             tuple(sizes), tuple(dtypes), chunk, max_chunks, tuple(blocks), tuple(pitches)
         )
@@ -325,8 +325,11 @@ def _together(pair: Sequence[Tensor]) -> tuple[list[Tensor], int]:
 
     The block is 0 if all are contiguous; else they are 2-D and it is the length of their rows.
     """
-    given = [as_real(x) for x in pair]
-    given = [x.to(_WIDENED[x.dtype]) if x.dtype in _WIDENED else x for x in given]
+    given = [_comparable(as_real(x)) for x in pair]
+    a, b, *_ = pair
+    if a.dtype != b.dtype and given[0].dtype == given[1].dtype:
+        # compared as numbers, not by the bits that NaN happens to have after a conversion
+        given[0] = given[0].to(torch.float32)
     # a gradient that is not there
     present = [x for x in given if x.numel() or not given[0].numel()]
     if len({(x.shape, x.stride()) for x in present}) == 1:
@@ -336,6 +339,15 @@ def _together(pair: Sequence[Tensor]) -> tuple[list[Tensor], int]:
     if all([_has_blocks(x) for x in present]):
         return given, given[0].shape[1]
     return [x.contiguous().view(-1) for x in given], 0
+
+
+def _comparable(x: Tensor) -> Tensor:
+    """Return fp8 numbers in a dtype that the kernels read, with the bits of a NaN in the lower byte."""
+    if x.dtype not in _WIDENED:
+        return x
+    wide = x.to(_WIDENED[x.dtype])
+    quiet = 0x7E00 if wide.dtype == torch.float16 else 0x7FC0
+    return torch.where(wide.isnan(), (x.view(torch.uint8).short() | quiet).view(wide.dtype), wide)
 
 
 def _has_blocks(x: Tensor) -> bool:

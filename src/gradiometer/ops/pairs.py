@@ -25,16 +25,20 @@ from gradiometer.ops.library import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["measure_pairs", "recognize_pairs"]
+__all__ = ["keep_", "measure_pairs", "recognize_pairs"]
 
 LIBRARY.define("pair_stats(Tensor[] a, Tensor[] b, Tensor[]? g=None) -> Tensor")
+LIBRARY.define("keep_(Tensor(a!)[] kept, Tensor[] current) -> ()")
 
 
 def recognize_pairs(
     a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | None = None
 ) -> packing.LaunchPlan | None:
-    """Return the plan of known lists like these, if they can be measured without the dispatcher."""
-    return recognize([*a, *b, *(g or ())])
+    """Return the plan of pairs like these that were measured, if the dispatcher is not needed."""
+    plan = recognize([*a, *b, *(g or ())])
+    # the same tensors in one list, or cut in another way, need not have had the same shapes
+    lists = 2 if g is None else 3
+    return plan if plan is not None and plan.cut is not None and plan.cut[2] == lists else None
 
 
 def measure_pairs(
@@ -101,11 +105,32 @@ def _pair_stats(a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None)
     return _eager(a, b, g)
 
 
+def keep_(kept: Sequence[Tensor], current: Sequence[Tensor]) -> None:
+    """Copy tensors into others of the same shapes.
+
+    In a compiled step it is one op: of ``copy_`` to a buffer that is read later, Inductor would make a new
+    tensor, and copy that into the buffer at the end.
+    """
+    with torch.no_grad():
+        if torch.compiler.is_compiling():
+            torch.ops.gradiometer.keep_(kept, current)
+        else:
+            _keep(kept, current)
+
+
+def _keep(kept: Sequence[Tensor], current: Sequence[Tensor]) -> None:
+    if kept:
+        torch._foreach_copy_(kept, current)
+
+
 def _fake(a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None) -> Tensor:
     del b, g
     return a[0].new_empty((len(a), NUM_PAIR_COLUMNS), dtype=torch.float64)
 
 
 LIBRARY.impl("pair_stats", _pair_stats, "CompositeExplicitAutograd")
-LIBRARY.impl("pair_stats", torch.library.fallthrough_kernel, "Autograd")
+LIBRARY.impl("keep_", _keep, "CompositeExplicitAutograd")
+for _name in ("pair_stats", "keep_"):
+    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("gradiometer::pair_stats", _fake, lib=LIBRARY)
+torch.library.register_fake("gradiometer::keep_", lambda *_: None, lib=LIBRARY)

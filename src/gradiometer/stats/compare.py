@@ -20,11 +20,11 @@ from gradiometer.inputs import (
 )
 from gradiometer.stats.measure import dense, over_ranks, settled
 from gradiometer.stats.pair_stats import PairStats
+from gradiometer.stats.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-    from gradiometer.stats.snapshot import Snapshot
 
 __all__ = ["collect_updates", "compare", "updates_of"]
 
@@ -87,7 +87,7 @@ def collect_updates(model: Parameters, snapshot: Snapshot, *, reduce: bool | Ran
         PairStats with a row per parameter in the snapshot.
 
     Raises:
-        TypeError: for a tensor that cannot be measured; the message names it.
+        TypeError: for a tensor that cannot be measured, which the message names; for any other snapshot.
         ValueError: if a parameter in the snapshot is missing, or has another shape or device now.
         RankError: with ``reduce``, if the ranks disagree or one does not respond.
 
@@ -102,6 +102,9 @@ def collect_updates(model: Parameters, snapshot: Snapshot, *, reduce: bool | Ran
     (tensor([2.5000], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
     what = "collect_updates"
+    if not isinstance(snapshot, Snapshot):
+        msg = f"{what}: expected gm.Snapshot(model), taken before the step, got {type(snapshot).__name__}"
+        raise TypeError(msg)
     parameters = snapshot.parameters_in(model, what)
 
     def measured(ranks: Ranks | None) -> PairStats:
@@ -148,8 +151,8 @@ def _measure(a: Named, b: Named, g: list[Tensor | None] | None, what: str) -> Pa
     grads = None if grads is None else [_plain(x) for x in grads]
     for name, x, y in zip(names, left, right, strict=True):
         if x.shape != y.shape or x.device != y.device or x.is_complex() != y.is_complex():
-            msg = f"{what}: {name!r} is {_described(x)} in a, but {_described(y)} in b; pass tensors of one "
-            raise ValueError(msg + "shape on one device")
+            msg = f"{what}: {name!r} is {_described(x)} in a, but {_described(y)} in b; pass tensors of the "
+            raise ValueError(msg + "same shape on the same device, both real or both complex")
     if not names:
         return PairStats(names, torch.empty((0, NUM_PAIR_COLUMNS), dtype=torch.float64, device="cpu"))
     # the first device that is not the CPU: copying to the CPU would wait for it

@@ -1,10 +1,9 @@
-"""Modules whose state stays in float64."""
+"""Modules whose state keeps its dtype, such as float64."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -15,14 +14,18 @@ __all__ = ["Float64Module"]
 
 
 class Float64Module(nn.Module):
-    """A module whose buffers stay in float64 when its owner is cast, since casts are meant for weights."""
+    """A module whose buffers, usually in float64, keep their dtypes when its owner is cast.
+
+    Casts are meant for weights.
+    """
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        dtypes = {name: buffer.dtype for name, buffer in self.named_buffers(recurse=False)}
         super()._load_from_state_dict(*args, **kwargs)
         # with assign=True the buffers are the checkpoint's own tensors, which may have been cast
         for name, buffer in self.named_buffers(recurse=False):
-            if buffer.dtype != torch.float64:
-                setattr(self, name, buffer.to(torch.float64))
+            if buffer.dtype != dtypes[name]:
+                setattr(self, name, buffer.to(dtypes[name]))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
         def keep_dtype(buffer: Tensor) -> Tensor:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["PairReport", "PairRow"]
 
 _NOTHING: Final = "nothing measured: no pairs"
-_HEADER: Final = ("name", "elements", "update ratio", "rms", "abs max", "cos(u,-g)", "unchanged", "stuck")
+_HEADER: Final = (
+    *("name", "elements", "update ratio", "rms", "abs max", "cos(u,-g)", "unchanged %", "stuck %"),
+    "NaN, ±Inf",
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ _COUNTS: Final = {"numel", "n_unchanged", "n_nonzero_g", "n_stuck", "n_nonfinite
 class PairReport(Mapping[str, PairRow]):
     """Statistics of named pairs at one moment, on the host: a mapping from names to `PairRow`.
 
-    ``print(report)`` shows a table, largest update ratio first.
+    ``print(report)`` shows a table: pairs with NaN or Inf first, then by update ratio.
 
     Attributes:
         names: the pairs' names.
@@ -143,7 +146,7 @@ class PairReport(Mapping[str, PairRow]):
         """
         if not self.names:
             return _NOTHING
-        rows = sorted(self.values(), key=lambda row: -row.update_ratio)
+        rows = sorted(self.values(), key=lambda row: (-row.n_nonfinite, -row.update_ratio))
         shown = rows if max_rows is None else rows[:max_rows]
         cells = [_HEADER, *text_table.with_short_names([_cells(row) for row in shown]), _cells(self.total)]
         lines, rule = text_table.aligned(cells)
@@ -151,7 +154,7 @@ class PairReport(Mapping[str, PairRow]):
         return "\n".join([self._headline(), rule, lines[0], rule, *lines[1:-1], *more, rule, lines[-1]])
 
     def __str__(self) -> str:
-        """Return a table, largest update ratio first, truncated for long models."""
+        """Return a table, NaN and Inf and large update ratios first, truncated for long models."""
         return self.to_string()
 
     def __repr__(self) -> str:
@@ -187,4 +190,5 @@ def _cells(row: PairRow) -> tuple[str, ...]:
         f"{row.descent_cosine:.3f}" if has_gradient else "-",
         text_table.percent(row.unchanged_fraction),
         text_table.percent(row.stuck_fraction) if has_gradient else "-",
+        text_table.count(row.n_nonfinite) if row.n_nonfinite else "-",
     )

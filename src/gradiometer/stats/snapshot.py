@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor, nn
 
+from gradiometer import ops
 from gradiometer.inputs import Named, as_flat, check, check_names, local_shards, named_parameters
 from gradiometer.stats.float64_module import Float64Module
 from gradiometer.stats.measure import dense
@@ -31,11 +32,12 @@ class Snapshot(Float64Module):
 
     With ``sample`` it keeps a fixed sample of each large tensor: of its chunks of 4096 elements, every
     ``1 / sample``-th one, from a first one that depends on the name. Memory and time shrink by that factor.
-    Tensors with less than ``1 / sample`` chunks, and those whose memory has gaps, are kept whole. Every chunk
-    but an incomplete last one is equally likely to be in the sample, so scaled sums are unbiased. If elements
-    are independent and normal, a norm from n sampled elements has a relative standard error of
-    ``1 / sqrt(2 * n)``: 1.1 % for one chunk, 0.3 % for ``sample=1/16`` of 2**20 elements. It is larger if
-    chunks differ more than chunks of such elements do.
+    Tensors with less than ``1 / sample`` chunks, and those whose memory has gaps, are kept whole. The samples
+    of all first chunks are a partition of the complete chunks; elements after the last complete chunk are in
+    none. Sums are multiplied by the number of elements per sampled element. If elements are independent and
+    normal, a norm from n sampled elements has a relative standard error of ``1 / sqrt(2 * n)``: 1.1 % for one
+    chunk, 0.3 % for ``sample=1/16`` of 2**20 elements. It is larger if chunks differ more than chunks of such
+    elements do.
 
     Args:
         model: a module, of which the parameters that require a gradient are kept, or parameters as a mapping,
@@ -61,7 +63,8 @@ class Snapshot(Float64Module):
 
     def __init__(self, model: Parameters, *, sample: float = 1.0) -> None:
         super().__init__()
-        if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0 < sample <= 1:
+        # a step has to be an integer that float64 holds
+        if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 2.0**-53 <= sample <= 1:
             msg = f"Snapshot(sample={sample!r}): sample must be 1, or 1 divided by an integer, such as 1/16"
             raise ValueError(msg)
         self.step = round(1 / sample)
@@ -91,7 +94,6 @@ class Snapshot(Float64Module):
             scale = torch.tensor(factors, dtype=torch.float64, device=home).unsqueeze(1)
         self.register_buffer("scale", scale, persistent=False)
 
-    @torch.no_grad()
     def update_(self, model: Parameters) -> Self:
         """Copy the current weights; the buffers keep their addresses.
 
@@ -100,8 +102,7 @@ class Snapshot(Float64Module):
         """
         what = "Snapshot.update_"
         parts = self.local_parts(local_shards(self.parameters_in(model, what), what), what)
-        if parts:
-            torch._foreach_copy_(self._kept(), parts)
+        ops.keep_(self._kept(), parts)
         return self
 
     def parameters_in(self, model: Parameters, what: str) -> Named:
@@ -131,8 +132,8 @@ class Snapshot(Float64Module):
         parts = self.local_parts(weights, what)
         if self.step > 1:
             grads = [
-                None if g is None else self._part(name, _in_order_of(x, g))
-                for name, x, g in zip(*weights, grads, strict=True)
+                g if g is None or part is x else self._part(name, _in_order_of(x, g))
+                for name, x, part, g in zip(*weights, parts, grads, strict=True)
             ]
         return Named(weights.names, parts), Named(weights.names, self._kept()), grads
 
@@ -165,7 +166,9 @@ class Snapshot(Float64Module):
         flat = as_flat(x) if self.step > 1 and chunks >= self.step else None
         if flat is None:
             return x
-        return flat[self._first[name] * CHUNK :].unfold(0, CHUNK, self.step * CHUNK)
+        part = flat[self._first[name] * CHUNK :].unfold(0, CHUNK, self.step * CHUNK)
+        # Inductor would compute a view of new weights in a buffer of the whole size, to keep its strides
+        return part.contiguous() if torch.compiler.is_compiling() else part
 
 
 def _in_order_of(x: Tensor, g: Tensor) -> Tensor:

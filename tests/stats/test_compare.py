@@ -1,0 +1,480 @@
+"""`compare` and `collect_updates`, and what becomes of PairStats and PairReport."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import gradiometer as gm
+from gradiometer.columns.pairs import PAIR_DERIVED
+from support.gradients import bit_patterns
+from support.pair_oracle import assert_pair
+
+NAMES = tuple(column.name for column in gm.PAIR_COLUMNS)
+
+
+def row(stats, name):
+    return dict(zip(NAMES, stats.columns[stats.names.index(name)].tolist(), strict=True))
+
+
+def told(report):
+    """Return a report as text: NaN is not equal to itself."""
+    return repr(report.to_dict())
+
+
+def two_of(*shapes, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [{f"w{i}": torch.randn(shape, generator=g) for i, shape in enumerate(shapes)} for _ in range(2)]
+
+
+def stepped(model, lr=0.1):
+    """Return a snapshot of a model, and take a step of gradient descent."""
+    snapshot = gm.Snapshot(model)
+    torch.manual_seed(1)
+    model(torch.randn(6, 5)).square().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(lr * p.grad)
+    return snapshot
+
+
+# compare
+
+
+def test_two_mappings_are_compared_by_name_in_the_order_of_the_first():
+    a, b = two_of((3, 4), (50,), ())
+    stats = gm.compare(a, dict(reversed(b.items())))
+    assert stats.names == ("w0", "w1", "w2")
+    for name, x in a.items():
+        assert_pair(row(stats, name), x, b[name])
+    assert bit_patterns([gm.compare(list(a.values()), list(b.values())).columns]) == bit_patterns(
+        [stats.columns]
+    )
+    assert gm.compare(a.items(), b.items()).names == stats.names
+
+
+def test_modules_stand_for_their_parameters():
+    a, b = nn.Linear(4, 3), nn.Linear(4, 3)
+    stats = gm.compare(a, b)
+    assert stats.names == ("weight", "bias")
+    assert_pair(row(stats, "weight"), a.weight, b.weight)
+    compiled = torch.compile(b, backend="eager")
+    assert bit_patterns([gm.compare(a, compiled).columns]) == bit_patterns([stats.columns])
+    assert bit_patterns([gm.compare(a, dict(b.named_parameters())).columns]) == bit_patterns([stats.columns])
+    assert not stats.columns.requires_grad
+
+
+def test_gradients_of_two_micro_batches():
+    model, batches = nn.Linear(4, 3), torch.randn(2, 5, 4)
+    grads = [torch.autograd.grad(model(x).square().sum(), list(model.parameters())) for x in batches]
+    stats = gm.compare(*grads)
+    for i, (x, y) in enumerate(zip(*grads, strict=True)):
+        expected = nn.functional.cosine_similarity(x.double().flatten(), y.double().flatten(), dim=0).item()
+        # three sums of few terms
+        assert abs(stats.cosine[i].item() - expected) <= 1e-14
+
+
+def test_odd_tensors_are_compared():
+    sparse = torch.sparse_coo_tensor([[0, 2]], [1.0, 3.0], (4,))
+    z = torch.randn(5, dtype=torch.complex64)
+
+    class Named(torch.Tensor):
+        pass
+
+    plain = torch.randn(6)
+    a = {
+        "sparse": sparse,
+        "complex": z.conj(),
+        "subclass": plain.as_subclass(Named),
+        "fp8": plain.to(torch.float8_e5m2),
+    }
+    b = {"sparse": torch.ones(4), "complex": z, "subclass": plain, "fp8": plain.bfloat16()}
+    stats = gm.compare(a, b)
+    for name, x in a.items():
+        assert_pair(row(stats, name), x.to_dense() if name == "sparse" else x, b[name])
+    assert stats.numel.tolist() == [4, 10, 6, 6]
+
+
+def test_nothing_is_compared_with_nothing():
+    stats = gm.compare({}, {})
+    assert stats.columns.shape == (0, len(NAMES))
+    assert not stats.measured
+    assert stats.total.tolist() == [0.0] * len(NAMES)
+    report = stats.materialize()
+    assert (len(report), report.total.numel, str(report)) == (0, 0, "nothing measured: no pairs")
+    assert repr(report) == "<PairReport: nothing measured: no pairs>"
+
+
+X = torch.ones(3)
+BAD = {
+    "a tensor": (X, [X], TypeError, "compare: got one tensor, not a collection of tensors"),
+    "a number": ([X], 3, TypeError, "compare: expected a module, a mapping or an iterable"),
+    "missing in b": ({"v": X, "w": X}, {"v": X}, ValueError, "compare: 'w' is not in b; pass the same names"),
+    "missing in a": ({"v": X}, {"v": X, "w": X}, ValueError, "compare: 'w' is not in a; pass the same names"),
+    "lists of two lengths": ([X], [X, X], ValueError, "compare: '1' is not in a"),
+    "twice": ([("w", X), ("w", X)], [X, X], ValueError, "compare: two tensors have the name 'w'"),
+    "shapes": (
+        {"w": X},
+        {"w": X[:2]},
+        ValueError,
+        r"'w' is float32 \(3,\) on cpu in a, but float32 \(2,\) on cpu",
+    ),
+    "one number": (
+        {"w": X[0]},
+        {"w": X[:1]},
+        ValueError,
+        r"'w' is float32 \(\) on cpu in a, but float32 \(1,\)",
+    ),
+    "complex": (
+        {"w": X},
+        {"w": X * 1j},
+        ValueError,
+        "'w' is float32 .* but complex64 .* both real or both complex",
+    ),
+    "integers": ({"w": X}, {"w": torch.arange(3)}, TypeError, "'w' has dtype torch.int64, .* convert it"),
+    "meta": ({"w": X}, {"w": X.to("meta")}, TypeError, "'w' is on the meta device"),
+    "None": ({"w": None}, {"w": X}, TypeError, "'w' has type NoneType, not Tensor"),
+}
+
+
+@pytest.mark.parametrize("which", BAD)
+def test_what_cannot_be_compared_is_named(which):
+    a, b, kind, said = BAD[which]
+    with pytest.raises(kind, match=said):
+        gm.compare(a, b)
+
+
+# collect_updates
+
+
+def test_a_step_of_gradient_descent():
+    model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 1))
+    snapshot = stepped(model)
+    stats = gm.collect_updates(model, snapshot)
+    assert stats.names == snapshot.names == tuple(name for name, _ in model.named_parameters())
+    for (name, p), old in zip(model.named_parameters(), snapshot.buffers(), strict=True):
+        assert_pair(row(stats, name), p, old, p.grad)
+    report = stats.materialize()
+    for name in report:
+        # the update is -0.1 g, rounded to fp32
+        assert report[name].descent_cosine == pytest.approx(1.0, abs=1e-6)
+        assert report[name].norm_u == pytest.approx(0.1 * report[name].norm_g, rel=1e-5)
+        assert report[name].n_stuck == 0
+
+
+def test_updates_that_rounding_loses_are_stuck():
+    weight = nn.Parameter(torch.full((1000,), 1.0, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    weight.grad[:100] = 0.0
+    snapshot = gm.Snapshot({"w": weight})
+    with torch.no_grad():
+        # less than half a unit in the last place, 2**-8, for all but 50 elements
+        steps = torch.full((1000,), 1e-3, dtype=torch.bfloat16)
+        steps[:50] = 0.5
+        weight.sub_(steps)
+    found = gm.collect_updates({"w": weight}, snapshot).materialize()["w"]
+    assert (found.n_unchanged, found.n_nonzero_g, found.n_stuck) == (950, 900, 900)
+    assert (found.unchanged_fraction, found.stuck_fraction) == (0.95, 1.0)
+    assert found.abs_max_u == 0.5
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.head(self.frozen(self.embed(x)))
+
+
+def test_tied_frozen_and_unused_parameters():
+    model = Tied()
+    snapshot = gm.Snapshot(model)
+    assert snapshot.names == ("unused", "embed.weight")
+    model(torch.tensor([1, 2])).sum().backward()
+    with torch.no_grad():
+        model.embed.weight.sub_(model.embed.weight.grad)
+        model.frozen.weight.zero_()
+    report = gm.collect_updates(model, snapshot).materialize()
+    assert list(report) == ["unused", "embed.weight"]
+    # it has no gradient, and no update
+    unused = report["unused"]
+    assert (unused.norm_g, unused.n_nonzero_g, unused.norm_u, unused.n_unchanged) == (0.0, 0, 0.0, 3)
+    assert math.isnan(unused.descent_cosine)
+    assert report["embed.weight"].descent_cosine == pytest.approx(1.0, abs=1e-6)
+
+
+def test_without_any_gradient():
+    model = nn.Linear(5, 3)
+    snapshot = gm.Snapshot(model)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    found = gm.collect_updates(model, snapshot).materialize()
+    assert found["weight"].norm_u == pytest.approx(math.sqrt(15))
+    assert (found["weight"].norm_g, found["weight"].stuck_fraction) == (0.0, 0.0)
+    assert found["bias"].unchanged_fraction == 1.0
+
+
+def test_sparse_gradients_count_as_dense():
+    model = nn.Embedding(6, 4, sparse=True)
+    snapshot = gm.Snapshot(model)
+    model(torch.tensor([1, 1, 4])).sum().backward()
+    with torch.no_grad():
+        model.weight.sub_(model.weight.grad.to_dense())
+    found = gm.collect_updates(model, snapshot)
+    old = next(snapshot.buffers())
+    assert_pair(row(found, "weight"), model.weight, old, model.weight.grad.to_dense())
+    assert found.n_nonzero_g.tolist() == [8]
+
+
+def test_complex_parameters():
+    weight = nn.Parameter(torch.randn(30, 3, dtype=torch.complex64))
+    snapshot = gm.Snapshot([weight])
+    old = weight.detach().clone()
+    weight.abs().sum().backward()
+    with torch.no_grad():
+        weight.sub_(0.1 * weight.grad)
+    found = gm.collect_updates([weight], snapshot)
+    assert_pair(row(found, "0"), weight, old, weight.grad)
+    assert found.numel.tolist() == [180]
+
+
+def test_gradients_in_other_memory_orders():
+    conv = nn.Conv2d(3, 8, 3)
+    conv.to(memory_format=torch.channels_last)
+    snapshot = gm.Snapshot(conv)
+    old = conv.weight.detach().clone()
+    conv.weight.grad = torch.randn(8, 3, 3, 3)
+    with torch.no_grad():
+        conv.weight.sub_(conv.weight.grad)
+    assert_pair(row(gm.collect_updates(conv, snapshot), "weight"), conv.weight, old, conv.weight.grad)
+
+
+def test_only_what_the_snapshot_has_is_compared():
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    snapshot = gm.Snapshot({"1.weight": model[1].weight})
+    assert gm.collect_updates(model, snapshot).names == ("1.weight",)
+
+
+def test_a_wrapped_model_has_the_same_names():
+    model = nn.Sequential(nn.Linear(5, 3))
+    snapshot = gm.Snapshot(torch.compile(model, backend="eager"))
+    assert snapshot.names == ("0.weight", "0.bias")
+    assert gm.collect_updates(model, snapshot).n_unchanged.tolist() == [15, 3]
+
+
+def test_what_does_not_fit_the_snapshot_is_named():
+    model = nn.Linear(5, 3)
+    snapshot = gm.Snapshot(model)
+    with pytest.raises(ValueError, match="has no parameter 'bias', which is in the snapshot; pass the model"):
+        gm.collect_updates(nn.Linear(5, 3, bias=False), snapshot)
+    with pytest.raises(
+        ValueError, match=r"'weight' is \(3, 4\) on cpu, but was \(3, 5\) on cpu in the snapshot"
+    ):
+        gm.collect_updates(nn.Linear(4, 3), snapshot)
+    with pytest.raises(
+        ValueError, match=r"'weight' is \(3, 5\) on meta, but was .* take a new one: gm.Snapshot"
+    ):
+        gm.collect_updates(nn.Linear(5, 3, device="meta"), snapshot)
+    with pytest.raises(TypeError, match=r"expected gm\.Snapshot\(model\), taken before .*, got Linear"):
+        gm.collect_updates(model, model)
+
+
+def test_a_model_in_another_dtype_is_compared_with_the_old_one():
+    model = nn.Linear(5, 3)
+    snapshot = gm.Snapshot(model)
+    old = model.weight.detach().clone()
+    model.bfloat16()
+    assert_pair(row(gm.collect_updates(model, snapshot), "weight"), model.weight, old)
+
+
+# PairStats
+
+
+def test_merging_is_concatenating():
+    (a, b), (c, d) = two_of((3, 4), (50,)), two_of((3, 4), (50,), seed=1)
+    merged = gm.compare(a, b).merge(gm.compare(c, d))
+    whole = gm.compare(*[{name: torch.cat([x[name], y[name]]) for name in x} for x, y in ((a, c), (b, d))])
+    for name in merged.names:
+        # each of the two is within its bound of the same exact value
+        assert_pair(
+            row(merged, name), torch.cat([a[name], c[name]]), torch.cat([b[name], d[name]]), slack=2**-52
+        )
+    exact = [NAMES.index(name) for name in ("numel", "n_unchanged", "abs_max_u")]
+    assert merged.columns[:, exact].tolist() == whole.columns[:, exact].tolist()
+    with pytest.raises(ValueError, match="row 0 is 'w0' in one and 'w1' in the other"):
+        gm.compare(a, b).merge(gm.compare({"w1": a["w1"]}, {"w1": b["w1"]}))
+    with pytest.raises(TypeError, match="merge: expected PairStats, got TensorStats"):
+        gm.compare(a, b).merge(gm.collect(a))
+    with pytest.raises(TypeError, match="merge: expected TensorStats, got PairStats"):
+        gm.collect(a).merge(gm.compare(a, b))
+
+
+def test_groups_and_modules():
+    model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 1))
+    stats = gm.collect_updates(model, stepped(model))
+    grouped = stats.group({"weights": "weight$", "last": model[2], "none": ["x"]}, model=model)
+    rows = stats.columns.tolist()
+
+    def together(indices):
+        columns = zip(*[rows[i] for i in indices], strict=True)
+        sums = [math.fsum(column) for column in columns]
+        return [*sums[:-1], max(rows[i][-1] for i in indices)]
+
+    for measured, expected in zip(
+        grouped.columns.tolist(), [together([0, 2]), together([2, 3])], strict=False
+    ):
+        # two numbers of either sign, rounded once
+        assert measured == pytest.approx(expected, rel=2**-51, abs=1e-17)
+    assert grouped.columns[2].tolist() == [0.0] * len(NAMES)
+    assert grouped.update_ratio[2] == 0.0
+    assert stats.by_module().names == ("0", "2")
+    assert bit_patterns([stats.by_module().columns[1]]) == bit_patterns([grouped.columns[1]])
+    assert stats.by_module(0).numel.tolist() == [stats.numel.sum().item()]
+    assert stats.total_value("numel").item() == stats.numel.sum().item()
+
+
+def test_every_value_is_a_property_and_has_a_total():
+    stats = gm.compare(*two_of((3, 4), (50,)))
+    for name in (*NAMES, *PAIR_DERIVED):
+        value = getattr(stats, name)
+        assert (value.shape, value.dtype) == ((2,), torch.float64), name
+        assert stats.total_value(name).shape == ()
+    with pytest.raises(KeyError, match="norm_x"):
+        stats.total_value("norm_x")
+
+
+def test_stats_are_copied_pickled_and_flattened():
+    stats = gm.compare(*two_of((3, 4), (50,)))
+    leaves, spec = pytree.tree_flatten(stats)
+    copies = [
+        copy.deepcopy(stats),
+        copy.copy(stats),
+        pickle.loads(pickle.dumps(stats)),  # noqa: S301 its own bytes
+        pytree.tree_unflatten(leaves, spec),
+    ]
+    for other in copies:
+        assert type(other) is gm.PairStats
+        assert other.names == stats.names
+        assert bit_patterns([other.columns]) == bit_patterns([stats.columns])
+        assert told(other.materialize()) == told(stats.materialize())
+    assert len(leaves) == 1
+    assert repr(stats) == "<PairStats: 2 pairs, on cpu; materialize() reads them>"
+    assert repr(gm.compare([X], [X])).startswith("<PairStats: 1 pair, ")
+
+
+def test_reports_are_made_later_and_beside_others():
+    a, b = two_of((3, 4), (50,))
+    stats = gm.compare(a, b)
+    expected = told(stats.materialize())
+    assert told(stats.materialize_async().result()) == expected
+    found = gm.materialize({"pairs": stats, "weights": gm.collect(a), "loss": torch.tensor(2.0)})
+    assert told(found["pairs"]) == expected
+    assert isinstance(found["weights"], gm.Report)
+    assert told(gm.materialize_async([stats]).result()[0]) == expected
+
+
+def test_stats_do_not_change_with_the_tensors():
+    a, b = two_of((3, 4))
+    stats = gm.compare(a, b)
+    before = bit_patterns([stats.columns])
+    a["w0"].zero_()
+    gm.compare(a, b)
+    assert bit_patterns([stats.columns]) == before
+
+
+# PairReport
+
+
+def test_a_report_is_a_mapping_of_plain_numbers(tmp_path):
+    stats = gm.compare(*two_of((3, 4), (50,)))
+    report = stats.materialize()
+    assert list(report) == ["w0", "w1"]
+    found = report["w1"]
+    assert isinstance(found, gm.PairRow)
+    assert (found.name, found.numel, found.n_unchanged) == ("w1", 50, 0)
+    assert type(found.n_stuck) is int
+    for name in (
+        "norm_a",
+        "norm_b",
+        "norm_u",
+        "rms_u",
+        "abs_max_u",
+        "update_ratio",
+        "cosine",
+        "unchanged_fraction",
+    ):
+        assert getattr(found, name) == getattr(stats, name)[1].item()
+    assert report.total.name == "total"
+    assert report.total.norm_u == stats.total_value("norm_u").item()
+    with pytest.raises(KeyError, match=r"no pair 'x' in this report; see report\.names"):
+        report["x"]
+    assert report.to_dict()["pairs"]["w0"]["numel"] == 12
+    loaded = pickle.loads(pickle.dumps(report))  # noqa: S301 its own bytes
+    for other in (loaded, copy.deepcopy(report)):
+        assert told(other) == told(report)
+    torch.save(report, tmp_path / "report.pt")
+    assert told(torch.load(tmp_path / "report.pt", weights_only=False)) == told(report)
+
+
+def test_a_report_as_a_data_frame():
+    pytest.importorskip("pandas")
+    frame = gm.compare(*two_of((3, 4), (50,))).materialize().to_frame()
+    assert list(frame.index) == ["w0", "w1"]
+    assert frame.loc["w1", "numel"] == 50
+
+
+def test_the_printed_table():
+    b = {
+        "fast": torch.full((200,), 2.0),
+        "slow": torch.full((1000,), 4.0),
+        "new": torch.zeros(2),
+        "nan": X.clone(),
+    }
+    a = {name: x.clone() for name, x in b.items()}
+    a["fast"] += 1.0
+    a["slow"][:10] += 0.5
+    a["new"] += 0.25
+    a["nan"][0] = math.nan
+    text = str(gm.compare(a, b).materialize())
+    assert [line.rstrip() for line in text.splitlines()] == TABLE.strip("\n").splitlines()
+    short = gm.compare(a, b).materialize().to_string(max_rows=2)
+    assert "… 2 more" in short
+    assert "slow" not in short
+    assert "nan" in short
+
+
+TABLE = """
+4 pairs, 1,205 elements, update ratio 1.098e-01
+───────────────────────────────────────────────────────────────────────────────────────────────
+name   elements  update ratio        rms    abs max  cos(u,-g)  unchanged %  stuck %  NaN, ±Inf
+───────────────────────────────────────────────────────────────────────────────────────────────
+nan           3             0          0          0          -         66.7        -  1
+new           2           inf  2.500e-01  2.500e-01          -            0        -  -
+fast        200     5.000e-01  1.000e+00  1.000e+00          -            0        -  -
+slow      1,000     1.250e-02  5.000e-02  5.000e-01          -         99.0        -  -
+───────────────────────────────────────────────────────────────────────────────────────────────
+total     1,205     1.098e-01  4.102e-01  1.000e+00          -         82.3        -  1
+"""
+
+
+def test_the_table_of_updates_shows_what_is_stuck():
+    weight = nn.Parameter(torch.full((200,), 1.0, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    snapshot = gm.Snapshot({"w": weight})
+    with torch.no_grad():
+        weight[:50] -= 0.5
+    line = str(gm.collect_updates({"w": weight}, snapshot).materialize()).splitlines()[4].split()
+    # name, elements, update ratio, rms, abs max, cosine, unchanged, stuck
+    assert line == ["w", "200", "2.500e-01", "2.500e-01", "5.000e-01", "0.500", "75.0", "75.0", "-"]
