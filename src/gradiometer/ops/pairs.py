@@ -105,7 +105,7 @@ def _pair_stats(a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None)
     return _eager(a, b, g)
 
 
-def keep_(kept: Sequence[Tensor], current: Sequence[Tensor]) -> None:
+def keep_(kept: list[Tensor], current: list[Tensor]) -> None:
     """Copy tensors into others of the same shapes.
 
     In a compiled step it is one op: of ``copy_`` to a buffer that is read later, Inductor would make a new
@@ -118,7 +118,7 @@ def keep_(kept: Sequence[Tensor], current: Sequence[Tensor]) -> None:
             _keep(kept, current)
 
 
-def _keep(kept: Sequence[Tensor], current: Sequence[Tensor]) -> None:
+def _keep(kept: list[Tensor], current: list[Tensor]) -> None:
     if kept:
         torch._foreach_copy_(kept, current)
 
