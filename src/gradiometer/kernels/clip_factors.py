@@ -187,8 +187,8 @@ def _per_tensor_kernel(
         tl.store(record + num_rows, steps, mask=mask)
         clipped = tl.load(record + 2 * num_rows, mask=mask, other=0.0) + (factor < 1.0).to(tl.float64)
         tl.store(record + 2 * num_rows, clipped, mask=mask)
-    # the maximum is a barrier: all threads have read the count
-    count += tl.max(entered).to(tl.float64)
+    # the sum is a barrier: all threads have read the count
+    count += (tl.sum(entered) > 0).to(tl.float64)
     tl.store(count_ptr, tl.where(count > warmup, warmup, count))
 
 
