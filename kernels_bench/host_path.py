@@ -42,7 +42,7 @@ COUNTED = (OURS, "  other addresses", "  a first call", OP, "  through it, other
 
 
 class Stub:
-    """Replaces both launchers, and counts their calls."""
+    """Replaces the launchers, and counts their calls."""
 
     def __init__(self, count, device):
         self.launches = 0
@@ -53,6 +53,10 @@ class Stub:
         self.launches += 1
         return self.results
 
+    def clip_factors(self, columns, *_, per_tensor):
+        self.launches += 1
+        return torch.ones(columns.shape[: int(per_tensor)], dtype=torch.float64, device=columns.device)
+
 
 @contextlib.contextmanager
 def stubbed(count, device):
@@ -62,7 +66,10 @@ def stubbed(count, device):
     with (
         patch.object(kernels, "moments", stub),
         patch.object(kernels, "finalize", stub),
+        patch.object(kernels, "scale", stub),
+        patch.object(kernels, "clip_factors", stub.clip_factors),
         patch.object(library, "uses_kernels", lambda _: True),
+        patch.object(ops, "uses_kernels", lambda _: True),
     ):
         yield stub
 
@@ -85,6 +92,7 @@ def contenders_of(tensors):
     other = [tensor.clone() for tensor in tensors]
     named = {f"blocks.{i}.attention.weight": tensor for i, tensor in enumerate(tensors)}
     model = model_of(tensors)
+    z_score, per_tensor = gm.ZScoreClip(device=tensors[0].device), gm.PerTensorClip(model)
     limits = DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead
 
     def ours():
@@ -110,6 +118,9 @@ def contenders_of(tensors):
         "gm.collect of a dict": (ours, lambda: gm.collect(named)),
         "gm.collect_grads": (ours, lambda: gm.collect_grads(model)),
         "  named_parameters()": (None, lambda: list(model.named_parameters())),
+        "gm.collect_and_clip_": (ours, lambda: gm.collect_and_clip_(model, 1.0)),
+        "  by gm.ZScoreClip": (ours, lambda: gm.collect_and_clip_(model, z_score)),
+        "  by gm.PerTensorClip": (ours, lambda: gm.collect_and_clip_(model, per_tensor)),
         PEER: (None, lambda: torch._foreach_norm(tensors)),
     }
 

@@ -1,7 +1,7 @@
 """Adaptive clipping: each module against a plain transcription of its paper's algorithm, on recorded norms.
 
 Gradients are made to have the recorded norms, so the factors are visible in them. Under the interpreter the
-same tests run the kernel that scales each tensor by its own factor.
+same tests run the kernels that decide, and that scale each tensor by its own factor.
 """
 
 from __future__ import annotations
@@ -444,6 +444,32 @@ def test_squares_beyond_float64_neither_enter_nor_clip_to_zero(make):
     assert all(x.isfinite().all() for x in states_of(clip).values())
     if isinstance(clip, gm.ZScoreClip):
         assert_same_state(clip, before)
+
+
+@pytest.mark.parametrize("order", [1.0, INF])
+def test_a_z_score_is_of_a_norm_of_any_order(order):
+    clip, twin = gm.ZScoreClip(warmup_steps=2), gm.ZScoreClip(warmup_steps=2)
+    for scale in (1.0, 1.1, 1.15, 40.0, NAN, 1.0):
+        grads = [torch.tensor(x, dtype=torch.float64) * scale for x in ([3.0, -4.0], [12.0])]
+        gm.collect_and_clip_(with_grads(*[x.clone() for x in grads]), clip, norm_type=order)
+        # of one element, whose norm is the same in each order
+        parameter = one(torch.linalg.vector_norm(torch.cat(grads), order).item())
+        gm.clip_grad_norm_([parameter], twin)
+        torch.testing.assert_close(clip.state, twin.state, rtol=1e4 * ROUNDINGS, atol=0.0)
+    assert clip.n_clipped == twin.n_clipped == 1
+
+
+@pytest.mark.parametrize("kind", ["z-score", "per tensor"])
+def test_a_loaded_state_may_have_any_strides(kind):
+    clip, twin = CLIPS[kind](holder([1.0] * 3)), CLIPS[kind](holder([1.0] * 3))
+    spread = {name: torch.stack([x, x + 1], dim=-1)[..., 0] for name, x in clip.state_dict().items()}
+    clip.load_state_dict(spread, assign=True)
+    for norms in ([1.0, 2.0, 3.0], [1.1, 2.0, 2.9], [1.0, 1.9, 3.0], [9.0, 9.0, 9.0]):
+        for each in (clip, twin):
+            gm.collect_and_clip_(holder(norms), each)
+    for x, y in zip(clip.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(x, y, rtol=ROUNDINGS, atol=0.0)
+    assert all(not x.is_contiguous() for name, x in clip.named_buffers() if x.numel() > 1)
 
 
 # gradients of every kind, and the kernel

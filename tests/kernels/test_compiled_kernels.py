@@ -17,14 +17,17 @@ import pytest
 import torch
 
 from conftest import INTERPRETED
-from gradiometer import Thresholds
+from gradiometer import PerTensorClip, Thresholds, ZScoreClip
 from gradiometer.columns import PAIR_COLUMNS
 from gradiometer.columns.derived import compute_flags
 from gradiometer.columns.fingerprint import Fingerprint, geometric, power
 from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
 from gradiometer.columns.schema import COLUMN_INDEX, COLUMNS, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.control import per_tensor_clip, z_score_clip
 from gradiometer.control import scale as eager_scale
+from gradiometer.control.adaptive_clip import AdaptiveClip
 from gradiometer.ops import library, packing
+from gradiometer.stats import norms_of
 from support import fingerprints, oracle, pair_oracle
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ from support.kernel_cases import SPECIAL, each_level, in_eager, integers, kernel
 pytestmark = [
     pytest.mark.usefixtures("triton_cache"),
     pytest.mark.filterwarnings(
-        "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning",
+        "ignore:(overflow|invalid value|All-NaN slice|divide by zero) encountered:RuntimeWarning",
     ),
 ]
 
@@ -537,6 +540,110 @@ def test_scaling_begins_with_what_was_measured_last():
     assert len(measured) == 8
     assert scaled == measured[::-1]
     assert all((x == 0.5).all() for x in tensors)
+
+
+# adaptive clipping
+
+
+def clip_columns(size: int, generator: torch.Generator) -> Tensor:
+    """Return columns whose sums are exact in any order: integers, some times a power of 2, or not finite."""
+    columns = torch.zeros(size, NUM_COLUMNS, dtype=torch.float64)
+    sumsq, top = columns[:, COLUMN_INDEX["sumsq"]], columns[:, COLUMN_INDEX["abs_max"]]
+
+    def draw(end: int) -> Tensor:
+        return torch.randint(end, (size,), generator=generator).double()
+
+    columns[:, COLUMN_INDEX["numel"]] = draw(1000)
+    sumsq.copy_(draw(50) + 1)
+    # spikes and norms of 0, of single rows or of a whole step
+    chance = int(draw(8)[0]) if size else 0
+    sumsq.mul_(torch.where(draw(6) == 0, 2.0**20, 1.0) * (0.0 if chance == 1 else 1.0))
+    sumsq.mul_(torch.where(draw(6) == 0, 0.0, 1.0))
+    top.copy_(sumsq.sqrt())
+    if chance == 2:
+        # squares beyond fp64
+        sumsq[0], top[0] = math.inf, 1e200
+    elif chance == 3:
+        columns[-1, COLUMN_INDEX[("n_nan", "n_posinf", "n_neginf")[int(draw(3)[0])]]] = 2.0
+    elif chance in {4, 5}:
+        # gradients times a scale of NaN, or of Inf
+        sumsq[size // 2], top[size // 2] = math.nan, math.nan if chance == 4 else math.inf
+    return columns
+
+
+def by_operators(clip: AdaptiveClip, names: tuple[str, ...], columns: Tensor) -> Tensor:
+    """Decide in the way of compiled graphs, and of devices without kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdaptiveClip, "_uses_kernel", lambda *_: False)
+        for module in (per_tensor_clip, z_score_clip):
+            patch.setattr(module, "is_on_host", lambda _: False)
+        return clip.decide(names, columns, 2.0, lambda: norms_of(columns, 2.0))
+
+
+def by_kernel(clip: AdaptiveClip, names: tuple[str, ...], columns: Tensor) -> Tensor:
+    return clip.decide(names, columns, 2.0, lambda: pytest.fail("the kernel reads the columns"))
+
+
+CLIP_OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "z-score": [
+        {},
+        {"warmup_steps": 2, "z_threshold": 0.5, "decay": 0.5},
+        {"warmup_steps": 3, "max_norm": 30.0, "decay": 0.0},
+    ],
+    "per tensor": [
+        {"warmup_steps": 3},
+        {"warmup_steps": 0, "decay": 0.0},
+        {"warmup_steps": 5, "max_norm": math.inf, "max_ratio": 0.7, "eps": 0.0},
+        {"warmup_steps": 2, "max_norm": 0.0},
+    ],
+}
+
+
+@chosen_target
+@pytest.mark.parametrize("size", [0, 1, 3, tuning.FINALIZE.tile + 5])
+@pytest.mark.parametrize("kind", CLIP_OPTIONS)
+def test_the_decisions_of_clipping_are_those_of_its_operators(target, kind, size):
+    generator = torch.Generator().manual_seed(size)
+    names = tuple(map(str, range(size)))
+    parameters = {name: torch.zeros(1) for name in names}
+    factors = set()
+    for options in CLIP_OPTIONS[kind]:
+        clip, twin = [
+            ZScoreClip(**options) if kind == "z-score" else PerTensorClip(parameters, **options)
+            for _ in range(2)
+        ]
+        versions = [x._version for x in clip.buffers()]
+        for _ in range(10 if INTERPRETED or size > 3 else 40):
+            columns = clip_columns(size, generator)
+            with kernels(target) as launches:
+                found = by_kernel(clip, names, columns)
+            assert launches is None or len(launches) == 1
+            expected = by_operators(twin, names, columns)
+            assert found.shape == expected.shape
+            assert same_bits(found, expected)
+            for x, y in zip(clip.buffers(), twin.buffers(), strict=True):
+                assert same_bits(x, y)
+            factors |= set(found.flatten().tolist())
+        written = [x._version > before for x, before in zip(clip.buffers(), versions, strict=True)]
+        assert written == [name != "key" for name, _ in clip.named_buffers()]
+    assert len(factors) > 2 or size == 0
+
+
+@chosen_target
+def test_the_total_norm_of_clipping_is_a_sum_in_fp64(target):
+    size = 2 * tuning.FINALIZE.tile + 9
+    columns = torch.zeros(size, NUM_COLUMNS, dtype=torch.float64)
+    sumsq = columns[:, COLUMN_INDEX["sumsq"]]
+    sumsq.copy_(torch.rand(size, dtype=torch.float64) * 10.0 ** torch.arange(size).fmod(20))
+    clip, again = ZScoreClip(), ZScoreClip()
+    with kernels(target):
+        for each in (clip, again):
+            by_kernel(each, tuple(map(str, range(size))), columns)
+    # The mean of a single norm is the norm. Fewer than size additions of numbers that are not negative have a
+    # relative error of 2**-53 each; the root halves it, and adds one
+    norm = math.sqrt(math.fsum(sumsq.tolist()))
+    assert clip.mean.item() == pytest.approx(norm, rel=size * 2.0**-53, abs=0.0)
+    assert same_bits(clip.state, again.state)
 
 
 # how many instructions are executed

@@ -41,6 +41,7 @@ from kernels_bench.machine_code.compile import (
     Launch,
     capability,
     launches_of,
+    launching_for,
     moments_code,
     moments_launch,
     pair_launches_of,
@@ -372,6 +373,30 @@ def test_a_step_is_written_by_two_launches_without_atomics(target):
         assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
         # step numbers are compared in float64, without conversion
         assert "arith.truncf" not in code.ttir
+
+
+# the kernels of clipping
+
+
+@few_targets
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_a_decision_to_clip_spills_nothing_and_is_made_in_fp64(target, per_tensor):
+    from gradiometer import kernels
+
+    columns, one, record = [torch.zeros(s, dtype=torch.float64) for s in ((5, NUM_COLUMNS), (1,), (3, 5))]
+    buffers = (record[0], one, record) if per_tensor else (record[0, :3], record[:, :1])
+    with recorded_launches() as launches, launching_for(target):
+        kernels.clip_factors(columns, buffers, [0.0, 1.0, 25.0, math.inf, 1e-6], per_tensor=per_tensor)
+    (launch,) = launches
+    code = launch.compile(target)
+    assert launch.grid == (1,)
+    assert (code.stack, code.spills) == (0, 0)
+    assert [opcode for opcode in code.opcodes if is_atomic(opcode)] == []
+    assert set(roots(code)) == {exact_root(target)}
+    # no fp32 values in between
+    assert re.search(r"\bf32\b", code.ttir) is None
+    settings = [name for name, kind in code.signature.items() if kind == "i64"]
+    assert settings[1:] == ["decay", "warmup_steps", "max_norm", "eps"]
 
 
 # launches

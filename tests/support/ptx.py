@@ -88,6 +88,8 @@ _define("max", "f32 f64", "T T", "maximum({}, {})")
 _define("max", "f32", "T T T", "maximum(maximum({}, {}), {})")
 _define("max", "s16 s32 s64", "T T", "np.maximum({}, {})")
 _define("min", "s32 s64", "T T", "np.minimum({}, {})")
+# the number if one is NaN
+_define("min", "f64", "T T", "np.fmin({}, {})")
 _define("max", "f16", "T T", "maximum({}, {})")
 _define("max", "bf16", "T T", "to_bfloat(maximum(bfloat({}), bfloat({})))")
 _define("max", "f16x2", "b32 b32", "maximum(pairs({}, f16), pairs({}, f16)).reshape(-1)", "b32")

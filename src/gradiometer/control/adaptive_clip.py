@@ -101,6 +101,7 @@ class AdaptiveClip(Float64Module):
         self,
         names: tuple[str, ...],
         columns: Tensor,
+        order: float,
         norms: Callable[[], Norms],
         weights: Tensor | None = None,
     ) -> Tensor:
@@ -109,6 +110,7 @@ class AdaptiveClip(Float64Module):
         Args:
             names: the rows of the gradients.
             columns: ``(len(names), C) float64``, merged over the ranks.
+            order: of the norms; the columns hold those of order 2.
             norms: returns the norms of all rows together.
             weights: the same columns of the weights, if this module `needs_weights`.
         """
@@ -122,6 +124,14 @@ class AdaptiveClip(Float64Module):
         number = torch.full((1,), self._settings, dtype=torch.int64, device=self.record.device)
         total = torch.cat([number, *halves]).sum().to(torch.float64)
         return StateDigest(total, f"gm.{type(self).__name__}")
+
+    def _uses_kernel(self, columns: Tensor) -> bool:
+        """Return whether one kernel decides; a kernel assumes that buffers are contiguous."""
+        return (
+            not is_watched()
+            and ops.uses_kernels(columns.device)
+            and all([x.is_contiguous() for x in self.buffers()])
+        )
 
     def _state(self) -> list[Tensor]:
         """Return the buffers that decisions depend on, each with one dimension."""

@@ -267,11 +267,10 @@ def clip_coefficient(
         msg = f"{what}: norm_type must be 2 or inf, the orders that stats hold, got {norm_type!r}; "
         raise ValueError(msg + "use clip_grad_norm_ for other orders")
     with torch.no_grad():
-        norms = norms_of(stats.columns, order)
         if isinstance(max_norm, AdaptiveClip):
             max_norm.check_order(order, what)
-            return max_norm.decide(stats.names, stats.columns, lambda: norms)
-        return coefficient_of(norms.finite, limit_of(max_norm, "max_norm", what))
+            return max_norm.decide(stats.names, stats.columns, order, lambda: norms_of(stats.columns, order))
+        return coefficient_of(norms_of(stats.columns, order).finite, limit_of(max_norm, "max_norm", what))
 
 
 @torch.no_grad()
@@ -341,7 +340,7 @@ def _clip(
         factors = coefficient_of(norms().finite, limit)
     else:
         weights = _weights(parameters, stats, what, reduce) if clip.needs_weights else None
-        factors = clip.decide(stats.names, stats.columns, norms, weights)
+        factors = clip.decide(stats.names, stats.columns, order, norms, weights)
         if stats.local is not None and factors.dim():
             rows = {name: row for row, name in enumerate(stats.names)}
             factors = derived.take(factors, [rows[name] for name in grads.names])

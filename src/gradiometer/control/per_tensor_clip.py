@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gradiometer import ops
 from gradiometer.columns import COLUMN_INDEX, derived
 from gradiometer.control.adaptive_clip import is_on_host, require, stats_given
 from gradiometer.control.coefficient import LARGEST, coefficient_of
@@ -123,7 +124,7 @@ class PerTensorClip(TensorwiseClip):
             ValueError: for another device, and for a name that is not in `names`.
         """
         stats = stats_given(stats, "PerTensorClip")
-        return self.decide(stats.names, stats.columns, lambda: norms_of(stats.columns, 2.0))
+        return self.decide(stats.names, stats.columns, 2.0, lambda: norms_of(stats.columns, 2.0))
 
     def extra_repr(self) -> str:
         """Return the arguments."""
@@ -136,12 +137,17 @@ class PerTensorClip(TensorwiseClip):
         self,
         names: tuple[str, ...],
         columns: Tensor,
+        order: float,
         norms: Callable[[], Norms],
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return the factor of each row, ``(len(names),) float64``, and update the averages."""
-        del weights
+        del order, weights
         columns = self._spread(names, columns)
+        if self._uses_kernel(columns):
+            buffers = self.average, self.count, self.record
+            settings = self.max_ratio, self.decay, self.warmup_steps, self.max_norm, self.eps
+            return self._gathered(names, ops.clip_factors_(columns, buffers, settings, per_tensor=True))
         norm = derived.value(columns, "finite_norm")
         nonfinite = columns[:, _NONFINITE]
         # the host takes one of two ways, and the short one if every norm enters the average

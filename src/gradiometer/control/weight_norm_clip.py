@@ -131,7 +131,7 @@ class WeightNormClip(TensorwiseClip):
                 msg = f"{what}: {missing[0]!r} has a gradient, but weights have no such row; pass "
                 raise ValueError(msg + "gm.collect_weights(model) of the same model")
             columns = derived.take(columns, [rows[name] for name in stats.names])
-        return self.decide(stats.names, stats.columns, lambda: norms_of(stats.columns, 2.0), columns)
+        return self.decide(stats.names, stats.columns, 2.0, lambda: norms_of(stats.columns, 2.0), columns)
 
     def extra_repr(self) -> str:
         """Return the arguments."""
@@ -160,11 +160,12 @@ class WeightNormClip(TensorwiseClip):
         self,
         names: tuple[str, ...],
         columns: Tensor,
+        order: float,
         norms: Callable[[], Norms],
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return the factor of each row, ``(len(names),) float64``."""
-        del norms
+        del order, norms
         if weights is None:
             msg = "clip_coefficient: gm.WeightNormClip needs the norms of the weights too; call "
             raise ValueError(msg + "clip(stats, gm.collect_weights(model)), or use collect_and_clip_")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradiometer import ops
 from gradiometer.columns import derived
 from gradiometer.control.adaptive_clip import AdaptiveClip, is_on_host, require, stats_given
 from gradiometer.control.coefficient import EPS, LARGEST
@@ -123,7 +124,7 @@ class ZScoreClip(AdaptiveClip):
             ValueError: if it is on another device.
         """
         stats = stats_given(stats, "ZScoreClip")
-        return self.decide(stats.names, stats.columns, lambda: norms_of(stats.columns, 2.0))
+        return self.decide(stats.names, stats.columns, 2.0, lambda: norms_of(stats.columns, 2.0))
 
     def extra_repr(self) -> str:
         """Return the arguments."""
@@ -136,13 +137,17 @@ class ZScoreClip(AdaptiveClip):
         self,
         names: tuple[str, ...],
         columns: Tensor,
+        order: float,
         norms: Callable[[], Norms],
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return the factor of all gradients, 0-d float64, and update the state."""
         del names, weights
+        self._check_device(columns)
+        if order == 2.0 and self._uses_kernel(columns):
+            settings = self.z_threshold, self.decay, self.warmup_steps, self.max_norm, self.eps
+            return ops.clip_factors_(columns, (self.state, self.record), settings, per_tensor=False)
         said, finite = norms()
-        self._check_device(said)
         if not is_on_host(columns.device):
             mean, variance, count = self.state.unbind()
             factor, enters, after = self._step(said, finite, mean, variance, count, torch.where, derived.sqrt)

@@ -2,6 +2,7 @@
 
 from gradiometer.kernels import tuning
 from gradiometer.kernels.append import append
+from gradiometer.kernels.clip_factors import clip_factors
 from gradiometer.kernels.driver import load_driver
 from gradiometer.kernels.finalize import finalize
 from gradiometer.kernels.fingerprint import NUM_FINGERPRINT_PARTIALS, finalize_fingerprints
@@ -14,6 +15,7 @@ __all__ = [
     "PAIR_PARTIALS",
     "PARTIALS",
     "append",
+    "clip_factors",
     "finalize",
     "finalize_fingerprints",
     "finalize_pairs",

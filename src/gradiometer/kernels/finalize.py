@@ -14,7 +14,7 @@ from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, Flag, Thresholds
 from gradiometer.kernels import tuning
 from gradiometer.kernels.moments import PARTIALS
 
-__all__ = ["finalize"]
+__all__ = ["bits", "finalize"]
 
 # These are defaults of arguments and not global constants: at every launch Triton compares each of those that
 # a kernel uses with the value that was compiled, which takes the host time.
@@ -143,7 +143,8 @@ def _finalize_kernel(
     tl.store(flags_ptr + row, flags * (numel > 0).to(tl.int32))
 
 
-def _bits(x: float) -> int:
+def bits(x: float) -> int:
+    """Return the bits of a float64, to pass it to a kernel without a conversion to fp32."""
     return int(struct.unpack("<q", struct.pack("<d", x))[0])
 
 
@@ -177,7 +178,7 @@ def finalize(
         partials if inv_scale is None else inv_scale,
         num_tensors,
         partials.shape[1],
-        *(_bits(x) for x in (thresholds.vanishing, thresholds.exploding, thresholds.dead)),
+        *(bits(x) for x in (thresholds.vanishing, thresholds.exploding, thresholds.dead)),
         HAS_INV_SCALE=inv_scale is not None,
         NUM_COLUMNS=NUM_COLUMNS,
         TILE=tile,

@@ -5,6 +5,7 @@ write them into a ring. Packing for the kernels and the eager reference are here
 names, ranks or reports. Triton is imported on the first call on a device that needs it.
 """
 
+from gradiometer.ops.clip_factors import clip_factors_
 from gradiometer.ops.library import (
     INSTALL_COMPILER,
     INTERPRETED,
@@ -27,6 +28,7 @@ __all__ = [
     "INTERPRETED",
     "LaunchPlan",
     "append_",
+    "clip_factors_",
     "driver_error",
     "is_capturing",
     "keep_",
