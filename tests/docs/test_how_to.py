@@ -98,6 +98,15 @@ def test_a_plain_loop():
     assert read_run("runs/plain").blackbox is None
 
 
+def test_updates():
+    scope = run(LOOPS, "Updates")
+    assert scope["monitor"].failures == {}
+    assert scope["ratios"].shape == (20, 4)
+    assert (scope["ratios"] > 0).all()
+    recorded = read_run("runs/updates")
+    assert not recorded.matrix("descent_cosine", "updates")[1].isnan().any()
+
+
 def test_compiled_steps():
     run(LOOPS, "A compiled step")
     for path in ("runs/compiled", "runs/compiled-model"):

@@ -276,3 +276,13 @@ def test_bad_arguments_are_refused_at_once(tmp_path):
         trainer.train()
     assert logging.getLogger("gradiometer").handlers == []
     assert sink.info is None
+
+
+def test_updates_are_compared_with_the_gradients_of_the_step(tmp_path):
+    trainer = make_trainer(tmp_path, optim="sgd", learning_rate=0.5, weight_decay=0.0)
+    callback, sink = watched(trainer, updates=True)
+    trainer.train()
+    assert callback.monitor.failures == {}
+    cosines = [record.total("descent_cosine", "updates") for record in sink.records]
+    # float32 weights hold each update up to half an ulp of theirs
+    assert cosines[:3] == pytest.approx([1.0] * 3, abs=1e-4)

@@ -294,3 +294,12 @@ def test_it_serves_both_names_of_the_package(tmp_path, monkeypatch):
 def test_a_misspelt_option_is_refused_at_once():
     with pytest.raises(TypeError, match="capcity"):
         MonitorCallback(capcity=3)
+
+
+def test_updates_are_compared_with_the_gradients_of_the_step(tmp_path):
+    callback, sink = watching(updates=True)
+    fit(make_module(), tmp_path, [callback])
+    assert callback.monitor.failures == {}
+    known = [record.total("n_nonzero_g", "updates") for record in sink.records]
+    assert known == [record.total("numel") - record.total("n_zero") for record in sink.records]
+    assert all(record.total("update_ratio", "updates") > 0 for record in sink.records)

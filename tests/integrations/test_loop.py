@@ -77,6 +77,9 @@ def test_a_plain_loop_is_recorded_as_by_a_monitor_and_trains_the_same():
     assert sink.scalars("loss") == theirs.scalars("loss")
     for a, b in zip(sink.records, theirs.records, strict=True):
         torch.testing.assert_close(a.values, b.values, rtol=0, atol=0)
+        # before the gradients are cleared, and after it
+        assert a.total("descent_cosine", "updates") > 0
+        assert b.total("n_nonzero_g", "updates") == 0
 
 
 def test_after_the_monitor_is_closed_the_loop_goes_on_without_it():

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gradiometer import sinks
 from gradiometer.rules.fault import Fault
@@ -60,6 +61,25 @@ def test_tensors_are_taken_by_name_and_statistic():
     }
     assert selection.values(record) == expected
     assert len(sinks.Selection(tensors="").values(record)) == 4 + len(ROSTER.names)
+
+
+def test_updates_have_statistics_of_their_own():
+    roster = make_roster(2, ("grads", "updates"))
+    (record,) = records(1, roster)
+    further = torch.tensor([[16.0, 4.0, -2.0, 8.0, 2.0]] * 2, dtype=torch.float64)
+    record = replace(record, further=further)
+    names = ("norm", "update_ratio", "stuck_fraction")
+    values = sinks.Selection(tensors="weight", statistics=names, totals=names, scalars=None).values(record)
+    assert {key for key in values if key.startswith("grads")} == {
+        "grads/total_norm",
+        "grads/blocks.0.weight/norm",
+    }
+    assert values["updates/stuck_fraction"] == values["updates/blocks.0.weight/stuck_fraction"] == 0.25
+    assert values["updates/update_ratio"] == record.total("update_ratio", "updates")
+    assert lookup(record, "updates/blocks.0.weight/stuck_fraction") == 0.25
+    check_key("updates/update_ratio")
+    with pytest.raises(ValueError, match="only updates have update_ratio"):
+        check_key("grads/update_ratio")
 
 
 def test_statistics_may_be_a_pattern_of_whole_names():
