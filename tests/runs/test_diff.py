@@ -15,7 +15,7 @@ pytest.importorskip("pyarrow")
 from gradiometer.columns import RING_WIDTH
 from gradiometer.columns.schema import COLUMN_INDEX
 from gradiometer.runs import diff
-from gradiometer.runs.diff import BitDifference, compare, compare_runs
+from gradiometer.runs.diff import BitDifference, compare_runs, compared
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import make_info, make_records, make_roster, write_run
@@ -58,7 +58,7 @@ def a(tmp_path):
 def test_a_run_is_the_same_as_itself_and_as_one_of_other_segments(a, tmp_path):
     other = write_run(tmp_path / "b", tensors=4, steps=20, kinds=KINDS)
 
-    found = compare(a, read_run(other))
+    found = compared(a, read_run(other))
 
     assert found.same
     assert found.step is None
@@ -68,7 +68,7 @@ def test_a_run_is_the_same_as_itself_and_as_one_of_other_segments(a, tmp_path):
 def test_the_first_step_and_tensor_are_named(a, tmp_path):
     b = write(tmp_path / "b", at(11, "grads", 2, "sumsq", 4.0), kinds=KINDS)
 
-    found = compare(a, b)
+    found = compared(a, b)
 
     assert not found.same
     (difference,) = found.first
@@ -86,7 +86,7 @@ def test_what_a_step_makes_first_comes_first(a, tmp_path):
             return record
         return replace(record, values=record.values * 2, scalars={**record.scalars, "loss": 1.0})
 
-    found = compare(a, write(tmp_path / "b", change, kinds=KINDS))
+    found = compared(a, write(tmp_path / "b", change, kinds=KINDS))
 
     weights = ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias"]
     grads = [f"{name}.grad" for name in reversed(weights)]
@@ -101,10 +101,10 @@ def test_a_scalar_that_parts_earlier_is_where_the_runs_part(a, tmp_path):
 
     b = write(tmp_path / "b", change, kinds=KINDS)
 
-    assert [(d.step, d.name) for d in compare(a, b).first] == [(3, "lr")]
-    found = compare(a, b, ignore=re.compile("^lr$"))
+    assert [(d.step, d.name) for d in compared(a, b).first] == [(3, "lr")]
+    found = compared(a, b, ignore=re.compile("^lr$"))
     assert [(d.step, d.name) for d in found.first] == [(9, "blocks.0.weight.grad")]
-    assert compare(a, b, ignore=re.compile(r"^lr$|0\.weight")).same
+    assert compared(a, b, ignore=re.compile(r"^lr$|0\.weight")).same
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_a_scalar_that_parts_earlier_is_where_the_runs_part(a, tmp_path):
 def test_what_rtol_allows(tmp_path, column, factor, rtol, same):
     a, b = write(tmp_path / "a"), write(tmp_path / "b", at(4, "grads", 1, column, factor))
 
-    assert not compare(a, b).same
-    assert compare(a, b, rtol=rtol).same is same
+    assert not compared(a, b).same
+    assert compared(a, b, rtol=rtol).same is same
 
 
 def test_a_nan_is_the_same_as_a_nan_and_a_count_of_them_is_exact(tmp_path):
@@ -130,7 +130,7 @@ def test_a_nan_is_the_same_as_a_nan_and_a_count_of_them_is_exact(tmp_path):
         return replace(record, scalars={**record.scalars, "loss": math.nan})
 
     a, b = write(tmp_path / "a", change), write(tmp_path / "b", change)
-    assert compare(a, b).same
+    assert compared(a, b).same
 
     def put(record):
         values = record.values.clone()
@@ -138,7 +138,7 @@ def test_a_nan_is_the_same_as_a_nan_and_a_count_of_them_is_exact(tmp_path):
         return replace(change(record), values=values)
 
     c = write(tmp_path / "c", put)
-    (difference,) = compare(a, c, rtol=1e6).first
+    (difference,) = compared(a, c, rtol=1e6).first
     assert difference.name == "blocks.1.bias.grad"
     assert difference.values == {"n_nan": (0.0, 1.0)}
 
@@ -156,10 +156,10 @@ def test_scalars_are_compared_step_by_step_only_where_they_differ(tmp_path, monk
     looked, real = [], diff._given
     monkeypatch.setattr(diff, "_given", lambda rows: (looked.append(len(rows)), real(rows))[1])
     a, same = write(tmp_path / "a"), write(tmp_path / "b")
-    assert compare(a, same).same
+    assert compared(a, same).same
     assert looked == []
 
-    found = compare(write(tmp_path / "c", change), write(tmp_path / "d", other, keep=set(range(2, 20))))
+    found = compared(write(tmp_path / "c", change), write(tmp_path / "d", other, keep=set(range(2, 20))))
     assert [(d.name, d.step, d.values["value"]) for d in found.scalars] == [("x", 13, (1.0, 2.0))]
 
 
@@ -167,7 +167,7 @@ def test_a_loss_that_one_run_lacks_is_a_difference(tmp_path):
     def change(record):
         return replace(record, scalars={"lr": record.scalars["lr"]})
 
-    (difference,) = compare(write(tmp_path / "a"), write(tmp_path / "b", change)).first
+    (difference,) = compared(write(tmp_path / "a"), write(tmp_path / "b", change)).first
 
     assert difference.name == "loss"
     assert difference.values["value"][1] is None
@@ -178,17 +178,17 @@ def test_other_names_and_shapes_are_named_and_the_rest_is_compared(tmp_path):
     b = write(tmp_path / "b", names=["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "head"])
     c = write(tmp_path / "c", names=["blocks.0.weight", "blocks.0.bias", "blocks.1.bias", "blocks.1.weight"])
 
-    found = compare(a, b)
+    found = compared(a, b)
     assert (found.only_a, found.only_b) == (("blocks.1.bias.grad",), ("head.grad",))
     assert (found.first, found.same, found.tensors) == ((), False, 3)
 
-    found = compare(a, c)
+    found = compared(a, c)
     assert found.shapes["blocks.1.bias.grad"] == ("float32 [64]", "float32 [64, 64]")
     assert {d.name for d in found.first} == {"blocks.1.bias.grad", "blocks.1.weight.grad"}
 
 
 def test_kinds_that_one_run_recorded_alone_are_noted_and_no_difference(a, tmp_path):
-    found = compare(a, write(tmp_path / "b"), ignore=re.compile("loss"))
+    found = compared(a, write(tmp_path / "b"), ignore=re.compile("loss"))
 
     # the synthetic noise depends on the number of kinds
     assert found.kinds == (("weights", "updates"), ())
@@ -200,10 +200,10 @@ def test_steps_that_one_run_lacks_are_noted_and_the_others_compared(tmp_path):
     # a segment in the middle is missing
     c = write(tmp_path / "c", at(15, "grads", 0, "sum", 2.0), keep=[*range(5), *range(15, 18)])
 
-    found = compare(a, b)
+    found = compared(a, b)
     assert found.same
     assert (found.common, found.missing) == (12, ((), ()))
-    found = compare(a, c)
+    found = compared(a, c)
     assert found.missing == (tuple(range(5, 15)), ())
     assert found.step == 15
 
@@ -211,7 +211,7 @@ def test_steps_that_one_run_lacks_are_noted_and_the_others_compared(tmp_path):
 def test_steps_without_tensors_are_compared_by_their_scalars(tmp_path):
     a, b = write(tmp_path / "a"), write(tmp_path / "b", every=5)
 
-    found = compare(a, b)
+    found = compared(a, b)
 
     assert found.same
     assert (found.common, found.compared) == (20, 4)
@@ -220,7 +220,7 @@ def test_steps_without_tensors_are_compared_by_their_scalars(tmp_path):
 def test_with_no_step_in_common_nothing_is_the_same(tmp_path):
     a, b = write(tmp_path / "a", steps=5), write(tmp_path / "b", steps=5, first=10)
 
-    found = compare(a, b)
+    found = compared(a, b)
 
     assert (found.same, found.common, found.first, found.total_norm) == (False, 0, (), None)
 
@@ -231,7 +231,7 @@ def test_a_tensor_that_is_measured_in_one_run_only_differs(tmp_path):
         values[0, 1] = 0
         return replace(record, values=values)
 
-    found = compare(write(tmp_path / "a"), write(tmp_path / "b", freeze))
+    found = compared(write(tmp_path / "a"), write(tmp_path / "b", freeze))
 
     assert found.step == 0
     assert found.first[0].values["numel"] == (64.0, 0.0)
@@ -439,4 +439,4 @@ def test_runs_with_nothing_in_common_are_an_error(tmp_path, options, message):
     a, b = write(tmp_path / "a"), write(tmp_path / "b", **options)
     with pytest.raises(RunError, match=message):
         compare_runs(a, b)
-    assert not compare(a, b).same
+    assert not compared(a, b).same

@@ -5,7 +5,7 @@ run is still going. This package does not use devices or threads.
 """
 
 from gradiometer.runs.attempts import Attempt
-from gradiometer.runs.diff import BitDifference, Comparison, Difference, Side, compare, compare_runs
+from gradiometer.runs.diff import BitDifference, Comparison, Difference, Side, compare_runs, compared
 from gradiometer.runs.directory import is_taken
 from gradiometer.runs.json_files import encodable, to_json
 from gradiometer.runs.rank_blackbox import RankBlackbox
@@ -26,8 +26,8 @@ __all__ = [
     "RunRecord",
     "Side",
     "Verification",
-    "compare",
     "compare_runs",
+    "compared",
     "encodable",
     "is_taken",
     "read_run",

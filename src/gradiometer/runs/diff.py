@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import StepRecord
 
-__all__ = ["BitDifference", "Comparison", "Difference", "Side", "compare", "compare_runs"]
+__all__ = ["BitDifference", "Comparison", "Difference", "Side", "compare_runs", "compared"]
 
 # the order of computation: the loss from the weights, gradients from the loss, updates from gradients
 _ORDER: Final[tuple[Kind | None, ...]] = ("weights", None, "grads", "updates")
@@ -99,7 +99,7 @@ class Comparison:
 
     Attributes:
         a, b: the runs.
-        rtol: the relative tolerance, see `compare`.
+        rtol: the relative tolerance, see `compared`.
         common: the number of steps that both have.
         recorded: the number of common steps with tensors in both.
         compared: of those, the number up to the first whose statistics or scalars differ.
@@ -266,7 +266,7 @@ def compare_runs(
     """
     runs = [run if isinstance(run, Run) else read_run(run) for run in (a, b)]
     pattern = None if ignore is None else re.compile(ignore)
-    found = compare(runs[0], runs[1], rtol=rtol, ignore=pattern)
+    found = compared(runs[0], runs[1], rtol=rtol, ignore=pattern)
     names = f"{found.a.path} and {found.b.path}"
     if not found.common:
         has = [
@@ -282,7 +282,7 @@ def compare_runs(
     return found
 
 
-def compare(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None = None) -> Comparison:
+def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | None = None) -> Comparison:
     """Do what `compare_runs` does, also for runs without a step or tensor in common."""
     kinds = set(a.roster.kinds) & set(b.roster.kinds)
     rows = [_labels(run.roster, kinds, ignore) for run in (a, b)]

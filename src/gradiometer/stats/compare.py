@@ -98,8 +98,8 @@ def collect_updates(model: Parameters, snapshot: Snapshot, *, reduce: bool | Ran
     >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
     >>> optimizer.step()
     >>> stats = gm.collect_updates(model, snapshot)
-    >>> stats.norm_u, stats.descent_cosine
-    (tensor([2.5000], dtype=torch.float64), tensor([1.], dtype=torch.float64))
+    >>> print(f"{stats.norm_u.item():.3f} {stats.descent_cosine.item():.3f}")
+    2.500 1.000
     """
     what = "collect_updates"
     if not isinstance(snapshot, Snapshot):

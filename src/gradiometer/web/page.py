@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.runs import Run, compare, read_run
+from gradiometer.runs import Run, compared, read_run
 from gradiometer.version import __version__
 from gradiometer.web.data import page_of
 
@@ -74,7 +74,7 @@ def contents(runs: Sequence[Run]) -> tuple[dict[str, Any], dict[str, str]]:
     pages = [page_of(run) for run in runs]
     values: dict[str, Any] = {"runs": [page.values for page in pages], "differ": None}
     if len(runs) == 2:
-        found = compare(runs[0], runs[1])
+        found = compared(runs[0], runs[1])
         values["differ"] = {
             "same": found.same,
             "common": found.common,
