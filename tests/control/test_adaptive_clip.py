@@ -293,6 +293,21 @@ def test_the_factors_of_weight_norms_are_those_of_their_statistics():
     assert clip.n_steps[1] == 0
 
 
+@pytest.mark.parametrize("inv_scale", [2.0**-16, torch.tensor(2.0**-16)])
+def test_units_are_clipped_by_the_norms_of_unscaled_gradients(inv_scale):
+    model, twin = Layers(), Layers()
+    for p in twin.parameters():
+        p.grad.mul_(2.0**16)
+    clip, scaled = (gm.WeightNormClip(each, unitwise=True) for each in (model, twin))
+    gm.collect_and_clip_(model, clip)
+    gm.collect_and_clip_(twin, scaled, inv_scale=inv_scale)
+    assert 0 < clip.clip_fraction < 1
+    assert torch.equal(clip.record, scaled.record)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        # a power of two changes no bit; the gradients stay scaled
+        assert torch.equal(p.grad, q.grad * 2.0**-16)
+
+
 def test_pieces_of_a_tensor_are_clipped_like_the_whole(monkeypatch):
     model, twin = Layers(), Layers()
     gm.clip_grad_norm_(model, gm.WeightNormClip(model, unitwise=True))

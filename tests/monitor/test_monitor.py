@@ -454,6 +454,42 @@ def test_in_a_fullgraph_step_it_records_decides_and_compiles_once():
 
 
 @pytest.mark.usefixtures("_dynamo")
+def test_updates_of_parameters_that_are_unfrozen_between_compiled_steps():
+    model = small()
+    model[0].weight.requires_grad_(requires_grad=False)
+    monitor, seen = monitor_of(model, updates=True)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(x):
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(0.1 * p.grad)
+        monitor.record_updates()
+        for p in model.parameters():
+            p.grad = None
+
+    expected = []
+    with monitor:
+        for i in range(20):
+            if i >= 3:
+                # again and again, as with two models
+                model[0].weight.requires_grad_(i % 2 == 1)
+            before = model[0].weight.detach().double()
+            step(torch.randn(3, 4))
+            expected.append((model[0].weight.detach().double() - before).abs().max().item())
+            monitor.advance()
+    found = [record.value("abs_max", "updates")[0].item() for record in seen]
+    # from the step after
+    assert [bool(record.measured("updates")[0]) for record in seen] == [False] * 4 + [True] * 16
+    assert found[4:] == expected[4:]
+    # frozen or not, and with or without its copy
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    assert monitor.failures == {}
+
+
+@pytest.mark.usefixtures("_dynamo")
 def test_parameters_frozen_and_unfrozen_between_compiled_steps():
     model = small()
     monitor, seen = monitor_of(model)
@@ -538,6 +574,21 @@ def test_updates_are_those_of_the_step_and_only_of_due_ones():
         6: 2.0**-6,
         9: 2.0**-9,
     }
+
+
+@pytest.mark.parametrize("now", [torch.float32, torch.float16])
+def test_updates_after_the_model_was_cast_are_not_those_of_rounding(now):
+    model = small().bfloat16()
+    monitor, seen = monitor_of(model, updates=True)
+    with monitor:
+        monitor.advance()
+        model.to(now)
+        for _ in range(3):
+            with torch.no_grad():
+                model[0].weight.fill_(1 + 2.0**-10)
+            monitor.advance()
+    assert [record.total("norm", "updates") == 0 for record in seen] == [True, False, True, True]
+    assert monitor.failures == {}
 
 
 def test_updates_after_weights_got_another_shape_are_said_once_and_go_on(caplog):

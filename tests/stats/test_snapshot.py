@@ -84,6 +84,35 @@ def test_an_update_copies_the_current_weights_in_place():
     assert torch.equal(kept(snapshot)[0], model.weight)
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.float8_e5m2),
+        (torch.float32, torch.complex64),
+    ],
+)
+def test_an_update_does_not_round_the_weights(before, now):
+    weights = {"a": torch.ones(3), "w": torch.ones(5).to(before)}
+    snapshot = gm.Snapshot(weights)
+    weights = {"a": torch.zeros(3), "w": torch.full((5,), 1.0 + 2.0**-9).to(now)}
+    names = [str(dtype).removeprefix("torch.") for dtype in (now, before)]
+    with pytest.raises(ValueError, match=rf"update_: 'w' is {names[0]}, but was {names[1]} in the snapshot"):
+        snapshot.update_(weights)
+    # nothing was half-written
+    assert torch.equal(kept(snapshot)[0], torch.ones(3))
+
+
+@pytest.mark.parametrize("now", [torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_an_update_by_weights_of_fewer_bits_is_exact(now):
+    weights = {"w": torch.ones(5)}
+    snapshot = gm.Snapshot(weights)
+    weights["w"] = torch.full((5,), 1.25).to(now)
+    assert gm.collect_updates(weights, snapshot.update_(weights)).n_unchanged == 5
+
+
 @pytest.mark.parametrize("sample", [1, 1 / 2])
 def test_it_is_copied_and_pickled(sample):
     model = nn.Linear(128, 128)
@@ -255,6 +284,21 @@ def test_the_gradient_of_a_sample_is_that_of_its_elements(weight_order, grad_ord
     assert found["dot_ug"] == 0.0
     # memory with gaps has no chunks: all of it is kept
     assert (kept(snapshot)[0].numel() == weight.numel()) == (weight_order == "with gaps")
+
+
+@pytest.mark.parametrize("before", ORDERS)
+@pytest.mark.parametrize("now", ORDERS)
+def test_a_sample_of_memory_in_another_order_is_refused(before, now):
+    numbers = torch.arange(100 * 1024.0).view(100, 1024)
+    small = torch.arange(20.0).view(4, 5)
+    snapshot = gm.Snapshot({"w": ORDERS[before](numbers), "small": ORDERS[before](small)}, sample=1 / 4)
+    same = {"w": ORDERS[now](numbers), "small": ORDERS[now](small)}
+    if before == now:
+        assert gm.collect_updates(same, snapshot).unchanged_fraction.tolist() == [1.0, 1.0]
+        return
+    for call in (lambda: gm.collect_updates(same, snapshot), lambda: snapshot.update_(same)):
+        with pytest.raises(ValueError, match=r"'w' has the strides .* in the snapshot, .* take a new one"):
+            call()
 
 
 def test_a_sample_is_updated_in_place():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, derived
 from gradiometer.control.adaptive_clip import AdaptiveClip, stats_given
-from gradiometer.control.coefficient import arrived, coefficient_of
+from gradiometer.control.coefficient import coefficient_of, unscaled
 from gradiometer.control.scale import Part, limit_of, parts_of, scale_
 from gradiometer.control.weight_norm_clip import WeightNormClip
 from gradiometer.distributed import is_active
@@ -315,7 +315,7 @@ def _clip(
         parts = parts_of(grads, what)
         finite = finite_norm(local, order, over, stats.columns.device)
         if finite is not None and inv_scale is not None:
-            finite = _unscaled(finite, inv_scale)
+            finite = unscaled(finite, inv_scale)
         return stats
 
     if clip is not None and is_active():
@@ -334,7 +334,7 @@ def _clip(
         _refuse_nonfinite(stats, norms().said, order, over)
     if isinstance(clip, WeightNormClip) and clip.unitwise:
         held = {name: p for name, p in zip(*parameters, strict=True) if p.grad is not None}
-        clip.scale_units_(grads.names, parts, list(held.values()))
+        clip.scale_units_(grads.names, parts, list(held.values()), inv_scale)
         return stats, norms
     if clip is None:
         factors = coefficient_of(norms().finite, limit)
@@ -358,12 +358,6 @@ def _weights(parameters: Named, stats: TensorStats, what: str, reduce: bool | Ra
     weights = present(parameters.names, kept)
     home = stats.columns.device
     return over_ranks(reduce, parameters, what, lambda _: measure(weights, what, home=home)).columns
-
-
-def _unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:
-    if isinstance(inv_scale, Tensor):
-        inv_scale = arrived(inv_scale.detach(), norm.device).reshape(()).abs()
-    return norm * inv_scale
 
 
 def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float, ranks: Ranks | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradiometer.columns import derived
 from gradiometer.inputs import on_device
 
-__all__ = ["EPS", "LARGEST", "arrived", "coefficient_of"]
+__all__ = ["EPS", "LARGEST", "arrived", "coefficient_of", "unscaled"]
 
 # as in torch: added to a norm before dividing by it
 EPS: Final = 1e-6
@@ -31,3 +31,10 @@ def coefficient_of(norm: Tensor, limit: float | Tensor) -> Tensor:
     ratio = limit / (norm + EPS).clamp(max=LARGEST)
     # the value of a tensor was not checked: NaN clips nothing
     return derived.realized(torch.where(ratio < 1.0, ratio, 1.0)).clamp(min=0.0)
+
+
+def unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:
+    """Return norms of unscaled gradients, from those of scaled ones."""
+    if isinstance(inv_scale, Tensor):
+        inv_scale = arrived(inv_scale.detach(), norm.device).reshape(()).abs()
+    return norm * inv_scale

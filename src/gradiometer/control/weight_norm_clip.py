@@ -11,7 +11,7 @@ from torch.linalg import vector_norm
 
 from gradiometer.columns import derived
 from gradiometer.control.adaptive_clip import require, stats_given
-from gradiometer.control.coefficient import LARGEST
+from gradiometer.control.coefficient import LARGEST, unscaled
 from gradiometer.control.scale import real_memory, scale_by_
 from gradiometer.control.tensorwise_clip import TensorwiseClip
 from gradiometer.inputs import is_dtensor, is_limit
@@ -177,26 +177,34 @@ class WeightNormClip(TensorwiseClip):
         return derived.realized(self._gathered(names, factor))
 
     @torch.no_grad()
-    def scale_units_(self, names: tuple[str, ...], parts: Sequence[Part], weights: Sequence[Tensor]) -> None:
+    def scale_units_(
+        self,
+        names: tuple[str, ...],
+        parts: Sequence[Part],
+        weights: Sequence[Tensor],
+        inv_scale: Tensor | float | None = None,
+    ) -> None:
         """Clip each output unit of gradients in place.
 
         Args:
             names: of all G gradients.
             parts: the gradients, on each device.
             weights: G weights.
+            inv_scale: as for `gradiometer.collect_and_clip_`.
         """
         found: dict[int, Tensor] = {}
         for part in parts:
             for row, grad in zip(part.rows, part.tensors, strict=True):
-                found[row] = self._scale_units_of(grad, weights[row].detach()).to(self.record.device)
+                noted = self._scale_units_of(grad, weights[row].detach(), inv_scale)
+                found[row] = noted.to(self.record.device)
         # least factor, number of units, and of clipped ones; nothing of a gradient that another row has
         rows = [self._rows(names, "WeightNormClip")[row] for row in found]
-        noted = torch.stack(list(found.values())) if found else self.record.new_zeros((0, 3))
-        spread = derived.spread(noted, rows, len(self.names))
+        every = torch.stack(list(found.values())) if found else self.record.new_zeros((0, 3))
+        spread = derived.spread(every, rows, len(self.names))
         factor, units, clipped = spread.unbind(dim=1)
         self._note(torch.where(units > 0.0, factor, 1.0), units, clipped)
 
-    def _scale_units_of(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def _scale_units_of(self, grad: Tensor, weight: Tensor, inv_scale: Tensor | float | None) -> Tensor:
         """Clip the units of one gradient; return ``(3,) float64``: least factor, units, clipped units."""
         has_units = grad.numel() > 0 and sum([size > 1 for size in weight.shape]) > 1
         weight = real_memory(weight)
@@ -208,7 +216,8 @@ class WeightNormClip(TensorwiseClip):
             pieces = list(zip(grad.split(rows), weight.split(rows), strict=True))
         noted = []
         for g, w in pieces:
-            factor = self._factor(*[_norms(x, dims) for x in (g, w)])
+            norm, size = [_norms(x, dims) for x in (g, w)]
+            factor = self._factor(norm if inv_scale is None else unscaled(norm, inv_scale), size)
             scale_by_(g, factor)
             is_clipped = (factor < 1.0).sum()
             noted.append(torch.stack([factor.amin(), derived.number(factor.numel(), g.device), is_clipped]))

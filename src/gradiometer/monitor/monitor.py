@@ -327,7 +327,9 @@ class Monitor:
             return
         if not self._has_updates:
             self.record_updates()
-        if not self._is_traced:
+        if self._is_traced:
+            self._try("updates", self._updates.keep_new, self.step + 1)
+        else:
             self._try("updates", self._updates.keep_for, self.step + 1, self._every)
         self._has_updates = self._is_traced = False
 

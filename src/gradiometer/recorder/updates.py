@@ -8,6 +8,8 @@ from gradiometer.inputs import is_dtensor, is_partial, placed_like, present
 from gradiometer.stats import Snapshot, updates_of
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     from torch import Tensor
 
     from gradiometer.recorder.recorder import Recorder
@@ -73,11 +75,23 @@ class Updates:
 
     def keep(self, step: int) -> None:
         """Copy the weights as they are before ``step``."""
+        self._keep({name: p for name, p in self._parameters().items() if p.requires_grad}, step)
+
+    def keep_new(self, step: int) -> None:
+        """Copy the weights if more of them require a gradient now, or in other dtypes: after compiled code.
+
+        Those that were kept before stay: each other copy compiles that code again.
+        """
+        kept = set() if self._snapshot is None else set(self._snapshot.names)
+        trained = {name: p for name, p in self._parameters().items() if p.requires_grad or name in kept}
+        if not _fits(self._snapshot, trained):
+            self._keep(trained, step)
+
+    def _keep(self, trained: dict[str, Tensor], step: int) -> None:
         # if anything fails, such as a copy of weights with another shape, the next copy is a new one
         snapshot, self._snapshot = self._snapshot, None
-        trained = {name: p for name, p in self._parameters().items() if p.requires_grad}
         with self._recorder.in_order():
-            if snapshot is not None and snapshot.names == tuple(trained):
+            if _fits(snapshot, trained):
                 snapshot.update_(trained)
             else:
                 del snapshot
@@ -91,6 +105,13 @@ class Updates:
     def _parameters(self) -> dict[str, Tensor]:
         recorder = self._recorder
         return dict(zip(recorder.roster.names, recorder.parameters_tracked, strict=True))
+
+
+def _fits(snapshot: Snapshot | None, trained: dict[str, Tensor]) -> TypeGuard[Snapshot]:
+    """Return whether a copy of these parameters can be updated: in a narrower dtype they would be rounded."""
+    if snapshot is None or snapshot.names != tuple(trained):
+        return False
+    return all([x.dtype == p.dtype for x, p in zip(snapshot.buffers(), trained.values(), strict=True)])
 
 
 def _placed(name: str, grad: Tensor, parameter: Tensor) -> Tensor | None:

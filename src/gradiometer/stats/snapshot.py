@@ -84,6 +84,8 @@ class Snapshot(Float64Module):
         # Dynamo cannot trace the checksum
         self._first = {name: zlib.crc32(name.encode()) % self.step for name in named.names}
         self._shapes = [x.shape for x in local.tensors]
+        # a sample is in the order of memory
+        self._orders = [x.stride() if self._is_large(x) else None for x in local.tensors]
         parts = [self._part(name, x) for name, x in zip(*local, strict=True)]
         for i, part in enumerate(parts):
             self.register_buffer(f"_{i}", part.detach().clone(), persistent=False)
@@ -98,11 +100,18 @@ class Snapshot(Float64Module):
         """Copy the current weights; the buffers keep their addresses.
 
         Raises:
-            ValueError: if a parameter is missing, or has another shape now.
+            ValueError: if a parameter is missing, or has another shape now, or a dtype whose numbers would
+                be rounded.
         """
         what = "Snapshot.update_"
-        parts = self.local_parts(local_shards(self.parameters_in(model, what), what), what)
-        ops.keep_(self._kept(), parts)
+        named = local_shards(self.parameters_in(model, what), what)
+        parts, kept = self.local_parts(named, what), self._kept()
+        for name, x, part in zip(named.names, kept, parts, strict=True):
+            if x.dtype != part.dtype and not _holds(x.dtype, part.dtype):
+                here, there = [str(dtype).removeprefix("torch.") for dtype in (part.dtype, x.dtype)]
+                msg = f"{what}: {name!r} is {here}, but was {there} in the snapshot, which would round it; "
+                raise ValueError(msg + "take a new one: gm.Snapshot(model)")
+        ops.keep_(kept, parts)
         return self
 
     def parameters_in(self, model: Parameters, what: str) -> Named:
@@ -153,6 +162,10 @@ class Snapshot(Float64Module):
             raise ValueError(msg + "gm.Snapshot(model)")
         if self.step == 1:
             return weights.tensors
+        for name, x, order in zip(*weights, self._orders, strict=True):
+            if order is not None and x.stride() != order:
+                msg = f"{what}: {name!r} has the strides {x.stride()}, but had {order} in the snapshot, a "
+                raise ValueError(msg + "sample of its memory; take a new one: gm.Snapshot(model, sample=...)")
         return [self._part(name, x) for name, x in zip(*weights, strict=True)]
 
     def _kept(self) -> list[Tensor]:
@@ -161,14 +174,24 @@ class Snapshot(Float64Module):
         # attributes of a module are found slowly
         return [self._buffers[f"_{i}"] for i in range(len(self.names))]  # type: ignore[misc]
 
+    def _is_large(self, x: Tensor) -> bool:
+        return self.step > 1 and x.numel() // CHUNK >= self.step
+
     def _part(self, name: str, x: Tensor) -> Tensor:
-        chunks = x.numel() // CHUNK
-        flat = as_flat(x) if self.step > 1 and chunks >= self.step else None
+        flat = as_flat(x) if self._is_large(x) else None
         if flat is None:
             return x
         part = flat[self._first[name] * CHUNK :].unfold(0, CHUNK, self.step * CHUNK)
         # Inductor would compute a view of new weights in a buffer of the whole size, to keep its strides
         return part.contiguous() if torch.compiler.is_compiling() else part
+
+
+def _holds(kept: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return whether a dtype has all numbers of another one."""
+    # torch does not promote fp8
+    return dtype.itemsize == 1 < kept.itemsize or (
+        kept.itemsize > 1 and torch.promote_types(kept, dtype) == kept
+    )
 
 
 def _in_order_of(x: Tensor, g: Tensor) -> Tensor:
