@@ -313,7 +313,7 @@ def test_memory_in_a_compiled_step(sample, first):
                 snapshot.update_(model)
             with torch.no_grad():
                 model.weight.sub_(1e-3 * model.weight.grad)
-            stats = gm.collect_updates(model, snapshot) if snapshot else None
+            stats = gm.collect_updates(model, snapshot) if snapshot else ()
             if snapshot and not first:
                 snapshot.update_(model)
             model.weight.grad = None
