@@ -84,7 +84,7 @@ class Snapshot(Float64Module):
         self.names = named.names
         # Dynamo cannot trace the checksum
         self._first = {name: zlib.crc32(name.encode()) % self.step for name in named.names}
-        self._shapes = [tuple(x.shape) for x in local.tensors]
+        self._shapes = [x.shape for x in local.tensors]
         parts = [self._part(name, x) for name, x in zip(*local, strict=True)]
         for i, part in enumerate(parts):
             self.register_buffer(f"_{i}", part.detach().clone(), persistent=False)
@@ -143,10 +143,12 @@ class Snapshot(Float64Module):
     def local_parts(self, weights: Named, what: str) -> list[Tensor]:
         """Return the parts of weights that correspond to those in the snapshot, as views."""
         for name, x, shape, kept in zip(*weights, self._shapes, self._kept(), strict=True):
-            if tuple(x.shape) != shape or x.device != kept.device:
-                now, then = f"{tuple(x.shape)} on {x.device}", f"{shape} on {kept.device}"
+            if x.shape != shape or x.device != kept.device:
+                now, then = f"{tuple(x.shape)} on {x.device}", f"{tuple(shape)} on {kept.device}"
                 msg = f"{what}: {name!r} is {now}, but was {then} in the snapshot; take a new one: "
                 raise ValueError(msg + "gm.Snapshot(model)")
+        if self.step == 1:
+            return weights.tensors
         return [self._part(name, x) for name, x in zip(*weights, strict=True)]
 
     def _kept(self) -> list[Tensor]:
