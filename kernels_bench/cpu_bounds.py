@@ -77,6 +77,17 @@ BOUNDS = (
             ("WeightNormClip", "collect_and_clip_ and collect_weights"),
         )
     ),
+    # pairs of 32M elements, and small ones, against statistics of the same bytes
+    *(
+        Bound(case, ours, peer, 2.5)
+        for case in (
+            "16 of 2097152",
+            "16 of 2097152 bfloat16",
+            "1000 of 1000",
+            "1000 of 1000 bfloat16",
+        )
+        for ours, peer in (("compare", "collect both"), ("collect_updates", "collect all three"))
+    ),
     Bound("step", "with collect_grads", "without", 1.1),
     Bound("busy", "collect_grads", "foreach64", 3.0),
 )
@@ -84,14 +95,16 @@ BOUNDS = (
 
 def model_of(count, numel, dtype="float32"):
     dtype = getattr(torch, dtype)
-    model = nn.ParameterList([nn.Parameter(torch.zeros(numel, dtype=dtype)) for _ in range(count)])
+    model = nn.ParameterList([nn.Parameter(torch.randn(numel).to(dtype)) for _ in range(count)])
     for parameter in model:
         parameter.grad = torch.randn(numel).to(dtype)
     return model
 
 
 def contenders_of(model):
-    grads = [parameter.grad for parameter in model]
+    grads, weights = ([getattr(x, name) for x in model] for name in ("grad", "data"))
+    snapshot = gm.Snapshot(model)
+    kept = list(snapshot.buffers())
     return {
         "get_total_norm": lambda: torch.nn.utils.get_total_norm([grad.double() for grad in grads]),
         "foreach64": lambda: torch._foreach_norm(grads, dtype=torch.float64),
@@ -99,6 +112,10 @@ def contenders_of(model):
         "collect_grads": lambda: gm.collect_grads(model),
         "with fingerprints": lambda: gm.collect_grads(model, fingerprint=True),
         "check_finite": lambda: gm.check_finite(model),
+        "compare": lambda: gm.compare(weights, kept),
+        "collect both": lambda: gm.collect([*weights, *kept]),
+        "collect_updates": lambda: gm.collect_updates(model, snapshot),
+        "collect all three": lambda: gm.collect([*weights, *kept, *grads]),
         **clips_of(model),
     }
 

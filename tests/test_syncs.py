@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
-from gradiometer.columns import derived
+from gradiometer.columns import NUM_PAIR_COLUMNS, PAIR_DERIVED, PAIR_INDEX, derived
 from gradiometer.columns.health import HEALTH
 from gradiometer.columns.schema import COLUMN_NAMES, NUM_COLUMNS
-from gradiometer.stats import tensor_stats
+from gradiometer.stats import pair_stats, tensor_stats
 from support.fake_device import (
     DEVICES,
     FakeEvent,
@@ -196,6 +196,65 @@ def test_an_inv_scale_that_is_a_number_needs_no_copy():
         with watch() as seen:
             gm.collect(tensors, inv_scale=0.5)
         assert seen.to_device == []
+
+
+# pairs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", [1, 1 / 2])
+def test_updates_never_wait(device, sample):
+    with device_of(device) as d:
+        model = Model(d)
+        large = torch.nn.Parameter(torch.ones(4 * 4096, device=d))
+        large.grad = torch.ones(4 * 4096, device=d)
+        model.register_parameter("large", large)
+        snapshot = gm.Snapshot(model, sample=sample)
+        with watch() as seen:
+            snapshot.update_(model)
+            stats = gm.collect_updates(model, snapshot)
+            values = [getattr(stats, name) for name in (*PAIR_INDEX, *PAIR_DERIVED)]
+            stats.group({"odd": r"w[135]", "none": "x"}).merge(stats.group({"odd": "w1", "none": "w2"}))
+            values += [stats.by_module().columns, stats.total, stats.total_value("update_ratio")]
+        assert {value.device.type for value in values} == {device}
+        assert (seen.op_calls, seen.to_host, seen.to_device) == (1, [], [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parameters", [1, 100])
+def test_one_call_of_the_op_measures_any_number_of_pairs(device, parameters):
+    with device_of(device) as d:
+        a, b = Model(d, parameters), Model(d, parameters)
+        # a parameter without a gradient
+        a.w0.grad = None
+        snapshot = gm.Snapshot(a)
+        with watch() as seen:
+            assert gm.compare(a, b).columns.shape == (parameters, NUM_PAIR_COLUMNS)
+            assert len(gm.collect_updates(a, snapshot).names) == parameters
+        assert (seen.op_calls, seen.to_host, seen.to_device) == (2, [], [])
+
+
+def test_pairs_of_several_devices_travel_to_the_accelerator_without_a_wait():
+    with FakeTensorMode():
+        tensors = [torch.ones(3, device=d) for d in ("cpu", "cuda", "cpu", "cuda")]
+        with watch() as seen:
+            found = gm.compare(tensors, tensors)
+        assert found.columns.device.type == "cuda"
+        assert seen.op_calls == 2
+        assert seen.to_host == []
+        assert not any(blocking for blocking, _ in seen.to_device)
+
+
+def test_a_report_of_pairs_takes_one_copy(monkeypatch):
+    matrices = []
+    monkeypatch.setattr(pair_stats, "PairReport", lambda names, matrix, **_: matrices.append(matrix) or names)
+    with device_of("cuda") as d:
+        stats = gm.compare(Model(d, 100), Model(d, 100))
+        with watch() as seen:
+            assert len(stats.materialize()) == 100
+        assert len(seen.to_host) == 1
+        assert seen.to_device == []
+    assert [(x.device.type, x.shape) for x in matrices] == [("cpu", (100, NUM_PAIR_COLUMNS))]
 
 
 # transfers to the host

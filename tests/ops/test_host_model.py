@@ -244,7 +244,12 @@ def test_gradients_that_move_before_every_recording_are_reported_once(model):
 # the model notices what a change of the package would break
 
 MUTANTS = {
-    "tables that eager calls keep are used in a capture": (packing, "pack", "is_capturing(device)", "False"),
+    "tables that eager calls keep are used in a capture": (
+        packing,
+        "_packed",
+        "is_capturing(device)",
+        "False",
+    ),
     "captured memory is released": (packing, "_lasting", "    _captured.append(host)", "    pass"),
     "captured memory is released later": (
         packing,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import pickle
 import zlib
@@ -357,21 +358,25 @@ def test_memory_in_a_compiled_step(sample, first):
                 snapshot.update_(model)
             with torch.no_grad():
                 model.weight.sub_(1e-3 * model.weight.grad)
-            stats = gm.collect_updates(model, snapshot) if snapshot else None
+            stats = gm.collect_updates(model, snapshot) if snapshot else ()
             if snapshot and not first:
                 snapshot.update_(model)
-            model.weight.grad = None
             return stats
 
         return torch.compile(step, fullgraph=True)
+
+    def run(step, model):
+        # outside of the graph: torch 2.13 cannot compile a second step that ends with it
+        model.weight.grad = None
+        return step(x)
 
     x, most = torch.randn(4, 2048), []
     for with_snapshot in (False, True):
         model = nn.Linear(2048, 2048, bias=False)
         step = step_of(model, gm.Snapshot(model, sample=sample) if with_snapshot else None)
         for _ in range(2):
-            step(x)
-        most.append(peak(lambda step=step: step(x)))
+            run(step, model)
+        most.append(peak(functools.partial(run, step, model)))
     # Inductor keeps new weights, or the sampled ones, until they are measured, and then writes them; a
     # second copy of a sample may be for the snapshot
     copies = 1 if sample == 1 else 3

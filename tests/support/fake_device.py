@@ -39,6 +39,8 @@ _READS = frozenset(
     }
 )
 _INDEXING = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default})
+# those that measure
+_OPS = frozenset({torch.ops.gradiometer.tensor_stats.default, torch.ops.gradiometer.pair_stats.default})
 
 
 class HostWaitError(AssertionError):
@@ -67,7 +69,7 @@ class Watch(TorchDispatchMode):
         if self._waits(func, args):
             raise HostWaitError(str(func))
         out = func(*args, **kwargs)
-        self.op_calls += func is torch.ops.gradiometer.tensor_stats.default
+        self.op_calls += func in _OPS
         if kwargs.get("pin_memory"):
             # a fake tensor does not remember that it is pinned
             self._pinned.append(out.untyped_storage()._cdata)

@@ -197,15 +197,20 @@ def _measure_batch(
     """Measure pairs with the same dtypes in rows of zero-padded numbers; write their rows."""
     filled = len(members) * width
     *sides, spare = [buffer[:filled] for buffer in buffers]
+    sizes = [numbers[0].numel() for _, numbers in members]
     for x, side in zip(sides, zip(*[numbers for _, numbers in members], strict=True), strict=True):
         # fp8 formats lack the operators that padding needs
-        flats = [(part.float() if part.itemsize == 1 else part).reshape(-1) for part in side]
+        flats = [part.float() for part in side] if side[0].itemsize == 1 else side
         zeros = flats[0].new_zeros(width)
-        parts = list(chain.from_iterable([(flat, zeros[len(flat) :]) for flat in flats]))
+        padding = {size: zeros[size:] for size in set(sizes)}
+        parts = [
+            part
+            for size, flat in zip(sizes, flats, strict=True)
+            for part in (flat if flat.dim() == 1 else flat.reshape(-1), padding[size])
+        ]
         x.copy_(convertible(torch.cat(parts, out=spare.view(zeros.dtype)[:filled])))
     found = _sums([x.view(-1, width) for x in sides], spare.view(-1, width))
-    for (index, numbers), (*sums, top) in zip(members, found, strict=True):
-        numel = numbers[0].numel()
+    for (index, numbers), numel, (*sums, top) in zip(members, sizes, found, strict=True):
         # padding is unchanged
         sums[5] -= width - numel
         rows[index] = _measure_nonfinite(numbers) if _is_odd(sums) else (numel, *sums, 0.0, top)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,9 +76,18 @@ def _eager(
     device = a[0].device
     with without_grad(), without_autocast(device):
         if not uses_kernels(device):
-            return pair_reference.pair_stats(a, b, g)
+            columns = pair_reference.pair_stats(a, b, g)
+            if plan is None:
+                _remember(list(chain(a, b, g or ())), 2 if g is None else 3)
+            return columns
         with launching_on(device):
             return _run_kernels([a, b] if g is None else [a, b, g], plan)
+
+
+def _remember(tensors: list[Tensor], lists: int) -> None:
+    """Let `recognize_pairs` find this list, as a launch of the kernels does."""
+    plan = packing.recognize(tensors) or packing.remember(tensors)
+    plan.cut, plan.chunk_map = (0, 0, lists), None
 
 
 def _run_kernels(sides: list[Sequence[Tensor]], plan: packing.LaunchPlan | None) -> Tensor:

@@ -140,15 +140,15 @@ def _measure(a: Named, b: Named, g: list[Tensor | None] | None, what: str) -> Pa
     names, left, right = a.names, a.tensors, b.tensors
     grads = None
     if g is not None and any([x is not None for x in g]):
-        nothing = {x.device: x.new_empty(0) for x in left}
+        nothing = {
+            device: torch.empty(0, device=device) for device in dict.fromkeys([x.device for x in left])
+        }
         grads = [nothing[x.device] if y is None else y for x, y in zip(left, g, strict=True)]
     plan = ops.recognize_pairs(left, right, grads)
     if plan is not None:
         return PairStats(names, ops.measure_pairs(left, right, grads, plan=plan))
-    for tensors in (left, right, grads or []):
-        check(Named(names, tensors), what)
-    left, right = ([_plain(x) for x in tensors] for tensors in (left, right))
-    grads = None if grads is None else [_plain(x) for x in grads]
+    left, right = _plain(a, what), _plain(b, what)
+    grads = None if grads is None else _plain(Named(names, grads), what)
     for name, x, y in zip(names, left, right, strict=True):
         if x.shape != y.shape or x.device != y.device or x.is_complex() != y.is_complex():
             msg = f"{what}: {name!r} is {_described(x)} in a, but {_described(y)} in b; pass tensors of the "
@@ -172,5 +172,10 @@ def _described(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
 
 
-def _plain(x: Tensor) -> Tensor:
-    return dense(x.as_subclass(Tensor) if is_plain_subclass(type(x)) else x)
+def _plain(named: Named, what: str) -> list[Tensor]:
+    """Return the tensors, after a check, as dense ones of no subclass with its own operators."""
+    traits = check(named, what)
+    tensors = named.tensors
+    if any([is_plain_subclass(kind) for kind in traits.types]):
+        tensors = [x.as_subclass(Tensor) if is_plain_subclass(type(x)) else x for x in tensors]
+    return [dense(x) for x in tensors] if torch.sparse_coo in traits.layouts else tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -187,7 +188,7 @@ def _cells(row: PairRow) -> tuple[str, ...]:
         printable(row.name),
         text_table.count(row.numel),
         *(text_table.number(x) for x in (row.update_ratio, row.rms_u, row.abs_max_u)),
-        f"{row.descent_cosine:.3f}" if has_gradient else "-",
+        "-" if math.isnan(row.descent_cosine) else f"{row.descent_cosine:.3f}",
         text_table.percent(row.unchanged_fraction),
         text_table.percent(row.stuck_fraction) if has_gradient else "-",
         text_table.count(row.n_nonfinite) if row.n_nonfinite else "-",

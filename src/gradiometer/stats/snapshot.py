@@ -61,6 +61,7 @@ class Snapshot(Float64Module):
 
     scale: Tensor | None
 
+    @torch.no_grad()
     def __init__(self, model: Parameters, *, sample: float = 1.0) -> None:
         super().__init__()
         # a step has to be an integer that float64 holds
@@ -96,6 +97,7 @@ class Snapshot(Float64Module):
             scale = torch.tensor(factors, dtype=torch.float64, device=home).unsqueeze(1)
         self.register_buffer("scale", scale, persistent=False)
 
+    @torch.no_grad()
     def update_(self, model: Parameters) -> Self:
         """Copy the current weights; the buffers keep their addresses.
 
@@ -128,6 +130,7 @@ class Snapshot(Float64Module):
             raise ValueError(msg)
         return Named(self.names, [there[name] for name in self.names])
 
+    @torch.no_grad()
     def pairs_of(
         self, weights: Named, grads: list[Tensor | None], what: str
     ) -> tuple[Named, Named, list[Tensor | None]]:
