@@ -315,11 +315,26 @@ _CEILING = Provider(
     build=lambda data: [partial(torch.sum, flat) for flat in data.flats],
     gives="",
 )
+
+
+def _pairs(data):
+    """Compare the two halves of each tensor, which reads what the others read."""
+
+    def halves(tensors):
+        flats = [x.view(-1) for x in tensors]
+        cuts = [x.numel() // 2 for x in flats]
+        pairs = zip(flats, cuts, strict=True)
+        return zip(*[(x[:cut], x[cut : 2 * cut]) for x, cut in pairs], strict=True)
+
+    return [partial(gm.compare, *map(list, halves(tensors))) for tensors in data.sets]
+
+
 _EAGER = _ours("ours-eager", build=each(gm.collect), **_stats)
 _OURS = (
     _EAGER,
     _ours("ours-op", level="op", build=each(_measure), **_op),
     _ours("ours-fingerprint", build=each(partial(gm.collect, fingerprint=True)), **_stats),
+    replace(_ours("ours-pairs", build=_pairs), what="pairs: all columns", full=False, gives=""),
     _ours("ours-compiled", level="compiled", build=compiled(gm.collect), **_stats),
     _replayed(_EAGER),
 )

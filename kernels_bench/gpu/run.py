@@ -44,7 +44,7 @@ FOUND = 9
 LARGE = 256e6
 # short cases and those with a bound come first, because the last ones may be cut off
 CASES = "one-1.5e9,2000x1m,2000x1k,gpt2,llama-1b,moe,misaligned,beyond-2^31"
-PROVIDERS = "ceiling,ours-eager,ours-graph,foreach,foreach64,foreach-graph,foreach64-graph"
+PROVIDERS = "ceiling,ours-eager,ours-graph,ours-pairs,foreach,foreach64,foreach-graph,foreach64-graph"
 # they compile a long list, so they come last
 PEERS = "ours-eager,ours-graph,loop,loop-graph,inductor,inductor-graph,inductor-combo,inductor-combo-graph"
 # files that a run writes to its folder, besides logs
