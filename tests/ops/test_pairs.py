@@ -377,12 +377,15 @@ def small_integers(n, dtype, start, seed):
 
 @pytest.mark.parametrize("dtype", strategies.FLOATS, ids=str)
 def test_every_size_and_alignment(dtype):
-    # all three begin at the same element of a 16-byte word, or each at another one
-    starts = ((0, 0, 0), (1, 1, 1), (3, 3, 3), (0, 1, 2), (2, 0, 0))
+    # all three begin at the same element of a 16-byte word, or one or each at another
+    starts = ((0, 0, 0), (3, 3, 3), (0, 0, 1), (0, 1, 0), (2, 0, 0), (0, 1, 2))
     sides = [], [], []
-    for i, n in enumerate(near(*borders())):
-        for side, start in zip(sides, starts[i % len(starts)], strict=True):
-            side.append(small_integers(n, dtype, start, len(side) + 100 * start))
+    sizes = near(*borders())
+    for n, each in (
+        itertools.product(sizes, starts) if KERNELS else zip(sizes, itertools.cycle(starts), strict=False)
+    ):
+        for i, (side, start) in enumerate(zip(sides, each, strict=True)):
+            side.append(small_integers(n, dtype, start, 3 * len(side) + i))
     columns = call(*sides)
     for row, *one in zip(rows(columns), *sides, strict=True):
         # in any order of additions
@@ -568,14 +571,12 @@ def test_tensors_that_were_measured_in_another_way_are_not_taken_for_pairs():
         gm.collect(tensors)
     with pytest.raises(ValueError, match=r"compare: '0' is float32 \(3,\) on cpu in a, but float32 \(5,\)"):
         gm.compare(tensors[:2], tensors[2:])
-    # three pairs without gradients, or two with
-    three = [[torch.ones(3), torch.ones(4)] * 2 for _ in range(2)]
+    # two pairs with gradients, and three pairs of the same tensors without
+    six = [torch.ones(n) for n in (3, 4, 3, 4, 3, 4)]
     for _ in range(2):
-        gm.compare(*three)
-        call(*[[torch.ones(3), torch.ones(4)]] * 3)
-    sides = [torch.ones(3), torch.ones(4), torch.ones(3)]
-    with pytest.raises(ValueError, match="compare: '1' is float32"):
-        gm.compare(sides, [torch.ones(3), torch.ones(3), torch.ones(4)])
+        call(six[:2], six[2:4], six[4:])
+    with pytest.raises(ValueError, match="compare: '0' is float32"):
+        gm.compare(six[:3], six[3:])
 
 
 def test_nothing_is_differentiable():
