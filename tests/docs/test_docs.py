@@ -22,7 +22,7 @@ def undecorated(code):
 
 def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    loop, step, recorded, bits, ranks = blocks("README.md")
+    loop, step, recorded, updated, bits, ranks = blocks("README.md")
     scope: dict[str, object] = {}
     exec(loop, scope)  # noqa: S102 the page's own code
     (table,) = re.findall(
@@ -39,7 +39,9 @@ def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
         exec(recorded, scope)  # noqa: S102
         assert gm.read_run("runs/first").steps.num_rows == 3
         assert scope["monitor"].failures == {}
-    capsys.readouterr()
+    exec(updated, scope)  # noqa: S102
+    assert "cos(u,-g)" in capsys.readouterr().out
+    assert (scope["updates"].descent_cosine > 0).all()
     exec(bits, scope)  # noqa: S102
     digits = capsys.readouterr().out.strip()
     assert re.fullmatch("[0-9a-f]{32}", digits)

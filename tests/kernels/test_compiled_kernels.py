@@ -498,7 +498,7 @@ def test_scaling_has_the_same_bits_as_in_eager(target, dtype):
             tensors.append(x)
             expected.append(x.clone())
         c = torch.tensor(factor, dtype=torch.float64)
-        eager_scale.scale_(eager_scale.Part(expected, None), c)
+        eager_scale.scale_(eager_scale.Part(expected, range(len(expected)), None), c)
         with kernels(target) as launches:
             plan = library.writable(tensors) or packing.remember(tensors)
             library.scale_(tensors, c, plan)
