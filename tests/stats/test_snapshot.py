@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
 import pickle
 import zlib
@@ -318,8 +319,14 @@ def test_a_sample_is_updated_in_place():
 def peak(call):
     """Return the most bytes that are allocated at once during a call, in addition to those before it."""
     activity = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
-        result = call()
+    # garbage of earlier tests that is freed during the call would count as memory that it frees
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
+            result = call()
+    finally:
+        gc.enable()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

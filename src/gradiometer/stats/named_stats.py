@@ -38,6 +38,17 @@ class NamedStats:
     sharding: Sharding | None
     origin: Tensor | None
     local: Self | None
+    # what a row is
+    _ROW = "tensor"
+
+    def __repr__(self) -> str:
+        """Return a one-line summary. Never waits for the device."""
+        rows = f"{len(self.names)} {self._ROW}{'s' * (len(self.names) != 1)}"
+        if self.is_reduced:
+            rows += " of all ranks"
+        elif self.is_local:
+            rows += ", this rank's shards only (reduce() merges them)"
+        return f"<{type(self).__name__}: {rows}, on {self.columns.device}; materialize() reads them>"
 
     @property
     def measured(self) -> bool:

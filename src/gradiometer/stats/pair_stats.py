@@ -57,6 +57,8 @@ class PairStats(NamedStats):
     (tensor([0.1000], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
 
+    _ROW = "pair"
+
     names: tuple[str, ...]
     columns: Tensor
     sharding: Sharding | None = None
@@ -149,15 +151,6 @@ class PairStats(NamedStats):
 
     stuck_fraction = DeviceValue(_of_rows)
     """``n_stuck / n_nonzero_g``, ``(T,) float64``: the share of the updates that rounding has lost."""
-
-    def __repr__(self) -> str:
-        """Return a one-line summary. Never waits for the device."""
-        tensors = "1 pair" if len(self.names) == 1 else f"{len(self.names)} pairs"
-        if self.is_reduced:
-            tensors += " of all ranks"
-        elif self.is_local:
-            tensors += ", this rank's shards only (reduce() merges them)"
-        return f"<PairStats: {tensors}, on {self.columns.device}; materialize() reads them>"
 
     @property
     def total(self) -> Tensor:

@@ -107,15 +107,6 @@ class TensorStats(NamedStats, DeviceValues):
             if value is not None:
                 object.__setattr__(self, name, value)
 
-    def __repr__(self) -> str:
-        """Return a one-line summary. Never waits for the device."""
-        tensors = "1 tensor" if len(self.names) == 1 else f"{len(self.names)} tensors"
-        if self.is_reduced:
-            tensors += " of all ranks"
-        elif self.is_local:
-            tensors += ", this rank's shards only (reduce() merges them)"
-        return f"<TensorStats: {tensors}, on {self.columns.device}; materialize() reads them>"
-
     @property
     def skipped(self) -> Tensor:
         """Whether this step is skipped: ``skip_nonfinite`` is set and an element is not finite; 0-d bool."""
