@@ -62,7 +62,7 @@ GROUPS = {
         "WeightNormClip",
     ),
     "Batch size": ("NoiseScale",),
-    "Finiteness and AMP": ("check_finite", "FiniteReport", "inverse_scale", "share_found_inf_"),
+    "Finiteness and AMP": ("check_finite", "FiniteReport", "locate_nonfinite", "inverse_scale", "share_found_inf_"),
     "Recording": ("watch", "Monitor", "Recorder", "StepRecord", "Finding", "Severity"),
     "Runs": ("read_run", "Run", "RunError", "compare_runs", "write_page"),
     "Ranks": ("Ranks", "RankError"),

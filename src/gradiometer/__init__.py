@@ -44,6 +44,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         clip_grads_with_norm_,
         collect_and_clip_,
         inverse_scale,
+        locate_nonfinite,
         share_found_inf_,
     )
     from gradiometer.distributed import RankError, Ranks
@@ -154,6 +155,7 @@ __all__ = [
     "grad_norm",
     "group_ratio",
     "inverse_scale",
+    "locate_nonfinite",
     "materialize",
     "materialize_async",
     "read_run",

@@ -15,8 +15,11 @@ from gradiometer.control.clip import (
 from gradiometer.control.clip_value import ElementCounts, clip_grad_value_
 from gradiometer.control.finite_report import FiniteReport
 from gradiometer.control.grad_scaler import inverse_scale, is_still_scaled, share_found_inf_
+from gradiometer.control.locate_nonfinite import locate_nonfinite
+from gradiometer.control.located import Located
 from gradiometer.control.noise_scale import NoiseScale
 from gradiometer.control.per_tensor_clip import PerTensorClip
+from gradiometer.control.random_state import random_state, restore_random_state
 from gradiometer.control.weight_norm_clip import WeightNormClip
 from gradiometer.control.z_score_clip import ZScoreClip
 
@@ -24,6 +27,7 @@ __all__ = [
     "Determinism",
     "ElementCounts",
     "FiniteReport",
+    "Located",
     "NoiseScale",
     "PerTensorClip",
     "WeightNormClip",
@@ -37,5 +41,8 @@ __all__ = [
     "collect_and_clip_",
     "inverse_scale",
     "is_still_scaled",
+    "locate_nonfinite",
+    "random_state",
+    "restore_random_state",
     "share_found_inf_",
 ]

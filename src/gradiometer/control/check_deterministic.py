@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradiometer.control.random_state import random_state, restore_random_state
 from gradiometer.inputs import is_dtensor, local_shard, named_parameters, unwrapped
 from gradiometer.stats import NOT_COMPARED, leaves, outside_of_a_graph, texts
 
@@ -114,7 +113,7 @@ def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwar
         raise TypeError(msg + "and its arguments after the state")
     known = _State(state)
     before = known.texts()
-    undo = known.saved() + _saved_random(known.devices())
+    undo = [*known.saved(), partial(restore_random_state, random_state(known.devices()))]
     # by name, for each call of an optimizer's step
     grads: dict[str, str] = {}
 
@@ -311,21 +310,3 @@ def _put_back_grad(parameter: Tensor, grad: Tensor | None, saved: Tensor | None)
     if grad is not None and saved is not None:
         _put_back(grad, saved)
     parameter.grad = grad
-
-
-def _saved_random(devices: Iterable[torch.device]) -> list[Callable[[], Any]]:
-    """Return functions that restore the random numbers of this process, on the CPU and on these devices."""
-    undo: list[Callable[[], Any]] = [
-        partial(random.setstate, random.getstate()),
-        partial(torch.set_rng_state, torch.get_rng_state()),
-    ]
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    for device in devices:
-        if device.type != "cpu":
-            module: Any = torch.get_device_module(device)
-            # MPS has one generator
-            where = [] if device.index is None else [device]
-            undo.append(partial(module.set_rng_state, module.get_rng_state(*where), *where))
-    return undo

@@ -1,0 +1,170 @@
+"""The state that a step changes: found through the step's function, kept as it was, and put back."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from gradiometer.control.located import values_of
+from gradiometer.control.random_state import random_state, restore_random_state
+from gradiometer.inputs import unwrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["StepCopy", "find_parts"]
+
+_DEPTH = 5
+_KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Generator)
+
+
+def find_parts(step: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return models, optimizers, schedulers, scalers and generators that a step can reach, by name.
+
+    They are looked for in its arguments and closure, the globals that it names, the object that it is a method
+    of, and in functions, containers and objects among these.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+
+    def look(name: str, value: Any, depth: int) -> None:
+        if id(value) in seen or depth > _DEPTH or isinstance(value, Tensor | types.ModuleType | type):
+            return
+        seen.add(id(value))
+        compiled = getattr(value, "_torchdynamo_orig_callable", None)
+        if isinstance(value, _KINDS):
+            found.setdefault(name if name not in found else f"{name}_{len(found)}", value)
+            inner: Mapping[str, Any] = {}
+        elif callable(compiled):
+            inner = {name: compiled}
+        elif isinstance(value, functools.partial):
+            inner = {name: value.func, "args": value.args, "keywords": value.keywords}
+        elif isinstance(value, types.MethodType):
+            inner = {value.__func__.__name__: value.__func__, "self": value.__self__}
+        elif isinstance(value, types.FunctionType):
+            inner = _names_of(value)
+        elif isinstance(value, Mapping):
+            inner = {str(key): x for key, x in value.items()}
+        elif isinstance(value, list | tuple):
+            inner = {f"{name}_{i}": x for i, x in enumerate(value)}
+        elif hasattr(value, "__dict__") and not type(value).__module__.startswith(
+            ("torch.", "numpy", "gradiometer")
+        ):
+            inner = dict(vars(value))
+            if callable(value):
+                inner["__call__"] = getattr(type(value), "__call__")  # noqa: B004 the method, not whether there is one
+        else:
+            return
+        for key, x in inner.items():
+            look(key, x, depth + 1)
+
+    for name, value in {"args": args, "kwargs": kwargs, "step": step}.items():
+        look(name, value, 0)
+    return found
+
+
+def _names_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return what a function's code refers to: cells, globals, defaults."""
+    names: dict[str, Any] = {}
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            names[name] = cell.cell_contents
+        except ValueError:
+            continue  # not assigned yet
+    return names | {str(i): x for i, x in enumerate(function.__defaults__ or ())}
+
+
+class StepCopy:
+    """Keeps what a step overwrites, and puts it back.
+
+    Memory is kept when an operation is about to write it for the first time, so all tensors that were there
+    before the step are restored, wherever the step has them from. Of the given parts, attributes are kept
+    too: gradients, replaced buffers, the entries of an optimizer's state, the counters of a scheduler.
+
+    Args:
+        parts: models, optimizers, schedulers, scalers and generators.
+    """
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self._undo: list[Callable[[], Any]] = []
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        # the storages that were created since
+        self._new: dict[int, StorageWeakRef] = {}
+        devices: dict[torch.device, None] = {}
+        parameters: dict[Tensor, None] = {}
+        for part in parts.values():
+            if isinstance(part, nn.Module):
+                module = unwrapped(part)
+                devices |= {x.device: None for x in [*module.parameters(), *module.buffers()]}
+                parameters |= dict.fromkeys(module.parameters())
+                for inner in module.modules():
+                    self._keep_entries(inner._buffers, inner._parameters)  # noqa: SLF001
+            elif isinstance(part, Optimizer):
+                parameters |= {p: None for group in part.param_groups for p in group["params"]}
+                self._keep_entries(part.state, *part.state.values(), *part.param_groups)
+            elif isinstance(part, torch.Generator):
+                self._undo.append(functools.partial(part.set_state, part.get_state()))
+            else:
+                self._keep_entries(vars(part))
+        for p in parameters:
+            self._undo.append(functools.partial(setattr, p, "grad", p.grad))
+        self._undo.append(functools.partial(restore_random_state, random_state(devices)))
+
+    def _keep_entries(self, *entries: dict[Any, Any]) -> None:
+        for mapping in entries:
+            self._undo.append(functools.partial(_put_back, mapping, dict(mapping)))
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keep the memory that an operation is about to write."""
+        schema = getattr(func, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return
+        for i, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                values = values_of(tensor) if isinstance(tensor, Tensor) else None
+                if values is None:
+                    continue
+                storage = values.untyped_storage()
+                key = storage._cdata  # noqa: SLF001
+                if key not in self._new and key not in self._kept:
+                    self._kept[key] = storage, storage.clone()
+
+    def after(self, output: Any) -> None:
+        """Note the memory that an operation has created."""
+        for tensor in output if isinstance(output, list | tuple) else [output]:
+            values = values_of(tensor) if isinstance(tensor, Tensor) else None
+            if values is not None:
+                storage = values.untyped_storage()
+                key = storage._cdata  # noqa: SLF001
+                if key not in self._kept and key not in self._new:
+                    self._new[key] = StorageWeakRef(storage)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for storage, copy in self._kept.values():
+            if storage.nbytes() != copy.nbytes():
+                storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        for undo in self._undo:
+            undo()
+
+
+def _put_back(mapping: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    mapping.clear()
+    mapping.update(entries)
