@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -73,7 +72,8 @@ class Located:
         module: the innermost module that called it, by its name in the model, such as ``blocks.3.attn``, or
             ``""`` for the model itself; for the backward, the module that called the forward operation. None
             outside of the model.
-        forward_operation: for the backward, the forward operation whose gradient it computes.
+        forward_operation: for the backward, the forward operation whose gradient it computes, such as
+            ``aten.sqrt``, or the class of a custom ``autograd.Function``.
         file, line: the place in your code that called it; for the backward, that of the forward operation.
         inputs, outputs: the tensors that it read and wrote; of a list with an element for each parameter, only
             the element in question.
@@ -116,8 +116,8 @@ class Located:
     def place(self) -> str:
         """Where it happened, in one line without the code."""
         if self.direction == "backward":
-            what = f" of {self.forward_operation}" if self.forward_operation else ""
-            parts = [f"in the backward{what}"]
+            what = self.forward_operation or ""
+            parts = ["in the backward" + (f", {what}" if " " in what else f" of {what}" if what else "")]
         else:
             parts = ["in the forward" if self.direction else "outside of forward and backward"]
         if self.module is not None:
@@ -145,6 +145,8 @@ class Located:
 
 def values_of(tensor: Tensor) -> Tensor | None:
     """Return the values of a tensor as a plain dense one; None if it has none that can be read."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # type: ignore[attr-defined] # noqa: SLF001
+        return None  # its values cannot be read here; operations see what is in it
     if is_dtensor(type(tensor)):
         tensor = local_shard(tensor)
     if tensor.layout == torch.sparse_coo:
@@ -153,7 +155,9 @@ def values_of(tensor: Tensor) -> Tensor | None:
         tensor = tensor.values()
     elif tensor.is_nested:
         tensor = tensor.values()
-    if tensor.is_meta or tensor.is_quantized or not _is_plain(tensor) or not tensor.numel():
+    # zeros without memory, which the backward makes
+    is_zero = tensor._is_zerotensor()  # noqa: SLF001
+    if is_zero or tensor.is_meta or tensor.is_quantized or not _is_plain(tensor) or not tensor.numel():
         return None
     return tensor.detach()
 
@@ -210,8 +214,3 @@ def _span(low: float, high: float) -> str:
     if low == high:
         return f"all {low:.4g}"
     return f"from {low:.4g} to {high:.4g}"
-
-
-def shown_path(path: str) -> str:
-    """Return a path relative to the working directory if it is below it."""
-    return os.path.relpath(path) if path.startswith(str(Path.cwd())) else path

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -128,8 +127,10 @@ class NonfiniteSearch(TorchDispatchMode):
         # of each storage with a NaN or Inf, by its address, which a weak reference reserves
         self._origins: dict[int, tuple[StorageWeakRef, _Origin]] = {}
         self._empty: dict[int, StorageWeakRef] = {}
-        # results that no operation has read yet
-        self._ends: dict[int, tuple[weakref.ref[Tensor], _Origin]] = {}
+        # results that no operation has read yet, and whether a backward has made them
+        self._ends: dict[int, tuple[weakref.ref[Tensor], _Origin, bool]] = {}
+        # tensors outside of the models whose gradients are not finite
+        self._others: dict[int, tuple[weakref.ref[Tensor], _Origin]] = {}
         self._number = 0
         self._cause: _Origin | None = None
         self._hint: _Origin | None = None
@@ -146,8 +147,9 @@ class NonfiniteSearch(TorchDispatchMode):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             # the backward of a device runs on another thread otherwise, where the mode is not active
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.callback(register_module_forward_pre_hook(self._enter_module).remove)
-            stack.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
+            for module in self._paths:
+                stack.callback(module.register_forward_pre_hook(self._enter_module, prepend=True).remove)
+                stack.callback(module.register_forward_hook(self._leave_module, always_call=True).remove)
             for _, root in self._roots:
                 stack.callback(root.register_forward_pre_hook(self._see_inputs, with_kwargs=True).remove)
             for p in self._leaves:
@@ -167,6 +169,7 @@ class NonfiniteSearch(TorchDispatchMode):
         self._see_the_end(error)
         self._origins.clear()
         self._ends.clear()
+        self._others.clear()
         self._raised = None
 
     def _see_the_end(self, error: BaseException | None) -> None:
@@ -176,9 +179,13 @@ class NonfiniteSearch(TorchDispatchMode):
         if cause is None and self._raised is not None and self._raised[0] is error:
             self._fill(self._raised[1])
             return
-        if cause is None and not self._has_backward:
-            left = [origin for ref, origin in self._ends.values() if ref() is not None]
-            cause = self._hint or min(left, key=lambda origin: origin.number, default=None)
+        if cause is None:
+            left = [origin for ref, origin in self._others.values() if ref() is not None]
+            # results of a backward are gradients
+            ends = [x for x in self._ends.values() if x[2] or not self._has_backward]
+            left += [origin for ref, origin, _ in ends if ref() is not None]
+            hint = None if self._has_backward else self._hint
+            cause = hint or min(left, key=lambda origin: origin.number, default=None)
         if cause is not None:
             self._fill(cause.located)
 
@@ -201,23 +208,21 @@ class NonfiniteSearch(TorchDispatchMode):
             if known is None:
                 if what.startswith("parameter"):
                     self._cause = self._held(what, describe("value", tensor, None, range_), Located())
-            elif known[1].kind != "given" or what.startswith("parameter") or _has_nan(range_):
+            elif known[1].kind == "made" or what.startswith("parameter") or _has_nan(range_):
                 self._cause = known[1]
 
     # modules
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         del args
-        path = self._paths.get(module)
-        if path is not None:
-            self._stack.append(path)
+        self._stack.append(self._paths[module])
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         del args
-        path = self._paths.get(module)
-        if path is not None and path in self._stack:
-            while self._stack.pop() != path:
-                pass
+        path = self._paths[module]
+        # several, if a module within was left by an exception
+        while path in self._stack and self._stack.pop() != path:
+            pass
         if self._cause is None and any([module is root for _, root in self._roots]):
             with self._paused():
                 for tensor in _tensors_in(output):
@@ -249,6 +254,16 @@ class NonfiniteSearch(TorchDispatchMode):
                 self._cause = known[1] if known else self._held(
                     f"the gradient of {name}", describe("gradient", grad), Located(direction="backward")
                 )
+
+    def _see_leaf(self, arguments: list[_Argument]) -> None:
+        """Look at a gradient that is about to be stored in a tensor outside of the models."""
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined] # noqa: SLF001
+        leaf = getattr(node, "variable", None)
+        if leaf is None or leaf in self._leaves or id(leaf) in self._others:
+            return
+        for argument in arguments:
+            if argument.tensor is not leaf and (origin := self._origin_of(argument.tensor)):
+                self._others[id(leaf)] = weakref.ref(leaf), origin
 
     def _suspect(self, tensor: Tensor, origin: _Origin) -> None:
         """Note an output of the model, or a number that may be a loss, which matters if there is no backward."""
@@ -285,6 +300,8 @@ class NonfiniteSearch(TorchDispatchMode):
         self._has_backward |= in_backward
         self._mark(name, in_backward=in_backward)
         arguments = _arguments(func, args, kwargs)
+        if in_backward:
+            self._see_leaf(arguments)
         if getattr(func, "is_view", False):
             return func(*args, **kwargs)
         ranges: dict[int, tuple[Operand, tuple[float, float] | None]] = {}
@@ -334,7 +351,8 @@ class NonfiniteSearch(TorchDispatchMode):
                 bad.setdefault(index if by_element else None, []).append((tensor, range_))
             elif key in self._origins and _covers(tensor):
                 del self._origins[key]
-        is_root = short == "ones_like" and torch._C._current_graph_task_id() == -1  # type: ignore[attr-defined] # noqa: SLF001
+        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined] # noqa: SLF001
+        is_root = short == "ones_like" and not in_backward
         # a test such as isfinite does not use a result up
         if not bad and any([x.is_floating_point() or x.is_complex() for _, x in outputs]):
             for argument in arguments:
@@ -348,7 +366,7 @@ class NonfiniteSearch(TorchDispatchMode):
                 if key := _key(tensor):
                     self._origins[key] = StorageWeakRef(_storage(tensor)), origin
                     if not origin.is_mask:
-                        self._ends[id(tensor)] = weakref.ref(tensor), origin
+                        self._ends[id(tensor)] = weakref.ref(tensor), origin, in_backward
         self._see_loss(arguments, is_root=is_root)
 
     def _see_loss(self, arguments: list[_Argument], *, is_root: bool) -> None:
@@ -517,15 +535,14 @@ class NonfiniteSearch(TorchDispatchMode):
             return Located(name, direction, module, None, *(source or (None, None)))
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined] # noqa: SLF001
         if node is None:
-            what = "a tensor that is used several times, whose gradients are added up"
+            what = "adding up the gradients of a tensor that is used several times"
             return Located(name, "backward", None, what, *(source or (None, None)))
         mark = self._marks.get(node._sequence_nr())  # noqa: SLF001
         what = mark.operation if mark else node.name().rpartition("Backward")[0] or node.name()
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             what = type(node).__name__.removesuffix("Backward")
         elif hasattr(node, "variable"):
-            parameter = self._leaves.get(node.variable, "a leaf")
-            what = f"{parameter}, whose gradients are added up"
+            what = f"adding up the gradients of {self._leaves.get(node.variable, 'a leaf')}"
         if mark is None or (is_inside and source is not None):
             # in a function of the user that the backward calls
             return Located(name, "backward", mark.module if mark else None, what, *(source or (None, None)))

@@ -108,6 +108,9 @@ class StepCopy:
         for part in parts.values():
             if isinstance(part, nn.Module):
                 module = unwrapped(part)
+                for buffer in module.buffers():
+                    # batch norms write theirs although the schema of the operation does not say so
+                    self._keep(buffer)
                 devices |= {x.device: None for x in [*module.parameters(), *module.buffers()]}
                 parameters |= dict.fromkeys(module.parameters())
                 for inner in module.modules():
@@ -137,13 +140,16 @@ class StepCopy:
                 continue
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             for tensor in value if isinstance(value, list | tuple) else [value]:
-                values = values_of(tensor) if isinstance(tensor, Tensor) else None
-                if values is None:
-                    continue
-                storage = values.untyped_storage()
-                key = storage._cdata  # noqa: SLF001
-                if key not in self._new and key not in self._kept:
-                    self._kept[key] = storage, storage.clone()
+                if isinstance(tensor, Tensor):
+                    self._keep(tensor)
+
+    def _keep(self, tensor: Tensor) -> None:
+        values = values_of(tensor)
+        if values is not None:
+            storage = values.untyped_storage()
+            key = storage._cdata  # noqa: SLF001
+            if key not in self._new and key not in self._kept:
+                self._kept[key] = storage, storage.clone()
 
     def after(self, output: Any) -> None:
         """Note the memory that an operation has created."""
