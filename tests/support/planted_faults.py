@@ -130,7 +130,9 @@ def _attention():
     return stack(compute)
 
 
-@planted("a softmax over a row that is masked completely", "aten._softmax", "layers.1", "forward", reason="NaN")
+@planted(
+    "a softmax over a row that is masked completely", "aten._softmax", "layers.1", "forward", reason="NaN"
+)
 def _masked_row():
     def compute(x):
         scores = x @ x.mT
@@ -192,7 +194,9 @@ def _nll():
     return stack(torch.tanh, loss=loss)
 
 
-@planted("the gradient of acos at 1", "aten.rsqrt", "layers.1", "backward", "aten.acos", "aten.add", reason="Inf")
+@planted(
+    "the gradient of acos at 1", "aten.rsqrt", "layers.1", "backward", "aten.acos", "aten.add", reason="Inf"
+)
 def _acos():
     def compute(x):
         cosine = F.normalize(x[:, :1], dim=-1)
@@ -209,7 +213,15 @@ def _ignored():
     return stack(torch.tanh, loss=loss)
 
 
-@planted("overflow in a cast to fp16", "aten._to_copy", "layers.1", "forward", None, "aten.addmm", reason="a cast to float16")
+@planted(
+    "overflow in a cast to fp16",
+    "aten._to_copy",
+    "layers.1",
+    "forward",
+    None,
+    "aten.addmm",
+    reason="a cast to float16",
+)
 def _cast():
     def compute(x):
         return (x * 1e6).to(torch.float16).float()  # here
@@ -217,7 +229,16 @@ def _cast():
     return stack(compute)
 
 
-@planted("overflow in fp16 under autocast", "aten.addmm", "layers.1.linear", "forward", None, "aten.addmm", reason="Inf", code=Layer)
+@planted(
+    "overflow in fp16 under autocast",
+    "aten.addmm",
+    "layers.1.linear",
+    "forward",
+    None,
+    "aten.addmm",
+    reason="Inf",
+    code=Layer,
+)
 def _autocast():
     class Scaled(nn.Module):
         def forward(self, x):
@@ -235,7 +256,13 @@ def _autocast():
     return model, step
 
 
-@planted("a norm of constant inputs without eps", "aten.native_layer_norm", "layers.1.norm", "forward", reason="NaN")
+@planted(
+    "a norm of constant inputs without eps",
+    "aten.native_layer_norm",
+    "layers.1.norm",
+    "forward",
+    reason="NaN",
+)
 def _layer_norm():
     model, step = stack(torch.tanh)
     layer = model.layers[1]
@@ -258,7 +285,15 @@ class Reciprocal(torch.autograd.Function):
         return -grad / x**2  # here
 
 
-@planted("a wrong backward of a custom function", "aten.div", "layers.1", "backward", "Reciprocal", "aten.mm", code=Reciprocal)
+@planted(
+    "a wrong backward of a custom function",
+    "aten.div",
+    "layers.1",
+    "backward",
+    "Reciprocal",
+    "aten.mm",
+    code=Reciprocal,
+)
 def _custom():
     return stack(lambda x: Reciprocal.apply(x - x.detach()))
 
@@ -273,7 +308,15 @@ def checkpointed(use_reentrant):
     return stack(compute, torch.randn(3, 4, requires_grad=True), wrap=wrap)
 
 
-@planted("a gradient in a checkpointed block", "aten.div", "layers.1", "backward", "aten.sqrt", "aten.mm", code=checkpointed)
+@planted(
+    "a gradient in a checkpointed block",
+    "aten.div",
+    "layers.1",
+    "backward",
+    "aten.sqrt",
+    "aten.mm",
+    code=checkpointed,
+)
 def _checkpoint():
     return checkpointed(use_reentrant=False)
 
@@ -295,7 +338,14 @@ def _adam():
     return model, step
 
 
-@planted("overflow in accumulated fp16 gradients", "aten.add_", None, "backward", "adding up the gradients of bias", reason="Inf")
+@planted(
+    "overflow in accumulated fp16 gradients",
+    "aten.add_",
+    None,
+    "backward",
+    "adding up the gradients of bias",
+    reason="Inf",
+)
 def _accumulated():
     model = nn.Linear(2, 1).half()
 

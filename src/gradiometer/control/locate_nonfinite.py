@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
-from gradiometer.control.located import Located
 from gradiometer.control.nonfinite_search import NonfiniteSearch
 from gradiometer.control.step_copy import StepCopy, find_parts
 from gradiometer.inputs import unwrapped
@@ -15,6 +14,8 @@ from gradiometer.stats import outside_of_a_graph
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+    from gradiometer.control.located import Located
 
 __all__ = ["Block", "locate_nonfinite"]
 
@@ -44,7 +45,7 @@ class Block:
 
 
 @overload
-def locate_nonfinite(model: nn.Module, /) -> Block: ...
+def locate_nonfinite(model: nn.Module, /) -> Block: ...  # type: ignore[overload-overlap] # a module alone
 @overload
 def locate_nonfinite(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Located: ...
 def locate_nonfinite(step: Any, /, *args: Any, **kwargs: Any) -> Block | Located:
@@ -96,7 +97,9 @@ def locate_nonfinite(step: Any, /, *args: Any, **kwargs: Any) -> Block | Located
     if isinstance(step, nn.Module) and not args and not kwargs:
         return Block(step)
     if not callable(step):
-        msg = f"locate_nonfinite: expected a module, or a function that makes a step, got {type(step).__name__}"
+        msg = (
+            f"locate_nonfinite: expected a module, or a function that makes a step, got {type(step).__name__}"
+        )
         raise TypeError(msg)
     parts = find_parts(step, args, kwargs)
     copy = StepCopy(parts)

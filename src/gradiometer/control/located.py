@@ -6,7 +6,7 @@ import linecache
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from gradiometer.inputs import is_dtensor, local_shard
 __all__ = ["Located", "Operand", "describe", "extremes", "values_of"]
 
 # operands of one operation that are shown, at most
-_SHOWN = 8
+_SHOWN: Final = 8
+_COMPRESSED: Final = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,13 @@ class Located:
         direction: ``"forward"`` (the loss, too), ``"backward"``, or None for neither, such as an optimizer's
             step.
         module: the innermost module that called it, by its name in the model, such as ``blocks.3.attn``, or
-            ``""`` for the model itself; for the backward, the module that called the forward operation. None
-            outside of the model.
+            ``""`` for the model itself; for the backward, the module that called the forward operation.
+            None outside of the model.
         forward_operation: for the backward, the forward operation whose gradient it computes, such as
             ``aten.sqrt``, or the class of a custom ``autograd.Function``.
         file, line: the place in your code that called it; for the backward, that of the forward operation.
-        inputs, outputs: the tensors that it read and wrote; of a list with an element for each parameter, only
-            the element in question.
+        inputs, outputs: the tensors that it read and wrote; of a list with an element for each
+            parameter, only the element in question.
         reason: what is wrong, such as ``made 2 -Inf``.
         then: if the values were Inf, the first operation that made NaN of them.
         error: the exception, if the operation raised one.
@@ -145,15 +146,13 @@ class Located:
 
 def values_of(tensor: Tensor) -> Tensor | None:
     """Return the values of a tensor as a plain dense one; None if it has none that can be read."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # type: ignore[attr-defined] # noqa: SLF001
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
         return None  # its values cannot be read here; operations see what is in it
     if is_dtensor(type(tensor)):
         tensor = local_shard(tensor)
     if tensor.layout == torch.sparse_coo:
         tensor = tensor._values()  # noqa: SLF001 values() needs a coalesced one
-    elif tensor.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}:
-        tensor = tensor.values()
-    elif tensor.is_nested:
+    elif tensor.is_nested or tensor.layout in _COMPRESSED:
         tensor = tensor.values()
     # zeros without memory, which the backward makes
     is_zero = tensor._is_zerotensor()  # noqa: SLF001

@@ -1,9 +1,9 @@
 """The search for the operation that made a NaN or Inf: a dispatch mode that follows such values.
 
-An operation that makes a NaN or Inf is only a candidate: masks hold -Inf on purpose, and `torch.where` may drop
-what it does not select. Its values are followed from storage to storage, until they reach what matters: the loss,
-the gradient of a parameter, a parameter or a buffer; without a backward, the output of the model, too. The
-candidate whose values get there first is the cause.
+An operation that makes a NaN or Inf is only a candidate: masks hold -Inf on purpose, and `torch.where` may
+drop what it does not select. Its values are followed from storage to storage, until they reach what matters:
+the loss, the gradient of a parameter, a parameter or a buffer; without a backward, the output of the model,
+too. The candidate whose values get there first is the cause.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sysconfig
 import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from gradiometer.control.located import Located, Operand, describe, extremes, va
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from types import FrameType
+    from types import FrameType, TracebackType
     from typing import Self
 
     from gradiometer.control.step_copy import StepCopy
@@ -71,7 +71,7 @@ class _Argument(NamedTuple):
 
     name: str
     tensor: Tensor
-    index: int | None
+    place: int | None
     written: bool
     read: bool
 
@@ -113,9 +113,9 @@ class NonfiniteSearch(TorchDispatchMode):
         for prefix, root in self._roots:
             for name, module in root.named_modules():
                 self._paths.setdefault(module, (prefix + name).removesuffix(".") if name else prefix[:-1])
-            for name, tensor in root.named_parameters():
-                self._leaves.setdefault(tensor, prefix + name)
-                self._tensors.setdefault(_key(tensor), f"parameter {prefix + name}")
+            for name, p in root.named_parameters():
+                self._leaves.setdefault(p, prefix + name)
+                self._tensors.setdefault(_key(p), f"parameter {prefix + name}")
             for name, tensor in root.named_buffers():
                 self._buffers.append((prefix + name, tensor))
                 self._tensors.setdefault(_key(tensor), f"buffer {prefix + name}")
@@ -155,12 +155,14 @@ class NonfiniteSearch(TorchDispatchMode):
             for p in self._leaves:
                 if p.requires_grad and p.is_leaf:
                     stack.callback(p.register_post_accumulate_grad_hook(self._see_grad).remove)
-            self._first = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined] # noqa: SLF001
+            self._first = torch.autograd._get_sequence_nr()  # noqa: SLF001
             super().__enter__()
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Stop, and fill in the result."""
         try:
             super().__exit__(kind, error, trace)
@@ -251,13 +253,17 @@ class NonfiniteSearch(TorchDispatchMode):
             if not _is_finite(extremes(grad)):
                 known = self._origins.get(_key(grad))
                 name = self._leaves[parameter]
-                self._cause = known[1] if known else self._held(
-                    f"the gradient of {name}", describe("gradient", grad), Located(direction="backward")
+                self._cause = (
+                    known[1]
+                    if known
+                    else self._held(
+                        f"the gradient of {name}", describe("gradient", grad), Located(direction="backward")
+                    )
                 )
 
     def _see_leaf(self, arguments: list[_Argument]) -> None:
         """Look at a gradient that is about to be stored in a tensor outside of the models."""
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined] # noqa: SLF001
+        node = torch._C._current_autograd_node()  # noqa: SLF001
         leaf = getattr(node, "variable", None)
         if leaf is None or leaf in self._leaves or id(leaf) in self._others:
             return
@@ -266,7 +272,7 @@ class NonfiniteSearch(TorchDispatchMode):
                 self._others[id(leaf)] = weakref.ref(leaf), origin
 
     def _suspect(self, tensor: Tensor, origin: _Origin) -> None:
-        """Note an output of the model, or a number that may be a loss, which matters if there is no backward."""
+        """Note an output of the model, or what may be a loss: they matter if there is no backward."""
         if self._hint is None and (not origin.is_mask or _has_nan(extremes(tensor))):
             self._hint = origin
 
@@ -296,7 +302,7 @@ class NonfiniteSearch(TorchDispatchMode):
             return self._born(func(*args, **kwargs))
         name = _name_of(func)
         self._number += 1
-        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined] # noqa: SLF001
+        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         self._has_backward |= in_backward
         self._mark(name, in_backward=in_backward)
         arguments = _arguments(func, args, kwargs)
@@ -351,14 +357,14 @@ class NonfiniteSearch(TorchDispatchMode):
                 bad.setdefault(index if by_element else None, []).append((tensor, range_))
             elif key in self._origins and _covers(tensor):
                 del self._origins[key]
-        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined] # noqa: SLF001
+        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         is_root = short == "ones_like" and not in_backward
         # a test such as isfinite does not use a result up
         if not bad and any([x.is_floating_point() or x.is_complex() for _, x in outputs]):
             for argument in arguments:
                 self._ends.pop(id(argument.tensor), None)
         for index, tensors in bad.items():
-            mine = [x for x in arguments if x.read and (not by_element or x.index in {None, index})]
+            mine = [x for x in arguments if x.read and (not by_element or x.place in {None, index})]
             origin = self._trace(name, mine, ranges, _scalars(args, kwargs), tensors)
             for argument in mine:
                 self._ends.pop(id(argument.tensor), None)
@@ -411,7 +417,9 @@ class NonfiniteSearch(TorchDispatchMode):
             if _is_finite(range_):
                 continue
             found = self._origins.get(_key(argument.tensor))
-            origin = found[1] if found else self._external(name, argument, known[0] if known else None, range_)
+            origin = (
+                found[1] if found else self._external(name, argument, known[0] if known else None, range_)
+            )
             (nans if _has_nan(range_) else infs).append(origin)
 
         def first(origins: Iterable[_Origin]) -> _Origin:
@@ -431,7 +439,9 @@ class NonfiniteSearch(TorchDispatchMode):
             return first(infs)
         if nans:
             return first(nans)
-        return self._candidate(name, arguments, ranges, scalars, outputs, makes_nan=makes_nan, masked=bool(infs))
+        return self._candidate(
+            name, arguments, ranges, scalars, outputs, makes_nan=makes_nan, masked=bool(infs)
+        )
 
     def _candidate(
         self,
@@ -492,10 +502,10 @@ class NonfiniteSearch(TorchDispatchMode):
         """Note an operation that raised, and the origin of its inputs if they are not finite."""
         try:
             for argument in arguments:
-                if origin := self._origin_of(argument.tensor):
-                    if not origin.is_mask:
-                        self._raised = error, replace(origin.located, then=f"then {name} raised an error")
-                        return
+                origin = self._origin_of(argument.tensor)
+                if origin is not None and not origin.is_mask:
+                    self._raised = error, replace(origin.located, then=f"then {name} raised an error")
+                    return
             inputs = [self._describe(x) for x in arguments if x.read]
         except RuntimeError:
             inputs = []  # the device is lost
@@ -516,7 +526,7 @@ class NonfiniteSearch(TorchDispatchMode):
 
     def _mark(self, name: str, *, in_backward: bool) -> None:
         """Note the operation of a new node of the graph: nodes are made, and numbered, before they run."""
-        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined] # noqa: SLF001
+        number = torch.autograd._get_sequence_nr() - 1  # noqa: SLF001
         if number in self._marks or number < self._first:
             return
         where = self._locate(name, in_backward=in_backward)
@@ -526,14 +536,14 @@ class NonfiniteSearch(TorchDispatchMode):
     def _locate(self, name: str, *, in_backward: bool | None = None) -> Located:
         """Return the place of the current operation."""
         if in_backward is None:
-            in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined] # noqa: SLF001
+            in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         source, is_inside, is_repeated = _source(in_backward=in_backward)
         module = self._stack[-1] if self._stack else None
         direction: Literal["forward", "backward"] | None
         if not in_backward or is_repeated:
             direction = "forward" if module is not None or torch.is_grad_enabled() else None
             return Located(name, direction, module, None, *(source or (None, None)))
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined] # noqa: SLF001
+        node = torch._C._current_autograd_node()  # noqa: SLF001
         if node is None:
             what = "adding up the gradients of a tensor that is used several times"
             return Located(name, "backward", None, what, *(source or (None, None)))
@@ -588,7 +598,7 @@ def _outputs(output: Any, arguments: list[_Argument]) -> list[tuple[int | None, 
     found: dict[int, tuple[int | None, Tensor]] = {}
     for argument in arguments:
         if argument.written:
-            found[id(argument.tensor)] = argument.index, argument.tensor
+            found[id(argument.tensor)] = argument.place, argument.tensor
     if isinstance(output, Tensor):
         found.setdefault(id(output), (None, output))
     elif isinstance(output, list | tuple):

@@ -29,8 +29,8 @@ _KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Generat
 def find_parts(step: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return models, optimizers, schedulers, scalers and generators that a step can reach, by name.
 
-    They are looked for in its arguments and closure, the globals that it names, the object that it is a method
-    of, and in functions, containers and objects among these.
+    They are looked for in its arguments and closure, the globals that it names, the object that it is a
+    method of, and in functions, containers and objects among these.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -60,7 +60,7 @@ def find_parts(step: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         ):
             inner = dict(vars(value))
             if callable(value):
-                inner["__call__"] = getattr(type(value), "__call__")  # noqa: B004 the method, not whether there is one
+                inner["call"] = type(value).__call__
         else:
             return
         for key, x in inner.items():
