@@ -113,10 +113,8 @@ def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwar
         raise TypeError(msg + "and its arguments after the state")
     known = _State(state)
     before = known.texts()
-    undo: list[Callable[[], Any]] = [
-        *known.saved(),
-        partial(restore_random_state, random_state(known.devices())),
-    ]
+    undo = known.saved()
+    undo.append(partial(restore_random_state, random_state(known.devices())))
     # by name, for each call of an optimizer's step
     grads: dict[str, str] = {}
 

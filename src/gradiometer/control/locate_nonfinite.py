@@ -59,10 +59,10 @@ def locate_nonfinite(step: Any, /, *args: Any, **kwargs: Any) -> Block | Located
 
     With a function, runs ``step(*args, **kwargs)`` once in such a context, without ``torch.compile``, and
     then restores what the step has changed: all memory that operations have overwritten, such as parameters,
-    buffers and gradients; the state of optimizers, schedulers and scalers; the random numbers of Python, NumPy
-    and torch. These objects are found through the arguments of the step, its closure, the globals that it
-    names, and the object that it is a method of. Not restored are counters and other plain values of yours,
-    files, and what other processes do; leave ``monitor.advance()`` out of the step.
+    buffers and gradients; the state of optimizers, schedulers and scalers; the random numbers of Python,
+    NumPy and torch. These objects are found through the arguments of the step, its closure, the globals that
+    it names, and the object that it is a method of. Not restored are counters and other plain values of
+    yours, files, and what other processes do; leave ``monitor.advance()`` out of the step.
 
     An operation that makes NaN or Inf from finite numbers is only the cause if its values reach the loss, the
     gradient of a parameter, a parameter or a buffer; without a backward, the output of the model or another

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import sysconfig
 import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -102,7 +101,7 @@ class NonfiniteSearch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]], step_copy: StepCopy | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.result = Located()
         self._copy = step_copy
         self._roots = list(roots)
@@ -155,8 +154,8 @@ class NonfiniteSearch(TorchDispatchMode):
             for p in self._leaves:
                 if p.requires_grad and p.is_leaf:
                     stack.callback(p.register_post_accumulate_grad_hook(self._see_grad).remove)
-            self._first = torch.autograd._get_sequence_nr()  # noqa: SLF001
-            super().__enter__()
+            self._first = _next_number()
+            super().__enter__()  # type: ignore[no-untyped-call]
             self._exit = stack.pop_all()
         return self
 
@@ -165,7 +164,7 @@ class NonfiniteSearch(TorchDispatchMode):
     ) -> None:
         """Stop, and fill in the result."""
         try:
-            super().__exit__(kind, error, trace)
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         finally:
             self._exit.close()
         self._see_the_end(error)
@@ -526,7 +525,7 @@ class NonfiniteSearch(TorchDispatchMode):
 
     def _mark(self, name: str, *, in_backward: bool) -> None:
         """Note the operation of a new node of the graph: nodes are made, and numbered, before they run."""
-        number = torch.autograd._get_sequence_nr() - 1  # noqa: SLF001
+        number = _next_number() - 1
         if number in self._marks or number < self._first:
             return
         where = self._locate(name, in_backward=in_backward)
@@ -653,9 +652,15 @@ def _has_nan(range_: tuple[float, float] | None) -> bool:
 
 # the stack
 
+
+def _next_number() -> int:
+    """Return the number of the next node of the autograd graph."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined] # noqa: SLF001
+
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 compared with strings
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
-_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_LIBRARY = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")  # noqa: PTH118
 
 

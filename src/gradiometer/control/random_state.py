@@ -17,8 +17,8 @@ __all__ = ["random_state", "restore_random_state"]
 def random_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """Return the states of the global generators of this process, for the CPU and these devices.
 
-    Never waits for a device: the state of its generator, a seed and an offset, is on the host. ``torch.save``
-    writes the result, and ``torch.load(..., weights_only=True)`` reads it.
+    Never waits for a device: the state of its generator, a seed and an offset, is on the host. The result has
+    only tensors and plain values.
 
     >>> import torch
     >>> state, first = random_state(), torch.rand(2)
