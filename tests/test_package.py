@@ -219,8 +219,11 @@ def test_the_package_unpickles_nothing() -> None:
         # the state in a checkpoint of Hugging Face, beside the Trainer's own
         "huggingface.py: torch.save(",
         "huggingface.py: torch.load(",
+        # the step that a monitor has kept
+        "kept_step.py: torch.load(",
+        "kept_step.py: torch.save(",
     ]
-    for path in ("integrations/huggingface.py", "cli/fingerprint.py"):
+    for path in ("integrations/huggingface.py", "cli/fingerprint.py", "runs/kept_step.py"):
         source = (Path(gm.__file__).parent / path).read_text("utf-8")
         (arguments,) = re.findall(r"torch\.load\((.*)\)", source)
         assert 'map_location="cpu", weights_only=True' in arguments

@@ -64,7 +64,7 @@ GROUPS = {
     "Batch size": ("NoiseScale",),
     "Finiteness and AMP": ("check_finite", "FiniteReport", "locate_nonfinite", "inverse_scale", "share_found_inf_"),
     "Recording": ("watch", "Monitor", "Recorder", "StepRecord", "Finding", "Severity"),
-    "Runs": ("read_run", "Run", "RunError", "compare_runs", "write_page"),
+    "Runs": ("read_run", "Run", "RunError", "compare_runs", "load_kept_step", "write_page"),
     "Ranks": ("Ranks", "RankError"),
     "Rules": ("rules",),
     "Sinks": ("sinks",),

@@ -52,7 +52,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer.monitor import Monitor
     from gradiometer.recorder import Recorder, StepRecord
     from gradiometer.rules import Finding, Severity
-    from gradiometer.runs import Run, RunError, compare_runs, read_run
+    from gradiometer.runs import Run, RunError, compare_runs, load_kept_step, read_run
     from gradiometer.stats import (  # type: ignore[no-redef] # as above
         EMA,
         ModuleReports,
@@ -155,6 +155,7 @@ __all__ = [
     "grad_norm",
     "group_ratio",
     "inverse_scale",
+    "load_kept_step",
     "locate_nonfinite",
     "materialize",
     "materialize_async",

@@ -13,6 +13,7 @@ from gradiometer.rules import Fault, first_nonfinite_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gradiometer.monitor.kept_steps import KeptSteps
     from gradiometer.recorder import StepRecord
     from gradiometer.rules import Finding
 
@@ -34,10 +35,12 @@ class BlackBox:
 
     Attributes:
         lost_the_loss: whether the last record is the first of the run with a non-finite loss.
+        kept: what it takes to repeat the last steps; None without a folder for it.
     """
 
     def __init__(self, rank: int | None = None) -> None:
         self.lost_the_loss = False
+        self.kept: KeptSteps | None = None
         self._rank = rank
         self._recent: deque[StepRecord] = deque(maxlen=_LAST)
         self._before: list[StepRecord] = []
@@ -51,9 +54,11 @@ class BlackBox:
         bad_loss = record.loss is not None and not math.isfinite(record.loss)
         self.lost_the_loss = bad_loss and not self._had_bad_loss
         self._had_bad_loss = self._had_bad_loss or bad_loss
+        text = first_nonfinite_text(record) if record.recorded else None
+        if self.kept is not None:
+            self.kept.see(record.step, is_bad=bad_loss or text is not None)
         if not record.recorded:
             return
-        text = first_nonfinite_text(record)
         if text is None:
             if self._is_broken and self._first is not None:
                 self._first += f"; finite again in step {record.step}"
@@ -63,7 +68,9 @@ class BlackBox:
             self._before = list(self._recent)[-_BEFORE:]
 
     def fault(self, reason: str, message: str, step: int, findings: Sequence[Finding]) -> Fault:
-        """Return a fault with all that is known now."""
+        """Return a fault with all that is known now; write what it takes to repeat the step."""
+        if self.kept is not None:
+            self.kept.write(reason)
         steps = {record.step: record for record in [*self._before, *self._recent]}
         last = [steps[number] for number in sorted(steps)]
         return Fault(reason, message, step, self._first, tuple(findings), tuple(last), self._rank)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Cursor, Thresholds
 from gradiometer.monitor.failures import Failures, is_quiet
+from gradiometer.monitor.kept_steps import KeptSteps
 from gradiometer.monitor.model_reader import ModelReader
 from gradiometer.monitor.parameter_check import ParameterCheck
 from gradiometer.monitor.pipeline import Pipeline
@@ -33,6 +34,7 @@ from gradiometer.monitor.signals import subscribe
 from gradiometer.monitor.summary import Summary, counts_text
 from gradiometer.ops import is_capturing
 from gradiometer.recorder import Recorder, Updates, check_integer
+from gradiometer.runs import kept_path
 
 if TYPE_CHECKING:
     import logging
@@ -111,6 +113,9 @@ class Monitor:
             so that `gradiometer.compare_runs` can tell whether two runs are equal to the bit. With several
             ranks and ``weights=True``, copies of weights are compared in every recorded step: see the rule
             `gradiometer.rules.ReplicaDivergence`.
+        keep_weights: keep a copy of the weights and buffers at the start of the step, so that a step that is
+            not finite can be repeated, see `keep`; needs ``run_dir``, and ``skip_nonfinite``, which tells the
+            device when to stop copying.
 
     Attributes:
         run_dir: the folder of the run record; None without one.
@@ -156,6 +161,7 @@ class Monitor:
         ranks: bool | Ranks = True,
         redact: bool = False,
         fingerprint: bool = False,
+        keep_weights: bool = False,
     ) -> None:
         self._failures = Failures()
         agreed = prepare_ranks(ranks, model)
@@ -165,10 +171,15 @@ class Monitor:
         settings["thresholds"] = repr(thresholds)
         settings["redact"] = bool(redact)
         settings["fingerprint"] = bool(fingerprint)
+        settings["keep_weights"] = bool(keep_weights)
         with together(agreed, settings) as group:
             folder = choose_run_dir(run_dir, rank, agreed, group)
             if not isinstance(queue, int) or queue < 1:
                 msg = f"Monitor(queue={queue!r}): queue must be a positive integer"
+                raise ValueError(msg)
+            if keep_weights and (folder is None or not skip_nonfinite):
+                needs = "run_dir" if folder is None else "skip_nonfinite=True"
+                msg = f"Monitor(keep_weights=True) needs {needs}: pass it, too"
                 raise ValueError(msg)
             # the only state that record() reads inside a compiled step
             self._recorder = recorder = Recorder(
@@ -216,6 +227,13 @@ class Monitor:
             rank,
             redact=bool(redact),
         )
+        self._kept = None
+        if self.run_dir is not None:
+            where = self.run_dir if rank is None or merger is not None else self.run_dir / f"rank-{rank:05d}"
+            file = kept_path(where, rank if merger is not None else None)
+            options = {"weights": bool(keep_weights), "failures": self._failures}
+            self._kept = pipeline.box.kept = KeptSteps(file, recorder, model, **options)
+            self._begin_step()
         # a monitor that is garbage-collected without close() must not lose recorded steps
         weakref.finalize(self, pipeline.forget).atexit = False
 
@@ -291,6 +309,33 @@ class Monitor:
         self._has_advanced = True
         self._try("skips", self._pass_skips)
         self._pipeline.take(scalars, state)
+        self._begin_step()
+
+    def keep(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the random numbers and the batch of the step that begins now. Never waits and never raises.
+
+        Call it right before the step. If an exception or a non-finite loss ends the run, ``blackbox.pt`` in
+        ``run_dir`` has the current step and the first non-finite one, for `gradiometer.load_kept_step`; with
+        ``keep_weights=True`` it has the weights, too. Without this call it has the random numbers, as they
+        were at the end of the last `advance`.
+
+        Args:
+            args: what the step is called with: tensors, numbers, strings, and lists, tuples and mappings of
+                these. Tensors are not copied: up to 32 batches are held until the rules have seen their steps.
+                A batch that is overwritten in the meantime is not written.
+            kwargs: likewise.
+        """
+        if torch.compiler.is_compiling():
+            self._say_compiled()
+        elif self._kept is None:
+            text = "keep() was called, but there is no run_dir: create the Monitor with one"
+            self._failures.add("keep", text)
+        elif self._pipeline.is_open():
+            self._try("keep", self._kept.keep, self.step, args, kwargs)
+
+    def _begin_step(self) -> None:
+        if self._kept is not None:
+            self._try("keep", self._kept.begin, self.step)
 
     def record_updates(self) -> None:
         """Measure what the optimizer's step did to the weights; needs ``updates=True``.
@@ -359,6 +404,7 @@ class Monitor:
         check_integer("Monitor", "step", step, 0)
         self._pipeline.rewind(step)
         self._keep_weights()
+        self._begin_step()
 
     @property
     def every(self) -> int:
@@ -482,6 +528,7 @@ class Monitor:
             check_integer("Monitor.load_state_dict", name, state[name], least)
         self._pipeline.load_state_dict(state)
         self._keep_weights()
+        self._begin_step()
         self.every = state["every"]
 
     def _keep_weights(self) -> None:

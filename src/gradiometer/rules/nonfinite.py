@@ -32,6 +32,8 @@ ADVICE: Final = {
     "the weights, and for log(0), an empty mean or an overflow in the forward pass",
 }
 
+LOCATE: Final = ". gm.locate_nonfinite(step, batch) names the operation"
+
 
 class NonFinite(BaseRule):
     """A NaN or Inf in a loss, gradient, weight or update; names the first of several tensors.
@@ -92,13 +94,13 @@ class NonFinite(BaseRule):
             elif loss_is_bad:
                 message += f"; the loss is {record.loss_text}"
             count = float(first.n_nan + first.n_inf)
-            found = self._finding(first.kind, first.name, count, message, advice)
+            found = self._finding(first.kind, first.name, count, message, advice + LOCATE)
         else:
             text, advice = f"the loss is {record.loss_text}", ADVICE["loss"]
             if record.recorded and not record.value("abs_max").any():
                 text += ", though every gradient is 0: it is a mean over nothing"
                 advice = ADVICE["nothing"]
-            found = self._finding(None, None, math.nan, text, advice)
+            found = self._finding(None, None, math.nan, text, advice + LOCATE)
         found = replace(found, severity=severity, first_step=record.step, last_step=record.step)
         if self.first is None or severity > Finding.from_dict(self.first).severity:
             self.first = found.to_dict()

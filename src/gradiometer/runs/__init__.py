@@ -8,6 +8,7 @@ from gradiometer.runs.attempts import Attempt
 from gradiometer.runs.diff import BitDifference, Comparison, Difference, Side, compare_runs, compared
 from gradiometer.runs.directory import is_taken
 from gradiometer.runs.json_files import encodable, to_json
+from gradiometer.runs.kept_step import KeptStep, kept_path, load_kept_step, plain_batch, write_kept_steps
 from gradiometer.runs.rank_blackbox import RankBlackbox
 from gradiometer.runs.reader import Run, RunError, read_run
 from gradiometer.runs.tables import scalars_of
@@ -20,6 +21,7 @@ __all__ = [
     "Comparison",
     "Difference",
     "File",
+    "KeptStep",
     "RankBlackbox",
     "Run",
     "RunError",
@@ -30,8 +32,12 @@ __all__ = [
     "compared",
     "encodable",
     "is_taken",
+    "kept_path",
+    "load_kept_step",
+    "plain_batch",
     "read_run",
     "scalars_of",
     "to_json",
     "verify",
+    "write_kept_steps",
 ]

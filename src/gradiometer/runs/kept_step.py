@@ -1,0 +1,170 @@
+"""What it takes to repeat a step, as a file beside the black box: its random numbers, batch and weights."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradiometer.control import restore_random_state
+from gradiometer.inputs import is_dtensor, local_shard, unwrapped
+from gradiometer.runs.directory import prepare
+from gradiometer.runs.files import RunError, open_file, summary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["KeptStep", "kept_path", "load_kept_step", "plain_batch", "write_kept_steps"]
+
+_FORMAT: Final = "gradiometer kept steps"
+_VERSION: Final = 1
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A step that a `Monitor` has kept, as `gradiometer.load_kept_step` returns it.
+
+    Attributes:
+        step: its number.
+        random: the states of the random number generators at its start.
+        args, kwargs: what `Monitor.keep` was called with; tensors are on the CPU.
+        weights: parameters and buffers by name; empty without ``keep_weights=True``. For a DTensor, this
+            rank's shard.
+        weights_step: the step at whose start the weights had these values; None without weights.
+        note: why something is missing; otherwise empty.
+    """
+
+    step: int
+    random: Mapping[str, Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    weights_step: int | None = None
+    note: str = ""
+
+    def restore(self, model: nn.Module | None = None) -> None:
+        """Restore the random numbers, and the weights of a model, if they were kept.
+
+        Raises:
+            ValueError: if a kept weight is not in the model, or has another shape; nothing has changed then.
+        """
+        if model is not None and self.weights:
+            inner = unwrapped(model)
+            own = dict(inner.named_parameters()) | dict(inner.named_buffers())
+            pairs = []
+            for name, value in self.weights.items():
+                tensor = own.get(name)
+                if tensor is not None and is_dtensor(type(tensor)):
+                    tensor = local_shard(tensor)
+                if tensor is None or tensor.shape != value.shape:
+                    what = "is not in the model" if tensor is None else f"has the shape {list(tensor.shape)}"
+                    msg = f"KeptStep.restore: {name!r}, kept with the shape {list(value.shape)}, {what}; "
+                    raise ValueError(msg + "pass the model that was trained")
+                pairs.append((tensor, value))
+            if self.weights_step != self.step:
+                text = f"the weights are those at the start of step {self.weights_step}, not of {self.step}"
+                warnings.warn(text, stacklevel=2)
+            with torch.no_grad():
+                for tensor, value in pairs:
+                    tensor.copy_(value)
+        restore_random_state(self.random)
+
+
+def load_kept_step(run_dir: str | Path, *, current: bool = False) -> KeptStep:
+    """Load the step that a `Monitor` has kept when its run failed.
+
+    By default that is the first non-finite step, if there was one: the one that the black box names.
+    Otherwise, and with ``current=True``, it is the step in which the run ended.
+
+    Args:
+        run_dir: the folder of the run record, or a file ``blackbox.rank-00005.pt`` in it, of another rank.
+        current: whether to load the step in which the run ended.
+
+    Raises:
+        RunError: if there is no such file, or it cannot be read.
+
+    >>> import tempfile, torch, gradiometer as gm
+    >>> model, run_dir = torch.nn.Linear(2, 1), tempfile.mkdtemp()
+    >>> def step(x):
+    ...     loss = (model(x) * 0).log().sum()
+    ...     loss.backward()
+    ...     return loss
+    >>> with gm.Monitor(model, run_dir=run_dir, rules=(), keep_weights=True) as monitor:
+    ...     x = torch.ones(1, 2)
+    ...     monitor.keep(x)
+    ...     loss = step(x)
+    ...     monitor.record()
+    ...     monitor.advance(loss=loss)
+    >>> kept = gm.load_kept_step(run_dir)
+    >>> kept.restore(model)
+    >>> kept.step, gm.locate_nonfinite(step, *kept.args).operation
+    (0, 'aten.log')
+    """
+    path = Path(run_dir)
+    path = kept_path(path) if path.is_dir() else path
+    try:
+        with open_file(path) as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        if content["format"] != _FORMAT or content["version"] > _VERSION:
+            msg = "it has another format"
+            raise ValueError(msg)  # noqa: TRY301 with the same advice
+        entry = content["current"] if current or content["first"] is None else content["first"]
+        weights = content["weights"] or {}
+        return KeptStep(**entry, weights=weights, weights_step=content["weights_step"])
+    except FileNotFoundError:
+        msg = f"{path} does not exist: it is written by a Monitor with a run_dir, when an exception or a "
+        raise RunError(msg + "non-finite loss ends the run") from None
+    except Exception as error:
+        msg = f"{path} cannot be read ({summary(error)}): it was not written by a Monitor, or is damaged"
+        raise RunError(msg) from error
+
+
+def kept_path(run_dir: Path, rank: int | None = None) -> Path:
+    """Return the path of the file; ``rank`` as for the black box."""
+    return run_dir / ("blackbox.pt" if rank is None else f"blackbox.rank-{rank:05d}.pt")
+
+
+def write_kept_steps(
+    path: Path,
+    first: Mapping[str, Any] | None,
+    current: Mapping[str, Any],
+    weights: Mapping[str, Tensor] | None,
+    weights_step: int | None,
+) -> None:
+    """Write the file; it is replaced at once, or not at all.
+
+    Raises:
+        OSError: if the disk failed.
+    """
+    content = {"format": _FORMAT, "version": _VERSION, "first": first, "current": current}
+    data = io.BytesIO()
+    torch.save(content | {"weights": weights, "weights_step": weights_step}, data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prepare(path.parent, path, data.getvalue(), sync=True)()
+
+
+def plain_batch(value: Any, name: str = "the batch") -> Any:
+    """Return a batch with plain containers, which can be read without unpickling objects.
+
+    Raises:
+        TypeError: for an object that is neither a tensor, a plain value, nor a container of these.
+    """
+    if isinstance(value, Tensor):
+        value = local_shard(value) if is_dtensor(type(value)) else value
+        return value if type(value) is Tensor else value.detach().as_subclass(Tensor)
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {key: plain_batch(x, f"{name}[{key!r}]") for key, x in value.items()}
+    if type(value) in {list, tuple}:
+        parts: Sequence[Any] = [plain_batch(x, f"{name}[{i}]") for i, x in enumerate(value)]
+        return type(value)(parts)
+    msg = f"keep: {name} has the type {type(value).__name__}; pass tensors, numbers, strings, and lists, "
+    raise TypeError(msg + "tuples and dicts of these")

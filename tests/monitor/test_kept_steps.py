@@ -1,0 +1,260 @@
+"""What a monitor keeps of a step repeats it: the random numbers, the batch, the weights."""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradiometer as gm
+from gradiometer.monitor import kept_steps
+from gradiometer.runs import plain_batch
+
+BATCHES = torch.randn(40, 8, 4, generator=torch.Generator().manual_seed(3))
+
+
+class Loop:
+    """A model whose layer ``1`` divides by a random number that is 0 in the step whose number is ``bad``.
+
+    The number depends on the batch, the weights and all three generators, so only an exact repetition has it.
+    """
+
+    def __init__(self, bad=-1, loss=lambda y: y.square().mean()):
+        torch.manual_seed(0)
+        self.model = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.loss, self.bad = loss, bad
+        self.numbers = []
+        self.zero = math.nan
+
+    def forward(self, x):
+        for layer in self.model:
+            x = layer(x)
+        return x
+
+    def step(self, x, scale=1.0):
+        y = self.forward(x) * scale
+        noise = random.random() + np.random.rand()  # noqa: NPY002, S311 the global ones
+        number = float(y.sum().detach()) + noise
+        self.numbers.append(number)
+        if len(self.numbers) - 1 == self.bad:
+            self.zero = number
+        y = y / (number - self.zero) if self.numbers[-1] == self.zero else y  # here
+        loss = self.loss(y)
+        loss.backward()
+        return loss
+
+    def train(self, monitor, steps, keep=True, skip=False):
+        for i in range(steps):
+            x = BATCHES[i].clone()
+            if keep:
+                monitor.keep(x, scale=1.0)
+            loss = self.step(x)
+            monitor.record()
+            if not skip or not monitor.skip_step:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            monitor.advance(loss=loss)
+
+
+def test_a_step_is_repeated_after_a_crash(tmp_path):
+    loop = Loop(bad=7)
+    options = {"run_dir": tmp_path, "rules": (), "keep_weights": True}
+    with suppress(FloatingPointError), gm.Monitor(loop.model, **options) as monitor:
+        loop.train(monitor, 12)
+        raise FloatingPointError
+    assert not monitor.failures
+    assert gm.load_kept_step(tmp_path, current=True).step == 12
+
+    # another process, with another state
+    kept = gm.load_kept_step(tmp_path)
+    assert (kept.step, kept.weights_step, kept.note) == (7, 7, "")
+    again = Loop()
+    again.zero = loop.zero
+    kept.restore(again.model)
+    assert torch.equal(kept.args[0], BATCHES[7])
+    found = gm.locate_nonfinite(again.step, *kept.args, **kept.kwargs)
+    # equal to the bit, or there would be no division by 0
+    assert again.numbers == [loop.zero]
+    assert (found.operation, found.direction) == ("aten.div", "forward")
+    assert found.code.endswith("# here")
+
+
+def test_weights_are_those_before_the_bad_step_though_training_goes_on(tmp_path):
+    loop, before = Loop(bad=3), []
+    hook = loop.model[0].register_forward_pre_hook(lambda m, _: before.append(m.weight.detach().clone()))
+    with gm.Monitor(loop.model, run_dir=tmp_path, rules=(), keep_weights=True) as monitor:
+        loop.train(monitor, 10)
+        monitor.flush()
+    hook.remove()
+    kept = gm.load_kept_step(tmp_path)
+    assert (kept.step, kept.weights_step) == (3, 3)
+    assert torch.equal(kept.weights["0.weight"], before[3])
+    assert "1.running_mean" in kept.weights
+
+
+def test_without_keep_the_random_numbers_repeat_the_step(tmp_path):
+    loop = Loop(bad=5)
+    with gm.Monitor(loop.model, run_dir=tmp_path, rules=()) as monitor:
+        loop.train(monitor, 8, keep=False)
+    kept = gm.load_kept_step(tmp_path)
+    assert (kept.step, kept.args, kept.weights, kept.weights_step) == (5, (), {}, None)
+    drawn = []
+    for _ in range(2):
+        kept.restore()
+        drawn.append((torch.rand(3).tolist(), random.random(), np.random.rand()))  # noqa: NPY002, S311
+    assert drawn[0] == drawn[1]
+    # the very numbers of that step
+    again = Loop()
+    for i in range(5):
+        again.step(BATCHES[i])
+        again.optimizer.step()
+        again.optimizer.zero_grad()
+    kept.restore()
+    again.step(BATCHES[5])
+    assert again.numbers[-1] == loop.numbers[5]
+
+
+def test_a_run_that_recovers_is_no_fault_and_writes_nothing(tmp_path):
+    loop = Loop(bad=3)
+    with gm.Monitor(loop.model, run_dir=tmp_path, rules=(), keep_weights=True) as monitor:
+        # without the loss: a non-finite loss is a fault
+        for i in range(8):
+            monitor.keep(BATCHES[i])
+            loop.step(BATCHES[i])
+            monitor.record()
+            if not monitor.skip_step:
+                loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            monitor.advance()
+    assert not list(tmp_path.glob("*.pt"))
+    with pytest.raises(gm.RunError, match="does not exist: it is written by a Monitor with a run_dir"):
+        gm.load_kept_step(tmp_path)
+
+
+@pytest.mark.parametrize("reason", ["SIGTERM", "interrupt", "exit"])
+def test_an_end_without_a_fault_writes_nothing(tmp_path, reason):
+    loop = Loop()
+    monitor = gm.Monitor(loop.model, run_dir=tmp_path, rules=())
+    loop.train(monitor, 2)
+    monitor._pipeline.end((reason, ""))
+    assert (tmp_path / "blackbox.json").exists()
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_an_exception_in_a_step_keeps_that_step(tmp_path):
+    loop = Loop()
+    with suppress(IndexError), gm.Monitor(loop.model, run_dir=tmp_path, rules=()) as monitor:
+        loop.train(monitor, 4)
+        monitor.keep(torch.tensor([-1]), {"mask": [None, True]}, name="x")
+        nn.functional.embedding(torch.tensor([-1]), torch.ones(2, 2))
+    kept = gm.load_kept_step(tmp_path)
+    assert (kept.step, kept.kwargs, kept.args[1]) == (4, {"name": "x"}, {"mask": [None, True]})
+    assert kept.args[0].tolist() == [-1]
+
+
+def test_a_batch_that_is_overwritten_is_not_written(tmp_path):
+    loop = Loop(bad=2)
+    x = BATCHES[0].clone()
+    with gm.Monitor(loop.model, run_dir=tmp_path, rules=()) as monitor:
+        for i in range(4):
+            x.copy_(BATCHES[i])
+            monitor.keep(x)
+            loss = loop.step(x)
+            monitor.record()
+            loop.optimizer.zero_grad()
+            monitor.advance(loss=loss)
+    kept = gm.load_kept_step(tmp_path)
+    assert (kept.step, kept.args) == (2, ())
+    assert "was overwritten after Monitor.keep" in kept.note
+
+
+def test_memory_is_bounded_while_the_rules_are_behind(tmp_path):
+    loop = Loop()
+    monitor = gm.Monitor(loop.model, run_dir=tmp_path, rules=())
+    kept = monitor._kept
+    for step in range(300):
+        kept.keep(step, (torch.zeros(1),), {})
+    assert len(kept._waiting) == kept_steps._STEPS
+    assert sum(one.batch is not None for one in kept._waiting) == kept_steps._BATCHES
+    # Python's state has 625 objects: one for all steps
+    assert len({id(one.random["python"]) for one in kept._waiting}) == 1
+    kept.see(299, is_bad=False)
+    assert not kept._waiting
+    monitor.close()
+
+
+def test_a_disk_that_fails_leaves_no_file_and_no_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    loop = Loop(bad=1)
+    with gm.Monitor(loop.model, run_dir=tmp_path, rules=()) as monitor, monkeypatch.context() as patch:
+        patch.setattr(kept_steps, "write_kept_steps", full)
+        loop.train(monitor, 4)
+        monitor.flush()
+    assert monitor.failures == {"keep": 1}
+    # the fault itself is written
+    assert (tmp_path / "blackbox.json").exists()
+    assert not [p for p in tmp_path.iterdir() if ".pt" in p.name]
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path):
+    loop = Loop(bad=1)
+    with gm.Monitor(loop.model, run_dir=tmp_path, rules=()) as monitor:
+        loop.train(monitor, 4)
+    path = tmp_path / "blackbox.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(gm.RunError, match="cannot be read"):
+        gm.load_kept_step(tmp_path)
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    loop = Loop(bad=1)
+    with gm.Monitor(loop.model, run_dir=tmp_path, rules=(), keep_weights=True) as monitor:
+        loop.train(monitor, 4)
+    kept = gm.load_kept_step(tmp_path)
+    other = nn.ModuleList([nn.Linear(4, 5)])
+    before = other[0].weight.clone()
+    with pytest.raises(ValueError, match=r"'0.weight', kept with the shape \[4, 4\], has the shape \[5, 4\]"):
+        kept.restore(other)
+    assert torch.equal(other[0].weight, before)
+
+
+def test_a_batch_of_other_objects_is_refused_and_training_goes_on(tmp_path):
+    loop = Loop()
+    with gm.Monitor(loop.model, run_dir=tmp_path, rules=()) as monitor:
+        monitor.keep({"x": [object()]})
+        loop.train(monitor, 1, keep=False)
+    assert monitor.failures == {"keep": 1}
+    with pytest.raises(TypeError, match=r"keep: the batch\['x'\]\[0\] has the type object; pass tensors"):
+        plain_batch({"x": [object()]})
+
+
+def test_keep_needs_a_folder(caplog):
+    loop = Loop()
+    with gm.Monitor(loop.model, rules=()) as monitor:
+        monitor.keep(1)
+    assert monitor.failures == {"keep": 1}
+    assert "without a run_dir" in caplog.text
+    with pytest.raises(ValueError, match="keep_weights=True\\) needs run_dir"):
+        gm.Monitor(loop.model, keep_weights=True)
+
+
+def test_keep_weights_needs_a_flag_on_the_device(tmp_path):
+    with pytest.raises(ValueError, match="needs skip_nonfinite=True"):
+        gm.Monitor(Loop().model, run_dir=tmp_path, keep_weights=True, skip_nonfinite=False)
+
+
+def test_the_finding_says_how_to_go_on(tmp_path):
+    loop = Loop(bad=2)
+    with gm.Monitor(loop.model, run_dir=tmp_path) as monitor:
+        loop.train(monitor, 4)
+        monitor.flush()
+        (finding,) = [f for f in monitor.findings if f.rule == "nonfinite"]
+    assert "gm.locate_nonfinite(step, batch) names the operation" in finding.advice
