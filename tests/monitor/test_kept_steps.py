@@ -241,7 +241,7 @@ def test_keep_needs_a_folder(caplog):
     with gm.Monitor(loop.model, rules=()) as monitor:
         monitor.keep(1)
     assert monitor.failures == {"keep": 1}
-    assert "without a run_dir" in caplog.text
+    assert "there is no run_dir" in caplog.text
     with pytest.raises(ValueError, match="keep_weights=True\\) needs run_dir"):
         gm.Monitor(loop.model, keep_weights=True)
 

@@ -321,8 +321,8 @@ class Monitor:
 
         Args:
             args: what the step is called with: tensors, numbers, strings, and lists, tuples and mappings of
-                these. Tensors are not copied: up to 32 batches are held until the rules have seen their steps.
-                A batch that is overwritten in the meantime is not written.
+                these. Tensors are not copied: up to 32 batches are held until the rules have seen their
+                steps. A batch that is overwritten in the meantime is not written.
             kwargs: likewise.
         """
         if torch.compiler.is_compiling():
