@@ -105,6 +105,15 @@ def test_a_parameter_that_is_not_finite_is_named():
     assert located(lambda: None, model).reason == found.reason
 
 
+def test_a_gradient_that_is_not_finite_is_named():
+    model, step = stack(torch.tanh)
+    step()
+    with torch.no_grad():
+        model.layers[0].linear.bias.grad[1] = INF
+    found = located(step, model)
+    assert found.reason == "gradient layers.0.linear.bias.grad is not finite already: 1 Inf"
+
+
 def test_a_tensor_of_no_module_that_is_not_finite_is_named():
     weight = torch.tensor([1.0, math.nan])
     _, step = stack(lambda x: x[:, :2] * weight)

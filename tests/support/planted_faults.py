@@ -370,7 +370,8 @@ def rows() -> list[str]:
     for fault in FAULTS:
         text = f"`{fault.operation}`"
         if fault.forward_operation:
-            text += f" in the backward of `{fault.forward_operation}`"
+            what = fault.forward_operation
+            text += f", {what}" if " " in what else f" in the backward of `{what}`"
         if fault.then:
             text += f", then `{fault.then}`"
         found.append(f"| {fault.name} | `{fault.line[2]}` | {text} |")

@@ -118,6 +118,9 @@ class NonfiniteSearch(TorchDispatchMode):
             for name, tensor in root.named_buffers():
                 self._buffers.append((prefix + name, tensor))
                 self._tensors.setdefault(_key(tensor), f"buffer {prefix + name}")
+        for p, name in self._leaves.items():
+            if p.is_leaf and p.grad is not None:
+                self._tensors.setdefault(_key(p.grad), f"gradient {name}.grad")
         self._inputs: dict[int, tuple[StorageWeakRef, str]] = {}
         self._stack: list[str] = []
         self._marks: dict[int, _Mark] = {}
@@ -486,7 +489,7 @@ class NonfiniteSearch(TorchDispatchMode):
         else:
             what = f"a tensor that {name} reads as {argument.name}"
         origin = self._held(what, operand, self._locate(name))
-        is_plain = not what.startswith("parameter") and not operand.n_nan
+        is_plain = not what.startswith(("parameter", "gradient")) and not operand.n_nan
         origin.is_mask = is_plain and (what.startswith("buffer") or not operand.n_posinf)
         if key:
             self._origins[key] = StorageWeakRef(_storage(argument.tensor)), origin

@@ -32,7 +32,7 @@ ADVICE: Final = {
     "the weights, and for log(0), an empty mean or an overflow in the forward pass",
 }
 
-LOCATE: Final = ". gm.locate_nonfinite(step, batch) names the operation"
+LOCATE: Final = "; gm.locate_nonfinite(step, batch) names the operation"
 
 
 class NonFinite(BaseRule):
