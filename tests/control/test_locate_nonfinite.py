@@ -476,6 +476,46 @@ def test_nothing_is_changed(steps):
     assert bool(trainer.optimizer.state) == bool(steps)
 
 
+class Scaled(Trainer):
+    """With more state: a GradScaler, which refuses two steps without an update, and several schedulers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+        parts = [torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5) for _ in range(2)]
+        self.scheduler = torch.optim.lr_scheduler.SequentialLR(self.optimizer, parts, [2])
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(x).square().mean()).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+
+
+@pytest.mark.parametrize("kind", [Trainer, Scaled])
+def test_training_goes_on_as_without(kind):
+    x, states = torch.randn(8, 4), []
+    for looks in (False, True):
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002 the global one
+        trainer = kind()
+        for i in range(5):
+            if looks and i != 2:
+                assert not gm.locate_nonfinite(trainer.step, x)
+            trainer.step(x)
+        scaler = trainer.scaler.state_dict() if kind is Scaled else None
+        states.append((trainer.state()[0], scaler, trainer.optimizer.param_groups[0]["lr"]))
+    assert states[0] == states[1]
+
+
+def test_a_result_of_a_step_counts():
+    found = gm.locate_nonfinite(lambda x: (x / x).to(torch.float8_e4m3fn), torch.zeros(2))
+    assert found.operation == "aten.div"
+    assert found.outputs[0].n_nan == 2
+
+
 def test_a_step_that_raises_is_undone():
     trainer = Trainer()
     before, _ = trainer.state()

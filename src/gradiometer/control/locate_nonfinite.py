@@ -68,8 +68,8 @@ def locate_nonfinite(step: Any, /, *args: Any, **kwargs: Any) -> Block | Located
     gradient of a parameter, a parameter or a buffer; without a backward, the output of the model or another
     result counts, too. So -Inf in a mask is no fault, but a softmax of a row that is masked completely is.
 
-    Operations of other threads are not seen. Inside, everything runs eagerly and slower, about a tenth to a
-    hundredth as fast; every operation waits for the device.
+    Operations of other threads are not seen. Inside, everything runs eagerly, and every operation waits for
+    the device: on a CPU, a step takes 2 to 10 times as long as in eager mode.
 
     Args:
         step: a model, compiled or not; or a function, compiled or not, that makes a training step.
@@ -104,14 +104,15 @@ def locate_nonfinite(step: Any, /, *args: Any, **kwargs: Any) -> Block | Located
     parts = find_parts(step, args, kwargs)
     copy = StepCopy(parts)
     search = NonfiniteSearch(_roots(parts), copy)
+    output = None
     try:
         with search:
-            output = step(*args, **kwargs)
-            del output
+            output = step(*args, **kwargs)  # a result counts while it is in use
     except Exception:
         if not search.result:
             raise
     finally:
+        del output
         copy.restore()
     return search.result
 

@@ -118,9 +118,9 @@ class NonfiniteSearch(TorchDispatchMode):
             for name, tensor in root.named_buffers():
                 self._buffers.append((prefix + name, tensor))
                 self._tensors.setdefault(_key(tensor), f"buffer {prefix + name}")
-        for p, name in self._leaves.items():
-            if p.is_leaf and p.grad is not None:
-                self._tensors.setdefault(_key(p.grad), f"gradient {name}.grad")
+        for leaf, name in self._leaves.items():
+            if leaf.is_leaf and leaf.grad is not None:
+                self._tensors.setdefault(_key(leaf.grad), f"gradient {name}.grad")
         self._inputs: dict[int, tuple[StorageWeakRef, str]] = {}
         self._stack: list[str] = []
         self._marks: dict[int, _Mark] = {}

@@ -105,6 +105,7 @@ class StepCopy:
         self._new: dict[int, StorageWeakRef] = {}
         devices: dict[torch.device, None] = {}
         parameters: dict[Tensor, None] = {}
+        self._seen: set[int] = set()
         for part in parts.values():
             if isinstance(part, nn.Module):
                 module = unwrapped(part)
@@ -114,21 +115,32 @@ class StepCopy:
                 devices |= {x.device: None for x in [*module.parameters(), *module.buffers()]}
                 parameters |= dict.fromkeys(module.parameters())
                 for inner in module.modules():
-                    self._keep_entries(inner._buffers, inner._parameters)  # noqa: SLF001
+                    self._keep_object(inner._buffers)  # noqa: SLF001
+                    self._keep_object(inner._parameters)  # noqa: SLF001
             elif isinstance(part, Optimizer):
                 parameters |= {p: None for group in part.param_groups for p in group["params"]}
-                self._keep_entries(part.state, *part.state.values(), *part.param_groups)
-            elif isinstance(part, torch.Generator):
-                self._undo.append(functools.partial(part.set_state, part.get_state()))
-            else:
-                self._keep_entries(vars(part))
+            self._keep_object(part)
         for p in parameters:
             self._undo.append(functools.partial(setattr, p, "grad", p.grad))
         self._undo.append(functools.partial(restore_random_state, random_state(devices)))
 
-    def _keep_entries(self, *entries: dict[Any, Any]) -> None:
-        for mapping in entries:
-            self._undo.append(functools.partial(_put_back, mapping, dict(mapping)))
+    def _keep_object(self, value: Any) -> None:
+        """Keep the entries of containers, and the attributes of optimizers, schedulers and scalers."""
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, dict):
+            self._undo.append(functools.partial(_put_back, value, dict(value)))
+            for x in value.values():
+                self._keep_object(x)
+        elif isinstance(value, list):
+            self._undo.append(functools.partial(value.__setitem__, slice(None), list(value)))
+            for x in value:
+                self._keep_object(x)
+        elif isinstance(value, torch.Generator):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+        elif isinstance(value, Optimizer | LRScheduler | torch.amp.GradScaler):
+            self._keep_object(vars(value))
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the memory that an operation is about to write."""

@@ -391,7 +391,7 @@ class Monitor:
         self._noted |= {name: x.detach() if isinstance(x, Tensor) else x for name, x in scalars.items()}
 
     def _say_compiled(self) -> None:
-        text = "advance() and note() do nothing inside a compiled function: call them after the compiled step"
+        text = "advance(), note() and keep() do nothing inside a compiled function: call them outside"
         self._failures.add("compiled", text)
 
     @property
