@@ -49,7 +49,7 @@ def test_inside_a_compiled_step_they_are_left_out_with_one_warning(backend, full
     assert monitor.step == 0
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "do nothing inside a compiled function: call them after the compiled step" in warnings[0]
+    assert "do nothing inside a compiled function: call them outside" in warnings[0]
     assert set(monitor.failures) == {"compiled"}
     monitor.close()
 
