@@ -322,6 +322,16 @@ def test_an_operation_that_raises_because_of_a_nan_is_not_the_cause():
     assert (found.operation, found.then) == ("aten.log", "then aten.multinomial raised an error")
 
 
+def test_a_factorization_that_fails_is_named():
+    with pytest.raises(RuntimeError), gm.locate_nonfinite(nn.Linear(1, 1)) as found:
+        torch.linalg.cholesky(-torch.eye(2))
+    assert found.operation == "aten.linalg_cholesky_ex"
+    assert (found.inputs[0].min, found.inputs[0].max) == (-1, 0)
+    with pytest.raises(RuntimeError), gm.locate_nonfinite(nn.Linear(1, 1)) as found:
+        torch.linalg.cholesky(torch.zeros(2, 2).log())
+    assert (found.operation, found.then) == ("aten.log", "then aten.linalg_cholesky_ex raised an error")
+
+
 def test_an_exception_that_is_caught_is_no_fault():
     model, step = stack(torch.tanh)
 

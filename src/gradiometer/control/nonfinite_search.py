@@ -137,6 +137,8 @@ class NonfiniteSearch(TorchDispatchMode):
         self._cause: _Origin | None = None
         self._hint: _Origin | None = None
         self._raised: tuple[BaseException, Located] | None = None
+        # the last operation, whose failure may show in the next one
+        self._last: tuple[str, list[_Argument]] = ("", [])
         self._has_backward = False
         self._is_paused = False
         self._exit = ExitStack()
@@ -174,6 +176,7 @@ class NonfiniteSearch(TorchDispatchMode):
         self._origins.clear()
         self._ends.clear()
         self._others.clear()
+        self._last = "", []
         self._raised = None
 
     def _see_the_end(self, error: BaseException | None) -> None:
@@ -322,8 +325,10 @@ class NonfiniteSearch(TorchDispatchMode):
             output = func(*args, **kwargs)
             self._look(name, arguments, ranges, args, kwargs, output)
         except Exception as error:
-            self._see_error(error, name, arguments)
+            checks = name == "aten._linalg_check_errors"
+            self._see_error(error, *(self._last if checks else (name, arguments)))
             raise
+        self._last = name, arguments
         return self._born(output)
 
     def _born(self, output: Any) -> Any:

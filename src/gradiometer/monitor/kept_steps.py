@@ -147,7 +147,9 @@ class KeptSteps:
         if self._copied_step is None:
             return None, None
         with self._recorder.in_order():
-            return {name: x.cpu() for name, x in self._copies.items()}, int(self._copied_step)
+            # copies on the CPU, too: the next step may begin while they are written
+            copies = {name: x.to("cpu", copy=True) for name, x in self._copies.items()}
+            return copies, int(self._copied_step)
 
 
 def _weights_of(recorder: Recorder, model: Any) -> dict[str, Tensor]:
