@@ -37,6 +37,7 @@ from gradiometer.monitor.merge_window import MergeWindow
 from gradiometer.monitor.monitor import Monitor
 from gradiometer.monitor.rank_merger import RankMerger
 from gradiometer.recorder.step_record import Roster, StepRecord
+from gradiometer.runs.kept_step import load_kept_step
 from gradiometer.runs.reader import read_run
 from support.rank_pool import RankPool, torchrun
 
@@ -404,10 +405,13 @@ def test_sigterm_on_all_ranks(four_ranks, tmp_path):
     assert run.blackbox["reason"] == "SIGTERM"
     assert run.blackbox["message"] == ""
     assert run.blackbox["first_nonfinite"] == "step 0, weight.grad, rank 1 (dp_shard 1 of 4), 18 NaN of 24"
-    assert sorted(path.name for path in tmp_path.glob("blackbox*")) == [
-        "blackbox.json",
-        *[f"blackbox.rank-{rank:05d}.json" for rank in (1, 2, 3)],
-    ]
+    for kind in ("json", "pt"):
+        assert sorted(path.name for path in tmp_path.glob(f"blackbox*.{kind}")) == [
+            f"blackbox.{kind}",
+            *[f"blackbox.rank-{rank:05d}.{kind}" for rank in (1, 2, 3)],
+        ]
+    # the step that the black box names, of each rank
+    assert {load_kept_step(path).step for path in tmp_path.glob("blackbox*.pt")} == {0}
 
 
 # the protocol alone, with threads of one process

@@ -115,16 +115,16 @@ class StepCopy:
                 devices |= {x.device: None for x in [*module.parameters(), *module.buffers()]}
                 parameters |= dict.fromkeys(module.parameters())
                 for inner in module.modules():
-                    self._keep_object(inner._buffers)  # noqa: SLF001
-                    self._keep_object(inner._parameters)  # noqa: SLF001
+                    self._keep_entries(inner._buffers)  # noqa: SLF001
+                    self._keep_entries(inner._parameters)  # noqa: SLF001
             elif isinstance(part, Optimizer):
                 parameters |= {p: None for group in part.param_groups for p in group["params"]}
-            self._keep_object(part)
+            self._keep_entries(part)
         for p in parameters:
             self._undo.append(functools.partial(setattr, p, "grad", p.grad))
         self._undo.append(functools.partial(restore_random_state, random_state(devices)))
 
-    def _keep_object(self, value: Any) -> None:
+    def _keep_entries(self, value: Any) -> None:
         """Keep the entries of containers, and the attributes of optimizers, schedulers and scalers."""
         if id(value) in self._seen:
             return
@@ -132,15 +132,15 @@ class StepCopy:
         if isinstance(value, dict):
             self._undo.append(functools.partial(_put_back, value, dict(value)))
             for x in value.values():
-                self._keep_object(x)
+                self._keep_entries(x)
         elif isinstance(value, list):
             self._undo.append(functools.partial(value.__setitem__, slice(None), list(value)))
             for x in value:
-                self._keep_object(x)
+                self._keep_entries(x)
         elif isinstance(value, torch.Generator):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, Optimizer | LRScheduler | torch.amp.GradScaler):
-            self._keep_object(vars(value))
+            self._keep_entries(vars(value))
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep the memory that an operation is about to write."""
