@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer.monitor import kept_steps
-from gradiometer.runs import plain_batch
+from gradiometer.runs import plain_batch, write_kept_steps
+from gradiometer.runs.directory import remove_leftovers
 
 BATCHES = torch.randn(40, 8, 4, generator=torch.Generator().manual_seed(3))
 
@@ -202,6 +204,22 @@ def test_a_disk_that_fails_leaves_no_file_and_no_error(tmp_path, monkeypatch):
     # the fault itself is written
     assert (tmp_path / "blackbox.json").exists()
     assert not [p for p in tmp_path.iterdir() if ".pt" in p.name]
+
+
+def test_a_run_record_that_starts_in_the_meantime_removes_no_file(tmp_path, monkeypatch):
+    path = tmp_path / "blackbox.pt"
+    replace, calls = Path.replace, []
+
+    def remove_first(self, target):
+        if not calls:
+            remove_leftovers(tmp_path)
+        calls.append(target)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", remove_first)
+    write_kept_steps(path, None, {"step": 3, "random": {}}, None, None)
+    assert calls == [path, path]
+    assert gm.load_kept_step(tmp_path).step == 3
 
 
 def test_a_file_that_is_cut_off_is_refused(tmp_path):

@@ -147,7 +147,11 @@ def write_kept_steps(
     data = io.BytesIO()
     torch.save(content | {"weights": weights, "weights_step": weights_step}, data)
     path.parent.mkdir(parents=True, exist_ok=True)
-    prepare(path.parent, path, data.getvalue(), sync=True)()
+    try:
+        prepare(path.parent, path, data.getvalue(), sync=True)()
+    except FileNotFoundError:
+        # a run record that has just started has removed what looked like a leftover; it does so once
+        prepare(path.parent, path, data.getvalue(), sync=True)()
 
 
 def plain_batch(value: Any, name: str = "the batch") -> Any:
