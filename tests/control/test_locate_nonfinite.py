@@ -266,6 +266,30 @@ def test_without_a_backward_the_output_of_the_model_counts():
     assert (found.operation, found.module) == ("aten.log", "layers.1")
 
 
+def test_with_a_backward_an_output_that_is_not_used_does_not_count():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x)
+            # such as attention weights of padding
+            return y, {"weights": y.masked_fill(y < INF, -INF).softmax(-1)}
+
+    model = Two()
+    assert not located(lambda: model(torch.ones(1, 4))[0].sum().backward(), model)
+    assert located(lambda: model(torch.ones(1, 4)), model).operation == "aten._softmax"
+
+
+def test_a_graph_from_before_the_block():
+    x = torch.zeros(1, requires_grad=True)
+    y = x.sqrt()
+    found = located(y.backward)
+    # the forward was not seen
+    assert (found.operation, found.direction, found.forward_operation) == ("aten.div", "backward", "Sqrt")
+
+
 def test_without_a_backward_a_result_counts_while_it_is_in_use():
     kept = []
     model = nn.Linear(2, 2)
@@ -599,7 +623,10 @@ def test_a_block_leaves_nothing_behind():
     step()
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    located(step, model)
+    threads = []
+    # a device's backward runs on this thread, where its operations are seen
+    assert not located(lambda: threads.append(torch.autograd.is_multithreading_enabled()) or step(), model)
+    assert threads == [False]
     # looking changes no bit
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
     assert not any([m._forward_pre_hooks or m._forward_hooks for m in model.modules()])

@@ -357,13 +357,10 @@ class NonfiniteSearch(TorchDispatchMode):
         for index, tensor in outputs:
             if not tensor.is_floating_point() and not tensor.is_complex():
                 continue
-            key = _key(tensor)
-            self._empty.pop(key, None)
+            self._empty.pop(_key(tensor), None)
             range_ = extremes(tensor)
             if range_ is not None and not _is_finite(range_):
                 bad.setdefault(index if by_element else None, []).append((tensor, range_))
-            elif key in self._origins and _covers(tensor):
-                del self._origins[key]
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         is_root = short == "ones_like" and not in_backward
         # a test such as isfinite does not use a result up
@@ -638,12 +635,6 @@ def _key(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; 0 if it has none."""
     storage = _storage(tensor)
     return 0 if storage is None else int(storage._cdata)  # noqa: SLF001
-
-
-def _covers(tensor: Tensor) -> bool:
-    """Return whether a tensor is all of its storage."""
-    values = values_of(tensor)
-    return values is not None and values.numel() * values.element_size() >= values.untyped_storage().nbytes()
 
 
 def _float_range(tensor: Tensor) -> tuple[float, float] | None:
