@@ -5,6 +5,15 @@ and scores are functions of columns. The layout of the recorder's ring is here t
 user's tensors or their names.
 """
 
+from gradiometer.columns.activations import (
+    ACTIVATION_COLUMNS,
+    ACTIVATION_DERIVED,
+    ACTIVATION_INDEX,
+    NUM_ACTIVATION_COLUMNS,
+    NUM_ACTIVATION_SUMS,
+    activation_value,
+    tensor_columns,
+)
 from gradiometer.columns.derived import DERIVED, compute_flags, rescale
 from gradiometer.columns.fingerprint import (
     FINGERPRINT_COLUMNS,
@@ -55,6 +64,9 @@ from gradiometer.columns.updates import (
 )
 
 __all__ = [
+    "ACTIVATION_COLUMNS",
+    "ACTIVATION_DERIVED",
+    "ACTIVATION_INDEX",
     "COLUMNS",
     "COLUMN_INDEX",
     "COLUMN_NAMES",
@@ -71,6 +83,8 @@ __all__ = [
     "HEALTH",
     "MAX_NORM_RATIO",
     "MAX_ZERO_FRACTION",
+    "NUM_ACTIVATION_COLUMNS",
+    "NUM_ACTIVATION_SUMS",
     "NUM_COLUMNS",
     "NUM_FINGERPRINT_COLUMNS",
     "NUM_PAIR_COLUMNS",
@@ -90,6 +104,7 @@ __all__ = [
     "Fingerprint",
     "Flag",
     "Thresholds",
+    "activation_value",
     "compute_flags",
     "from_pairs",
     "has_update_value",
@@ -98,5 +113,6 @@ __all__ = [
     "pair_value",
     "rescale",
     "score",
+    "tensor_columns",
     "update_value",
 ]

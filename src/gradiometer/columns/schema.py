@@ -37,7 +37,7 @@ class Column:
 
     name: str
     merge: Literal["sum", "max"]
-    scaling: Literal["1", "s", "|s|", "s*s"]
+    scaling: Literal["1", "s", "|s|", "s*s", "s*s*s*s"]
     meaning: str
 
 
