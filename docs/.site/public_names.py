@@ -44,6 +44,14 @@ GROUPS = {
         "PairRow",
         "PAIR_COLUMNS",
     ),
+    "Activations": (
+        "Taps",
+        "tap",
+        "ActivationStats",
+        "ActivationReport",
+        "ActivationRow",
+        "ACTIVATION_COLUMNS",
+    ),
     "Fingerprints": (
         "fingerprint",
         "Fingerprint",

@@ -20,6 +20,7 @@ _IS_COMMAND = _IS_MODULE or __name__ == _NAME
 if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer import rules, sinks
     from gradiometer.columns import (
+        ACTIVATION_COLUMNS,
         COLUMNS,
         DEFAULT_DEAD_THRESHOLD,
         DEFAULT_EXPLODING_THRESHOLD,
@@ -55,6 +56,9 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer.runs import Run, RunError, compare_runs, load_kept_step, read_run
     from gradiometer.stats import (  # type: ignore[no-redef] # as above
         EMA,
+        ActivationReport,
+        ActivationRow,
+        ActivationStats,
         ModuleReports,
         PairReport,
         PairRow,
@@ -63,6 +67,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         Report,
         Smoothed,
         Snapshot,
+        Taps,
         TensorReport,
         TensorStats,
         check_replicas,
@@ -76,6 +81,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         group_ratio,
         materialize,
         materialize_async,
+        tap,
         total_norm,
     )
     from gradiometer.web import write_page
@@ -102,12 +108,16 @@ else:
 
 
 __all__ = [
+    "ACTIVATION_COLUMNS",
     "COLUMNS",
     "DEFAULT_DEAD_THRESHOLD",
     "DEFAULT_EXPLODING_THRESHOLD",
     "DEFAULT_VANISHING_THRESHOLD",
     "EMA",
     "PAIR_COLUMNS",
+    "ActivationReport",
+    "ActivationRow",
+    "ActivationStats",
     "ElementCounts",
     "Finding",
     "Fingerprint",
@@ -131,6 +141,7 @@ __all__ = [
     "Smoothed",
     "Snapshot",
     "StepRecord",
+    "Taps",
     "TensorReport",
     "TensorStats",
     "Thresholds",
@@ -163,6 +174,7 @@ __all__ = [
     "rules",
     "share_found_inf_",
     "sinks",
+    "tap",
     "total_norm",
     "watch",
     "write_page",

@@ -22,6 +22,7 @@ from gradiometer.ops.library import (
 )
 from gradiometer.ops.packing import LaunchPlan, is_capturing
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
+from gradiometer.ops.taps import tap
 
 __all__ = [
     "INSTALL_COMPILER",
@@ -39,6 +40,7 @@ __all__ = [
     "recognize_pairs",
     "record_",
     "scale_",
+    "tap",
     "tensor_stats",
     "uses_kernels",
     "writable",

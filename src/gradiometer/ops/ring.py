@@ -21,7 +21,7 @@ from gradiometer.columns import COLUMN_INDEX, HEADER_SKIPPED, HEADER_STEP, NUM_C
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["append_", "is_due"]
+__all__ = ["append_", "is_due", "numbers"]
 
 
 _NONFINITE: Final = [COLUMN_INDEX[name] for name in ("n_nan", "n_posinf", "n_neginf")]
@@ -65,7 +65,7 @@ def append_(
         steps.copy_(there)
         cursor.copy_(state_there)
         return
-    state = _numbers(cursor)
+    state = numbers(cursor)
     step, count, every, skip_nonfinite, skip_above, _ = state
     found = False
     if grads > 0:
@@ -79,7 +79,7 @@ def append_(
     slot = steps[int(count - 1) % len(steps)]
     bits = None if fingerprints is None else fingerprints.view(torch.float64)
     end = 1 + len(columns)
-    header = _numbers(slot[0])
+    header = numbers(slot[0])
     if header[HEADER_STEP] == step:
         rows = slot[1:end]
         measured = columns[:, _NUMEL] > 0
@@ -97,11 +97,11 @@ def append_(
             slot[1:end, RING_WIDTH:] = bits
         if end < len(slot):
             slot[end:] = 0.0
-        header = _numbers(slot[0])
+        header = numbers(slot[0])
         header[HEADER_STEP], header[HEADER_SKIPPED] = step, state[Cursor.SKIP]
         state[Cursor.COUNT] += 1
 
 
-def _numbers(tensor: Tensor) -> ctypes.Array[ctypes.c_double]:
+def numbers(tensor: Tensor) -> ctypes.Array[ctypes.c_double]:
     """Return the memory of a contiguous float64 tensor on the CPU; operators take ten times as long."""
     return (ctypes.c_double * tensor.numel()).from_address(tensor.data_ptr())

@@ -5,6 +5,8 @@ synchronization. One copy to the host turns them into reports, tables and mappin
 Nothing here modifies a tensor.
 """
 
+from gradiometer.stats.activation_report import ActivationReport, ActivationRow
+from gradiometer.stats.activation_stats import ActivationStats
 from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.stats.compare import collect_updates, compare, updates_of
@@ -21,6 +23,7 @@ from gradiometer.stats.pair_report import PairReport, PairRow
 from gradiometer.stats.pair_stats import PairStats
 from gradiometer.stats.report import ModuleReports, Report
 from gradiometer.stats.snapshot import Snapshot
+from gradiometer.stats.taps import Taps, tap
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
 from gradiometer.stats.tensor_stats import TensorStats
 from gradiometer.stats.text_table import amount
@@ -28,6 +31,9 @@ from gradiometer.stats.text_table import amount
 __all__ = [
     "EMA",
     "NOT_COMPARED",
+    "ActivationReport",
+    "ActivationRow",
+    "ActivationStats",
     "Float64Module",
     "GroupRule",
     "ModuleReports",
@@ -39,6 +45,7 @@ __all__ = [
     "Report",
     "Smoothed",
     "Snapshot",
+    "Taps",
     "TensorReport",
     "TensorStats",
     "amount",
@@ -65,6 +72,7 @@ __all__ = [
     "pairs_of",
     "row_to_dict",
     "settled",
+    "tap",
     "texts",
     "total_norm",
     "updates_of",

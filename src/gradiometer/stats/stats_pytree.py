@@ -45,7 +45,8 @@ def _context(stats: Any, children: Iterable[str]) -> _Context:
         limits = stats.thresholds
         values = (("thresholds", (limits.vanishing, limits.exploding, limits.dead)),)
         values += (("skip_nonfinite", stats.skip_nonfinite),)
-    sharding = () if stats.sharding is None else stats.sharding.to_plain()
+    sharding = getattr(stats, "sharding", None)
+    sharding = () if sharding is None else sharding.to_plain()
     return stats.names, sharding, values, tuple(children)
 
 
@@ -61,15 +62,16 @@ def _flatten_with_keys(stats: Any) -> tuple[list[tuple[Any, Any]], _Context]:
 
 
 def register(kind: type) -> None:
-    """Register `TensorStats` or `PairStats` as a pytree node. Call it once for each."""
+    """Register a class of stats as a pytree node. Call it once for each."""
 
     def unflatten(children: Iterable[Any], context: _Context) -> Any:
         names, plain, values, given = context
         fields = dict(zip(given, children, strict=True)) | dict(values)
         if "thresholds" in fields:
             fields["thresholds"] = Thresholds(*fields["thresholds"])
-        sharding = Sharding.from_plain(plain) if plain else None
-        return kind(names, **fields, sharding=sharding)
+        if plain:
+            fields["sharding"] = Sharding.from_plain(plain)
+        return kind(names, **fields)
 
     pytree.register_pytree_node(
         kind,

@@ -1,0 +1,109 @@
+"""Statistics of an activation in eager PyTorch: the CPU implementation.
+
+It is built like `gradiometer.ops.reference`, and has the same bits for any number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from gradiometer.inputs import as_real
+from gradiometer.ops import openmp
+from gradiometer.ops.eager_plan import BATCH
+from gradiometer.ops.reference import by_tensor, convertible, cut, fsum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["activation_stats"]
+
+# elements that a thread reads at a time, into a buffer of 8 bytes per element that stays in its cache
+PIECE: Final = 2**17
+# elements in the first part of a tensor that is searched for channels that are not zero
+FIRST: Final = 2**14
+
+# numel, sumsq, sum, n_zero, n_nan, n_posinf, n_neginf, sum4, abs_max
+_Row = tuple[float, ...]
+
+
+def activation_stats(x: Tensor, channel_dim: int) -> list[float]:
+    """Return the columns of one call, in the order of `gradiometer.columns.ACTIVATION_COLUMNS`.
+
+    Args:
+        x: a floating-point or complex strided tensor.
+        channel_dim: the dimension of the channels; ignored if ``x`` has no dimension.
+    """
+    channels = x.shape[channel_dim] if x.dim() else 1
+    numbers = as_real(x)
+    length = PIECE if openmp.can_run_alone() else BATCH
+    if numbers.numel() == 0:
+        row: _Row = (0.0,) * 9
+    elif numbers.numel() <= length:
+        with openmp.one_thread():
+            row = _measure(numbers, numbers.new_empty(numbers.numel(), dtype=torch.float64))
+    else:
+        ((_, row),) = by_tensor([(0, (numbers,))], length, lambda: _on_thread(numbers, length), _merge)
+    *sums, top = row
+    dead = 0
+    # a channel that is always zero has zeros
+    if sums[3] and channels:
+        dead = _zero_channels(x, channel_dim)
+    return [*sums, channels if x.numel() else 0, dead, 1, top]
+
+
+def _on_thread(x: Tensor, length: int) -> Callable[[tuple[Tensor, ...]], _Row]:
+    buffer = x.new_empty(length, dtype=torch.float64)
+    return lambda block: _merge([_measure(piece, buffer) for (piece,) in cut(block, length)])
+
+
+def _measure(piece: Tensor, buffer: Tensor) -> _Row:
+    wide = buffer[: piece.numel()].view(piece.shape).copy_(convertible(piece))
+    total = wide.sum().item()
+    # of the magnitudes: squares of float64 underflow
+    least, top = [x.item() for x in torch.aminmax(wide.abs_())]
+    if not top < math.inf:
+        return _measure_nonfinite(piece)
+    n_zero = 0.0 if least > 0 else wide.numel() - wide.count_nonzero().item()
+    sumsq = torch.mul(wide, wide, out=wide).sum().item()
+    sum4 = torch.mul(wide, wide, out=wide).sum().item()
+    return (wide.numel(), sumsq, total, n_zero, 0.0, 0.0, 0.0, sum4, top)
+
+
+def _measure_nonfinite(piece: Tensor) -> _Row:
+    wide = convertible(piece).to(torch.float64, copy=True)
+    counts = [which.sum().item() for which in (wide.isnan(), wide == math.inf, wide == -math.inf)]
+    wide.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    # an element that was replaced by 0 does not count as a zero
+    n_zero = wide.numel() - wide.count_nonzero().item() - sum(counts)
+    square = wide * wide
+    sums = [square.sum().item(), wide.sum().item(), n_zero, *counts, (square * square).sum().item()]
+    return (wide.numel(), *sums, wide.abs().amax().item())
+
+
+def _merge(rows: list[_Row]) -> _Row:
+    if len(rows) == 1:
+        return rows[0]
+    *sums, tops = zip(*rows, strict=True)
+    return (*map(fsum, sums), max(tops))
+
+
+def _zero_channels(x: Tensor, dim: int) -> int:
+    """Return how many channels have only zeros."""
+    if x.dim() == 0:
+        return int(x.item() == 0)
+    # most channels have another number among the first ones, and need no further look
+    rows = x.movedim(dim, -1).flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    start, length = 0, max(1, FIRST // rows.shape[1])
+    while start < rows.shape[0] and rows.shape[1]:
+        part = rows[start : start + length]
+        part = part.float() if part.itemsize == 1 else part
+        zero = (part == 0).all(dim=0)
+        if not zero.all():
+            rows = rows[:, zero.nonzero().flatten()] if zero.any() else rows[:, :0]
+        start, length = start + len(part), length * 2
+    return rows.shape[1]

@@ -1,0 +1,318 @@
+"""Taps: measure activations and their gradients inside the step, where the model computes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradiometer import ops
+from gradiometer.columns import CURSOR_SIZE, NUM_ACTIVATION_COLUMNS, Cursor
+from gradiometer.inputs import describe, is_dtensor, layout, unwrapped
+from gradiometer.stats import grouping
+from gradiometer.stats.activation_stats import ActivationStats
+from gradiometer.stats.float64_module import Float64Module
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Self
+
+    from gradiometer.stats.grouping import GroupRule
+
+__all__ = ["Taps", "tap"]
+
+# modules whose output has its channels in dimension 1
+_CHANNELS_FIRST: Final = (
+    nn.modules.conv._ConvNd,  # noqa: SLF001 the base of all convolutions has no public name
+    nn.modules.batchnorm._NormBase,  # noqa: SLF001 as above
+    nn.GroupNorm,
+)
+# modules whose output has them in the last dimension, however many dimensions it has
+_CHANNELS_LAST: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
+
+# the taps of each name that `tap` measures, and its row
+_NAMED: dict[str, tuple[Taps, int]] = {}
+
+
+def tap(x: Tensor, name: str, *, channel_dim: int = -1) -> Tensor:
+    """Return ``x``, and have its value and its gradient measured under this name.
+
+    Call it inside a model, compiled or not. It does nothing unless a `Taps` of that model lists the name, and
+    the model is in training mode. Several calls with one name in a step merge into one row.
+
+    Args:
+        x: floating-point or complex, of any shape and strides.
+        name: one of the ``names`` of `Taps`, such as ``blocks.3.attn.scores``.
+        channel_dim: the dimension of the channels, for the share of those that are always zero.
+
+    Returns:
+        ``x`` itself; a view of it if it is a leaf that requires a gradient.
+
+    Raises:
+        TypeError: if ``x`` cannot be measured, or is on another device than the model's first parameter.
+        IndexError: if ``channel_dim`` is not a dimension of ``x``.
+
+    >>> import torch, gradiometer as gm
+    >>> class Model(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         return gm.tap(super().forward(x), "hidden").relu()
+    >>> model = Model(4, 2)
+    >>> taps = gm.Taps(model, names=["hidden"])
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> list(taps.stats().materialize())
+    ['hidden', 'hidden.grad']
+    """
+    found = _NAMED.get(name)
+    if found is None:
+        return x
+    taps, row = found
+    if not taps.is_running and (torch.compiler.is_compiling() or not _is_in_backward()):
+        # another model has a call of the same name
+        return x
+    return taps.measure(x, row, channel_dim)
+
+
+class Taps(Float64Module):
+    r"""Measures activations of a model, and their gradients, in every training step.
+
+    It places a forward hook on each selected module and measures the module's output; of a tuple, list, dict
+    or dataclass, the first floating-point tensor. Create it before the model is compiled. In a compiled
+    function the measurement is an op in the graph: no graph break, no recompilation, no wait.
+
+    Channels are those of the last dimension, and of dimension 1 for convolutions, batch and group norms, and
+    for outputs of four or more dimensions of other modules than linear layers, layer norms and embeddings.
+
+    Calls of one module in a step merge, until `advance`. An activation that activation checkpointing computes
+    a second time is measured once. Nothing is measured while the model is in evaluation mode.
+
+    A step is measured if ``every`` divides its number. The device decides, so a change of ``every`` by
+    `configure_` recompiles nothing, and a step that is not measured costs one launch per tap that returns at
+    once.
+
+    Args:
+        model: a module.
+        patterns: group -> rule for the modules in it: a regular expression searched in the module's name, a
+            predicate of the name, a collection of names, or a class of modules such as ``torch.nn.Linear``.
+        names: the names of calls of `tap` in the model.
+        every: measure the steps that are multiples of this; 0 for none.
+
+    Attributes:
+        names: the names of the N activations: ``<module>.out`` and those of ``names``.
+        groups: for each group of ``patterns``, the names of its activations and of their gradients, for
+            `ActivationStats.group`.
+        is_running: whether the model's forward pass runs, if there are ``names``.
+
+    Raises:
+        TypeError: if the model is not a module.
+        ValueError: if a pattern selects no module, for a duplicate name, without any name, or for ``every``
+            out of range.
+
+    >>> import torch, gradiometer as gm
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> taps = gm.Taps(model, {"linear": torch.nn.Linear})
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> report = taps.stats().materialize()
+    >>> report.names
+    ('0.out', '2.out', '0.out.grad', '2.out.grad')
+    >>> report["2.out.grad"].rms
+    1.0
+    >>> taps.advance()  # the end of the step
+    """
+
+    values: Tensor
+    grads: Tensor
+    cursor: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        patterns: Mapping[str, GroupRule | type[nn.Module]] | None = None,
+        *,
+        names: Iterable[str] = (),
+        every: int = 1,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            msg = f"Taps: pass a torch.nn.Module, got {describe(model)}"
+            raise TypeError(msg)
+        model = unwrapped(model)
+        modules = {name: module for name, module in model.named_modules() if module is not model}
+        selected: dict[str, None] = {}
+        self.groups: dict[str, tuple[str, ...]] = {}
+        for group, rule in (patterns or {}).items():
+            found = _selected(modules, group, rule)
+            selected |= dict.fromkeys(found)
+            own = [f"{name}.out" for name in found]
+            self.groups[group] = (*own, *[f"{name}.grad" for name in own])
+        # in the order of the model
+        tapped = [name for name in modules if name in selected]
+        given = [names] if isinstance(names, str) else list(names)
+        self.names = (*[f"{name}.out" for name in tapped], *given)
+        if not self.names:
+            msg = (
+                'Taps: nothing to measure; pass patterns, such as {"mlp": r"\\.mlp$"}, or the names of calls '
+            )
+            raise ValueError(msg + "of gm.tap")
+        twice = [name for name in self.names if self.names.count(name) > 1]
+        if twice:
+            msg = f"Taps: the name {twice[0]!r} appears twice"
+            raise ValueError(msg)
+        device = next((x.device for x in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        for name in ("values", "grads"):
+            store = torch.zeros((len(self.names), NUM_ACTIVATION_COLUMNS), dtype=torch.float64, device=device)
+            self.register_buffer(name, store, persistent=False)
+        self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=device))
+        self.configure_(every=every)
+        # in a list, since it is not a part of this module
+        self._model = [model]
+        self._handles = [
+            modules[name].register_forward_hook(_Hook(self, row)) for row, name in enumerate(tapped)
+        ]
+        self.is_running = False
+        if given:
+            self._handles.append(model.register_forward_pre_hook(self._begin))
+            self._handles.append(model.register_forward_hook(self._end))
+        self._named = {name: (self, row) for row, name in enumerate(given, start=len(tapped))}
+        _NAMED.update(self._named)
+
+    def configure_(self, *, every: int | None = None, step: int | None = None) -> Self:
+        """Change the cadence or the current step's number, without recompilation.
+
+        Raises:
+            ValueError: for anything but an integer, at least 0.
+        """
+        given = {Cursor.EVERY: ("every", every), Cursor.STEP: ("step", step)}
+        for name, value in given.values():
+            if value is not None and (type(value) is not int or not 0 <= value < 2**53):
+                msg = f"Taps({name}={describe(value)}): {name} must be an integer, at least 0"
+                raise ValueError(msg)
+        for place, (_, value) in given.items():
+            if value is not None:
+                self.cursor[place].fill_(value)
+        return self
+
+    def stats(self) -> ActivationStats:
+        """Return what was measured since the last `advance`; inside or outside of a compiled step."""
+        names = (*self.names, *[f"{name}.grad" for name in self.names])
+        return ActivationStats(names, torch.cat([self.values, self.grads]))
+
+    def advance(self) -> None:
+        """End the step: clear what was measured, and count the step. Inside or outside of a compiled step."""
+        with torch.no_grad():
+            self.values.zero_()
+            self.grads.zero_()
+            self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
+
+    def remove(self) -> None:
+        """Remove the hooks, and let calls of `tap` with these names do nothing."""
+        for handle in self._handles:
+            handle.remove()
+        for name, entry in self._named.items():
+            if _NAMED.get(name) is entry:
+                del _NAMED[name]
+
+    def _begin(self, *_: Any) -> None:
+        self.is_running = True
+
+    def _end(self, *_: Any) -> None:
+        self.is_running = False
+
+    def measure(self, x: Tensor, row: int, channel_dim: int) -> Tensor:
+        """Return ``x``, measured as in `tap`, in a row of `names`."""
+        if not self._model[0].training:
+            return x
+        reason = _refusal(x, self.cursor)
+        if reason is not None:
+            msg = f"tap: {self.names[row]!r} {reason}"
+            raise TypeError(msg)
+        if not -x.dim() <= channel_dim < max(x.dim(), 1) and x.dim():
+            msg = f"tap: {self.names[row]!r} has {x.dim()} dimensions, so channel_dim={channel_dim} is none"
+            raise IndexError(msg)
+        if x.is_leaf and x.requires_grad:
+            # a hook of a leaf would stay there
+            x = x.view_as(x)
+        ops.tap(x, self.values, self.grads, self.cursor, row, channel_dim)
+        return x
+
+
+def _is_in_backward() -> bool:
+    # such as in activation checkpointing, which calls parts of a model there
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 it has no public name
+
+
+class _Hook:
+    """The forward hook of one module."""
+
+    def __init__(self, taps: Taps, row: int) -> None:
+        self._taps, self._row = taps, row
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output with its first floating-point tensor measured."""
+        del args
+        if isinstance(output, Tensor):
+            return self._measured(output, module)
+        if isinstance(output, (tuple, list)):
+            place = next((i for i, x in enumerate(output) if _is_measurable(x)), None)
+            if place is None:
+                return output
+            items = [*output[:place], self._measured(output[place], module), *output[place + 1 :]]
+            if isinstance(output, list) or not hasattr(output, "_fields"):
+                return type(output)(items)
+            return type(output)(*items)
+        if isinstance(output, Mapping):
+            key = next((key for key, x in output.items() if _is_measurable(x)), None)
+            if key is not None and isinstance(output, MutableMapping):
+                # its type may have more than its items
+                output[key] = self._measured(output[key], module)
+            return output
+        if dataclasses.is_dataclass(output) and not isinstance(output, type):
+            names = [field.name for field in dataclasses.fields(output)]
+            name = next((name for name in names if _is_measurable(getattr(output, name))), None)
+            if name is not None:
+                x = getattr(output, name)
+                measured = self._measured(x, module)
+                if measured is not x:
+                    return dataclasses.replace(output, **{name: measured})
+        return output
+
+    def _measured(self, x: Tensor, module: nn.Module) -> Tensor:
+        if not _is_measurable(x):
+            return x
+        is_first = isinstance(module, _CHANNELS_FIRST) or x.dim() > 3
+        dim = 1 if is_first and x.dim() > 1 and not isinstance(module, _CHANNELS_LAST) else -1
+        return self._taps.measure(x, self._row, dim)
+
+
+def _is_measurable(x: object) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _selected(modules: Mapping[str, nn.Module], group: str, rule: GroupRule | type[nn.Module]) -> list[str]:
+    """Return the names of the modules that a rule selects."""
+    if isinstance(rule, type):
+        found = [name for name, module in modules.items() if isinstance(module, rule)]
+    else:
+        names = tuple(modules)
+        found = [names[row] for row in grouping.members(names, group, rule, None)]
+    if not found:
+        msg = f"Taps: {group!r} selects no module of the model with {describe(rule)}; "
+        raise ValueError(msg + "see [name for name, _ in model.named_modules()]")
+    return found
+
+
+def _refusal(x: object, cursor: Tensor) -> str | None:
+    """Return why a value cannot be measured, or None."""
+    if not isinstance(x, Tensor):
+        return f"is {describe(x)}; pass a tensor"
+    if is_dtensor(type(x)):
+        return "is a DTensor, of which this rank has only a part; pass its to_local()"
+    if not _is_measurable(x):
+        return f"has the dtype {x.dtype}; only floating-point and complex tensors are measured"
+    if layout(x) != torch.strided or x.is_nested:
+        return f"has the layout {layout(x)}; only strided tensors are measured"
+    if x.device != cursor.device:
+        return f"is on {x.device}, but the model's first parameter on {cursor.device}, when Taps was created"
+    return None
