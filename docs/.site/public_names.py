@@ -44,6 +44,14 @@ GROUPS = {
         "PairRow",
         "PAIR_COLUMNS",
     ),
+    "Precision": (
+        "collect_exponents",
+        "precision_report",
+        "ExponentStats",
+        "PrecisionReport",
+        "PrecisionRow",
+        "FormatFit",
+    ),
     "Fingerprints": (
         "fingerprint",
         "Fingerprint",

@@ -12,6 +12,7 @@ import torch
 __all__ = [
     "CHUNK",
     "COMPENSATED_REGISTERS",
+    "EXPONENTS",
     "FEW_FP64_UNITS",
     "FINALIZE",
     "FINALIZE_PAIRS",
@@ -86,6 +87,15 @@ PAIRS: Final = {
 }
 
 FINALIZE_PAIRS: Final = Finalize(tile=128, threads=128, registers=128)
+
+
+# the exponents kernel: more elements at a time cost registers, fewer read the bins more often
+EXPONENTS: Final = {
+    torch.float64: Finalize(tile=2048, threads=128, registers=168),
+    torch.float32: Finalize(tile=4096, threads=128, registers=128),
+    torch.bfloat16: Finalize(tile=8192, threads=128, registers=168),
+    torch.float16: Finalize(tile=8192, threads=128, registers=168),
+}
 
 
 class Scale(NamedTuple):

@@ -9,6 +9,7 @@ from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.stats.compare import collect_updates, compare, updates_of
 from gradiometer.stats.ema import EMA, Smoothed
+from gradiometer.stats.exponent_stats import ExponentStats, collect_exponents, exponents_of
 from gradiometer.stats.fingerprint import NOT_COMPARED, fingerprint, leaves, texts
 from gradiometer.stats.float64_module import Float64Module
 from gradiometer.stats.group_ratio import group_ratio
@@ -19,6 +20,8 @@ from gradiometer.stats.measure import grads_of, measure, over_ranks, settled
 from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.pair_report import PairReport, PairRow
 from gradiometer.stats.pair_stats import PairStats
+from gradiometer.stats.precision import precision_report
+from gradiometer.stats.precision_report import FormatFit, PrecisionReport, PrecisionRow
 from gradiometer.stats.report import ModuleReports, Report
 from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
@@ -28,7 +31,9 @@ from gradiometer.stats.text_table import amount
 __all__ = [
     "EMA",
     "NOT_COMPARED",
+    "ExponentStats",
     "Float64Module",
+    "FormatFit",
     "GroupRule",
     "ModuleReports",
     "Norms",
@@ -36,6 +41,8 @@ __all__ = [
     "PairRow",
     "PairStats",
     "Pending",
+    "PrecisionReport",
+    "PrecisionRow",
     "Report",
     "Smoothed",
     "Snapshot",
@@ -44,10 +51,12 @@ __all__ = [
     "amount",
     "check_replicas",
     "collect",
+    "collect_exponents",
     "collect_grads",
     "collect_updates",
     "collect_weights",
     "compare",
+    "exponents_of",
     "fetch",
     "fingerprint",
     "finite_norm",
@@ -63,6 +72,7 @@ __all__ = [
     "outside_of_a_graph",
     "over_ranks",
     "pairs_of",
+    "precision_report",
     "row_to_dict",
     "settled",
     "texts",
