@@ -47,8 +47,8 @@ class ExponentStats(NamedStats):
     They tell, without another read, how many elements a cast to a narrower format would lose, for every
     format and every power-of-two scale from 2**-32 to 2**64. Formats are ``"float16"``, ``"bfloat16"``,
     ``"float8_e4m3fn"`` and ``"float8_e5m2"``, or the torch dtypes. Counts are those of a cast of
-    ``x * scale`` that rounds to nearest, ties to even. ExponentStats is a pytree, so compiled functions can take and return
-    it.
+    ``x * scale`` that rounds to nearest, ties to even. ExponentStats is a pytree, so
+    compiled functions can take and return it.
 
     Attributes:
         names: T names, one per row.
@@ -232,7 +232,7 @@ def collect_exponents(tensors: Tensors) -> ExponentStats:
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect_exponents({"w": torch.tensor([0.0, 1e-8, 0.5, 2.0])})
     >>> stats.n_zero, stats.n_flushed("float16"), stats.best_scale("float16")
-    (tensor([1]), tensor([1]), tensor([4.], dtype=torch.float64))
+    (tensor([1]), tensor([1]), tensor([8192.], dtype=torch.float64))
     """
     return exponents_of(named_tensors(tensors, "collect_exponents"), "collect_exponents")
 
