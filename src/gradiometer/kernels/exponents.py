@@ -1,8 +1,10 @@
-"""Histograms of magnitudes, see `gradiometer.columns.exponents`: each chunk counts in shared memory.
+"""Histograms of magnitudes, see `gradiometer.columns.exponents`.
 
-A program gives each element a number of its own small scale, 7 for each binade, and counts a tile at a time.
-At the end of a chunk it adds the counts that are not 0 to its tensor's row; integers, so that the order of
-these atomic additions does not matter.
+A program gives each element of its chunk the number of a class, 7 for each binade, and counts a tile at a
+time. That takes a few instructions for each 32 classes, so it is optimistic: it counts the classes of 36
+binades, up to 4 above the largest of the chunk's first elements. A chunk with any other element but zeros is
+read again, and counted in all classes. At its end a program adds the counts that are not 0 to its tensor's
+row; they are integers, so the order of these atomic additions does not matter.
 """
 
 from functools import cache
@@ -58,7 +60,7 @@ def classes(dtype: torch.dtype) -> torch.Tensor:
 
 @triton.jit
 def _class_of_double(word, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """Return the number of each float64 number, given as bits."""
+    """Return binade, from 0, and interval of each float64 number, given as bits, and ``|word|``."""
     a = word & 0x7FFFFFFFFFFFFFFF
     # as rounded to float32: a mantissa of float32 has 2**29 of these units
     half = a + (1 << 28)
@@ -67,17 +69,12 @@ def _class_of_double(word, FIRST: tl.constexpr, LAST: tl.constexpr):
     step = (m > (1 << 29)).to(tl.int32) + (m > (1 << 36) + (1 << 28)).to(tl.int32)
     step += (m > (13 << 48) + (1 << 29)).to(tl.int32) + (m >= (14 << 48)).to(tl.int32)
     step += (m >= (1 << 52) - (1 << 44)).to(tl.int32) + (m >= (1 << 52) - (1 << 41)).to(tl.int32)
-    binade = tl.minimum(tl.maximum(binade, FIRST), LAST)
-    found = (binade - FIRST) * 7 + step
-    MOST: tl.constexpr = (LAST - FIRST + 1) * 7
-    INF: tl.constexpr = 0x7FF0000000000000
-    found = tl.where(a == 0, MOST, found)
-    return tl.where(a >= INF, tl.where(a == INF, MOST + 1, MOST + 2), found)
+    return tl.minimum(tl.maximum(binade, FIRST), LAST) - FIRST, step, a
 
 
 @triton.jit
 def _class_of(word, DTYPE: tl.constexpr):
-    """Return the number of each narrower number, given as bits."""
+    """Return binade, from 0, and interval of each narrower number, given as bits, and float32's ``|x|``."""
     if DTYPE == tl.bfloat16:
         a = (word.to(tl.int32) & 0x7FFF) << 16
     elif DTYPE == tl.float16:
@@ -92,17 +89,51 @@ def _class_of(word, DTYPE: tl.constexpr):
     step = (m > 0).to(tl.int32) + (m > 128).to(tl.int32) + (m > 13 * 524288).to(tl.int32)
     step += (m >= 14 * 524288).to(tl.int32) + (m >= 8388608 - 32768).to(tl.int32)
     step += (m >= 8388608 - 4096).to(tl.int32)
-    found = ((v >> 23) + 22) * 7 + step
-    # 277 binades, whose last has infinities and NaN
-    found = tl.where(a == 0, 1939, found)
-    return tl.where(a >= 0x7F800000, tl.where(a == 0x7F800000, 1940, 1941), found)
+    return (v >> 23) + 22, step, a
+
+
+@triton.jit
+def _classes(word, DTYPE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """Return binade and interval of each number, and whether it is 0, not finite, NaN."""
+    if DTYPE == tl.float64:
+        binade, step, a = _class_of_double(word, FIRST, LAST)
+        odd, nan = a >= 0x7FF0000000000000, a > 0x7FF0000000000000
+    else:
+        binade, step, a = _class_of(word, DTYPE)
+        odd, nan = a >= 0x7F800000, a > 0x7F800000
+    return binade, step, a == 0, odd, nan
+
+
+@triton.jit
+def _count_all(base, n, DTYPE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr):
+    """Count a chunk's elements in all classes, a tile at a time."""
+    MOST: tl.constexpr = (LAST - FIRST + 1) * 7
+    BINS: tl.constexpr = 4096 if MOST > 2045 else 2048
+    lanes = tl.arange(0, TILE)
+    counts = tl.zeros((BINS,), tl.int32)
+    for i in range(0, n, TILE):
+        mask = lanes < n - i
+        word = tl.load(base + (i + lanes), mask=mask, other=0)
+        binade, step, is_zero, odd, nan = _classes(word, DTYPE, FIRST, LAST)
+        found = tl.where(is_zero, MOST, binade * 7 + step)
+        found = tl.where(odd, tl.where(nan, MOST + 2, MOST + 1), found)
+        counts += tl.histogram(found, BINS, mask=mask)
+    return counts
+
+
+@triton.jit
+def _near(word, start, DTYPE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """Return the number of each element in the window of 36 binades; 252 for zeros, 253 for others."""
+    binade, step, is_zero, odd, _ = _classes(word, DTYPE, FIRST, LAST)
+    far = odd | (binade < start) | (binade >= start + 36)
+    return tl.where(is_zero, 252, tl.where(far, 253, (binade - start) * 7 + step))
 
 
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors"])
 def _exponents_kernel(
     pointers_ptr,  # (T,) int64
     table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
-    classes_ptr,  # (BINS,) int32, the column of each class
+    classes_ptr,  # int32, the column of each class
     rows_ptr,  # (T, C) int64
     first_chunk: tl.int32,
     num_tensors: tl.int32,
@@ -112,36 +143,50 @@ def _exponents_kernel(
     ITEMSIZE: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    BINS: tl.constexpr,
     TILE: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     chunk = first_chunk + tl.program_id(0)
     address, n = locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE)
+    row_ptr = rows_ptr + tl.load(table_ptr + 4 * num_tensors + chunk) * COLUMNS
     lanes = tl.arange(0, TILE)
-    counts = tl.zeros((BINS,), tl.int32)
     base = address.to(tl.pointer_type(WORD))
+
+    # the window ends 4 binades above the largest of the first elements
+    binade, _, _, odd, _ = _classes(tl.load(base + lanes, mask=lanes < n, other=0), DTYPE, FIRST, LAST)
+    start = tl.max(tl.where(odd, 0, binade)) - 31
+
+    counts = tl.zeros((256,), tl.int32)
     head = tl.minimum((-address & 15).to(tl.int32) // ITEMSIZE, n)
-    full = (n - head) // TILE
+    full = (n - head) // (TILE * UNROLL)
     # no mask: it would split the loads
     words = tl.multiple_of((address + head * ITEMSIZE).to(tl.pointer_type(WORD)), 16) + lanes
     for _ in range(full):
-        word = tl.load(words)
-        found = _class_of_double(word, FIRST, LAST) if DTYPE == tl.float64 else _class_of(word, DTYPE)
-        counts += tl.histogram(found, BINS)
-        words += TILE
+        for i in tl.static_range(UNROLL):
+            counts += tl.histogram(_near(tl.load(words + i * TILE), start, DTYPE, FIRST, LAST), 256)
+        words += TILE * UNROLL
     # the elements before and after the tiles
-    tiles = full * TILE
+    tiles = full * (TILE * UNROLL)
     for i in range(0, n - tiles, TILE):
         mask = lanes < n - tiles - i
         place = i + lanes
         place = tl.where(place < head, place, place + tiles)
         word = tl.load(base + place, mask=mask, other=0)
-        found = _class_of_double(word, FIRST, LAST) if DTYPE == tl.float64 else _class_of(word, DTYPE)
-        counts += tl.histogram(found, BINS, mask=mask)
-    bins = tl.arange(0, BINS)
-    row = tl.load(table_ptr + 4 * num_tensors + chunk)
-    column = tl.load(classes_ptr + bins)
-    tl.atomic_add(rows_ptr + row * COLUMNS + column, counts.to(tl.int64), mask=counts > 0, sem="relaxed")
+        counts += tl.histogram(_near(word, start, DTYPE, FIRST, LAST), 256, mask=mask)
+
+    bins = tl.arange(0, 256)
+    MOST: tl.constexpr = (LAST - FIRST + 1) * 7
+    if tl.sum(tl.where(bins == 253, counts, 0)) == 0:
+        some = counts > 0
+        place = tl.where(bins == 252, MOST, start * 7 + bins)
+        column = tl.load(classes_ptr + place, mask=some, other=0)
+        tl.atomic_add(row_ptr + column, counts.to(tl.int64), mask=some, sem="relaxed")
+    else:
+        # few lanes: so many counts take all registers
+        every = _count_all(base, n, DTYPE, FIRST, LAST, 256)
+        place = tl.arange(0, 4096 if MOST > 2045 else 2048)
+        column = tl.load(classes_ptr + place)
+        tl.atomic_add(row_ptr + column, every.to(tl.int64), mask=every > 0, sem="relaxed")
 
 
 def exponents(
@@ -166,7 +211,8 @@ def exponents(
         num_chunks: the group's number of chunks.
         num_tensors: T.
     """
-    tile, threads, registers = tuning.EXPONENTS[dtype]
+    tile, unroll, threads, registers = tuning.EXPONENTS[dtype]
+    is_double = dtype == torch.float64
     _exponents_kernel[(num_chunks,)](
         pointers,
         table,
@@ -178,9 +224,9 @@ def exponents(
         DTYPE=_DTYPES[dtype],
         WORD=_WORDS[dtype.itemsize],
         ITEMSIZE=dtype.itemsize,
-        FIRST=LOWEST_BINADE - 1,
-        LAST=HIGHEST_BINADE + 1,
-        BINS=_class_count(dtype == torch.float64),
+        FIRST=LOWEST_BINADE - 1 if is_double else _LEAST_FIELD - 127,
+        LAST=HIGHEST_BINADE + 1 if is_double else 127,
         TILE=tile,
+        UNROLL=unroll,
         **tuning.options(threads, registers, rows.device),
     )

@@ -89,12 +89,12 @@ PAIRS: Final = {
 FINALIZE_PAIRS: Final = Finalize(tile=128, threads=128, registers=128)
 
 
-# the exponents kernel: more elements at a time cost registers, fewer read the bins more often
+# the exponents kernel
 EXPONENTS: Final = {
-    torch.float64: Finalize(tile=2048, threads=128, registers=168),
-    torch.float32: Finalize(tile=4096, threads=128, registers=128),
-    torch.bfloat16: Finalize(tile=8192, threads=128, registers=168),
-    torch.float16: Finalize(tile=8192, threads=128, registers=168),
+    torch.float64: Moments(tile=512, unroll=1, threads=128, registers=128),
+    torch.float32: Moments(tile=1024, unroll=1, threads=128, registers=128),
+    torch.bfloat16: Moments(tile=1024, unroll=1, threads=128, registers=128),
+    torch.float16: Moments(tile=1024, unroll=1, threads=128, registers=128),
 }
 
 
