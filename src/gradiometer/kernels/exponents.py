@@ -184,9 +184,10 @@ def _exponents_kernel(
     else:
         # few lanes: so many counts take all registers
         every = _count_all(base, n, DTYPE, FIRST, LAST, 256)
-        place = tl.arange(0, 4096 if MOST > 2045 else 2048)
-        column = tl.load(classes_ptr + place)
-        tl.atomic_add(row_ptr + column, every.to(tl.int64), mask=every > 0, sem="relaxed")
+        # Triton gives a name one shape in both branches
+        all_bins = tl.arange(0, 4096 if MOST > 2045 else 2048)
+        columns = tl.load(classes_ptr + all_bins)
+        tl.atomic_add(row_ptr + columns, every.to(tl.int64), mask=every > 0, sem="relaxed")
 
 
 def exponents(
