@@ -151,10 +151,18 @@ def _keys_of(bits: Tensor, buffers: list[Tensor]) -> Tensor:
     intervals between them, and, from the last of these, what `float16` rounds to the next binade.
     """
     a, up, keys = buffers
-    torch.bitwise_and(bits, 0x7FFFFFFF, out=a).clamp_(max=_NAN)
-    torch.bitwise_right_shift(a, _SIXTEENTH, out=keys)
-    keys.add_(torch.add(a, 2**_SIXTEENTH - 1, out=up).bitwise_right_shift_(_SIXTEENTH))
-    return keys.add_(a.add_(2**_TOP).bitwise_right_shift_(_MANTISSA), alpha=32)
+    magnitude, most, sixteenth, ceiling, top, mantissa = _constants()
+    torch.minimum(torch.bitwise_and(bits, magnitude, out=a), most, out=a)
+    torch.bitwise_right_shift(a, sixteenth, out=keys)
+    keys.add_(torch.add(a, ceiling, out=up).bitwise_right_shift_(sixteenth))
+    return keys.add_(a.add_(top).bitwise_right_shift_(mantissa), alpha=32)
+
+
+@cache
+def _constants() -> list[Tensor]:
+    # an operator takes microseconds to make a tensor of a Python number
+    values = (0x7FFFFFFF, _NAN, _SIXTEENTH, 2**_SIXTEENTH - 1, 2**_TOP, _MANTISSA)
+    return [torch.tensor(value, dtype=torch.int32, device="cpu") for value in values]
 
 
 def _in_float32(piece: Tensor, scratch: _Scratch) -> Tensor:
