@@ -51,6 +51,8 @@ GROUPS = {
         "PrecisionReport",
         "PrecisionRow",
         "FormatFit",
+        "block_losses",
+        "BlockLosses",
     ),
     "Fingerprints": (
         "fingerprint",

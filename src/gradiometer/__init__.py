@@ -54,6 +54,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
     from gradiometer.runs import Run, RunError, compare_runs, read_run
     from gradiometer.stats import (  # type: ignore[no-redef] # as above
         EMA,
+        BlockLosses,
         ExponentStats,
         FormatFit,
         ModuleReports,
@@ -68,6 +69,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         Snapshot,
         TensorReport,
         TensorStats,
+        block_losses,
         check_replicas,
         collect,
         collect_exponents,
@@ -113,6 +115,7 @@ __all__ = [
     "DEFAULT_VANISHING_THRESHOLD",
     "EMA",
     "PAIR_COLUMNS",
+    "BlockLosses",
     "ElementCounts",
     "ExponentStats",
     "Finding",
@@ -146,6 +149,7 @@ __all__ = [
     "WeightNormClip",
     "ZScoreClip",
     "__version__",
+    "block_losses",
     "check_deterministic",
     "check_finite",
     "check_replicas",

@@ -5,6 +5,7 @@ synchronization. One copy to the host turns them into reports, tables and mappin
 Nothing here modifies a tensor.
 """
 
+from gradiometer.stats.block_formats import BlockLosses, block_losses
 from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.stats.compare import collect_updates, compare, updates_of
@@ -31,6 +32,7 @@ from gradiometer.stats.text_table import amount
 __all__ = [
     "EMA",
     "NOT_COMPARED",
+    "BlockLosses",
     "ExponentStats",
     "Float64Module",
     "FormatFit",
@@ -49,6 +51,7 @@ __all__ = [
     "TensorReport",
     "TensorStats",
     "amount",
+    "block_losses",
     "check_replicas",
     "collect",
     "collect_exponents",
