@@ -90,7 +90,7 @@ def test_large_tensors_are_read_in_pieces(monkeypatch):
     monkeypatch.setattr("gradiometer.stats.block_formats._PIECE", 100)
     for name, found in zip(FORMATS, whole, strict=True):
         assert gm.block_losses([x], name) == found
-        assert found.n_flushed.item() > 0
+        assert found.n_flushed.item() + found.n_saturated.item() > 0
 
 
 def test_empty_zero_and_complex_tensors():

@@ -82,7 +82,7 @@ def block_losses(tensors: Tensors, format: str) -> BlockLosses:  # noqa: A002
 
     >>> import torch, gradiometer as gm
     >>> gm.block_losses({"w": torch.tensor([1000.0, 1.0, 100.0])}, "mxfp4").n_flushed
-    tensor([2])
+    tensor([1])
     """
     what = "block_losses"
     if format not in _FORMATS:
