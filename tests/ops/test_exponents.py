@@ -150,6 +150,20 @@ def test_a_row_is_the_same_whichever_tensors_share_the_call():
         assert torch.equal(row, expected), (x.dtype, x.shape)
 
 
+@pytest.mark.parametrize("dtype", strategies.FLOATS, ids=str)
+def test_elements_far_from_the_first_ones_are_counted(dtype):
+    # a kernel guesses which binades a chunk has
+    rows = []
+    for first, later in ((0.0, 0.5), (0.0, 2.0**-14), (2.0**-14, 2.0**13), (1.0, 2.0**-13), (math.inf, 1.0)):
+        x = torch.full((5000,), first, dtype=dtype)
+        x[2500:] = later
+        rows.append(x)
+    wide = torch.ones(3000, dtype=torch.float64)
+    wide[2000:] = 1e-30
+    rows.append(wide)
+    check(rows, (0, 5))
+
+
 def test_hundreds_of_small_tensors_are_counted_each():
     tensors = [torch.full((1 + i % 3,), 2.0 ** (i % 40 - 20)) for i in range(60 if KERNELS else 900)]
     binades = of_binades(call(tensors))

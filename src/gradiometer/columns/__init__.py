@@ -21,6 +21,7 @@ from gradiometer.columns.exponents import (
     log2_of,
     losses,
     of_binades,
+    power_of_two,
     quantile,
 )
 from gradiometer.columns.fingerprint import (
@@ -127,6 +128,7 @@ __all__ = [
     "merge_fingerprints",
     "of_binades",
     "pair_value",
+    "power_of_two",
     "quantile",
     "rescale",
     "score",

@@ -29,12 +29,12 @@ __all__ = [
     "Format",
     "best_scales",
     "bin_of",
-    "binades_of",
     "format_of",
     "log2_of",
     "losses",
     "numbers_of",
     "of_binades",
+    "power_of_two",
     "quantile",
     "tiny_of",
     "top_of",
@@ -143,10 +143,29 @@ _COLUMN: Final = {edge: column for column, edge in enumerate(EXPONENT_EDGES, sta
 _LOG2: Final = {2.0**log2: log2 for log2 in range(MIN_SCALE, MAX_SCALE + 1)}
 
 
-def binades_of() -> list[int]:
-    """Return the binade of each column of `numbers_of`; one less and one more for the lowest and highest."""
-    first = [((edge + (1 << _REST)) >> _MANTISSA) - _BIAS for edge in EXPONENT_EDGES]
-    return [LOWEST_BINADE - 1, *first]
+def _last_columns() -> list[slice]:
+    """Return slices of `numbers_of` that have, in order, the last column of each binade."""
+    binades = [((edge + (1 << _REST)) >> _MANTISSA) - _BIAS for edge in EXPONENT_EDGES]
+    last = [
+        i
+        for i, (one, other) in enumerate(zip([None, *binades], [*binades, None], strict=True))
+        if one != other
+    ]
+    found: list[slice] = []
+    while last:
+        step = last[1] - last[0] if len(last) > 1 else 1
+        count = next((i for i in range(1, len(last)) if last[i] - last[i - 1] != step), len(last))
+        found.append(slice(last[0], last[count - 1] + 1, step))
+        last = last[count:]
+    return found
+
+
+_LAST_COLUMNS: Final = _last_columns()
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """Return ``2.0**exponents``, exact, float64; int64 from -1022 to 1023."""
+    return ((exponents + _BIAS) << _MANTISSA).view(torch.float64)
 
 
 def numbers_of(columns: Tensor) -> Tensor:
@@ -156,10 +175,10 @@ def numbers_of(columns: Tensor) -> Tensor:
 
 def of_binades(columns: Tensor) -> Tensor:
     """Return the counts by binade, from below the lowest to above the highest. ``(..., C) -> (..., E)``."""
-    counts = numbers_of(columns)
-    where = torch.tensor(binades_of(), device=columns.device) - (LOWEST_BINADE - 1)
-    found = counts.new_zeros((*counts.shape[:-1], HIGHEST_BINADE - LOWEST_BINADE + 3))
-    return found.index_add_(-1, where, counts)
+    # slices need no index tensor on the device
+    total = numbers_of(columns).cumsum(-1)
+    upto = torch.cat([total[..., last] for last in _LAST_COLUMNS], dim=-1)
+    return upto.diff(dim=-1, prepend=torch.zeros_like(upto[..., :1]))
 
 
 def format_of(given: object, what: str) -> Format:
@@ -227,8 +246,10 @@ def best_scales(columns: Tensor, form: Format) -> Tensor:
     for count in (over, flushed, subnormal):
         left = torch.where(allowed, count, torch.iinfo(torch.int64).max)
         allowed = left == left.amin(-1, keepdim=True)
-    first = allowed.to(torch.int8).argmax(-1)
-    return torch.tensor(scales, device=columns.device)[first]
+    place = allowed.to(torch.int8).argmax(-1)
+    # 0, 1, -1, 2, -2 ... MIN_SCALE, and then those above -MIN_SCALE
+    near = torch.where(place % 2 == 1, (place + 1) // 2, -(place // 2))
+    return torch.where(place <= -2 * MIN_SCALE, near, place + MIN_SCALE)
 
 
 def quantile(columns: Tensor, q: float) -> Tensor:
@@ -236,9 +257,9 @@ def quantile(columns: Tensor, q: float) -> Tensor:
 
     ``(..., C) -> (...) float64``: the power of two at or below it, or 0. NaN without finite elements.
     """
-    finite = columns[..., :_INF]
+    finite = torch.cat([columns[..., :1], of_binades(columns)], dim=-1)
     total = finite.sum(-1, keepdim=True)
     rank = (q * (total - 1).clamp(min=0)).floor().to(torch.int64)
-    at = (finite.cumsum(-1) <= rank).sum(-1).clamp(max=_INF - 1)
-    values = torch.tensor([0.0, *[2.0**e for e in binades_of()]], dtype=torch.float64, device=columns.device)
-    return torch.where(total.squeeze(-1) > 0, values[at], torch.nan)
+    place = (finite.cumsum(-1) <= rank).sum(-1)
+    value = torch.where(place > 0, power_of_two(place + (LOWEST_BINADE - 2)), 0.0)
+    return torch.where(total.squeeze(-1) > 0, value, torch.nan)

@@ -152,9 +152,11 @@ def _exponents_kernel(
     lanes = tl.arange(0, TILE)
     base = address.to(tl.pointer_type(WORD))
 
-    # the window ends 4 binades above the largest of the first elements
-    binade, _, _, odd, _ = _classes(tl.load(base + lanes, mask=lanes < n, other=0), DTYPE, FIRST, LAST)
-    start = tl.max(tl.where(odd, 0, binade)) - 31
+    # the window ends 4 binades above the largest of the first elements, or above 1 if all are 0
+    word = tl.load(base + lanes, mask=lanes < n, other=0)
+    binade, _, is_zero, odd, _ = _classes(word, DTYPE, FIRST, LAST)
+    highest = tl.max(tl.where(odd | is_zero, -1, binade))
+    start = tl.where(highest < 0, -FIRST, highest) - 31
 
     counts = tl.zeros((256,), tl.int32)
     head = tl.minimum((-address & 15).to(tl.int32) // ITEMSIZE, n)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradiometer.columns import power_of_two
 from gradiometer.inputs import as_real, check_names, local_shards, named_tensors
 from gradiometer.stats.measure import plain
 
@@ -141,7 +142,7 @@ def _scaled(blocks: Tensor, form: _BlockFormat, top: Tensor | None) -> Tensor:
     if top is None:
         # frexp's mantissa is from 0.5 to 1
         exponents = torch.frexp(tops).exponent - 1 - form.exponent
-        return blocks * torch.exp2(-exponents.clamp(*_SCALES).double())
+        return blocks * power_of_two(-exponents.clamp(*_SCALES).long())
     whole = top / (_FP4_MAX * _FP8_MAX)
     scales = (tops / _FP4_MAX / whole).nan_to_num(nan=0.0).clamp(max=_FP8_MAX).to(torch.float8_e4m3fn)
     divisor = scales.double() * whole

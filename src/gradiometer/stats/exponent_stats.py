@@ -18,6 +18,7 @@ from gradiometer.columns import (
     log2_of,
     losses,
     of_binades,
+    power_of_two,
     quantile,
 )
 from gradiometer.inputs import check_names, local_shards, named_tensors
@@ -149,7 +150,7 @@ class ExponentStats(NamedStats):
         It has the fewest elements that overflow; of these scales, the fewest that become 0; then the fewest
         subnormal ones; then it is the one nearest to 1, and the larger of two.
         """
-        return torch.exp2(best_scales(self.columns, format_of(format, "best_scale")).double())
+        return power_of_two(best_scales(self.columns, format_of(format, "best_scale")))
 
     def quantile(self, q: float) -> Tensor:
         """Return the power of two at or below the q-quantile of ``|x|``, ``(T,) float64``.
