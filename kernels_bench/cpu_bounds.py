@@ -89,7 +89,7 @@ BOUNDS = (
         for ours, peer in (("compare", "collect both"), ("collect_updates", "collect all three"))
     ),
     *(
-        # the aim is 1.5: nine integer operators and a bincount take 1.6 to 2.1 times as long
+        # the aim is 1.5: nine integer operators and a bincount take 1.4 to 1.8 times as long
         Bound(case, "collect_exponents", "collect", 2.5)
         for case in ("16 of 2097152", "53 of 16384", "1000 of 1000")
     ),
