@@ -257,6 +257,24 @@ def test_a_report_of_pairs_takes_one_copy(monkeypatch):
     assert [(x.device.type, x.shape) for x in matrices] == [("cpu", (100, NUM_PAIR_COLUMNS))]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_counts_by_magnitude_never_wait(device):
+    with device_of(device) as d:
+        tensors = {name: p.detach() for name, p in Model(d, 100).named_parameters()}
+        with watch() as seen:
+            stats = gm.collect_exponents(tensors)
+            values = [stats.numel, stats.n_zero, stats.binades, stats.min_exponent, stats.max_exponent]
+            values += [stats.best_scale("float16"), stats.quantile(0.5), stats.total]
+            values += [count("float8_e5m2", 8.0) for count in (stats.n_flushed, stats.n_overflowed)]
+            values += [stats.by_module().columns, stats.merge(stats).columns]
+            values += gm.block_losses(tensors, "mxfp4")[1:]
+        assert {value.device.type for value in values} == {device}
+        assert (seen.op_calls, seen.to_host, seen.to_device) == (1, [], [])
+        with watch() as seen:
+            gm.block_losses(tensors, "nvfp4")
+        assert (seen.to_host, seen.to_device) == ([], [])
+
+
 # transfers to the host
 
 

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.kernels import tuning
-from gradiometer.ops import library, pairs
+from gradiometer.ops import exponents, library, pairs
 from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
 
 if TYPE_CHECKING:
@@ -152,6 +152,14 @@ def pair_launches_of(sides: Sequence[Sequence[torch.Tensor]], target: str = "sm_
     return launches
 
 
+def exponent_launches_of(tensors: Sequence[torch.Tensor], target: str = "sm_90") -> list[Launch]:
+    """Return the launches that counting these tensors' elements by magnitude makes on such a GPU."""
+    uses_kernels = mock.patch.object(exponents, "uses_kernels", return_value=True)
+    with recorded_launches() as launches, launching_for(target), uses_kernels:
+        torch.ops.gradiometer.exponent_stats(list(tensors))
+    return launches
+
+
 def moments_launch(dtype: torch.dtype, target: str = "sm_90", *, fingerprint: bool = False) -> Launch:
     return launches_of([torch.zeros(9, dtype=dtype)], target=target, fingerprint=fingerprint)[0]
 
@@ -185,6 +193,8 @@ def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Varian
                 found.setdefault(launch.variant_of(target), Variant("moments", dtype, "", launch))
             launch = launches_of(tensors, target=target, fingerprint=True)[0]
             found.setdefault(launch.variant_of(target), Variant("fingerprint", dtype, "", launch))
+            for launch in exponent_launches_of(tensors, target):
+                found.setdefault(launch.variant_of(target), Variant("exponents", dtype, "", launch))
         # a and b, or also g
         for count, name in ((2, "pairs"), (3, "pairs+g")):
             for start in (0, 1):

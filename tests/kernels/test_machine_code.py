@@ -40,6 +40,7 @@ from kernels_bench.machine_code.compile import (
     Code,
     Launch,
     capability,
+    exponent_launches_of,
     launches_of,
     launching_for,
     moments_code,
@@ -449,10 +450,12 @@ def test_the_variants_of_a_kernel_are_told_apart():
     assert names == [
         ("moments", "float32", ""),
         ("fingerprint", "float32", ""),
+        ("exponents", "float32", ""),
         ("pairs", "float32", ""),
         ("pairs+g", "float32", ""),
         ("moments", "bfloat16", ""),
         ("fingerprint", "bfloat16", ""),
+        ("exponents", "bfloat16", ""),
         ("pairs", "bfloat16", ""),
         ("pairs+g", "bfloat16", ""),
         ("finalize pairs", "float64", ""),
@@ -782,3 +785,20 @@ def test_spills_are_known(opcode):
     assert is_spill(opcode)
     assert not is_spill("LDLR")
     assert not is_spill("STG.E")
+
+
+# the kernel that counts elements by magnitude
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"), pairs({"sm_80": (), "sm_90": (FP32,), "sm_100": (), "gfx942": ()})
+)
+def test_the_exponents_kernel_loads_16_bytes_at_a_time_and_spills_nothing(target, dtype):
+    code = exponent_launches_of([torch.zeros(9, dtype=dtype)], target)[0].compile(target)
+    loop = code.main_loop
+    assert [size for size in loop.loads if size == 16]
+    assert code.spills == 0
+    # a histogram takes a few instructions for each 32 of its 256 classes
+    assert len(loop.opcodes) / loop.elements(dtype.itemsize) <= 130
+    # the rows are shared by chunks
+    assert [opcode for opcode in code.opcodes if is_atomic(opcode)]

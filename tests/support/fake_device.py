@@ -40,7 +40,9 @@ _READS = frozenset(
 )
 _INDEXING = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default})
 # those that measure
-_OPS = frozenset({torch.ops.gradiometer.tensor_stats.default, torch.ops.gradiometer.pair_stats.default})
+_OPS = frozenset(
+    getattr(torch.ops.gradiometer, name).default for name in ("tensor_stats", "pair_stats", "exponent_stats")
+)
 
 
 class HostWaitError(AssertionError):

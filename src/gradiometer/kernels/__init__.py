@@ -4,6 +4,7 @@ from gradiometer.kernels import tuning
 from gradiometer.kernels.append import append
 from gradiometer.kernels.clip_factors import clip_factors
 from gradiometer.kernels.driver import load_driver
+from gradiometer.kernels.exponents import classes, exponents
 from gradiometer.kernels.finalize import finalize
 from gradiometer.kernels.fingerprint import NUM_FINGERPRINT_PARTIALS, finalize_fingerprints
 from gradiometer.kernels.moments import PARTIALS, moments
@@ -15,7 +16,9 @@ __all__ = [
     "PAIR_PARTIALS",
     "PARTIALS",
     "append",
+    "classes",
     "clip_factors",
+    "exponents",
     "finalize",
     "finalize_fingerprints",
     "finalize_pairs",

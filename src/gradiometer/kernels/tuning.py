@@ -12,6 +12,7 @@ import torch
 __all__ = [
     "CHUNK",
     "COMPENSATED_REGISTERS",
+    "EXPONENTS",
     "FEW_FP64_UNITS",
     "FINALIZE",
     "FINALIZE_PAIRS",
@@ -86,6 +87,15 @@ PAIRS: Final = {
 }
 
 FINALIZE_PAIRS: Final = Finalize(tile=128, threads=128, registers=128)
+
+
+# the exponents kernel
+EXPONENTS: Final = {
+    torch.float64: Moments(tile=512, unroll=1, threads=128, registers=128),
+    torch.float32: Moments(tile=1024, unroll=1, threads=128, registers=128),
+    torch.bfloat16: Moments(tile=1024, unroll=1, threads=128, registers=128),
+    torch.float16: Moments(tile=1024, unroll=1, threads=128, registers=128),
+}
 
 
 class Scale(NamedTuple):

@@ -6,6 +6,7 @@ names, ranks or reports. Triton is imported on the first call on a device that n
 """
 
 from gradiometer.ops.clip_factors import clip_factors_
+from gradiometer.ops.exponents import measure_exponents
 from gradiometer.ops.library import (
     INSTALL_COMPILER,
     INTERPRETED,
@@ -34,6 +35,7 @@ __all__ = [
     "is_capturing",
     "keep_",
     "measure",
+    "measure_exponents",
     "measure_pairs",
     "norm_on_host",
     "recognize",

@@ -52,6 +52,7 @@ __all__ = [
     "pack_pairs",
     "recognize",
     "remember",
+    "upload",
 ]
 
 # distinct lists kept; a training step has one or two (gradients, weights)
@@ -367,6 +368,11 @@ def _packed(
     else:
         pointers, table = _copy(_int64(addresses), device), _copy(chunk_map.table, device)
     return Pack(chunk_map, pointers, table, flats)
+
+
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """Return values that are the same in all calls, on the device, for the kernels of one call."""
+    return _upload(_lasting(host, device)[0], device) if is_capturing(device) else _copy(host, device)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ Nothing here modifies a tensor.
 
 from gradiometer.stats.activation_report import ActivationReport, ActivationRow
 from gradiometer.stats.activation_stats import ActivationStats
+from gradiometer.stats.block_formats import BlockLosses, block_losses
 from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
 from gradiometer.stats.compare import collect_updates, compare, updates_of
 from gradiometer.stats.ema import EMA, Smoothed
+from gradiometer.stats.exponent_stats import ExponentStats, collect_exponents, exponents_of
 from gradiometer.stats.fingerprint import NOT_COMPARED, fingerprint, leaves, texts
 from gradiometer.stats.float64_module import Float64Module
 from gradiometer.stats.group_ratio import group_ratio
@@ -21,6 +23,8 @@ from gradiometer.stats.measure import grads_of, measure, over_ranks, settled
 from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.pair_report import PairReport, PairRow
 from gradiometer.stats.pair_stats import PairStats
+from gradiometer.stats.precision import precision_report
+from gradiometer.stats.precision_report import FormatFit, PrecisionReport, PrecisionRow
 from gradiometer.stats.report import ModuleReports, Report
 from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.taps import Taps, tap
@@ -34,7 +38,10 @@ __all__ = [
     "ActivationReport",
     "ActivationRow",
     "ActivationStats",
+    "BlockLosses",
+    "ExponentStats",
     "Float64Module",
+    "FormatFit",
     "GroupRule",
     "ModuleReports",
     "Norms",
@@ -42,6 +49,8 @@ __all__ = [
     "PairRow",
     "PairStats",
     "Pending",
+    "PrecisionReport",
+    "PrecisionRow",
     "Report",
     "Smoothed",
     "Snapshot",
@@ -49,12 +58,15 @@ __all__ = [
     "TensorReport",
     "TensorStats",
     "amount",
+    "block_losses",
     "check_replicas",
     "collect",
+    "collect_exponents",
     "collect_grads",
     "collect_updates",
     "collect_weights",
     "compare",
+    "exponents_of",
     "fetch",
     "fingerprint",
     "finite_norm",
@@ -70,6 +82,7 @@ __all__ = [
     "outside_of_a_graph",
     "over_ranks",
     "pairs_of",
+    "precision_report",
     "row_to_dict",
     "settled",
     "tap",

@@ -11,14 +11,12 @@ from gradiometer import ops
 from gradiometer.columns import NUM_PAIR_COLUMNS, derived
 from gradiometer.inputs import (
     Named,
-    check,
     check_names,
-    is_plain_subclass,
     local_shards,
     named_parameters,
     named_tensors,
 )
-from gradiometer.stats.measure import dense, over_ranks, settled
+from gradiometer.stats.measure import over_ranks, plain, settled
 from gradiometer.stats.pair_stats import PairStats
 from gradiometer.stats.snapshot import Snapshot
 
@@ -147,8 +145,8 @@ def _measure(a: Named, b: Named, g: list[Tensor | None] | None, what: str) -> Pa
     plan = ops.recognize_pairs(left, right, grads)
     if plan is not None:
         return PairStats(names, ops.measure_pairs(left, right, grads, plan=plan))
-    left, right = _plain(a, what), _plain(b, what)
-    grads = None if grads is None else _plain(Named(names, grads), what)
+    left, right = plain(a, what), plain(b, what)
+    grads = None if grads is None else plain(Named(names, grads), what)
     for name, x, y in zip(names, left, right, strict=True):
         if x.shape != y.shape or x.device != y.device or x.is_complex() != y.is_complex():
             msg = f"{what}: {name!r} is {_described(x)} in a, but {_described(y)} in b; pass tensors of the "
@@ -170,12 +168,3 @@ def _measure(a: Named, b: Named, g: list[Tensor | None] | None, what: str) -> Pa
 
 def _described(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
-
-
-def _plain(named: Named, what: str) -> list[Tensor]:
-    """Return the tensors, after a check, as dense ones of no subclass with its own operators."""
-    traits = check(named, what)
-    tensors = named.tensors
-    if any([is_plain_subclass(kind) for kind in traits.types]):
-        tensors = [x.as_subclass(Tensor) if is_plain_subclass(type(x)) else x for x in tensors]
-    return [dense(x) for x in tensors] if torch.sparse_coo in traits.layouts else tensors

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # what is measured: of tensors or of pairs
 Stats = TypeVar("Stats", "TensorStats", "PairStats")
 
-__all__ = ["dense", "grads_of", "measure", "measure_grads", "over_ranks", "settled"]
+__all__ = ["dense", "grads_of", "measure", "measure_grads", "over_ranks", "plain", "settled"]
 
 
 def grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
@@ -303,3 +303,12 @@ def _add_implicit_zeros(columns: Tensor, tensors: list[Tensor], dense: list[Tens
             columns[i, COLUMN_INDEX["numel"]] += missing
             columns[i, COLUMN_INDEX["n_zero"]] += missing
     return columns
+
+
+def plain(named: Named, what: str) -> list[Tensor]:
+    """Return the tensors, after a check, as dense ones of no subclass with its own operators."""
+    traits = check(named, what)
+    tensors = named.tensors
+    if any([is_plain_subclass(kind) for kind in traits.types]):
+        tensors = [x.as_subclass(Tensor) if is_plain_subclass(type(x)) else x for x in tensors]
+    return [dense(x) for x in tensors] if torch.sparse_coo in traits.layouts else tensors

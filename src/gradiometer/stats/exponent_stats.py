@@ -1,0 +1,259 @@
+"""ExponentStats: histograms of magnitudes of named tensors on the device, and what casts would lose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradiometer import ops
+from gradiometer.columns import (
+    LOWEST_BINADE,
+    NUM_EXPONENT_COLUMNS,
+    best_scales,
+    derived,
+    format_of,
+    log2_of,
+    losses,
+    of_binades,
+    power_of_two,
+    quantile,
+)
+from gradiometer.inputs import check_names, local_shards, named_tensors
+from gradiometer.stats import stats_pytree
+from gradiometer.stats.host_copy import outside_of_a_graph
+from gradiometer.stats.measure import plain
+from gradiometer.stats.named_stats import NamedStats
+from gradiometer.stats.precision_report import PrecisionReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from gradiometer.distributed import Ranks, Sharding
+    from gradiometer.inputs import Named, Tensors
+
+__all__ = ["ExponentStats", "collect_exponents", "exponents_of"]
+
+
+def _merge_rows(columns: Tensor) -> Tensor:
+    return derived.merge_rows(columns, NUM_EXPONENT_COLUMNS)
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class ExponentStats(NamedStats):
+    """Histograms of the magnitudes of T named tensors, on their device. Only `report` waits for the device.
+
+    They tell, without another read, how many elements a cast to a narrower format would lose, for every
+    format and every power-of-two scale from 2**-32 to 2**64. Formats are ``"float16"``, ``"bfloat16"``,
+    ``"float8_e4m3fn"`` and ``"float8_e5m2"``, or the torch dtypes. Counts are those of a cast of
+    ``x * scale`` that rounds to nearest, ties to even. ExponentStats is a pytree, so
+    compiled functions can take and return it.
+
+    Attributes:
+        names: T names, one per row.
+        columns: ``(T, C) int64``: elements by magnitude, in ascending bins; they merge by sum.
+
+    >>> import torch, gradiometer as gm
+    >>> stats = gm.collect_exponents({"w": torch.tensor([1e-9, 1e-3, 1.0, 3e5])})
+    >>> stats.n_flushed("float16"), stats.n_overflowed("float16")
+    (tensor([1]), tensor([1]))
+    """
+
+    names: tuple[str, ...]
+    columns: Tensor
+    sharding: Sharding | None = None
+    origin: Tensor | None = None
+    local: ExponentStats | None = None
+
+    def __init__(self, names: tuple[str, ...], columns: Tensor, sharding: Sharding | None = None) -> None:
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "columns", columns)
+        # None stays on the class, see TensorStats
+        if sharding is not None:
+            object.__setattr__(self, "sharding", sharding)
+
+    @property
+    def numel(self) -> Tensor:
+        """Elements, ``(T,) int64``."""
+        return self.columns.sum(-1)
+
+    @property
+    def n_zero(self) -> Tensor:
+        """Elements equal to 0, including -0, ``(T,) int64``."""
+        return self.columns[:, 0]
+
+    @property
+    def n_inf(self) -> Tensor:
+        """Infinite elements, ``(T,) int64``."""
+        return self.columns[:, -2]
+
+    @property
+    def n_nan(self) -> Tensor:
+        """NaN elements, ``(T,) int64``."""
+        return self.columns[:, -1]
+
+    @property
+    def binades(self) -> Tensor:
+        """Elements by exponent, ``(T, 360) int64``; column i counts ``2**(i - 199) <= |x| < 2**(i - 198)``.
+
+        The first also counts all smaller magnitudes other than 0, and the last all larger finite ones.
+        Magnitudes are rounded to float32's 24 bits first.
+        """
+        return of_binades(self.columns)
+
+    @property
+    def min_exponent(self) -> Tensor:
+        """floor(log2 |x|) of the smallest nonzero finite element, ``(T,) int64``; 0 if there is none."""
+        found = self.binades > 0
+        first = found.to(torch.int8).argmax(-1) + (LOWEST_BINADE - 1)
+        return torch.where(found.any(-1), first, 0)
+
+    @property
+    def max_exponent(self) -> Tensor:
+        """floor(log2 |x|) of the largest finite element, ``(T,) int64``; 0 if there is none."""
+        found = self.binades > 0
+        last = found.shape[-1] - 1 - found.flip(-1).to(torch.int8).argmax(-1) + (LOWEST_BINADE - 1)
+        return torch.where(found.any(-1), last, 0)
+
+    def n_flushed(self, format: object, scale: float = 1.0) -> Tensor:  # noqa: A002
+        """Return how many nonzero elements a cast of ``x * scale`` makes 0, ``(T,) int64``.
+
+        Args:
+            format: a format, see the class.
+            scale: a power of two from 2**-32 to 2**64.
+
+        Raises:
+            ValueError: for another format or scale.
+        """
+        return self._losses("n_flushed", format, scale)[0]
+
+    def n_subnormal(self, format: object, scale: float = 1.0) -> Tensor:  # noqa: A002
+        """Return how many elements times ``scale`` are below the smallest normal number but not flushed."""
+        return self._losses("n_subnormal", format, scale)[1]
+
+    def n_overflowed(self, format: object, scale: float = 1.0) -> Tensor:  # noqa: A002
+        """Return how many finite elements a cast of ``x * scale`` makes infinite, ``(T,) int64``.
+
+        ``float8_e4m3fn`` has no infinity: these are the elements that round to more than 448. Torch makes
+        them NaN or 448, depending on its version.
+        """
+        return self._losses("n_overflowed", format, scale)[2]
+
+    def _losses(self, what: str, form: object, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        return losses(self.columns, format_of(form, what), log2_of(scale, what))
+
+    def best_scale(self, format: object) -> Tensor:  # noqa: A002
+        """Return the power of two by which to multiply each tensor before a cast, ``(T,) float64``.
+
+        It has the fewest elements that overflow; of these scales, the fewest that become 0; then the fewest
+        subnormal ones; then it is the one nearest to 1, and the larger of two.
+        """
+        return power_of_two(best_scales(self.columns, format_of(format, "best_scale")))
+
+    def quantile(self, q: float) -> Tensor:
+        """Return the power of two at or below the q-quantile of ``|x|``, ``(T,) float64``.
+
+        Over finite elements; the quantile itself is less than twice that. NaN without finite elements.
+
+        Raises:
+            ValueError: if q is not from 0 to 1.
+        """
+        if not 0 <= q <= 1:
+            msg = f"quantile: q={q!r}; pass a number from 0 to 1"
+            raise ValueError(msg)
+        return quantile(self.columns, q)
+
+    @property
+    def total(self) -> Tensor:
+        """All rows merged into one, ``(C,) int64``."""
+        return _merge_rows(self.columns)
+
+    def _grouped(self, indices: Mapping[str, Sequence[int]]) -> ExponentStats:
+        columns = derived.merge_groups(self.columns, list(indices.values()), _merge_rows)
+        return ExponentStats(tuple(indices), columns, self.sharding)
+
+    def merge(self, other: ExponentStats) -> ExponentStats:
+        """Merge with stats of the same names, as if tensors of the same name were concatenated.
+
+        Raises:
+            ValueError: if the names differ.
+            TypeError: if ``other`` is not ExponentStats.
+        """
+        if isinstance(other, ExponentStats) and self.names == other.names:
+            # copying to the CPU would wait for the device
+            home = (other if self.columns.device.type == "cpu" else self).columns.device
+            own, others = [x.columns.to(home, non_blocking=True) for x in (self, other)]
+            return ExponentStats(self.names, own + others, self.sharding)
+        return self._merged(other, NUM_EXPONENT_COLUMNS)
+
+    def reduced_by(self, ranks: Ranks, what: str, **arguments: Any) -> ExponentStats:
+        """Refuse: histograms are of this rank."""
+        del ranks, arguments
+        msg = f"{what}: histograms are not merged over ranks; all-reduce stats.columns with SUM where all"
+        msg += " ranks have the same names"
+        raise NotImplementedError(msg)
+
+    def report(self, formats: Iterable[Any] | None = None) -> PrecisionReport:
+        """Copy everything to the host and return a table of which tensors fit which format.
+
+        Waits for the device.
+
+        Args:
+            formats: formats as in `n_flushed`; all four by default.
+
+        Raises:
+            RuntimeError: inside a compiled function, or while a CUDA graph is captured.
+        """
+        outside_of_a_graph("report")
+        return PrecisionReport(self.names, self.columns.cpu(), formats)
+
+
+stats_pytree.register(ExponentStats)
+
+
+def collect_exponents(tensors: Tensors) -> ExponentStats:
+    """Count the elements of tensors by magnitude, in one read, without host synchronization.
+
+    The counts tell what a cast to a narrower format would lose, see `ExponentStats`. Works the same inside
+    and outside ``torch.compile``.
+
+    Args:
+        tensors: a mapping name -> tensor, (name, tensor) pairs, or tensors, which are named by position.
+            Complex tensors count as two real numbers per element; of a DTensor, the local shard counts.
+
+    Returns:
+        ExponentStats with a row per tensor.
+
+    Raises:
+        TypeError: for a tensor that cannot be measured; the message names it.
+        ValueError: for names that occur twice.
+
+    >>> import torch, gradiometer as gm
+    >>> stats = gm.collect_exponents({"w": torch.tensor([0.0, 1e-8, 0.5, 2.0])})
+    >>> stats.n_zero, stats.n_flushed("float16"), stats.best_scale("float16")
+    (tensor([1]), tensor([1]), tensor([8192.], dtype=torch.float64))
+    """
+    return exponents_of(named_tensors(tensors, "collect_exponents"), "collect_exponents")
+
+
+@torch.no_grad()
+def exponents_of(named: Named, what: str) -> ExponentStats:
+    """Measure named tensors as `collect_exponents` does; ``what`` names the caller in error messages."""
+    check_names(named.names, what)
+    named = local_shards(named, what)
+    names, tensors = named.names, plain(named, what)
+    if not tensors:
+        return ExponentStats(names, torch.empty((0, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu"))
+    # the first device that is not the CPU: copying to the CPU would wait for it
+    devices = sorted(dict.fromkeys([x.device for x in tensors]), key=lambda device: device.type == "cpu")
+    found: list[Tensor] = []
+    order: list[int] = []
+    for device in devices:
+        rows = [i for i, x in enumerate(tensors) if x.device == device]
+        own = ops.measure_exponents([tensors[i] for i in rows])
+        found.append(own.to(devices[0], non_blocking=True))
+        order += rows
+    columns = torch.cat(found) if len(found) > 1 else found[0]
+    return ExponentStats(names, derived.take(columns, sorted(range(len(order)), key=order.__getitem__)))

@@ -1,0 +1,218 @@
+"""PrecisionReport: which tensors fit which narrow format, on the host, in plain Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from gradiometer.columns import FORMATS, LOWEST_BINADE, best_scales, derived, format_of, losses, of_binades
+from gradiometer.stats import text_table
+from gradiometer.terminal import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+    from gradiometer.columns import Format
+
+__all__ = ["FormatFit", "PrecisionReport", "PrecisionRow"]
+
+_NOTHING: Final = "nothing measured: no tensors"
+_NOTES: Final = (
+    "ok: nothing is lost   a → b ×2ⁿ: % lost as it is → % lost when multiplied by 2ⁿ before the cast",  # noqa: RUF001
+    "lost: rounded to 0 (↓), or beyond the largest number (↑)",
+)
+
+
+@dataclass(frozen=True)
+class FormatFit:
+    """What a cast to one format would lose of a tensor: counts, and a better scale.
+
+    ``n_flushed``: nonzero elements that become 0. ``n_subnormal``: elements below the smallest normal number
+    that do not. ``n_overflowed``: finite elements that overflow. The same after multiplication by
+    ``best_scale``, a power of two, are in ``n_flushed_scaled`` and ``n_overflowed_scaled``.
+    """
+
+    n_flushed: int
+    n_subnormal: int
+    n_overflowed: int
+    best_scale: float
+    n_flushed_scaled: int
+    n_overflowed_scaled: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether a cast loses nothing but precision."""
+        return self.n_flushed == self.n_overflowed == 0
+
+
+@dataclass(frozen=True)
+class PrecisionRow:
+    """One tensor's elements by kind, its exponents, and how it fits each format.
+
+    ``min_exponent``, ``max_exponent``: floor(log2 |x|) of the smallest and largest finite nonzero element;
+    None if there is none.
+    """
+
+    name: str
+    numel: int
+    n_zero: int
+    n_inf: int
+    n_nan: int
+    min_exponent: int | None
+    max_exponent: int | None
+    formats: dict[str, FormatFit]
+
+
+class PrecisionReport(Mapping[str, PrecisionRow]):
+    """Which tensors fit which format: a mapping from names to `PrecisionRow`.
+
+    ``print(report)`` shows a table, the tensors that lose most first.
+
+    Attributes:
+        names: the tensors' names.
+        formats: the names of the formats.
+        total: a `PrecisionRow` of all tensors together, with one scale for all.
+
+    >>> import torch, gradiometer as gm
+    >>> report = gm.collect_exponents({"w": torch.tensor([1e-9, 0.5, 1.0])}).report(["float16"])
+    >>> fit = report["w"].formats["float16"]
+    >>> fit.n_flushed, fit.best_scale, fit.n_flushed_scaled
+    (1, 32.0, 0)
+    """
+
+    def __init__(self, names: tuple[str, ...], columns: Tensor, formats: Iterable[Any] | None = None) -> None:
+        """Create a report from ``columns``, ``(T, C) int64`` on the host."""
+        self.names = names
+        self._formats = [format_of(x, "precision_report") for x in (FORMATS if formats is None else formats)]
+        self.formats = tuple([form.name for form in self._formats])
+        self._columns = columns
+
+    @cached_property
+    def _rows(self) -> dict[str, PrecisionRow]:
+        return {row.name: row for row in _rows_of(self.names, self._columns, self._formats)}
+
+    @cached_property
+    def total(self) -> PrecisionRow:
+        """All tensors together, with one scale for all."""
+        merged = derived.merge_rows(self._columns, self._columns.shape[1]).unsqueeze(0)
+        return _rows_of(("total",), merged, self._formats)[0]
+
+    def __getitem__(self, name: str) -> PrecisionRow:
+        """Return one tensor's row."""
+        try:
+            return self._rows[name]
+        except KeyError:
+            msg = f"no tensor {name!r} in this report; see report.names"
+            raise KeyError(msg) from None
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, in order."""
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.names)
+
+    def to_string(self, max_rows: int | None = 40) -> str:
+        """Return the table that ``print`` shows: tensors that lose most, at their best scales, first.
+
+        Args:
+            max_rows: maximum number of tensors; None for all.
+        """
+        if not self.names:
+            return _NOTHING
+        rows = sorted(self.values(), key=_worst, reverse=True)
+        shown = rows if max_rows is None else rows[:max_rows]
+        header = ("name", "elements", "zero %", "log2 |x|", *[form.short for form in self._formats])
+        body = text_table.with_short_names([_cells(row) for row in shown])
+        padded = _left_aligned([header, *body, _cells(self.total)], first=4)
+        lines, rule = text_table.aligned(padded)
+        more = [f"… {len(rows) - len(shown)} more"] if len(shown) < len(rows) else []
+        table = [self._headline(), rule, lines[0], rule, *lines[1:-1], *more, rule, lines[-1]]
+        return "\n".join([*table, *_NOTES])
+
+    def __str__(self) -> str:
+        """Return the table."""
+        return self.to_string()
+
+    def __repr__(self) -> str:
+        """Return a one-line summary."""
+        return f"<PrecisionReport: {self._headline()}>"
+
+    def _headline(self) -> str:
+        if not self.names:
+            return _NOTHING
+        whole = [sum(row.formats[form.name].fits for row in self.values()) for form in self._formats]
+        fits = ", ".join(f"{form.short} {n}" for form, n in zip(self._formats, whole, strict=True))
+        tensors = f"{len(self)} tensor{'s' * (len(self) != 1)}"
+        return f"{tensors}, {text_table.count(self.total.numel)} elements; nothing is lost in {fits}"
+
+
+def _rows_of(names: tuple[str, ...], columns: Tensor, formats: list[Format]) -> list[PrecisionRow]:
+    fits: list[list[tuple[str, FormatFit]]] = [[] for _ in names]
+    for form in formats:
+        plain = [x.tolist() for x in losses(columns, form)]
+        logs = best_scales(columns, form).tolist()
+        scaled = [losses(row, form, log2) for row, log2 in zip(columns, logs, strict=True)]
+        for i, log2 in enumerate(logs):
+            flushed, _, over = [int(x) for x in scaled[i]]
+            found = FormatFit(plain[0][i], plain[1][i], plain[2][i], 2.0**log2, flushed, over)
+            fits[i].append((form.name, found))
+    rows = []
+    binades = of_binades(columns)
+    for i, name in enumerate(names):
+        present = binades[i].nonzero().view(-1).tolist()
+        ends = (present[0], present[-1]) if present else None
+        low, high = (None, None) if ends is None else [x + LOWEST_BINADE - 1 for x in ends]
+        zeros, inf, nan = columns[i, [0, -2, -1]].tolist()
+        rows.append(PrecisionRow(name, int(columns[i].sum()), zeros, inf, nan, low, high, dict(fits[i])))
+    return rows
+
+
+def _worst(row: PrecisionRow) -> tuple[float, float]:
+    """Return the shares that are lost at the best scale, and as it is, of the worst format."""
+    of = max(1, row.numel)
+    scaled = [fit.n_flushed_scaled + fit.n_overflowed_scaled for fit in row.formats.values()]
+    plain = [fit.n_flushed + fit.n_overflowed for fit in row.formats.values()]
+    return max(scaled, default=0) / of, max(plain, default=0) / of
+
+
+def _cells(row: PrecisionRow) -> tuple[str, ...]:
+    exponents = "-" if row.min_exponent is None else f"{row.min_exponent} … {row.max_exponent}"
+    if row.n_inf or row.n_nan:
+        exponents += f", {text_table.count(row.n_inf + row.n_nan)} NaN, Inf"
+    return (
+        printable(row.name),
+        text_table.count(row.numel),
+        text_table.percent(row.n_zero / max(1, row.numel)),
+        exponents,
+        *[_fit(fit, row.numel) for fit in row.formats.values()],
+    )
+
+
+def _fit(fit: FormatFit, numel: int) -> str:
+    if fit.fits:
+        return "ok"
+    signs = "↓" * (fit.n_flushed > 0) + "↑" * (fit.n_overflowed > 0)
+    before = text_table.percent((fit.n_flushed + fit.n_overflowed) / numel)
+    if fit.best_scale == 1:
+        return f"{before}{signs}"
+    after = text_table.percent((fit.n_flushed_scaled + fit.n_overflowed_scaled) / numel)
+    return f"{before}{signs} → {after} ×2{_superscript(round(math.log2(fit.best_scale)))}"  # noqa: RUF001
+
+
+def _superscript(n: int) -> str:
+    return str(n).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _left_aligned(cells: list[tuple[str, ...]], first: int) -> list[tuple[str, ...]]:
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return [
+        (*row[:first], *[cell.ljust(width) for cell, width in zip(row[first:], widths[first:], strict=True)])
+        for row in cells
+    ]

@@ -1,0 +1,30 @@
+"""docs/how-to/precision.md runs unchanged, and its table is the one that is printed."""
+
+from __future__ import annotations
+
+import re
+
+from support.pages import blocks, text
+
+PAGE = "docs/how-to/precision.md"
+
+
+def test_the_page_runs_and_says_what_it_prints(capsys):
+    first, *others = blocks(PAGE)
+    scope: dict[str, object] = {}
+    exec(first, scope)  # noqa: S102 the page's own code
+    (table,) = re.findall(r"```text\n(.*?)```", text(PAGE), flags=re.DOTALL)
+    printed, said = capsys.readouterr().out.splitlines(), table.splitlines()
+    assert len(printed) == len(said)
+    rows = [{line.split()[0]: line.split() for line in lines[3:-4]} for lines in (printed, said)]
+    assert rows[0].keys() == rows[1].keys()
+    # those of gradients depend on the rounding of the processor
+    weights = [name for name in rows[0] if name.endswith(("weight", "bias"))]
+    assert len(weights) > 4
+    for name in weights:
+        assert rows[0][name] == rows[1][name]
+    for block in others:
+        exec(block, scope)  # noqa: S102
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-4:]] == ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4"]
+    assert "dtype=torch.float64" in "".join(lines)
