@@ -1,9 +1,14 @@
 """Taps: what is measured, in which steps, and how often."""
 
+import dataclasses
 import functools
+from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +24,9 @@ def columns_of(x, channel_dim=-1):
         else torch.view_as_real(x.detach()).double().flatten()
     )
     finite = wide[wide.isfinite()]
-    channels = x.detach().movedim(channel_dim, 0).flatten(1) if x.dim() else x.detach().view(1, 1)
+    channels = (
+        x.detach().movedim(channel_dim, 0).reshape(x.shape[channel_dim], -1) if x.dim() else x.view(1, 1)
+    )
     return {
         "numel": wide.numel(),
         "sumsq": float((finite**2).sum()),
@@ -92,7 +99,7 @@ def expected_rows(x):
     """Return the rows of a plain model, measured by hooks and autograd."""
     model, rows = Model(), {}
 
-    def hook(module, args, output, name):
+    def hook(_module, _args, output, name):
         # the next module may change the output in place
         rows[name] = columns_of(output.detach().clone())
         output.register_hook(lambda g: rows.update({f"{name}.grad": columns_of(g.clone())}))
@@ -138,23 +145,24 @@ def stepper(model, mode, after=lambda: None):
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch):
+def _clean():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 @pytest.fixture
-def traced_backward():
+def _traced_backward():
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         yield
 
 
+@pytest.mark.usefixtures("_traced_backward")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("use_reentrant", "whole"), [(None, False), (False, False), (False, True), (True, False), (True, True)]
 )
-def test_values_and_gradients_are_measured_once(mode, use_reentrant, whole, traced_backward):
+def test_values_and_gradients_are_measured_once(mode, use_reentrant, whole):
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
     model = Model(use_reentrant, whole)
     taps = gm.Taps(model, TAPPED, names=["inp"])
@@ -171,3 +179,362 @@ def test_values_and_gradients_are_measured_once(mode, use_reentrant, whole, trac
             agree(row, expected[name], 1e-5 if mode != "eager" else 1e-12)
         taps.advance()
     taps.remove()
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+
+
+@st.composite
+def tensors(draw):
+    """Draw a tensor with strides, and the dimension of its channels."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    real = torch.float32 if dtype.is_complex else dtype
+    odd = [0.0, -0.0, 1.0, -2.5, 1e-7, 65504.0, float("nan"), float("inf"), float("-inf")]
+    numel = torch.Size(shape).numel()
+    flat = draw(st.lists(st.sampled_from(odd), min_size=numel, max_size=numel))
+    x = torch.tensor(flat, dtype=torch.float64).to(real).view(shape).to(dtype)
+    if x.dim() > 1 and draw(st.booleans()):
+        x = x.transpose(0, 1)
+    if x.dim() and draw(st.booleans()):
+        x = torch.cat([x, x])[::2]
+    return x, draw(st.integers(-x.dim(), x.dim() - 1)) if x.dim() else -1
+
+
+@settings(deadline=None, max_examples=150)
+@given(tensors(), st.integers(1, 3))
+def test_columns_are_those_of_the_definitions(drawn, calls):
+    x, channel_dim = drawn
+    model = Calls("x")
+    taps = gm.Taps(model, names=["x"])
+    for _ in range(calls):
+        model(x, channel_dim=channel_dim)
+    stats = taps.stats()
+    taps.remove()
+    if x.numel() == 0:
+        assert not stats.columns.any()
+        return
+    agree(stats.columns[0], merged([columns_of(x, channel_dim)] * calls))
+    assert not stats.columns[1].any()
+
+
+class Calls(nn.Module):
+    """Taps its input under each name."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.names = names
+
+    def forward(self, x, **options):
+        for name in self.names:
+            x = gm.tap(x, name, **options)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_large_activations_are_read_in_pieces(dtype, is_transposed):
+    x = torch.randn(1500, 700, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[:, ::3] = 0
+    # this channel has its first number after the first rows, which are searched first
+    x[900, 3] = 1.0
+    x = x.t() if is_transposed else x
+    dim = 0 if is_transposed else 1
+    model = Calls("x")
+    taps = gm.Taps(model, names=["x"])
+    model(x, channel_dim=dim)
+    agree(taps.stats().columns[0], columns_of(x, dim), 1e-11)
+    assert taps.stats().n_zero_channels[0] == 233
+    taps.remove()
+
+
+def test_fourth_powers_of_float64_may_overflow_and_small_numbers_are_no_zeros():
+    model = Calls("x")
+    taps = gm.Taps(model, names=["x"])
+    model(torch.tensor([1e200, 1e-200], dtype=torch.float64))
+    row = taps.stats().materialize()["x"]
+    assert (row.abs_max, row.n_zero, row.n_inf) == (1e200, 0, 0)
+    taps.remove()
+
+
+class Plain(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return self.make(x)
+
+
+class Pair(NamedTuple):
+    index: torch.Tensor
+    hidden: torch.Tensor
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+    index: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    index: object
+    hidden: torch.Tensor
+
+
+class Items(OrderedDict):
+    """A mapping with more than its items, as outputs of Hugging Face models are."""
+
+    extra = 1
+
+
+INDEX = torch.arange(3)
+OUTPUTS = {
+    "tuple": (lambda x: (INDEX, x * 2, x), lambda out: out[1]),
+    "list": (lambda x: [x * 2, x], lambda out: out[0]),
+    "named tuple": (lambda x: Pair(INDEX, x * 2), lambda out: out.hidden),
+    "dict": (lambda x: {"index": INDEX, "hidden": x * 2}, lambda out: out["hidden"]),
+    "ordered": (lambda x: Items(hidden=x * 2, index=None), lambda out: out["hidden"]),
+    "dataclass": (lambda x: Output(x * 2), lambda out: out.hidden),
+    "frozen dataclass": (lambda x: Frozen(INDEX, x * 2), lambda out: out.hidden),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_first_float_of_a_structured_output(kind, is_compiled):
+    make, hidden = OUTPUTS[kind]
+    model = nn.Sequential(Plain(make), Plain(hidden))
+    taps = gm.Taps(model, {"first": "^0$"})
+    kinds = []
+    model[0].register_forward_hook(lambda _module, _args, out: kinds.append(type(out)))
+    if is_compiled:
+        model[0]._forward_hooks.popitem()
+    x = torch.ones(2, 3, requires_grad=True)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
+    call(x).sum().backward()
+    report = taps.stats().materialize()
+    assert report["0.out"].rms == 2.0
+    assert report["0.out.grad"].rms == 1.0
+    if not is_compiled:
+        assert kinds == [type(make(x))]
+    assert x.grad.eq(2).all()
+
+
+@pytest.mark.parametrize("output", [None, INDEX, (INDEX,), {"a": None}, "text"])
+def test_outputs_without_floats_are_left_alone(output):
+    model = nn.Sequential(Plain(lambda _: output))
+    taps = gm.Taps(model, {"all": "."})
+    assert model(torch.ones(2)) is output
+    assert len(taps.stats().materialize()) == 0
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_only_due_steps_are_measured_and_the_cadence_recompiles_nothing(is_compiled):
+    model = nn.Sequential(nn.Linear(3, 2))
+    taps = gm.Taps(model, {"all": "."}, every=3)
+
+    def loss_of(x):
+        return model(x).sum()
+
+    step = torch.compile(loss_of, fullgraph=True) if is_compiled else loss_of
+    x = torch.randn(4, 3)
+    step(x).backward()
+    taps.advance()
+    seen = []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(1, 12):
+            if i == 8:
+                taps.configure_(every=0)
+            if i == 10:
+                taps.configure_(every=1)
+            step(x).backward()
+            seen.append(taps.stats().n_calls.tolist())
+            taps.advance()
+    assert [i for i, calls in enumerate(seen, start=1) if calls != [0, 0]] == [3, 6, 10, 11]
+    assert all(calls in ([0, 0], [1, 1]) for calls in seen)
+
+
+def test_calls_of_a_step_merge():
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, layer, layer)
+    taps = gm.Taps(model, {"all": "."})
+    assert taps.names == ("0.out",)
+    for _ in range(2):
+        model(torch.randn(5, 2)).sum().backward()
+    row = taps.stats().materialize()["0.out"]
+    assert (row.n_calls, row.numel, row.n_channels) == (6, 60, 12)
+    assert taps.stats().n_calls.tolist() == [6, 6]
+
+
+def test_nothing_is_measured_in_evaluation_mode_or_after_remove():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return gm.tap(self.layer(x), "named")
+
+    model = Named()
+    taps = gm.Taps(model, {"all": "."}, names=["named"])
+    model.eval()
+    model(torch.ones(1, 2))
+    assert not taps.stats().columns.any()
+    model.train()
+    model(torch.ones(1, 2))
+    assert taps.stats().n_calls.tolist() == [1, 1, 0, 0]
+    # another model of the same class is not measured
+    Named()(torch.ones(1, 2))
+    assert taps.stats().n_calls.tolist() == [1, 1, 0, 0]
+    taps.remove()
+    model(torch.ones(1, 2))
+    assert taps.stats().n_calls.tolist() == [1, 1, 0, 0]
+
+
+def test_sizes_that_change_do_not_recompile_again():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    taps = gm.Taps(model, {"all": "."})
+    step = torch.compile(lambda x: model(x).sum(), fullgraph=True, dynamic=True)
+    step(torch.randn(4, 3)).backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for n in (5, 7, 9):
+            taps.advance()
+            step(torch.randn(n, 3)).backward()
+            assert taps.stats().numel.tolist() == [4 * n] * 4
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_autocast_gives_the_statistics_of_the_cast_values(is_compiled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16))
+    taps = gm.Taps(model, {"all": "."})
+    kept = []
+    model[0].register_forward_hook(lambda _module, _args, out: kept.append(out)) if not is_compiled else None
+
+    def loss_of(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        return out.float().square().sum(), out
+
+    step = torch.compile(loss_of, fullgraph=True) if is_compiled else loss_of
+    loss, out = step(torch.randn(8, 16))
+    loss.backward()
+    assert out.dtype == torch.bfloat16
+    stats = taps.stats()
+    agree(stats.columns[0], columns_of(out))
+    agree(stats.columns[1], columns_of(2 * out.float().to(torch.bfloat16)))
+
+
+def test_stats_leave_a_compiled_step_and_group_and_merge():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    taps = gm.Taps(model, {"linear": nn.Linear, "relu": lambda name: name == "1"})
+
+    def whole(x):
+        for p in model.parameters():
+            p.grad = None
+        model(x).sum().backward()
+        stats = taps.stats()
+        taps.advance()
+        return stats
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        step = torch.compile(whole, fullgraph=True)
+        first, second = step(torch.randn(5, 3)), step(torch.randn(5, 3))
+    assert first.numel.tolist() == [20, 20, 5] * 2
+    assert taps.cursor[0] == 2
+    assert taps.groups == {
+        "linear": ("0.out", "2.out", "0.out.grad", "2.out.grad"),
+        "relu": ("1.out", "1.out.grad"),
+    }
+    assert first.group(taps.groups).numel.tolist() == [50, 40]
+    both = first.merge(second)
+    assert both.n_calls.tolist() == [2] * 6
+    assert both.abs_max.tolist() == torch.maximum(first.abs_max, second.abs_max).tolist()
+    assert first.materialize_async().result().names == first.names
+
+
+def test_statistics_of_known_distributions():
+    model = Calls("normal", "constant", "spike")
+    taps = gm.Taps(model, names=model.names)
+    model.names = ("normal",)
+    # the standard error of the kurtosis of n normal numbers is sqrt(96 / n)
+    model(torch.randn(400_000, generator=torch.Generator().manual_seed(0)))
+    model.names = ("constant",)
+    model(torch.full((100,), -2.0))
+    model.names = ("spike",)
+    model(torch.cat([torch.zeros(99), torch.ones(1)]))
+    report = taps.stats().materialize()
+    assert abs(report["normal"].kurtosis - 3) < 5 * (96 / 400_000) ** 0.5
+    assert (report["constant"].kurtosis, report["constant"].outlier_ratio) == (1.0, 1.0)
+    assert abs(report["spike"].kurtosis - 100) < 1e-9
+    assert abs(report["spike"].outlier_ratio - 10) < 1e-9
+    assert "spike" in str(report)
+    taps.remove()
+
+
+LAYER = nn.Sequential(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: gm.Taps([torch.ones(1)], {"a": "."}), TypeError, "torch.nn.Module"),
+        (lambda: gm.Taps(LAYER), ValueError, "nothing to measure"),
+        (lambda: gm.Taps(LAYER, {"a": "nowhere"}), ValueError, "'a' selects no module"),
+        (lambda: gm.Taps(LAYER, {"b": nn.Conv2d}), ValueError, "'b' selects no module"),
+        (lambda: gm.Taps(LAYER, {"a": "["}), ValueError, "regular expression"),
+        (lambda: gm.Taps(LAYER, {"a": "0"}, names=["0.out"]), ValueError, "'0.out' appears twice"),
+        (lambda: gm.Taps(LAYER, {"a": "0"}, every=-1), ValueError, "every must be an integer"),
+        (lambda: gm.Taps(LAYER, {"a": "0"}, every=True), ValueError, "every=True"),
+    ],
+)
+def test_errors_of_the_constructor(make, error, text):
+    hooks = len(LAYER[0]._forward_hooks)
+    with pytest.raises(error, match=text):
+        make()
+    assert len(LAYER[0]._forward_hooks) == hooks
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "text"),
+    [
+        (3.0, TypeError, "'x' is 3.0; pass a tensor"),
+        (torch.ones(2, dtype=torch.int64), TypeError, "torch.int64"),
+        (torch.eye(2).to_sparse(), TypeError, "layout"),
+        (torch.ones(2, device="meta"), TypeError, "on meta"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(x, error, text):
+    model = Calls("x")
+    taps = gm.Taps(model, names=["x"])
+    with pytest.raises(error, match=text):
+        model(x)
+    taps.remove()
+
+
+def test_a_channel_dimension_that_is_not_there():
+    model = Calls("x")
+    taps = gm.Taps(model, names=["x"])
+    with pytest.raises(IndexError, match="'x' has 2 dimensions, so channel_dim=2 is none"):
+        model(torch.ones(2, 2), channel_dim=2)
+    taps.remove()
+
+
+def test_a_leaf_gets_no_hook_that_stays():
+    model = Calls("x")
+    taps = gm.Taps(model, names=["x"])
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(3):
+        taps.advance()
+        model(x).sum().backward()
+    assert taps.stats().n_calls.tolist() == [1, 1]
+    taps.remove()
+
+
+def test_channels_of_convolutions_and_of_what_follows_them():
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Flatten(2))
+    taps = gm.Taps(model, {"all": "."})
+    model(torch.randn(2, 1, 5, 5)).sum().backward()
+    assert taps.stats().n_channels.tolist() == [6, 6, 6, 9] * 2

@@ -64,14 +64,21 @@ def _on_thread(x: Tensor, length: int) -> Callable[[tuple[Tensor, ...]], _Row]:
 def _measure(piece: Tensor, buffer: Tensor) -> _Row:
     wide = buffer[: piece.numel()].view(piece.shape).copy_(convertible(piece))
     total = wide.sum().item()
-    # of the magnitudes: squares of float64 underflow
-    least, top = [x.item() for x in torch.aminmax(wide.abs_())]
+    if piece.dtype == torch.float64:
+        # squares may leave the range of float64
+        least, top = [x.item() for x in torch.aminmax(wide.abs_())]
+        squares = torch.mul(wide, wide, out=wide)
+    else:
+        squares = torch.mul(wide, wide, out=wide)
+        # a square is exact, so its root is exact too
+        least, top = [math.sqrt(x.item()) for x in torch.aminmax(squares)]
     if not top < math.inf:
         return _measure_nonfinite(piece)
-    n_zero = 0.0 if least > 0 else wide.numel() - wide.count_nonzero().item()
-    sumsq = torch.mul(wide, wide, out=wide).sum().item()
-    sum4 = torch.mul(wide, wide, out=wide).sum().item()
-    return (wide.numel(), sumsq, total, n_zero, 0.0, 0.0, 0.0, sum4, top)
+    sumsq = squares.sum().item()
+    flat = squares.view(-1)
+    sum4 = torch.dot(flat, flat).item()
+    n_zero = 0.0 if least > 0 else flat.numel() - convertible(piece).count_nonzero().item()
+    return (flat.numel(), sumsq, total, n_zero, 0.0, 0.0, 0.0, sum4, top)
 
 
 def _measure_nonfinite(piece: Tensor) -> _Row:
