@@ -1,7 +1,9 @@
 """Taps: what is measured, in which steps, and how often."""
 
+import copy
 import dataclasses
 import functools
+import io
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -538,3 +540,55 @@ def test_channels_of_convolutions_and_of_what_follows_them():
     taps = gm.Taps(model, {"all": "."})
     model(torch.randn(2, 1, 5, 5)).sum().backward()
     assert taps.stats().n_channels.tolist() == [6, 6, 6, 9] * 2
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return gm.tap(self.layer(x), "named")
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_functional_gradients(is_compiled):
+    model = Named()
+    taps = gm.Taps(model, {"all": "."}, names=["named"])
+
+    def loss_of(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    def gradients(parameters, x):
+        return torch.func.grad_and_value(loss_of)(parameters, x)
+
+    step = torch.compile(gradients, fullgraph=True) if is_compiled else gradients
+    step(dict(model.named_parameters()), torch.ones(5, 2))
+    assert taps.stats().numel.tolist() == [15] * 4
+    assert taps.stats().rms[2:].tolist() == [1, 1]
+    taps.remove()
+
+
+def test_copies_of_the_model_do_not_count():
+    model = Named()
+    taps = gm.Taps(model, {"all": "."}, names=["named"])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other(torch.ones(1, 2)).sum().backward()
+    assert not taps.stats().columns.any()
+    taps.remove()
+
+
+def test_casts_of_taps_keep_float64():
+    taps = gm.Taps(nn.Sequential(nn.Linear(2, 2)), {"all": "."}).half()
+    assert {x.dtype for x in taps.buffers()} == {torch.float64}
+
+
+def test_exported_models_keep_the_measurement():
+    model = nn.Sequential(nn.Linear(2, 3))
+    taps = gm.Taps(model, {"all": "."})
+    program = torch.export.export(model, (torch.ones(1, 2),))
+    assert not taps.stats().columns.any()
+    assert torch.equal(program.module()(torch.ones(1, 2)), model(torch.ones(1, 2)))

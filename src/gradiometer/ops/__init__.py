@@ -23,7 +23,7 @@ from gradiometer.ops.library import (
 )
 from gradiometer.ops.packing import LaunchPlan, is_capturing
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
-from gradiometer.ops.taps import tap
+from gradiometer.ops.taps import new_store, tap
 
 __all__ = [
     "INSTALL_COMPILER",
@@ -37,6 +37,7 @@ __all__ = [
     "measure",
     "measure_exponents",
     "measure_pairs",
+    "new_store",
     "norm_on_host",
     "recognize",
     "recognize_pairs",

@@ -8,18 +8,23 @@ on the store of the forward pass, and activation checkpointing would compute tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.columns import NUM_ACTIVATION_SUMS, Cursor
+from gradiometer.columns import NUM_ACTIVATION_COLUMNS, NUM_ACTIVATION_SUMS, Cursor
+from gradiometer.inputs import as_real
 from gradiometer.ops import activation_reference, ring
-from gradiometer.ops.library import LIBRARY, without_autocast
+from gradiometer.ops.library import LIBRARY, launching_on, uses_kernels, without_autocast
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["tap"]
+__all__ = ["new_store", "tap"]
+
+# channels for which a store has scratch; more take a tensor of their own at each call
+_MOST_CHANNELS: Final = 2**16
 
 LIBRARY.define(
     "tap_(Tensor x, Tensor(a!) store, Tensor cursor, int row, int channel_dim, bool is_forward) -> ()"
@@ -42,7 +47,7 @@ def tap(x: Tensor, values: Tensor, grads: Tensor, cursor: Tensor, row: int, chan
     """
     if torch.compiler.is_compiling():
         torch.ops.gradiometer.tap(x, values, grads, cursor, row, channel_dim)
-    elif cursor.device.type != "cpu" or _is_due(cursor):
+    elif uses_kernels(cursor.device) or _is_due(cursor):
         _tap(x, values, grads, cursor, row, channel_dim)
 
 
@@ -65,17 +70,76 @@ def _tap_once(
     # activation checkpointing runs the forward pass again, inside the backward pass
     if is_forward and torch._C._current_graph_task_id() != -1:  # noqa: SLF001 it has no public name
         return
-    if cursor.device.type != "cpu" or not _is_due(cursor) or x.numel() == 0:
+    if x.numel() == 0:
         return
     with torch.no_grad(), without_autocast(x.device):
-        columns = activation_reference.activation_stats(x, channel_dim)
-    kept = ring.numbers(store[row])
+        if uses_kernels(x.device):
+            with launching_on(x.device):
+                _launch(x, store, cursor, row, channel_dim)
+        elif _is_due(cursor):
+            _merge(store[row], activation_reference.activation_stats(x, channel_dim))
+
+
+def _merge(kept: Tensor, columns: list[float]) -> None:
+    """Merge the columns of a call into a row of a store."""
+    if kept.device.type != "cpu":
+        there = kept.cpu()
+        _merge(there, columns)
+        kept.copy_(there)
+        return
+    numbers = ring.numbers(kept)
     for index, value in enumerate(columns):
-        kept[index] = kept[index] + value if index < NUM_ACTIVATION_SUMS else max(kept[index], value)
+        before = numbers[index]
+        numbers[index] = before + value if index < NUM_ACTIVATION_SUMS else max(before, value)
+
+
+def new_store(rows: int, device: torch.device) -> Tensor:
+    """Return a store with this many rows, ``(rows + S, A) float64``; the last S are scratch of the kernel."""
+    if uses_kernels(device):
+        from gradiometer import kernels  # noqa: PLC0415 as in library.py
+
+        scratch = math.prod(kernels.ACTIVATION_PARTIALS) + _MOST_CHANNELS // 2 + 1
+        rows += -(-scratch // NUM_ACTIVATION_COLUMNS)
+    return torch.zeros((rows, NUM_ACTIVATION_COLUMNS), dtype=torch.float64, device=device)
+
+
+def _launch(x: Tensor, store: Tensor, cursor: Tensor, row: int, channel_dim: int) -> None:
+    """Measure with the kernel, which reads the cursor and uses the end of the store as scratch."""
+    from gradiometer import kernels  # noqa: PLC0415 as above
+
+    dim = channel_dim % x.dim() if x.dim() else 0
+    x = as_real(x)
+    if x.itemsize == 1:
+        x = x.float()
+    # the order of dimensions in memory, so that most tensors are not copied
+    order = sorted(range(x.dim()), key=lambda i: -x.stride(i))
+    x = x.permute(order)
+    if x.dim():
+        dim = order.index(dim)
+    flat = store.view(-1)
+    size = math.prod(kernels.ACTIVATION_PARTIALS)
+    *_, partials, alive, counter = flat.split(
+        [flat.numel() - size - _MOST_CHANNELS // 2 - 1, size, _MOST_CHANNELS // 2, 1]
+    )
+    marks = alive.view(torch.int32)
+    channels = x.shape[dim] if x.dim() else 1
+    if channels > _MOST_CHANNELS:
+        marks = torch.zeros(channels, dtype=torch.int32, device=x.device)
+    kernels.activation(
+        x.contiguous(),
+        store,
+        row,
+        cursor,
+        partials.view(kernels.ACTIVATION_PARTIALS),
+        marks,
+        counter.view(torch.int32)[:1],
+        dim,
+    )
 
 
 def _is_due(cursor: Tensor) -> bool:
-    state = ring.numbers(cursor)
+    # not even a call that returns the same tensor: function transforms would wrap it
+    state = ring.numbers(cursor if cursor.device.type == "cpu" else cursor.cpu())
     every = state[Cursor.EVERY]
     return bool(every > 0 and state[Cursor.STEP] % every == 0)
 

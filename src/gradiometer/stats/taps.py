@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer import ops
-from gradiometer.columns import CURSOR_SIZE, NUM_ACTIVATION_COLUMNS, Cursor
+from gradiometer.columns import CURSOR_SIZE, Cursor
 from gradiometer.inputs import describe, is_dtensor, layout, unwrapped
 from gradiometer.stats import grouping
 from gradiometer.stats.activation_stats import ActivationStats
 from gradiometer.stats.float64_module import Float64Module
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from typing import Self
 
     from gradiometer.stats.grouping import GroupRule
@@ -162,8 +162,7 @@ class Taps(Float64Module):
             raise ValueError(msg)
         device = next((x.device for x in (*model.parameters(), *model.buffers())), torch.device("cpu"))
         for name in ("values", "grads"):
-            store = torch.zeros((len(self.names), NUM_ACTIVATION_COLUMNS), dtype=torch.float64, device=device)
-            self.register_buffer(name, store, persistent=False)
+            self.register_buffer(name, ops.new_store(len(self.names), device), persistent=False)
         self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=device))
         self.configure_(every=every)
         # in a list, since it is not a part of this module
@@ -197,7 +196,8 @@ class Taps(Float64Module):
     def stats(self) -> ActivationStats:
         """Return what was measured since the last `advance`; inside or outside of a compiled step."""
         names = (*self.names, *[f"{name}.grad" for name in self.names])
-        return ActivationStats(names, torch.cat([self.values, self.grads]))
+        rows = len(self.names)
+        return ActivationStats(names, torch.cat([self.values[:rows], self.grads[:rows]]))
 
     def advance(self) -> None:
         """End the step: clear what was measured, and count the step. Inside or outside of a compiled step."""
@@ -205,6 +205,18 @@ class Taps(Float64Module):
             self.values.zero_()
             self.grads.zero_()
             self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
+        super()._apply(fn, recurse)
+        rows = len(self.names)
+        for name in ("values", "grads"):
+            moved = getattr(self, name)
+            store = ops.new_store(rows, moved.device)
+            if store.shape != moved.shape:
+                # on the new device the kernels need scratch, or need none
+                store[:rows].copy_(moved[:rows])
+                setattr(self, name, store)
+        return self
 
     def remove(self) -> None:
         """Remove the hooks, and let calls of `tap` with these names do nothing."""
