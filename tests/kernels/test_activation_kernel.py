@@ -51,12 +51,14 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 class Target:
     """A store of three rows, a cursor and the scratch of launches."""
 
-    def __init__(self, step: float = 0, every: float = 1, alive: torch.dtype = torch.int32) -> None:
+    def __init__(self, step: float = 0, every: float = 1) -> None:
         self.store = torch.zeros(3, NUM_ACTIVATION_COLUMNS, dtype=torch.float64)
         self.cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
         self.cursor[Cursor.STEP], self.cursor[Cursor.EVERY] = step, every
-        self.partials = torch.full((8, tuning.MAX_PROGRAMS), math.nan, dtype=torch.float64)
-        self.alive = torch.zeros(SCRATCH, dtype=alive)
+        self.partials = torch.full(
+            (kernels.ACTIVATION_PARTIALS[0], tuning.MAX_PROGRAMS), math.nan, dtype=torch.float64
+        )
+        self.alive = torch.zeros(SCRATCH, dtype=torch.int32)
         self.counter = torch.zeros(1, dtype=torch.int32)
 
     def measure(self, x: Tensor, channel_dim: int = -1) -> None:
@@ -215,7 +217,7 @@ def test_sums_are_as_accurate_as_fp64(dtype):
 
 
 def test_calls_merge():
-    target = Target(alive=torch.uint8)
+    target = Target()
     first, second = with_zero_channels(shaped((50, 30)), -1), shaped((4, 9, 16), torch.bfloat16, 1)
     second[0, 0, 0] = 7.0
     target.measure(second, 1)

@@ -23,12 +23,13 @@ from gradiometer.kernels.primitives import halves, is_due, is_finite
 
 __all__ = ["ACTIVATION_PARTIALS", "activation"]
 
-# the last merges by max; the others are adjacent columns
+# the last merges by max; the others are adjacent columns of the store
 _PARTIALS = ("sumsq", "sum", "n_zero", "n_nan", "n_posinf", "n_neginf", "sum4", "abs_max")
-ACTIVATION_PARTIALS = (len(_PARTIALS), tuning.MAX_PROGRAMS)
+# and the channels that the program was the first to see alive
+ACTIVATION_PARTIALS = (len(_PARTIALS) + 1, tuning.MAX_PROGRAMS)
 """The shape of the scratch for partials: the same for tensors of all sizes."""
 
-# channels that the last program looks at together
+# channels that the last program resets together
 _CHANNELS = 2048
 
 # defaults of arguments, see finalize.py
@@ -52,16 +53,20 @@ def _add(x, top, sumsq, total, sum4):
 
 @triton.jit
 def _mark(is_nonzero, start, lanes, alive_ptr, channels, inner):
-    """Mark the channels of the lanes that have read a value other than 0. start: offset of lane 0."""
+    """Mark the channels of the lanes that have read a value other than 0; return how many are new.
+
+    start: the offset of lane 0.
+    """
     start = start % (channels.to(tl.int64) * inner)
     first = start // inner
     # lanes cross from a channel to the next one in 32-bit arithmetic; an inner size beyond it is cut
     size = tl.minimum(inner, 2**30)
     skipped = (size - tl.minimum(inner - (start - first * inner), size)).to(tl.int32)
     channel = (first.to(tl.int32) + (skipped + lanes) // size.to(tl.int32)) % channels
-    # programs may store at the same time, but all store the same value
-    seen = tl.load(alive_ptr + channel, mask=is_nonzero, other=1)
-    tl.store(alive_ptr + channel, 1, mask=is_nonzero & (seen == 0))
+    # atomic operations are slow: use them only for a channel that was not seen yet, or not long ago
+    is_new = is_nonzero & (tl.load(alive_ptr + channel, mask=is_nonzero, other=1) == 0)
+    seen = tl.atomic_or(alive_ptr + channel, 1, mask=is_new, sem="relaxed")
+    return tl.sum((is_new & (seen == 0)).to(tl.int32))
 
 
 @triton.jit
@@ -129,8 +134,8 @@ def _activation_kernel(
     x_ptr,
     store_ptr,  # (R, 12) float64
     cursor_ptr,  # (6,) float64
-    partials_ptr,  # (8, MAX_PROGRAMS) float64
-    alive_ptr,  # (C,) integers, all 0
+    partials_ptr,  # (9, MAX_PROGRAMS) float64
+    alive_ptr,  # (C,) int32, all 0
     counter_ptr,  # one int32, 0
     row: tl.int32,
     numel: tl.int64,
@@ -185,6 +190,7 @@ def _activation_kernel(
         words_ptr = x_ptr
     step = strips.to(tl.int64) * LANES
 
+    alive = tl.zeros((), tl.int32)
     if first < last:
         for i in range((last - 1) // periods - first // periods + 1):
             strip = first // periods + i
@@ -210,10 +216,11 @@ def _activation_kernel(
                     words += (UNROLL if part == 0 else 1) * step
             start = strip.to(tl.int64) * TILE
             if PAIRS:
-                _mark(zeros - before < count, start, 2 * lanes, alive_ptr, channels, inner)
-                _mark(more_zeros - more_before < count, start, 2 * lanes + 1, alive_ptr, channels, inner)
+                alive += _mark(zeros - before < count, start, 2 * lanes, alive_ptr, channels, inner)
+                is_nonzero = more_zeros - more_before < count
+                alive += _mark(is_nonzero, start, 2 * lanes + 1, alive_ptr, channels, inner)
             else:
-                _mark(zeros - before < count, start, lanes, alive_ptr, channels, inner)
+                alive += _mark(zeros - before < count, start, lanes, alive_ptr, channels, inner)
     for i in range(0, tail, LANES):
         mask = lanes < tail - i
         start = full.to(tl.int64) * TILE + i
@@ -221,7 +228,7 @@ def _activation_kernel(
         zeros += tl.where((x == 0) & mask, 1.0, 0.0)
         top, sumsq, total, sum4 = _add(x, top, sumsq, total, sum4)
         # NaN too is not 0
-        _mark(x != 0, start, lanes, alive_ptr, channels, inner)
+        alive += _mark(x != 0, start, lanes, alive_ptr, channels, inner)
 
     if PAIRS:
         zeros += more_zeros
@@ -236,6 +243,7 @@ def _activation_kernel(
     none = tl.zeros((), tl.float64)
     nan, posinf, neginf = none, none, none
     if is_finite(all_sumsq) == 0:
+        # fewer lanes, or their totals would take registers from the main loop
         FEW: tl.constexpr = TILE // 2 if ITEMSIZE == 2 else TILE
         all_sumsq, all_total, nan, posinf, neginf, all_sum4, all_top = _recount(
             x_ptr, first, last, strips, periods, full, tail, NARROW, TILE, FEW
@@ -249,8 +257,9 @@ def _activation_kernel(
     tl.store(out + 5 * MAX_PROGRAMS, neginf)
     tl.store(out + 6 * MAX_PROGRAMS, all_sum4)
     tl.store(out + 7 * MAX_PROGRAMS, all_top)
+    tl.store(out + 8 * MAX_PROGRAMS, alive.to(tl.float64))
 
-    # the stores of all threads come before the addition, and it before what the last program reads
+    # all threads write before the addition, and the last program reads after it
     tl.debug_barrier()
     programs = tl.num_programs(0)
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1:
@@ -259,17 +268,14 @@ def _activation_kernel(
         is_top = part == NUM_PARTIALS - 1
         offs = tl.arange(0, MERGED)
         sums = tl.zeros((NUM_PARTIALS, MERGED), tl.float64)
+        seen = tl.zeros((MERGED,), tl.float64)
         rows = partials_ptr + part[:, None] * MAX_PROGRAMS + offs[None, :]
         for i in range(0, programs, MERGED):
-            read = tl.load(rows + i, mask=(offs < programs - i)[None, :], other=0.0)
+            mask = offs < programs - i
+            read = tl.load(rows + i, mask=mask[None, :], other=0.0)
+            seen += tl.load(partials_ptr + NUM_PARTIALS * MAX_PROGRAMS + (i + offs), mask=mask, other=0.0)
             sums = tl.where(is_top[:, None], tl.maximum(sums, read), sums + read)
         values = tl.where(is_top, tl.max(sums, 1), tl.sum(sums, 1))
-
-        places = tl.arange(0, CHANNELS)
-        dead = tl.zeros((CHANNELS,), tl.int32)
-        for i in range(0, channels, CHANNELS):
-            dead += (tl.load(alive_ptr + (i + places), mask=places < channels - i, other=1) == 0).to(tl.int32)
-        zero_channels = tl.sum(dead).to(tl.float64)
 
         columns = store_ptr + row.to(tl.int64) * NUM_COLUMNS
         merged = columns + tl.where(is_top, TOP, FIRST + part)
@@ -277,11 +283,11 @@ def _activation_kernel(
         tl.store(merged, tl.where(is_top, tl.maximum(old, values), old + values))
         _merge(columns + NUMEL, numel.to(tl.float64))
         _merge(columns + NUM_CHANNELS, channels.to(tl.float64))
-        _merge(columns + ZERO_CHANNELS, zero_channels)
+        _merge(columns + ZERO_CHANNELS, channels.to(tl.float64) - tl.sum(seen))
         _merge(columns + CALLS, 1.0)
 
-        # for the next launch, after all threads have read
-        tl.debug_barrier()
+        # for the next launch
+        places = tl.arange(0, CHANNELS)
         for i in range(0, channels, CHANNELS):
             tl.store(alive_ptr + (i + places), 0, mask=places < channels - i)
         tl.store(counter_ptr, 0)
@@ -308,7 +314,7 @@ def activation(
         row: the row to merge into.
         cursor: ``(6,) float64``, of a ring. The step is due if ``every`` is above 0 and divides it.
         partials: float64 scratch of shape `ACTIVATION_PARTIALS`, contiguous, with any values.
-        alive: int32 or uint8 scratch of C or more elements, contiguous; 0 before and after each launch.
+        alive: int32 scratch of C or more elements, contiguous; 0 before and after each launch.
         counter: int32 scratch of one element; 0 before and after each launch.
         channel_dim: the dimension whose C indices are the channels.
     """

@@ -64,7 +64,7 @@ ACTIVATIONS: Final = {
     torch.float64: Moments(tile=512, unroll=4, threads=256, registers=96),
     torch.float32: Moments(tile=512, unroll=4, threads=128, registers=96),
     torch.bfloat16: Moments(tile=1024, unroll=4, threads=128, registers=128),
-    torch.float16: Moments(tile=1024, unroll=4, threads=128, registers=128),
+    torch.float16: Moments(tile=1024, unroll=4, threads=128, registers=160),
 }
 # programs of the activation kernel at most: about two for each that a large GPU runs at once
 MAX_PROGRAMS: Final = 2**10
