@@ -86,10 +86,11 @@ class Listing(NamedTuple):
     def main_span(self) -> tuple[int, int]:
         """The innermost loop that reads the most bytes of global memory per iteration; on a tie the first.
 
-        The remainder loop of an unrolled loop, and the counting path's loop, never read more than that one.
+        The remainder loop of an unrolled loop, and the counting path's loop, never read more than that one. A
+        loop over partials in the same kernel may, but not in loads of 16 bytes: these count first.
         """
-        sizes = [sum(loop.loads) for loop in self.loops]
-        if not any(sizes):
+        sizes = [(16 * loop.loads.count(16), sum(loop.loads)) for loop in self.loops]
+        if not any(map(sum, sizes)):
             raise ValueError("no loop of this kernel reads global memory")
         return self.spans[sizes.index(max(sizes))]
 

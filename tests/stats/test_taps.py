@@ -9,56 +9,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
-from gradiometer.columns import ACTIVATION_COLUMNS, ACTIVATION_INDEX
-
-
-def columns_of(x, channel_dim=-1):
-    """Return the columns of one call, by the definitions."""
-    wide = (
-        x.detach().to(torch.float64).flatten()
-        if not x.is_complex()
-        else torch.view_as_real(x.detach()).double().flatten()
-    )
-    finite = wide[wide.isfinite()]
-    channels = (
-        x.detach().movedim(channel_dim, 0).reshape(x.shape[channel_dim], -1) if x.dim() else x.view(1, 1)
-    )
-    return {
-        "numel": wide.numel(),
-        "sumsq": float((finite**2).sum()),
-        "sum": float(finite.sum()),
-        "n_zero": int((wide == 0).sum()),
-        "n_nan": int(wide.isnan().sum()),
-        "n_posinf": int((wide == torch.inf).sum()),
-        "n_neginf": int((wide == -torch.inf).sum()),
-        "sum4": float((finite**4).sum()),
-        "n_channels": len(channels),
-        "n_zero_channels": int((channels == 0).all(dim=1).sum()),
-        "n_calls": 1,
-        "abs_max": float(finite.abs().max()) if len(finite) else 0.0,
-    }
-
-
-def merged(calls):
-    """Return the columns of several calls."""
-    return {
-        column.name: (sum if column.merge == "sum" else max)([call[column.name] for call in calls])
-        for column in ACTIVATION_COLUMNS
-    }
-
-
-def agree(row, expected, tolerance=1e-12):
-    assert set(expected) == set(ACTIVATION_INDEX)
-    for name, value in expected.items():
-        # a sum of n numbers of either sign loses at most n ulp of the sum of magnitudes
-        scale = (expected["numel"] * expected["sumsq"]) ** 0.5 if name == "sum" else abs(value)
-        assert abs(float(row[ACTIVATION_INDEX[name]]) - value) <= tolerance * scale, name
+from support.activations import Calls, agree, columns_of
 
 
 class Block(nn.Module):
@@ -181,56 +136,6 @@ def test_values_and_gradients_are_measured_once(mode, use_reentrant, whole):
             agree(row, expected[name], 1e-5 if mode != "eager" else 1e-12)
         taps.advance()
     taps.remove()
-
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
-
-
-@st.composite
-def tensors(draw):
-    """Draw a tensor with strides, and the dimension of its channels."""
-    dtype = draw(st.sampled_from(DTYPES))
-    shape = draw(st.lists(st.integers(0, 5), max_size=4))
-    real = torch.float32 if dtype.is_complex else dtype
-    odd = [0.0, -0.0, 1.0, -2.5, 1e-7, 65504.0, float("nan"), float("inf"), float("-inf")]
-    numel = torch.Size(shape).numel()
-    flat = draw(st.lists(st.sampled_from(odd), min_size=numel, max_size=numel))
-    x = torch.tensor(flat, dtype=torch.float64).to(real).view(shape).to(dtype)
-    if x.dim() > 1 and draw(st.booleans()):
-        x = x.transpose(0, 1)
-    if x.dim() and draw(st.booleans()):
-        x = torch.cat([x, x])[::2]
-    return x, draw(st.integers(-x.dim(), x.dim() - 1)) if x.dim() else -1
-
-
-@settings(deadline=None, max_examples=150)
-@given(tensors(), st.integers(1, 3))
-def test_columns_are_those_of_the_definitions(drawn, calls):
-    x, channel_dim = drawn
-    model = Calls("x")
-    taps = gm.Taps(model, names=["x"])
-    for _ in range(calls):
-        model(x, channel_dim=channel_dim)
-    stats = taps.stats()
-    taps.remove()
-    if x.numel() == 0:
-        assert not stats.columns.any()
-        return
-    agree(stats.columns[0], merged([columns_of(x, channel_dim)] * calls))
-    assert not stats.columns[1].any()
-
-
-class Calls(nn.Module):
-    """Taps its input under each name."""
-
-    def __init__(self, *names):
-        super().__init__()
-        self.names = names
-
-    def forward(self, x, **options):
-        for name in self.names:
-            x = gm.tap(x, name, **options)
-        return x
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -9,7 +9,9 @@ a launch run one after the other. The semantics are those of NVIDIA's manual, "P
 
 A kernel that does what the hardware forbids or leaves undefined raises `Invalid`: it reads a register or
 shared memory that was not written, accesses memory outside of a tensor or not aligned, takes a branch with
-some threads only, or uses memory that another thread or block changes without a barrier in between. An
+some threads only, or uses memory that another thread or block changes without a barrier in between. Between
+blocks this is an atomic operation that releases and acquires: it orders what blocks did before theirs, and
+what they do after it. Blocks may load and change the same memory by other atomic operations. An
 instruction that is not among `OPERATIONS` or in `_Translation` is a KeyError.
 """
 
@@ -138,6 +140,11 @@ for _kind, _a, _b in (
         # with NaN a comparison is false, or true if its name ends with u
         _define(f"setp.{_name}", _kind, "T T", f"({_a} {_symbol} {_b}) & ~{_nan}", "pred")
         _define(f"setp.{_name}u", _kind, "T T", f"({_a} {_symbol} {_b}) | {_nan}", "pred")
+# by name: the operation, and the order of memory
+ATOMICS = {
+    "atom.global.gpu.acq_rel.add.u32": ("np.add", "acq_rel"),
+    "atom.global.gpu.relaxed.or.b32": ("np.bitwise_or", "relaxed"),
+}
 
 
 # memory
@@ -149,12 +156,17 @@ class Buffer:
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end = start, end
         self.reads = np.zeros(end - start, np.uint16)
-        self._reader = np.full(end - start, _NOBODY, np.int32)
-        self._writer = np.full(end - start, _NOBODY, np.int32)
+        # who writes and who reads, before and after the block's ordering operation
+        self._users = np.full((2, 2, end - start), _NOBODY, np.int32)
 
-    def use(self, block: int, addresses: np.ndarray, size: int, *, write: bool) -> None:
+    def use(self, block: int, addresses: np.ndarray, size: int, *, write: bool, ordered: bool) -> None:
         places = ((addresses - np.uint64(self.start))[:, None] + np.arange(size, dtype=np.uint64)).ravel()
-        _claim(self._writer, self._reader, places, block, write=write, what="blocks use global memory")
+        what = "blocks use global memory"
+        if not ordered:
+            # what other blocks did after theirs does not come before this
+            _refuse_others(*self._users[1], places, block, write=write, what=what)
+        # the last of the blocks comes after what all did before their ordering operations
+        _claim(*self._users[int(ordered)], places, block, write=write, what=what)
         if not write:
             np.add.at(self.reads, places, 1)
 
@@ -163,15 +175,21 @@ def _claim(
     writer: np.ndarray, reader: np.ndarray, places: np.ndarray, users: Any, *, write: bool, what: str
 ) -> None:
     """Note who uses these bytes; several may read one that nobody writes."""
-    for before in (writer[places], reader[places])[: 1 + write]:
-        if ((before != _NOBODY) & (before != users)).any():
-            msg = f"several {what} that one of them writes"
-            raise Invalid(msg)
+    _refuse_others(writer, reader, places, users, write=write, what=what)
     used = writer if write else reader
     before = used[places]
     used[places] = users
     several = ((before != _NOBODY) & (before != users)) | (used[places] != users)
     used[places[several]] = _SEVERAL
+
+
+def _refuse_others(
+    writer: np.ndarray, reader: np.ndarray, places: np.ndarray, users: Any, *, write: bool, what: str
+) -> None:
+    for before in (writer[places], reader[places])[: 1 + write]:
+        if ((before != _NOBODY) & (before != users)).any():
+            msg = f"several {what} that one of them writes"
+            raise Invalid(msg)
 
 
 def buffers_of(spans: Sequence[tuple[int, int]]) -> list[Buffer]:
@@ -237,14 +255,21 @@ class Block:
     A register is ``(threads,)`` bits, or one element if all threads have the same.
     """
 
-    def __init__(self, index: int, threads: int, shared: int, buffers: list[Buffer]) -> None:
+    def __init__(self, index: int, blocks: int, threads: int, shared: int, buffers: list[Buffer]) -> None:
         self.index, self.threads = index, threads
+        self.nctaid = np.array([blocks], np.uint32)
         self.tid = np.arange(threads, dtype=np.uint32)
         self.ctaid = np.array([index], np.uint32)
         self.shared = _Shared(shared)
         self._buffers = buffers
         self._starts = [buffer.start for buffer in buffers]
         self._jumps = self.instructions = 0
+        # whether the block has ordered its accesses, and whether threads wrote since the last barrier
+        self._ordered = self._written = False
+
+    def barrier(self) -> None:
+        self.shared.barrier()
+        self._written = False
 
     def taken(self, predicate: np.ndarray) -> bool:
         """Return whether the threads jump."""
@@ -277,6 +302,30 @@ class Block:
             msg = "threads write different values to the same global memory"
             raise Invalid(msg)
         _memory[size][places[:, None] + np.arange(len(values))] = told
+        self._written |= len(places) > 0
+
+    def atomic(
+        self,
+        address: np.ndarray,
+        value: np.ndarray,
+        operation: np.ufunc,
+        guard: np.ndarray | None,
+        order: str,
+    ) -> np.ndarray:
+        """Return what was there; the threads follow one another."""
+        address, active = self._active(self._each(address), guard)
+        if order == "acq_rel" and active.any():
+            if self._written:
+                msg = "an atomic operation releases what other threads wrote, without a barrier"
+                raise Invalid(msg)
+            self._ordered = True
+        found = np.zeros(self.threads, _BITS[4])
+        value = self._each(value)
+        places = (self._checked(address[active], 4, write=False) - _START) // 4
+        for thread, place in zip(np.flatnonzero(active), places, strict=True):
+            found[thread] = _memory[4][place]
+            _memory[4][place] = operation(found[thread], value[thread])
+        return found
 
     def load_shared(
         self, address: np.ndarray, size: int, count: int, guard: np.ndarray | None
@@ -340,7 +389,7 @@ class Block:
                 msg = f"{'a write' if write else 'a read'} of {size} bytes outside of every tensor"
                 raise Invalid(msg)
             here = (left >= buffer.start) & (left + np.uint64(size) <= buffer.end)
-            buffer.use(self.index, left[here], size, write=write)
+            buffer.use(self.index, left[here], size, write=write, ordered=self._ordered)
             left = left[~here]
         return addresses.astype(np.int64)
 
@@ -435,7 +484,11 @@ class _Translation:
             self._emit(f"place = {target} if block.taken({condition}) else {place + 1}", "continue")
         elif name in {"ret", "bar.sync"}:
             assert guard is None, text
-            self._emit("return" if name == "ret" else "block.shared.barrier()")
+            self._emit("return" if name == "ret" else "block.barrier()")
+        elif name in ATOMICS:
+            operation, order = ATOMICS[name]
+            value = f"{self._value(operands[2], 'b32')}, {operation}, {guard}, '{order}'"
+            self._assign(operands[:1], f"[block.atomic({self._address(operands[1])}, {value})]", guard)
         elif name.startswith(("ld.param", "ld.global", "ld.shared", "ldmatrix")):
             self._load(name, operands, guard)
         elif name.startswith("st."):
@@ -519,7 +572,7 @@ class _Translation:
 
     def _value(self, text: str, kind: str) -> str:
         """Return an expression for an operand of this type."""
-        special = {"%tid.x": "tid", "%ctaid.x": "ctaid", "global_smem": "zero"}
+        special = {"%tid.x": "tid", "%ctaid.x": "ctaid", "%nctaid.x": "block.nctaid", "global_smem": "zero"}
         if text in special:
             return special[text]
         if text.startswith("%"):
@@ -582,7 +635,7 @@ def execute(program: Program, blocks: int, parameters: Sequence[np.ndarray], buf
     instructions = 0
     with np.errstate(all="ignore"):
         for index in range(blocks):
-            block = Block(index, program.threads, program.shared, buffers)
+            block = Block(index, blocks, program.threads, program.shared, buffers)
             try:
                 program.run(block, parameters)
             except NameError as error:

@@ -1,6 +1,7 @@
 """Triton kernels; the only place that imports triton."""
 
 from gradiometer.kernels import tuning
+from gradiometer.kernels.activations import ACTIVATION_PARTIALS, activation
 from gradiometer.kernels.append import append
 from gradiometer.kernels.clip_factors import clip_factors
 from gradiometer.kernels.driver import load_driver
@@ -12,9 +13,11 @@ from gradiometer.kernels.pairs import PAIR_PARTIALS, finalize_pairs, pairs
 from gradiometer.kernels.scale import scale
 
 __all__ = [
+    "ACTIVATION_PARTIALS",
     "NUM_FINGERPRINT_PARTIALS",
     "PAIR_PARTIALS",
     "PARTIALS",
+    "activation",
     "append",
     "classes",
     "clip_factors",

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 __all__ = [
+    "ACTIVATIONS",
     "CHUNK",
     "COMPENSATED_REGISTERS",
     "EXPONENTS",
@@ -18,6 +19,8 @@ __all__ = [
     "FINALIZE_PAIRS",
     "FINGERPRINT_REGISTERS",
     "MAX_CHUNKS",
+    "MAX_PROGRAMS",
+    "MERGED_PROGRAMS",
     "MOMENTS",
     "PAIRS",
     "SCALE",
@@ -56,6 +59,18 @@ MOMENTS: Final = {
     torch.bfloat16: Moments(tile=1024, unroll=4, threads=128, registers=80),
     torch.float16: Moments(tile=1024, unroll=4, threads=128, registers=96),
 }
+
+# the activation kernel, which also sums fourth powers
+ACTIVATIONS: Final = {
+    torch.float64: Moments(tile=512, unroll=4, threads=256, registers=96),
+    torch.float32: Moments(tile=512, unroll=4, threads=128, registers=96),
+    torch.bfloat16: Moments(tile=1024, unroll=4, threads=128, registers=128),
+    torch.float16: Moments(tile=1024, unroll=4, threads=128, registers=160),
+}
+# programs of the activation kernel at most: about two for each that a large GPU runs at once
+MAX_PROGRAMS: Final = 2**10
+# those whose partials the last program reads at once
+MERGED_PROGRAMS: Final = 2**8
 
 # additional, for the sums of a fingerprint
 FINGERPRINT_REGISTERS: Final = 8

@@ -107,22 +107,22 @@ def _launch(x: Tensor, store: Tensor, cursor: Tensor, row: int, channel_dim: int
     """Measure with the kernel, which reads the cursor and uses the end of the store as scratch."""
     from gradiometer import kernels  # noqa: PLC0415 as above
 
-    dim = channel_dim % x.dim() if x.dim() else 0
+    x = x if x.dim() else x.unsqueeze(0)
+    dim = channel_dim % x.dim()
     x = as_real(x)
     if x.itemsize == 1:
         x = x.float()
     # the order of dimensions in memory, so that most tensors are not copied
-    order = sorted(range(x.dim()), key=lambda i: -x.stride(i))
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
     x = x.permute(order)
-    if x.dim():
-        dim = order.index(dim)
+    dim = order.index(dim)
     flat = store.view(-1)
     size = math.prod(kernels.ACTIVATION_PARTIALS)
     *_, partials, alive, counter = flat.split(
         [flat.numel() - size - _MOST_CHANNELS // 2 - 1, size, _MOST_CHANNELS // 2, 1]
     )
     marks = alive.view(torch.int32)
-    channels = x.shape[dim] if x.dim() else 1
+    channels = x.shape[dim]
     if channels > _MOST_CHANNELS:
         marks = torch.zeros(channels, dtype=torch.int32, device=x.device)
     kernels.activation(

@@ -1,0 +1,257 @@
+"""The kernel of activations: one launch merges all columns of a tensor into a row.
+
+Integers have exact sums in any order, so the columns of most cases are equal to those of the oracle here, bit
+for bit. The plain run executes what Triton compiles; see test_compiled_kernels.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from gradiometer.columns.activations import ACTIVATION_COLUMNS, ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS
+from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+pytest.importorskip("triton")
+if os.name != "posix" or os.uname().machine != "x86_64":
+    pytest.skip("the executor reads this machine's memory by 47-bit addresses", allow_module_level=True)
+
+from gradiometer import kernels
+from gradiometer.kernels import tuning
+from support.kernel_cases import integers, same_bits
+from support.kernel_cases import kernels as kernels_of
+
+# the interpreter uses NumPy, which warns about overflows that the kernel allows and counts
+pytestmark = [
+    pytest.mark.usefixtures("triton_cache", "_few_programs"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"),
+]
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+ROW = 1
+# more than the channels of any tensor here
+SCRATCH = 3000
+
+
+@pytest.fixture
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let programs have many tiles in small tensors."""
+    monkeypatch.setattr(tuning, "MAX_PROGRAMS", 4)
+    monkeypatch.setattr(tuning, "MERGED_PROGRAMS", 2)
+
+
+class Target:
+    """A store of three rows, a cursor and the scratch of launches."""
+
+    def __init__(self, step: float = 0, every: float = 1) -> None:
+        self.store = torch.zeros(3, NUM_ACTIVATION_COLUMNS, dtype=torch.float64)
+        self.cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
+        self.cursor[Cursor.STEP], self.cursor[Cursor.EVERY] = step, every
+        self.partials = torch.full(
+            (kernels.ACTIVATION_PARTIALS[0], tuning.MAX_PROGRAMS), math.nan, dtype=torch.float64
+        )
+        self.alive = torch.zeros(SCRATCH, dtype=torch.int32)
+        self.counter = torch.zeros(1, dtype=torch.int32)
+
+    def measure(self, x: Tensor, channel_dim: int = -1) -> None:
+        with kernels_of("sm_90"):
+            kernels.activation(
+                x, self.store, ROW, self.cursor, self.partials, self.alive, self.counter, channel_dim
+            )
+        assert self.alive.count_nonzero() == 0
+        assert self.counter.item() == 0
+
+    @property
+    def columns(self) -> dict[str, float]:
+        assert self.store[[0, 2]].count_nonzero() == 0
+        return dict(zip(ACTIVATION_INDEX, self.store[ROW].tolist(), strict=True))
+
+
+def measured(x: Tensor, channel_dim: int = -1) -> dict[str, float]:
+    target = Target()
+    target.measure(x, channel_dim)
+    return target.columns
+
+
+def expected(x: Tensor, channel_dim: int = -1) -> dict[str, float]:
+    """Return the columns of x; sums are rounded once."""
+    wide = x.to(torch.float64)
+    finite = wide[wide.isfinite()]
+    square = finite * finite
+    channels = x.shape[channel_dim] if x.ndim else 1
+    rows = wide.reshape(1, 1) if x.ndim == 0 else wide.movedim(channel_dim, 0).reshape(channels, -1)
+    top = finite.abs().max().item() if finite.numel() else 0.0
+    found = {
+        "numel": x.numel(),
+        "sumsq": math.fsum(square.tolist()),
+        "sum": math.fsum(finite.tolist()),
+        "n_zero": (wide == 0).sum().item(),
+        "n_nan": wide.isnan().sum().item(),
+        "n_posinf": (wide == math.inf).sum().item(),
+        "n_neginf": (wide == -math.inf).sum().item(),
+        "sum4": math.fsum((square * square).tolist()),
+        "n_channels": len(rows),
+        "n_zero_channels": (rows == 0).all(dim=1).sum().item(),
+        "n_calls": 1,
+        "abs_max": top,
+    }
+    assert list(found) == list(ACTIVATION_INDEX)
+    return found
+
+
+def shaped(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, start: int = 0) -> Tensor:
+    return integers(math.prod(shape), dtype, start).reshape(shape)
+
+
+def assert_exact(x: Tensor, channel_dim: int = -1) -> None:
+    assert measured(x, channel_dim) == expected(x, channel_dim), (x.dtype, x.shape)
+
+
+def with_zero_channels(x: Tensor, channel_dim: int) -> Tensor:
+    """Set every third channel to 0 and -0, and leave one value in every sixth."""
+    rows = x.movedim(channel_dim, 0)
+    rows[::3] = 0.0
+    rows[::3].reshape(-1)[::2] = -0.0
+    rows[::3] *= torch.tensor(-1.0)
+    for i in range(0, len(rows), 6):
+        places = rows[i].reshape(-1)
+        place = 7 * i % len(places)
+        rows[i][torch.unravel_index(torch.tensor(place), rows[i].shape)] = 1.0
+    return x
+
+
+@each_dtype
+@pytest.mark.parametrize("start", [0, 1])
+def test_sizes_around_those_of_a_tile_are_measured_exactly(dtype, start):
+    tile, unroll, *_ = tuning.ACTIVATIONS[dtype]
+    for size in (1, 5, tile - 1, tile, tile + 1, tile * unroll + 3, 9 * tile * unroll + tile // 2 + 1):
+        # each element is a channel
+        if size < SCRATCH:
+            assert_exact(shaped((size,), dtype, start), 0)
+        assert_exact(shaped((size, 1), dtype, start))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("shape", "channel_dim"),
+    [
+        ((), 0),
+        ((70, 3), -1),
+        ((40, 256), -1),
+        ((7, 11, 96), -1),
+        ((5, 2500), 1),
+        ((600, 33), 0),
+        ((3, 8, 7, 7), 1),
+        ((2, 3, 64, 32), -3),
+        ((2, 3, 5000), 1),
+        ((6, 1, 700), 1),
+    ],
+)
+def test_channels_that_are_always_zero_are_counted(dtype, shape, channel_dim):
+    x = shaped(shape, dtype)
+    if shape:
+        x = with_zero_channels(x, channel_dim)
+    assert_exact(x, channel_dim)
+
+
+def test_every_place_keeps_its_channel_alive():
+    for k in (0, 1, 511, 512, 2047, 2048, 3 * 700 - 1):
+        x = torch.zeros(3, 700)
+        x.view(-1)[k] = 1.0
+        assert measured(x)["n_zero_channels"] == 699
+        assert measured(x, 0)["n_zero_channels"] == 2
+
+
+@each_dtype
+def test_nan_and_infinities_are_counted_and_left_out(dtype):
+    tile = tuning.ACTIVATIONS[dtype].tile
+    for value in (math.nan, math.inf, -math.inf):
+        for place in (0, tile + 1, -1):
+            x = shaped((3 * tile + 5, 7), dtype)
+            x.view(-1)[place] = value
+            x[5, 3], x[:, 4] = -math.inf, 0.0
+            # not 0
+            x[6, 4] = value
+            assert_exact(x)
+    everywhere = torch.full((40, 64), math.nan, dtype=dtype)
+    assert_exact(everywhere)
+    assert measured(everywhere)["n_zero_channels"] == 0
+
+
+def test_squares_beyond_fp64_are_not_taken_for_infinite_elements():
+    x = torch.ones(50, 20, dtype=torch.float64)
+    x[3, 3] = -1e200
+    found = measured(x)
+    assert [found[name] for name in ("n_nan", "n_posinf", "n_neginf")] == [0, 0, 0]
+    assert (found["abs_max"], found["sumsq"], found["sum4"]) == (1e200, math.inf, math.inf)
+
+
+def test_the_largest_elements_have_fourth_powers():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.zeros(4, 300, dtype=dtype)
+        x[2, 100] = torch.finfo(dtype).max
+        x[1, 7] = torch.finfo(dtype).smallest_normal / 4
+        assert measured(x)["sum4"] == x[2, 100].double().item() ** 2**2 or dtype == torch.float32
+        assert math.isclose(measured(x)["sum4"], torch.finfo(dtype).max ** 4, rel_tol=2**-50)
+        assert measured(x)["n_zero"] == x.numel() - 2
+
+
+@each_dtype
+def test_sums_are_as_accurate_as_fp64(dtype):
+    x = torch.randn(97, 133, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found, exact = measured(x), expected(x)
+    terms = x.double().abs()
+    for name, power in (("sum", 1), ("sumsq", 2), ("sum4", 4)):
+        # an addition for each element, and at most four roundings of its power
+        error = (x.numel() + 4) * 2.0**-53 * (terms**power).sum().item()
+        assert abs(found.pop(name) - exact.pop(name)) <= error
+    assert found == exact
+
+
+def test_calls_merge():
+    target = Target()
+    first, second = with_zero_channels(shaped((50, 30)), -1), shaped((4, 9, 16), torch.bfloat16, 1)
+    second[0, 0, 0] = 7.0
+    target.measure(second, 1)
+    target.measure(first)
+    a, b = expected(first), expected(second, 1)
+    merges = {column.name: max if column.merge == "max" else sum for column in ACTIVATION_COLUMNS}
+    assert target.columns == {name: merge([a[name], b[name]]) for name, merge in merges.items()}
+    assert target.columns["n_calls"] == 2
+    assert target.columns["abs_max"] == 7
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "is_due"), [(0, 1, True), (6, 3, True), (7, 3, False), (5, 0, False), (5, -1, False)]
+)
+def test_only_a_step_that_is_due_is_measured(step, every, is_due):
+    target = Target(step, every)
+    target.store[ROW] = torch.arange(NUM_ACTIVATION_COLUMNS)
+    before = target.store.clone()
+    target.measure(shaped((9, 20)))
+    assert target.partials.isnan().all() == (not is_due)
+    assert torch.equal(target.store, before) == (not is_due)
+
+
+def test_an_empty_tensor_is_not_measured():
+    target = Target()
+    target.measure(torch.zeros(0, 5))
+    assert target.store.count_nonzero() == 0
+
+
+def test_the_result_does_not_depend_on_the_call():
+    x = torch.randn(80, 211)
+    targets = [Target(), Target()]
+    targets[1].measure(torch.randn(3, 500))
+    targets[1].store.zero_()
+    for target in targets:
+        target.measure(x)
+    assert same_bits(targets[0].store, targets[1].store)
