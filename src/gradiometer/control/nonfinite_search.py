@@ -9,12 +9,10 @@ too. The candidate whose values get there first is the cause.
 from __future__ import annotations
 
 import math
-import os
 import sys
 import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -22,9 +20,24 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from gradiometer.control.located import Located, Operand, describe, extremes, values_of
+from gradiometer.control.located import Located, Operand, describe, extremes
+from gradiometer.control.operations import (
+    Argument,
+    Source,
+    arguments_of,
+    float_range,
+    has_nan,
+    is_finite,
+    key_of,
+    name_of,
+    next_number,
+    nonfinite_scalars,
+    outputs_of,
+    source_of,
+    storage_of,
+    tensors_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -39,40 +52,14 @@ __all__ = ["NonfiniteSearch"]
 _EMPTY = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 )
-# operations in place that do not read what they overwrite
-_OVERWRITE = frozenset(
-    f"{prefix}{name}_"
-    for name in (
-        *("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential", "geometric"),
-        *("cauchy", "log_normal", "set"),
-    )
-    for prefix in ("", "_foreach_")
-)
-
-
-class _Source(NamedTuple):
-    """A line of the user's code."""
-
-    file: str
-    line: int
 
 
 class _Mark(NamedTuple):
     """The forward operation that made a node of the autograd graph."""
 
     operation: str
-    source: _Source | None
+    source: Source | None
     module: str | None
-
-
-class _Argument(NamedTuple):
-    """A tensor argument: its name, its place in a list, whether it is written, and whether it is read."""
-
-    name: str
-    tensor: Tensor
-    place: int | None
-    written: bool
-    read: bool
 
 
 @dataclass
@@ -114,13 +101,13 @@ class NonfiniteSearch(TorchDispatchMode):
                 self._paths.setdefault(module, (prefix + name).removesuffix(".") if name else prefix[:-1])
             for name, p in root.named_parameters():
                 self._leaves.setdefault(p, prefix + name)
-                self._tensors.setdefault(_key(p), f"parameter {prefix + name}")
+                self._tensors.setdefault(key_of(p), f"parameter {prefix + name}")
             for name, tensor in root.named_buffers():
                 self._buffers.append((prefix + name, tensor))
-                self._tensors.setdefault(_key(tensor), f"buffer {prefix + name}")
+                self._tensors.setdefault(key_of(tensor), f"buffer {prefix + name}")
         for leaf, name in self._leaves.items():
             if leaf.is_leaf and leaf.grad is not None:
-                self._tensors.setdefault(_key(leaf.grad), f"gradient {name}.grad")
+                self._tensors.setdefault(key_of(leaf.grad), f"gradient {name}.grad")
         self._inputs: dict[int, tuple[StorageWeakRef, str]] = {}
         self._stack: list[str] = []
         self._marks: dict[int, _Mark] = {}
@@ -138,7 +125,7 @@ class NonfiniteSearch(TorchDispatchMode):
         self._hint: _Origin | None = None
         self._raised: tuple[BaseException, Located] | None = None
         # the last operation, whose failure may show in the next one
-        self._last: tuple[str, list[_Argument]] = ("", [])
+        self._last: tuple[str, list[Argument]] = ("", [])
         self._has_backward = False
         self._is_paused = False
         self._exit = ExitStack()
@@ -159,7 +146,7 @@ class NonfiniteSearch(TorchDispatchMode):
             for p in self._leaves:
                 if p.requires_grad and p.is_leaf:
                     stack.callback(p.register_post_accumulate_grad_hook(self._see_grad).remove)
-            self._first = _next_number()
+            self._first = next_number()
             super().__enter__()  # type: ignore[no-untyped-call]
             self._exit = stack.pop_all()
         return self
@@ -209,13 +196,13 @@ class NonfiniteSearch(TorchDispatchMode):
             if not tensor.is_floating_point() and not tensor.is_complex():
                 continue
             range_ = extremes(tensor)
-            if _is_finite(range_):
+            if is_finite(range_):
                 continue
-            known = self._origins.get(_key(tensor))
+            known = self._origins.get(key_of(tensor))
             if known is None:
                 if what.startswith("parameter"):
                     self._cause = self._held(what, describe("value", tensor, None, range_), Located())
-            elif known[1].kind == "made" or what.startswith("parameter") or _has_nan(range_):
+            elif known[1].kind == "made" or what.startswith("parameter") or has_nan(range_):
                 self._cause = known[1]
 
     # modules
@@ -232,7 +219,7 @@ class NonfiniteSearch(TorchDispatchMode):
             pass
         if self._cause is None and any([module is root for _, root in self._roots]):
             with self._paused():
-                for tensor in _tensors_in(output):
+                for tensor in tensors_in(output):
                     if origin := self._origin_of(tensor):
                         self._suspect(tensor, origin)
 
@@ -242,10 +229,10 @@ class NonfiniteSearch(TorchDispatchMode):
         except (TypeError, ValueError):
             bound = {f"argument {i}": x for i, x in enumerate(args)} | kwargs
         for name, value in bound.items():
-            for tensor in _tensors_in(value):
-                key = _key(tensor)
+            for tensor in tensors_in(value):
+                key = key_of(tensor)
                 if key and key not in self._inputs and key not in self._tensors:
-                    self._inputs[key] = StorageWeakRef(_storage(tensor)), f"input {name} of the model"
+                    self._inputs[key] = StorageWeakRef(storage_of(tensor)), f"input {name} of the model"
 
     # evidence
 
@@ -255,8 +242,8 @@ class NonfiniteSearch(TorchDispatchMode):
         if grad is None or self._cause is not None:
             return
         with self._paused():
-            if not _is_finite(extremes(grad)):
-                known = self._origins.get(_key(grad))
+            if not is_finite(extremes(grad)):
+                known = self._origins.get(key_of(grad))
                 name = self._leaves[parameter]
                 self._cause = (
                     known[1]
@@ -266,7 +253,7 @@ class NonfiniteSearch(TorchDispatchMode):
                     )
                 )
 
-    def _see_leaf(self, arguments: list[_Argument]) -> None:
+    def _see_leaf(self, arguments: list[Argument]) -> None:
         """Look at a gradient that is about to be stored in a tensor outside of the models."""
         node = torch._C._current_autograd_node()  # noqa: SLF001
         leaf = getattr(node, "variable", None)
@@ -278,12 +265,12 @@ class NonfiniteSearch(TorchDispatchMode):
 
     def _suspect(self, tensor: Tensor, origin: _Origin) -> None:
         """Note an output of the model, or what may be a loss: they matter if there is no backward."""
-        if self._hint is None and (not origin.is_mask or _has_nan(extremes(tensor))):
+        if self._hint is None and (not origin.is_mask or has_nan(extremes(tensor))):
             self._hint = origin
 
     def _origin_of(self, tensor: Tensor) -> _Origin | None:
-        known = self._origins.get(_key(tensor))
-        return None if known is None or _is_finite(extremes(tensor)) else known[1]
+        known = self._origins.get(key_of(tensor))
+        return None if known is None or is_finite(extremes(tensor)) else known[1]
 
     # operations
 
@@ -305,12 +292,12 @@ class NonfiniteSearch(TorchDispatchMode):
             self._copy.before(func, args, kwargs)
         if self._cause is not None:
             return self._born(func(*args, **kwargs))
-        name = _name_of(func)
+        name = name_of(func)
         self._number += 1
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         self._has_backward |= in_backward
         self._mark(name, in_backward=in_backward)
-        arguments = _arguments(func, args, kwargs)
+        arguments = arguments_of(func, args, kwargs)
         if in_backward:
             self._see_leaf(arguments)
         if getattr(func, "is_view", False):
@@ -318,8 +305,8 @@ class NonfiniteSearch(TorchDispatchMode):
         ranges: dict[int, tuple[Operand, tuple[float, float] | None]] = {}
         if any([argument.written for argument in arguments]):
             for argument in arguments:
-                if argument.read and not (argument.written and _key(argument.tensor) in self._empty):
-                    range_ = _float_range(argument.tensor)
+                if argument.read and not (argument.written and key_of(argument.tensor) in self._empty):
+                    range_ = float_range(argument.tensor)
                     ranges[id(argument.tensor)] = self._describe(argument, range_), range_
         try:
             output = func(*args, **kwargs)
@@ -339,27 +326,27 @@ class NonfiniteSearch(TorchDispatchMode):
     def _look(
         self,
         name: str,
-        arguments: list[_Argument],
+        arguments: list[Argument],
         ranges: dict[int, tuple[Operand, tuple[float, float] | None]],
         args: Any,
         kwargs: Any,
         output: Any,
     ) -> None:
         short = name.rpartition(".")[2]
-        outputs = _outputs(output, arguments)
+        outputs = outputs_of(output, arguments)
         if short in _EMPTY:
             for _, tensor in outputs:
-                if key := _key(tensor):
-                    self._empty[key] = StorageWeakRef(_storage(tensor))
+                if key := key_of(tensor):
+                    self._empty[key] = StorageWeakRef(storage_of(tensor))
             return
         by_element = "foreach" in short or short.startswith("_fused_")
         bad: dict[int | None, list[tuple[Tensor, tuple[float, float]]]] = {}
         for index, tensor in outputs:
             if not tensor.is_floating_point() and not tensor.is_complex():
                 continue
-            self._empty.pop(_key(tensor), None)
+            self._empty.pop(key_of(tensor), None)
             range_ = extremes(tensor)
-            if range_ is not None and not _is_finite(range_):
+            if range_ is not None and not is_finite(range_):
                 bad.setdefault(index if by_element else None, []).append((tensor, range_))
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         is_root = short == "ones_like" and not in_backward
@@ -369,17 +356,17 @@ class NonfiniteSearch(TorchDispatchMode):
                 self._ends.pop(id(argument.tensor), None)
         for index, tensors in bad.items():
             mine = [x for x in arguments if x.read and (not by_element or x.place in {None, index})]
-            origin = self._trace(name, mine, ranges, _scalars(args, kwargs), tensors)
+            origin = self._trace(name, mine, ranges, nonfinite_scalars(args, kwargs), tensors)
             for argument in mine:
                 self._ends.pop(id(argument.tensor), None)
             for tensor, _ in tensors:
-                if key := _key(tensor):
-                    self._origins[key] = StorageWeakRef(_storage(tensor)), origin
+                if key := key_of(tensor):
+                    self._origins[key] = StorageWeakRef(storage_of(tensor)), origin
                     if not origin.is_mask:
                         self._ends[id(tensor)] = weakref.ref(tensor), origin, in_backward
         self._see_loss(arguments, is_root=is_root)
 
-    def _see_loss(self, arguments: list[_Argument], *, is_root: bool) -> None:
+    def _see_loss(self, arguments: list[Argument], *, is_root: bool) -> None:
         """Look at single numbers with a graph: `backward` begins with ``ones_like`` of the loss."""
         for argument in arguments:
             tensor = argument.tensor
@@ -404,27 +391,27 @@ class NonfiniteSearch(TorchDispatchMode):
     def _trace(
         self,
         name: str,
-        arguments: list[_Argument],
+        arguments: list[Argument],
         ranges: dict[int, tuple[Operand, tuple[float, float] | None]],
         scalars: list[float],
         outputs: list[tuple[Tensor, tuple[float, float]]],
     ) -> _Origin:
         """Return the origin of the non-finite values that an operation has written."""
-        makes_nan = any([_has_nan(range_) for _, range_ in outputs])
+        makes_nan = any([has_nan(range_) for _, range_ in outputs])
         nans: list[_Origin] = []
         infs: list[_Origin] = []
         for argument in arguments:
             known = ranges.get(id(argument.tensor))
             if known is None and argument.written:
                 continue  # not initialized before
-            range_ = known[1] if known else _float_range(argument.tensor)
-            if _is_finite(range_):
+            range_ = known[1] if known else float_range(argument.tensor)
+            if is_finite(range_):
                 continue
-            found = self._origins.get(_key(argument.tensor))
+            found = self._origins.get(key_of(argument.tensor))
             origin = (
                 found[1] if found else self._external(name, argument, known[0] if known else None, range_)
             )
-            (nans if _has_nan(range_) else infs).append(origin)
+            (nans if has_nan(range_) else infs).append(origin)
 
         def first(origins: Iterable[_Origin]) -> _Origin:
             return min(origins, key=lambda origin: origin.number)
@@ -450,7 +437,7 @@ class NonfiniteSearch(TorchDispatchMode):
     def _candidate(
         self,
         name: str,
-        arguments: list[_Argument],
+        arguments: list[Argument],
         ranges: dict[int, tuple[Operand, tuple[float, float] | None]],
         scalars: list[float],
         outputs: list[tuple[Tensor, tuple[float, float]]],
@@ -477,10 +464,10 @@ class NonfiniteSearch(TorchDispatchMode):
         return _Origin("made", self._number, replace(where, reason=f"made {counts} {how}"))
 
     def _external(
-        self, name: str, argument: _Argument, operand: Operand | None, range_: tuple[float, float] | None
+        self, name: str, argument: Argument, operand: Operand | None, range_: tuple[float, float] | None
     ) -> _Origin:
         """Return the origin of values that were there before any operation."""
-        key = _key(argument.tensor)
+        key = key_of(argument.tensor)
         operand = operand or self._describe(argument, range_)
         if key in self._tensors:
             what = self._tensors[key]
@@ -494,7 +481,7 @@ class NonfiniteSearch(TorchDispatchMode):
         is_plain = not what.startswith(("parameter", "gradient")) and not operand.n_nan
         origin.is_mask = is_plain and (what.startswith("buffer") or not operand.n_posinf)
         if key:
-            self._origins[key] = StorageWeakRef(_storage(argument.tensor)), origin
+            self._origins[key] = StorageWeakRef(storage_of(argument.tensor)), origin
         return origin
 
     def _held(self, what: str, operand: Operand, where: Located) -> _Origin:
@@ -502,7 +489,7 @@ class NonfiniteSearch(TorchDispatchMode):
         held = replace(where, operation=None, inputs=(operand,), reason=reason)
         return _Origin("held", self._number, held)
 
-    def _see_error(self, error: BaseException, name: str, arguments: list[_Argument]) -> None:
+    def _see_error(self, error: BaseException, name: str, arguments: list[Argument]) -> None:
         """Note an operation that raised, and the origin of its inputs if they are not finite."""
         try:
             for argument in arguments:
@@ -517,11 +504,11 @@ class NonfiniteSearch(TorchDispatchMode):
         where = replace(self._locate(name), inputs=tuple(inputs), error=text, reason=f"raised {text}")
         self._raised = error, where
 
-    def _describe(self, argument: _Argument, range_: tuple[float, float] | None = None) -> Operand:
+    def _describe(self, argument: Argument, range_: tuple[float, float] | None = None) -> Operand:
         return describe(argument.name, argument.tensor, self._name_in_model(argument.tensor), range_)
 
     def _name_in_model(self, tensor: Tensor) -> str | None:
-        key = _key(tensor)
+        key = key_of(tensor)
         if key in self._tensors:
             return self._tensors[key].partition(" ")[2]
         return self._inputs[key][1] if key in self._inputs else None
@@ -530,18 +517,18 @@ class NonfiniteSearch(TorchDispatchMode):
 
     def _mark(self, name: str, *, in_backward: bool) -> None:
         """Note the operation of a new node of the graph: nodes are made, and numbered, before they run."""
-        number = _next_number() - 1
+        number = next_number() - 1
         if number in self._marks or number < self._first:
             return
         where = self._locate(name, in_backward=in_backward)
-        source = None if where.file is None or where.line is None else _Source(where.file, where.line)
+        source = None if where.file is None or where.line is None else Source(where.file, where.line)
         self._marks[number] = _Mark(name, source, where.module)
 
     def _locate(self, name: str, *, in_backward: bool | None = None) -> Located:
         """Return the place of the current operation."""
         if in_backward is None:
             in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        source, is_inside, is_repeated = _source(in_backward=in_backward)
+        source, is_inside, is_repeated = source_of(in_backward=in_backward)
         module = self._stack[-1] if self._stack else None
         direction: Literal["forward", "backward"] | None
         if not in_backward or is_repeated:
@@ -561,132 +548,3 @@ class NonfiniteSearch(TorchDispatchMode):
             # in a function of the user that the backward calls
             return Located(name, "backward", mark.module if mark else None, what, *(source or (None, None)))
         return Located(name, "backward", mark.module, what, *(mark.source or (None, None)))
-
-
-# arguments and outputs
-
-
-def _name_of(func: Any) -> str:
-    schema = getattr(func, "_schema", None)
-    name = schema.name if schema is not None else str(getattr(func, "_name", func))
-    return str(name).replace("::", ".")
-
-
-def _arguments(func: Any, args: Any, kwargs: Any) -> list[_Argument]:
-    """Return the tensor arguments of an operation."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return [
-            _Argument(f"input {i}", x, None, written=False, read=True)
-            for i, x in enumerate(_tensors_in([*args, *kwargs.values()]))
-        ]
-    overwrites = schema.name.partition("::")[2] in _OVERWRITE
-    found = []
-    for i, argument in enumerate(schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        read = not (written and (overwrites or argument.kwarg_only))
-        if isinstance(value, Tensor):
-            found.append(_Argument(argument.name, value, None, written, read))
-        elif isinstance(value, list | tuple):
-            found += [
-                _Argument(f"{argument.name}[{j}]", x, j, written, read)
-                for j, x in enumerate(value)
-                if isinstance(x, Tensor)
-            ]
-    return found
-
-
-def _outputs(output: Any, arguments: list[_Argument]) -> list[tuple[int | None, Tensor]]:
-    """Return the tensors that an operation has written, each once, with the place in a list."""
-    found: dict[int, tuple[int | None, Tensor]] = {}
-    for argument in arguments:
-        if argument.written:
-            found[id(argument.tensor)] = argument.place, argument.tensor
-    if isinstance(output, Tensor):
-        found.setdefault(id(output), (None, output))
-    elif isinstance(output, list | tuple):
-        for i, part in enumerate(output):
-            for tensor in _tensors_in(part):
-                found.setdefault(id(tensor), (i, tensor))
-    return list(found.values())
-
-
-def _scalars(args: Any, kwargs: Any) -> list[float]:
-    """Return the numbers among the arguments that are not finite."""
-    numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, float | complex)]
-    parts = [part for x in numbers for part in ((x.real, x.imag) if isinstance(x, complex) else (x,))]
-    return [x for x in parts if not math.isfinite(x)]
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-
-
-# values
-
-
-def _storage(tensor: Tensor) -> Any:
-    values = values_of(tensor)
-    return None if values is None else values.untyped_storage()
-
-
-def _key(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 if it has none."""
-    storage = _storage(tensor)
-    return 0 if storage is None else int(storage._cdata)  # noqa: SLF001
-
-
-def _float_range(tensor: Tensor) -> tuple[float, float] | None:
-    return extremes(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
-
-
-def _is_finite(range_: tuple[float, float] | None) -> bool:
-    return range_ is None or (math.isfinite(range_[0]) and math.isfinite(range_[1]))
-
-
-def _has_nan(range_: tuple[float, float] | None) -> bool:
-    return range_ is not None and (math.isnan(range_[0]) or math.isnan(range_[1]))
-
-
-# the stack
-
-
-def _next_number() -> int:
-    """Return the number of the next node of the autograd graph."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined] # noqa: SLF001
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 compared with strings
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
-_LIBRARY = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
-_CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")  # noqa: PTH118
-
-
-@cache
-def _is_user_code(file: str) -> bool:
-    if file.startswith((_TORCH, _OURS, "<frozen")):
-        return False
-    return not file.startswith(_LIBRARY) or "site-packages" in file
-
-
-def _source(*, in_backward: bool) -> tuple[_Source | None, bool, bool]:
-    """Return the innermost line of the user's code.
-
-    And for the backward: whether that line is called by it, and whether a checkpoint repeats a forward.
-    """
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001
-    source = None
-    is_inside = is_repeated = False
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if in_backward and frame.f_code.co_name == "_engine_run_backward":
-            in_backward, is_inside = False, source is not None
-        elif in_backward and file.endswith(_CHECKPOINT):
-            is_repeated = True
-        elif source is None and _is_user_code(file):
-            source = _Source(file, frame.f_lineno)
-        if source is not None and not in_backward:
-            break
-        frame = frame.f_back
-    return source, is_inside, is_repeated
