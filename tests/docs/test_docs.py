@@ -22,7 +22,7 @@ def undecorated(code):
 
 def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    loop, step, recorded, updated, bits, ranks = blocks("README.md")
+    loop, step, recorded, updated, inside, bits, ranks = blocks("README.md")
     scope: dict[str, object] = {}
     exec(loop, scope)  # noqa: S102 the page's own code
     (table,) = re.findall(
