@@ -145,8 +145,9 @@ for _kind, _a, _b in (
         _define(f"setp.{_name}u", _kind, "T T", f"({_a} {_symbol} {_b}) | {_nan}", "pred")
 # by name: the operation, and the order of memory
 ATOMICS = {
-    "atom.global.gpu.acq_rel.add.u32": ("np.add", "acq_rel"),
-    "atom.global.gpu.relaxed.or.b32": ("np.bitwise_or", "relaxed"),
+    f"atom.global.gpu.{order}.{name}": (operation, order)
+    for order in ("acq_rel", "relaxed")
+    for name, operation in {"add.u32": "np.add", "or.b32": "np.bitwise_or"}.items()
 }
 
 
