@@ -22,9 +22,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from gradiometer.columns.activations import NUM_ACTIVATION_COLUMNS
+from gradiometer.columns.ring_layout import CURSOR_SIZE
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
+<<<<<<< HEAD
 from gradiometer.kernels import tuning
 from gradiometer.ops import exponents, library, pairs
+=======
+from gradiometer.kernels import ACTIVATION_PARTIALS, activation, tuning
+from gradiometer.ops import library, pairs
+>>>>>>> 83479f94765ba07d08fb725277c756ffd350085f
 from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
 
 if TYPE_CHECKING:
@@ -170,6 +177,17 @@ def moments_code(target: str, dtype: torch.dtype, *, fingerprint: bool = False) 
     return moments_launch(dtype, target, fingerprint=fingerprint).compile(target)
 
 
+def activation_launch(x: torch.Tensor, target: str = "sm_90", channel_dim: int = -1) -> Launch:
+    """Return the launch that measuring this activation makes on such a GPU."""
+    fp64, int32 = {"dtype": torch.float64}, {"dtype": torch.int32}
+    store, cursor = torch.zeros(1, NUM_ACTIVATION_COLUMNS, **fp64), torch.zeros(CURSOR_SIZE, **fp64)
+    partials, counter = torch.zeros(ACTIVATION_PARTIALS, **fp64), torch.zeros(1, **int32)
+    alive = torch.zeros(x.shape[channel_dim], **int32)
+    with recorded_launches() as launches, launching_for(target):
+        activation(x, store, 0, cursor, partials, alive, counter, channel_dim)
+    return launches[0]
+
+
 @dataclass(frozen=True, eq=False)
 class Variant:
     """One compilation of a kernel: the dtype it reads, from how many tensors, and a launch that needs it."""
@@ -193,8 +211,15 @@ def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Varian
                 found.setdefault(launch.variant_of(target), Variant("moments", dtype, "", launch))
             launch = launches_of(tensors, target=target, fingerprint=True)[0]
             found.setdefault(launch.variant_of(target), Variant("fingerprint", dtype, "", launch))
+<<<<<<< HEAD
             for launch in exponent_launches_of(tensors, target):
                 found.setdefault(launch.variant_of(target), Variant("exponents", dtype, "", launch))
+=======
+        for start in (0, 1):
+            x = torch.zeros(100_000 + start, dtype=dtype)[start:].reshape(100, 1000)
+            launch = activation_launch(x, target)
+            found.setdefault(launch.variant_of(target), Variant("activation", dtype, "", launch))
+>>>>>>> 83479f94765ba07d08fb725277c756ffd350085f
         # a and b, or also g
         for count, name in ((2, "pairs"), (3, "pairs+g")):
             for start in (0, 1):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from conftest import INTERPRETED
 from gradiometer.columns.activations import ACTIVATION_COLUMNS, ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS
 from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
 
@@ -61,11 +63,12 @@ class Target:
         self.alive = torch.zeros(SCRATCH, dtype=torch.int32)
         self.counter = torch.zeros(1, dtype=torch.int32)
 
-    def measure(self, x: Tensor, channel_dim: int = -1) -> None:
-        with kernels_of("sm_90"):
+    def measure(self, x: Tensor, channel_dim: int = -1, change: Any = None) -> None:
+        with kernels_of("sm_90", change) as launches:
             kernels.activation(
                 x, self.store, ROW, self.cursor, self.partials, self.alive, self.counter, channel_dim
             )
+        self.reads = launches[-1].reads(x) if launches else None
         assert self.alive.count_nonzero() == 0
         assert self.counter.item() == 0
 
@@ -255,3 +258,63 @@ def test_the_result_does_not_depend_on_the_call():
     for target in targets:
         target.measure(x)
     assert same_bits(targets[0].store, targets[1].store)
+
+
+compiled = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no instructions")
+
+
+@compiled
+@each_dtype
+def test_each_element_is_read_once_unless_one_is_not_finite(dtype):
+    target = Target()
+    x = shaped((95, 70), dtype, 1)
+    target.measure(x)
+    assert (target.reads == 1).all()
+    x[50, 50] = math.nan
+    target.measure(x)
+    # by one of several programs
+    assert 1 < target.reads.mean() < 2
+    target.cursor[Cursor.STEP], target.cursor[Cursor.EVERY] = 1, 2
+    target.measure(x)
+    assert (target.reads == 0).all()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        # the addition that counts programs does not order what they write, or only what one thread writes
+        (r"\.acq_rel\.", ".relaxed.", "several blocks use global memory"),
+        (r"bar\.sync\s+0;(?=(?:(?!bar\.sync)[^$])*acq_rel)", "", "without a barrier"),
+        # channels are marked by stores
+        (
+            r"atom\.global\.gpu\.relaxed\.or\.b32 %r\d+, (\[[^]]*\]), (%r\d+)",
+            r"st.global.b32 \1, { \2 }",
+            "several",
+        ),
+    ],
+)
+def test_a_kernel_that_does_not_order_its_blocks_is_refused(old, new, said):
+    from support.ptx import Invalid
+
+    def change(_: str, ptx: str) -> str:
+        changed, count = re.subn(old, new, ptx)
+        assert count
+        return changed
+
+    with pytest.raises(Invalid, match=said):
+        Target().measure(shaped((95, 64)), change=change)
+
+
+@compiled
+def test_tensors_of_all_sizes_share_a_compilation():
+    from kernels_bench.machine_code.compile import recorded_launches
+
+    target = Target()
+    rows = (1, 2, 16, 700, 4096)
+    with recorded_launches() as launches:
+        for row, size in enumerate(rows):
+            for shape, dim in (((size, 16), -1), ((1, size, 64), 1)):
+                args = target.cursor, target.partials, target.alive, target.counter
+                kernels.activation(torch.zeros(shape), target.store, row, *args, dim)
+    assert len({launch.variant_of("sm_90") for launch in launches}) == 1

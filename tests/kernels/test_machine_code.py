@@ -39,6 +39,7 @@ from kernels_bench.machine_code.compile import (
     TARGETS,
     Code,
     Launch,
+    activation_launch,
     capability,
     exponent_launches_of,
     launches_of,
@@ -339,6 +340,55 @@ def test_the_scale_kernel_spills_nothing_and_keeps_subnormals(target, dtype):
         assert code.main_loop.fp64_arithmetic == 0
 
 
+# the kernel of activations, which also adds up fourth powers, and strides from a tile to the next
+
+ACTIVATION_BOUNDS = {
+    "sm_80": (16.3, 9.3, 9.7, 10.3),
+    "sm_90": (16.5, 9.4, 9.7, 10.3),
+    "gfx942": (12.0, 9.5, 10.0, 11.5),
+}
+CHOSEN_ACTIVATIONS = {"sm_80": (BF16,), "sm_90": DTYPES, "gfx942": (FP32,)}
+activation_pairs = pytest.mark.parametrize(("target", "dtype"), pairs(CHOSEN_ACTIVATIONS))
+
+
+@cache
+def activation_code(target: str, dtype: torch.dtype) -> Code:
+    return activation_launch(torch.zeros(1000, 100, dtype=dtype), target).compile(target)
+
+
+@activation_pairs
+def test_the_main_loop_of_the_activation_kernel_is_like_that_of_the_moments_kernel(target, dtype):
+    code = activation_code(target, dtype)
+    loop = code.main_loop
+    assert loop.loads == [16] * 4
+    assert loop.talk == []
+    assert [opcode for opcode in loop.opcodes if is_atomic(opcode) or STORE.match(opcode)] == []
+    assert instructions_per_element(loop, dtype) <= ACTIVATION_BOUNDS[target][DTYPES.index(dtype)]
+    # the square, its sum, the sum, and the sum of fourth powers
+    assert loop.fp64_arithmetic == 4 * loop.elements(dtype.itemsize)
+    if target in CUDA_TARGETS:
+        assert not waits_before_all_is_asked_for(loop)
+        assert code.spills == 0
+        assert code.registers <= tuning.ACTIVATIONS[dtype].registers
+    assert code.stack == 0
+    # other than in the division of integers
+    flushing = [opcode for opcode in code.opcodes if flushes_subnormals(opcode)]
+    assert set(flushing) <= {"F2I.FTZ.U32.TRUNC.NTZ"}
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_the_last_program_of_the_activation_kernel_sees_what_the_others_wrote(target):
+    code = activation_code(target, FP32)
+    release, operation, acquire = (
+        ("MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL")
+        if target in CUDA_TARGETS
+        else ("buffer_wbl2", "global_atomic_add", "buffer_inv")
+    )
+    (place,) = [i for i, opcode in enumerate(code.opcodes) if opcode == operation]
+    assert release in code.opcodes[place - 5 : place]
+    assert acquire in code.opcodes[place : place + 5]
+
+
 # the kernels of the ring
 
 
@@ -415,7 +465,8 @@ def test_there_is_one_launch_a_dtype_and_one_more():
 
 def test_a_launch_compares_no_global_of_its_kernel():
     # Triton compares them at every launch with the values that were compiled, which takes time on the host
-    for launch in [*record_launches(torch.float32, "sm_90"), scale_launch(torch.float32, "sm_90")]:
+    launches = [*record_launches(torch.float32, "sm_90"), scale_launch(torch.float32, "sm_90")]
+    for launch in [*launches, activation_launch(torch.zeros(9))]:
         kernel = launch.kernel
         assert kernel.cache_key
         assert [name for name, of in kernel.used_global_vals if of == id(kernel.fn.__globals__)] == []

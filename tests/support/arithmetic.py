@@ -54,6 +54,11 @@ def remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.fmod(a, b)
 
 
+def quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the quotient of integers, rounded toward zero."""
+    return (a - remainder(a, b)) // b
+
+
 def to_int64(x: np.ndarray) -> np.ndarray:
     if not (np.abs(x) < 2.0**63).all():
         msg = f"{x} does not fit into 64 bits"

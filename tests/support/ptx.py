@@ -44,7 +44,8 @@ _KINDS = {"b": "u", "u": "u", "s": "i"}
 TYPES = {f"{kind}{8 * n}": np.dtype(f"{code}{n}") for kind, code in _KINDS.items() for n in (2, 4, 8)}
 TYPES |= {"f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8")}
 TYPES |= {"bf16": np.dtype("u2"), "pred": np.dtype(bool)}
-_BITS = {size: np.dtype(f"u{size}") for size in (2, 4, 8)}
+TYPES |= {"b8": np.dtype("u1")}
+_BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 WARP = 32
 # jumps of a block: the loop of a kernel that is wrong may not end
@@ -98,11 +99,13 @@ _define("max", "f16x2", "b32 b32", "maximum(pairs({}, f16), pairs({}, f16)).resh
 _define(
     "max", "bf16x2", "b32 b32", "to_bfloat(maximum(bfloat(pairs({}, b16)), bfloat(pairs({}, b16))))", "b32"
 )
+_define("popc", "b32", "T", "np.bitwise_count({}).astype(u32)")
 _define("neg", "s32 s64 f32", "T", "-{}")
 _define("mad.lo", "s32 s64", "T T T", "{} * {} + {}")
 _define("mul.wide", "s32 u32", "T T", "{}.astype(W) * {}", "W")
 _define("mad.wide", "s32 u32", "T T W", "{}.astype(W) * {} + {}", "W")
-_define("rem", "s64 u32 u64", "T T", "remainder({}, {})")
+_define("rem", "s32 s64 u32 u64", "T T", "remainder({}, {})")
+_define("div", "s32 s64 u32 u64", "T T", "quotient({}, {})")
 _define("and", "b16 b32 b64 pred", "T T", "{} & {}")
 _define("or", "b16 b32 b64 pred", "T T", "{} | {}")
 _define("xor", "b16 b32 b64 pred", "T T", "{} ^ {}")
@@ -116,7 +119,7 @@ _define("selp", "b16 b32 b64 f32 f64", "T T pred", "np.where({2}, {0}, {1})")
 for _to in ("u16", "u32", "u64", "s32", "s64"):
     _define(f"cvt.{_to}", "u16 u32 u64 s32 s64", "T", f"{{}}.astype({_to})", _to)
 _define("cvt.rn.f64", "s32 s64 u32 u64", "T", "{}.astype(f64)", "f64")
-_define("cvt.rn.f32", "f64", "T", "{}.astype(f32)", "f32")
+_define("cvt.rn.f32", "f64 u32 s32", "T", "{}.astype(f32)", "f32")
 _define("cvt.rn.f16", "f32", "T", "{}.astype(f16)", "f16")
 _define("cvt.rn.f16x2", "f32", "T T", "half_pair({}, {})", "b32")
 _define("cvt.rzi.s64", "f64", "T", "to_int64({})", "s64")
@@ -142,8 +145,9 @@ for _kind, _a, _b in (
         _define(f"setp.{_name}u", _kind, "T T", f"({_a} {_symbol} {_b}) | {_nan}", "pred")
 # by name: the operation, and the order of memory
 ATOMICS = {
-    "atom.global.gpu.acq_rel.add.u32": ("np.add", "acq_rel"),
-    "atom.global.gpu.relaxed.or.b32": ("np.bitwise_or", "relaxed"),
+    f"atom.global.gpu.{order}.{name}": (operation, order)
+    for order in ("acq_rel", "relaxed")
+    for name, operation in {"add.u32": "np.add", "or.b32": "np.bitwise_or"}.items()
 }
 
 
@@ -314,17 +318,16 @@ class Block:
     ) -> np.ndarray:
         """Return what was there; the threads follow one another."""
         address, active = self._active(self._each(address), guard)
-        if order == "acq_rel" and active.any():
-            if self._written:
-                msg = "an atomic operation releases what other threads wrote, without a barrier"
-                raise Invalid(msg)
-            self._ordered = True
+        if order == "acq_rel" and self._written:
+            msg = "an atomic operation releases what other threads wrote, without a barrier"
+            raise Invalid(msg)
         found = np.zeros(self.threads, _BITS[4])
         value = self._each(value)
         places = (self._checked(address[active], 4, write=False) - _START) // 4
         for thread, place in zip(np.flatnonzero(active), places, strict=True):
             found[thread] = _memory[4][place]
             _memory[4][place] = operation(found[thread], value[thread])
+        self._ordered |= order == "acq_rel" and active.any()
         return found
 
     def load_shared(
@@ -353,11 +356,13 @@ class Block:
         words = rows.view(np.uint32).reshape(-1, 4, WARP)
         return [words[:, k].reshape(-1) for k in range(4)]
 
-    def shuffle(self, x: np.ndarray, by: np.ndarray, clamp: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    def shuffle(
+        self, x: np.ndarray, by: np.ndarray, clamp: np.ndarray, mask: np.ndarray, *, indexed: bool
+    ) -> np.ndarray:
         if clamp[0] != WARP - 1 or (mask != 2**32 - 1).any():
             msg = "a shuffle within a part of a warp"
             raise KeyError(msg)
-        return self._each(x)[self.tid ^ by]
+        return self._each(x)[self.tid // WARP * WARP + by % WARP if indexed else self.tid ^ by]
 
     def reduce(self, x: np.ndarray, mask: np.ndarray, dtype: np.dtype, operation: np.ufunc) -> np.ndarray:
         if (mask != 2**32 - 1).any():
@@ -498,9 +503,9 @@ class _Translation:
             self._emit(f"block.store_{space}({self._address(operands[0])}, {size}, [{values}], {guard})")
         elif name.startswith("mov.b") and "{" in match["operands"]:
             self._split_or_join(int(name[5:]) // 8, *operands, guard)
-        elif name == "shfl.sync.bfly.b32":
+        elif name in {"shfl.sync.bfly.b32", "shfl.sync.idx.b32"}:
             values = ", ".join(self._value(x, "b32") for x in operands[1:])
-            self._assign(operands[:1], f"[block.shuffle({values})]", guard)
+            self._assign(operands[:1], f"[block.shuffle({values}, indexed={'idx' in name})]", guard)
         elif name in {"redux.sync.add.s32", "redux.sync.max.f32"}:
             operation = "np.add" if "add" in name else "np.fmax"
             values = ", ".join(self._value(x, "b32") for x in operands[1:])
@@ -534,7 +539,10 @@ class _Translation:
             return
         space, kind, targets = _access(name, operands[0])
         size = TYPES[kind].itemsize
-        self._assign(targets, f"block.load_{space}({address}, {size}, {len(targets)}, {guard})", guard)
+        values = f"block.load_{space}({address}, {size}, {len(targets)}, {guard})"
+        if size == 1:  # no register is as narrow
+            values = f"[x.astype(b{8 * self._width(targets[0])}) for x in {values}]"
+        self._assign(targets, values, guard)
 
     def _split_or_join(self, size: int, target: str, source: str, guard: str | None) -> None:
         if target.startswith("{"):
@@ -577,6 +585,8 @@ class _Translation:
             return special[text]
         if text.startswith("%"):
             width = self._width(text)
+            if kind == "b8":
+                return f"{text[1:]}.astype(b8)"
             assert TYPES[kind].itemsize == max(width, 1), (text, kind)
             same = not width or kind in {f"b{8 * width}", f"u{8 * width}", "bf16"}
             return text[1:] if same else f"{text[1:]}.view({kind})"

@@ -23,10 +23,10 @@ from gradiometer.kernels.primitives import halves, is_due, is_finite
 
 __all__ = ["ACTIVATION_PARTIALS", "activation"]
 
-# the last merges by max; the others are adjacent columns of the store
-_PARTIALS = ("sumsq", "sum", "n_zero", "n_nan", "n_posinf", "n_neginf", "sum4", "abs_max")
-# and the channels that the program was the first to see alive
-ACTIVATION_PARTIALS = (len(_PARTIALS) + 1, tuning.MAX_PROGRAMS)
+# those that merge by sum, as adjacent columns of the store do, and the channels that the program marked
+_SUMS = ("sumsq", "sum", "n_zero", "n_nan", "n_posinf", "n_neginf", "sum4", "n_marked")
+# and the largest magnitude
+ACTIVATION_PARTIALS = (len(_SUMS) + 1, tuning.MAX_PROGRAMS)
 """The shape of the scratch for partials: the same for tensors of all sizes."""
 
 # channels that the last program resets together
@@ -148,7 +148,7 @@ def _activation_kernel(
     PAIRS: tl.constexpr,
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
-    NUM_PARTIALS: tl.constexpr,
+    NUM_SUMS: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -190,7 +190,7 @@ def _activation_kernel(
         words_ptr = x_ptr
     step = strips.to(tl.int64) * LANES
 
-    alive = tl.zeros((), tl.int32)
+    marked = tl.zeros((), tl.int32)
     if first < last:
         for i in range((last - 1) // periods - first // periods + 1):
             strip = first // periods + i
@@ -216,11 +216,11 @@ def _activation_kernel(
                     words += (UNROLL if part == 0 else 1) * step
             start = strip.to(tl.int64) * TILE
             if PAIRS:
-                alive += _mark(zeros - before < count, start, 2 * lanes, alive_ptr, channels, inner)
+                marked += _mark(zeros - before < count, start, 2 * lanes, alive_ptr, channels, inner)
                 is_nonzero = more_zeros - more_before < count
-                alive += _mark(is_nonzero, start, 2 * lanes + 1, alive_ptr, channels, inner)
+                marked += _mark(is_nonzero, start, 2 * lanes + 1, alive_ptr, channels, inner)
             else:
-                alive += _mark(zeros - before < count, start, lanes, alive_ptr, channels, inner)
+                marked += _mark(zeros - before < count, start, lanes, alive_ptr, channels, inner)
     for i in range(0, tail, LANES):
         mask = lanes < tail - i
         start = full.to(tl.int64) * TILE + i
@@ -228,11 +228,11 @@ def _activation_kernel(
         zeros += tl.where((x == 0) & mask, 1.0, 0.0)
         top, sumsq, total, sum4 = _add(x, top, sumsq, total, sum4)
         # NaN too is not 0
-        alive += _mark(x != 0, start, lanes, alive_ptr, channels, inner)
+        marked += _mark(x != 0, start, lanes, alive_ptr, channels, inner)
 
     if PAIRS:
         zeros += more_zeros
-    # in the order of _PARTIALS
+    # in the order of _SUMS
     all_zeros = tl.sum(zeros.to(tl.float64))
     all_sumsq, all_total, all_sum4, all_top = (
         tl.sum(sumsq),
@@ -256,35 +256,35 @@ def _activation_kernel(
     tl.store(out + 4 * MAX_PROGRAMS, posinf)
     tl.store(out + 5 * MAX_PROGRAMS, neginf)
     tl.store(out + 6 * MAX_PROGRAMS, all_sum4)
-    tl.store(out + 7 * MAX_PROGRAMS, all_top)
-    tl.store(out + 8 * MAX_PROGRAMS, alive.to(tl.float64))
+    tl.store(out + 7 * MAX_PROGRAMS, marked.to(tl.float64))
+    tl.store(out + 8 * MAX_PROGRAMS, all_top)
 
     # all threads write before the addition, and the last program reads after it
     tl.debug_barrier()
     programs = tl.num_programs(0)
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.debug_barrier()
-        part = tl.arange(0, NUM_PARTIALS)
-        is_top = part == NUM_PARTIALS - 1
+        part = tl.arange(0, NUM_SUMS)
         offs = tl.arange(0, MERGED)
-        sums = tl.zeros((NUM_PARTIALS, MERGED), tl.float64)
-        seen = tl.zeros((MERGED,), tl.float64)
+        sums = tl.zeros((NUM_SUMS, MERGED), tl.float64)
+        tops = tl.zeros((MERGED,), tl.float64)
         rows = partials_ptr + part[:, None] * MAX_PROGRAMS + offs[None, :]
         for i in range(0, programs, MERGED):
             mask = offs < programs - i
-            read = tl.load(rows + i, mask=mask[None, :], other=0.0)
-            seen += tl.load(partials_ptr + NUM_PARTIALS * MAX_PROGRAMS + (i + offs), mask=mask, other=0.0)
-            sums = tl.where(is_top[:, None], tl.maximum(sums, read), sums + read)
-        values = tl.where(is_top, tl.max(sums, 1), tl.sum(sums, 1))
+            sums += tl.load(rows + i, mask=mask[None, :], other=0.0)
+            read = tl.load(partials_ptr + NUM_SUMS * MAX_PROGRAMS + (i + offs), mask=mask, other=0.0)
+            tops = tl.maximum(tops, read)
+        values = tl.sum(sums, 1)
 
         columns = store_ptr + row.to(tl.int64) * NUM_COLUMNS
-        merged = columns + tl.where(is_top, TOP, FIRST + part)
-        old = tl.load(merged)
-        tl.store(merged, tl.where(is_top, tl.maximum(old, values), old + values))
+        # the others have no value but 0
+        is_marked = part == NUM_SUMS - 1
+        values = tl.where(is_marked, channels.to(tl.float64) - values, values)
+        _merge(columns + tl.where(is_marked, ZERO_CHANNELS, FIRST + part), values)
         _merge(columns + NUMEL, numel.to(tl.float64))
         _merge(columns + NUM_CHANNELS, channels.to(tl.float64))
-        _merge(columns + ZERO_CHANNELS, channels.to(tl.float64) - tl.sum(seen))
         _merge(columns + CALLS, 1.0)
+        tl.store(columns + TOP, tl.maximum(tl.load(columns + TOP), tl.max(tops)))
 
         # for the next launch
         places = tl.arange(0, CHANNELS)
@@ -352,7 +352,7 @@ def activation(
         PAIRS=x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0,
         TILE=tile,
         UNROLL=unroll,
-        NUM_PARTIALS=len(_PARTIALS),
+        NUM_SUMS=len(_SUMS),
         MAX_PROGRAMS=tuning.MAX_PROGRAMS,
         NUM_COLUMNS=NUM_ACTIVATION_COLUMNS,
         CHANNELS=_CHANNELS,
