@@ -50,11 +50,16 @@ def coord_check(
 
     An activation fails if, by more than two standard errors over the seeds,
 
-    - its change grows with the width after any step, or vanishes after the last one: slope > ``tolerance`` or
-      < ``-tolerance``. A layer whose change vanishes learns nothing in a wide model.
+    - its change grows after any step: slope > ``tolerance``.
+    - its change vanishes after the last step: slope < ``-tolerance``. Such a layer learns nothing in a wide
+      model.
     - it grows itself, at initialization or after any step.
-    - it vanishes itself, and has more elements in a wider model. Others, the outputs of the network and
-      attention logits, may begin as width**-0.5 or with 0, as μP has them; their changes may not vanish.
+    - it vanishes itself, and has more elements in a wider model.
+
+    Activations that have as many elements in a wider model, the outputs of the network and attention logits,
+    may begin as width**-0.5 in μP. So they may vanish themselves, and their changes fail only below
+    ``-0.5 - tolerance``. If they begin with 0, as with the readout and queries initialized with 0 that the
+    authors recommend, ``-tolerance`` applies to their changes too.
 
     In the limit of wide models, exponents are multiples of 1/2 in the usual parametrizations. The default
     tolerance is halfway between 0 and the smallest other one.

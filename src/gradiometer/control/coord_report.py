@@ -20,6 +20,8 @@ __all__ = ["CoordCheck", "CoordRow", "Slope"]
 
 # standard errors by which a slope has to exceed the tolerance
 _ERRORS: Final = 2.0
+# the exponent with which outputs and attention logits may shrink at first
+_TRANSIENT: Final = 0.5
 # columns of the table for each of the two values
 _SHOWN: Final = 5
 _NOTE: Final = "slopes of log2(rms) against log2(width); x_t: after t steps, Δx_t = x_t - x_0"
@@ -209,8 +211,11 @@ def _faults(
             if slope.exceeds(tolerance):
                 faults.append(f"{what}_{t} grows: {slope}")
                 break
-    # a change may begin late: nothing reaches the layers behind a readout of zeros in the first step
-    if (-changes[last]).exceeds(tolerance):
+    # Random weights make sums that shrink as width**-0.5 of what μP makes of constant size. They may hide for
+    # a while what was learned, but not if the activation begins with 0.
+    is_strict = widens or math.isnan(slopes[0].value)
+    # the last one: nothing reaches the layers behind a readout of zeros in the first step
+    if (-changes[last]).exceeds(tolerance if is_strict else _TRANSIENT + tolerance):
         faults.append(f"Δx_{last} vanishes: {changes[last]}")
     for t, slope in enumerate(slopes):
         # an output may begin near 0, and has to grow by its changes

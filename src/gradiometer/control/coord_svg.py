@@ -42,8 +42,8 @@ def draw(title: str, widths: Sequence[int], lines: Sequence[Line]) -> str:
     for row, (what, values) in enumerate(
         (
             ("rms of xₜ", [line.rms for line in lines]),
-            ("rms of Δxₜ = xₜ − x₀", [line.changes for line in lines]),
-        )  # noqa: RUF001
+            ("rms of Δxₜ = xₜ - x₀", [line.changes for line in lines]),
+        )
     ):
         top = _TOP + row * (_PANEL[1] + _GAP[1])
         ends = _ends([x for line in values for panel in line for x in panel])
@@ -88,10 +88,8 @@ class _Panel(NamedTuple):
         return self.top + (self.high - log2) / (self.high - self.low) * _PANEL[1]
 
     def frame(self, widths: Sequence[int], *, labels: bool) -> str:
-        parts = [
-            f'<rect x="{self.left}" y="{self.top}" width="{_PANEL[0]}" height="{_PANEL[1]}" '
-            f'fill="none" stroke="{_EDGE}"/>'
-        ]
+        place = f'x="{self.left}" y="{self.top}" width="{_PANEL[0]}" height="{_PANEL[1]}"'
+        parts = [f'<rect {place} fill="none" stroke="{_EDGE}"/>']
         for tick in _ticks(self.low, self.high):
             y = self.y(tick)
             if self.low < tick < self.high:
