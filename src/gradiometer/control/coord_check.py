@@ -57,9 +57,8 @@ def coord_check(
     - it vanishes itself, and has more elements in a wider model.
 
     Activations that have as many elements in a wider model, the outputs of the network and attention logits,
-    may begin as width**-0.5 in μP. So they may vanish themselves, and their changes fail only below
-    ``-0.5 - tolerance``. If they begin with 0, as with the readout and queries initialized with 0 that the
-    authors recommend, ``-tolerance`` applies to their changes too.
+    may begin as width**-0.5 in μP, and approach their final slope slowly. They may vanish themselves, and
+    their changes fail only below ``-0.5 - tolerance``.
 
     In the limit of wide models, exponents are multiples of 1/2 in the usual parametrizations. The default
     tolerance is halfway between 0 and the smallest other one.

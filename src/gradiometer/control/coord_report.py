@@ -211,11 +211,11 @@ def _faults(
             if slope.exceeds(tolerance):
                 faults.append(f"{what}_{t} grows: {slope}")
                 break
-    # Random weights make sums that shrink as width**-0.5 of what μP makes of constant size. They may hide for
-    # a while what was learned, but not if the activation begins with 0.
-    is_strict = widens or math.isnan(slopes[0].value)
+    # Products with random weights shrink as width**-0.5 where μP has a constant size in the limit. In outputs
+    # they may hide for a while what was learned.
+    lowest = tolerance if widens else _TRANSIENT + tolerance
     # the last one: nothing reaches the layers behind a readout of zeros in the first step
-    if (-changes[last]).exceeds(tolerance if is_strict else _TRANSIENT + tolerance):
+    if (-changes[last]).exceeds(lowest):
         faults.append(f"Δx_{last} vanishes: {changes[last]}")
     for t, slope in enumerate(slopes):
         # an output may begin near 0, and has to grow by its changes

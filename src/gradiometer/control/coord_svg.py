@@ -57,7 +57,7 @@ def draw(title: str, widths: Sequence[int], lines: Sequence[Line]) -> str:
             label = f"after {t} step{'s' * (t != 1)}" if t else "at initialization"
             parts.append(_text(left + _PANEL[0] / 2, top - 8, label, anchor="middle"))
             for line, series, color in zip(lines, values, colors, strict=True):
-                parts.append(panel.line(widths, series[t], color, _thickness(line)))
+                parts.append(panel.line(widths, series[t], line, color))
     top = _TOP + 2 * (_PANEL[1] + _GAP[1])
     legend, height = _legend(lines, colors, top, width)
     parts += [_text(_LEFT + (width - _LEFT - _MARGIN) / 2, top - 12, "width", anchor="middle"), *legend]
@@ -105,17 +105,21 @@ class _Panel(NamedTuple):
             parts.append(_text(x, y + 16, str(width), anchor="middle", color=_SOFT))
         return "\n".join(parts)
 
-    def line(self, widths: Sequence[int], values: Sequence[float], color: str, thickness: float) -> str:
+    def line(self, widths: Sequence[int], values: Sequence[float], line: Line, color: str) -> str:
         shown = [(width, x) for width, x in zip(widths, values, strict=True) if 0 < x < math.inf]
         points = [f"{self.x(math.log2(width)):.1f},{self.y(math.log2(x)):.1f}" for width, x in shown]
         if not points:
             return ""
+        # shown by a browser at the pointer
+        thickness, title = _thickness(line), f"<title>{escape(line.name)}</title>"
         stroke = f'stroke="{color}" stroke-width="{thickness}"'
         dots = [
             f'<circle cx="{x}" cy="{y}" r="{thickness / 2 + 1.3:.1f}" fill="{color}"/>'
             for x, y in (point.split(",") for point in points)
         ]
-        return f'<polyline points="{" ".join(points)}" fill="none" {stroke}/>' + "".join(dots)
+        return f'<polyline points="{" ".join(points)}" fill="none" {stroke}>{title}</polyline>' + "".join(
+            dots
+        )
 
 
 def _legend(
