@@ -80,6 +80,7 @@ GROUPS = {
         "WeightNormClip",
     ),
     "Batch size": ("NoiseScale",),
+    "Parametrization": ("coord_check", "CoordCheck", "CoordRow"),
     "Finiteness and AMP": (
         "check_finite",
         "FiniteReport",

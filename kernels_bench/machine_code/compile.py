@@ -25,13 +25,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from gradiometer.columns.activations import NUM_ACTIVATION_COLUMNS
 from gradiometer.columns.ring_layout import CURSOR_SIZE
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
-<<<<<<< HEAD
-from gradiometer.kernels import tuning
-from gradiometer.ops import exponents, library, pairs
-=======
 from gradiometer.kernels import ACTIVATION_PARTIALS, activation, tuning
-from gradiometer.ops import library, pairs
->>>>>>> 83479f94765ba07d08fb725277c756ffd350085f
+from gradiometer.ops import exponents, library, pairs
 from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
 
 if TYPE_CHECKING:
@@ -211,15 +206,12 @@ def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Varian
                 found.setdefault(launch.variant_of(target), Variant("moments", dtype, "", launch))
             launch = launches_of(tensors, target=target, fingerprint=True)[0]
             found.setdefault(launch.variant_of(target), Variant("fingerprint", dtype, "", launch))
-<<<<<<< HEAD
             for launch in exponent_launches_of(tensors, target):
                 found.setdefault(launch.variant_of(target), Variant("exponents", dtype, "", launch))
-=======
         for start in (0, 1):
             x = torch.zeros(100_000 + start, dtype=dtype)[start:].reshape(100, 1000)
             launch = activation_launch(x, target)
             found.setdefault(launch.variant_of(target), Variant("activation", dtype, "", launch))
->>>>>>> 83479f94765ba07d08fb725277c756ffd350085f
         # a and b, or also g
         for count, name in ((2, "pairs"), (3, "pairs+g")):
             for start in (0, 1):

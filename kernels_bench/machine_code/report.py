@@ -27,18 +27,20 @@ from kernels_bench import scripts
 from kernels_bench.machine_code.roofline import GPUS, binding, times
 from kernels_bench.machine_code.tables import joined, markdown, show
 
-<<<<<<< HEAD
-# the moments kernel without and with fingerprints, the one that merges, and the same for pairs of tensors
-KERNELS = ("moments", "fingerprint", "finalize", "pairs", "pairs+g", "finalize pairs", "exponents")
-# those that read tensors, and how many
-READS = {"moments": 1, "fingerprint": 1, "pairs": 2, "pairs+g": 3, "exponents": 1}
-=======
 # the moments kernel without and with fingerprints, the one that merges, the same for pairs of tensors, and
-# the one for activations
-KERNELS = ("moments", "fingerprint", "finalize", "pairs", "pairs+g", "finalize pairs", "activation")
+# those for counts by magnitude and for activations
+KERNELS = (
+    "moments",
+    "fingerprint",
+    "finalize",
+    "pairs",
+    "pairs+g",
+    "finalize pairs",
+    "exponents",
+    "activation",
+)
 # those that read tensors, and how many
-READS = {"moments": 1, "fingerprint": 1, "pairs": 2, "pairs+g": 3, "activation": 1}
->>>>>>> 83479f94765ba07d08fb725277c756ffd350085f
+READS = {"moments": 1, "fingerprint": 1, "pairs": 2, "pairs+g": 3, "exponents": 1, "activation": 1}
 
 
 def code_rows(target: str, dtypes: list[str], kernels: list[str], sass: Path | None) -> list[dict]:

@@ -1,6 +1,6 @@
 """Measure what taps on all linear layers of a 12-layer GPT add to its training step, and alternatives.
 
-    python -m kernels_bench.monitoring.taps --check       # GPT-2 124M, eager; exit code 1 if a bound is missed
+    python -m kernels_bench.monitoring.taps --check    # GPT-2 124M, eager; exit code 1 if a bound is missed
     python -m kernels_bench.monitoring.taps --width 256 --rounds 3
 
 One model trains. In each round every contender takes one step in turn, and steps of one round are compared.
@@ -37,7 +37,7 @@ BOUNDS = {TAPS: 0.05, HUNDREDTH: 0.003}
 
 
 @contextlib.contextmanager
-def plain(model):
+def plain(_model):
     yield lambda: None
 
 
@@ -49,7 +49,8 @@ def taps(model, every=1):
 
     def read():
         rows = taps.stats().materialize()
-        assert len(rows) == (2 * len(taps.names) if every else 0)
+        if len(rows) != (2 * len(taps.names) if every else 0):
+            raise RuntimeError(f"taps have measured {len(rows)} rows")
 
     yield read
     taps.remove()
@@ -68,7 +69,7 @@ def statistics_of(x):
 def hooks(model):
     rows, handles = {}, []
 
-    def hook(module, args, output, name):
+    def hook(_module, _args, output, name):
         rows[name] = statistics_of(output)
         output.register_hook(lambda g: rows.__setitem__(f"{name}.grad", statistics_of(g)))
 
@@ -77,7 +78,8 @@ def hooks(model):
             handles.append(module.register_forward_hook(partial(hook, name=name)))
 
     def read():
-        assert len({name: row.tolist() for name, row in rows.items()}) == 2 * len(handles)
+        if len({name: row.tolist() for name, row in rows.items()}) != 2 * len(handles):
+            raise RuntimeError(f"hooks have measured {len(rows)} rows")
 
     yield read
     for handle in handles:
@@ -89,7 +91,7 @@ def hooks_with_items(model):
     """Yield the usual hand-written hooks: one number after the other is read on the host."""
     rows, handles = {}, []
 
-    def hook(module, args, output, name):
+    def hook(_module, _args, output, name):
         for what, x in (("norm", output.norm()), ("max", output.abs().max()), ("mean", output.mean())):
             rows[name, what] = x.item()
         output.register_hook(lambda g: rows.__setitem__((name, "grad"), g.norm().item()))
@@ -174,7 +176,7 @@ def shapes_of(model, tokens, targets):
     """Return the shapes of the outputs of all linear layers."""
     shapes = []
     handles = [
-        module.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+        module.register_forward_hook(lambda _module, _args, output: shapes.append(output.shape))
         for module in model.modules()
         if isinstance(module, nn.Linear)
     ]
@@ -203,12 +205,11 @@ def alone(shapes, every, rounds=9):
 
 def extras(times):
     """Return each contender's median addition to a step of the same round, as a share."""
-    found = {
+    return {
         name: statistics.median([a / b - 1 for a, b in zip(seconds, times[PLAIN], strict=True)])
         for name, seconds in times.items()
         if name != PLAIN
     }
-    return found
 
 
 def costs(shapes, step):
@@ -230,9 +231,8 @@ def main():
     options = parser.parse_args()
     times, failed, shares = measure(options)
     step = statistics.median(times[PLAIN])
-    print(
-        f"{machine.describe()}\nGPT of {options.layers} layers, width {options.width}: {step * 1e3:.0f} ms a step"
-    )
+    print(machine.describe())
+    print(f"GPT of {options.layers} layers, width {options.width}: {step * 1e3:.0f} ms a step")
     print("\nsteps of one round compared, medians")
     for name, extra in extras(times).items():
         print(f"{name:40} {extra:+8.1%}")

@@ -31,6 +31,8 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         Thresholds,
     )
     from gradiometer.control import (  # type: ignore[no-redef] # modules in there have these names too
+        CoordCheck,
+        CoordRow,
         ElementCounts,
         FiniteReport,
         NoiseScale,
@@ -44,6 +46,7 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         clip_grad_value_,
         clip_grads_with_norm_,
         collect_and_clip_,
+        coord_check,
         inverse_scale,
         locate_nonfinite,
         share_found_inf_,
@@ -127,6 +130,8 @@ __all__ = [
     "ActivationRow",
     "ActivationStats",
     "BlockLosses",
+    "CoordCheck",
+    "CoordRow",
     "ElementCounts",
     "ExponentStats",
     "Finding",
@@ -177,6 +182,7 @@ __all__ = [
     "collect_weights",
     "compare",
     "compare_runs",
+    "coord_check",
     "fingerprint",
     "grad_norm",
     "group_ratio",

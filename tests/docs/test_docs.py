@@ -42,6 +42,10 @@ def test_the_readme_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
     exec(updated, scope)  # noqa: S102
     assert "cos(u,-g)" in capsys.readouterr().out
     assert (scope["updates"].descent_cosine > 0).all()
+    exec(inside, scope)  # noqa: S102
+    assert "dead channels" in capsys.readouterr().out
+    assert (scope["found"].operation, scope["found"].direction) == ("aten.log", "forward")
+    scope["taps"].remove()
     exec(bits, scope)  # noqa: S102
     digits = capsys.readouterr().out.strip()
     assert re.fullmatch("[0-9a-f]{32}", digits)

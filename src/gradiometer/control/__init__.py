@@ -13,6 +13,8 @@ from gradiometer.control.clip import (
     collect_and_clip_,
 )
 from gradiometer.control.clip_value import ElementCounts, clip_grad_value_
+from gradiometer.control.coord_check import coord_check
+from gradiometer.control.coord_report import CoordCheck, CoordRow, Slope
 from gradiometer.control.finite_report import FiniteReport
 from gradiometer.control.grad_scaler import inverse_scale, is_still_scaled, share_found_inf_
 from gradiometer.control.locate_nonfinite import locate_nonfinite
@@ -24,12 +26,15 @@ from gradiometer.control.weight_norm_clip import WeightNormClip
 from gradiometer.control.z_score_clip import ZScoreClip
 
 __all__ = [
+    "CoordCheck",
+    "CoordRow",
     "Determinism",
     "ElementCounts",
     "FiniteReport",
     "Located",
     "NoiseScale",
     "PerTensorClip",
+    "Slope",
     "WeightNormClip",
     "ZScoreClip",
     "check_deterministic",
@@ -39,6 +44,7 @@ __all__ = [
     "clip_grad_value_",
     "clip_grads_with_norm_",
     "collect_and_clip_",
+    "coord_check",
     "inverse_scale",
     "is_still_scaled",
     "locate_nonfinite",

@@ -30,7 +30,7 @@ from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.taps import Taps, tap
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
 from gradiometer.stats.tensor_stats import TensorStats
-from gradiometer.stats.text_table import amount
+from gradiometer.stats.text_table import aligned, amount, with_short_names
 
 __all__ = [
     "EMA",
@@ -57,6 +57,7 @@ __all__ = [
     "Taps",
     "TensorReport",
     "TensorStats",
+    "aligned",
     "amount",
     "block_losses",
     "check_replicas",
@@ -89,4 +90,5 @@ __all__ = [
     "texts",
     "total_norm",
     "updates_of",
+    "with_short_names",
 ]
