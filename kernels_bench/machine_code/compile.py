@@ -201,7 +201,8 @@ def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Varian
         for start in (0, 1):
             x = torch.zeros(100_000 + start, dtype=dtype)[start:].reshape(100, 1000)
             launch = activation_launch(x, target)
-            found.setdefault(launch.variant_of(target), Variant("activation", dtype, "", launch))
+            note = "not aligned" if start else ""
+            found.setdefault(launch.variant_of(target), Variant("activation", dtype, note, launch))
         # a and b, or also g
         for count, name in ((2, "pairs"), (3, "pairs+g")):
             for start in (0, 1):
