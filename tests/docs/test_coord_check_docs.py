@@ -6,9 +6,12 @@ import importlib.util
 import re
 import sys
 
+import pytest
 import torch
 
 from support.pages import ROOT, blocks, text
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
 
 PAGE = "docs/how-to/coord-check.md"
 
@@ -37,7 +40,7 @@ def test_the_transformer(monkeypatch, tmp_path):
     spec.loader.exec_module(demo)
     monkeypatch.setattr(demo, "WIDTHS", (64, 128, 256))
     monkeypatch.setattr(demo, "STEPS", 3)
-    standard, mup = [demo.check(mup=mup, seeds=1) for mup in (False, True)]
+    results = standard, mup = [demo.check(mup=mup, seeds=1) for mup in (False, True)]
     assert mup.passed, str(mup)
     # what the wider inputs reach
     passed = {row.name for row in standard.rows} - set(standard.failed)
@@ -45,6 +48,7 @@ def test_the_transformer(monkeypatch, tmp_path):
     assert {f"blocks.0.{name}" for name in ("q.out", "v.out", "proj.out", "up.out", "scores")} <= {
         *standard.failed
     }
+    monkeypatch.setattr(demo, "check", lambda **options: results[options["mup"]])
     monkeypatch.setattr(sys, "argv", ["demo", "--seeds", "1", "--out", str(tmp_path)])
     demo.main()
     assert {path.name for path in tmp_path.iterdir()} == {"coord-check-standard.svg", "coord-check-mup.svg"}
