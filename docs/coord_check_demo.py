@@ -3,7 +3,7 @@
     python docs/coord_check_demo.py [--seeds 3] [--out docs/how-to]
 
 Trains a character transformer on the text of Python's standard library, with Adam. Prints both tables, and
-draws coord-check-standard.svg and coord-check-mup.svg. It takes about a minute on one core.
+draws coord-check-standard.svg and coord-check-mup.svg. It takes about half a minute on one core.
 """
 
 from __future__ import annotations

@@ -206,18 +206,11 @@ def variants(target: str, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Varian
                 found.setdefault(launch.variant_of(target), Variant("moments", dtype, "", launch))
             launch = launches_of(tensors, target=target, fingerprint=True)[0]
             found.setdefault(launch.variant_of(target), Variant("fingerprint", dtype, "", launch))
-<<<<<<< HEAD
             for launch in exponent_launches_of(tensors, target):
                 found.setdefault(launch.variant_of(target), Variant("exponents", dtype, "", launch))
-        for start in (0, 1):
-            x = torch.zeros(100_000 + start, dtype=dtype)[start:].reshape(100, 1000)
-            launch = activation_launch(x, target)
-            found.setdefault(launch.variant_of(target), Variant("activation", dtype, "", launch))
-=======
         # of an aligned tensor; activations that are not are rare, and then the loads are narrow
         launch = activation_launch(torch.zeros(100, 1000, dtype=dtype), target)
         found.setdefault(launch.variant_of(target), Variant("activation", dtype, "", launch))
->>>>>>> 7c90b1d5038a8d93c4b5a5e45498eddaa35b4a99
         # a and b, or also g
         for count, name in ((2, "pairs"), (3, "pairs+g")):
             for start in (0, 1):

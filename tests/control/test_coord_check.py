@@ -178,9 +178,16 @@ class Product(nn.Module):
         return self.drop(x) + (1.0 + self.shift) * self.width**self.power
 
 
-def product(power: float, lr: float, *, inplace: bool = False) -> Any:
+class Triple(nn.Module):
+    """Changes what the module before it returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(3)
+
+
+def product(power: float, lr: float) -> Any:
     def make(width: int) -> Any:
-        model = nn.Sequential(Product(width, power), nn.ReLU(inplace=inplace))
+        model = nn.Sequential(Product(width, power), Triple())
         return model, torch.optim.SGD(model.parameters(), lr=lr)
 
     return make
@@ -191,9 +198,9 @@ def test_exact_powers(power: float) -> None:
     def of(model: nn.Module) -> Tensor:
         y = model(torch.zeros(4))
         # a gradient of -1 with respect to the shift
-        return y.sum() / 4 * -(model[0].width ** -model[0].power)
+        return y.sum() / -12 * model[0].width ** -model[0].power
 
-    result = gm.coord_check(product(power, 0.25, inplace=True), [2, 4, 8], of, steps=2, seeds=2)
+    result = gm.coord_check(product(power, 0.25), [2, 4, 8], of, steps=2, seeds=2)
     row = result["0.out"]
     assert row.slopes == tuple(Slope(pytest.approx(power, abs=1e-9), 0.0) for _ in range(3))  # type: ignore[arg-type]
     assert [slope.value for slope in row.change_slopes[1:]] == [pytest.approx(power, abs=1e-9)] * 2
@@ -266,7 +273,10 @@ def test_taps_calls_and_checkpointing() -> None:
 def test_compiled_models_run_eagerly() -> None:
     def compiled(width: int) -> Any:
         model, optimizer = mup(width)
-        return torch.compile(model, fullgraph=True), optimizer
+        return torch.compile(model, backend=backend), optimizer
+
+    def backend(*_: Any) -> Any:
+        pytest.fail("compiled a model of a few steps")
 
     result = gm.coord_check(compiled, [8, 16, 32], loss, steps=1, seeds=1)
     want = gm.coord_check(mup, [8, 16, 32], loss, steps=1, seeds=1)
@@ -296,8 +306,8 @@ def test_zeros_and_changed_shapes() -> None:
 def test_the_table(broken: gm.CoordCheck, right: gm.CoordCheck) -> None:
     lines = str(broken).splitlines()
     assert lines[0] == (
-        "coordinate check FAILED, 3 of 4 activations; "
-        "widths 64, 128, 256, 512; 4 steps, 3 seeds, tolerance 0.25"
+        "coordinate check FAILED, 3 of 4 activations; widths 64, 128, 256, 512; "
+        "4 steps, 3 seeds, tolerance 0.25"
     )
     assert lines[2].split() == ["slopes", *[f"x_{t}" for t in range(5)], *[f"Δx_{t}" for t in range(1, 5)]]
     rows = {line.split()[0]: line.split() for line in lines[4:8]}
@@ -363,7 +373,7 @@ def unstable(width: int) -> Any:
         (
             {"make_model": unstable},
             RuntimeError,
-            r"the loss is (nan|inf) at width 128 after [12] steps?, with",
+            r"the loss is (nan|inf) at width 128 after [12] steps?,",
         ),
         ({"loss": lambda m: m(X)}, TypeError, "must return a tensor with one element"),
         ({"loss": lambda m: loss(m).item()}, TypeError, "must return a tensor with one element"),

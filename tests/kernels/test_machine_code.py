@@ -501,20 +501,14 @@ def test_the_variants_of_a_kernel_are_told_apart():
     assert names == [
         ("moments", "float32", ""),
         ("fingerprint", "float32", ""),
-<<<<<<< HEAD
         ("exponents", "float32", ""),
-=======
         ("activation", "float32", ""),
->>>>>>> 7c90b1d5038a8d93c4b5a5e45498eddaa35b4a99
         ("pairs", "float32", ""),
         ("pairs+g", "float32", ""),
         ("moments", "bfloat16", ""),
         ("fingerprint", "bfloat16", ""),
-<<<<<<< HEAD
         ("exponents", "bfloat16", ""),
-=======
         ("activation", "bfloat16", ""),
->>>>>>> 7c90b1d5038a8d93c4b5a5e45498eddaa35b4a99
         ("pairs", "bfloat16", ""),
         ("pairs+g", "bfloat16", ""),
         ("finalize pairs", "float64", ""),

@@ -39,14 +39,14 @@ def coord_check(
     seeds: int = 5,
     tolerance: float = 0.25,
 ) -> CoordCheck:
-    r"""Check a parametrization such as μP: train models of several widths, and fit activations against width.
+    """Check a parametrization such as μP: train models of several widths, and fit activations against width.
 
     In the maximal update parametrization (μP), an activation x_t after t steps, and its change x_t - x_0,
     have coordinates whose size does not depend on the width of the model. So the slopes of log2(rms(x_t)) and
     log2(rms(x_t - x_0)) against log2(width) are near 0. See Yang et al. 2022, Tensor Programs V,
-    https://arxiv.org/abs/2203.03466: the desiderata of appendix J.2, and the coordinate check of appendix
-    D.1 and of https://github.com/microsoft/mup; figure 5 there plots x_t - x_0. The rms is the ``l2`` of that
-    package, whose default is the mean magnitude; both have the same slope.
+    https://arxiv.org/abs/2203.03466, whose figure 5 plots x_t - x_0, and the coordinate check of its package,
+    https://github.com/microsoft/mup#coord-check. That plots the mean magnitude of x_t by default; the rms has
+    the same slope.
 
     An activation fails if, by more than two standard errors over the seeds,
 
