@@ -369,7 +369,7 @@ def test_a_folder_that_is_no_run_is_one_line(call, tmp_path, command):
         (["show", "x", "--nix"], "No such option: --nix"),
         (
             ["show", "x", "--kind", "nix"],
-            "--kind 'nix' is not a kind of tensors: pass grads, weights or updates; see gradiometer show",
+            "is not a kind of tensors: pass grads, weights, updates, activations or activation_grads; see",
         ),
         (["diff", "x", "y", "--rtol", "-1"], "--rtol"),
     ],

@@ -379,6 +379,7 @@ PAGE = text("docs/reference/run-record.md")
         ("`steps`", run_module.STEPS),
         ("`tensors`", run_module.TENSORS),
         ("Updates", run_module.UPDATES),
+        ("Activations", run_module.TAPS),
         ("Fingerprints", run_module.FINGERPRINTS),
     ],
 )

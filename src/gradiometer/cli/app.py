@@ -34,7 +34,7 @@ __all__ = ["Exit", "main"]
 
 _WIDE = 200
 # as in gradiometer.recorder, which imports torch
-_KINDS = ("grads", "weights", "updates")
+_KINDS = ("grads", "weights", "updates", "activations", "activation_grads")
 
 
 class Exit(enum.IntEnum):
@@ -339,7 +339,8 @@ def _show(
 ) -> int:
     """Show one step of a run: scalars, tensors (worst first), findings."""
     if kind not in _KINDS:
-        raise typer.BadParameter(f"--kind {kind!r} is not a kind of tensors: pass grads, weights or updates")
+        known = f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}"
+        raise typer.BadParameter(f"--kind {kind!r} is not a kind of tensors: pass {known}")
     from gradiometer.cli import ls, show, tables  # noqa: PLC0415 with rich
 
     if run.is_dir() and not (run / "run.json").exists() and ls.look(run):

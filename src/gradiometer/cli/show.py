@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradiometer.columns import UPDATE_STATISTICS
+from gradiometer.columns import TAP_STATISTICS, UPDATE_STATISTICS
+from gradiometer.recorder import TAP_KINDS
 from gradiometer.runs import RunError
 from gradiometer.stats import row_to_dict
 
@@ -57,7 +58,9 @@ class Shown:
         values["tensors"] = {row.name: row_to_dict(row) for row in rows[:top]}
         if self.kind == "updates":
             values |= self.of_updates()
-            found = {name: record.value(name, "updates").tolist() for name in UPDATE_STATISTICS}
+        own = UPDATE_STATISTICS if self.kind == "updates" else TAP_STATISTICS
+        if self.kind == "updates" or self.kind in TAP_KINDS:
+            found = {name: record.value(name, self.kind).tolist() for name in own}
             for name, row in values["tensors"].items():
                 place = record.roster.index[name]
                 row |= {statistic: numbers[place] for statistic, numbers in found.items()}

@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from gradiometer.columns import NUM_COLUMNS, NUM_SUM_COLUMNS, NUM_UPDATE_COLUMNS, derived
+from gradiometer.columns import (
+    NUM_COLUMNS,
+    NUM_SUM_COLUMNS,
+    NUM_TAP_COLUMNS,
+    NUM_UPDATE_COLUMNS,
+    derived,
+    tap_flags,
+)
 from gradiometer.distributed import NUM_SUMMED
-from gradiometer.recorder import Roster, StepRecord
+from gradiometer.recorder import TAP_KINDS, Roster, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -84,6 +91,9 @@ class MergeWindow:
     def __init__(
         self, ranks: Ranks, local: Roster, thresholds: Thresholds, *, fingerprint: bool = False
     ) -> None:
+        # all but taps, which are the same on all ranks
+        taps = [name for name, is_tap in zip(local.names, local.is_tap, strict=True) if is_tap]
+        local = local.of_parameters
         self._ranks, self._local, self._thresholds = ranks, local, thresholds
         # numbers of a row for its fingerprint
         self._bits = NUM_SUMMED if fingerprint else 0
@@ -95,12 +105,15 @@ class MergeWindow:
         shapes = [
             parts.get(n, ()) if h.shape is None else h.shape for n, h in zip(ranks.names, specs, strict=True)
         ]
-        self.roster = Roster(ranks.names, tuple(shapes), tuple([h.dtype for h in specs]), local.kinds)
+        self._own = Roster(ranks.names, tuple(shapes), tuple([h.dtype for h in specs]), local.kinds)
+        self.roster = self._own.with_taps(tuple(taps)) if taps else self._own
+        self._num_taps = len(taps)
         whole = [math.nan if h.numel is None else float(h.numel) for h in specs]
         self._whole = torch.tensor(whole, dtype=torch.float64, device="cpu")
         self.scalars: list[str] = []
         width = (NUM_COLUMNS + self._bits) * len(local.kinds) + self._further
-        self.most = max(1, _BYTES // (8 * width * max(1, len(ranks.names))))
+        width_taps = len(TAP_KINDS) * (NUM_COLUMNS + NUM_TAP_COLUMNS)
+        self.most = max(1, _BYTES // (8 * max(1, width * len(ranks.names) + width_taps * len(taps))))
 
     def unplaced(self, steps: Iterable[StepRecord]) -> list[str]:
         """Return names of scalars that have no place yet but can get one."""
@@ -125,35 +138,77 @@ class MergeWindow:
         )
         for place, step in enumerate(_carried(steps, carried)):
             if step is not None and step.values is not None:
-                rows[:, place] = step.values[:, :, :NUM_COLUMNS].transpose(0, 1)
+                values: Tensor = step.of_parameters.values  # type: ignore[assignment]
+                rows[:, place] = values[:, :, :NUM_COLUMNS].transpose(0, 1)
         rows = self._ranks.to_rows(names, rows.flatten(1)).unflatten(1, rows.shape[1:])
         sums, tops = derived.by_merge(rows)
         bad = derived.value(rows, "n_nonfinite") > 0
         code = torch.where(bad, float(self._ranks.size - self._ranks.rank), 0.0).unsqueeze(-1)
         summed, maximized = self._marks(steps, len(carried))
+        tap_sums, tap_tops = self._packed_taps(steps, carried)
         return (
             torch.cat(
                 [
                     sums.flatten(),
                     self._packed_bits(steps, carried),
                     self._packed_further(steps, carried),
+                    tap_sums.flatten(),
                     summed.flatten(),
                 ]
             ),
-            torch.cat([tops.flatten(), code.flatten(), maximized.flatten()]),
+            torch.cat([tops.flatten(), code.flatten(), tap_tops.flatten(), maximized.flatten()]),
         )
+
+    def _packed_taps(self, steps: Sequence[StepRecord], carried: Sequence[bool]) -> tuple[Tensor, Tensor]:
+        """Return what this rank adds to the rows of taps; empty without.
+
+        ``(S, 2, M, sums + 4)`` and ``(S, 2, M, maxima + 1) float64``; the last number is a rank's code.
+        """
+        size = sum(carried), len(TAP_KINDS), self._num_taps
+        rows = torch.zeros((*size, NUM_COLUMNS), dtype=torch.float64, device="cpu")
+        more = torch.zeros((*size, NUM_TAP_COLUMNS), dtype=torch.float64, device="cpu")
+        for place, step in enumerate(_carried(steps, carried) if self._num_taps else ()):
+            if step is not None and step.values is not None and step.tap_sums is not None:
+                rows[place] = step.values[-len(TAP_KINDS) :, -self._num_taps :, :NUM_COLUMNS]
+                more[place] = step.tap_sums[:, -self._num_taps :]
+        sums, tops = derived.by_merge(rows)
+        bad = derived.value(rows, "n_nonfinite") > 0
+        code = torch.where(bad, float(self._ranks.size - self._ranks.rank), 0.0).unsqueeze(-1)
+        return torch.cat([sums, more], dim=-1), torch.cat([tops, code], dim=-1)
+
+    def _taps_of(self, sums: Tensor, tops: Tensor, carried: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows of taps, their further columns, and the first non-finite rank of each or -1.
+
+        ``(S, 2, M, ...) float64``, ``(S, 2, M, 4) float64`` and ``(S, 2, M) int64``.
+        """
+        size = sum(carried), len(TAP_KINDS), self._num_taps
+        found = []
+        # they lie before the marks
+        marks = (_SUMMED + 2 * len(self.scalars), _MAXIMIZED + 2 * len(self.scalars))
+        widths = (NUM_SUM_COLUMNS + NUM_TAP_COLUMNS, NUM_COLUMNS - NUM_SUM_COLUMNS + 1)
+        for vector, mark, width in zip((sums, tops), marks, widths, strict=True):
+            end = len(vector) - len(carried) * mark
+            found.append(vector[end - math.prod(size) * width : end].view(*size, width))
+        code = found[1][..., -1]
+        columns = torch.cat([found[0][..., :NUM_SUM_COLUMNS], found[1][..., :-1]], dim=-1)
+        parts = [columns, tap_flags(columns, self._thresholds).to(torch.float64).unsqueeze(-1)]
+        if self._bits:
+            none = torch.tensor([-1, 0, 0], dtype=torch.int64, device="cpu").view(torch.float64)
+            parts.append(none.expand(*size, -1))
+        origins = torch.where(code > 0, self._ranks.size - code, -1.0).to(torch.int64)
+        return torch.cat(parts, dim=-1), found[0][..., NUM_SUM_COLUMNS:], origins
 
     def _packed_bits(self, steps: Sequence[StepRecord], carried: Sequence[bool]) -> Tensor:
         """Return what this rank adds to the fingerprints, flat ``(T, S, K, 10) float64``; empty without."""
         names, kinds = self._local.names, self._local.kinds
-        size = (len(self.roster.names), sum(carried), len(kinds), self._bits)
+        size = (len(self._own.names), sum(carried), len(kinds), self._bits)
         rows = torch.zeros(size, dtype=torch.float64, device="cpu")
         for place, step in enumerate(_carried(steps, carried) if self._bits else ()):
             for index, kind in enumerate(kinds):
-                bits = None if step is None else step.fingerprints(kind)
+                bits = None if step is None else step.of_parameters.fingerprints(kind)
                 if step is not None and bits is not None:
                     none = bits.new_tensor([-1, 0, 0])
-                    bits = torch.where(step.measured(kind).unsqueeze(1), bits, none)
+                    bits = torch.where(step.of_parameters.measured(kind).unsqueeze(1), bits, none)
                     rows[:, place, index] = self._ranks.bits_of(names, bits)
         return rows.flatten()
 
@@ -163,20 +218,20 @@ class MergeWindow:
         rows = torch.zeros(size, dtype=torch.float64, device="cpu")
         for place, step in enumerate(_carried(steps, carried) if self._further else ()):
             if step is not None and step.further is not None:
-                rows[:, place] = step.further
+                rows[:, place] = step.of_parameters.further  # type: ignore[assignment]
         rows = self._ranks.to_rows(self._local.names, rows.flatten(1))
         return rows.flatten()
 
     def _further_of(self, sums: Tensor, size: int) -> Tensor:
         """Return the sums of the further columns, ``(S, T, 5) float64``."""
-        kinds, names = len(self.roster.kinds), len(self.roster.names)
+        kinds, names = len(self._own.kinds), len(self._own.names)
         start = names * size * kinds * (NUM_SUM_COLUMNS + self._bits)
         rows = sums[start : start + names * size * self._further].view(names, size, self._further)
         return rows.transpose(0, 1)
 
     def _bits_of(self, sums: Tensor, size: int) -> Tensor:
         """Return the sums for fingerprints, ``(S, K, T, 10) float64``."""
-        kinds, names = len(self.roster.kinds), len(self.roster.names)
+        kinds, names = len(self._own.kinds), len(self._own.names)
         cells = names * size * kinds
         start = cells * NUM_SUM_COLUMNS
         rows = sums[start : start + cells * self._bits].view(names, size, kinds, self._bits)
@@ -189,11 +244,11 @@ class MergeWindow:
         """
         if not self._bits or "weights" not in self.roster.kinds or not any(carried):
             return {}
-        weights = self._bits_of(sums, sum(carried))[:, self.roster.place("weights")]
+        weights = self._bits_of(sums, sum(carried))[:, self._own.place("weights")]
         _, differ = self._ranks.merged_bits(weights)
         places = [i for i, travels in enumerate(carried) if travels]
         return {
-            places[step]: [self.roster.names[row] for row in differ[step].nonzero().flatten().tolist()]
+            places[step]: [self._own.names[row] for row in differ[step].nonzero().flatten().tolist()]
             for step in differ.any(dim=1).nonzero().flatten().tolist()
         }
 
@@ -232,6 +287,7 @@ class MergeWindow:
             mine: this rank's steps, which give the time, and scalars that have no place.
         """
         values, origins = self._tensors(sums, tops, sum(carried))
+        taps = self._taps_of(sums, tops, carried) if self._num_taps else None
         further = self._further_of(sums, sum(carried)) if self._further else None
         width = _SUMMED + 2 * len(self.scalars)
         summed = sums[len(sums) - len(carried) * width :].view(len(carried), width).tolist()
@@ -243,7 +299,7 @@ class MergeWindow:
             adds, most = summed[i], maximized[i]
             when = time.time() if own is None else own.time
             scalars = self._scalars(own, adds[_SUMMED:], most[_MAXIMIZED:])
-            record = StepRecord(int(most[2]), when, scalars, self.roster, None, most[0] > 0, self._thresholds)
+            record = StepRecord(int(most[2]), when, scalars, self._own, None, most[0] > 0, self._thresholds)
             if own is not None:
                 record = replace(record, model=own.model)
             if most[1] > 0:
@@ -260,12 +316,21 @@ class MergeWindow:
                         kept = derived.value(record.columns("updates"), "numel") > 0
                         known = torch.where(kept.unsqueeze(1), further[place], 0.0)
                         record = replace(record, further=known)
+            if taps is not None and record.values is None:
+                record = replace(record, roster=self.roster)
+            elif taps is not None:
+                rows, more, origin = (x[place].clone() for x in taps)
+                if adds[0] != self._ranks.size:
+                    # of a step that only some ranks recorded, as for other tensors whose size is not known
+                    bad = (derived.value(rows, "n_nonfinite") > 0).unsqueeze(-1)
+                    rows, more = torch.where(bad, rows, 0.0), torch.where(bad, more, 0.0)
+                record = record.with_taps(self.roster, rows, more, origin)
             merged.append(record)
         return merged
 
     def _tensors(self, sums: Tensor, tops: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return ``StepRecord.values`` of all steps, and the first non-finite rank of each row, or -1."""
-        kinds, names = len(self.roster.kinds), len(self.roster.names)
+        kinds, names = len(self._own.kinds), len(self._own.names)
         cells, maxima = names * size * kinds, NUM_COLUMNS - NUM_SUM_COLUMNS
         columns = torch.cat(
             [

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from gradiometer.recorder import StepRecord
     from gradiometer.rules import Finding, Rule
     from gradiometer.sinks import Sink
-    from gradiometer.stats import TensorStats
+    from gradiometer.stats import Taps, TensorStats
 
 __all__ = ["Monitor"]
 
@@ -92,7 +92,7 @@ class Monitor:
         every: record steps divisible by this, and steps with a NaN, an Inf or a norm above ``skip_above``.
             Every step has a `StepRecord` with its scalars.
         capacity: steps in the ring buffer on the device, of ``(R + 1) * 72`` bytes each for R tensors, or 96
-            with fingerprints; an update counts as two.
+            with fingerprints; an update counts as two, and a tap as four.
         weights: also measure the parameters.
         updates: also measure the change of the parameters in each due step, see `record_updates`; this keeps
             a copy of the parameters that require a gradient.
@@ -113,6 +113,9 @@ class Monitor:
             so that `gradiometer.compare_runs` can tell whether two runs are equal to the bit. With several
             ranks and ``weights=True``, copies of weights are compared in every recorded step: see the rule
             `gradiometer.rules.ReplicaDivergence`.
+        taps: `gradiometer.Taps` of the model: its activations and their gradients are recorded with the
+            gradients. `advance` advances the taps, too. With several ranks all need taps of the same names;
+            their rows are merged.
         keep_weights: keep a copy of the weights and buffers at the start of the step, so that a step that is
             not finite can be repeated, see `keep`; needs ``run_dir``, and ``skip_nonfinite``, which tells the
             device when to stop copying.
@@ -162,6 +165,7 @@ class Monitor:
         redact: bool = False,
         fingerprint: bool = False,
         keep_weights: bool = False,
+        taps: Taps | None = None,
     ) -> None:
         self._failures = Failures()
         agreed = prepare_ranks(ranks, model)
@@ -172,6 +176,7 @@ class Monitor:
         settings["redact"] = bool(redact)
         settings["fingerprint"] = bool(fingerprint)
         settings["keep_weights"] = bool(keep_weights)
+        settings["taps"] = getattr(taps, "names", None)
         with together(agreed, settings) as group:
             folder = choose_run_dir(run_dir, rank, agreed, group)
             if not isinstance(queue, int) or queue < 1:
@@ -193,6 +198,7 @@ class Monitor:
                 thresholds=thresholds,
                 fingerprint=bool(fingerprint),
                 ranks=agreed,
+                taps=taps,
             )
             merger = None
             if agreed is not None and group is not None:
@@ -239,7 +245,7 @@ class Monitor:
 
     def __repr__(self) -> str:
         """Return one line. Never waits."""
-        tensors = self._recorder.roster.num_rows
+        tensors = self._recorder.roster.num_tensors
         return f"<Monitor: step {self.step}, {tensors} tensors, {counts_text(self.findings)}>"
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:

@@ -7,11 +7,12 @@ holds them on the host. Nothing here starts a thread, accesses a disk or judges 
 from gradiometer.recorder.model_state import ModelState
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
-from gradiometer.recorder.step_record import KINDS, Kind, Roster, RunInfo, StepRecord, label
+from gradiometer.recorder.step_record import KINDS, TAP_KINDS, Kind, Roster, RunInfo, StepRecord, label
 from gradiometer.recorder.updates import Updates
 
 __all__ = [
     "KINDS",
+    "TAP_KINDS",
     "Kind",
     "ModelState",
     "Recorder",

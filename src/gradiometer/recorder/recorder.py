@@ -17,13 +17,17 @@ from gradiometer.columns import (
     HEADER_SKIPPED,
     HEADER_STEP,
     NUM_FINGERPRINT_COLUMNS,
+    NUM_TAP_COLUMNS,
     NUM_UPDATE_COLUMNS,
     RING_WIDTH,
     Cursor,
     Thresholds,
     compute_flags,
     derived,
+    from_activations,
     from_pairs,
+    scaled_activations,
+    tap_flags,
 )
 from gradiometer.inputs import (
     Named,
@@ -40,9 +44,9 @@ from gradiometer.inputs import (
 )
 from gradiometer.recorder.settings import check_cursor, check_integer, check_skips
 from gradiometer.recorder.skip_consensus import SkipConsensus
-from gradiometer.recorder.step_record import KINDS, Kind, Roster, StepRecord, label
+from gradiometer.recorder.step_record import KINDS, TAP_KINDS, Kind, Roster, StepRecord, label
 from gradiometer.recorder.stream_order import StreamOrder
-from gradiometer.stats import Float64Module, PairStats, TensorStats, fetch, measure, settled
+from gradiometer.stats import Float64Module, PairStats, Taps, TensorStats, fetch, measure, settled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,7 +80,7 @@ class Recorder(Float64Module):
         weights: whether to measure the parameters themselves too.
         updates: whether to reserve rows for updates, which `record_updates` measures.
         capacity: number of steps that are kept, ``(R + 1) * 72`` bytes each for R recorded tensors; an update
-            counts as two.
+            counts as two, and a tap as four.
         every: record the steps that are multiples of ``every``. A step with a NaN, an Inf or a norm above
             ``skip_above`` is recorded whenever it is measured.
         skip_nonfinite: whether a NaN or Inf in a gradient makes `skip_step` true.
@@ -84,6 +88,9 @@ class Recorder(Float64Module):
         thresholds: limits of the flags.
         fingerprint: whether to record the fingerprints of all these tensors too, in the same read; they take
             24 bytes more for each tensor.
+        taps: taps of the model, whose activations and gradients of activations are recorded, too. `advance`
+            then advances them, and their steps have the recorder's numbers; in a step that ``taps.every``
+            leaves out, their rows are not measured.
         ranks: the ranks' agreement for the same model. `skip_step` is then the same on all of them, and
             gradients that are still partial sums are added up before they are measured.
 
@@ -93,8 +100,8 @@ class Recorder(Float64Module):
 
     Raises:
         TypeError: for a parameter that cannot be measured; the message names it.
-        ValueError: without parameters, for a duplicate name, for a number out of range, for a ring that
-            cannot be allocated, or for ranks of another model.
+        ValueError: without parameters, for a duplicate name, also of a tap and a parameter, for a number out
+            of range, for a ring that cannot be allocated, or for ranks of another model.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -124,6 +131,7 @@ class Recorder(Float64Module):
         thresholds: Thresholds = DEFAULT_THRESHOLDS,
         fingerprint: bool = False,
         ranks: Ranks | None = None,
+        taps: Taps | None = None,
     ) -> None:
         super().__init__()
         names, parameters = tracked_parameters(model)
@@ -139,22 +147,25 @@ class Recorder(Float64Module):
             raise TypeError(msg)
         devices = check(Named(names, parameters), "Recorder").devices
         asked = {"grads": True, "weights": weights, "updates": updates}
-        kinds = [kind for kind in KINDS if asked[kind]]
-        self.roster = Roster(
+        roster = Roster(
             names,
             tuple([tuple(p.shape) for p in parameters]),
             tuple([str(p.dtype).removeprefix("torch.") for p in parameters]),
-            tuple(kinds),
+            tuple([kind for kind in KINDS if asked.get(kind)]),
         )
-        # Dynamo cannot trace the lock of a cached property
-        self._places = self.roster.index
+        taps_names = _names_of(taps, names)
+        self.roster = roster if taps is None else roster.with_taps(taps_names)
+        # what the ring has of parameters. Dynamo cannot trace the lock of a cached property
+        self._own, self._places = roster, roster.index
         self.thresholds = thresholds
         # in a list of its own, since these are not parameters of this module
         self._tracked = [list(parameters)]
         home = next((device for device in devices if device.type != "cpu"), devices[0])
         self.fingerprint = bool(fingerprint)
         width = RING_WIDTH + NUM_FINGERPRINT_COLUMNS * self.fingerprint
-        rows = self.roster.num_rows + updates * len(names)
+        # where the rows of taps begin
+        self._taps_at = roster.num_rows + updates * len(names)
+        rows = self._taps_at + 2 * len(TAP_KINDS) * len(taps_names)
         size = (capacity, rows + 1, width)
         try:
             # -1 marks an empty slot: step numbers are not negative
@@ -165,12 +176,16 @@ class Recorder(Float64Module):
             raise ValueError(msg) from error
         self.register_buffer("ring", ring, persistent=False)
         self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=home))
+        # in a list, since they are not a part of this module
+        self._taps = [] if taps is None else [taps]
         self._ranks = ranks
         self._verdict = None if ranks is None or ranks.size == 1 else SkipConsensus(names, ranks, home)
         self._order = StreamOrder()
         self._has_dtensors = any([is_dtensor(type(p)) for p in parameters])
         self._gated = False
-        self.configure_(every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)
+        self.configure_(step=0, every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)
+        # what was measured before belongs to no step
+        self._clear_taps()
         self._gated = not skip_nonfinite and skip_above == math.inf
         self._one_device = len(devices) == 1
 
@@ -181,8 +196,13 @@ class Recorder(Float64Module):
 
     @property
     def parameters_tracked(self) -> list[Tensor]:
-        """The parameters, in the order of the roster."""
+        """The parameters, in the order of `names_tracked`."""
         return self._tracked[0]
+
+    @property
+    def names_tracked(self) -> tuple[str, ...]:
+        """The names of the parameters; those of the roster without taps."""
+        return self._own.names
 
     def configure_(
         self,
@@ -220,15 +240,21 @@ class Recorder(Float64Module):
         with self.in_order():
             for place, number in new.items():
                 self.cursor[place].fill_(number)
+            if step is not None:
+                for taps in self._taps:
+                    taps.configure_(step=step)
         return self
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
         """Measure the gradients, and the weights if asked, and write them into the current step's slot.
 
+        What taps have measured since the last `advance` is written, too.
+
         Args:
             stats: of gradients that were measured already, named as in the model; the gradients are not read
                 again. For stats merged over ranks, ``stats.local`` is recorded.
-            inv_scale: as for `gradiometer.collect_grads`; it applies to gradients only, and not to ``stats``.
+            inv_scale: as for `gradiometer.collect_grads`; it applies to gradients only, also to those of
+                activations, and not to ``stats``.
 
         Raises:
             ValueError: for stats of other tensors, and for groups of stats merged over ranks.
@@ -236,6 +262,8 @@ class Recorder(Float64Module):
         """
         with self.in_order():
             self._record(stats, inv_scale)
+            for taps in self._taps:
+                self._append_taps(taps, inv_scale)
 
     def _record(self, stats: TensorStats | None, inv_scale: Tensor | float | None) -> None:
         if self._verdict is not None:
@@ -272,6 +300,28 @@ class Recorder(Float64Module):
         if "weights" in self.roster.kinds:
             self._append("weights", self._collect("weights", self._tensors("weights")))
 
+    def _append_taps(self, taps: Taps, inv_scale: Tensor | float | None) -> None:
+        # after the gradients, which open a slot if the step is due
+        grads = taps.grads
+        if inv_scale is not None:
+            if not isinstance(inv_scale, Tensor):
+                inv_scale = derived.number(inv_scale, grads.device)
+            scale = on_device(inv_scale.detach(), grads.device).to(torch.float64).reshape(())
+            grads = scaled_activations(grads, scale)
+        columns, further = from_activations(torch.cat([taps.values, grads]))
+        flags = tap_flags(columns, self.thresholds)
+        measured = [torch.cat([columns, further]), torch.cat([flags, torch.zeros_like(flags)])]
+        size = self.ring.shape[1] - 1
+        if self.fingerprint:
+            measured.append(_no_fingerprints(flags, size - self._taps_at))
+        self._write(measured, list(range(self._taps_at, size)), size, 0)
+
+    def _clear_taps(self) -> None:
+        for taps in self._taps:
+            taps.advance()
+            # one step number for both
+            taps.cursor[Cursor.STEP : Cursor.STEP + 1].copy_(self.cursor[Cursor.STEP : Cursor.STEP + 1])
+
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
@@ -279,6 +329,8 @@ class Recorder(Float64Module):
         if isinstance(cursor, Tensor) and cursor.shape == self.cursor.shape and not cursor.is_meta:
             check_cursor(cursor)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        with torch.no_grad(), self.in_order():
+            self._clear_taps()
 
     def record_updates(self, stats: PairStats) -> None:
         """Write measured updates into the current step's slot; inside or outside of a compiled step.
@@ -308,13 +360,12 @@ class Recorder(Float64Module):
         columns, further = from_pairs(stats.columns)
         flags = compute_flags(columns, self.thresholds)
         places = self._rows("updates", stats.names)
-        rows = [*places, *[place + len(self.roster.names) for place in places]]
+        rows = [*places, *[place + len(self._own.names) for place in places]]
         measured = [torch.cat([columns, further]), torch.cat([flags, torch.zeros_like(flags)])]
         if self.fingerprint:
             # those of the weights determine them
-            none = flags.new_zeros((len(rows), NUM_FINGERPRINT_COLUMNS), dtype=torch.int64)
-            measured.append(torch.cat([none[:, :1] - 1, none[:, 1:]], dim=1))
-        self._write(measured, rows, self.ring.shape[1] - 1, 0)
+            measured.append(_no_fingerprints(flags, len(rows)))
+        self._write(measured, rows, self._taps_at, 0)
 
     @property
     def skip_step(self) -> Tensor:
@@ -334,6 +385,7 @@ class Recorder(Float64Module):
             self._verdict.begin()
         with self.in_order():
             self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
+            self._clear_taps()
 
     def in_order(self) -> AbstractContextManager[None]:
         """Return a context for a use of the buffers: the current stream waits for uses on other streams.
@@ -358,12 +410,16 @@ class Recorder(Float64Module):
         """Return the record of a slot that was copied to the host; ``slot=None`` for a step without one."""
         if slot is None:
             return StepRecord(step, when, scalars, self.roster, None, thresholds=self.thresholds)
-        end = self.roster.num_rows + 1
-        values = slot[1:end].view(len(self.roster.kinds), len(self.roster.names), slot.shape[1])
+        end, start = self._own.num_rows + 1, self._taps_at + 1
+        values = slot[1:end].view(len(self._own.kinds), len(self._own.names), slot.shape[1])
         skipped = bool(slot[0, HEADER_SKIPPED] > 0)
         # without the number of elements
-        further = slot[end:, 1 : 1 + NUM_UPDATE_COLUMNS] if "updates" in self.roster.kinds else None
-        return StepRecord(step, when, scalars, self.roster, values, skipped, self.thresholds, further=further)
+        further = slot[end:start, 1 : 1 + NUM_UPDATE_COLUMNS] if "updates" in self.roster.kinds else None
+        record = StepRecord(step, when, scalars, self._own, values, skipped, self.thresholds, further=further)
+        if not self._taps:
+            return record
+        rows = slot[start:].view(2, len(TAP_KINDS), -1, slot.shape[1])
+        return record.with_taps(self.roster, rows[0], rows[1, ..., :NUM_TAP_COLUMNS])
 
     def _tensors(self, kind: Kind) -> list[Tensor | None]:
         """Return this rank's part of the gradients or weights, in the order of the roster."""
@@ -371,16 +427,16 @@ class Recorder(Float64Module):
         tensors = [p.grad if kind == "grads" else p for p in parameters]
         if not self._has_dtensors:
             return tensors
-        found = present(self.roster.names, tensors)
+        found = present(self._own.names, tensors)
         if kind == "grads":
-            found = settled(found, Named(self.roster.names, parameters), self._ranks, "Recorder")
+            found = settled(found, Named(self._own.names, parameters), self._ranks, "Recorder")
         shards = iter(local_shards(found, "Recorder").tensors)
         return [None if tensor is None else next(shards) for tensor in tensors]
 
     def _collect(
         self, kind: Kind, tensors: list[Tensor | None], inv_scale: Tensor | float | None = None
     ) -> TensorStats:
-        found = [(name, x) for name, x in zip(self.roster.names, tensors, strict=True) if x is not None]
+        found = [(name, x) for name, x in zip(self._own.names, tensors, strict=True) if x is not None]
         named = Named(tuple([label(kind, name) for name, _ in found]), [x for _, x in found])
         options: dict[str, Any] = {"home": self.ring.device, "fingerprint": self.fingerprint}
         stats = measure(named, "Recorder", self.thresholds, inv_scale, **options)
@@ -398,12 +454,12 @@ class Recorder(Float64Module):
                 raise ValueError(msg + "collect_grads")
             measured.append(bits)
         # only gradients decide about skipping
-        grads = len(self.roster.names) if kind == "grads" else 0
-        self._write(measured, self._rows(kind, stats.names), self.roster.num_rows, grads)
+        grads = len(self._own.names) if kind == "grads" else 0
+        self._write(measured, self._rows(kind, stats.names), self._own.num_rows, grads)
 
     def _rows(self, kind: Kind, names: tuple[str, ...]) -> list[int]:
         """Return the rows of these tensors."""
-        first = self.roster.place(kind) * len(self.roster.names)
+        first = self._own.place(kind) * len(self._own.names)
         rows = []
         for name in names:
             if name not in self._places:
@@ -423,6 +479,26 @@ class Recorder(Float64Module):
         if grads and self._verdict is not None:
             self._verdict.hear(columns[:grads])
         ops.append_(columns, flags, grads, self.ring, self.cursor, more[0] if more else None)
+
+
+def _names_of(taps: Taps | None, parameters: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of taps; a ValueError if a parameter has one of them."""
+    if taps is None:
+        return ()
+    if not isinstance(taps, Taps):
+        msg = f"Recorder(taps=...): expected gm.Taps(model, ...), got {describe(taps)}"
+        raise TypeError(msg)
+    twice = {*taps.names} & {*parameters}
+    if twice:
+        msg = f"Recorder(taps=...): {min(twice)!r} is the name of a tap and of a parameter; rename the tap"
+        raise ValueError(msg)
+    return taps.names
+
+
+def _no_fingerprints(like: Tensor, rows: int) -> Tensor:
+    """Return ``(rows, 3) int64`` that stands for no fingerprint."""
+    none = like.new_zeros((rows, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64)
+    return torch.cat([none[:, :1] - 1, none[:, 1:]], dim=1)
 
 
 def _of_this_rank(stats: _Stats, kind: type[_Stats], function: str) -> _Stats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -14,12 +14,15 @@ from gradiometer.columns import (
     COLUMN_INDEX,
     DEFAULT_THRESHOLDS,
     NUM_COLUMNS,
+    NUM_TAP_COLUMNS,
     NUM_UPDATE_COLUMNS,
     RING_WIDTH,
     Fingerprint,
     Thresholds,
     derived,
+    has_tap_value,
     has_update_value,
+    tap_value,
     update_value,
 )
 from gradiometer.stats import Report
@@ -32,29 +35,43 @@ if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.recorder.model_state import ModelState
 
-__all__ = ["KINDS", "Kind", "Roster", "RunInfo", "StepRecord", "label"]
+__all__ = ["KINDS", "TAP_KINDS", "Kind", "Roster", "RunInfo", "StepRecord", "label"]
 
-Kind = Literal["grads", "weights", "updates"]
-KINDS: Final[tuple[Kind, ...]] = ("grads", "weights", "updates")
+Kind = Literal["grads", "weights", "updates", "activations", "activation_grads"]
+TAP_KINDS: Final[tuple[Kind, ...]] = ("activations", "activation_grads")
+KINDS: Final[tuple[Kind, ...]] = ("grads", "weights", "updates", *TAP_KINDS)
 
 # the columns that count NaN and Inf
 _COUNTS: Final = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_neginf"] + 1)
-_SUFFIX: Final[dict[Kind, str]] = {"grads": ".grad", "weights": "", "updates": ".update"}
+_SUFFIX: Final[dict[Kind, str]] = {
+    "grads": ".grad",
+    "weights": "",
+    "updates": ".update",
+    "activations": "",
+    "activation_grads": ".grad",
+}
 
 
 def label(kind: Kind, name: str) -> str:
-    """Return a tensor's display name: ``blocks.3.w.grad``, ``blocks.3.w``, ``blocks.3.w.update``."""
+    """Return a tensor's display name.
+
+    ``blocks.3.w.grad``, ``blocks.3.w`` and ``blocks.3.w.update`` of a parameter; ``blocks.3.mlp.out`` and
+    ``blocks.3.mlp.out.grad`` of a tap.
+    """
     return name + _SUFFIX[kind]
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The tensors in a slot of the ring: every kind of every parameter, kind by kind.
+    """The tensors of a recorded step: every kind of every name, kind by kind.
+
+    The names are those of parameters and of taps. A parameter has no row of the kinds in `TAP_KINDS`, and a
+    tap has none of the other kinds: these rows are never measured.
 
     Attributes:
-        names: of the N parameters.
-        shapes: of the parameters.
-        dtypes: of the parameters, as ``"float32"``.
+        names: the N names.
+        shapes: of the parameters; ``(0,)`` for a tap.
+        dtypes: of the parameters, as ``"float32"``; ``""`` for a tap.
         kinds: K kinds, from `KINDS`, in that order; the first is ``"grads"``.
     """
 
@@ -73,11 +90,44 @@ class Roster:
         """The number of rows, K * N."""
         return len(self.kinds) * len(self.names)
 
+    @property
+    def num_tensors(self) -> int:
+        """The number of rows that can be measured."""
+        taps, tap_kinds = sum(self.is_tap), len({*self.kinds} & {*TAP_KINDS})
+        return (len(self.kinds) - tap_kinds) * (len(self.names) - taps) + tap_kinds * taps
+
+    @cached_property
+    def is_tap(self) -> tuple[bool, ...]:
+        """Whether each name is that of a tap."""
+        return tuple([dtype == "" for dtype in self.dtypes])
+
+    def has(self, kind: Kind, place: int) -> bool:
+        """Return whether the name at an index has a row of this kind."""
+        return kind in self.kinds and (kind in TAP_KINDS) == self.is_tap[place]
+
+    @cached_property
+    def of_parameters(self) -> Roster:
+        """The roster without taps."""
+        if not any(self.is_tap):
+            return self
+        kept = [not is_tap for is_tap in self.is_tap]
+        return Roster(
+            tuple(itertools.compress(self.names, kept)),
+            tuple(itertools.compress(self.shapes, kept)),
+            tuple(itertools.compress(self.dtypes, kept)),
+            tuple([kind for kind in self.kinds if kind not in TAP_KINDS]),
+        )
+
+    def with_taps(self, names: tuple[str, ...]) -> Roster:
+        """Return the roster with taps of these names after the parameters."""
+        shapes, dtypes = (*self.shapes, *[(0,)] * len(names)), (*self.dtypes, *[""] * len(names))
+        return Roster((*self.names, *names), shapes, dtypes, (*self.kinds, *TAP_KINDS))
+
     def place(self, kind: Kind) -> int:
         """Return the index of a kind; raise a KeyError if it was not recorded."""
         if kind not in self.kinds:
             msg = f"{kind} were not recorded, only {', '.join(self.kinds)}; create the Monitor or "
-            msg += f"Recorder with {kind}=True"
+            msg += "Recorder with taps" if kind in TAP_KINDS else f"Recorder with {kind}=True"
             raise KeyError(msg)
         return self.kinds.index(kind)
 
@@ -98,6 +148,8 @@ class StepRecord:
         further: ``(N, 5) float64``: for each parameter the columns of its update that tensors do not have, in
             the order of `gradiometer.columns.UPDATE_COLUMNS`; None without updates, or if they were recorded
             by a release that had no such columns.
+        tap_sums: ``(2, N, 4) float64``: for each of `TAP_KINDS` and each name the columns that tensors do not
+            have, in the order of `gradiometer.columns.TAP_COLUMNS`; None without taps.
         skipped: whether the update was skipped: ``skip_step`` was true and something acts on it, see
             `gradiometer.Monitor.skips`. For a `gradiometer.Recorder` alone, whether ``skip_step`` was true.
         thresholds: limits of the flags.
@@ -123,11 +175,12 @@ class StepRecord:
     model: ModelState | None = None
     diverged: Mapping[str, str] = field(default_factory=dict)
     further: Tensor | None = None
+    tap_sums: Tensor | None = None
     _kept: dict[tuple[str, Kind], Any] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
         """Return a one-line summary."""
-        what = "no tensors" if self.values is None else f"{self.roster.num_rows} tensors"
+        what = "no tensors" if self.values is None else f"{self.roster.num_tensors} tensors"
         return f"<StepRecord: step {self.step}, {what}>"
 
     @property
@@ -161,18 +214,74 @@ class StepRecord:
 
         Updates also have ``update_ratio``, ``descent_cosine``, ``unchanged_fraction``, ``stuck_fraction`` and
         `gradiometer.columns.UPDATE_COLUMNS`, see `gradiometer.PairStats`: NaN where they are not known.
+        Activations and their gradients also have ``outlier_ratio``, ``kurtosis``, ``zero_channel_fraction``
+        and `gradiometer.columns.TAP_COLUMNS`, see `gradiometer.ActivationStats`.
         """
         kept: Tensor = self._keep(
-            f"value {statistic}", kind, lambda: self._value(self.columns(kind), self.further, statistic, kind)
+            f"value {statistic}",
+            kind,
+            lambda: self._value(self.columns(kind), self._further_of(kind), statistic, kind),
         )
         return kept
 
+    def _further_of(self, kind: Kind) -> Tensor | None:
+        """Return the columns of this kind that other tensors do not have, ``(N, ...) float64``."""
+        if kind in TAP_KINDS:
+            return None if self.tap_sums is None else self.tap_sums[TAP_KINDS.index(kind)]
+        return self.further if kind == "updates" else None
+
     def _value(self, columns: Tensor, further: Tensor | None, statistic: str, kind: Kind) -> Tensor:
-        if kind != "updates" or not has_update_value(statistic):
+        is_tap = kind in TAP_KINDS
+        if not (has_tap_value(statistic) if is_tap else kind == "updates" and has_update_value(statistic)):
             return derived.value(columns, statistic)
         if further is None:
-            further = columns.new_full((*columns.shape[:-1], NUM_UPDATE_COLUMNS), math.nan)
-        return update_value(columns, further, statistic)
+            size = NUM_TAP_COLUMNS if is_tap else NUM_UPDATE_COLUMNS
+            further = columns.new_full((*columns.shape[:-1], size), math.nan)
+        return (tap_value if is_tap else update_value)(columns, further, statistic)
+
+    def with_taps(
+        self, roster: Roster, rows: Tensor, sums: Tensor, origin: Tensor | None = None
+    ) -> StepRecord:
+        """Return a recorded step with the rows of M taps, which follow the parameters.
+
+        Args:
+            roster: that of this record, `Roster.with_taps`.
+            rows: ``(2, M, C + 1) float64``, and three more with fingerprints, as in ``values``.
+            sums: ``(2, M, 4) float64``, as in ``tap_sums``.
+            origin: ``(2, M) int64``, if ranks are merged.
+        """
+        own: Tensor = self.values  # type: ignore[assignment]
+        kinds, size, width = own.shape
+        # every kind of every name: of most there is nothing
+        values = own.new_zeros(len(roster.kinds), len(roster.names), width)
+        values[:kinds, :size], values[kinds:, size:] = own, rows
+        tap_sums = sums.new_zeros(len(TAP_KINDS), len(roster.names), sums.shape[2])
+        tap_sums[:, size:] = sums
+        further, origins = self.further, self.origin
+        if further is not None:
+            further = torch.cat([further, further.new_zeros(rows.shape[1], further.shape[1])])
+        if origins is not None and origin is not None:
+            origins = origins.new_full(values.shape[:2], -1)
+            origins[:kinds, :size], origins[kinds:, size:] = self.origin, origin  # type: ignore[assignment]
+        return replace(self, roster=roster, values=values, further=further, tap_sums=tap_sums, origin=origins)
+
+    @cached_property
+    def of_parameters(self) -> StepRecord:
+        """The record without taps."""
+        roster = self.roster.of_parameters
+        if roster is self.roster:
+            return self
+        kept = [not is_tap for is_tap in self.roster.is_tap]
+        rows = torch.tensor(kept, dtype=torch.bool, device="cpu")
+        kinds = [self.roster.place(kind) for kind in roster.kinds]
+        return replace(
+            self,
+            roster=roster,
+            values=None if self.values is None else self.values[kinds][:, rows],
+            origin=None if self.origin is None else self.origin[kinds][:, rows],
+            further=None if self.further is None else self.further[rows],
+            tap_sums=None,
+        )
 
     def total(self, statistic: str = "norm", kind: Kind = "grads") -> float:
         """Return a raw column or derived value, by name, of all parameters together."""
@@ -182,7 +291,8 @@ class StepRecord:
         return kept
 
     def _total(self, statistic: str, kind: Kind) -> float:
-        further = None if self.further is None else self.further.sum(dim=0)
+        further = self._further_of(kind)
+        further = None if further is None else further.sum(dim=0)
         return float(self._value(self.merged(kind), further, statistic, kind))
 
     @cached_property
@@ -211,6 +321,8 @@ class StepRecord:
         if self.origin is None or self.ranks is None:
             return None
         rank = int(self.origin[self.roster.place(kind), self.roster.index[name]])
+        if rank >= 0 and kind in TAP_KINDS:
+            return f"rank {rank}"
         return None if rank < 0 else self.ranks.where(name, rank)
 
     @property

@@ -104,7 +104,7 @@ class Updates:
 
     def _parameters(self) -> dict[str, Tensor]:
         recorder = self._recorder
-        return dict(zip(recorder.roster.names, recorder.parameters_tracked, strict=True))
+        return dict(zip(recorder.names_tracked, recorder.parameters_tracked, strict=True))
 
 
 def _fits(snapshot: Snapshot | None, trained: dict[str, Tensor]) -> TypeGuard[Snapshot]:

@@ -5,6 +5,7 @@ Each rule takes one `StepRecord` after the other (`check`) and keeps its own his
 `gradiometer.rules.Rule`. Nothing here reads a device or a disk.
 """
 
+from gradiometer.rules.activations import DeadUnits
 from gradiometer.rules.defaults import default_rules
 from gradiometer.rules.fault import Fault, summarize
 from gradiometer.rules.finding import Finding, Severity, checked
@@ -27,6 +28,7 @@ from gradiometer.rules.stuck import Stuck
 __all__ = [
     "Accumulating",
     "Dead",
+    "DeadUnits",
     "EvalMode",
     "Exploding",
     "Fault",

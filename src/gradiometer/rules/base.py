@@ -108,6 +108,9 @@ class TensorRule(BaseRule):
     # `names` are the tensors that the history is about
     kept: ClassVar[tuple[str, ...]] = ("names", "named")
 
+    # whether it also checks taps; other rules get a record without them
+    sees_taps: ClassVar[bool] = False
+
     def __init__(self, severity: Severity, most: int = MOST) -> None:
         super().__init__(severity)
         if most < 1:
@@ -120,6 +123,8 @@ class TensorRule(BaseRule):
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return the findings of this step; none if it was not recorded."""
+        if not self.sees_taps:
+            record = record.of_parameters
         if record.values is None:
             return []
         if record.roster is not self._roster:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gradiometer.rules.activations import DeadUnits
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.history import NormHistory
 from gradiometer.rules.initialization import EvalMode, Initialization, Untied
@@ -43,6 +44,7 @@ def default_rules() -> list[Rule]:
         Exploding(norms=norms),
         Vanishing(norms=norms),
         Dead(),
+        DeadUnits(),
         LayerImbalance(norms=norms),
         UpdateRatio(),
     ]

@@ -46,7 +46,8 @@ class Finding:
         first_step: the step at which it began.
         last_step: the step at which it was last seen.
         count: number of steps in which the rule reported it.
-        kind: ``"grads"``, ``"weights"`` or ``"updates"``; None if it is not about tensors.
+        kind: ``"grads"``, ``"weights"``, ``"updates"``, ``"activations"`` or ``"activation_grads"``; None if
+            it is not about tensors.
         tensor: the parameter's name; None if it is about all of them, or about a scalar.
         value: the most extreme value seen.
         worst_step: the step of that value; None if it is the value with which the finding began.

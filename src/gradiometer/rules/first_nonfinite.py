@@ -3,19 +3,24 @@
 The forward pass reads the weights before there is a gradient. So a non-finite weight comes first, and among
 several the first in the model's order. Gradients are computed from the loss backwards: a NaN that arises
 there reaches every parameter before it in the model, and none after it. So among several the *last* in the
-model's order is where it began. Updates depend on both. If the modules do not run in the model's order, the
-named tensor may be one that the NaN only reached; the number of other tensors tells how far it spread.
+model's order is where it began. Updates depend on both. With taps, activations come after the weights, and
+their gradients before those of parameters; the output of a module comes after the outputs in it. If the
+modules do not run in the model's order, the named tensor may be one that the NaN only reached; the number of
+other tensors tells how far it spread.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradiometer.columns import COLUMN_INDEX
-from gradiometer.recorder import label
+from gradiometer.recorder import TAP_KINDS, label
 from gradiometer.stats import amount
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from gradiometer.recorder import Kind, StepRecord
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["FirstNonfinite", "first_nonfinite", "first_nonfinite_text", "nonfinite"]
 
 # in the order in which a step makes them
-_ORDER: tuple[Kind, ...] = ("weights", "grads", "updates")
+_ORDER: tuple[Kind, ...] = ("weights", "activations", "activation_grads", "grads", "updates")
 
 
 class FirstNonfinite(NamedTuple):
@@ -58,6 +63,8 @@ def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
             continue
         bad = nonfinite(record, kind).nonzero()
         place = int(bad[-1 if kind == "grads" else 0])
+        if kind in TAP_KINDS:
+            place = _first_tap(record.roster.names, bad.flatten().tolist(), kind)
         row = record.columns(kind)[place].tolist()
         n_nan, n_posinf, n_neginf, numel = (
             int(row[COLUMN_INDEX[name]]) for name in ("n_nan", "n_posinf", "n_neginf", "numel")
@@ -67,6 +74,30 @@ def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
         where = record.where(name, kind) if record.loss_rank is None else None
         return FirstNonfinite(kind, name, n_nan, n_posinf + n_neginf, numel, where)
     return None
+
+
+def _first_tap(names: Sequence[str], places: list[int], kind: Kind) -> int:
+    """Return the place of the tap that comes first, in the forward or in the backward pass."""
+    order = _forward_order(names)
+    roots = [name.partition(".")[0] for name in names]
+    # a call of `tap` whose name is not that of a part of the model may be anywhere
+    known = [i for i in places if names[i].endswith(".out") or roots.count(roots[i]) > 1]
+    return (max if kind == "activation_grads" else min)(known or places, key=order.__getitem__)
+
+
+def _forward_order(names: Sequence[str]) -> list[tuple[float, ...]]:
+    """Return a sort key of each tap: modules in the order of their names, each after what is in it.
+
+    >>> names = ["a.out", "a.mlp.out", "b.out", "a.scores"]
+    >>> [name for _, name in sorted(zip(_forward_order(names), names))]
+    ['a.mlp.out', 'a.scores', 'a.out', 'b.out']
+    """
+    paths = [tuple(name.removesuffix(".out").split(".")) for name in names]
+    first: dict[tuple[str, ...], int] = {}
+    for place, path in enumerate(paths):
+        for depth in range(len(path)):
+            first.setdefault(path[: depth + 1], place)
+    return [(*[first[path[: depth + 1]] for depth in range(len(path))], math.inf) for path in paths]
 
 
 def first_nonfinite_text(record: StepRecord) -> str | None:

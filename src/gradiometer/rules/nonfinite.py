@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Finding, Severity, checked
-from gradiometer.rules.first_nonfinite import first_nonfinite, first_nonfinite_text
+from gradiometer.rules.first_nonfinite import FirstNonfinite, first_nonfinite, first_nonfinite_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +23,10 @@ ADVICE: Final = {
     "overflow in the backward of this layer",
     "weights": "go back to a checkpoint before this step, and skip steps whose gradients are not finite "
     "(monitor.skip_step)",
+    "activations": "look at what this layer computes, and at its inputs: log(0), a division by 0, an "
+    "overflow; a mask of -inf is no fault: tap the values before it",
+    "activation_grads": "skip such steps (monitor.skip_step); look for a division by 0, log(0), sqrt(0) or "
+    "an fp16 overflow in the backward of what follows this activation",
     "updates": "the gradients were finite, so look at the optimizer: its eps, its state in half precision, "
     "the learning rate",
     "loss": "look at this step's batch, and for log(0), an empty mean or an overflow in the loss",
@@ -36,11 +40,12 @@ LOCATE: Final = "; gm.locate_nonfinite(step, batch) names the operation"
 
 
 class NonFinite(BaseRule):
-    """A NaN or Inf in a loss, gradient, weight or update; names the first of several tensors.
+    """A NaN or Inf in a loss, gradient, weight, update or activation; names the first of several tensors.
 
     Consecutive non-finite steps are one finding. A skipped step has the severity ``skipped``, and at most
     info if the gradients have a loss scale, which such a step lowers, and the loss is finite. After
-    ``patience`` non-finite steps in a row, which a loss scale cannot explain, it has ``severity``.
+    ``patience`` non-finite steps in a row, which a loss scale cannot explain, it has ``severity``. If only
+    activations are not finite, as scores with a mask of -inf, the finding is info.
 
     Args:
         skipped: severity of a skipped step.
@@ -71,6 +76,14 @@ class NonFinite(BaseRule):
             if record.recorded:
                 self.row, self.first = 0, None
             return []
+        if (
+            first is not None
+            and first.kind == "activations"
+            and not loss_is_bad
+            and _has_finite_grads(record)
+        ):
+            self.row, self.first = 0, None
+            return [self._harmless(record, first)]
         self.row += 1
         lasts = self.row >= self.patience
         harmless = record.skipped and not lasts and not (first is not None and first.kind == "weights")
@@ -87,7 +100,7 @@ class NonFinite(BaseRule):
             # without the step's number, which the finding has separately
             message = str(first_nonfinite_text(record)).partition(", ")[2]
             advice = ADVICE[first.kind]
-            if loss_is_bad and first.kind == "grads":
+            if loss_is_bad and first.kind in {"grads", "activation_grads"}:
                 # the loss comes before its gradients
                 message = f"the loss is {record.loss_text}; then {message}"
                 advice = ADVICE["both"]
@@ -106,6 +119,14 @@ class NonFinite(BaseRule):
             self.first = found.to_dict()
         return [found]
 
+    def _harmless(self, record: StepRecord, first: FirstNonfinite) -> Finding:
+        message = str(first_nonfinite_text(record)).partition(", ")[2]
+        message += "; the loss and all gradients are finite"
+        count = float(first.n_nan + first.n_inf)
+        found = self._finding(first.kind, first.name, count, message, ADVICE["activations"])
+        severity = min(self.severity, Severity.INFO)
+        return replace(found, severity=severity, first_step=record.step, last_step=record.step)
+
     def check_value(self, key: str, value: Any) -> None:
         """Raise an error unless the value can replace the attribute ``key``."""
         super().check_value(key, value)
@@ -114,3 +135,7 @@ class NonFinite(BaseRule):
 
     def _finding(self, kind: object, tensor: str | None, value: float, message: str, advice: str) -> Finding:
         return Finding(self.name, self.severity, 0, 0, kind, tensor, value, 0.0, message, advice)  # type: ignore[arg-type]
+
+
+def _has_finite_grads(record: StepRecord) -> bool:
+    return record.of_parameters.is_finite and record.total("n_nonfinite", "activation_grads") == 0

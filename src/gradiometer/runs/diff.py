@@ -15,7 +15,7 @@ import torch
 
 from gradiometer.columns import COLUMN_INDEX, COLUMN_NAMES, NUM_COLUMNS, derived
 from gradiometer.extras import require
-from gradiometer.recorder import KINDS, Kind, Roster, label
+from gradiometer.recorder import KINDS, TAP_KINDS, Kind, Roster, label
 from gradiometer.runs.files import RunError
 from gradiometer.runs.format import pyarrow
 from gradiometer.runs.reader import Run, read_run
@@ -33,8 +33,18 @@ if TYPE_CHECKING:
 
 __all__ = ["BitDifference", "Comparison", "Difference", "Side", "compare_runs", "compared"]
 
-# the order of computation: the loss from the weights, gradients from the loss, updates from gradients
-_ORDER: Final[tuple[Kind | None, ...]] = ("weights", None, "grads", "updates")
+# the order of computation: activations from the weights, the loss from these, gradients from the loss,
+# updates from gradients
+_ORDER: Final[tuple[Kind | None, ...]] = (
+    "weights",
+    "activations",
+    None,
+    "activation_grads",
+    "grads",
+    "updates",
+)
+# kinds without fingerprints
+_NO_BITS: Final[tuple[Kind, ...]] = ("updates", *TAP_KINDS)
 
 # columns that do not depend on the order of summation
 _UNROUNDED: Final = [i for name, i in COLUMN_INDEX.items() if name not in {"sumsq", "sum"}]
@@ -143,11 +153,10 @@ class Comparison:
     def identical(self) -> bool:
         """Whether the bits of all tensors are equal in all common steps with tensors.
 
-        The tensors of the kinds in both must be the same, and have fingerprints. Updates have none; their
-        counts of elements and their largest magnitudes must be equal. Scalars do not count.
+        The tensors of the kinds in both must be the same, and have fingerprints. Updates and activations
+        have none; their counts of elements and their largest magnitudes must be equal. Scalars do not count.
         """
-        updates = any([difference.kind == "updates" for difference in self.first])
-        differ = self.bits or self._others or self.unknown or updates
+        differ = self.bits or self._others or self.unknown or self._without_bits
         return not differ and 0 < self.recorded == self.fingerprinted
 
     @property
@@ -159,6 +168,12 @@ class Comparison:
         """
         differ = self.bits or self.first or self._others
         return self.identical or (not differ and self.compared > 0)
+
+    @property
+    def _without_bits(self) -> list[str]:
+        """The kinds without fingerprints that differ, in words."""
+        kinds = {difference.kind for difference in self.first}
+        return [kind.replace("_grads", "s' gradients") for kind in _NO_BITS if kind in kinds]
 
     @property
     def _others(self) -> bool:
@@ -205,8 +220,8 @@ class Comparison:
         if self.unknown:
             noun = "tensor has" if len(self.unknown) == 1 else "tensors have"
             said += f"; {len(self.unknown):,} {noun} no fingerprint"
-        if any([difference.kind == "updates" for difference in self.first]):
-            said += f"; updates differ first at step {self.step}"
+        if self._without_bits:
+            said += f"; {' and '.join(self._without_bits)} differ first at step {self.step}"
         if left := self.recorded - self.fingerprinted:
             said += f"; {left:,} have no fingerprints in both runs, so only their statistics are compared"
         if left := self.common - self.recorded:
@@ -303,13 +318,19 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
     unknown: tuple[str, ...] = ()
     if rtol == 0 and a.has_fingerprints and b.has_fingerprints:
         # in the order of `KINDS`
-        alike = [name for kind in KINDS for name in shared if rows[0][name][0] == kind and name not in shapes]
+        alike = [
+            name
+            for kind in KINDS
+            if kind not in TAP_KINDS
+            for name in shared
+            if rows[0][name][0] == kind and name not in shapes
+        ]
         bits, fingerprinted, unknown = _bits(a, b, recorded, (rows[0], rows[1]), alike)
     if bits is None and fingerprinted == len(recorded) and not shapes and not unknown:
         # of equal bits, statistics are equal up to rounding
         found: list[Difference] = []
         compared = len(upto)
-        updates = [name for name in shared if rows[0][name][0] == "updates"]
+        updates = [name for name in shared if rows[0][name][0] in _NO_BITS]
         if updates:
             # they have no fingerprints
             found, compared = _tensors(a, b, upto, (rows[0], rows[1]), updates, rtol, columns=_UNROUNDED)
@@ -318,7 +339,7 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
     step = min((d.step for d in (*found, *scalars)), default=None)
     first = [d for d in found if d.step == step] + [d for d in scalars if d.step == step]
     # `skipped` is decided after the gradients
-    first.sort(key=lambda d: _ORDER.index(d.kind) + 1.5 * (d.kind is None and d.name == "skipped"))
+    first.sort(key=lambda d: _ORDER.index(d.kind) + 2.5 * (d.kind is None and d.name == "skipped"))
     return Comparison(
         a=_side(a, steps[0]),
         b=_side(b, steps[1]),
@@ -357,9 +378,9 @@ def _labels(roster: Roster, kinds: Collection[Kind], ignore: re.Pattern[str] | N
         if kind is None or kind not in kinds:
             continue
         places = range(len(roster.names))
-        for i in reversed(places) if kind == "grads" else places:
+        for i in reversed(places) if kind in {"grads", "activation_grads"} else places:
             name = label(kind, roster.names[i])
-            if ignore is None or not ignore.search(name):
+            if roster.has(kind, i) and (ignore is None or not ignore.search(name)):
                 rows[name] = (kind, i)
     return rows
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gradiometer.columns import COLUMNS, FINGERPRINT_COLUMNS, UPDATE_COLUMNS
+from gradiometer.columns import COLUMNS, FINGERPRINT_COLUMNS, TAP_COLUMNS, UPDATE_COLUMNS
 from gradiometer.extras import require
-from gradiometer.recorder import KINDS, Roster
+from gradiometer.recorder import KINDS, TAP_KINDS, Roster
 from gradiometer.runs.files import RunError, stamp, unfit
 from gradiometer.runs.json_files import read_json
 
@@ -22,6 +22,7 @@ __all__ = [
     "FORMAT",
     "NAMES",
     "STEPS",
+    "TAPS",
     "TENSORS",
     "UPDATES",
     "VERSION",
@@ -86,12 +87,12 @@ STEPS: Final = (
 # the type of a column of names
 NAMES: Final = "dictionary<values=string, indices=int32, ordered=0>"
 
-# one row per step, kind and measured parameter
+# one row per step, kind and measured parameter or tap
 TENSORS: Final = (
     Field("step", "int64", "", False, "the step's number"),
     Field("attempt", "int32", "", False, "the attempt that wrote the row, from 1"),
-    Field("kind", NAMES, "", False, "`grads`, `weights` or `updates`"),
-    Field("name", NAMES, "", False, "the parameter's name"),
+    Field("kind", NAMES, "", False, "`grads`, `weights`, `updates`, `activations` or `activation_grads`"),
+    Field("name", NAMES, "", False, "the name of the parameter or tap"),
     *(
         Field(c.name, "int64", "elements", False, c.meaning)
         if c.scaling == "1"
@@ -116,12 +117,22 @@ FINGERPRINTS: Final = tuple(
     )
 )
 
+_TAP_UNITS: Final = {"n_calls": "calls", "n_channels": "channels", "n_zero_channels": "channels"}
+
 # more columns of `TENSORS`, in the files of an attempt that recorded updates; null in rows of other kinds
 UPDATES: Final = tuple(
     Field(c.name, "int64", "elements", True, c.meaning)
     if c.name.startswith("n_")
     else Field(c.name, "double", "", True, c.meaning)
     for c in UPDATE_COLUMNS
+)
+
+# more columns of `TENSORS`, in the files of an attempt that recorded activations; null in rows of other kinds
+TAPS: Final = tuple(
+    Field(c.name, "int64", _TAP_UNITS[c.name], True, c.meaning)
+    if c.name in _TAP_UNITS
+    else Field(c.name, "double", "", True, c.meaning)
+    for c in TAP_COLUMNS
 )
 
 
@@ -204,7 +215,10 @@ def load_roster(values: Mapping[str, Any]) -> Roster:
         "names": all([isinstance(x, str) for x in found.names]) and len({*found.names}) == len(found.names),
         "shapes": all([isinstance(x, int) and x >= 0 for shape in shapes for x in shape]),
         "dtypes": all([isinstance(x, str) for x in found.dtypes]),
-        "kinds": {*found.kinds} <= {*KINDS} and len({*found.kinds}) == len(found.kinds),
+        "kinds": {*found.kinds} <= {*KINDS}
+        and len({*found.kinds}) == len(found.kinds)
+        # both or none, at the end
+        and (found.kinds[-len(TAP_KINDS) :] == TAP_KINDS or not {*found.kinds} & {*TAP_KINDS}),
         "lengths": len(found.names) == len(shapes) == len(found.dtypes),
     }
     for name, fit in fits.items():

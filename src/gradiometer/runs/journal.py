@@ -8,8 +8,8 @@ the numbers. All integers are little-endian.
 The first frame has no numbers; its text has the attempt, its first step, the columns and the tensors. The
 text of each other frame is a list of ``[step, time, recorded, skipped, scalars]``; its numbers are the
 columns, with the flags, of the recorded steps: ``(S, K, N, C + 1) float64``. Fingerprints, if they are
-recorded, are three more columns with the bits of the integers. With updates there are five more, which are 0
-for other kinds. The numbers are not compressed, so a small
+recorded, are three more columns with the bits of the integers. With updates there are five more, and with
+activations four more, which are 0 for other kinds. The numbers are not compressed, so a small
 file can't take much memory.
 
 A killed process leaves at most the beginning of a frame, and a power failure may leave zeros; both are
@@ -27,12 +27,13 @@ import re
 import struct
 import weakref
 import zlib
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from gradiometer.columns import COLUMN_NAMES, FINGERPRINT_COLUMNS, UPDATE_NAMES
-from gradiometer.recorder import Roster, StepRecord
+from gradiometer.columns import COLUMN_NAMES, FINGERPRINT_COLUMNS, TAP_NAMES, UPDATE_NAMES
+from gradiometer.recorder import TAP_KINDS, Roster, StepRecord
 from gradiometer.runs.digest import DamageError
 from gradiometer.runs.directory import is_at
 from gradiometer.runs.files import RunError, file_error, open_file, stamp, summary
@@ -134,6 +135,7 @@ class JournalWriter:
         columns = (*_COLUMNS, *FINGERPRINT_COLUMNS) if fingerprint else _COLUMNS
         # for all kinds, so that earlier releases can read it
         columns += UPDATE_NAMES if "updates" in roster.kinds else ()
+        columns += TAP_NAMES if TAP_KINDS[0] in roster.kinds else ()
         head = {"attempt": attempt, "first_step": first_step, "columns": columns}
         head |= {"names": [encodable(name) for name in roster.names], "shapes": roster.shapes}
         self._head = head | {"dtypes": roster.dtypes, "kinds": roster.kinds}
@@ -192,6 +194,10 @@ def _bytes(record: StepRecord) -> Any:
     if "updates" in record.roster.kinds:
         more = values.new_zeros((*values.shape[:2], len(UPDATE_NAMES)))
         more[record.roster.place("updates")] = math.nan if record.further is None else record.further
+        values = torch.cat([values, more], dim=2)
+    if TAP_KINDS[0] in record.roster.kinds:
+        more = values.new_zeros((*values.shape[:2], len(TAP_NAMES)))
+        more[-len(TAP_KINDS) :] = math.nan if record.tap_sums is None else record.tap_sums
         values = torch.cat([values, more], dim=2)
     values = values.contiguous()
     return pyarrow().foreign_buffer(values.data_ptr(), values.nbytes, base=values)
@@ -273,6 +279,7 @@ class _Head(NamedTuple):
     roster: Roster
     places: list[int]  # of this release's columns among the journal's
     further: list[int]  # of those of updates; empty without
+    of_taps: list[int]  # of those of activations; empty without
     width: int
 
 
@@ -282,11 +289,12 @@ def _read_head(said: Any) -> _Head:
         wanted = (*_COLUMNS, *FINGERPRINT_COLUMNS) if {*FINGERPRINT_COLUMNS} <= {*columns} else _COLUMNS
         places = [columns.index(name) for name in wanted]
         further = [columns.index(name) for name in UPDATE_NAMES] if {*UPDATE_NAMES} <= {*columns} else []
+        of_taps = [columns.index(name) for name in TAP_NAMES] if {*TAP_NAMES} <= {*columns} else []
         attempt, first_step = operator.index(said["attempt"]), operator.index(said["first_step"])
         if not 0 <= attempt <= _LARGEST_ATTEMPT:
             msg = f"attempt {attempt}"
             raise ValueError(msg)  # noqa: TRY301 as for other content
-        return _Head((attempt, first_step), load_roster(said), places, further, len(columns))
+        return _Head((attempt, first_step), load_roster(said), places, further, of_taps, len(columns))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         msg = f"unexpected content: {error!r:.80}"
         raise DamageError(msg) from None
@@ -306,6 +314,9 @@ def _read_steps(said: Any, numbers: bytearray, head: _Head, before: Sequence[Ste
         further = None
         if head.further and "updates" in roster.kinds:
             further = iter(values[:, roster.place("updates")][..., head.further])
+        tap_sums = None
+        if head.of_taps and {*TAP_KINDS} <= {*roster.kinds}:
+            tap_sums = iter(values[:, roster.place(TAP_KINDS[0]) :][..., head.of_taps])
         values = values[..., head.places]
         # tensors without elements are one: a text of a few bytes must not take a tensor for each step
         left = iter(values) if values.numel() else itertools.repeat(values[0] if recorded else None)
@@ -318,7 +329,9 @@ def _read_steps(said: Any, numbers: bytearray, head: _Head, before: Sequence[Ste
             found = {name: float(x) for name, x in from_json(scalars).items()}
             kept = next(left) if is_recorded is True else None
             more = None if further is None or kept is None else next(further)
-            records.append(StepRecord(step, float(time), found, roster, kept, bool(skipped), further=more))
+            of_taps = None if tap_sums is None or kept is None else next(tap_sums)
+            record = StepRecord(step, float(time), found, roster, kept, bool(skipped), further=more)
+            records.append(record if of_taps is None else replace(record, tap_sums=of_taps))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         msg = f"unexpected content: {error!r:.80}"
         raise DamageError(msg) from None

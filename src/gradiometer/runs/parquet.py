@@ -12,6 +12,7 @@ from gradiometer.columns import (
     COLUMN_INDEX,
     COLUMNS,
     NUM_COLUMNS,
+    NUM_TAP_COLUMNS,
     NUM_UPDATE_COLUMNS,
     RING_WIDTH,
     UPDATE_NAMES,
@@ -19,8 +20,8 @@ from gradiometer.columns import (
     update_value,
 )
 from gradiometer.extras import require
-from gradiometer.recorder import KINDS
-from gradiometer.runs.format import FINGERPRINTS, STEPS, TENSORS, UPDATES, arrow_schema, pyarrow
+from gradiometer.recorder import KINDS, TAP_KINDS
+from gradiometer.runs.format import FINGERPRINTS, STEPS, TAPS, TENSORS, UPDATES, arrow_schema, pyarrow
 from gradiometer.runs.json_files import encodable
 
 if TYPE_CHECKING:
@@ -38,13 +39,13 @@ _COUNTED: Final = [COLUMN_INDEX["numel"], NUM_COLUMNS]
 
 
 def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -> pa.Table:
-    """Return one row per step, kind and measured parameter, in that order.
+    """Return one row per step, kind and measured parameter or tap, in that order.
 
-    The table has the columns of `FINGERPRINTS` only if the steps have fingerprints, and those of `UPDATES`
-    only if they have updates.
+    The table has the columns of `FINGERPRINTS` only if the steps have fingerprints, those of `UPDATES` only
+    if they have updates, and those of `TAPS` only if they have activations.
     """
     pa = pyarrow()
-    schema = arrow_schema(TENSORS)
+    fields, schema = [*TENSORS], arrow_schema(TENSORS)
     recorded = [record for record in records if record.values is not None]
     if not recorded:
         return schema.empty_table()
@@ -76,15 +77,20 @@ def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -
         _array(norm),
     ]
     if rows.shape[1] > RING_WIDTH:
-        schema = arrow_schema((*TENSORS, *FINGERPRINTS))
+        fields += FINGERPRINTS
         bits = columns[RING_WIDTH:].view(torch.int64)
-        arrays += _or_null(bits, schema.types[-len(bits) :])
+        arrays += _or_null(bits, arrow_schema(FINGERPRINTS).types)
     if any([record.further is not None for record in recorded]):
-        schema = arrow_schema([*TENSORS, *(FINGERPRINTS if rows.shape[1] > RING_WIDTH else ()), *UPDATES])
+        fields += UPDATES
         further = _further(recorded)[places // roster.num_rows, names]
         of_updates = kinds == roster.place("updates")
-        arrays += _where(of_updates, further, schema.types[-NUM_UPDATE_COLUMNS:])
-    return pa.Table.from_arrays(arrays, schema=schema)
+        arrays += _where(of_updates, further, arrow_schema(UPDATES).types)
+    if any([record.tap_sums is not None for record in recorded]):
+        fields += TAPS
+        kind = kinds - roster.place(TAP_KINDS[0])
+        of_taps = _tap_sums(recorded)[places // roster.num_rows, kind.clamp(min=0), names]
+        arrays += _where(kind >= 0, of_taps, arrow_schema(TAPS).types)
+    return pa.Table.from_arrays(arrays, schema=arrow_schema(fields))
 
 
 def steps_table(records: Sequence[StepRecord], attempt: int) -> pa.Table:
@@ -103,7 +109,7 @@ def steps_table(records: Sequence[StepRecord], attempt: int) -> pa.Table:
         ],
     }
     recorded = [record for record in records if record.recorded]
-    for kind in KINDS:
+    for kind in (kind for kind in KINDS if kind not in TAP_KINDS):
         of_kind = [record for record in recorded if kind in record.roster.kinds]
         totals = _totals(of_kind, kind)
         if kind != "grads":
@@ -183,6 +189,13 @@ def _further(records: Sequence[StepRecord]) -> Tensor:
     )
 
 
+def _tap_sums(records: Sequence[StepRecord]) -> Tensor:
+    """Return the further columns of activations, ``(S, 2, N, 4) float64``; NaN where they are not known."""
+    size = len(TAP_KINDS), len(records[0].roster.names), NUM_TAP_COLUMNS
+    none = torch.full(size, torch.nan, dtype=torch.float64, device="cpu")
+    return torch.stack([none if x.tap_sums is None else x.tap_sums for x in records])
+
+
 def _update_totals(records: Sequence[StepRecord]) -> list[tuple[float | None, float | None]]:
     """Return the update ratio and the fraction of stuck elements of each step; None if it is not known."""
     if not records:
@@ -198,7 +211,7 @@ def _update_totals(records: Sequence[StepRecord]) -> list[tuple[float | None, fl
 
 
 def _where(kept: Tensor, values: Tensor, types: Sequence[pa.DataType]) -> list[pa.Array]:
-    """Return columns ``(n, 5)`` as arrays; null where they are not kept, or NaN."""
+    """Return columns ``(n, ...)`` as arrays; null where they are not kept, or NaN."""
     compute = require("pyarrow.compute", "monitor", "A run record")
     arrays = []
     for column, kind in zip(values.unbind(1), types, strict=True):

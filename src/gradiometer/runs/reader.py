@@ -17,16 +17,19 @@ from gradiometer.columns import (
     FINGERPRINT_COLUMNS,
     NUM_COLUMNS,
     NUM_FINGERPRINT_COLUMNS,
+    NUM_TAP_COLUMNS,
     NUM_UPDATE_COLUMNS,
+    TAP_NAMES,
+    TAP_STATISTICS,
     UPDATE_NAMES,
     UPDATE_STATISTICS,
     Thresholds,
     derived,
-    has_update_value,
+    tap_value,
     update_value,
 )
 from gradiometer.extras import require
-from gradiometer.recorder import KINDS, Roster, StepRecord
+from gradiometer.recorder import KINDS, TAP_KINDS, Roster, StepRecord
 from gradiometer.runs.attempts import Attempt, as_of, list_attempts
 from gradiometer.runs.files import RunError, stamp, unfit
 from gradiometer.runs.findings import FOREVER, load_findings
@@ -34,6 +37,7 @@ from gradiometer.runs.format import (
     FINGERPRINTS,
     FORMAT,
     STEPS,
+    TAPS,
     TENSORS,
     UPDATES,
     VERSION,
@@ -59,9 +63,21 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Kind
     from gradiometer.rules import Finding
+    from gradiometer.runs.format import Field
     from gradiometer.runs.journal import Journal
 
-__all__ = ["FINGERPRINTS", "FORMAT", "STEPS", "TENSORS", "UPDATES", "VERSION", "Run", "RunError", "read_run"]
+__all__ = [
+    "FINGERPRINTS",
+    "FORMAT",
+    "STEPS",
+    "TAPS",
+    "TENSORS",
+    "UPDATES",
+    "VERSION",
+    "Run",
+    "RunError",
+    "read_run",
+]
 
 _LOG = logging.getLogger("gradiometer")
 # the columns of `TENSORS` that identify a row
@@ -247,17 +263,18 @@ class Run:
         first: int | None = None,
         last: int | None = None,
     ) -> pa.Table:
-        """Return one row per step, kind and measured parameter, in that order.
+        """Return one row per step, kind and measured parameter or tap, in that order.
 
         Args:
-            columns: names of columns in `TENSORS`, `FINGERPRINTS` or `UPDATES`; None for all, but for those
-                of the latter two only if fingerprints or updates were recorded. They are null where none was.
+            columns: names of columns in `TENSORS`, `FINGERPRINTS`, `UPDATES` or `TAPS`; None for all, but for
+                those of the latter three only if fingerprints, updates or activations were recorded. They
+                are null where none was.
             kind: only rows of this kind.
-            names: only rows of these parameters; a string is one name.
+            names: only rows of these parameters or taps; a string is one name.
             first: only from this step on.
             last: only up to and including this step.
         """
-        schema = arrow_schema((*TENSORS, *FINGERPRINTS, *UPDATES))
+        schema = arrow_schema((*TENSORS, *FINGERPRINTS, *UPDATES, *TAPS))
         # at first those that every file has
         own = arrow_schema(TENSORS).names if columns is None else list(columns)
         columns = schema.names if columns is None else own
@@ -287,7 +304,8 @@ class Run:
         Args:
             statistic: a raw column, a derived value such as ``"rms"``, or ``"flags"``; for updates also
                 ``"update_ratio"``, ``"descent_cosine"``, ``"unchanged_fraction"``, ``"stuck_fraction"`` and
-                the columns of `UPDATES`.
+                the columns of `UPDATES`, and for activations and their gradients ``"outlier_ratio"``,
+                ``"kurtosis"``, ``"zero_channel_fraction"`` and the columns of `TAPS`.
             kind: one of `KINDS`.
             first: only from this step on.
             last: only up to and including this step.
@@ -309,10 +327,11 @@ class Run:
         last: int | None = None,
     ) -> tuple[list[int], dict[str, Tensor]]:
         """Return several statistics by name, each as `matrix` returns it; files are read only once."""
+        is_tap = kind in TAP_KINDS
+        of_taps, of_updates = (*TAP_STATISTICS, *TAP_NAMES), (*UPDATE_STATISTICS, *UPDATE_NAMES)
+        more = of_taps if is_tap else of_updates if kind == "updates" else ()
         for statistic in statistics:
-            of_updates = kind == "updates" and has_update_value(statistic)
-            if statistic not in _STORED and statistic not in derived.DERIVED and not of_updates:
-                more = (*UPDATE_STATISTICS, *UPDATE_NAMES) if kind == "updates" else ()
+            if statistic not in _STORED and statistic not in derived.DERIVED and statistic not in more:
                 names = ", ".join(dict.fromkeys([*_STORED, *derived.DERIVED, *more]))
                 msg = f"there is no statistic {statistic!r}; choose from {names}"
                 raise RunError(msg)
@@ -324,9 +343,10 @@ class Run:
         stored = [name for name in out if name in _STORED]
         raw = [] if len(stored) == len(out) else list(COLUMN_NAMES)
         columns = list(dict.fromkeys([*raw, *stored]))
-        pairs = list(UPDATE_NAMES) if any([has_update_value(name) for name in out]) else []
+        own, own_value = (TAPS, tap_value) if is_tap else (UPDATES, update_value)
+        further_names = [field.name for field in own] if any([name in more for name in out]) else []
         for key in self._between(first, last) if out else ():
-            table = self._tensors_of(key, [*columns, *pairs], first, last)
+            table = self._tensors_of(key, [*columns, *further_names], first, last)
             values = {name: numbers(table[name]).to(torch.float64) for name in columns}
             matrix = torch.stack([values[name] for name in raw], dim=1) if raw else None
             # rows of other kinds get no place
@@ -334,8 +354,8 @@ class Run:
             for name, to in out.items():
                 if matrix is None or name in stored:
                     found = values[name]
-                elif has_update_value(name):
-                    found = update_value(matrix, further(table), name)
+                elif name in more:
+                    found = own_value(matrix, further(table, own), name)
                 else:
                     found = derived.value(matrix, name)
                 put(to, found, places)
@@ -358,14 +378,14 @@ class Run:
         """Iterate over the steps, ascending, from ``first`` to ``last`` inclusive. Files are read lazily."""
         for key in self._between(first, last):
             rows = cut(self._steps_of(key), first, last)
-            values, more = self._dense(key, numbers(rows["step"]))
+            values, more, of_taps = self._dense(key, numbers(rows["step"]))
             columns = [rows[name].to_pylist() for name in ("step", "time", "recorded", "skipped")]
-            for scalars, dense, of_updates, (step, time, recorded, skipped) in zip(
-                scalars_of(rows), values, more, zip(*columns, strict=True), strict=True
+            for scalars, dense, of_updates, tap_sums, (step, time, recorded, skipped) in zip(
+                scalars_of(rows), values, more, of_taps, zip(*columns, strict=True), strict=True
             ):
                 kept = dense if recorded else None
                 record = StepRecord(step, time, scalars, self.roster, kept, skipped, self.thresholds)
-                yield replace(record, further=of_updates) if recorded else record
+                yield replace(record, further=of_updates, tap_sums=tap_sums) if recorded else record
 
     @property
     def findings(self) -> list[Finding]:
@@ -464,21 +484,25 @@ class Run:
         kind_index = {name: i for i, name in enumerate(kinds)}
         return rows, codes(table["kind"], kind_index), codes(table["name"], self.roster.index)
 
-    def _dense(self, key: tuple[int, int], steps: Tensor) -> tuple[Tensor, Iterable[Tensor | None]]:
-        """Return ``values`` and ``further`` of `StepRecord` for steps of a segment.
+    def _dense(
+        self, key: tuple[int, int], steps: Tensor
+    ) -> tuple[Tensor, Iterable[Tensor | None], Iterable[Tensor | None]]:
+        """Return ``values``, ``further`` and ``tap_sums`` of `StepRecord` for steps of a segment.
 
-        ``(S, K, N, C + 1 or C + 4) float64``, and ``(N, 5) float64`` for each step, or None.
+        ``(S, K, N, C + 1 or C + 4) float64``, and for each step ``(N, 5)`` and ``(2, N, 4)``, or None.
         """
         size = len(steps), len(self.roster.kinds), len(self.roster.names)
         width = NUM_COLUMNS + 1 + NUM_FINGERPRINT_COLUMNS * self.has_fingerprints
         has_updates = "updates" in self.roster.kinds
-        # at most, for the updates alone
-        width += NUM_UPDATE_COLUMNS * has_updates
+        has_taps = TAP_KINDS[0] in self.roster.kinds
+        # at most, for the updates and activations alone
+        width += NUM_UPDATE_COLUMNS * has_updates + NUM_TAP_COLUMNS * has_taps
         self._files.check_cells([key], math.prod(size) * width)
         if not len(steps):
-            return torch.zeros((*size, NUM_COLUMNS + 1), dtype=torch.float64, device="cpu"), []
+            return torch.zeros((*size, NUM_COLUMNS + 1), dtype=torch.float64, device="cpu"), [], []
         columns = [*COLUMN_NAMES, "flags"]
         wanted = [*columns, *FINGERPRINT_COLUMNS, *(UPDATE_NAMES if has_updates else ())]
+        wanted += TAP_NAMES if has_taps else ()
         table = self._tensors_of(key, wanted, int(steps[0]), int(steps[-1]))
         values = torch.stack([numbers(table[name]).to(torch.float64) for name in columns], dim=1)
         bits = fingerprints(table)
@@ -487,15 +511,29 @@ class Run:
         # 0 where nothing was measured
         out = torch.zeros((*size, values.shape[1]), dtype=torch.float64, device="cpu")
         put(out, values, self._places(table, steps, self.roster.kinds))
-        if not {*UPDATE_NAMES} <= {*table.column_names}:
-            return out, itertools.repeat(None, len(steps))
-        more = torch.zeros((len(steps), 1, size[2], NUM_UPDATE_COLUMNS), dtype=torch.float64, device="cpu")
-        put(more, further(table), self._places(table, steps, ("updates",)))
-        return out, more.squeeze(1)
+        of_updates = self._further(table, steps, UPDATES, ("updates",))
+        tap_sums = self._further(table, steps, TAPS, TAP_KINDS)
+        nothing = [None] * len(steps)
+        return (
+            out,
+            nothing if of_updates is None else of_updates.squeeze(1),
+            nothing if tap_sums is None else tap_sums,
+        )
+
+    def _further(
+        self, table: pa.Table, steps: Tensor, fields: Sequence[Field], kinds: Sequence[str]
+    ) -> Tensor | None:
+        """Return further columns of some kinds, ``(S, len(kinds), N, len(fields))``; None without them."""
+        if not {field.name for field in fields} <= {*table.column_names}:
+            return None
+        size = len(steps), len(kinds), len(self.roster.names), len(fields)
+        more = torch.zeros(size, dtype=torch.float64, device="cpu")
+        put(more, further(table, fields), self._places(table, steps, kinds))
+        return more
 
     def _check_kind(self, kind: str) -> None:
         if kind not in self.roster.kinds:
             kinds = ", ".join(self.roster.kinds)
-            more = ", ".join(f"{name}=True" for name in KINDS[1:])
+            more = ", ".join([*[f"{name}=True" for name in KINDS[1:] if name not in TAP_KINDS], "taps=..."])
             msg = f"{self.path} has no {kind!r}; choose from {kinds}, or record more with Monitor({more})"
             raise RunError(msg)

@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gradiometer.extras import require
 from gradiometer.runs.files import file_error, open_file, summary
-from gradiometer.runs.format import FINGERPRINTS, STEPS, TENSORS, UPDATES, arrow_schema, pyarrow
+from gradiometer.runs.format import FINGERPRINTS, STEPS, TAPS, TENSORS, UPDATES, arrow_schema, pyarrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ def read_table(
     try:
         with open_file(path) as file:
             check(file)
-            fields = {"steps": STEPS, "tensors": (*TENSORS, *FINGERPRINTS, *UPDATES)}[path.parent.name]
+            fields = {"steps": STEPS, "tensors": (*TENSORS, *FINGERPRINTS, *UPDATES, *TAPS)}[path.parent.name]
             with pq.ParquetFile(file) as parquet:
                 _check_form(parquet, fields, columns, os.fstat(file.fileno()).st_size)
                 if columns is not None:
@@ -156,15 +156,18 @@ def fingerprints(table: pa.Table) -> Tensor | None:
     return torch.stack(columns, dim=1)
 
 
-def further(table: pa.Table) -> Tensor:
-    """Return the further columns of updates of all rows, ``(n, 5) float64``; NaN where they are not known."""
+def further(table: pa.Table, fields: Sequence[Field] = UPDATES) -> Tensor:
+    """Return the further columns of updates or activations of all rows, ``(n, len(fields)) float64``.
+
+    NaN where they are not known.
+    """
     compute = require("pyarrow.compute", "monitor", "A run record")
     none = torch.full((len(table),), torch.nan, dtype=torch.float64, device="cpu")
     columns = [
         numbers(compute.fill_null(table[field.name].cast("double"), float("nan")))
         if field.name in table.column_names
         else none
-        for field in UPDATES
+        for field in fields
     ]
     return torch.stack(columns, dim=1)
 

@@ -7,6 +7,7 @@ key                         value
 ``grads/n_nonfinite``       any other statistic of all gradients
 ``grads/<name>/norm``       a statistic of one tensor; also ``weights/...``, ``updates/...``
 ``updates/update_ratio``    also ``descent_cosine``, ``unchanged_fraction``, ``stuck_fraction``
+``activations/kurtosis``    also ``outlier_ratio``, ``zero_channel_fraction``; ``activation_grads/...``
 ``train/loss``              a scalar that was passed to ``advance``, by its name
 ==========================  =============================================================
 """
@@ -16,8 +17,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
-from gradiometer.columns import COLUMN_NAMES, DERIVED, UPDATE_STATISTICS
-from gradiometer.recorder import KINDS
+from gradiometer.columns import COLUMN_NAMES, DERIVED, TAP_STATISTICS, UPDATE_STATISTICS
+from gradiometer.recorder import KINDS, TAP_KINDS
 from gradiometer.rules import Severity
 from gradiometer.runs import encodable
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["STATISTICS", "News", "Options", "Selection", "check_key", "check_severity", "lookup"]
 
-# those of `UPDATE_STATISTICS` are left out for other kinds than updates
-STATISTICS: Final = (*COLUMN_NAMES, *DERIVED, *UPDATE_STATISTICS)
+# those of `UPDATE_STATISTICS` and `TAP_STATISTICS` are left out for other kinds
+STATISTICS: Final = (*COLUMN_NAMES, *DERIVED, *UPDATE_STATISTICS, *TAP_STATISTICS)
 _TOTAL_NORM: Final = "total_norm"
 
 Pattern = str | re.Pattern[str] | None
@@ -57,7 +58,8 @@ class Selection:
         statistics: the statistics of each selected tensor: names, or a regular expression for full names.
         totals: the statistics of all tensors together.
         scalars: a regular expression, searched in the names passed to ``advance``; None selects none.
-        kinds: ``"grads"``, ``"weights"``, ``"updates"``; kinds that were not recorded are left out.
+        kinds: ``"grads"``, ``"weights"``, ``"updates"``, ``"activations"``, ``"activation_grads"``; kinds
+            that were not recorded are left out.
         every: select steps divisible by this, and steps with a NaN or Inf in a gradient.
 
     Raises:
@@ -141,12 +143,15 @@ def check_key(key: str) -> None:
         raise ValueError(
             f"{key!r} is not a key: use 'train/loss', 'grads/total_norm', 'grads/<statistic>' or"
             f" 'grads/<name>/<statistic>', where the statistic is one of {', '.join(STATISTICS)};"
-            f" only updates have {', '.join(UPDATE_STATISTICS)}"
+            f" only updates have {', '.join(UPDATE_STATISTICS)}, and only activations"
+            f" {', '.join(TAP_STATISTICS)}"
         )
 
 
 def _has(kind: str, statistic: str) -> bool:
     """Return whether a kind of tensors has a statistic."""
+    if statistic in TAP_STATISTICS:
+        return kind in TAP_KINDS
     return kind == "updates" or statistic not in UPDATE_STATISTICS
 
 

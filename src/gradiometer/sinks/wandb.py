@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.extras import require
-from gradiometer.recorder import KINDS
+from gradiometer.recorder import KINDS, TAP_KINDS
 from gradiometer.rules import Severity
 from gradiometer.runs import encodable
 from gradiometer.sinks.selection import News, Options, Selection, check_severity
@@ -85,9 +85,9 @@ class WeightsAndBiases:
 
     def start(self, info: RunInfo) -> None:
         """Define the axis."""
-        del info
         self._run.define_metric(_STEP, hidden=True)
-        for prefix in (*KINDS, *(["train"] if self._owned else [])):
+        kinds = [kind for kind in KINDS if kind not in TAP_KINDS or kind in info.roster.kinds]
+        for prefix in (*kinds, *(["train"] if self._owned else [])):
             self._run.define_metric(f"{prefix}/*", step_metric=_STEP, step_sync=False)
 
     def write(self, records: Sequence[StepRecord], findings: Sequence[Finding]) -> None:

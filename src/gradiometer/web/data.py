@@ -90,9 +90,10 @@ def page_of(run: Run) -> Page:
         "title": run.path.resolve().name,
         "names": names,
         "shapes": [
-            f"{dtype} {_TIMES.join(map(str, shape)) or 'scalar'}"
+            f"{dtype} {_TIMES.join(map(str, shape)) or 'scalar'}" if dtype else "activation"
             for dtype, shape in zip(run.roster.dtypes, run.roster.shapes, strict=True)
         ],
+        "is_tap": run.roster.is_tap,
         "kinds": kinds,
         "thresholds": {
             # null stands for infinity, which JSON lacks

@@ -34,7 +34,7 @@ def head_of(run: Run, step: Tensor, recorded: Tensor, loss: Tensor, skipped: int
     versions = info.get("versions") or {}
     facts = [
         ("Model", str(info.get("model", ""))),
-        ("Tensors", f"{n:,}, {elements:,} elements, {', '.join(run.roster.kinds)}"),
+        ("Tensors", f"{n:,}, {elements:,} elements, {', '.join(run.roster.kinds).replace('_', ' ')}"),
         ("Steps", _steps(step, recorded)),
         ("Started", _date(info.get("created"))),
         ("Device", str(info.get("device", ""))),

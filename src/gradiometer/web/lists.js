@@ -39,12 +39,13 @@ async function stepRows(c) {
   const found = await Promise.all(["norm", "rms", "abs_max", "zero_fraction"].map((statistic) => matrix(state.kind, statistic)));
   // null stands for infinity, which JSON lacks; a comparison would treat null as 0
   const [vanishing, exploding, dead] = ["vanishing", "exploding", "dead"].map((name) => page.thresholds[name] ?? Infinity);
+  const ofTaps = isOfTaps(state.kind); // the thresholds of norms are about gradients of parameters
   return state.shown.map((row) => {
     const [norm, rms, abs_max, zero_fraction] = found.map((m) => cellValue(m, row, c));
     const broken = norm !== null && !Number.isFinite(norm), words = {};
     if (broken) words[number(norm)] = 1;
-    else if (norm > exploding) words.exploding = 1;
-    else if (norm !== null && norm < vanishing) words.vanishing = 1;
+    else if (!ofTaps && norm > exploding) words.exploding = 1;
+    else if (!ofTaps && norm !== null && norm < vanishing) words.vanishing = 1;
     if (zero_fraction !== null && zero_fraction >= dead) words.dead = 1;
     return { row, name: names[row], norm, rms, abs_max, zero_fraction, broken: Number(broken), score: scoreOf(words), flags: Object.keys(words).join(", ") };
   });

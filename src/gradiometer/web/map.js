@@ -128,8 +128,8 @@ function drawLegend() {
   const many = page.binned > 1
     ? `Each column covers ${whole(page.binned)} recorded steps and shows their ${largest} value. `
     : "Each column is a recorded step. ";
-  const rows = state.shown.length === names.length
-    ? plural(names.length, "tensor") : `${whole(state.shown.length)} of ${plural(names.length, "tensor")}`;
+  const all = matching("").length;
+  const rows = state.shown.length === all ? plural(all, "tensor") : `${whole(state.shown.length)} of ${plural(all, "tensor")}`;
   const worst = isAway ? "the value that deviates most; an exact 0 deviates more than other values" : `their ${largest} value`;
   $("map-note").textContent = `${rows}. ${many}${isAway ? "The usual value of a tensor is the median of its columns. " : ""}` +
     `Cells that share a pixel or a folded row show ${worst}. NaN and Inf count as the largest. ` +
@@ -137,7 +137,7 @@ function drawLegend() {
 }
 const TITLES = { ratio: "norm of the update / norm of the weight", cosine: "cosine of the update and −gradient",
   stuck: "elements that stay the same although their gradient is not 0" };
-const titleOf = (statistic) => TITLES[statistic] ?? `${nameOf(statistic)} of ${state.kind}`;
+const titleOf = (statistic) => TITLES[statistic] ?? `${nameOf(statistic)} of ${wordOf(state.kind)}`;
 
 function describe({ i, c }) {
   const { name, isFolded, members } = state.rows[i], tensor = memberAt({ i, c });

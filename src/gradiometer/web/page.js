@@ -16,9 +16,12 @@ function bind(run) {
   const ranges = data.runs.map((one) => one.range).filter(Boolean);
   whole_x = ranges.length ? [Math.min(...ranges.map(([a]) => a)) - 0.5, Math.max(...ranges.map(([, b]) => b)) + 0.5] : [0, 1];
 }
+// Returns the change to the tensors of another kind: of taps, or of parameters.
+const ofKind = (kind) => ({ kind, shown: matching(state.query, kind), toggled: new Set(), y: null, hover: null, cell: null, tensor: null, scope: "run" });
 const statisticsOf = (kind) => Object.keys(STATISTICS).filter((name) => !OF_UPDATES.includes(name) || page.matrices[kind]?.[name]);
 // Applies a change of the state, and redraws the parts that depend on it.
 async function set(change) {
+  if (change.kind && state.kind && !change.shown && isOfTaps(change.kind) !== isOfTaps(state.kind)) change = { ...change, ...ofKind(change.kind) };
   Object.assign(state, change);
   const has = (...keys) => keys.some((key) => key in change);
   if (has("shown", "level", "toggled")) layoutRows();
@@ -33,7 +36,7 @@ async function set(change) {
     // those that only updates have are offered with every kind
     choices("statistics", Object.keys(STATISTICS).filter((key) => !OF_UPDATES.includes(key) || page.matrices.updates?.[key]).map((key) => [key, nameOf(key)]),
       statistic, (key) => set({ statistic: key, ...(OF_UPDATES.includes(key) ? { kind: "updates" } : {}) }));
-    choices("kinds", page.kinds.length > 1 ? page.kinds.map((key) => [key, key]) : [], kind,
+    choices("kinds", page.kinds.length > 1 ? page.kinds.map((key) => [key, wordOf(key)]) : [], kind,
       (key) => set({ kind: key, ...(OF_UPDATES.includes(state.statistic) ? { statistic: "norm" } : {}) }));
   }
   if (has("run", "kind", "statistic", "x", "y", "shown", "scale", "level", "toggled")) drawCells();
@@ -71,9 +74,15 @@ function chooseFinding(k) {
   const pad = Math.max(12 * least, (finding.last_step - finding.first_step) * 0.25);
   const change = { finding: k, cell: null, scope: "run", hover: null, y: null };
   if (finding.tensor !== null) {
+    const kind = finding.kind ?? state.kind;
+    if (isOfTaps(kind) !== isOfTaps(state.kind)) {
+      Object.assign(state, ofKind(kind));
+      layoutRows();
+      change.shown = state.shown;
+    }
     if (!state.shown.includes(finding.tensor)) search("");
     Object.assign(change, { tensor: finding.tensor, kind: finding.kind ?? state.kind, toggled: reveal(finding.tensor),
-      statistic: { dead: "zero_fraction", stuck: "stuck", update_ratio: "ratio" }[finding.rule] ?? "norm" });
+      statistic: { dead: "zero_fraction", dead_units: "zero_fraction", stuck: "stuck", update_ratio: "ratio" }[finding.rule] ?? "norm" });
     const rows = rowsAt(state.folds, change.toggled), at = rows.findIndex(({ members }) => members.includes(finding.tensor));
     if (rows.length > 60) change.y = [Math.max(0, at - 20), Math.min(rows.length, Math.max(40, at + 20))];
   } else change.tensor = null;
@@ -86,15 +95,15 @@ function chooseFinding(k) {
   say(`${finding.severity}: ${finding.message}`);
 }
 const say = (text) => { $("said").textContent = text; };
-function matching(text) {
+function matching(text, kind = state.kind) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  return names.map((_, i) => i).filter((i) => words.every((word) => names[i].toLowerCase().includes(word)));
+  return names.map((_, i) => i).filter((i) => page.is_tap[i] === isOfTaps(kind) && words.every((word) => names[i].toLowerCase().includes(word)));
 }
 function search(text) {
   $("search").value = text;
   const shown = matching(text);
   set({ query: text, shown, toggled: new Set(), y: null, hover: null, cell: null, scope: "run" });
-  say(`${whole(shown.length)} of ${plural(names.length, "tensor")}`);
+  say(`${whole(shown.length)} of ${plural(matching("").length, "tensor")}`);
 }
 
 function drawHeader() {

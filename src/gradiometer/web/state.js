@@ -52,7 +52,10 @@ function percent(x) {
 const shownAs = (statistic, x) => (isShare(statistic) ? percent(x) + (x === null ? "" : " %") : number(x));
 const steps = (first, last) => (first === last ? `step ${whole(first)}` : `steps ${whole(first)} to ${whole(last)}`);
 const plural = (n, one, many = `${one}s`) => `${whole(n)} ${n === 1 ? one : many}`;
-const label = (kind, i) => names[i] + { grads: ".grad", weights: "", updates: ".update" }[kind];
+const SUFFIXES = { grads: ".grad", weights: "", updates: ".update", activations: "", activation_grads: ".grad" };
+const label = (kind, i) => names[i] + SUFFIXES[kind];
+const wordOf = (kind) => kind.replace("_", " ");
+const isOfTaps = (kind) => kind.startsWith("activation"); // the kinds of taps; the others are those of parameters
 const cut = (text, n) => (text.length > n ? `${text.slice(0, n / 2)}…${text.slice(-n / 2)}` : text);
 
 function element(tag, attributes = {}, ...children) {
