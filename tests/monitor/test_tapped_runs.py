@@ -453,3 +453,8 @@ def test_a_black_box_and_a_replaced_record_keep_activations(tapped):
     assert torch.equal(again.value("kurtosis", "activations"), record.value("kurtosis", "activations"))
     assert record.total("zero_channel_fraction", "activations") >= 0.0
     assert "blocks.0.act.out" in str(record.report("activations"))
+
+
+def test_a_healthy_run_with_taps_has_no_finding_above_info(tapped):
+    model, taps = tapped()
+    assert [str(f) for f in checked(model, taps, None, steps=60) if f.severity > Severity.INFO] == []
