@@ -105,3 +105,19 @@ def test_opcheck(is_forward, stores):
     torch.library.opcheck(
         torch.ops.gradiometer.tap_.default, (torch.randn(4, 3), values, cursor, 1, -1, is_forward)
     )
+
+
+def test_a_recorder_writes_what_taps_have_measured():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    taps = gm.Taps(model, {"all": "."})
+    recorder = gm.Recorder(model, taps=taps)
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+        expected = taps.stats()
+        recorder.record()
+        recorder.advance()
+    record = recorder.read()[-1]
+    place = record.roster.index["0.out"]
+    for row, kind in enumerate(("activations", "activation_grads")):
+        for name in ("norm", "kurtosis", "n_calls"):
+            assert record.value(name, kind)[place] == getattr(expected, name)[row]

@@ -302,13 +302,14 @@ class Recorder(Float64Module):
 
     def _append_taps(self, taps: Taps, inv_scale: Tensor | float | None) -> None:
         # after the gradients, which open a slot if the step is due
-        grads = taps.grads
+        names = len(taps.names)
+        values, grads = taps.values[:names], taps.grads[:names]
         if inv_scale is not None:
             if not isinstance(inv_scale, Tensor):
                 inv_scale = derived.number(inv_scale, grads.device)
             scale = on_device(inv_scale.detach(), grads.device).to(torch.float64).reshape(())
             grads = scaled_activations(grads, scale)
-        columns, further = from_activations(torch.cat([taps.values, grads]))
+        columns, further = from_activations(torch.cat([values, grads]))
         flags = tap_flags(columns, self.thresholds)
         measured = [torch.cat([columns, further]), torch.cat([flags, torch.zeros_like(flags)])]
         size = self.ring.shape[1] - 1
