@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
 from support.activations import Calls, agree, columns_of
+from support.compiling import needs_compiler
 
 
 class Block(nn.Module):
@@ -72,7 +73,7 @@ def expected_rows(x):
 MODES = ["eager", "graph", "backward in the graph"]
 
 
-def stepper(model, mode, after=lambda: None):
+def stepper(model, mode, backend, after=lambda: None):
     """Return a step: forward, backward, and ``after``."""
 
     def loss_of(x):
@@ -86,7 +87,7 @@ def stepper(model, mode, after=lambda: None):
 
         return step
     if mode == "graph":
-        compiled = torch.compile(loss_of, fullgraph=True)
+        compiled = torch.compile(loss_of, fullgraph=True, backend=backend)
 
         def step(x):
             compiled(x).backward()
@@ -98,7 +99,7 @@ def stepper(model, mode, after=lambda: None):
         loss_of(x).backward()
         after()
 
-    return torch.compile(whole, fullgraph=True)
+    return torch.compile(whole, fullgraph=True, backend=backend)
 
 
 @pytest.fixture(autouse=True)
@@ -117,13 +118,21 @@ def _traced_backward():
 @pytest.mark.usefixtures("_traced_backward")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("use_reentrant", "whole"), [(None, False), (False, False), (False, True), (True, False), (True, True)]
+    ("use_reentrant", "whole", "backend"),
+    [
+        (None, False, "aot_eager"),
+        (False, False, "aot_eager"),
+        (True, False, "aot_eager"),
+        (True, True, "aot_eager"),
+        # its partition decides what is computed again
+        pytest.param(False, True, "inductor", marks=needs_compiler),
+    ],
 )
-def test_values_and_gradients_are_measured_once(mode, use_reentrant, whole):
+def test_values_and_gradients_are_measured_once(mode, use_reentrant, whole, backend):
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
     model = Model(use_reentrant, whole)
     taps = gm.Taps(model, TAPPED, names=["inp"])
-    step = stepper(model, mode)
+    step = stepper(model, mode, backend)
     expected = expected_rows(x)
     for i in range(3):
         for p in model.parameters():
@@ -245,7 +254,7 @@ def test_only_due_steps_are_measured_and_the_cadence_recompiles_nothing(is_compi
     def loss_of(x):
         return model(x).sum()
 
-    step = torch.compile(loss_of, fullgraph=True) if is_compiled else loss_of
+    step = torch.compile(loss_of, fullgraph=True, backend="aot_eager") if is_compiled else loss_of
     x = torch.randn(4, 3)
     step(x).backward()
     taps.advance()
@@ -303,7 +312,7 @@ def test_nothing_is_measured_in_evaluation_mode_or_after_remove():
 def test_sizes_that_change_do_not_recompile_again():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     taps = gm.Taps(model, {"all": "."})
-    step = torch.compile(lambda x: model(x).sum(), fullgraph=True, dynamic=True)
+    step = torch.compile(lambda x: model(x).sum(), fullgraph=True, dynamic=True, backend="aot_eager")
     step(torch.randn(4, 3)).backward()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for n in (5, 7, 9):
@@ -325,7 +334,7 @@ def test_autocast_gives_the_statistics_of_the_cast_values(is_compiled):
             out = model(x)
         return out.float().square().sum(), out
 
-    step = torch.compile(loss_of, fullgraph=True) if is_compiled else loss_of
+    step = torch.compile(loss_of, fullgraph=True, backend="aot_eager") if is_compiled else loss_of
     loss, out = step(torch.randn(8, 16))
     loss.backward()
     assert out.dtype == torch.bfloat16
@@ -347,7 +356,7 @@ def test_stats_leave_a_compiled_step_and_group_and_merge():
         return stats
 
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        step = torch.compile(whole, fullgraph=True)
+        step = torch.compile(whole, fullgraph=True, backend="aot_eager")
         first, second = step(torch.randn(5, 3)), step(torch.randn(5, 3))
     assert first.numel.tolist() == [20, 20, 5] * 2
     assert taps.cursor[0] == 2
@@ -467,7 +476,7 @@ def test_functional_gradients(is_compiled):
     def gradients(parameters, x):
         return torch.func.grad_and_value(loss_of)(parameters, x)
 
-    step = torch.compile(gradients, fullgraph=True) if is_compiled else gradients
+    step = torch.compile(gradients, fullgraph=True, backend="aot_eager") if is_compiled else gradients
     step(dict(model.named_parameters()), torch.ones(5, 2))
     assert taps.stats().numel.tolist() == [15] * 4
     assert taps.stats().rms[2:].tolist() == [1, 1]
