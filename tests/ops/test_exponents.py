@@ -110,7 +110,8 @@ def test_every_edge_of_every_format_at_every_scale(dtype):
     x = borders(dtype)
     # also as small tensors, which are put together
     parts = [x, *x.split(1000)[::7]] if not KERNELS else [x[::3]]
-    check(parts[:1], SCALES)
+    # the counts do not depend on the scale, so one dtype with all of them is enough
+    check(parts[:1], SCALES if dtype == torch.float32 and not KERNELS else SCALES[::8])
     if parts[1:]:
         check(parts[1:4], (0, 15))
 
