@@ -87,10 +87,15 @@ class Listing(NamedTuple):
         """The innermost loop that reads the most bytes of global memory per iteration; on a tie the first.
 
         The remainder loop of an unrolled loop, and the counting path's loop, never read more than that one. A
-        loop over partials in the same kernel may, but not in loads of 16 bytes: these count first.
+        loop over the partials of all blocks in the same kernel may; it comes after a release of memory.
         """
-        sizes = [(16 * loop.loads.count(16), sum(loop.loads)) for loop in self.loops]
-        if not any(map(sum, sizes)):
+        release = (i for i, opcode in enumerate(self.opcodes) if re.match(r"MEMBAR|buffer_wbl2", opcode))
+        end = next(release, len(self.opcodes))
+        sizes = [
+            sum(loop.loads) if last < end else 0
+            for loop, (_, last) in zip(self.loops, self.spans, strict=True)
+        ]
+        if not any(sizes):
             raise ValueError("no loop of this kernel reads global memory")
         return self.spans[sizes.index(max(sizes))]
 

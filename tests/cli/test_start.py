@@ -49,7 +49,10 @@ def test_help_needs_no_torch(arguments):
     ("words", "completions"),
     [
         ("gradiometer d", ["demo", "diff", "doctor"]),
-        ("gradiometer show x --kind ", ["grads", "weights", "updates"]),
+        (
+            "gradiometer show x --kind ",
+            ["grads", "weights", "updates", "activations", "activation_grads"],
+        ),
     ],
 )
 def test_completion_needs_no_torch(words, completions):

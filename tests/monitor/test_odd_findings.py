@@ -91,7 +91,7 @@ REFUSED = {
     "an unknown severity": ({"severity": 25}, "severity is 25 (int), not a Severity"),
     "None as severity": ({"severity": None}, "severity is None (NoneType), not a Severity"),
     "a tensor as kind": ({"kind": torch.ones(2)}, "kind is tensor([1., 1.]) (Tensor), not one of"),
-    "an unknown kind": ({"kind": "activations"}, "kind is 'activations' (str), not one of"),
+    "an unknown kind": ({"kind": "losses"}, "kind is 'losses' (str), not one of"),
     "a list as tensor": ({"tensor": ["weight"]}, "tensor is ['weight'] (list), not a str"),
     "None as message": ({"message": None}, "message is None (NoneType), not a str"),
     "bytes as advice": ({"advice": b"x"}, "advice is b'x' (bytes), not a str"),

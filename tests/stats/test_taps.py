@@ -16,6 +16,8 @@ import gradiometer as gm
 from support.activations import Calls, agree, columns_of
 from support.compiling import needs_compiler
 
+pytestmark = pytest.mark.usefixtures("_dynamo")
+
 
 class Block(nn.Module):
     def __init__(self, d):
@@ -102,20 +104,6 @@ def stepper(model, mode, backend, after=lambda: None):
     return torch.compile(whole, fullgraph=True, backend=backend)
 
 
-@pytest.fixture(autouse=True)
-def _clean():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def _traced_backward():
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        yield
-
-
-@pytest.mark.usefixtures("_traced_backward")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("use_reentrant", "whole", "backend"),
@@ -355,9 +343,8 @@ def test_stats_leave_a_compiled_step_and_group_and_merge():
         taps.advance()
         return stats
 
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        step = torch.compile(whole, fullgraph=True, backend="aot_eager")
-        first, second = step(torch.randn(5, 3)), step(torch.randn(5, 3))
+    step = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    first, second = step(torch.randn(5, 3)), step(torch.randn(5, 3))
     assert first.numel.tolist() == [20, 20, 5] * 2
     assert taps.cursor[0] == 2
     assert taps.groups == {
