@@ -493,3 +493,56 @@ def test_exported_models_keep_the_measurement():
     program = torch.export.export(model, (torch.ones(1, 2),))
     assert not taps.stats().columns.any()
     assert torch.equal(program.module()(torch.ones(1, 2)), model(torch.ones(1, 2)))
+
+
+# Dynamo reads .grad of a graph's input that is not a leaf
+reads_grad = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@reads_grad
+def test_modules_that_are_compiled_one_by_one():
+    model = Model()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    taps = gm.Taps(model, TAPPED, names=["inp"])
+    x = torch.randn(5, 4)
+    for _ in range(2):
+        taps.advance()
+        model(x).square().sum().backward()
+    expected = expected_rows(x)
+    for name, row in zip(taps.stats().names, taps.stats().columns, strict=True):
+        agree(row, expected[name], 1e-5)
+    taps.remove()
+
+
+@reads_grad
+def test_the_input_of_a_compiled_part():
+    class Parts(Named):
+        def __init__(self):
+            super().__init__()
+            self.rest = torch.compile(self.tail, fullgraph=True, backend="aot_eager")
+
+        def tail(self, x):
+            return gm.tap(x, "named").relu()
+
+        def forward(self, x):
+            return self.rest(self.layer(x))
+
+    model = Parts()
+    taps = gm.Taps(model, names=["named"])
+    model(torch.ones(5, 2)).sum().backward()
+    assert taps.stats().numel.tolist() == [15, 15]
+    taps.remove()
+
+
+def test_taps_of_a_compiled_model_begin_and_end_with_a_reset():
+    model = nn.Sequential(nn.Linear(2, 3))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(torch.ones(1, 2))
+    taps = gm.Taps(model, {"all": "."})
+    for _ in range(2):
+        torch.compiler.reset()
+        compiled(torch.ones(1, 2)).sum().backward()
+        # once, and not again after `remove`
+        assert taps.stats().n_calls.tolist() == [1, 1]
+        taps.remove()

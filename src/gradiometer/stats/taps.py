@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -79,8 +80,9 @@ class Taps(Float64Module):
     r"""Measures activations of a model, and their gradients, in every training step.
 
     It places a forward hook on each selected module and measures the module's output; of a tuple, list, dict
-    or dataclass, the first floating-point tensor. Create it before the model is compiled. In a compiled
-    function the measurement is an op in the graph: no graph break, no recompilation, no wait.
+    or dataclass, the first floating-point tensor. In a compiled function the measurement is an op in the
+    graph: no graph break, no recompilation, no wait. Create it before the model is compiled: a function that
+    is compiled already sees neither new hooks nor `remove` until ``torch.compiler.reset()``.
 
     Channels are those of the last dimension, and of dimension 1 for convolutions, batch and group norms, and
     for outputs of four or more dimensions of other modules than linear layers, layer norms and embeddings.
@@ -328,3 +330,15 @@ def _refusal(x: object, cursor: Tensor) -> str | None:
     if x.device != cursor.device:
         return f"is on {x.device}, but the model's first parameter on {cursor.device}, when Taps was created"
     return None
+
+
+with suppress(ImportError, AttributeError):
+    # `Module.compile` compiles the hooks of a module each by itself. The gradient of a tensor that such a
+    # graph only passes on does not go through the graph, so this hook runs eagerly there. It is still traced
+    # in the graph of a caller.
+    from torch._C._dynamo import eval_frame
+
+    eval_frame.set_code_exec_strategy(
+        _Hook.__call__.__code__,
+        eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),  # noqa: SLF001
+    )
