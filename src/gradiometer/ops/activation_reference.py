@@ -6,6 +6,7 @@ It is built like `gradiometer.ops.reference`, and has the same bits for any numb
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -16,14 +17,16 @@ from gradiometer.ops.eager_plan import BATCH
 from gradiometer.ops.reference import by_tensor, convertible, cut, fsum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 __all__ = ["activation_stats"]
 
-# elements that a thread reads at a time, into a buffer of 8 bytes per element that stays in its cache
-PIECE: Final = 2**17
+# elements that a thread reads at a time, into a buffer of 8 bytes per element
+PIECE: Final = 2**18
+# elements per additional thread: with fewer, threads wait for Python's lock longer than they save
+WORTH_A_THREAD: Final = 2**22
+# a buffer is kept, since new memory of this size is cleared by the system, page by page
+_BUFFERS: Final[list[Tensor]] = []
 # elements in the first part of a tensor that is searched for channels that are not zero
 FIRST: Final = 2**14
 
@@ -45,9 +48,11 @@ def activation_stats(x: Tensor, channel_dim: int) -> list[float]:
         row: _Row = (0.0,) * 9
     elif numbers.numel() <= length:
         with openmp.one_thread():
-            row = _measure(numbers, numbers.new_empty(numbers.numel(), dtype=torch.float64))
+            row = _measure_block(length, (numbers,))
     else:
-        ((_, row),) = by_tensor([(0, (numbers,))], length, lambda: _on_thread(numbers, length), _merge)
+        large: list[tuple[int, tuple[Tensor, ...]]] = [(0, (numbers,))]
+        start = partial(partial, _measure_block, length)
+        ((_, row),) = by_tensor(large, length, start, _merge, worth_a_thread=WORTH_A_THREAD)
     *sums, top = row
     dead = 0
     # a channel that is always zero has zeros
@@ -56,9 +61,17 @@ def activation_stats(x: Tensor, channel_dim: int) -> list[float]:
     return [*sums, channels if x.numel() else 0, dead, 1, top]
 
 
-def _on_thread(x: Tensor, length: int) -> Callable[[tuple[Tensor, ...]], _Row]:
-    buffer = x.new_empty(length, dtype=torch.float64)
-    return lambda block: _merge([_measure(piece, buffer) for (piece,) in cut(block, length)])
+def _measure_block(length: int, block: tuple[Tensor, ...]) -> _Row:
+    try:
+        buffer = _BUFFERS.pop()
+    except IndexError:
+        # outside of inference mode, whose tensors cannot be written elsewhere
+        with torch.inference_mode(mode=False):
+            buffer = torch.empty(max(PIECE, BATCH), dtype=torch.float64, device="cpu")
+    row = _merge([_measure(piece, buffer) for (piece,) in cut(block, length)])
+    if not _BUFFERS:
+        _BUFFERS.append(buffer)
+    return row
 
 
 def _measure(piece: Tensor, buffer: Tensor) -> _Row:

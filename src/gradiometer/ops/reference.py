@@ -349,6 +349,8 @@ def by_tensor(
     length: int,
     start: Callable[[], Callable[[tuple[Tensor, ...]], T]],
     merge: Callable[[list[T]], T],
+    *,
+    worth_a_thread: int = WORTH_A_THREAD,
 ) -> Iterator[tuple[int, T]]:
     """Measure tensors, or tuples of tensors of one shape, block by block, on several threads.
 
@@ -357,6 +359,7 @@ def by_tensor(
         length: elements that a thread reads at a time.
         start: called once on each thread; returns the function that measures a block.
         merge: merges the results of a tensor's blocks, in order.
+        worth_a_thread: elements in full pieces per additional thread.
 
     Yields:
         each index and its result.
@@ -365,7 +368,7 @@ def by_tensor(
     threads = 1
     if device.type == "cpu":
         full = sum([size for size in sizes if size >= length])
-        threads = min(MOST_THREADS, torch.get_num_threads(), 1 + full // WORTH_A_THREAD)
+        threads = min(MOST_THREADS, torch.get_num_threads(), 1 + full // worth_a_thread)
 
     def blocks() -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         for index, xs in large:
