@@ -47,6 +47,8 @@ GROUPS = {
     "Activations": (
         "Taps",
         "tap",
+        "tap_attention",
+        "tap_router",
         "ActivationStats",
         "ActivationReport",
         "ActivationRow",

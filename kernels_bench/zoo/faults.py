@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from kernels_bench.zoo.models import Residual
 
@@ -485,6 +486,7 @@ DYING = {"mlp-sgd": "2", "recommender": "body.0", "cnn-step-schedule": "blocks.1
 # the biases are set by hand, which is an update of that tensor
 @fault(
     "dead",
+    "dead_units",
     onset=50,
     where=DYING,
     in_place=("update_spike",),
@@ -493,6 +495,30 @@ DYING = {"mlp-sgd": "2", "recommender": "body.0", "cnn-step-schedule": "blocks.1
 def relus_dead_from_50_on(t, place):
     (module,) = modules(t, place)
     t.at(50, lambda: module.bias.data.fill_(-10.0 if isinstance(module, nn.BatchNorm2d) else -30.0))
+
+
+@fault("growing_logits", where="gpt gpt-normal-embeddings vit", peers=PEERS_DIVERGE)
+def learning_rate_of_queries_and_keys_times_300(t, _):
+    named = dict(t.model.named_parameters())
+    chosen = [named[name] for name in named if re.search(r"attention\.(query|key)\.", name)]
+    rest = [p for p in named.values() if not any(p is other for other in chosen)]
+    (group,) = everything(t)
+    group["params"] = rest
+    t.optimizers[0].add_param_group({**group, "params": chosen, "lr": 300 * group["lr"]})
+
+
+@fault("collapsing_router", where="gpt-moe", peers=DEAD)
+def router_biased_to_one_expert(t, _):
+    for block in t.model.blocks:
+        block.mlp.router.register_forward_hook(
+            lambda _, __, out: out + 8 * functional.one_hot(torch.tensor(0), out.shape[1])
+        )
+
+
+@fault("collapsing_router", where="gpt-moe", peers=DEAD)
+def load_balance_of_the_wrong_sign(t, _):
+    (loss,) = t.losses
+    t.losses = [lambda x, y: loss(x, y) - 0.3 * sum(block.mlp.balance for block in t.model.blocks)]
 
 
 @fault(

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import gradiometer as gm
+
 
 def mlp(*sizes, activation=nn.ReLU, dropout=0.0):
     """Return linear layers with activations between them."""
@@ -109,6 +111,8 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
+    name = "attention"  # of its tap
+
     def __init__(self, width, heads, *, causal):
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
@@ -117,12 +121,15 @@ class Attention(nn.Module):
     def forward(self, x):
         split = (2, (self.heads, -1))
         q, k, v = (f(x).unflatten(*split).transpose(1, 2) for f in (self.query, self.key, self.value))
+        gm.tap_attention(q, k, self.name)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Experts(nn.Module):
     """A mixture of experts, of which each token takes one; ``balance`` is the usual auxiliary loss."""
+
+    name = "experts"  # of its tap
 
     def __init__(self, width, experts):
         super().__init__()
@@ -134,6 +141,7 @@ class Experts(nn.Module):
         flat = x.flatten(0, 1)
         chances = self.router(flat).softmax(1)
         share, chosen = chances.max(1)
+        gm.tap_router(chances, self.name, selected=chosen)
         used = functional.one_hot(chosen, len(self.experts)).float().mean(0)
         self.balance = len(self.experts) * (used * chances.mean(0)).sum()
         out = torch.zeros_like(flat)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from torch import nn
+
 import gradiometer as gm
 from gradiometer import rules
 from gradiometer.rules import Severity
+from kernels_bench.zoo.models import Attention, Experts
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Ours:
     def __init__(self, t):
         self.sightings = {}
         watched = t.model if t.watched is None else t.watched
-        self.monitor = gm.Monitor(watched, weights=True, updates=True, sinks=[self])
+        self.taps = taps_of(t.model)
+        self.monitor = gm.Monitor(watched, weights=True, updates=True, taps=self.taps, sinks=[self])
         self.scaler = t.scaler
 
     def record(self, _):
@@ -66,6 +70,8 @@ class Ours:
     def finish(self):
         """Return the headlines, the first one first."""
         self.monitor.close()
+        if self.taps is not None:
+            self.taps.remove()
         # a replaced parameter is reported as a failure, and that is right
         failed = {kind: n for kind, n in self.monitor.failures.items() if not re.search("parameters", kind)}
         if failed or self.monitor.dropped:
@@ -82,6 +88,20 @@ class Ours:
         text = [head.message, *(f"{f.message}. {f.advice} {f.tensor or ''}" for f in findings)]
         seen = min(steps, default=head.first_step)
         return Headline(head.rule, head.severity >= Severity.WARNING, head.first_step, seen, "\n".join(text))
+
+
+def taps_of(model):
+    """Return taps of all ReLUs, attention logits and routers of a model; None if it has none of them."""
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, (Attention, Experts)):
+            module.name = name
+            rows = (
+                ("max_logit_bound",) if isinstance(module, Attention) else ("expert_load", "router_entropy")
+            )
+            names += [f"{name}.{row}" for row in rows]
+    patterns = {"relu": nn.ReLU} if any(isinstance(module, nn.ReLU) for module in model.modules()) else None
+    return gm.Taps(model, patterns, names=names) if patterns or names else None
 
 
 def grouped(findings):

@@ -93,6 +93,8 @@ if typing.TYPE_CHECKING or not _IS_COMMAND:
         materialize_async,
         precision_report,
         tap,
+        tap_attention,
+        tap_router,
         total_norm,
     )
     from gradiometer.web import write_page
@@ -197,6 +199,8 @@ __all__ = [
     "share_found_inf_",
     "sinks",
     "tap",
+    "tap_attention",
+    "tap_router",
     "total_norm",
     "watch",
     "write_page",

@@ -23,7 +23,7 @@ from gradiometer.ops.library import (
 )
 from gradiometer.ops.packing import LaunchPlan, is_capturing
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
-from gradiometer.ops.taps import new_store, tap
+from gradiometer.ops.taps import may_measure, new_store, tap
 
 __all__ = [
     "INSTALL_COMPILER",
@@ -34,6 +34,7 @@ __all__ = [
     "driver_error",
     "is_capturing",
     "keep_",
+    "may_measure",
     "measure",
     "measure_exponents",
     "measure_pairs",

@@ -21,7 +21,7 @@ from gradiometer.ops.library import LIBRARY, launching_on, uses_kernels, without
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["new_store", "tap"]
+__all__ = ["may_measure", "new_store", "tap"]
 
 # channels for which a store has scratch; more take a tensor of their own at each call
 _MOST_CHANNELS: Final = 2**16
@@ -47,8 +47,13 @@ def tap(x: Tensor, values: Tensor, grads: Tensor, cursor: Tensor, row: int, chan
     """
     if torch.compiler.is_compiling():
         torch.ops.gradiometer.tap(x, values, grads, cursor, row, channel_dim)
-    elif uses_kernels(cursor.device) or _is_due(cursor):
+    elif may_measure(cursor):
         _tap(x, values, grads, cursor, row, channel_dim)
+
+
+def may_measure(cursor: Tensor) -> bool:
+    """Return whether this step may be due. Kernels read the cursor, so the host does not know."""
+    return uses_kernels(cursor.device) or _is_due(cursor)
 
 
 def _tap(x: Tensor, values: Tensor, grads: Tensor, cursor: Tensor, row: int, channel_dim: int) -> None:

@@ -5,7 +5,7 @@ Each rule takes one `StepRecord` after the other (`check`) and keeps its own his
 `gradiometer.rules.Rule`. Nothing here reads a device or a disk.
 """
 
-from gradiometer.rules.activations import DeadUnits
+from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits
 from gradiometer.rules.defaults import default_rules
 from gradiometer.rules.fault import Fault, summarize
 from gradiometer.rules.finding import Finding, Severity, checked
@@ -27,6 +27,7 @@ from gradiometer.rules.stuck import Stuck
 
 __all__ = [
     "Accumulating",
+    "CollapsingRouter",
     "Dead",
     "DeadUnits",
     "EvalMode",
@@ -34,6 +35,7 @@ __all__ = [
     "Fault",
     "Finding",
     "GroupRatio",
+    "GrowingLogits",
     "Headline",
     "Initialization",
     "LayerImbalance",

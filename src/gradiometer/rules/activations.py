@@ -1,20 +1,23 @@
-"""Units whose activation is always 0."""
+"""Rules about taps: units that are always 0, attention logits that grow, routers that collapse."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Final
 
+import torch
+
 from gradiometer.rules.base import MOST, LastingRule, Sight
-from gradiometer.rules.finding import Severity
+from gradiometer.rules.finding import Severity, times
 from gradiometer.rules.flow import ROUTED
+from gradiometer.stats import EXPERT_LOAD, MAX_LOGIT, MAX_LOGIT_BOUND, ROUTER_ENTROPY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradiometer.recorder import StepRecord
+    from gradiometer.recorder import Roster, StepRecord
     from gradiometer.rules.finding import Finding
 
-__all__ = ["DeadUnits"]
+__all__ = ["CollapsingRouter", "DeadUnits", "GrowingLogits"]
 
 # values of each channel in a call: with fewer, half of a layer of ReLUs may be 0 by chance
 LEAST: Final = 32
@@ -79,3 +82,173 @@ class DeadUnits(LastingRule):
             return Sight(value, self.fraction, message, REVIVE, severity)
 
         return self.findings(record, "activations", found, share, describe, self.since)
+
+
+# A bound is looser than the logits it bounds. The largest cosine of a million pairs of random vectors of 128
+# elements is about sqrt(2 ln 1e6 / 128), which is about 1/2; the longest query and key may not meet, either.
+LOOSENESS: Final = 4.0
+# of the limit; Kimi K2 (arXiv:2507.20534) keeps logits below 100
+NOTABLE: Final = 0.1
+
+CAP: Final = (
+    "the softmax is nearly one-hot and its gradient vanishes: normalize queries and keys (QK-norm), cap the "
+    "logits, clip the weights of q and k (QK-Clip), or lower the learning rate"
+)
+
+
+class GrowingLogits(LastingRule):
+    """An attention logit that is too large for the softmax, and has grown, for a while.
+
+    It needs a Monitor with ``taps`` that list the row ``.max_logit`` or ``.max_logit_bound`` of
+    `gradiometer.tap_attention`. For a bound, the limits are four times as large. From a tenth of the limit on
+    the severity is info.
+
+    The default limit is from Kimi K2 (arXiv:2507.20534), where logits beyond 1,000 precede instabilities; a
+    model with logits beyond 10,000 diverges (Wortsman et al., arXiv:2309.14322).
+
+    Args:
+        limit: of the largest logit.
+        factor: the logit must also be this many times its lowest value so far.
+        patience: number of recorded steps in a row.
+        most: maximum number of taps named in a step.
+        severity: the severity of a finding.
+    """
+
+    name = "growing_logits"
+    kept: ClassVar[tuple[str, ...]] = (*LastingRule.kept, "lowest")
+    sees_taps: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        limit: float = 1000.0,
+        *,
+        factor: float = 10.0,
+        patience: int = 10,
+        most: int = MOST,
+        severity: Severity = Severity.WARNING,
+    ) -> None:
+        super().__init__(severity, most, patience, 0)
+        if not limit > 0.0 or not factor >= 1.0:
+            msg = f"GrowingLogits({limit!r}, factor={factor!r}): limit must be above 0, factor at least 1"
+            raise ValueError(msg)
+        self.limit, self.factor = limit, factor
+        self.lowest = self.limits = torch.zeros(0, dtype=torch.float64, device="cpu")
+
+    def restart(self, size: int) -> None:
+        """Start a new history of ``size`` tensors."""
+        super().restart(size)
+        self.lowest = torch.full((size,), torch.inf, dtype=torch.float64, device="cpu")
+
+    def prepare(self, roster: Roster) -> None:
+        """Find the taps of logits and of bounds; other rows have an infinite limit."""
+        super().prepare(roster)
+        ends = {MAX_LOGIT: self.limit, MAX_LOGIT_BOUND: LOOSENESS * self.limit}
+        limits = [next((ends[end] for end in ends if name.endswith(end)), torch.inf) for name in roster.names]
+        self.limits = torch.tensor(limits, dtype=torch.float64, device="cpu")
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Return findings about logits that have been too large for ``patience`` steps."""
+        if "activations" not in record.roster.kinds:
+            return []
+        top = record.value("abs_max", "activations")
+        known = record.measured("activations") & (record.value("n_nonfinite", "activations") == 0)
+        self.lowest = torch.where(known, torch.minimum(self.lowest, top), self.lowest)
+        now = known & (top >= NOTABLE * self.limits) & (top >= self.factor * self.lowest)
+        found = self.lasting(now, known, record.step)
+        if found is None or not found.any():
+            return []
+
+        def describe(place: int) -> Sight:
+            value, limit, lowest = (float(x[place]) for x in (top, self.limits, self.lowest))
+            is_bound = record.roster.names[place].endswith(MAX_LOGIT_BOUND)
+            what = "attention logits may reach" if is_bound else "attention logits reach"
+            growth = f", {times(value / lowest)} the lowest value before" if lowest else ""
+            message = f"{what} {value:,.0f}{growth}, since step {int(self.since[place])}"
+            if value < limit:
+                return Sight(value, NOTABLE * limit, message, CAP, min(self.severity, Severity.INFO))
+            return Sight(value, limit, message, CAP, self.severity)
+
+        return self.findings(record, "activations", found, top / self.limits, describe, self.since)
+
+
+# tokens of a call for each expert, and each of its tokens: with fewer, the load is uneven by chance
+TOKENS: Final = 4
+
+BALANCE: Final = (
+    "the other experts learn nothing: add a load-balancing loss or a bias for each expert, a z-loss of the "
+    "router's logits or noise, or lower the router's learning rate"
+)
+
+
+class CollapsingRouter(LastingRule):
+    """A router that sends nearly all tokens to the same experts, for a while.
+
+    It needs a Monitor with ``taps`` that list the two rows of `gradiometer.tap_router`. If expert e gets the
+    share s_e of the tokens, and each token k of E experts, the load is that of ``n = k² / Σ s_e²`` experts
+    with equal shares: E if it is balanced, k if all tokens go to the same. The rule compares
+    ``(n - k) / (E - k)``, the share of the other experts that are in use. Certain but balanced routers, with
+    an entropy of 0, are healthy. Calls with fewer than ``4 E / k`` tokens do not count: their load is uneven
+    by chance.
+
+    Args:
+        limit: of the share of the other experts that are in use.
+        patience: number of recorded steps in a row.
+        most: maximum number of routers named in a step.
+        severity: the severity of a finding.
+    """
+
+    name = "collapsing_router"
+    sees_taps: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        limit: float = 0.1,
+        *,
+        patience: int = 20,
+        most: int = MOST,
+        severity: Severity = Severity.WARNING,
+    ) -> None:
+        super().__init__(severity, most, patience, 0)
+        if not 0.0 <= limit < 1.0:
+            msg = f"CollapsingRouter({limit!r}): limit must be at least 0 and below 1"
+            raise ValueError(msg)
+        self.limit = limit
+        self.pairs: list[tuple[int, int]] = []
+
+    def prepare(self, roster: Roster) -> None:
+        """Find the two rows of each router."""
+        super().prepare(roster)
+        ends = {name: name.removesuffix(EXPERT_LOAD) + ROUTER_ENTROPY for name in roster.names}
+        self.pairs = [
+            (place, roster.index[ends[name]])
+            for name, place in roster.index.items()
+            if name.endswith(EXPERT_LOAD) and ends[name] in roster.index
+        ]
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Return findings about routers that have collapsed for ``patience`` steps."""
+        if not self.pairs:
+            return []
+        of = {x: record.value(x, "activations") for x in ("numel", "n_calls", "sum", "sumsq", "abs_max")}
+        calls, tokens = of["n_calls"].clamp(min=1.0), torch.zeros_like(of["numel"])
+        for place, entropy in self.pairs:
+            tokens[place] = of["numel"][entropy] / calls[entropy]
+        experts, chosen = of["numel"] / calls, of["sum"] / calls
+        used = chosen.square() * calls / of["sumsq"].clamp(min=torch.finfo(torch.float64).tiny)
+        share = (used - chosen) / (experts - chosen).clamp(min=1e-6)
+        # a row without a pair has no tokens
+        known = (tokens * chosen >= TOKENS * experts) & (experts > 1.0) & (chosen < experts)
+        known &= record.value("n_nonfinite", "activations") == 0
+        found = self.lasting(known & (share <= self.limit), known, record.step)
+        if found is None or not found.any():
+            return []
+
+        def describe(place: int) -> Sight:
+            idle = f"{record.value('zero_fraction', 'activations')[place]:.0%} of the experts get none"
+            message = (
+                f"{of['abs_max'][place]:.1%} of the tokens go to one expert, {idle}; the load is that of "
+                f"{used[place]:.1f} of {experts[place]:.0f} experts, since step {int(self.since[place])}"
+            )
+            return Sight(float(share[place]), self.limit, message, BALANCE, self.severity)
+
+        return self.findings(record, "activations", found, -share, describe, self.since)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradiometer.rules.activations import DeadUnits
+from gradiometer.rules.activations import CollapsingRouter, DeadUnits, GrowingLogits
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
 from gradiometer.rules.history import NormHistory
 from gradiometer.rules.initialization import EvalMode, Initialization, Untied
@@ -45,6 +45,8 @@ def default_rules() -> list[Rule]:
         Vanishing(norms=norms),
         Dead(),
         DeadUnits(),
+        GrowingLogits(),
+        CollapsingRouter(),
         LayerImbalance(norms=norms),
         UpdateRatio(),
     ]

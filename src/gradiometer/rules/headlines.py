@@ -18,11 +18,15 @@ __all__ = ["Headline", "headlines"]
 _ORDER: Final = (
     "eval_mode", "untied", "initialization", "learning_rate", "replica_divergence", "nonfinite",
     "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike", "norm_spike",
-    "exploding", "update_spike", "dead_units", "vanishing", "dead", "update_ratio", "imbalance",
+    "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units", "vanishing", "dead",
+    "update_ratio", "imbalance",
 )  # fmt: skip
 _SPIKES: Final = frozenset({"loss_spike", "norm_spike", "exploding", "update_spike"})
 # what follows when training leaves its course
-_DIVERGED: Final = _SPIKES | {"nonfinite", "update_ratio", "imbalance", "vanishing", "dead", "dead_units"}
+_DIVERGED: Final = _SPIKES | {
+    "nonfinite", "update_ratio", "imbalance", "vanishing", "dead", "dead_units", "growing_logits",
+    "collapsing_router",
+}  # fmt: skip
 _QUIET: Final = frozenset({"dead", "dead_units", "vanishing", "imbalance", "not_updated", "stuck"})
 _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
 # rule of a cause -> rules of the findings that it explains
@@ -42,6 +46,9 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "exploding": _DIVERGED,
     "update_spike": _DIVERGED,
     "update_ratio": _DIVERGED,
+    "growing_logits": _DIVERGED,
+    # experts without tokens get no gradient, and the routers of several layers collapse together
+    "collapsing_router": _QUIET | {"no_gradient_flow", "collapsing_router"},
     "vanishing": frozenset({"dead", "imbalance", "not_updated", "stuck"}),
     "dead_units": frozenset({"dead", "vanishing", "imbalance", "not_updated", "stuck"}),
     "dead": frozenset({"vanishing", "imbalance", "no_gradient_flow"}),

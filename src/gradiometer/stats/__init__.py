@@ -7,6 +7,14 @@ Nothing here modifies a tensor.
 
 from gradiometer.stats.activation_report import ActivationReport, ActivationRow
 from gradiometer.stats.activation_stats import ActivationStats
+from gradiometer.stats.attention_taps import (
+    EXPERT_LOAD,
+    MAX_LOGIT,
+    MAX_LOGIT_BOUND,
+    ROUTER_ENTROPY,
+    tap_attention,
+    tap_router,
+)
 from gradiometer.stats.block_formats import BlockLosses, block_losses
 from gradiometer.stats.check_replicas import check_replicas
 from gradiometer.stats.collect import collect, collect_grads, collect_weights, grad_norm, total_norm
@@ -34,7 +42,11 @@ from gradiometer.stats.text_table import aligned, amount, with_short_names
 
 __all__ = [
     "EMA",
+    "EXPERT_LOAD",
+    "MAX_LOGIT",
+    "MAX_LOGIT_BOUND",
     "NOT_COMPARED",
+    "ROUTER_ENTROPY",
     "ActivationReport",
     "ActivationRow",
     "ActivationStats",
@@ -87,6 +99,8 @@ __all__ = [
     "row_to_dict",
     "settled",
     "tap",
+    "tap_attention",
+    "tap_router",
     "texts",
     "total_norm",
     "updates_of",

@@ -66,14 +66,22 @@ def tap(x: Tensor, name: str, *, channel_dim: int = -1) -> Tensor:
     >>> list(taps.stats().materialize())
     ['hidden', 'hidden.grad']
     """
-    found = _NAMED.get(name)
+    found = listed(name)
     if found is None:
         return x
     taps, row = found
-    if not taps.is_running and (torch.compiler.is_compiling() or not _is_in_backward()):
-        # another model has a call of the same name
-        return x
     return taps.measure(x, row, channel_dim)
+
+
+def listed(name: str) -> tuple[Taps, int] | None:
+    """Return the taps that list this name, and its row; None outside of their model's forward pass."""
+    found = _NAMED.get(name)
+    if found is None:
+        return None
+    if not found[0].is_running and (torch.compiler.is_compiling() or not _is_in_backward()):
+        # another model has a call of the same name
+        return None
+    return found
 
 
 class Taps(Float64Module):
@@ -234,14 +242,29 @@ class Taps(Float64Module):
     def _end(self, *_: Any) -> None:
         self.is_running = False
 
+    def is_due(self) -> bool:
+        """Return whether a value may be measured now. In graphs and with kernels only the device knows.
+
+        Inside the backward pass nothing is measured: activation checkpointing computes values again there.
+        """
+        if not self._model[0].training:
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        return not _is_in_backward() and ops.may_measure(self.cursor)
+
+    def check(self, x: object, what: str) -> None:
+        """Raise a TypeError that begins with ``what``, unless the value can be measured."""
+        reason = _refusal(x, self.cursor)
+        if reason is not None:
+            msg = f"{what} {reason}"
+            raise TypeError(msg)
+
     def measure(self, x: Tensor, row: int, channel_dim: int) -> Tensor:
         """Return ``x``, measured as in `tap`, in a row of `names`."""
         if not self._model[0].training:
             return x
-        reason = _refusal(x, self.cursor)
-        if reason is not None:
-            msg = f"tap: {self.names[row]!r} {reason}"
-            raise TypeError(msg)
+        self.check(x, f"tap: {self.names[row]!r}")
         if not -x.dim() <= channel_dim < max(x.dim(), 1) and x.dim():
             msg = f"tap: {self.names[row]!r} has {x.dim()} dimensions, so channel_dim={channel_dim} is none"
             raise IndexError(msg)

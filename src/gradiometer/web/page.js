@@ -82,7 +82,7 @@ function chooseFinding(k) {
     }
     if (!state.shown.includes(finding.tensor)) search("");
     Object.assign(change, { tensor: finding.tensor, kind: finding.kind ?? state.kind, toggled: reveal(finding.tensor),
-      statistic: { dead: "zero_fraction", dead_units: "zero_fraction", stuck: "stuck", update_ratio: "ratio" }[finding.rule] ?? "norm" });
+      statistic: { dead: "zero_fraction", dead_units: "zero_fraction", growing_logits: "abs_max", collapsing_router: "abs_max", stuck: "stuck", update_ratio: "ratio" }[finding.rule] ?? "norm" });
     const rows = rowsAt(state.folds, change.toggled), at = rows.findIndex(({ members }) => members.includes(finding.tensor));
     if (rows.length > 60) change.y = [Math.max(0, at - 20), Math.min(rows.length, Math.max(40, at + 20))];
   } else change.tensor = null;

@@ -1,0 +1,232 @@
+"""Taps of attention and of routers: the largest logit, the load of experts, the entropy of tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from gradiometer.stats.taps import listed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradiometer.stats.taps import Taps
+
+__all__ = [
+    "EXPERT_LOAD",
+    "MAX_LOGIT",
+    "MAX_LOGIT_BOUND",
+    "ROUTER_ENTROPY",
+    "tap_attention",
+    "tap_router",
+]
+
+# what follows the name of a call in the names of its rows
+MAX_LOGIT: Final = ".max_logit"
+MAX_LOGIT_BOUND: Final = ".max_logit_bound"
+EXPERT_LOAD: Final = ".expert_load"
+ROUTER_ENTROPY: Final = ".router_entropy"
+
+
+def tap_attention(
+    q: Tensor,
+    k: Tensor,
+    name: str,
+    *,
+    scale: float | Tensor | None = None,
+    max_scores: Tensor | None = None,
+) -> None:
+    """Have the largest attention logit of each head measured, or an upper bound of it.
+
+    Call it beside the attention, compiled or not. Fused attention does not return its logits, so the row
+    ``<name>.max_logit_bound`` has the bound ``max ‖q‖ · max ‖k‖ · |scale|`` of each sample and head, before
+    any mask. With ``max_scores``, as `flex_attention` returns it, the row ``<name>.max_logit`` has the logits
+    themselves. ``abs_max`` of the row is the largest of all. The norms are computed in fp32, or in fp64 for
+    fp64.
+
+    It does nothing unless a `Taps` of that model lists the name of the row in its ``names``, and the model is
+    in training mode. There is no row of a gradient.
+
+    Args:
+        q: queries, ``(..., heads, queries, d)`` floating-point, as for
+            ``torch.nn.functional.scaled_dot_product_attention``.
+        k: keys, ``(..., heads, keys, d)``; each head of keys may belong to several of queries.
+        name: the beginning of the row's name, such as ``blocks.3.attn``.
+        scale: the factor of the logits; ``1 / sqrt(d)`` by default.
+        max_scores: the largest logit of each query, ``(..., heads, queries)``, after scale and mask: the
+            auxiliary output of `flex_attention`, or ``scores.amax(-1)``. -inf, of a query without a key, is
+            left out.
+
+    Raises:
+        TypeError: if a tensor is not floating-point, or is on another device than the model's first
+            parameter.
+        ValueError: if the shapes do not fit, or if the names of `Taps` have ``name``, or the other of the two
+            rows, instead of the row that this call measures.
+
+    >>> import torch, gradiometer as gm
+    >>> class Attention(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         q, k, v = super().forward(x).chunk(3, dim=-1)
+    ...         gm.tap_attention(q, k, "attn")
+    ...         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    >>> model = Attention(4, 12)
+    >>> taps = gm.Taps(model, names=["attn.max_logit_bound"])
+    >>> _ = model(torch.randn(2, 5, 4))
+    >>> taps.stats().materialize()["attn.max_logit_bound"].abs_max > 0.0
+    True
+    """
+    row, other = (MAX_LOGIT_BOUND, MAX_LOGIT) if max_scores is None else (MAX_LOGIT, MAX_LOGIT_BOUND)
+    found = _found("tap_attention", name, row, (name, name + other))
+    if found is None:
+        return
+    taps, place = found
+    if max_scores is not None:
+        _check(taps, max_scores, f"tap_attention: max_scores of {name!r}", least=1)
+        if not max_scores.numel():
+            return
+        top = max_scores.detach().amax(dim=-1)
+        # a head without any key has no logit
+        top = top.masked_fill(top == -math.inf, 0.0)
+    else:
+        _check(taps, q, f"tap_attention: q of {name!r}", least=2)
+        _check(taps, k, f"tap_attention: k of {name!r}", least=2)
+        _check_heads(q, k, name)
+        if not q.numel() or not k.numel():
+            return
+        longest_q, longest_k = (_longest(x) for x in (q, k))
+        if q.dim() > 2 and q.shape[-3] != k.shape[-3]:
+            longest_k = longest_k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-1)
+        top = longest_q * longest_k * (q.shape[-1] ** -0.5 if scale is None else scale)
+        top = top.detach()
+    taps.measure(top, place, -1)
+
+
+def tap_router(probs: Tensor, name: str, *, selected: Tensor | None = None) -> None:
+    """Have a router's load of experts and its entropy measured.
+
+    Call it in a mixture-of-experts layer, compiled or not. It writes two rows; neither has a gradient:
+
+    - ``<name>.expert_load``: for each expert the share of the tokens that it gets. ``abs_max`` is that of the
+      busiest, ``mean`` that of balanced experts, and ``zero_fraction`` the share of experts without a token.
+      ``abs_max / mean - 1`` is known as MaxVio.
+    - ``<name>.router_entropy``: for each token the entropy of its probabilities, divided by that of equal
+      probabilities: 1 if the router does not prefer an expert, 0 if it is certain of one. ``mean`` is the
+      mean over the tokens.
+
+    It does nothing unless a `Taps` of that model lists both rows in its ``names``, and the model is in
+    training mode.
+
+    Args:
+        probs: the probabilities of each token, ``(..., E)`` floating-point, before the selection; other
+            scores of at least 0, such as sigmoids, are divided by their sum.
+        name: the beginning of the rows' names, such as ``blocks.3.moe``.
+        selected: the indices of the experts that each token is sent to, ``(...)`` or ``(..., k)`` of an
+            integer dtype. An index outside of 0 to E - 1, as of a dropped token, does not count. By default,
+            the load is the mean probability of each expert.
+
+    Raises:
+        TypeError: if a tensor has another dtype, or ``probs`` is on another device than the model's first
+            parameter.
+        ValueError: if the shapes do not fit, or if the names of `Taps` have ``name``, or one of the two rows
+            alone.
+
+    >>> import torch, gradiometer as gm
+    >>> class Router(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         probs = super().forward(x).softmax(dim=-1)
+    ...         weights, selected = probs.topk(2)
+    ...         gm.tap_router(probs, "moe", selected=selected)
+    ...         return weights, selected
+    >>> model = Router(8, 4)
+    >>> taps = gm.Taps(model, names=["moe.expert_load", "moe.router_entropy"])
+    >>> _ = model(torch.randn(16, 8))
+    >>> report = taps.stats().materialize()
+    >>> report["moe.expert_load"].mean, report["moe.router_entropy"].numel
+    (0.5, 16)
+    """
+    load_row, entropy_row = name + EXPERT_LOAD, name + ROUTER_ENTROPY
+    for_load = _found("tap_router", name, EXPERT_LOAD, (name, entropy_row))
+    for_entropy = _found("tap_router", name, ROUTER_ENTROPY, (load_row,))
+    if for_load is None or for_entropy is None:
+        return
+    _check(for_load[0], probs, f"tap_router: probs of {name!r}", least=1)
+    if not probs.numel():
+        return
+    # a number of the model: a graph is compiled for it
+    experts = int(probs.shape[-1])
+    tokens = probs.numel() // experts
+    wide = probs.detach() if probs.dtype == torch.float64 else probs.detach().float()
+    shares = wide / wide.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
+    entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(experts, 2))
+    if selected is None:
+        load = shares.reshape(-1, experts).mean(dim=0)
+    else:
+        _check_selected(selected, probs, name)
+        chosen = selected.flatten().long()
+        chosen = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)
+        counts = shares.new_zeros(experts + 1)
+        load = counts.scatter_add(0, chosen, torch.ones_like(chosen, dtype=shares.dtype))[:experts] / tokens
+    for (taps, place), values in ((for_load, load), (for_entropy, entropy)):
+        taps.measure(values, place, -1)
+
+
+def _found(call: str, name: str, row: str, wrong: tuple[str, ...]) -> tuple[Taps, int] | None:
+    """Return the taps that list a row of a call, and its place, if it may be measured now."""
+    found = listed(name + row)
+    if found is not None:
+        return found if found[0].is_due() else None
+    for other in wrong:
+        found = listed(other)
+        if found is not None and found[0].is_due():
+            msg = f"{call}: the names of Taps have {other!r}, but this call measures {name + row!r}; "
+            raise ValueError(msg + "add that name")
+    return None
+
+
+def _check(taps: Taps, x: object, what: str, *, least: int) -> None:
+    taps.check(x, what)
+    tensor: Tensor = x  # type: ignore[assignment]
+    if tensor.is_complex():
+        msg = f"{what} has the dtype {tensor.dtype}; pass floating-point numbers"
+        raise TypeError(msg)
+    if tensor.dim() < least:
+        msg = f"{what} has the shape {tuple(tensor.shape)}; it needs at least {least} dimensions"
+        raise ValueError(msg)
+
+
+def _check_heads(q: Tensor, k: Tensor, name: str) -> None:
+    fits = q.dim() == k.dim() and q.shape[-1] == k.shape[-1]
+    if fits and q.dim() > 2:
+        fits = k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] == 0
+        fits = fits and all([a == b or 1 in {a, b} for a, b in zip(q.shape[:-3], k.shape[:-3], strict=True)])
+    if not fits:
+        msg = f"tap_attention: {name!r} has queries {tuple(q.shape)} and keys {tuple(k.shape)}; "
+        raise ValueError(
+            msg + "pass (..., heads, length, d) with the same d, and heads of q in multiples of k's"
+        )
+
+
+def _check_selected(selected: object, probs: Tensor, name: str) -> None:
+    what = f"tap_router: selected of {name!r}"
+    if not isinstance(selected, torch.Tensor) or selected.dtype not in _INTEGERS:
+        kind = selected.dtype if isinstance(selected, torch.Tensor) else type(selected).__name__
+        msg = f"{what} is {kind}; pass the indices of experts as an integer tensor"
+        raise TypeError(msg)
+    tokens = probs.dim() - 1
+    if selected.shape[:tokens] != probs.shape[:-1] or selected.dim() > probs.dim():
+        msg = f"{what} has the shape {tuple(selected.shape)}, but probs {tuple(probs.shape)}; "
+        raise ValueError(msg + "pass the indices of each token, (...) or (..., k) for probs of (..., E)")
+
+
+_INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _longest(x: Tensor) -> Tensor:
+    """Return the largest norm of the vectors of each head. ``(..., length, d) -> (...) float64``."""
+    x = x.detach().float() if x.itemsize == 1 else x.detach()
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # the product of two norms may leave the range of fp32
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
+    return norms.amax(dim=-1).double()
