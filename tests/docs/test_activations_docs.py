@@ -10,9 +10,9 @@ PAGE = "docs/how-to/activations.md"
 
 
 def test_the_page_runs_and_says_what_it_prints(capsys):
-    (block,) = blocks(PAGE)
-    scope: dict[str, object] = {}
-    exec(block, scope)  # noqa: S102 the page's own code
-    scope["taps"].remove()
-    (said,) = re.findall(r"```text\n(.*?)```", text(PAGE), flags=re.DOTALL)
-    assert capsys.readouterr().out == said
+    outputs = re.findall(r"```text\n(.*?)```", text(PAGE), flags=re.DOTALL)
+    for block, said in zip(blocks(PAGE), outputs, strict=True):
+        scope: dict[str, object] = {}
+        exec(block, scope)  # noqa: S102 the page's own code
+        scope["taps"].remove()
+        assert capsys.readouterr().out == said
