@@ -146,28 +146,51 @@ def clips_of(model):
     }
 
 
-def steps():
-    """Return the same compiled step twice: with collection, and without."""
-    x, y = torch.randn(2, 1024, 32)
+def steps(milliseconds=1.0):
+    """Return a compiled step, with collection and without, of a batch for which the bare one takes 1 ms."""
+    rows = 512
+    while True:
+        contenders = steps_of(rows)
+        if rows >= 2**16 or medians_of({"": contenders["without"]}, 30)[""] >= milliseconds * 1000:
+            return contenders
+        rows *= 2
 
-    def build(collect):
-        model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU())])
-        parameters = list(model.parameters())
 
-        def step():
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            stats = gm.collect_grads(model) if collect else None
-            with torch.no_grad():
-                for parameter in parameters:
-                    parameter.sub_(1e-3 * parameter.grad)
-            for parameter in parameters:
+def steps_of(rows):
+    x, y = torch.randn(2, rows, 32)
+
+    def train(model):
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def update(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(1e-3 * parameter.grad)
                 parameter.grad = None
-            return loss.detach(), stats
 
-        return torch.compile(step, fullgraph=True)
+    models = [
+        nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU())])
+        for _ in range(2)
+    ]
 
-    return {"with collect_grads": build(True), "without": build(False)}
+    # two functions, since the guards of all compilations of one function are tried in turn
+    def with_collection():
+        loss = train(models[0])
+        stats = gm.collect_grads(models[0])
+        update(models[0])
+        return loss, stats
+
+    def without():
+        loss = train(models[1])
+        update(models[1])
+        return loss
+
+    return {
+        "with collect_grads": torch.compile(with_collection, fullgraph=True),
+        "without": torch.compile(without, fullgraph=True),
+    }
 
 
 @contextmanager

@@ -577,7 +577,7 @@ def with_ones(model: nn.Module) -> nn.Module:
 
 
 def test_gradients_are_neither_copied_nor_changed():
-    model = with_gradients(small_model())
+    model = with_gradients(small_model().to(torch.float64))
     _, kept = run_once(lambda: gm.collect_grads(model).columns)
     (graph,) = kept.graphs
     calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]

@@ -1363,10 +1363,11 @@ def graph_nodes(function: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("bias", [pytest.param(True, marks=pytest.mark.deep), False])
 def test_a_graph_has_few_nodes_a_tensor(bias):
     """Compile time grows with the number of nodes; ``kernels_bench.compile_time`` measures it."""
-    model = nn.Sequential(*[nn.Linear(3, 3, bias=bias or i % 2 > 0) for i in range(10)])
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=bias or i % 2 > 0) for i in range(20)])
     tensors = list(model.parameters())
     for p in tensors:
         p.grad = torch.ones_like(p)
+    # plain operators measure lists that are short enough, and have more nodes
     # nodes with torch 2.13: 2 per tensor plus 8 for torch, 2 per tensor plus 49 for gradiometer
     torchs = graph_nodes(lambda: nn.utils.clip_grad_norm_(tensors, 1.0))
     # 50 more at most: for the coefficient, and other nodes that occur once per graph
@@ -1374,7 +1375,7 @@ def test_a_graph_has_few_nodes_a_tensor(bias):
     assert graph_nodes(lambda: gm.collect_and_clip_(tensors, 1.0).norm) <= torchs + 60
     assert graph_nodes(lambda: gm.collect_grads(model)) <= 10
     # modules with equally many tensors are merged together; otherwise the results must be reordered
-    assert graph_nodes(lambda: gm.collect_grads(model).by_module()) <= (60 if bias else 60 + 2 * 10)
+    assert graph_nodes(lambda: gm.collect_grads(model).by_module()) <= (60 if bias else 60 + 2 * 20)
 
 
 @needs_compiler

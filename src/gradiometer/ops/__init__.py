@@ -7,6 +7,7 @@ names, ranks or reports. Triton is imported on the first call on a device that n
 
 from gradiometer.ops.clip_factors import clip_factors_
 from gradiometer.ops.exponents import measure_exponents
+from gradiometer.ops.in_graph import tensor_stats_in_graph
 from gradiometer.ops.library import (
     INSTALL_COMPILER,
     INTERPRETED,
@@ -46,6 +47,7 @@ __all__ = [
     "scale_",
     "tap",
     "tensor_stats",
+    "tensor_stats_in_graph",
     "uses_kernels",
     "writable",
 ]

@@ -19,10 +19,10 @@ __all__ = ["BATCH", "FEW", "SMALL", "WIDTHS", "WIDTH_OF", "Group", "Plan", "plan
 
 # a small tensor fills one zero-padded row, usually of the smallest width that holds it
 SMALL: Final = 2**13
-WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, 2**12, *range(2**12 + 2**9, SMALL + 1, 2**9))
+WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, *range(2**11, SMALL + 1, 2**10))
 # the width for each number of elements
 WIDTH_OF: Final = tuple([WIDTHS[bisect_left(WIDTHS, size)] for size in range(SMALL + 1)])
-# most elements in a batch of such rows: fewer than torch spreads over threads; twice that on one thread
+# most elements in a batch of such rows: fewer than torch spreads over threads; four times that on one thread
 BATCH: Final = 2**15 - 1
 # the same for middle-sized tensors, of up to BATCH elements each, on one thread: its cache holds them in fp64
 BATCH_ALONE: Final = 2**17

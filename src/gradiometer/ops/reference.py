@@ -32,7 +32,8 @@ from gradiometer.columns import (
 from gradiometer.inputs import as_flat, as_real
 from gradiometer.ops import fingerprint as bits
 from gradiometer.ops import openmp
-from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, Group, Plan, plan_of, prepared
+from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, WIDTH_OF, Group, Plan, plan_of, prepared
+from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of, row_sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -101,7 +102,7 @@ def tensor_stats(
             _measure_group(tensors, group, rows, BATCH, fingerprints)
         else:
             with openmp.one_thread():
-                _measure_group(tensors, group, rows, 2 * BATCH, fingerprints)
+                _measure_group(tensors, group, rows, 4 * BATCH, fingerprints)
     if plan.batches:
         with openmp.one_thread():
             _measure_batches(tensors, plan.batches, rows, fingerprints)
@@ -236,16 +237,18 @@ def _measure_rows(x: Tensor, wide: Tensor | None = None) -> list[list[float]]:
     x = x.float() if x.itemsize < 4 else x
     if x.dtype != torch.float64 and x.numel() <= FEW:
         # squares of narrower formats do not underflow in float64
-        wide = x.double()
-        squares = wide * wide
-        sums = torch.stack([squares, wide, squares.sgn()]).sum(dim=2).tolist()
+        values = x.double()
+        squares = values * values
+        sums = row_sums(torch.stack([squares, values, squares.sgn()])).tolist()
         return [*sums, [math.sqrt(square) for square in squares.amax(dim=1).tolist()]]
     wide = x.to(torch.float64, copy=True) if wide is None else wide.copy_(x)
-    total = wide.sum(dim=1)
-    sumsq = torch.mul(wide, wide, out=wide).sum(dim=1)
+    lanes = wide.new_empty((2, len(x), min(LANES, x.shape[1])))
+    of_squares, of_values = lanes.unbind()
+    lanes_of(wide, of_values)
+    lanes_of(torch.mul(wide, wide, out=wide), of_squares)
     top = x.abs_().amax(dim=1)
     n_nonzero = x.sgn_().sum(dim=1)
-    return [sumsq.tolist(), total.tolist(), n_nonzero.tolist(), top.tolist()]
+    return [*add_lanes(lanes).tolist(), n_nonzero.tolist(), top.tolist()]
 
 
 # middle-sized tensors
@@ -490,8 +493,14 @@ def _measure_nonfinite(piece: Tensor, scratch: _Scratch) -> _Row:
     wide.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     # an element that was replaced by 0 does not count as a zero
     n_zero = wide.numel() - wide.count_nonzero().item() - sum(counts)
-    total, (least, greatest) = wide.sum().item(), [x.item() for x in torch.aminmax(wide)]
-    return (wide.numel(), _sum_of_squares(wide), total, n_zero, *counts, max(0.0, -least, greatest))
+    least, greatest = [x.item() for x in torch.aminmax(wide)]
+    if wide.numel() <= SMALL:
+        # in the order of the other small tensors
+        row = torch.nn.functional.pad(wide.reshape(-1), (0, WIDTH_OF[wide.numel()] - wide.numel()))
+        total, sumsq = row_sums(row).item(), row_sums(row * row).item()
+    else:
+        total, sumsq = wide.sum().item(), _sum_of_squares(wide)
+    return (wide.numel(), sumsq, total, n_zero, *counts, max(0.0, -least, greatest))
 
 
 def _sumsq_of_block(block: Tensor, scratch: _Scratch) -> float:

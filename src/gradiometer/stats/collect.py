@@ -10,6 +10,7 @@ from torch import Tensor
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.inputs import check_names, named_parameters, named_tensors, present
+from gradiometer.stats.in_graph import grads_in_graph
 from gradiometer.stats.measure import measure, measure_grads, over_ranks
 from gradiometer.stats.norms import finite_norm, norms_of, order_of
 
@@ -64,6 +65,11 @@ def collect_grads(
     >>> stats.names, stats.norm
     (('weight', 'bias'), tensor([5., 1.], dtype=torch.float64))
     """
+    is_plain = inv_scale is None and skip_nonfinite is reduce is fingerprint is False
+    if is_plain and torch.compiler.is_compiling():
+        stats = grads_in_graph(model, thresholds)
+        if stats is not None:
+            return stats
     options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "reduce": reduce, "fingerprint": fingerprint}
     return measure_grads(model, "collect_grads", thresholds, inv_scale, **options)[1]
 

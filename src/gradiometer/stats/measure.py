@@ -218,6 +218,8 @@ def _measure_tensors(
     """Measure tensors of one or several devices, with one call per device."""
     if len(devices) == 1:
         scale = _on(scale, devices[0])
+        if torch.compiler.is_compiling() and not fingerprint:
+            return *ops.tensor_stats_in_graph(tensors, thresholds, scale), None
         return ops.measure(tensors, thresholds, scale, plan, fingerprint=fingerprint)
 
     # Copying to the CPU would wait for the device, so the CPU's rows are copied to the device. The CPU comes
