@@ -1,0 +1,223 @@
+"""Codes of float32 numbers for histograms of magnitudes, by operators on 16-bit integers.
+
+Operators on 16-bit integers take a third of the time of those on 32-bit integers. So the bits of a number,
+plus `_SHIFT`, are split into two halves. The upper half, rounded to the nearest even integer as a cast to
+bfloat16 does, is its *cell*: there are 128 in a binade. The lower half is then signed, and only its *side* is
+kept: below the cell's multiple of 2**16, equal to it, or above. All edges of `gradiometer.columns` in the
+middle of the range lie 2**12 below an even multiple, where a cell begins, at one, or just above one; so a
+cell and a side lie in one bin. A tie, which is rounded to an even cell, has the side of the other end of that
+cell. Edges are only in odd cells, so it lies in the same bin.
+
+`window_codes` have up to 384 codes in a binade, for large tensors. `row_codes` have 5 codes in a binade and a
+number for the tensor, so that small tensors are counted together.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gradiometer.columns import bin_of
+
+__all__ = [
+    "FIRST_COLUMN",
+    "NUM_ROW_CODES",
+    "NUM_WINDOWS",
+    "NUM_WINDOW_CODES",
+    "NUM_WINDOW_COLUMNS",
+    "ROWS",
+    "Scratch",
+    "count_outside",
+    "in_window",
+    "int16",
+    "is_outside",
+    "magnitudes_of",
+    "pop_outside",
+    "row_codes",
+    "row_offsets",
+    "window_codes",
+    "window_columns",
+]
+
+_SHIFT: Final = 2**15 + 2**12 + 1
+# the lower half of `_SHIFT`, signed: that of a multiple of 2**16
+_EQUAL: Final = _SHIFT - 2**16
+_MAGNITUDE: Final = 2**15 - 1
+_CELLS: Final = 128
+
+# window_codes: 3 for each of the cells of a window and of the cells beside it, which stand for all others
+_WINDOW: Final = 10920
+NUM_WINDOW_CODES: Final = 2**15
+NUM_WINDOWS: Final = 3
+# the cell of the smallest normal number
+_NORMAL: Final = _CELLS + 1
+
+# row_codes: 8 bits for the binade, 5 for the row, 3 for the class
+ROWS: Final = 32
+"""The most tensors that are counted together."""
+_BINADES: Final = 64
+_BELOW: Final = 85
+_CLASSES: Final = 5
+NUM_ROW_CODES: Final = (_BINADES + 2) * 2**8
+NUM_WINDOW_COLUMNS: Final = _BINADES * _CLASSES
+"""How many columns `in_window` returns."""
+# three times a cell of a binade plus a side: the first one, and those from which the next class begins
+_FIRST: Final = _EQUAL - 1
+_STARTS: Final = (_FIRST + 3 * 104 + 2, _FIRST + 3 * 112 + 1)
+# what the sum of classes is too large by: binades, and a remainder for class 1 of row 0
+_EXCESS: Final = (_FIRST + sum(_STARTS) - 2) % 2**16
+_EXTRA_BINADES: Final = _EXCESS >> 8
+_EXTRA: Final = (_EXCESS & 255) - 1
+
+
+class Scratch:
+    """The buffers of one thread, for ``numel`` numbers: 8 bytes for each, or 12 for `row_codes`."""
+
+    def __init__(self, numel: int, device: torch.device, *, rows: bool = False) -> None:
+        self.numel = numel
+        self.bits = torch.empty(numel, dtype=torch.int32, device=device)
+        count = 4 if rows else 2
+        self.words = [torch.empty(numel, dtype=torch.int16, device=device) for _ in range(count)]
+
+    def first(self, numel: int) -> tuple[Tensor, list[Tensor]]:
+        """Return the beginnings of the buffers."""
+        if numel == self.numel:
+            return self.bits, self.words
+        return self.bits[:numel], [x[:numel] for x in self.words]
+
+
+@cache
+def _constant(value: int, dtype: torch.dtype) -> Tensor:
+    # an operator takes microseconds to make a tensor of a Python number
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def int16(value: int) -> Tensor:
+    """Return a number, modulo 2**16, as an operand."""
+    return _constant((value + 2**15) % 2**16 - 2**15, torch.int16)
+
+
+def _split(bits: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return sign and cell, and side + `_EQUAL` (-1, 0, 1), of float32 numbers, and the unused buffers."""
+    shifted, (cells, sides, *others) = scratch.first(bits.numel())
+    torch.add(bits, _constant(_SHIFT, torch.int32), out=shifted)
+    cells.view(torch.bfloat16).copy_(shifted.view(torch.float32))
+    sides.copy_(shifted)
+    return cells, torch.clamp(sides, _EQUAL - 1, _EQUAL + 1, out=sides), others
+
+
+def window_codes(bits: Tensor, window: int, scratch: Scratch) -> Tensor:
+    """Return the codes of float32 numbers in one of the windows of the range, int16, from 0.
+
+    Numbers outside of the window have the first 3 codes or the last. Window 1 is the middle, from 2**-40 to 2**44.
+    """
+    cells, sides, _ = _split(bits, scratch)
+    torch.bitwise_and(cells, int16(_MAGNITUDE), out=cells)
+    below = _NORMAL + window * _WINDOW - 1
+    torch.clamp(cells, below, min(below + _WINDOW + 1, _MAGNITUDE), out=cells)
+    codes = torch.add(sides, cells, alpha=3, out=sides)
+    return codes.add_(int16(-3 * below - (_EQUAL - 1)))
+
+
+def pop_outside(counts: Tensor) -> int:
+    """Make 0 of the counts of numbers outside of the window, given those of `window_codes`; return their sum."""
+    rest = 0
+    for part in (counts[:3], counts[3 * (_WINDOW + 1) :]):
+        rest += int(part.sum())
+        part.zero_()
+    return rest
+
+
+@cache
+def window_columns(window: int) -> tuple[Tensor, Tensor]:
+    """Return the column of each code of a window, int64, and whether its numbers have to be looked up.
+
+    The column is that of the first number; numbers outside of the window are looked up in no window but the
+    first, which has the subnormal numbers among those outside.
+    """
+    first = _NORMAL + window * _WINDOW
+    multiples = torch.arange(first - 3, min(first + _WINDOW + 1, 2**15), dtype=torch.int32, device="cpu") << 16
+    # both ends of each side of each cell, and the tie between two cells
+    ends = [-(2**12) - 1, -(2**12), -1, 0, 1, 2**16 - 2**12 - 2]
+    columns = torch.zeros((2, NUM_WINDOW_CODES), dtype=torch.int64, device="cpu")
+    columns[0] = torch.iinfo(torch.int64).max
+    scratch = Scratch(multiples.numel(), multiples.device)
+    for end in ends:
+        bits = (multiples + end).clamp_(min=0)
+        codes = window_codes(bits, window, scratch).long()
+        found = bin_of(magnitudes_of(bits.view(torch.float32)))
+        columns[0].scatter_reduce_(0, codes, found, "amin")
+        columns[1].scatter_reduce_(0, codes, found, "amax")
+    is_wide = columns[0] < columns[1]
+    is_wide[:3] = is_wide[3 * (_WINDOW + 1) :] = False
+    if window == 0:
+        # subnormal numbers, whether or not torch.set_flush_denormal makes 0 of them, and with them the
+        # largest NaN, for which the sum overflows
+        is_wide[:6] = True
+    if window == NUM_WINDOWS - 1:
+        # a cast makes one number of all NaN
+        is_wide[3 * (2**15 - _CELLS - first) :] = True
+    columns[0, columns[0] > columns[1]] = 0
+    return columns[0], is_wide
+
+
+def row_codes(bits: Tensor, scratch: Scratch) -> Tensor:
+    """Return the codes of float32 numbers in row 0, less `_EXTRA`, int16. Add `row_offsets`.
+
+    Numbers outside of 2**-41 to 2**23 have codes below the first binade or above the last.
+    """
+    cells, sides, (part, total) = _split(bits, scratch)
+    cells.sub_(int16(1 + ((_BELOW + _EXTRA_BINADES) << 7)))
+    torch.bitwise_and(cells, int16(_CELLS - 1), out=part)
+    # the binade, times 128, and the place in it
+    cells.sub_(part)
+    sides.add_(part, alpha=3)
+    torch.clamp(sides, _FIRST, _FIRST + 2, out=total)
+    for start in _STARTS:
+        total.add_(torch.clamp(sides, start - 1, start, out=part))
+    # this multiplies the sign by 2**16
+    total.add_(cells, alpha=2)
+    return torch.clamp(total, _EXTRA, _EXTRA + ((_BINADES + 1) << 8), out=total)
+
+
+@cache
+def row_offsets(count: int) -> Tensor:
+    """Return what to add to the codes of each row, ``(R,) int16``; the first `ROWS` repeat."""
+    return torch.arange(count, dtype=torch.int16, device="cpu") % ROWS * 8 - _EXTRA
+
+
+def in_window(counts: Tensor, rows: int) -> Tensor:
+    """Return, by the counts of `row_codes`, the columns of each row from `FIRST_COLUMN` on.
+
+    ``(R, 64, 5) int64``, for `NUM_WINDOW_COLUMNS` columns.
+    """
+    return counts.view(_BINADES + 2, ROWS, 8)[1:-1, :rows, 1 : 1 + _CLASSES].transpose(0, 1)
+
+
+def count_outside(counts: Tensor) -> list[int]:
+    """Return, by the counts of `row_codes`, how many numbers of each row are outside of the window, or []."""
+    table = counts.view(_BINADES + 2, 2**8)[:: _BINADES + 1]
+    return table.view(2, ROWS, 8).sum((0, 2)).tolist() if table.any() else []
+
+
+def is_outside(codes: Tensor) -> Tensor:
+    """Return which codes, with the offsets of their rows, are those of numbers outside of the window."""
+    return (codes < 2**8) | (codes >= (_BINADES + 1) << 8)
+
+
+def magnitudes_of(x: Tensor) -> Tensor:
+    """Return the magnitudes of floating-point numbers as the bits of float64."""
+    return x.double().abs().view(torch.int64)
+
+
+def _first_column() -> int:
+    # the class 1 of the first binade is the end of the binade below
+    least = torch.tensor([((_BELOW + 1) << 23) - 1], dtype=torch.int32, device="cpu").view(torch.float32)
+    return int(bin_of(magnitudes_of(least)))
+
+
+FIRST_COLUMN: Final = _first_column()
+"""The first column that `in_window` returns."""
