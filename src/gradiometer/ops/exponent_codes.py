@@ -24,6 +24,7 @@ from gradiometer.columns import bin_of
 
 __all__ = [
     "FIRST_COLUMN",
+    "MIDDLE",
     "NUM_ROW_CODES",
     "NUM_WINDOWS",
     "NUM_WINDOW_CODES",
@@ -47,13 +48,21 @@ _SHIFT: Final = 2**15 + 2**12 + 1
 _EQUAL: Final = _SHIFT - 2**16
 _MAGNITUDE: Final = 2**15 - 1
 _CELLS: Final = 128
+_INF: Final = 2**62
 
-# window_codes: 3 for each of the cells of a window and of the cells beside it, which stand for all others
+# window_codes: 3 for each of the cells of a window and of the cells beside it, which stand for all others; from
+# the cell below the middle window on, 3 * cell + side is this number, modulo 2**16, with no further operator
+_LEAST: Final = 2
 _WINDOW: Final = 10920
+_BELOW_MIDDLE: Final = (_LEAST - (_EQUAL - 1)) // 3
 NUM_WINDOW_CODES: Final = 2**15
-NUM_WINDOWS: Final = 3
 # the cell of the smallest normal number
 _NORMAL: Final = _CELLS + 1
+# the first cell of each window, and the end
+_STARTS_OF_WINDOWS: Final = (_NORMAL, *range(_BELOW_MIDDLE + 1, 2**15, _WINDOW), 2**15)
+NUM_WINDOWS: Final = len(_STARTS_OF_WINDOWS) - 1
+MIDDLE: Final = 1
+"""The window that has most numbers, from 2**-52 to 2**33."""
 
 # row_codes: 8 bits for the binade, 5 for the row, 3 for the class
 ROWS: Final = 32
@@ -74,13 +83,12 @@ _EXTRA: Final = (_EXCESS & 255) - 1
 
 
 class Scratch:
-    """The buffers of one thread, for ``numel`` numbers: 8 bytes for each, or 12 for `row_codes`."""
+    """The buffers of one thread, for ``numel`` numbers: 4 bytes for each, and 2 for each of ``words``."""
 
-    def __init__(self, numel: int, device: torch.device, *, rows: bool = False) -> None:
+    def __init__(self, numel: int, device: torch.device, words: int = 2) -> None:
         self.numel = numel
         self.bits = torch.empty(numel, dtype=torch.int32, device=device)
-        count = 4 if rows else 2
-        self.words = [torch.empty(numel, dtype=torch.int16, device=device) for _ in range(count)]
+        self.words = [torch.empty(numel, dtype=torch.int16, device=device) for _ in range(words)]
 
     def first(self, numel: int) -> tuple[Tensor, list[Tensor]]:
         """Return the beginnings of the buffers."""
@@ -100,32 +108,37 @@ def int16(value: int) -> Tensor:
     return _constant((value + 2**15) % 2**16 - 2**15, torch.int16)
 
 
-def _split(bits: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return sign and cell, and side + `_EQUAL` (-1, 0, 1), of float32 numbers, and the unused buffers."""
-    shifted, (cells, sides, *others) = scratch.first(bits.numel())
+def _split(bits: Tensor, scratch: Scratch, sides: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return sign and cell, and side (-1, 0, 1) + `_EQUAL`, of float32 numbers, and the unused buffers."""
+    shifted, (cells, *others) = scratch.first(bits.numel())
     torch.add(bits, _constant(_SHIFT, torch.int32), out=shifted)
     cells.view(torch.bfloat16).copy_(shifted.view(torch.float32))
     sides.copy_(shifted)
     return cells, torch.clamp(sides, _EQUAL - 1, _EQUAL + 1, out=sides), others
 
 
-def window_codes(bits: Tensor, window: int, scratch: Scratch) -> Tensor:
-    """Return the codes of float32 numbers in one of the windows of the range, int16, from 0.
+def window_codes(bits: Tensor, window: int, scratch: Scratch, out: Tensor) -> Tensor:
+    """Write the codes of float32 numbers in one of the windows of the range, int16, in ascending order.
 
-    Numbers outside of the window have the first 3 codes or the last. Window 1 is the middle, from 2**-40 to 2**44.
+    Numbers outside of the window have the codes of the cells beside it.
     """
-    cells, sides, _ = _split(bits, scratch)
+    cells, sides, _ = _split(bits, scratch, out)
     torch.bitwise_and(cells, int16(_MAGNITUDE), out=cells)
-    below = _NORMAL + window * _WINDOW - 1
-    torch.clamp(cells, below, min(below + _WINDOW + 1, _MAGNITUDE), out=cells)
-    codes = torch.add(sides, cells, alpha=3, out=sides)
-    return codes.add_(int16(-3 * below - (_EQUAL - 1)))
+    below, above = _STARTS_OF_WINDOWS[window] - 1, _STARTS_OF_WINDOWS[window + 1]
+    torch.clamp(cells, below, min(above, _MAGNITUDE), out=cells)
+    codes = torch.add(sides, cells, alpha=3, out=out)
+    return codes if window == MIDDLE else codes.add_(int16(_LEAST - (_EQUAL - 1) - 3 * below))
 
 
-def pop_outside(counts: Tensor) -> int:
+def _inside(window: int) -> slice:
+    start, stop = _STARTS_OF_WINDOWS[window : window + 2]
+    return slice(_LEAST + 3, _LEAST + 3 * (stop - start + 1))
+
+
+def pop_outside(counts: Tensor, window: int) -> int:
     """Make 0 of the counts of numbers outside of the window, given those of `window_codes`; return their sum."""
-    rest = 0
-    for part in (counts[:3], counts[3 * (_WINDOW + 1) :]):
+    inside, rest = _inside(window), 0
+    for part in (counts[: inside.start], counts[inside.stop :]):
         rest += int(part.sum())
         part.zero_()
     return rest
@@ -133,35 +146,35 @@ def pop_outside(counts: Tensor) -> int:
 
 @cache
 def window_columns(window: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each code of a window, int64, and whether its numbers have to be looked up.
+    """Return the column of each code of a window, int64, in ascending order, and whether to look up its numbers.
 
-    The column is that of the first number; numbers outside of the window are looked up in no window but the
-    first, which has the subnormal numbers among those outside.
+    The numbers outside of the window have to be looked up only in the first window: there they include the
+    subnormal numbers.
     """
-    first = _NORMAL + window * _WINDOW
-    multiples = torch.arange(first - 3, min(first + _WINDOW + 1, 2**15), dtype=torch.int32, device="cpu") << 16
-    # both ends of each side of each cell, and the tie between two cells
-    ends = [-(2**12) - 1, -(2**12), -1, 0, 1, 2**16 - 2**12 - 2]
+    start, stop = _STARTS_OF_WINDOWS[window : window + 2]
+    multiples = torch.arange(start - 3, stop + 1, dtype=torch.int32, device="cpu").clamp_(max=2**15 - 1) << 16
     columns = torch.zeros((2, NUM_WINDOW_CODES), dtype=torch.int64, device="cpu")
-    columns[0] = torch.iinfo(torch.int64).max
+    columns[0] = _INF
     scratch = Scratch(multiples.numel(), multiples.device)
-    for end in ends:
+    # both ends of each side of each cell, and the tie between two cells
+    for end in (-(2**12) - 1, -(2**12), -1, 0, 1, 2**16 - 2**12 - 2):
         bits = (multiples + end).clamp_(min=0)
-        codes = window_codes(bits, window, scratch).long()
+        codes = window_codes(bits, window, scratch, scratch.first(len(bits))[1][1]).long()
         found = bin_of(magnitudes_of(bits.view(torch.float32)))
         columns[0].scatter_reduce_(0, codes, found, "amin")
         columns[1].scatter_reduce_(0, codes, found, "amax")
     is_wide = columns[0] < columns[1]
-    is_wide[:3] = is_wide[3 * (_WINDOW + 1) :] = False
+    inside = _inside(window)
+    is_wide[: inside.start] = is_wide[inside.stop :] = False
     if window == 0:
         # subnormal numbers, whether or not torch.set_flush_denormal makes 0 of them, and with them the
         # largest NaN, for which the sum overflows
-        is_wide[:6] = True
+        is_wide[: inside.start + 3] = True
     if window == NUM_WINDOWS - 1:
         # a cast makes one number of all NaN
-        is_wide[3 * (2**15 - _CELLS - first) :] = True
-    columns[0, columns[0] > columns[1]] = 0
-    return columns[0], is_wide
+        is_wide[_LEAST + 3 * (2**15 - _CELLS - start) :] = True
+    columns[0, is_wide | (columns[0] == _INF)] = 0
+    return columns[0].cummax(0).values, is_wide
 
 
 def row_codes(bits: Tensor, scratch: Scratch) -> Tensor:
@@ -169,7 +182,7 @@ def row_codes(bits: Tensor, scratch: Scratch) -> Tensor:
 
     Numbers outside of 2**-41 to 2**23 have codes below the first binade or above the last.
     """
-    cells, sides, (part, total) = _split(bits, scratch)
+    cells, sides, (_, part, total) = _split(bits, scratch, scratch.first(bits.numel())[1][1])
     cells.sub_(int16(1 + ((_BELOW + _EXTRA_BINADES) << 7)))
     torch.bitwise_and(cells, int16(_CELLS - 1), out=part)
     # the binade, times 128, and the place in it

@@ -30,15 +30,16 @@ __all__ = ["exponent_stats"]
 
 # larger tensors are cut into pieces, smaller ones are put together
 _LARGE: Final = 2**16
-# elements that a thread reads at a time, and all threads together: buffers take 12 bytes for each
-_PIECE: Final = 2**17
-_PIECES: Final = 2**18
+# by the number of threads, so that their buffers take less than 4 MiB: elements that a thread reads at a time,
+# 6 bytes for each, and codes that it counts together, 2 bytes for each
+_LENGTHS: Final = {1: (2**18, 2**18), 2: (2**17, 2**18), MOST_THREADS: (2**16, 2**17)}
+# elements of small tensors that a thread puts together, 12 bytes for each
+_TOGETHER: Final = 2**17
 # rows of small tensors
 _ROWS: Final = 8 * codes.ROWS
 # numbers that are looked up together
 _FEW: Final = 2**14
 _WIDTH: Final = NUM_EXPONENT_COLUMNS
-_MIDDLE: Final = 1
 # magnitudes of 16 bits; the first of them are subnormal
 _MAGNITUDES: Final = 2**15
 _SUBNORMAL: Final = 2**7
@@ -50,7 +51,7 @@ def exponent_stats(tensors: Sequence[Tensor]) -> Tensor:
     numbers = [as_real(x) for x in tensors]
     rows = torch.zeros((len(numbers), _WIDTH), dtype=torch.int64, device=device)
     most_threads = min(MOST_THREADS, torch.get_num_threads()) if device.type == "cpu" else 1
-    length = min(_PIECE, _PIECES // most_threads)
+    length, together = _LENGTHS[most_threads]
     small: dict[torch.dtype, list[int]] = {}
     large: list[tuple[int, tuple[Tensor, ...]]] = []
     for index, x in enumerate(numbers):
@@ -58,24 +59,24 @@ def exponent_stats(tensors: Sequence[Tensor]) -> Tensor:
             large.append((index, (x,)))
         else:
             small.setdefault(x.dtype, []).append(index)
-    batches = [batch for indices in small.values() for batch in _batches(indices, numbers, length)]
+    batches = [batch for indices in small.values() for batch in _batches(indices, numbers, min(length, _TOGETHER))]
     if batches:
         elements = sum([x.numel() for x in numbers if x.numel() <= _LARGE])
 
         def start() -> Callable[[list[int]], None]:
-            scratch = codes.Scratch(min(length, elements), device, rows=True)
+            scratch = codes.Scratch(min(length, _TOGETHER, elements), device, 4)
             return lambda batch: _count_batch(batch, numbers, scratch, rows)
 
         openmp.map_on_threads(start, batches, min(most_threads, 1 + elements // WORTH_A_THREAD))
     if large:
-        length = length if openmp.can_run_alone() else piece_length()
-        most = min(length, max([x.numel() for _, (x,) in large]))
+        if not openmp.can_run_alone():
+            length = together = piece_length()
 
         def start_large() -> Callable[[tuple[Tensor, ...]], Tensor]:
-            scratch = codes.Scratch(most, device)
-            return lambda block: _count_block(block[0], scratch)
+            scratch, found = codes.Scratch(length, device, 1), torch.empty(together, dtype=torch.int16, device=device)
+            return lambda block: _count_block(block[0], scratch, found)
 
-        for index, row in by_tensor(large, most, start_large, _sum):
+        for index, row in by_tensor(large, together, start_large, _sum):
             rows[index] = row
     return rows
 
@@ -129,8 +130,9 @@ def _contiguous(piece: Tensor, buffer: Tensor) -> Tensor:
 
 def _fold(counts: Tensor, ends: Tensor) -> Tensor:
     """Return the histogram of codes in ascending order, given how many codes are up to each column's end."""
-    upto = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).index_select(0, ends)
-    return upto.diff(prepend=upto.new_zeros(1))
+    # a column that ends before the first code has the last sum here
+    upto = counts.cumsum(0).index_select(0, (ends - 1).remainder_(len(counts)))
+    return upto.mul_(ends > 0).diff(prepend=upto.new_zeros(1))
 
 
 def _ends_of(columns: Tensor) -> Tensor:
@@ -141,53 +143,67 @@ def _ends_of(columns: Tensor) -> Tensor:
 # large tensors
 
 
-def _count_block(block: Tensor, scratch: codes.Scratch) -> Tensor:
+def _count_block(block: Tensor, scratch: codes.Scratch, found: Tensor) -> Tensor:
     """Return the histogram of a block of a large tensor."""
     if block.itemsize == 1:
         return _count_bytes(block, scratch)
     if block.itemsize == 2:
-        return _count_words(block, scratch)
-    columns, rest = _count_window(block, _MIDDLE, scratch)
+        return _count_words(block, found)
+    columns, rest = _count_window(block, codes.MIDDLE, scratch, found)
     if rest:
         zeros = _count_zeros(block)
         columns[0] += zeros
         if rest > zeros:
             for window in range(codes.NUM_WINDOWS):
-                if window != _MIDDLE:
-                    columns += _count_window(block, window, scratch)[0]
+                if window != codes.MIDDLE:
+                    columns += _count_window(block, window, scratch, found)[0]
     return columns
 
 
 @cache
 def _window(window: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     columns, is_wide = codes.window_columns(window)
-    ends = _ends_of(columns.cummax(0).values)
-    return ends.to(device), is_wide.to(device), is_wide.nonzero().view(-1).to(device)
+    return _ends_of(columns).to(device), is_wide.to(device), is_wide.nonzero().view(-1).to(device)
 
 
-def _count_window(block: Tensor, window: int, scratch: codes.Scratch) -> tuple[Tensor, int]:
+def _count_codes(
+    block: Tensor, length: int, count: int, found: Tensor, write: Callable[[Tensor, Tensor], object]
+) -> Tensor:
+    """Write the codes of a block, ``length`` of them at a time, and count them."""
+    counts = torch.zeros(count, dtype=torch.int64, device=block.device)
+    for (part,) in cut((block,), found.numel()):
+        filled = 0
+        for (piece,) in cut((part,), length):
+            write(piece, found[filled : filled + piece.numel()])
+            filled += piece.numel()
+        some = torch.bincount(found[:filled])
+        counts[: len(some)] += some
+    return counts
+
+
+def _count_window(
+    block: Tensor, window: int, scratch: codes.Scratch, found: Tensor
+) -> tuple[Tensor, int]:
     """Return the histogram of the nonzero numbers in a window, and how many numbers are outside of it."""
     ends, is_wide, wide = _window(window, block.device)
-    counts = torch.zeros(codes.NUM_WINDOW_CODES, dtype=torch.int64, device=block.device)
 
-    def codes_of(piece: Tensor) -> Tensor:
+    def write(piece: Tensor, out: Tensor) -> Tensor:
         bits = scratch.first(piece.numel())[0]
         x = bits.view(torch.float32)
         if piece.dtype == torch.float64:
             x.view(piece.shape).copy_(piece)
         else:
             x = _contiguous(piece, x)
-        return codes.window_codes(x.view(torch.int32), window, scratch)
+        return codes.window_codes(x.view(torch.int32), window, scratch, out)
 
-    for (piece,) in cut((block,), scratch.numel):
-        counts += torch.bincount(codes_of(piece), minlength=codes.NUM_WINDOW_CODES)
+    counts = _count_codes(block, scratch.numel, codes.NUM_WINDOW_CODES, found, write)
     is_necessary = len(wide) > 0 and bool(counts.index_select(0, wide).any())
     counts.index_fill_(0, wide, 0)
-    rest = codes.pop_outside(counts)
+    rest = codes.pop_outside(counts, window)
     columns = _fold(counts, ends)
     if is_necessary:
         for (piece,) in cut((block,), min(_LARGE, scratch.numel)):
-            which = is_wide.index_select(0, codes_of(piece).int()).view(piece.shape)
+            which = is_wide.index_select(0, write(piece, found[: piece.numel()]).int()).view(piece.shape)
             columns += _look_up(piece[which.logical_and_(_is_nonzero(piece))])
     return columns, rest
 
@@ -209,14 +225,14 @@ def _fresh_columns_of(dtype: torch.dtype, count: int) -> Tensor:
     return bin_of(codes.magnitudes_of(words.view(dtype).float()))
 
 
-def _count_words(block: Tensor, scratch: codes.Scratch) -> Tensor:
+def _count_words(block: Tensor, found: Tensor) -> Tensor:
     """Return the histogram of numbers of 16 bits."""
-    counts = torch.zeros(_MAGNITUDES, dtype=torch.int64, device=block.device)
-    for (piece,) in cut((block,), scratch.numel):
-        buffer = scratch.first(piece.numel())[1][0]
-        words = _contiguous(piece, buffer.view(block.dtype)).view(torch.int16)
-        torch.bitwise_and(words, codes.int16(_MAGNITUDES - 1), out=buffer)
-        counts += torch.bincount(buffer, minlength=_MAGNITUDES)
+
+    def write(piece: Tensor, out: Tensor) -> None:
+        words = _contiguous(piece, out.view(block.dtype)).view(torch.int16)
+        torch.bitwise_and(words, codes.int16(_MAGNITUDES - 1), out=out)
+
+    counts = _count_codes(block, found.numel(), _MAGNITUDES, found, write)
     # torch.set_flush_denormal makes 0 of subnormal bfloat16 numbers, or not
     subnormal = counts[:_SUBNORMAL].clone()
     counts[:_SUBNORMAL] = 0
