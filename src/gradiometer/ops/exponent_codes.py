@@ -15,7 +15,7 @@ number for the tensor, so that small tensors are counted together.
 from __future__ import annotations
 
 from functools import cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +23,15 @@ from torch import Tensor
 from gradiometer.columns import bin_of
 
 __all__ = [
-    "FIRST_COLUMN",
+    "FEW_ROWS",
+    "MANY_ROWS",
     "MIDDLE",
     "NUM_ROW_CODES",
     "NUM_WINDOWS",
     "NUM_WINDOW_CODES",
-    "NUM_WINDOW_COLUMNS",
-    "ROWS",
+    "Layout",
     "Scratch",
     "count_outside",
-    "in_window",
     "int16",
     "is_outside",
     "magnitudes_of",
@@ -41,6 +40,7 @@ __all__ = [
     "row_offsets",
     "window_codes",
     "window_columns",
+    "write_columns",
 ]
 
 _SHIFT: Final = 2**15 + 2**12 + 1
@@ -64,22 +64,35 @@ NUM_WINDOWS: Final = len(_STARTS_OF_WINDOWS) - 1
 MIDDLE: Final = 1
 """The window that has most numbers, from 2**-52 to 2**33."""
 
-# row_codes: 8 bits for the binade, 5 for the row, 3 for the class
-ROWS: Final = 32
-"""The most tensors that are counted together."""
+# row_codes: 8 bits for the binade, the others for the row and the class
 _BINADES: Final = 64
 _BELOW: Final = 85
-_CLASSES: Final = 5
 NUM_ROW_CODES: Final = (_BINADES + 2) * 2**8
-NUM_WINDOW_COLUMNS: Final = _BINADES * _CLASSES
-"""How many columns `in_window` returns."""
-# three times a cell of a binade plus a side: the first one, and those from which the next class begins
+# 3 * cell in the binade + side: the first; from the last two on, the column is the next one
 _FIRST: Final = _EQUAL - 1
-_STARTS: Final = (_FIRST + 3 * 104 + 2, _FIRST + 3 * 112 + 1)
-# what the sum of classes is too large by: binades, and a remainder for class 1 of row 0
-_EXCESS: Final = (_FIRST + sum(_STARTS) - 2) % 2**16
-_EXTRA_BINADES: Final = _EXCESS >> 8
-_EXTRA: Final = (_EXCESS & 255) - 1
+_THIRD: Final = _FIRST + 3 * 104 + 2
+_FOURTH: Final = _FIRST + 3 * 112 + 1
+
+
+class Layout(NamedTuple):
+    """How `row_codes` tell tensors and classes apart.
+
+    ``rows``: the most tensors that are counted together. ``ramps``: a class is the sum of the place in the
+    binade, cut off at either end of each of them.
+    """
+
+    rows: int
+    ramps: tuple[tuple[int, int], ...]
+
+    @property
+    def excess(self) -> int:
+        """What the sum of the lower ends is too large by, modulo 2**16."""
+        return sum([low for low, _ in self.ramps]) % 2**16
+
+
+# with fewer operators, for longer tensors; and with a class for each column
+FEW_ROWS: Final = Layout(8, ((_FIRST, _FIRST + 2), (_THIRD - 1, _FOURTH)))
+MANY_ROWS: Final = Layout(32, ((_FIRST, _FIRST + 2), (_THIRD - 1, _THIRD), (_FOURTH - 1, _FOURTH)))
 
 
 class Scratch:
@@ -177,43 +190,52 @@ def window_columns(window: int) -> tuple[Tensor, Tensor]:
     return columns[0].cummax(0).values, is_wide
 
 
-def row_codes(bits: Tensor, scratch: Scratch) -> Tensor:
-    """Return the codes of float32 numbers in row 0, less `_EXTRA`, int16. Add `row_offsets`.
+def row_codes(bits: Tensor, layout: Layout, scratch: Scratch) -> Tensor:
+    """Return the codes of float32 numbers, int16, of row 0, less what `row_offsets` has more.
 
     Numbers outside of 2**-41 to 2**23 have codes below the first binade or above the last.
     """
     cells, sides, (_, part, total) = _split(bits, scratch, scratch.first(bits.numel())[1][1])
-    cells.sub_(int16(1 + ((_BELOW + _EXTRA_BINADES) << 7)))
+    # now a cell has the number of its multiple of 2**16, and the binade below the first one is 0
+    cells.sub_(int16(1 + ((_BELOW + (layout.excess >> 8)) << 7)))
     torch.bitwise_and(cells, int16(_CELLS - 1), out=part)
     # the binade, times 128, and the place in it
     cells.sub_(part)
     sides.add_(part, alpha=3)
-    torch.clamp(sides, _FIRST, _FIRST + 2, out=total)
-    for start in _STARTS:
-        total.add_(torch.clamp(sides, start - 1, start, out=part))
+    first, *others = layout.ramps
+    torch.clamp(sides, *first, out=total)
+    for low, high in others:
+        total.add_(torch.clamp(sides, low, high, out=part))
     # this multiplies the sign by 2**16
     total.add_(cells, alpha=2)
-    return torch.clamp(total, _EXTRA, _EXTRA + ((_BINADES + 1) << 8), out=total)
+    extra = layout.excess & 255
+    return torch.clamp(total, extra, extra + ((_BINADES + 1) << 8), out=total)
 
 
 @cache
-def row_offsets(count: int) -> Tensor:
-    """Return what to add to the codes of each row, ``(R,) int16``; the first `ROWS` repeat."""
-    return torch.arange(count, dtype=torch.int16, device="cpu") % ROWS * 8 - _EXTRA
+def row_offsets(layout: Layout, count: int) -> Tensor:
+    """Return what to add to the codes of each row, ``(R,) int16``; the first ``layout.rows`` repeat."""
+    rows = torch.arange(count, dtype=torch.int16, device="cpu") % layout.rows
+    return rows * (2**8 // layout.rows) - (layout.excess & 255)
 
 
-def in_window(counts: Tensor, rows: int) -> Tensor:
-    """Return, by the counts of `row_codes`, the columns of each row from `FIRST_COLUMN` on.
+def write_columns(counts: Tensor, layout: Layout, out: Tensor) -> None:
+    """Write the columns of each row, ``(R, C)``, given the counts of `row_codes`."""
+    table = counts.view(_BINADES + 2, layout.rows, -1)[1:-1, : len(out)].transpose(0, 1)
+    columns = out.zero_()[:, _FIRST_COLUMN : _FIRST_COLUMN + 5 * _BINADES].unflatten(1, (_BINADES, 5))
+    if layout is MANY_ROWS:
+        columns.copy_(table[..., :5])
+        return
+    last = _FOURTH - _THIRD + 3
+    columns[..., :3] = table[..., :3]
+    columns[..., 3] = table[..., 3:last].sum(-1)
+    columns[..., 4] = table[..., last]
 
-    ``(R, 64, 5) int64``, for `NUM_WINDOW_COLUMNS` columns.
-    """
-    return counts.view(_BINADES + 2, ROWS, 8)[1:-1, :rows, 1 : 1 + _CLASSES].transpose(0, 1)
 
-
-def count_outside(counts: Tensor) -> list[int]:
+def count_outside(counts: Tensor, layout: Layout) -> list[int]:
     """Return, by the counts of `row_codes`, how many numbers of each row are outside of the window, or []."""
     table = counts.view(_BINADES + 2, 2**8)[:: _BINADES + 1]
-    return table.view(2, ROWS, 8).sum((0, 2)).tolist() if table.any() else []
+    return table.view(2, layout.rows, -1).sum((0, 2)).tolist() if table.any() else []
 
 
 def is_outside(codes: Tensor) -> Tensor:
@@ -232,5 +254,4 @@ def _first_column() -> int:
     return int(bin_of(magnitudes_of(least)))
 
 
-FIRST_COLUMN: Final = _first_column()
-"""The first column that `in_window` returns."""
+_FIRST_COLUMN: Final = _first_column()

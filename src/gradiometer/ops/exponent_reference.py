@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +31,12 @@ __all__ = ["exponent_stats"]
 # larger tensors are cut into pieces, smaller ones are put together
 _LARGE: Final = 2**16
 # by the number of threads, so that their buffers take less than 4 MiB: elements that a thread reads at a time,
-# 6 bytes for each, and codes that it counts together, 2 bytes for each
+# 6 bytes for each, or 12 for each of small tensors, and codes that it counts together, 2 bytes for each
 _LENGTHS: Final = {1: (2**18, 2**18), 2: (2**17, 2**18), MOST_THREADS: (2**16, 2**17)}
-# elements of small tensors that a thread puts together, 12 bytes for each
-_TOGETHER: Final = 2**17
-# rows of small tensors
-_ROWS: Final = 8 * codes.ROWS
+# more elements in each of the small tensors pay for more counts
+_LONG: Final = 2**12
+# rows of small tensors whose codes are computed together
+_ROWS: Final = 256
 # numbers that are looked up together
 _FEW: Final = 2**14
 _WIDTH: Final = NUM_EXPONENT_COLUMNS
@@ -49,22 +49,24 @@ def exponent_stats(tensors: Sequence[Tensor]) -> Tensor:
     """Return the histograms of tensors of one device, ``(T, C) int64``."""
     device = tensors[0].device
     numbers = [as_real(x) for x in tensors]
-    rows = torch.zeros((len(numbers), _WIDTH), dtype=torch.int64, device=device)
+    rows = torch.empty((len(numbers), _WIDTH), dtype=torch.int64, device=device)
     most_threads = min(MOST_THREADS, torch.get_num_threads()) if device.type == "cpu" else 1
     length, together = _LENGTHS[most_threads]
-    small: dict[torch.dtype, list[int]] = {}
+    small: dict[torch.dtype, list[tuple[int, int]]] = {}
     large: list[tuple[int, tuple[Tensor, ...]]] = []
+    elements = 0
     for index, x in enumerate(numbers):
-        if x.numel() > _LARGE:
+        numel = x.numel()
+        if numel > _LARGE:
             large.append((index, (x,)))
         else:
-            small.setdefault(x.dtype, []).append(index)
-    batches = [batch for indices in small.values() for batch in _batches(indices, numbers, min(length, _TOGETHER))]
-    if batches:
-        elements = sum([x.numel() for x in numbers if x.numel() <= _LARGE])
+            small.setdefault(x.dtype, []).append((numel, index))
+            elements += numel
+    if small:
+        batches = [batch for members in small.values() for batch in _batches(sorted(members), length)]
 
-        def start() -> Callable[[list[int]], None]:
-            scratch = codes.Scratch(min(length, _TOGETHER, elements), device, 4)
+        def start() -> Callable[[_Batch], None]:
+            scratch = codes.Scratch(min(length, elements), device, 4)
             return lambda batch: _count_batch(batch, numbers, scratch, rows)
 
         openmp.map_on_threads(start, batches, min(most_threads, 1 + elements // WORTH_A_THREAD))
@@ -85,15 +87,26 @@ def _sum(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
 
 
-def _batches(indices: list[int], numbers: list[Tensor], length: int) -> Iterator[list[int]]:
-    """Put tensors together, those of one size next to each other."""
-    batch: list[int] = []
+class _Batch(NamedTuple):
+    """Small tensors of one dtype that share the buffers, those of one size next to each other."""
+
+    indices: list[int]
+    sizes: list[int]
+    layout: codes.Layout
+
+
+def _batches(members: list[tuple[int, int]], length: int) -> Iterator[_Batch]:
+    """Put tensors together, given as ascending (size, index)."""
+    batch = _Batch([], [], codes.MANY_ROWS)
     filled = 0
-    for numel, index in sorted([(numbers[index].numel(), index) for index in indices]):
-        if batch and (filled + numel > length or len(batch) == _ROWS):
-            yield batch
-            batch, filled = [], 0
-        batch.append(index)
+    for numel, index in members:
+        layout = codes.FEW_ROWS if numel > _LONG else codes.MANY_ROWS
+        if filled + numel > length or len(batch.sizes) == _ROWS or layout is not batch.layout:
+            if batch.sizes:
+                yield batch
+            batch, filled = _Batch([], [], layout), 0
+        batch.indices.append(index)
+        batch.sizes.append(numel)
         filled += numel
     yield batch
 
@@ -252,37 +265,37 @@ def _count_bytes(block: Tensor, scratch: codes.Scratch) -> Tensor:
 # small tensors
 
 
-def _count_batch(batch: list[int], numbers: list[Tensor], scratch: codes.Scratch, rows: Tensor) -> None:
-    """Write the rows of small tensors of one dtype."""
-    parts = [x if x.dim() == 1 else x.reshape(-1) for x in [numbers[index] for index in batch]]
-    sizes = [x.numel() for x in parts]
-    found = _row_codes(parts, sizes, scratch)
-    offsets = codes.row_offsets(_ROWS).to(found.device)
+def _count_batch(batch: _Batch, numbers: list[Tensor], scratch: codes.Scratch, rows: Tensor) -> None:
+    """Write the rows of small tensors."""
+    indices, sizes, layout = batch
+    parts = [x if x.dim() == 1 else x.reshape(-1) for x in [numbers[index] for index in indices]]
+    found = _row_codes(parts, sizes, layout, scratch)
+    offsets = codes.row_offsets(layout, _ROWS).to(found.device)
     first = start = 0
     for size, same in groupby(sizes):
         count = len(list(same))
-        own = found[start : start + count * size].view(count, size)
-        own.add_(offsets[first : first + count, None])
-        first, start = first + count, start + count * size
+        stop = start + count * size
+        found[start:stop].view(count, size).add_(offsets[first : first + count, None])
+        first, start = first + count, stop
     start = 0
-    for first in range(0, len(batch), codes.ROWS):
-        some = slice(first, first + codes.ROWS)
-        numel = sum(sizes[some])
-        _write_rows(batch[some], parts[some], found[start : start + numel], rows)
-        start += numel
+    for first in range(0, len(sizes), layout.rows):
+        some = slice(first, first + layout.rows)
+        stop = start + sum(sizes[some])
+        _write_rows(_Batch(indices[some], sizes[some], layout), parts[some], found[start:stop], rows)
+        start = stop
 
 
-def _write_rows(indices: list[int], parts: list[Tensor], found: Tensor, rows: Tensor) -> None:
-    """Write the rows of at most `codes.ROWS` tensors, given their codes."""
+def _write_rows(batch: _Batch, parts: list[Tensor], found: Tensor, rows: Tensor) -> None:
+    """Write the rows of tensors that are counted together, given their codes."""
+    indices, sizes, layout = batch
     counts = torch.bincount(found, minlength=codes.NUM_ROW_CODES)
-    inside = codes.in_window(counts, len(indices))
-    columns = slice(codes.FIRST_COLUMN, codes.FIRST_COLUMN + codes.NUM_WINDOW_COLUMNS)
     if indices[-1] - indices[0] == len(indices) - 1:
-        rows[indices[0] : indices[-1] + 1, columns].unflatten(1, inside.shape[1:]).copy_(inside)
+        codes.write_columns(counts, layout, rows[indices[0] : indices[-1] + 1])
     else:
-        rows[torch.tensor(indices, device=rows.device), columns] = inside.flatten(1)
-    if outside := codes.count_outside(counts):
-        sizes = [x.numel() for x in parts]
+        own = rows.new_empty((len(indices), _WIDTH))
+        codes.write_columns(counts, layout, own)
+        rows[torch.tensor(indices, device=rows.device)] = own
+    if outside := codes.count_outside(counts, layout):
         for index, part, own, count in zip(indices, parts, found.split(sizes), outside, strict=False):
             if count:
                 zeros = _count_zeros(part)
@@ -291,7 +304,9 @@ def _write_rows(indices: list[int], parts: list[Tensor], found: Tensor, rows: Te
                     rows[index] += _look_up(part[codes.is_outside(own).logical_and_(_is_nonzero(part))])
 
 
-def _row_codes(parts: list[Tensor], sizes: list[int], scratch: codes.Scratch) -> Tensor:
+def _row_codes(
+    parts: list[Tensor], sizes: list[int], layout: codes.Layout, scratch: codes.Scratch
+) -> Tensor:
     dtype = parts[0].dtype
     bits, words = scratch.first(sum(sizes))
     x = bits.view(torch.float32)
@@ -303,4 +318,4 @@ def _row_codes(parts: list[Tensor], sizes: list[int], scratch: codes.Scratch) ->
         # fp8 cannot be concatenated, and there is no room for float64
         for part, to in zip(parts, x.split(sizes), strict=True):
             to.copy_(part)
-    return codes.row_codes(bits, scratch)
+    return codes.row_codes(bits, layout, scratch)
