@@ -20,9 +20,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.columns import bin_of
+from gradiometer.columns import NUM_EXPONENT_COLUMNS, bin_of
 
 __all__ = [
+    "BELOW",
     "FEW_ROWS",
     "MANY_ROWS",
     "MIDDLE",
@@ -35,7 +36,6 @@ __all__ = [
     "int16",
     "is_outside",
     "magnitudes_of",
-    "pop_outside",
     "row_codes",
     "row_offsets",
     "window_codes",
@@ -56,6 +56,8 @@ _LEAST: Final = 2
 _WINDOW: Final = 10920
 _BELOW_MIDDLE: Final = (_LEAST - (_EQUAL - 1)) // 3
 NUM_WINDOW_CODES: Final = 2**15
+BELOW: Final = slice(_LEAST, _LEAST + 3)
+"""The codes of numbers below a window."""
 # the cell of the smallest normal number
 _NORMAL: Final = _CELLS + 1
 # the first cell of each window, and the end
@@ -148,21 +150,12 @@ def _inside(window: int) -> slice:
     return slice(_LEAST + 3, _LEAST + 3 * (stop - start + 1))
 
 
-def pop_outside(counts: Tensor, window: int) -> int:
-    """Make 0 of the counts of numbers outside of the window, given those of `window_codes`; return their sum."""
-    inside, rest = _inside(window), 0
-    for part in (counts[: inside.start], counts[inside.stop :]):
-        rest += int(part.sum())
-        part.zero_()
-    return rest
-
-
 @cache
 def window_columns(window: int) -> tuple[Tensor, Tensor]:
     """Return the column of each code of a window, int64, in ascending order, and whether to look up its numbers.
 
-    The numbers outside of the window have to be looked up only in the first window: there they include the
-    subnormal numbers.
+    Numbers below the window have the column of zeros, and those above it that of NaN. They have to be looked up
+    only in the first window, where they include the subnormal numbers, and in the last one.
     """
     start, stop = _STARTS_OF_WINDOWS[window : window + 2]
     multiples = torch.arange(start - 3, stop + 1, dtype=torch.int32, device="cpu").clamp_(max=2**15 - 1) << 16
@@ -186,8 +179,9 @@ def window_columns(window: int) -> tuple[Tensor, Tensor]:
     if window == NUM_WINDOWS - 1:
         # a cast makes one number of all NaN
         is_wide[_LEAST + 3 * (2**15 - _CELLS - start) :] = True
-    columns[0, is_wide | (columns[0] == _INF)] = 0
-    return columns[0].cummax(0).values, is_wide
+    columns[0, : inside.start] = 0
+    columns[0, inside.stop :] = NUM_EXPONENT_COLUMNS - 1
+    return columns[0].masked_fill_(columns[0] == _INF, 0).cummax(0).values, is_wide
 
 
 def row_codes(bits: Tensor, layout: Layout, scratch: Scratch) -> Tensor:

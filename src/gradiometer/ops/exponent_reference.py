@@ -32,7 +32,7 @@ __all__ = ["exponent_stats"]
 _LARGE: Final = 2**16
 # by the number of threads, so that their buffers take less than 4 MiB: elements that a thread reads at a time,
 # 6 bytes for each, or 12 for each of small tensors, and codes that it counts together, 2 bytes for each
-_LENGTHS: Final = {1: (2**18, 2**18), 2: (2**17, 2**18), MOST_THREADS: (2**16, 2**17)}
+_LENGTHS: Final = {1: (2**18, 2**19), 2: (2**17, 2**18), MOST_THREADS: (2**16, 2**17)}
 # more elements in each of the small tensors pay for more counts
 _LONG: Final = 2**12
 # rows of small tensors whose codes are computed together
@@ -122,15 +122,15 @@ def _look_up(x: Tensor) -> Tensor:
     return found
 
 
-def _is_nonzero(x: Tensor) -> Tensor:
+def _doubled(x: Tensor) -> Tensor:
+    """Return integers that are 0 for 0 and -0, and for no subnormal number, whatever set_flush_denormal says."""
     # fp8 formats have numbers other than 0, or NaN, in the place of 0 or -0
     x = x.float() if x.itemsize == 1 else x.contiguous()
-    # by the bits: subnormal numbers are not 0, even if torch.set_flush_denormal makes comparisons say so
-    return (x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]) * 2).ne(0)
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]) * 2
 
 
 def _count_zeros(x: Tensor) -> int:
-    return x.numel() - sum([_is_nonzero(part).sum() for (part,) in cut((x,), _LARGE)])
+    return x.numel() - sum([int(torch.count_nonzero(_doubled(part))) for (part,) in cut((x,), _LARGE)])
 
 
 def _contiguous(piece: Tensor, buffer: Tensor) -> Tensor:
@@ -141,16 +141,10 @@ def _contiguous(piece: Tensor, buffer: Tensor) -> Tensor:
     return buffer
 
 
-def _fold(counts: Tensor, ends: Tensor) -> Tensor:
-    """Return the histogram of codes in ascending order, given how many codes are up to each column's end."""
-    # a column that ends before the first code has the last sum here
-    upto = counts.cumsum(0).index_select(0, (ends - 1).remainder_(len(counts)))
-    return upto.mul_(ends > 0).diff(prepend=upto.new_zeros(1))
-
-
-def _ends_of(columns: Tensor) -> Tensor:
+def _last_of(columns: Tensor) -> Tensor:
+    """Return the last code up to each column, given the columns of codes in ascending order, or 0."""
     every = torch.arange(_WIDTH, dtype=torch.int64, device="cpu")
-    return torch.searchsorted(columns, every, right=True)
+    return torch.searchsorted(columns, every, right=True).sub_(1).clamp_(min=0)
 
 
 # large tensors
@@ -162,43 +156,50 @@ def _count_block(block: Tensor, scratch: codes.Scratch, found: Tensor) -> Tensor
         return _count_bytes(block, scratch)
     if block.itemsize == 2:
         return _count_words(block, found)
-    columns, rest = _count_window(block, codes.MIDDLE, scratch, found)
-    if rest:
-        zeros = _count_zeros(block)
-        columns[0] += zeros
-        if rest > zeros:
-            for window in range(codes.NUM_WINDOWS):
-                if window != codes.MIDDLE:
-                    columns += _count_window(block, window, scratch, found)[0]
+    columns = _count_window(block, codes.MIDDLE, scratch, found)
+    if int(columns.sum()) < block.numel():
+        for window in range(codes.NUM_WINDOWS):
+            if window != codes.MIDDLE:
+                columns += _count_window(block, window, scratch, found)
     return columns
 
 
-@cache
-def _window(window: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    columns, is_wide = codes.window_columns(window)
-    return _ends_of(columns).to(device), is_wide.to(device), is_wide.nonzero().view(-1).to(device)
-
-
-def _count_codes(
-    block: Tensor, length: int, count: int, found: Tensor, write: Callable[[Tensor, Tensor], object]
+def _histogram(
+    block: Tensor,
+    length: int,
+    found: Tensor,
+    write: Callable[[Tensor, Tensor], object],
+    last: Tensor,
+    apart: Callable[[Tensor, Tensor], None],
 ) -> Tensor:
-    """Write the codes of a block, ``length`` of them at a time, and count them."""
-    counts = torch.zeros(count, dtype=torch.int64, device=block.device)
+    """Write the codes of a block, ``length`` of them at a time, count them, and return the sums by column.
+
+    ``last`` is the result of `_last_of`. ``apart`` is called with the counts of a part, and that part; it removes
+    those that it counts itself.
+    """
+    upto = torch.zeros(_WIDTH, dtype=torch.int64, device=block.device)
     for (part,) in cut((block,), found.numel()):
         filled = 0
         for (piece,) in cut((part,), length):
             write(piece, found[filled : filled + piece.numel()])
             filled += piece.numel()
-        some = torch.bincount(found[:filled])
-        counts[: len(some)] += some
-    return counts
+        counts = torch.bincount(found[:filled])
+        apart(counts, part)
+        # one sum takes a fraction of the time of adding each count to its column
+        upto += counts.cumsum(0).index_select(0, last.clamp(max=len(counts) - 1))
+    return upto.diff(prepend=upto.new_zeros(1))
 
 
-def _count_window(
-    block: Tensor, window: int, scratch: codes.Scratch, found: Tensor
-) -> tuple[Tensor, int]:
-    """Return the histogram of the nonzero numbers in a window, and how many numbers are outside of it."""
-    ends, is_wide, wide = _window(window, block.device)
+@cache
+def _window(window: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    columns, is_wide = codes.window_columns(window)
+    return _last_of(columns).to(device), is_wide.to(device)
+
+
+def _count_window(block: Tensor, window: int, scratch: codes.Scratch, found: Tensor) -> Tensor:
+    """Return the histogram of the numbers in a window; that of the middle has the zeros."""
+    last, is_wide = _window(window, block.device)
+    is_necessary, zeros = False, 0
 
     def write(piece: Tensor, out: Tensor) -> Tensor:
         bits = scratch.first(piece.numel())[0]
@@ -209,16 +210,21 @@ def _count_window(
             x = _contiguous(piece, x)
         return codes.window_codes(x.view(torch.int32), window, scratch, out)
 
-    counts = _count_codes(block, scratch.numel, codes.NUM_WINDOW_CODES, found, write)
-    is_necessary = len(wide) > 0 and bool(counts.index_select(0, wide).any())
-    counts.index_fill_(0, wide, 0)
-    rest = codes.pop_outside(counts, window)
-    columns = _fold(counts, ends)
+    def apart(counts: Tensor, part: Tensor) -> None:
+        nonlocal is_necessary, zeros
+        if window != codes.MIDDLE:
+            is_necessary |= bool(counts[is_wide[: len(counts)]].any())
+            counts.masked_fill_(is_wide[: len(counts)], 0)
+        elif counts[codes.BELOW].any():
+            zeros += _count_zeros(part)
+
+    columns = _histogram(block, scratch.numel, found, write, last, apart)
+    columns[0], columns[-1] = zeros, 0
     if is_necessary:
         for (piece,) in cut((block,), min(_LARGE, scratch.numel)):
             which = is_wide.index_select(0, write(piece, found[: piece.numel()]).int()).view(piece.shape)
-            columns += _look_up(piece[which.logical_and_(_is_nonzero(piece))])
-    return columns, rest
+            columns += _look_up(piece[which.logical_and_(_doubled(piece).view(piece.shape).ne(0))])
+    return columns
 
 
 @cache
@@ -227,8 +233,8 @@ def _columns_of(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @cache
-def _ends_of_words(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _ends_of(_columns_of(dtype, torch.device("cpu"))).to(device)
+def _last_of_words(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _last_of(_columns_of(dtype, torch.device("cpu"))).to(device)
 
 
 def _fresh_columns_of(dtype: torch.dtype, count: int) -> Tensor:
@@ -240,16 +246,20 @@ def _fresh_columns_of(dtype: torch.dtype, count: int) -> Tensor:
 
 def _count_words(block: Tensor, found: Tensor) -> Tensor:
     """Return the histogram of numbers of 16 bits."""
+    subnormal = torch.zeros(_SUBNORMAL, dtype=torch.int64, device=block.device)
 
     def write(piece: Tensor, out: Tensor) -> None:
         words = _contiguous(piece, out.view(block.dtype)).view(torch.int16)
         torch.bitwise_and(words, codes.int16(_MAGNITUDES - 1), out=out)
 
-    counts = _count_codes(block, found.numel(), _MAGNITUDES, found, write)
+    def apart(counts: Tensor, _: Tensor) -> None:
+        first = counts[:_SUBNORMAL]
+        subnormal[: len(first)] += first
+        first.zero_()
+
+    last = _last_of_words(block.dtype, block.device)
+    columns = _histogram(block, found.numel(), found, write, last, apart)
     # torch.set_flush_denormal makes 0 of subnormal bfloat16 numbers, or not
-    subnormal = counts[:_SUBNORMAL].clone()
-    counts[:_SUBNORMAL] = 0
-    columns = _fold(counts, _ends_of_words(block.dtype, block.device))
     return columns.index_add_(0, _fresh_columns_of(block.dtype, _SUBNORMAL).to(block.device), subnormal)
 
 
@@ -301,7 +311,7 @@ def _write_rows(batch: _Batch, parts: list[Tensor], found: Tensor, rows: Tensor)
                 zeros = _count_zeros(part)
                 rows[index, 0] = zeros
                 if zeros < count:
-                    rows[index] += _look_up(part[codes.is_outside(own).logical_and_(_is_nonzero(part))])
+                    rows[index] += _look_up(part[codes.is_outside(own).logical_and_(_doubled(part).ne(0))])
 
 
 def _row_codes(
