@@ -8,14 +8,14 @@ middle of the range lie 2**12 below an even multiple, where a cell begins, at on
 cell and a side lie in one bin. A tie, which is rounded to an even cell, has the side of the other end of that
 cell. Edges are only in odd cells, so it lies in the same bin.
 
-`window_codes` have up to 384 codes in a binade, for large tensors. `row_codes` have 5 codes in a binade and a
+`window_codes` have 384 codes in a binade, for large tensors. `row_codes` have 5 codes in a binade, and a
 number for the tensor, so that small tensors are counted together.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,19 +24,18 @@ from gradiometer.columns import NUM_EXPONENT_COLUMNS, bin_of
 
 __all__ = [
     "BELOW",
-    "FEW_ROWS",
-    "MANY_ROWS",
     "MIDDLE",
     "NUM_ROW_CODES",
     "NUM_WINDOWS",
     "NUM_WINDOW_CODES",
-    "Layout",
+    "ROWS",
     "Scratch",
     "count_outside",
     "int16",
     "is_outside",
     "magnitudes_of",
     "row_codes",
+    "row_codes_of_words",
     "row_offsets",
     "window_codes",
     "window_columns",
@@ -50,8 +49,8 @@ _MAGNITUDE: Final = 2**15 - 1
 _CELLS: Final = 128
 _INF: Final = 2**62
 
-# window_codes: 3 for each of the cells of a window and of the cells beside it, which stand for all others; from
-# the cell below the middle window on, 3 * cell + side is this number, modulo 2**16, with no further operator
+# window_codes: 3 for each of the cells of a window and of the cells beside it, which stand for all others. In
+# the middle window, 3 * cell + side is the code, modulo 2**16, with no further operator: it begins with this
 _LEAST: Final = 2
 _WINDOW: Final = 10920
 _BELOW_MIDDLE: Final = (_LEAST - (_EQUAL - 1)) // 3
@@ -76,25 +75,13 @@ _THIRD: Final = _FIRST + 3 * 104 + 2
 _FOURTH: Final = _FIRST + 3 * 112 + 1
 
 
-class Layout(NamedTuple):
-    """How `row_codes` tell tensors and classes apart.
-
-    ``rows``: the most tensors that are counted together. ``ramps``: a class is the sum of the place in the
-    binade, cut off at either end of each of them.
-    """
-
-    rows: int
-    ramps: tuple[tuple[int, int], ...]
-
-    @property
-    def excess(self) -> int:
-        """What the sum of the lower ends is too large by, modulo 2**16."""
-        return sum([low for low, _ in self.ramps]) % 2**16
-
-
-# with fewer operators, for longer tensors; and with a class for each column
-FEW_ROWS: Final = Layout(8, ((_FIRST, _FIRST + 2), (_THIRD - 1, _FOURTH)))
-MANY_ROWS: Final = Layout(32, ((_FIRST, _FIRST + 2), (_THIRD - 1, _THIRD), (_FOURTH - 1, _FOURTH)))
+ROWS: Final = 32
+"""The most tensors that are counted together."""
+# a class is the sum of places in the binade that are cut off at the ends of these
+_RAMPS: Final = ((_FIRST, _FIRST + 2), (_THIRD - 1, _THIRD), (_FOURTH - 1, _FOURTH))
+# what that sum is too large by: binades, and a remainder
+_EXCESS: Final = sum([low for low, _ in _RAMPS]) % 2**16
+_EXTRA: Final = _EXCESS & 255
 
 
 class Scratch:
@@ -123,13 +110,13 @@ def int16(value: int) -> Tensor:
     return _constant((value + 2**15) % 2**16 - 2**15, torch.int16)
 
 
-def _split(bits: Tensor, scratch: Scratch, sides: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return sign and cell, and side (-1, 0, 1) + `_EQUAL`, of float32 numbers, and the unused buffers."""
-    shifted, (cells, *others) = scratch.first(bits.numel())
+def _split(bits: Tensor, scratch: Scratch, sides: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sign and cell, and side (-1, 0, 1) + `_EQUAL`, of float32 numbers."""
+    shifted, (cells, *_) = scratch.first(bits.numel())
     torch.add(bits, _constant(_SHIFT, torch.int32), out=shifted)
     cells.view(torch.bfloat16).copy_(shifted.view(torch.float32))
     sides.copy_(shifted)
-    return cells, torch.clamp(sides, _EQUAL - 1, _EQUAL + 1, out=sides), others
+    return cells, torch.clamp(sides, _EQUAL - 1, _EQUAL + 1, out=sides)
 
 
 def window_codes(bits: Tensor, window: int, scratch: Scratch, out: Tensor) -> Tensor:
@@ -137,7 +124,7 @@ def window_codes(bits: Tensor, window: int, scratch: Scratch, out: Tensor) -> Te
 
     Numbers outside of the window have the codes of the cells beside it.
     """
-    cells, sides, _ = _split(bits, scratch, out)
+    cells, sides = _split(bits, scratch, out)
     torch.bitwise_and(cells, int16(_MAGNITUDE), out=cells)
     below, above = _STARTS_OF_WINDOWS[window] - 1, _STARTS_OF_WINDOWS[window + 1]
     torch.clamp(cells, below, min(above, _MAGNITUDE), out=cells)
@@ -152,10 +139,10 @@ def _inside(window: int) -> slice:
 
 @cache
 def window_columns(window: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each code of a window, int64, in ascending order, and whether to look up its numbers.
+    """Return the column of each code of a window, int64, ascending, and whether to look up its numbers.
 
-    Numbers below the window have the column of zeros, and those above it that of NaN. They have to be looked up
-    only in the first window, where they include the subnormal numbers, and in the last one.
+    Numbers below the window have the column of zeros, and those above it that of NaN. Those below the first
+    window are looked up: they include the subnormal numbers.
     """
     start, stop = _STARTS_OF_WINDOWS[window : window + 2]
     multiples = torch.arange(start - 3, stop + 1, dtype=torch.int32, device="cpu").clamp_(max=2**15 - 1) << 16
@@ -184,52 +171,54 @@ def window_columns(window: int) -> tuple[Tensor, Tensor]:
     return columns[0].masked_fill_(columns[0] == _INF, 0).cummax(0).values, is_wide
 
 
-def row_codes(bits: Tensor, layout: Layout, scratch: Scratch) -> Tensor:
+def row_codes(bits: Tensor, scratch: Scratch) -> Tensor:
     """Return the codes of float32 numbers, int16, of row 0, less what `row_offsets` has more.
 
     Numbers outside of 2**-41 to 2**23 have codes below the first binade or above the last.
     """
-    cells, sides, (_, part, total) = _split(bits, scratch, scratch.first(bits.numel())[1][1])
-    # now a cell has the number of its multiple of 2**16, and the binade below the first one is 0
-    cells.sub_(int16(1 + ((_BELOW + (layout.excess >> 8)) << 7)))
+    cells, sides = _split(bits, scratch, scratch.first(bits.numel())[1][1])
+    return _row_codes(cells.sub_(int16(1)), sides, scratch)
+
+
+def row_codes_of_words(words: Tensor, scratch: Scratch) -> Tensor:
+    """Return the same for bfloat16 numbers, given as their bits in the first buffer of 16 bits."""
+    sides = scratch.first(words.numel())[1][1]
+    return _row_codes(words, sides.fill_(_EQUAL), scratch)
+
+
+def _row_codes(cells: Tensor, sides: Tensor, scratch: Scratch) -> Tensor:
+    # from now on, a cell has the number of its multiple of 2**16
+    part, total = scratch.first(cells.numel())[1][2:]
     torch.bitwise_and(cells, int16(_CELLS - 1), out=part)
-    # the binade, times 128, and the place in it
-    cells.sub_(part)
+    # the binade, times 128, from the one below the first; and the place in it
+    cells.sub_(part).sub_(int16((_BELOW + (_EXCESS >> 8)) << 7))
     sides.add_(part, alpha=3)
-    first, *others = layout.ramps
+    first, *others = _RAMPS
     torch.clamp(sides, *first, out=total)
     for low, high in others:
         total.add_(torch.clamp(sides, low, high, out=part))
     # this multiplies the sign by 2**16
     total.add_(cells, alpha=2)
-    extra = layout.excess & 255
-    return torch.clamp(total, extra, extra + ((_BINADES + 1) << 8), out=total)
+    return torch.clamp(total, _EXTRA, _EXTRA + ((_BINADES + 1) << 8), out=total)
 
 
 @cache
-def row_offsets(layout: Layout, count: int) -> Tensor:
-    """Return what to add to the codes of each row, ``(R,) int16``; the first ``layout.rows`` repeat."""
-    rows = torch.arange(count, dtype=torch.int16, device="cpu") % layout.rows
-    return rows * (2**8 // layout.rows) - (layout.excess & 255)
+def row_offsets(count: int) -> Tensor:
+    """Return what to add to the codes of each row, ``(R,) int16``; the first `ROWS` repeat."""
+    return torch.arange(count, dtype=torch.int16, device="cpu") % ROWS * (2**8 // ROWS) - _EXTRA
 
 
-def write_columns(counts: Tensor, layout: Layout, out: Tensor) -> None:
+def write_columns(counts: Tensor, out: Tensor) -> None:
     """Write the columns of each row, ``(R, C)``, given the counts of `row_codes`."""
-    table = counts.view(_BINADES + 2, layout.rows, -1)[1:-1, : len(out)].transpose(0, 1)
-    columns = out.zero_()[:, _FIRST_COLUMN : _FIRST_COLUMN + 5 * _BINADES].unflatten(1, (_BINADES, 5))
-    if layout is MANY_ROWS:
-        columns.copy_(table[..., :5])
-        return
-    last = _FOURTH - _THIRD + 3
-    columns[..., :3] = table[..., :3]
-    columns[..., 3] = table[..., 3:last].sum(-1)
-    columns[..., 4] = table[..., last]
+    table = counts.view(_BINADES + 2, ROWS, -1)[1:-1, : len(out), :5].transpose(0, 1)
+    columns = out.zero_()[:, _FIRST_COLUMN : _FIRST_COLUMN + 5 * _BINADES]
+    columns.unflatten(1, (_BINADES, 5)).copy_(table)
 
 
-def count_outside(counts: Tensor, layout: Layout) -> list[int]:
+def count_outside(counts: Tensor) -> list[int]:
     """Return, by the counts of `row_codes`, how many numbers of each row are outside of the window, or []."""
     table = counts.view(_BINADES + 2, 2**8)[:: _BINADES + 1]
-    return table.view(2, layout.rows, -1).sum((0, 2)).tolist() if table.any() else []
+    return table.view(2, ROWS, -1).sum((0, 2)).tolist() if table.any() else []
 
 
 def is_outside(codes: Tensor) -> Tensor:

@@ -1,18 +1,18 @@
 """Histograms of magnitudes in eager PyTorch: the CPU implementation.
 
-Each number gets a code of 15 bits, by operators on 16-bit integers, and one ``bincount`` counts the codes of a
-piece. For float16 and bfloat16 numbers, the code is the magnitude's bits. float32 numbers get the codes of
+Each number gets a code of 15 bits, by operators on 16-bit integers, and one ``bincount`` counts the codes of
+a piece. For float16 and bfloat16 numbers, the code is the magnitude's bits. float32 numbers get the codes of
 `gradiometer.ops.exponent_codes`, of which each lies in one bin. float64 numbers are rounded to float32 first,
-as a cast rounds them. The codes cover the middle of the range; zeros are counted apart, large tensors with
-other numbers are read again with the codes of the ends, and only numbers at the very ends, and those of small
-tensors, are looked up in the edges.
+as a cast rounds them. The codes cover the middle of the range. If a part of a large tensor has other numbers,
+its zeros are counted, and other blocks are read again with the codes of the ends. Only numbers at the very
+ends of the range, and those of small tensors, are looked up in the edges.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from gradiometer.columns import NUM_EXPONENT_COLUMNS, bin_of
 from gradiometer.inputs import as_real
 from gradiometer.ops import exponent_codes as codes
 from gradiometer.ops import openmp
-from gradiometer.ops.reference import MOST_THREADS, WORTH_A_THREAD, by_tensor, cut, piece_length
+from gradiometer.ops.reference import MOST_THREADS, by_tensor, cut, piece_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,14 +30,17 @@ __all__ = ["exponent_stats"]
 
 # larger tensors are cut into pieces, smaller ones are put together
 _LARGE: Final = 2**16
-# by the number of threads, so that their buffers take less than 4 MiB: elements that a thread reads at a time,
-# 6 bytes for each, or 12 for each of small tensors, and codes that it counts together, 2 bytes for each
-_LENGTHS: Final = {1: (2**18, 2**19), 2: (2**17, 2**18), MOST_THREADS: (2**16, 2**17)}
-# more elements in each of the small tensors pay for more counts
-_LONG: Final = 2**12
+# by the number of threads, so that their buffers take less than 4 MiB: elements that a thread reads at once,
+# 6 bytes for each, and codes that it counts together, 2 bytes for each
+_LENGTHS: Final = {1: (2**18, 3 * 2**17), 2: (2**17, 3 * 2**16), MOST_THREADS: (2**16, 2**16)}
+# elements of small tensors that a thread reads together, 12 bytes for each
+_TOGETHER: Final = 2**17
+# elements of small tensors per additional thread: on a busy machine, threads that call many short operators
+# wait milliseconds for each other
+_WORTH_A_THREAD: Final = 2**22
 # rows of small tensors whose codes are computed together
 _ROWS: Final = 256
-# numbers that are looked up together
+# numbers that are looked up together, or of which zeros are counted
 _FEW: Final = 2**14
 _WIDTH: Final = NUM_EXPONENT_COLUMNS
 # magnitudes of 16 bits; the first of them are subnormal
@@ -63,19 +66,23 @@ def exponent_stats(tensors: Sequence[Tensor]) -> Tensor:
             small.setdefault(x.dtype, []).append((numel, index))
             elements += numel
     if small:
-        batches = [batch for members in small.values() for batch in _batches(sorted(members), length)]
+        most = min(length, _TOGETHER)
+        batches = [batch for members in small.values() for batch in _batches(sorted(members), most)]
 
-        def start() -> Callable[[_Batch], None]:
-            scratch = codes.Scratch(min(length, elements), device, 4)
+        def start() -> Callable[[list[int]], None]:
+            scratch = codes.Scratch(min(most, elements), device, 4)
             return lambda batch: _count_batch(batch, numbers, scratch, rows)
 
-        openmp.map_on_threads(start, batches, min(most_threads, 1 + elements // WORTH_A_THREAD))
+        openmp.map_on_threads(start, batches, min(most_threads, 1 + elements // _WORTH_A_THREAD))
     if large:
         if not openmp.can_run_alone():
             length = together = piece_length()
 
         def start_large() -> Callable[[tuple[Tensor, ...]], Tensor]:
-            scratch, found = codes.Scratch(length, device, 1), torch.empty(together, dtype=torch.int16, device=device)
+            scratch, found = (
+                codes.Scratch(length, device, 1),
+                torch.empty(together, dtype=torch.int16, device=device),
+            )
             return lambda block: _count_block(block[0], scratch, found)
 
         for index, row in by_tensor(large, together, start_large, _sum):
@@ -87,26 +94,15 @@ def _sum(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
 
 
-class _Batch(NamedTuple):
-    """Small tensors of one dtype that share the buffers, those of one size next to each other."""
-
-    indices: list[int]
-    sizes: list[int]
-    layout: codes.Layout
-
-
-def _batches(members: list[tuple[int, int]], length: int) -> Iterator[_Batch]:
+def _batches(members: list[tuple[int, int]], length: int) -> Iterator[list[int]]:
     """Put tensors together, given as ascending (size, index)."""
-    batch = _Batch([], [], codes.MANY_ROWS)
+    batch: list[int] = []
     filled = 0
     for numel, index in members:
-        layout = codes.FEW_ROWS if numel > _LONG else codes.MANY_ROWS
-        if filled + numel > length or len(batch.sizes) == _ROWS or layout is not batch.layout:
-            if batch.sizes:
-                yield batch
-            batch, filled = _Batch([], [], layout), 0
-        batch.indices.append(index)
-        batch.sizes.append(numel)
+        if batch and (filled + numel > length or len(batch) == _ROWS):
+            yield batch
+            batch, filled = [], 0
+        batch.append(index)
         filled += numel
     yield batch
 
@@ -123,14 +119,14 @@ def _look_up(x: Tensor) -> Tensor:
 
 
 def _doubled(x: Tensor) -> Tensor:
-    """Return integers that are 0 for 0 and -0, and for no subnormal number, whatever set_flush_denormal says."""
+    """Return integers that are 0 for 0 and -0, but for no subnormal number, flushed or not."""
     # fp8 formats have numbers other than 0, or NaN, in the place of 0 or -0
     x = x.float() if x.itemsize == 1 else x.contiguous()
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]) * 2
 
 
 def _count_zeros(x: Tensor) -> int:
-    return x.numel() - sum([int(torch.count_nonzero(_doubled(part))) for (part,) in cut((x,), _LARGE)])
+    return x.numel() - sum([int(torch.count_nonzero(_doubled(part))) for (part,) in cut((x,), _FEW)])
 
 
 def _contiguous(piece: Tensor, buffer: Tensor) -> Tensor:
@@ -174,8 +170,8 @@ def _histogram(
 ) -> Tensor:
     """Write the codes of a block, ``length`` of them at a time, count them, and return the sums by column.
 
-    ``last`` is the result of `_last_of`. ``apart`` is called with the counts of a part, and that part; it removes
-    those that it counts itself.
+    ``last`` is the result of `_last_of`. ``apart`` is called with the counts of a part, and that part; it
+    removes those that it counts itself.
     """
     upto = torch.zeros(_WIDTH, dtype=torch.int64, device=block.device)
     for (part,) in cut((block,), found.numel()):
@@ -186,7 +182,9 @@ def _histogram(
         counts = torch.bincount(found[:filled])
         apart(counts, part)
         # one sum takes a fraction of the time of adding each count to its column
-        upto += counts.cumsum(0).index_select(0, last.clamp(max=len(counts) - 1))
+        upto += counts.cumsum_(0).index_select(0, last.clamp(max=len(counts) - 1))
+        # before the next ones take their memory
+        del counts
     return upto.diff(prepend=upto.new_zeros(1))
 
 
@@ -221,7 +219,7 @@ def _count_window(block: Tensor, window: int, scratch: codes.Scratch, found: Ten
     columns = _histogram(block, scratch.numel, found, write, last, apart)
     columns[0], columns[-1] = zeros, 0
     if is_necessary:
-        for (piece,) in cut((block,), min(_LARGE, scratch.numel)):
+        for (piece,) in cut((block,), _FEW):
             which = is_wide.index_select(0, write(piece, found[: piece.numel()]).int()).view(piece.shape)
             columns += _look_up(piece[which.logical_and_(_doubled(piece).view(piece.shape).ne(0))])
     return columns
@@ -275,12 +273,12 @@ def _count_bytes(block: Tensor, scratch: codes.Scratch) -> Tensor:
 # small tensors
 
 
-def _count_batch(batch: _Batch, numbers: list[Tensor], scratch: codes.Scratch, rows: Tensor) -> None:
-    """Write the rows of small tensors."""
-    indices, sizes, layout = batch
-    parts = [x if x.dim() == 1 else x.reshape(-1) for x in [numbers[index] for index in indices]]
-    found = _row_codes(parts, sizes, layout, scratch)
-    offsets = codes.row_offsets(layout, _ROWS).to(found.device)
+def _count_batch(batch: list[int], numbers: list[Tensor], scratch: codes.Scratch, rows: Tensor) -> None:
+    """Write the rows of small tensors of one dtype, those of one size next to each other."""
+    parts = [x if x.dim() == 1 else x.reshape(-1) for x in [numbers[index] for index in batch]]
+    sizes = [x.numel() for x in parts]
+    found = _row_codes(parts, sizes, scratch)
+    offsets = codes.row_offsets(_ROWS).to(found.device)
     first = start = 0
     for size, same in groupby(sizes):
         count = len(list(same))
@@ -288,24 +286,24 @@ def _count_batch(batch: _Batch, numbers: list[Tensor], scratch: codes.Scratch, r
         found[start:stop].view(count, size).add_(offsets[first : first + count, None])
         first, start = first + count, stop
     start = 0
-    for first in range(0, len(sizes), layout.rows):
-        some = slice(first, first + layout.rows)
+    for first in range(0, len(batch), codes.ROWS):
+        some = slice(first, first + codes.ROWS)
         stop = start + sum(sizes[some])
-        _write_rows(_Batch(indices[some], sizes[some], layout), parts[some], found[start:stop], rows)
+        _write_rows(batch[some], parts[some], found[start:stop], rows)
         start = stop
 
 
-def _write_rows(batch: _Batch, parts: list[Tensor], found: Tensor, rows: Tensor) -> None:
+def _write_rows(indices: list[int], parts: list[Tensor], found: Tensor, rows: Tensor) -> None:
     """Write the rows of tensors that are counted together, given their codes."""
-    indices, sizes, layout = batch
     counts = torch.bincount(found, minlength=codes.NUM_ROW_CODES)
     if indices[-1] - indices[0] == len(indices) - 1:
-        codes.write_columns(counts, layout, rows[indices[0] : indices[-1] + 1])
+        codes.write_columns(counts, rows[indices[0] : indices[-1] + 1])
     else:
         own = rows.new_empty((len(indices), _WIDTH))
-        codes.write_columns(counts, layout, own)
+        codes.write_columns(counts, own)
         rows[torch.tensor(indices, device=rows.device)] = own
-    if outside := codes.count_outside(counts, layout):
+    if outside := codes.count_outside(counts):
+        sizes = [x.numel() for x in parts]
         for index, part, own, count in zip(indices, parts, found.split(sizes), outside, strict=False):
             if count:
                 zeros = _count_zeros(part)
@@ -314,18 +312,19 @@ def _write_rows(batch: _Batch, parts: list[Tensor], found: Tensor, rows: Tensor)
                     rows[index] += _look_up(part[codes.is_outside(own).logical_and_(_doubled(part).ne(0))])
 
 
-def _row_codes(
-    parts: list[Tensor], sizes: list[int], layout: codes.Layout, scratch: codes.Scratch
-) -> Tensor:
+def _row_codes(parts: list[Tensor], sizes: list[int], scratch: codes.Scratch) -> Tensor:
     dtype = parts[0].dtype
     bits, words = scratch.first(sum(sizes))
     x = bits.view(torch.float32)
     if dtype == torch.float32:
         torch.cat(parts, out=x)
-    elif dtype.itemsize == 2:
+    elif dtype == torch.bfloat16:
+        torch.cat(parts, out=words[0].view(dtype))
+        return codes.row_codes_of_words(words[0], scratch)
+    elif dtype == torch.float16:
         x.copy_(torch.cat(parts, out=words[0].view(dtype)))
     else:
         # fp8 cannot be concatenated, and there is no room for float64
         for part, to in zip(parts, x.split(sizes), strict=True):
             to.copy_(part)
-    return codes.row_codes(bits, layout, scratch)
+    return codes.row_codes(bits, scratch)
