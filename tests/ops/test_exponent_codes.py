@@ -122,6 +122,13 @@ def test_more_small_tensors_than_are_counted_together():
     check([x.bfloat16() for x in tensors])
 
 
+def test_small_tensors_in_any_order_of_sizes():
+    # sorted by size, the first and the last of these are as far apart as if nothing had moved
+    g = torch.Generator().manual_seed(0)
+    check([torch.randn(n, generator=g) for n in (10, 30, 20, 40)])
+    check([torch.randn(n, generator=g).half() for n in (500, 10, 0, 1, 30, 20, 40, 600)])
+
+
 def test_threads_change_nothing():
     x = random_bits(2**21 + 5)
     before = torch.get_num_threads()

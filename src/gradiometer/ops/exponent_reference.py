@@ -296,7 +296,7 @@ def _count_batch(batch: list[int], numbers: list[Tensor], scratch: codes.Scratch
 def _write_rows(indices: list[int], parts: list[Tensor], found: Tensor, rows: Tensor) -> None:
     """Write the rows of tensors that are counted together, given their codes."""
     counts = torch.bincount(found, minlength=codes.NUM_ROW_CODES)
-    if indices[-1] - indices[0] == len(indices) - 1:
+    if indices == list(range(indices[0], indices[0] + len(indices))):
         codes.write_columns(counts, rows[indices[0] : indices[-1] + 1])
     else:
         own = rows.new_empty((len(indices), _WIDTH))
