@@ -71,6 +71,24 @@ def test_all_patterns_of_16_bits_at_every_path(dtype, flush):
         torch.set_flush_denormal(False)
 
 
+def test_what_is_kept_does_not_depend_on_whether_subnormal_numbers_were_flushed():
+    tiny = [torch.full((SMALL + 1,), 1e-45), torch.full((SMALL + 1,), 1e-40).bfloat16()]
+    tiny.append(torch.zeros(SMALL + 1, dtype=torch.uint8).view(torch.float8_e8m0fnu))
+    tensors = [*tiny, *[x[:5] for x in tiny]]
+    for kept in (
+        exponent_codes.window_columns,
+        exponent_reference._window,
+        exponent_reference._last_of_words,
+    ):
+        kept.cache_clear()
+    for flush in (True, False, True):
+        try:
+            torch.set_flush_denormal(flush)
+            check(tensors)
+        finally:
+            torch.set_flush_denormal(False)
+
+
 def test_every_code_of_the_middle_window_lies_in_one_bin():
     _, is_wide = exponent_codes.window_columns(exponent_codes.MIDDLE)
     assert not is_wide.any()

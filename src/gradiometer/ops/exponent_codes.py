@@ -228,6 +228,8 @@ def is_outside(codes: Tensor) -> Tensor:
 
 def magnitudes_of(x: Tensor) -> Tensor:
     """Return the magnitudes of floating-point numbers as the bits of float64."""
+    # a narrow number becomes float32 first, so that torch.set_flush_denormal has the same effect everywhere
+    x = x.float() if x.itemsize < 4 else x
     return x.double().abs().view(torch.int64)
 
 

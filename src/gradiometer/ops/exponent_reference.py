@@ -32,7 +32,7 @@ __all__ = ["exponent_stats"]
 _LARGE: Final = 2**16
 # by the number of threads, so that their buffers take less than 4 MiB: elements that a thread reads at once,
 # 6 bytes for each, and codes that it counts together, 2 bytes for each
-_LENGTHS: Final = {1: (2**18, 3 * 2**17), 2: (2**17, 3 * 2**16), MOST_THREADS: (2**16, 2**16)}
+_LENGTHS: Final = {1: (2**18, 3 * 2**17), 2: (2**17, 3 * 2**16), MOST_THREADS: (2**15, 2**16)}
 # elements of small tensors that a thread reads together, 12 bytes for each
 _TOGETHER: Final = 2**17
 # elements of small tensors per additional thread: on a busy machine, threads that call many short operators
@@ -226,16 +226,11 @@ def _count_window(block: Tensor, window: int, scratch: codes.Scratch, found: Ten
 
 
 @cache
-def _columns_of(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _fresh_columns_of(dtype, 2**8 if dtype.itemsize == 1 else _MAGNITUDES).to(device)
-
-
-@cache
 def _last_of_words(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _last_of(_columns_of(dtype, torch.device("cpu"))).to(device)
+    return _last_of(_columns_of(dtype, _MAGNITUDES)).to(device)
 
 
-def _fresh_columns_of(dtype: torch.dtype, count: int) -> Tensor:
+def _columns_of(dtype: torch.dtype, count: int) -> Tensor:
     """Return the columns of the first numbers of a narrow format, in the order of their bits."""
     bits = torch.arange(count, dtype=torch.int32, device="cpu")
     words = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.int16)
@@ -258,7 +253,7 @@ def _count_words(block: Tensor, found: Tensor) -> Tensor:
     last = _last_of_words(block.dtype, block.device)
     columns = _histogram(block, found.numel(), found, write, last, apart)
     # torch.set_flush_denormal makes 0 of subnormal bfloat16 numbers, or not
-    return columns.index_add_(0, _fresh_columns_of(block.dtype, _SUBNORMAL).to(block.device), subnormal)
+    return columns.index_add_(0, _columns_of(block.dtype, _SUBNORMAL).to(block.device), subnormal)
 
 
 def _count_bytes(block: Tensor, scratch: codes.Scratch) -> Tensor:
@@ -267,7 +262,7 @@ def _count_bytes(block: Tensor, scratch: codes.Scratch) -> Tensor:
     for (piece,) in cut((block,), scratch.numel):
         counts += torch.bincount(piece.reshape(-1).view(torch.uint8), minlength=2**8)
     columns = counts.new_zeros(_WIDTH)
-    return columns.index_add_(0, _columns_of(block.dtype, block.device), counts)
+    return columns.index_add_(0, _columns_of(block.dtype, 2**8).to(block.device), counts)
 
 
 # small tensors
