@@ -32,7 +32,7 @@ __all__ = ["exponent_stats"]
 _LARGE: Final = 2**16
 # by the number of threads, so that their buffers take less than 4 MiB: elements that a thread reads at once,
 # 6 bytes for each, and codes that it counts together, 2 bytes for each
-_LENGTHS: Final = {1: (2**18, 3 * 2**17), 2: (2**17, 3 * 2**16), MOST_THREADS: (2**15, 2**16)}
+_LENGTHS: Final = {1: (2**18, 3 * 2**17), 2: (3 * 2**15, 3 * 2**16), MOST_THREADS: (2**15, 2**16)}
 # elements of small tensors that a thread reads together, 12 bytes for each
 _TOGETHER: Final = 2**17
 # elements of small tensors per additional thread: on a busy machine, threads that call many short operators
