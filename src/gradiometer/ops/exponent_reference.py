@@ -30,9 +30,10 @@ __all__ = ["exponent_stats"]
 
 # larger tensors are cut into pieces, smaller ones are put together
 _LARGE: Final = 2**16
-# by the number of threads, so that their buffers take less than 4 MiB: elements that a thread reads at once,
-# 6 bytes for each, and codes that it counts together, 2 bytes for each
-_LENGTHS: Final = {1: (2**18, 3 * 2**17), 2: (3 * 2**15, 3 * 2**16), MOST_THREADS: (2**15, 2**16)}
+# elements that a thread reads at once, 6 bytes for each: operators on fewer wait for Python's lock too often
+_PIECE: Final = 2**18
+# codes that it counts together, 2 bytes for each
+_COUNTED: Final = 2**20
 # elements of small tensors that a thread reads together, 12 bytes for each
 _TOGETHER: Final = 2**17
 # elements of small tensors per additional thread: on a busy machine, threads that call many short operators
@@ -54,7 +55,6 @@ def exponent_stats(tensors: Sequence[Tensor]) -> Tensor:
     numbers = [as_real(x) for x in tensors]
     rows = torch.empty((len(numbers), _WIDTH), dtype=torch.int64, device=device)
     most_threads = min(MOST_THREADS, torch.get_num_threads()) if device.type == "cpu" else 1
-    length, together = _LENGTHS[most_threads]
     small: dict[torch.dtype, list[tuple[int, int]]] = {}
     large: list[tuple[int, tuple[Tensor, ...]]] = []
     elements = 0
@@ -66,17 +66,19 @@ def exponent_stats(tensors: Sequence[Tensor]) -> Tensor:
             small.setdefault(x.dtype, []).append((numel, index))
             elements += numel
     if small:
-        most = min(length, _TOGETHER)
-        batches = [batch for members in small.values() for batch in _batches(sorted(members), most)]
+        batches = [batch for members in small.values() for batch in _batches(sorted(members), _TOGETHER)]
 
         def start() -> Callable[[list[int]], None]:
-            scratch = codes.Scratch(min(most, elements), device, 4)
+            scratch = codes.Scratch(min(_TOGETHER, elements), device, 4)
             return lambda batch: _count_batch(batch, numbers, scratch, rows)
 
         openmp.map_on_threads(start, batches, min(most_threads, 1 + elements // _WORTH_A_THREAD))
     if large:
+        length, together = _PIECE, _COUNTED
         if not openmp.can_run_alone():
             length = together = piece_length()
+        most = max([x.numel() for _, (x,) in large])
+        length, together = min(length, most), min(together, most)
 
         def start_large() -> Callable[[tuple[Tensor, ...]], Tensor]:
             scratch, found = (
