@@ -248,6 +248,8 @@ def exponents_of(named: Named, what: str) -> ExponentStats:
         return ExponentStats(names, torch.empty((0, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu"))
     # the first device that is not the CPU: copying to the CPU would wait for it
     devices = sorted(dict.fromkeys([x.device for x in tensors]), key=lambda device: device.type == "cpu")
+    if len(devices) == 1:
+        return ExponentStats(names, ops.measure_exponents(tensors))
     found: list[Tensor] = []
     order: list[int] = []
     for device in devices:
