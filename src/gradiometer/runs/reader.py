@@ -31,9 +31,11 @@ from gradiometer.columns import (
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, TAP_KINDS, Roster, StepRecord
 from gradiometer.runs.attempts import Attempt, as_of, list_attempts
+from gradiometer.runs.exponents import histograms
 from gradiometer.runs.files import RunError, stamp, unfit
 from gradiometer.runs.findings import FOREVER, load_findings
 from gradiometer.runs.format import (
+    EXPONENTS,
     FINGERPRINTS,
     FORMAT,
     STEPS,
@@ -51,8 +53,10 @@ from gradiometer.runs.format import (
 )
 from gradiometer.runs.journal import journal_path, list_damaged, list_journals, read_journal
 from gradiometer.runs.json_files import from_json, read_json
+from gradiometer.runs.precision import StepPrecision
 from gradiometer.runs.segments import Segments
 from gradiometer.runs.tables import codes, cut, fingerprints, further, numbers, put, scalars_of, unreadable
+from gradiometer.stats import ExponentStats
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -67,6 +71,7 @@ if TYPE_CHECKING:
     from gradiometer.runs.journal import Journal
 
 __all__ = [
+    "EXPONENTS",
     "FINGERPRINTS",
     "FORMAT",
     "STEPS",
@@ -92,7 +97,8 @@ def read_run(path: Path | str, *, attempt: int | None = None, skip_damaged: bool
         path: the folder.
         attempt: read the run as it was after this attempt, with the steps that later attempts have
             superseded; None for the last attempt.
-        skip_damaged: leave out segments with a damaged file, journals from the damage on, and
+        skip_damaged: leave out segments with a damaged file, or only their histograms if only the file of
+            exponents is damaged, journals from the damage on, and
             ``findings.json`` and ``blackbox.json`` if they are damaged; ``run.damaged`` lists them, and a
             warning is logged for each. This checks every file at once.
 
@@ -154,6 +160,8 @@ class Run:
         self._journals: dict[tuple[int, int], Journal] = {}
         self._kept: dict[tuple[int, int], tuple[Any, pa.Table]] = {}
         self._steps: pa.Table | None = None
+        # segments whose file of exponents is left out
+        self._without: set[tuple[int, int]] = set()
         pyarrow()
         self.refresh()
 
@@ -231,6 +239,15 @@ class Run:
             except RunError as error:
                 left.pop(key, None)
                 self.damaged[f"{table}/{segment_path(self.path, table, *key).name}"] = str(error)
+        self._without = set()
+        for key in left:
+            try:
+                if self._files.has_exponents(key):
+                    self._files.claims("exponents", key)
+            except RunError as error:
+                self._without.add(key)
+                name = segment_path(self.path, "exponents", *key).name
+                self.damaged[f"exponents/{name}"] = str(error)
         # they still supersede what their names say, lest rows come back that do not belong to the run
         self._segments = list(left)
         for name, read in (("findings.json", self._read_findings), ("blackbox.json", self._read_blackbox)):
@@ -295,6 +312,105 @@ class Run:
                 where &= ds.field("name").isin([names] if isinstance(names, str) else list(names))
             tables.append(self._files.read("tensors", key, columns, where))
         return pyarrow().concat_tables(tables, promote_options="default").unify_dictionaries()
+
+    @property
+    def precision_steps(self) -> list[int]:
+        """The steps that have histograms of exponents, ascending; see `precision`."""
+        tables = self._exponents(["step"], None, None)
+        return sorted({step for _, table in tables for step in table["step"].unique().to_pylist()})
+
+    def exponents(
+        self, kind: Kind | None = None, *, first: int | None = None, last: int | None = None
+    ) -> pa.Table:
+        """Return histograms of exponents: one row per step, kind and measured parameter, in that order.
+
+        The columns are `EXPONENTS`; `precision` returns histograms of one step.
+
+        Args:
+            kind: ``"grads"`` or ``"weights"``; None for both.
+            first: only from this step on.
+            last: only up to and including this step.
+        """
+        columns = arrow_schema(EXPONENTS).names
+        tables = [table for _, table in self._exponents(columns, first, last, kind)]
+        return pyarrow().concat_tables([arrow_schema(EXPONENTS).empty_table(), *tables]).unify_dictionaries()
+
+    def precision(
+        self, step: int | None = None, kind: Kind = "grads", formats: Iterable[Any] | None = None
+    ) -> StepPrecision:
+        """Return which tensors fit which format, from the histograms of a step.
+
+        Args:
+            step: one of `precision_steps`; None for the last one.
+            kind: ``"grads"`` or, if they were recorded, ``"weights"``.
+            formats: as for `gradiometer.precision_report`.
+
+        Raises:
+            RunError: if there are no histograms of that step or kind.
+            ValueError: for another format.
+
+        >>> import tempfile, torch, gradiometer as gm
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with gm.Monitor(model, run_dir=folder, precision=100) as monitor:
+        ...         model(torch.tensor([[1e-6, 4.0]])).sum().backward()
+        ...         monitor.record()
+        ...         monitor.advance()
+        ...     found = gm.read_run(folder).precision()
+        >>> found.step, found["weight"].formats["float8_e5m2"].n_flushed
+        (0, 1)
+        >>> found.stats.n_flushed("float8_e5m2", scale=2.0**10)
+        tensor([0])
+        """
+        if kind in self.roster.kinds and step is not None:
+            for _, stats in self.precisions(kind, first=step, last=step):
+                return StepPrecision(step, kind, stats, formats)
+        steps = self.precision_steps
+        if not steps:
+            msg = f"{self.path} has no histograms of exponents; Monitor(model, precision=100) records them"
+            raise RunError(msg + " every 100 steps")
+        if step is None:
+            return self.precision(steps[-1], kind, formats)
+        if step not in steps:
+            near = min(steps, key=lambda x: abs(x - step))
+            msg = f"{self.path} has no histograms of step {step}; there are {len(steps)}, from {steps[0]} to "
+            raise RunError(f"{msg}{steps[-1]}, and the nearest is that of step {near}")
+        more = "" if kind in self.roster.kinds else "; Monitor(weights=True) records those of weights, too"
+        msg = f"{self.path} has no histograms of {kind} in step {step}{more}"
+        raise RunError(msg)
+
+    def precisions(
+        self, kind: Kind = "grads", *, first: int | None = None, last: int | None = None
+    ) -> Iterator[tuple[int, ExponentStats]]:
+        """Iterate over the steps that have histograms, and these, ascending. Files are read lazily."""
+        columns = arrow_schema(EXPONENTS).names
+        for key, table in self._exponents(columns, first, last, kind):
+            steps = numbers(table["step"])
+            try:
+                rows = histograms(table)
+            except ValueError as error:
+                raise unreadable(segment_path(self.path, "exponents", *key), error) from None
+            names = table["name"].to_pylist()
+            ends = [*(steps.diff().nonzero().view(-1) + 1).tolist(), len(steps)]
+            for start, end in itertools.pairwise([0, *ends]):
+                if end > start:
+                    yield int(steps[start]), ExponentStats(tuple(names[start:end]), rows[start:end])
+
+    def _exponents(
+        self, columns: Sequence[str], first: int | None, last: int | None, kind: Kind | None = None
+    ) -> Iterator[tuple[tuple[int, int], pa.Table]]:
+        """Return the histograms of each segment that has some."""
+        ds = require("pyarrow.dataset", "monitor", "A run record")
+        for key in self._between(first, last):
+            if key in self._without or not self._files.has_exponents(key):
+                continue
+            low, high = self._bounds(key, first, last)
+            where = (ds.field("step") >= low) & (ds.field("step") <= high)
+            if kind is not None:
+                where &= ds.field("kind") == kind
+            found = self._files.read("exponents", key, columns, where)
+            if len(found):
+                yield key, found
 
     def matrix(
         self, statistic: str, kind: Kind = "grads", *, first: int | None = None, last: int | None = None
