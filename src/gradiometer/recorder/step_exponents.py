@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,9 +71,3 @@ class StepExponents:
         rows = self.dense()[self.kinds.index(kind)]
         kept = (rows.amax(dim=1) > 0).nonzero().view(-1).tolist()
         return ExponentStats(tuple([self.names[i] for i in kept]), rows[kept])
-
-    def without_parts(self, whole: Tensor) -> StepExponents:
-        """Return the histograms of tensors that have all of their elements: ``whole``, ``(N,) float64``."""
-        counts = self.dense()
-        counts[counts.sum(dim=2) != whole] = 0
-        return replace(StepExponents.of(self.kinds, self.names, counts))
