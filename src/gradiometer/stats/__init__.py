@@ -38,7 +38,7 @@ from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.taps import Taps, tap
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
 from gradiometer.stats.tensor_stats import TensorStats
-from gradiometer.stats.text_table import aligned, amount, with_short_names
+from gradiometer.stats.text_table import aligned, amount, percent, with_short_names
 
 __all__ = [
     "EMA",
@@ -95,6 +95,7 @@ __all__ = [
     "outside_of_a_graph",
     "over_ranks",
     "pairs_of",
+    "percent",
     "plain",
     "precision_report",
     "row_to_dict",
