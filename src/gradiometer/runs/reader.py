@@ -320,7 +320,12 @@ class Run:
         return sorted({step for _, table in tables for step in table["step"].unique().to_pylist()})
 
     def exponents(
-        self, kind: Kind | None = None, *, first: int | None = None, last: int | None = None
+        self,
+        kind: Kind | None = None,
+        *,
+        columns: Collection[str] | None = None,
+        first: int | None = None,
+        last: int | None = None,
     ) -> pa.Table:
         """Return histograms of exponents: one row per step, kind and measured parameter, in that order.
 
@@ -328,12 +333,19 @@ class Run:
 
         Args:
             kind: ``"grads"`` or ``"weights"``; None for both.
+            columns: names of columns; None for all.
             first: only from this step on.
             last: only up to and including this step.
         """
-        columns = arrow_schema(EXPONENTS).names
-        tables = [table for _, table in self._exponents(columns, first, last, kind)]
-        return pyarrow().concat_tables([arrow_schema(EXPONENTS).empty_table(), *tables]).unify_dictionaries()
+        schema = arrow_schema(EXPONENTS)
+        for name in columns or ():
+            if name not in schema.names:
+                msg = f"there is no column {name!r} of exponents; choose from {', '.join(schema.names)}"
+                raise RunError(msg)
+        own = schema.names if columns is None else list(columns)
+        none = pyarrow().schema([schema.field(name) for name in own]).empty_table()
+        tables = [table for _, table in self._exponents(own, first, last, kind)]
+        return pyarrow().concat_tables([none, *tables]).unify_dictionaries()
 
     def precision(
         self, step: int | None = None, kind: Kind = "grads", formats: Iterable[Any] | None = None
@@ -385,16 +397,15 @@ class Run:
         """Iterate over the steps that have histograms, and these, ascending. Files are read lazily."""
         columns = arrow_schema(EXPONENTS).names
         for key, table in self._exponents(columns, first, last, kind):
-            steps = numbers(table["step"])
-            try:
-                rows = histograms(table)
-            except ValueError as error:
-                raise unreadable(segment_path(self.path, "exponents", *key), error) from None
-            names = table["name"].to_pylist()
-            ends = [*(steps.diff().nonzero().view(-1) + 1).tolist(), len(steps)]
-            for start, end in itertools.pairwise([0, *ends]):
-                if end > start:
-                    yield int(steps[start]), ExponentStats(tuple(names[start:end]), rows[start:end])
+            steps, names = numbers(table["step"]), table["name"].to_pylist()
+            starts = [0, *(steps.diff().nonzero().view(-1) + 1).tolist(), len(steps)]
+            for start, end in itertools.pairwise(starts):
+                try:
+                    # step by step: a segment of histograms would take far more memory than its file
+                    rows = histograms(table.slice(start, end - start))
+                except ValueError as error:
+                    raise unreadable(segment_path(self.path, "exponents", *key), error) from None
+                yield int(steps[start]), ExponentStats(tuple(names[start:end]), rows)
 
     def _exponents(
         self, columns: Sequence[str], first: int | None, last: int | None, kind: Kind | None = None
