@@ -63,9 +63,7 @@ def _picture(run: Run, kind: Kind, steps: list[int], most: int) -> tuple[dict[st
     # of too many tensors, only the total is drawn
     tensors = names + 1 if (names + 1) * rows * LEAST_COLUMNS <= most else 1
     binned = max(1, math.ceil(len(steps) / min(MOST_COLUMNS, most // (tensors * rows))))
-    counts = torch.zeros(
-        (tensors, math.ceil(len(steps) / binned), rows), dtype=torch.float64, device="cpu"
-    )
+    counts = torch.zeros((tensors, math.ceil(len(steps) / binned), rows), dtype=torch.float64, device="cpu")
     place = {step: i // binned for i, step in enumerate(steps)}
     for step, stats in run.precisions(kind):
         columns = stats.columns
