@@ -53,15 +53,15 @@ def cursor_at(step, every):
 
 
 def new_store(rows):
-    return torch.full((rows, NUM_EXPONENT_COLUMNS + 1), -1)
+    return torch.full((rows + 1, NUM_EXPONENT_COLUMNS + 1), -1)
 
 
 def test_a_due_step_has_the_histograms_of_each_dtype_and_its_number():
     tensors = [torch.randn(n, 3).to(dtype) for n, dtype in enumerate(strategies.ALL_DTYPES, 2)]
     store = new_store(len(tensors))
     ops.record_exponents_(tensors, store, cursor_at(6, 3))
-    assert torch.equal(store[:, :-1], torch.ops.gradiometer.exponent_stats(tensors))
-    assert store[:, -1].tolist() == [6] * len(tensors)
+    assert torch.equal(store[:-1, :-1], torch.ops.gradiometer.exponent_stats(tensors))
+    assert store[:, -1].tolist() == [6] * (len(tensors) + 1)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,12 @@ def test_a_second_call_in_a_step_overwrites_what_it_measures():
     ops.record_exponents_([first, first, nothing], store, cursor)
     ops.record_exponents_([second, nothing, nothing], store, cursor)
     assert torch.equal(store[:2, :-1], torch.ops.gradiometer.exponent_stats([second, first]))
-    assert store[:, -1].tolist() == [0, 0, -1]
-    # nothing at all is measured
+    assert store[:, -1].tolist() == [0, 0, -1, 0]
+    # nothing at all is measured, but the step is known
     before = store.clone()
     ops.record_exponents_([nothing] * 3, store, cursor_at(1, 1))
-    assert torch.equal(store, before)
+    assert torch.equal(store[:3], before[:3])
+    assert store[3, -1] == 1
 
 
 def test_opcheck_passes():

@@ -46,7 +46,7 @@ def records_of(roster, steps, *, first=0, precision=3, every=2):
         if record.step % precision:
             yield record
         else:
-            found = StepExponents.of(KINDS, names, counts_of(record.step))
+            found = StepExponents(KINDS, names, counts_of(record.step))
             yield replace(record, exponents=found)
 
 
@@ -315,7 +315,7 @@ def test_a_journal_with_other_content_is_damaged(entry, tmp_path, monkeypatch):
     roster = make_roster(2)
     step = replace(
         next(iter(make_records(roster, 1))),
-        exponents=StepExponents(("grads",), roster.names, torch.tensor([5]), torch.tensor([1])),
+        exponents=StepExponents.of_places(("grads",), roster.names, torch.tensor([5]), torch.tensor([1])),
     )
     monkeypatch.setattr(journal, "_entry", lambda r: [r.step, r.time, r.recorded, r.skipped, {}, entry])
     writer = JournalWriter(tmp_path, 1, 0, roster)
@@ -331,7 +331,7 @@ def test_a_journal_with_other_content_is_damaged(entry, tmp_path, monkeypatch):
 )
 def test_a_journal_with_counts_outside_of_the_bins_is_damaged(places, counts, tmp_path):
     roster = make_roster(2)
-    found = StepExponents(("grads",), roster.names, torch.tensor(places), torch.tensor(counts))
+    found = StepExponents.of_places(("grads",), roster.names, torch.tensor(places), torch.tensor(counts))
     writer = JournalWriter(tmp_path, 1, 0, roster)
     writer.append([replace(next(iter(make_records(roster, 1))), exponents=found)])
     writer.close(remove=False)
@@ -349,7 +349,7 @@ def test_a_histogram_takes_little_space(tmp_path):
     for record in make_records(roster, 20):
         tensors = {name: torch.randn(4096, generator=g) for name in roster.names}
         counts = gm.collect_exponents(tensors).columns.unsqueeze(0)
-        sink.write([replace(record, exponents=StepExponents.of(("grads",), roster.names, counts))], [])
+        sink.write([replace(record, exponents=StepExponents(("grads",), roster.names, counts))], [])
     sink.close()
     # 960 counts of 8 bytes; a float32 tensor of normal numbers has some 30 of 100 bins that are not empty
     assert file_of(tmp_path).stat().st_size < 200 * 20 * 100

@@ -246,19 +246,20 @@ def exponents(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors"])
 def _begin_kernel(
     table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
-    rows_ptr,  # (T, WIDTH) int64
+    rows_ptr,  # (T + 1, WIDTH) int64
     gate_ptr,  # a cursor
+    num_tensors: tl.int32,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,  # a power of two, WIDTH or more
     STEP: tl.constexpr = _STEP,
 ):
     if is_due(gate_ptr):
         row = tl.program_id(0).to(tl.int64)
-        # a tensor without elements was not measured
-        if tl.load(table_ptr + row) > 0:
+        # a tensor without elements was not measured; the last row only has the step
+        if (row == num_tensors) | (tl.load(table_ptr + row, mask=row < num_tensors, other=0) > 0):
             columns = tl.arange(0, TILE)
             step = tl.load(gate_ptr + STEP).to(tl.int64)
             values = tl.where(columns == WIDTH - 1, step, 0)
@@ -266,20 +267,21 @@ def _begin_kernel(
 
 
 def begin_exponents(table: torch.Tensor, rows: torch.Tensor, gate: torch.Tensor, num_tensors: int) -> None:
-    """Clear the rows of tensors that have elements, and write the step behind them, if it is due.
+    """Clear the rows of tensors that have elements, and the last row, and write the step, if it is due.
 
     Args:
         table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
-        rows: ``(T, C + 1) int64``; the last column gets the step.
+        rows: ``(T + 1, C + 1) int64``; the last column of these rows gets the step.
         gate: a cursor.
         num_tensors: T.
     """
     _, threads, registers = tuning.FINALIZE
     width = rows.shape[1]
-    _begin_kernel[(num_tensors,)](
+    _begin_kernel[(num_tensors + 1,)](
         table,
         rows,
         gate,
+        num_tensors,
         WIDTH=width,
         TILE=triton.next_power_of_2(width),
         **tuning.options(threads, registers, rows.device),

@@ -89,4 +89,4 @@ class ExponentMerger:
         if reporting < self._ranks.size:
             # a part of a tensor must not look like the whole
             counts = torch.where((counts.sum(dim=2) == self._whole).unsqueeze(2), counts, 0)
-        return StepExponents.of(self._kinds, self._ranks.names, counts)
+        return StepExponents(self._kinds, self._ranks.names, counts)

@@ -46,7 +46,8 @@ def record_exponents_(tensors: Sequence[Tensor], store: Tensor, cursor: Tensor) 
 
     Args:
         tensors: T tensors; one without elements stands for a tensor that is not measured.
-        store: ``(T, C + 1) int64``, changed in place: histograms, and the step in which each was measured.
+        store: ``(T + 1, C + 1) int64``, changed in place: histograms, and the step in which each was
+            measured; the last row has only the step of the last call that was due.
         cursor: `gradiometer.columns.Cursor`; the call is measured if EVERY is positive and divides STEP.
     """
     if torch.compiler.is_compiling() or may_measure(cursor):
@@ -61,6 +62,7 @@ def _record_exponents(tensors: list[Tensor], store: Tensor, cursor: Tensor) -> N
             with launching_on(device):
                 _run_kernels(tensors, store, cursor)
         elif is_due(cursor):
+            store[-1, -1] = cursor[Cursor.STEP].to(torch.int64)
             measured = [i for i, x in enumerate(tensors) if x.numel()]
             if measured:
                 rows = torch.tensor(measured, dtype=torch.int64, device=device)

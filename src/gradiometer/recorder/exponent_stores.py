@@ -26,9 +26,9 @@ __all__ = ["ExponentStores"]
 class ExponentStores(Float64Module):
     """Histograms of the last step that was due: a store and a cursor for each device.
 
-    A store is ``(rows, C + 1) int64``: a histogram for each tensor on its device, and the step in which it
-    was measured. Each cursor is a `gradiometer.columns.Cursor` on the same device, so that no device waits
-    for another.
+    A store is ``(rows + 1, C + 1) int64``: a histogram for each tensor on its device, and the step in which
+    it was measured; the last row has only the step. Each cursor is a `gradiometer.columns.Cursor` on the same
+    device, so that no device waits for another.
 
     Args:
         names: of the N parameters.
@@ -47,7 +47,9 @@ class ExponentStores(Float64Module):
         devices = [p.device for p in parameters] * len(kinds)
         self._rows = [[i for i, x in enumerate(devices) if x == device] for device in dict.fromkeys(devices)]
         for place, (device, rows) in enumerate(zip(dict.fromkeys(devices), self._rows, strict=True)):
-            store = torch.full((len(rows), NUM_EXPONENT_COLUMNS + 1), -1, dtype=torch.int64, device=device)
+            store = torch.full(
+                (len(rows) + 1, NUM_EXPONENT_COLUMNS + 1), -1, dtype=torch.int64, device=device
+            )
             cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=device)
             cursor[Cursor.EVERY].fill_(float(every))
             self.register_buffer(f"store_{place}", store, persistent=False)
@@ -103,14 +105,19 @@ class ExponentStores(Float64Module):
 
     def step_of(self, copies: Sequence[Sequence[Tensor]], step: int) -> StepExponents | None:
         """Return the histograms of a step from copies that have arrived; None if it was not measured."""
-        size = len(self._kinds), len(self._names), NUM_EXPONENT_COLUMNS
-        counts = torch.zeros(size, dtype=torch.int64, device="cpu")
-        flat = counts.view(-1, NUM_EXPONENT_COLUMNS)
-        for rows, (store,) in zip(self._rows, copies, strict=True):
-            measured = store[:, -1:] == step
-            flat[rows] = torch.where(measured, store[:, :-1], 0)
-        found = StepExponents.of(self._kinds, self._names, counts)
-        return found if len(found.places) else None
+        if not any([store[-1, -1].item() == step for (store,) in copies]):
+            return None
+
+        def counts() -> Tensor:
+            size = len(self._kinds), len(self._names), NUM_EXPONENT_COLUMNS
+            whole = torch.zeros(size, dtype=torch.int64, device="cpu")
+            flat = whole.view(-1, NUM_EXPONENT_COLUMNS)
+            for rows, (store,) in zip(self._rows, copies, strict=True):
+                flat[rows] = torch.where(store[:-1, -1:] == step, store[:-1, :-1], 0)
+            return whole
+
+        # later, and not on the thread that trains
+        return StepExponents(self._kinds, self._names, counts)
 
 
 def _same(copies: list[Tensor]) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,8 @@ from gradiometer.columns import NUM_EXPONENT_COLUMNS
 from gradiometer.stats import ExponentStats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from gradiometer.recorder.step_record import Kind
@@ -19,45 +20,58 @@ if TYPE_CHECKING:
 __all__ = ["StepExponents"]
 
 
-@dataclass(frozen=True, eq=False)
 class StepExponents:
     """Histograms of the gradients of a step and, if they were measured, of its weights.
 
-    Most counts are 0, so only the others are kept.
+    Most counts are 0, so only the others are kept, once they were asked for.
 
-    Attributes:
+    Args:
         kinds: K kinds: ``"grads"``, or ``"grads"`` and ``"weights"``.
         names: of the N parameters.
-        places: ``(M,) int64``, ascending: where the counts are in ``(K, N, C)``, flat.
-        counts: ``(M,) int64``, above 0; for C see `gradiometer.columns.exponents`.
+        counts: ``(K, N, C) int64`` on the host, see `gradiometer.columns.exponents`; or a function that
+            returns it, called by the first thread that needs it.
 
     >>> counts = torch.zeros(1, 2, NUM_EXPONENT_COLUMNS, dtype=torch.int64)
     >>> counts[0, 1, 0] = 3
-    >>> StepExponents.of(("grads",), ("a", "b"), counts).stats("grads").n_zero
+    >>> StepExponents(("grads",), ("a", "b"), counts).stats("grads").n_zero
     tensor([3])
     """
 
-    kinds: tuple[Kind, ...]
-    names: tuple[str, ...]
-    places: Tensor
-    counts: Tensor
+    def __init__(
+        self, kinds: tuple[Kind, ...], names: tuple[str, ...], counts: Tensor | Callable[[], Tensor]
+    ) -> None:
+        self.kinds, self.names = kinds, names
+        self._counts: Tensor | Callable[[], Tensor] | tuple[Tensor, Tensor] = counts
 
     @classmethod
-    def of(cls, kinds: tuple[Kind, ...], names: tuple[str, ...], counts: Tensor) -> StepExponents:
-        """Return the histograms that ``counts``, ``(K, N, C) int64`` on the host, hold."""
-        flat = counts.reshape(-1)
-        places = flat.nonzero().view(-1)
-        return cls(kinds, names, places, flat[places])
+    def of_places(
+        cls, kinds: tuple[Kind, ...], names: tuple[str, ...], places: Tensor, counts: Tensor
+    ) -> StepExponents:
+        """Return histograms from what `sparse` returns."""
+        found = cls(kinds, names, counts)
+        found._counts = places, counts
+        return found
 
     @property
     def size(self) -> tuple[int, int, int]:
         """K, N and C."""
         return len(self.kinds), len(self.names), NUM_EXPONENT_COLUMNS
 
+    def sparse(self) -> tuple[Tensor, Tensor]:
+        """Return where counts above 0 are in ``(K, N, C)``, flat, ascending, and these; ``(M,) int64``."""
+        # read once: another thread may do the same
+        kept = self._counts
+        if not isinstance(kept, tuple):
+            flat = (kept if isinstance(kept, torch.Tensor) else kept()).reshape(-1)
+            places = flat.nonzero().view(-1)
+            self._counts = kept = places, flat[places]
+        return kept
+
     def dense(self) -> Tensor:
         """Return all counts, ``(K, N, C) int64``."""
+        places, counts = self.sparse()
         flat = torch.zeros(math.prod(self.size), dtype=torch.int64, device="cpu")
-        return flat.index_copy_(0, self.places, self.counts).view(self.size)
+        return flat.index_copy_(0, places, counts).view(self.size)
 
     def stats(self, kind: Kind = "grads") -> ExponentStats:
         """Return the histograms of the tensors of a kind that were measured.

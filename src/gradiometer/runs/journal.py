@@ -157,7 +157,7 @@ class JournalWriter:
         digest = frames[0][1] if frames else self._digest
         numbers = [_bytes(x) for x in records if x.recorded]
         found = [x.exponents for x in records if x.exponents is not None]
-        numbers += [_buffer(part) for x in found for part in (x.places, x.counts)]
+        numbers += [_buffer(part) for x in found for part in x.sparse()]
         frames.append(_frame([_entry(x) for x in records], numbers, digest))
         data = memoryview(b"".join([part for parts, _ in frames for part in parts]))
         if self._file is None:
@@ -197,7 +197,7 @@ class JournalWriter:
 def _entry(record: StepRecord) -> list[Any]:
     entry = [record.step, record.time, record.recorded, record.skipped, record.scalars]
     found = record.exponents
-    return entry if found is None else [*entry, [found.kinds, found.size[2], len(found.places)]]
+    return entry if found is None else [*entry, [found.kinds, found.size[2], len(found.sparse()[0])]]
 
 
 def _bytes(record: StepRecord) -> Any:
@@ -378,5 +378,5 @@ def _histograms(said: Any, words: Tensor, roster: Roster) -> dict[int, StepExpon
         if count and not 0 <= int(places[0]) <= int(places[-1]) < cells:
             msg = f"step {step!r:.20} has counts outside of the bins"
             raise ValueError(msg)
-        found[step] = StepExponents(tuple(kinds), names, places, counts)
+        found[step] = StepExponents.of_places(tuple(kinds), names, places, counts)
     return found

@@ -130,8 +130,8 @@ def page_of(run: Run) -> Page:
             if statistic == "cosine":
                 low, high = 1.0, -1.0  # of 0 and 1 in `_of_updates`
             entries[statistic] = {"id": name, "low": low, "high": high, "linear": linear}
-    values["exponents"], cells = exponents_of(run)
-    return Page(values, matrices | cells)
+    values["exponents"], of_exponents = exponents_of(run)
+    return Page(values, matrices | of_exponents)
 
 
 def _findings(run: Run) -> tuple[list[dict[str, Any]], int]:

@@ -92,10 +92,10 @@ function picture(entry, codes, [y0, y1], limits) {
   };
   const percentOf = (code) => (code ? `${code === 1 ? "≤ " : ""}${Number((100 * 10 ** (page.exponents.decades * ((code - 1) / 254 - 1))).toPrecision(2))} %` : "none");
   const shareAt = (y, column) => {
-    if (y > plot - strip - gap / 2) return `exactly 0: ${percentOf(column[0])}`;
-    if (isBroken && y < strip + gap / 2) return `NaN or Inf: ${percentOf(column[rows - 1])}`;
+    if (y > plot - strip - gap / 2) return `exactly 0, ${percentOf(column[0])}`;
+    if (isBroken && y < strip + gap / 2) return `NaN or Inf, ${percentOf(column[rows - 1])}`;
     const n = Math.floor(y0 + (y1 - y0) * (1 - (y - above) / room)), row = n - low + 1;
-    return `log2 |x| from ${signed(n)} to ${signed(n + 1)}: ${row < 1 || row > rows - 2 ? "none" : percentOf(column[row])}`;
+    return `${signed(n)} to ${signed(n + 1)}, ${row < 1 || row > rows - 2 ? "none" : percentOf(column[row])}`;
   };
   return made;
 }

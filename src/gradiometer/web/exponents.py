@@ -39,7 +39,7 @@ def exponents_of(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
     values: dict[str, Any] = {}
     cells: dict[str, str] = {}
     for kind in kinds:
-        found = _picture(run, kind, steps, MOST_CELLS // len(kinds))  # type: ignore[arg-type]
+        found = _picture(run, kind, steps, MOST_CELLS // len(kinds))
         if found is not None:
             name = f"exponents-{kind}"
             values[kind], cells[name] = found[0] | {"id": name}, found[1]
