@@ -146,9 +146,7 @@ EXPONENTS: Final = (
     Field("n_inf", "int64", "elements", False, "+Inf and -Inf elements"),
     Field("n_nan", "int64", "elements", False, "NaN elements"),
     Field("first_bin", "int32", "", False, "the bin of the first of `counts`, from 0"),
-    Field(
-        "counts", "list<int64>", "elements", False, "elements in each bin, up to the last that is not empty"
-    ),
+    Field("counts", "list<item: int64>", "elements", False, "elements in each bin, up to the last with any"),
 )
 
 
@@ -162,7 +160,7 @@ def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
         "double": pa.float64(),
         "bool": pa.bool_(),
         "map<string, double>": pa.map_(pa.string(), pa.float64()),
-        "list<int64>": pa.list_(pa.int64()),
+        "list<item: int64>": pa.list_(pa.field("item", pa.int64())),
         NAMES: pa.dictionary(pa.int32(), pa.string()),
     }
     return pa.schema([pa.field(f.name, types[f.type], nullable=f.nullable) for f in fields])
