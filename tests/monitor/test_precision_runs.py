@@ -290,3 +290,54 @@ def test_an_exception_leaves_them_too(tmp_path):
     assert done.returncode == 1
     assert "bad batch" in done.stderr
     check(gm.read_run(tmp_path / "run"), [0, 3, 6, 9, 12, 15, 18])
+
+
+def test_watch_passes_it_on(tmp_path):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    with gm.watch(model, optimizer, run_dir=tmp_path, precision=2, rules=()) as monitor:
+        for _ in range(5):
+            model(torch.randn(3, 4)).square().sum().backward()
+            expected.append(gm.collect_exponents({n: p.grad for n, p in model.named_parameters()}).columns)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert monitor.failures == {}
+    run = gm.read_run(tmp_path)
+    assert run.precision_steps == [0, 2, 4]
+    for step in run.precision_steps:
+        assert torch.equal(run.precision(step).stats.columns, expected[step])
+
+
+def test_several_optimizers_each_record_their_own_parameters(tmp_path):
+    model = small_model()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+    with gm.watch(model, optimizers, run_dir=tmp_path, precision=1, rules=()) as monitor:
+        model(torch.randn(3, 4)).square().sum().backward()
+        expected = gm.collect_exponents({n: p.grad for n, p in model.named_parameters()}).columns
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert monitor.failures == {}
+    assert torch.equal(gm.read_run(tmp_path).precision(0).stats.columns, expected)
+
+
+def test_taps_and_updates_beside_it(tmp_path):
+    model = small_model()
+    taps = gm.Taps(model, {"all": nn.Linear})
+    options = {"taps": taps, "updates": True, "weights": True, "fingerprint": True, "rules": ()}
+    with gm.Monitor(model, run_dir=tmp_path, precision=2, **options) as monitor:
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+            monitor.record()
+            monitor.advance()
+    taps.remove()
+    assert monitor.failures == {}
+    run = gm.read_run(tmp_path)
+    assert run.precision_steps == [0, 2]
+    assert run.precision(2, "weights").names == tuple(name for name, _ in model.named_parameters())
+    assert run.record(2).measured("activations").sum() == 2
+    assert run.record(2).exponents is None
+    with pytest.raises(gm.RunError, match="no histograms of activations in step 2"):
+        run.precision(kind="activations")
