@@ -51,6 +51,7 @@ def records_of(roster, steps, *, first=0, precision=3, every=2):
 
 
 def write(path, steps=10, *, first=0, close=True, **options):
+    """Write a run; with ``close=None``, leave it as a live process does after it has written its files."""
     roster = make_roster(4, KINDS)
     sink = RunRecord(path, **({"segment_seconds": math.inf, "fsync": False} | options))
     sink.start(make_info(roster, first, every=2, precision=3))
@@ -58,6 +59,9 @@ def write(path, steps=10, *, first=0, close=True, **options):
         sink.write([record], [])
     if close:
         sink.close()
+    elif close is None:
+        sink._flush(now=True)
+        sink._free()
     else:
         sink._free()
     return path
@@ -130,6 +134,20 @@ def test_later_attempts_supersede_earlier_ones(tmp_path):
     sink.close()
     check(gm.read_run(tmp_path), [0, 3])
     check(gm.read_run(tmp_path, attempt=1), [0, 3, 6, 9])
+
+
+def test_a_kill_between_the_replacements_of_files_is_no_damage(tmp_path):
+    earlier, later = (write(tmp_path / str(steps), steps, close=None) for steps in (7, 10))
+    shutil.copy(file_of(later), file_of(earlier))
+    check(gm.read_run(earlier), [0, 3, 6])
+    assert verify(earlier).whole
+    # of a segment that had no histogram before
+    first = write(tmp_path / "1", 2, first=1, close=None)
+    assert not list((first / "exponents").iterdir())
+    more = write(tmp_path / "2", 6, first=1, close=None)
+    shutil.copy(file_of(more), first / "exponents")
+    check(gm.read_run(first), [])
+    assert verify(first).whole
 
 
 def test_the_table_is_as_documented(tmp_path):
