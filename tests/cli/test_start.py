@@ -36,7 +36,9 @@ def imported(*arguments, **environment):
     return done.stdout, {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["show", "--help"], ["--version"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["show", "--help"], ["precision", "--help"], ["--version"], []]
+)
 def test_help_needs_no_torch(arguments):
     out, modules = imported(*arguments)
 
@@ -53,6 +55,8 @@ def test_help_needs_no_torch(arguments):
             "gradiometer show x --kind ",
             ["grads", "weights", "updates", "activations", "activation_grads"],
         ),
+        ("gradiometer precision x --kind ", ["grads", "weights"]),
+        ("gradiometer precision x --format ", ["fp16", "bf16", "e4m3", "e5m2"]),
     ],
 )
 def test_completion_needs_no_torch(words, completions):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from support.pages import blocks, text
 
 PAGE = "docs/how-to/precision.md"
 
 
-def test_the_page_runs_and_says_what_it_prints(capsys):
+def test_the_page_runs_and_says_what_it_prints(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    # a run is recorded
+    monkeypatch.chdir(tmp_path)
     first, *others = blocks(PAGE)
     scope: dict[str, object] = {}
     exec(first, scope)  # noqa: S102 the page's own code
@@ -25,6 +30,7 @@ def test_the_page_runs_and_says_what_it_prints(capsys):
         assert rows[0][name] == rows[1][name]
     for block in others:
         exec(block, scope)  # noqa: S102
+    assert scope["run"].precision_steps == [0, 10, 20, 30, 40]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[-4:]] == ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4"]
     assert "dtype=torch.float64" in "".join(lines)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gradiometer as gm
 from gradiometer.ops import exponent_reference
-from support.gpu import DEVICE, DTYPES, SIZES, no_waits, record, values
+from gradiometer.recorder.recorder import Recorder
+from support.gpu import DEVICE, DTYPES, SIZES, no_waits, record, small_model, values
+from support.recording import new_gradients, step_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_dynamo"), pytest.mark.filterwarnings("default")]
 
@@ -44,3 +47,85 @@ def test_a_graph_counts_what_it_finds_at_each_replay():
             x.mul_(factor)
         graph.replay()
         assert_counts(rows, tensors)
+
+
+# recorded inside a step
+
+STEPS = 8
+
+
+def counts(model):
+    named = {name: p.grad for name, p in model.named_parameters()}
+    return gm.collect_exponents(named).columns.cpu()
+
+
+def check(recorder, step, expected):
+    found = recorder.read_exponents(step)
+    assert (found is not None) == (step % 3 == 0)
+    if found is not None:
+        assert torch.equal(found.stats().columns, expected)
+
+
+def test_only_due_steps_are_counted_and_nothing_waits():
+    model = small_model()
+    recorder = Recorder(model, precision=3, weights=True)
+    for step in range(STEPS):
+        new_gradients(model)
+        with no_waits():
+            recorder.record()
+        check(recorder, step, counts(model))
+        with no_waits():
+            recorder.advance()
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_step_counts_its_own_gradients(mode):
+    model = small_model()
+    recorder = Recorder(model, precision=3)
+    step = torch.compile(step_of(recorder, model), fullgraph=True, mode=mode)
+    width = next(model.parameters()).shape[-1]
+    for i in range(STEPS):
+        torch.compiler.cudagraph_mark_step_begin()
+        _, stats = step(torch.randn(5, width, device=DEVICE))
+        found = recorder.read_exponents(i)
+        assert (found is not None) == (i % 3 == 0)
+        if found is not None:
+            assert found.stats().numel.tolist() == stats.numel.tolist()
+
+
+def test_a_captured_step_counts_at_each_replay():
+    model = small_model()
+    recorder = Recorder(model, precision=3)
+    sources = [torch.zeros_like(p) for p in model.parameters()]
+    for p, source in zip(model.parameters(), sources, strict=True):
+        p.grad = source
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            recorder.record()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorder.record()
+    recorder.configure_(step=0)
+    for step in range(STEPS):
+        for source in sources:
+            source.normal_()
+        graph.replay()
+        check(recorder, step, counts(model))
+        recorder.advance()
+
+
+def test_a_due_step_is_copied_before_a_later_one_overwrites_it():
+    model, seen, expected = small_model(), [], {}
+    with gm.Monitor(model, precision=1, rules=(), sinks=[seen.append], capacity=64) as monitor:
+        for step in range(STEPS):
+            new_gradients(model)
+            expected[step] = counts(model)
+            with no_waits():
+                monitor.record()
+                monitor.advance()
+    assert [record.step for record in seen] == list(expected)
+    for found in seen:
+        assert torch.equal(found.exponents.stats().columns, expected[found.step])

@@ -21,10 +21,11 @@ from unittest import mock
 import pytest
 import torch
 
+from gradiometer.columns.exponents import NUM_EXPONENT_COLUMNS
 from gradiometer.columns.ring_layout import CURSOR_SIZE
 from gradiometer.columns.schema import NUM_COLUMNS, Thresholds
 from gradiometer.kernels import tuning
-from gradiometer.ops import library, packing
+from gradiometer.ops import exponents, library, packing
 
 pytest.importorskip("triton")
 if library.INTERPRETED:
@@ -859,3 +860,25 @@ def test_the_exponents_kernel_loads_16_bytes_at_a_time_and_spills_nothing(target
     assert len(loop.opcodes) / loop.elements(dtype.itemsize) <= 130
     # the rows are shared by chunks
     assert [opcode for opcode in code.opcodes if is_atomic(opcode)]
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"), pairs({"sm_80": (), "sm_90": (FP32,), "sm_100": (), "gfx942": ()})
+)
+def test_a_recorded_histogram_needs_one_more_launch_and_spills_nothing(target, dtype):
+    store = torch.zeros((3, NUM_EXPONENT_COLUMNS + 1), dtype=torch.int64)
+    cursor = torch.ones(CURSOR_SIZE, dtype=torch.float64)
+    tensors = [torch.zeros(9, dtype=dtype), torch.zeros(5, dtype=dtype)]
+    uses_kernels = mock.patch.object(exponents, "uses_kernels", return_value=True)
+    with recorded_launches() as launches, launching_for(target), uses_kernels:
+        torch.ops.gradiometer.record_exponents_(tensors, store, cursor)
+    # one that clears the rows, and one for the dtype
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names == ["_begin_kernel", "_exponents_kernel"]
+    first, gated = [launch.compile(target) for launch in launches]
+    plain = exponent_launches_of(tensors, target)[0].compile(target)
+    assert (first.stack, first.spills) == (0, 0)
+    # the gate costs the main loop nothing, whatever the order of its instructions
+    assert len(gated.main_loop.opcodes) == len(plain.main_loop.opcodes)
+    assert gated.main_loop.loads == plain.main_loop.loads
+    assert (gated.stack, gated.spills) == (plain.stack, plain.spills)

@@ -381,6 +381,7 @@ PAGE = text("docs/reference/run-record.md")
         ("Updates", run_module.UPDATES),
         ("Activations", run_module.TAPS),
         ("Fingerprints", run_module.FINGERPRINTS),
+        ("Exponents", run_module.EXPONENTS),
     ],
 )
 def test_the_page_documents_every_column(table, fields):

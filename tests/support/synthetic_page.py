@@ -49,6 +49,8 @@ class Dense(Run):
         found["n_zero"] = noise % 1 * 4096
         return list(range(first, last + 1)), {name: found.get(name, noise) for name in statistics}
 
+    precision_steps = ()
+
     @property
     def findings(self):
         return []

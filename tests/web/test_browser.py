@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import statistics
 import threading
@@ -16,6 +17,7 @@ pytest.importorskip("pyarrow")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 
 from gradiometer.columns.schema import COLUMN_INDEX, Thresholds  # noqa: E402
+from gradiometer.monitor.monitor import Monitor  # noqa: E402
 from gradiometer.rules.finding import Finding, Severity  # noqa: E402
 from gradiometer.runs.reader import read_run  # noqa: E402
 from gradiometer.runs.writer import RunRecord  # noqa: E402
@@ -773,3 +775,92 @@ def test_a_run_without_steps_beside_another_is_a_page(opened, tmp_path, empty_fi
         wait_for_pressed(page, "#runs", title)
         assert page.is_visible("#cells") == cells
         assert page.locator("#overview .line").count() == 3
+
+
+# the picture of exponents
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A run with histograms of gradients and weights, in every fourth step."""
+    folder = tmp_path_factory.mktemp("runs")
+    model = torch.nn.ParameterDict({"a": torch.ones(8), "b": torch.full((2,), 2.0**-30)})
+    with Monitor(model, run_dir=folder / "run", precision=4, weights=True, rules=()) as monitor:
+        for step in range(40):
+            model["a"].grad = torch.full((8,), 1.5 * 2.0 ** (-step // 4))
+            model["a"].grad[0] = 0.0
+            model["b"].grad = torch.tensor([2.0**-12, math.nan if step == 20 else 2.0**-12])
+            monitor.record()
+            monitor.advance()
+    return write_page(folder / "run")
+
+
+def title(page):
+    return page.text_content("#exponents-title")
+
+
+def point(page, step, share):
+    """Move the pointer to a step, and to a share of the height of the picture; return what it says."""
+    box = page.locator("#exponents svg").first.bounding_box()
+    left, right = (104 if box["width"] < 560 else 210), 26
+    x = left + (step + 0.5) / 40 * (box["width"] - left - right)
+    page.locator("#exponents").scroll_into_view_if_needed()
+    box = page.locator("#exponents svg").first.bounding_box()
+    page.mouse.move(box["x"] + x, box["y"] + 20 + share * (box["height"] - 26))
+    return page.text_content("#exponents .readout")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_exponents_are_drawn_for_all_and_for_a_chosen_tensor(opened, measured, scheme):
+    page = opened(measured, color_scheme=scheme)
+    page.wait_for_selector("html[data-exponents=all]", state="attached")
+    assert title(page) == "Exponents of all gradients"
+    # one of ten elements is NaN or, of a, 0
+    assert point(page, 20, 0.99) == "step 20: exactly 0, 10 %"
+    assert point(page, 20, 0.01) == "step 20: NaN or Inf, 10 %"
+    assert point(page, 16, 0.01) == "step 16: NaN or Inf, none"
+    said = page.text_content("#exponents")
+    assert "smallest e4m3" in said
+    assert "smallest e5m2" in said
+    assert "bf16 \u2212133" in page.text_content("#exponents-note")
+    page.evaluate("location.hash = 'tensor=a'")
+    page.wait_for_selector("html[data-exponents='a.grad']", state="attached")
+    assert title(page) == "Exponents of a.grad"
+    assert "NaN or Inf" not in page.text_content("#exponents")
+    # 7 of 8 elements are in one binade, which falls by 1 every four steps; shares are rounded by 2 %
+    said = {step: [point(page, step, k / 50) for k in range(1, 49)] for step in (0, 8)}
+    found = [next(text for text in said[step] if re.search(r", 8\d %$", text)) for step in (0, 8)]
+    assert found[0].startswith("step 0: 0 to 1, ")
+    assert found[1].startswith("step 8: \u22122 to \u22121, ")
+    # an image with more than the blank colour
+    colours = page.evaluate(
+        """async () => {
+            const image = new Image();
+            image.src = document.querySelector("#exponents image").getAttribute("href");
+            await image.decode();
+            const context = new OffscreenCanvas(image.width, image.height).getContext("2d");
+            context.drawImage(image, 0, 0);
+            const { data } = context.getImageData(0, 0, image.width, image.height);
+            return new Set(new Uint32Array(data.buffer)).size;
+        }"""
+    )
+    assert colours >= 3
+
+
+def test_the_picture_follows_kind_and_zoom_and_the_address_keeps_it(opened, measured):
+    page = opened(measured, fragment="kind=weights&tensor=b&steps=7.5 24.5")
+    page.wait_for_selector("html[data-exponents=b]", state="attached")
+    assert title(page) == "Exponents of b"
+    assert steps_in_view(page, "exponents") == [8, 24]
+    assert "kind=weights" in page.evaluate("location.hash")
+    page.click("#kinds >> text='grads'")
+    wait_for_text(page, "#exponents-title", "Exponents of b.grad")
+    page.click("#history-close")
+    wait_for_text(page, "#exponents-title", "Exponents of all gradients")
+    page.click("#reset")
+    page.wait_for_function("document.getElementById('exponents').dataset.range === '-0.5 39.5'")
+
+
+def test_a_run_without_histograms_has_no_picture(page):
+    assert page.is_hidden("#exponents-card")
+    assert page.get_attribute("html", "data-exponents") is None

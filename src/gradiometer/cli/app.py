@@ -35,6 +35,9 @@ __all__ = ["Exit", "main"]
 _WIDE = 200
 # as in gradiometer.recorder, which imports torch
 _KINDS = ("grads", "weights", "updates", "activations", "activation_grads")
+_OF_PARAMETERS = _KINDS[:2]
+# as in gradiometer.columns
+_FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
 
 
 class Exit(enum.IntEnum):
@@ -351,6 +354,54 @@ def _show(
     return Exit.OK
 
 
+def _precision(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    step: Annotated[
+        int | None,
+        typer.Option(help="A step with histograms; -1 is the last (default: the last)."),
+    ] = None,
+    kind: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(_OF_PARAMETERS),
+            autocompletion=lambda: _OF_PARAMETERS,
+            help="The kind of tensors to show.",
+        ),
+    ] = "grads",
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            metavar="|".join(_FORMATS),
+            autocompletion=lambda: _FORMATS,
+            help="A format, or the name of its torch dtype; may be repeated (default: all).",
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=0, help="Number of tensors to show, worst first; 0 for all.")] = 20,
+    attempt: Annotated[
+        int | None,
+        typer.Option(min=1, help="Read the run as it was after this attempt (default: the last)."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Show which tensors fit fp16, bf16 and fp8 in a step, and how that changed over the run."""
+    if kind not in _OF_PARAMETERS:
+        raise typer.BadParameter(f"--kind {kind!r} has no histograms: pass {' or '.join(_OF_PARAMETERS)}")
+    from gradiometer.cli import precision  # noqa: PLC0415 with torch
+    from gradiometer.columns import format_of  # noqa: PLC0415 likewise
+
+    try:
+        chosen = [format_of(name, "--format").name for name in formats] if formats else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    found = precision.look(read_run(run, attempt), step, kind, chosen)  # type: ignore[arg-type]
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        print(precision.render(found, top or None))
+    return Exit.OK
+
+
 def _diff(
     a: Annotated[Path, typer.Argument(metavar="RUN_A", help="The folder of a run.")],
     b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The folder of another run.")],
@@ -445,6 +496,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "watch": _watch,
     "ls": _ls,
     "show": _show,
+    "precision": _precision,
     "diff": _diff,
     "verify": _verify,
     "fingerprint": _fingerprint,

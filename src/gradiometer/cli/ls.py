@@ -70,7 +70,7 @@ def look(folder: Path, now: float | None = None) -> list[Listed]:
 def _runs(folder: Path) -> Iterator[Path]:
     for path, folders, files in os.walk(folder):
         is_run = "run.json" in files and (Path(path) / "steps").is_dir()
-        inner = {"steps", "tensors"} if is_run else set()
+        inner = {"steps", "tensors", "exponents"} if is_run else set()
         folders[:] = sorted(name for name in folders if name not in inner and not name.startswith("."))
         if is_run:
             yield Path(path)

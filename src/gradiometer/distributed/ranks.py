@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import (
+    COLUMN_INDEX,
     NUM_COLUMNS,
+    NUM_EXPONENT_COLUMNS,
     NUM_FINGERPRINT_COLUMNS,
     NUM_PAIR_SUMS,
     NUM_SUM_COLUMNS,
@@ -173,7 +175,7 @@ class Ranks:
         self._counted = torch.tensor(mask, dtype=torch.bool, device=home or "cpu").unsqueeze(1)
         self._replicas = Replicas(self.plan, self.rank, sharding, self._counted.device)
         self._calls = 0
-        self._is_wide = False
+        self._is_wide = self._has_histograms = False
         self._checked: Sharding | None = sharding
         # the same on all ranks
         self._hash = zlib.crc32(b"".join(self.plan.shardings))
@@ -229,7 +231,7 @@ class Ranks:
         if not self._counts_all:
             counted = on_device(self._counted, columns.device)
             # do not multiply by 0: a sum of squares may be inf
-            columns = torch.where(counted, columns, 0.0)
+            columns = torch.where(counted, columns, columns.new_zeros(()))
         return columns
 
     def _spread(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
@@ -252,12 +254,19 @@ class Ranks:
             raise ValueError(msg + "or create gm.Ranks again on all ranks")
         return [self._rows[self._places[name]] for name in names]
 
-    def fail(self, error: Exception, *, is_wide: bool = False) -> None:
+    def fail(self, error: Exception, *, is_wide: bool = False, is_histogram: bool = False) -> None:
         """Tell the other ranks, which wait for this one in `reduce`, that it has failed.
 
-        ``is_wide``: whether they reduce fingerprints or pairs.
+        ``is_wide``: whether they reduce fingerprints or pairs. ``is_histogram``: whether they wait in
+        `reduce_histograms`.
         """
         if self.size > 1 and not torch.compiler.is_compiling():
+            if is_histogram:
+                size = 0, NUM_EXPONENT_COLUMNS
+                none = torch.zeros(size, dtype=torch.int64, device=self._counted.device)
+                with suppress(Exception):
+                    self.reduce_histograms((), none, failure=error)
+                return
             nothing = torch.zeros((0, NUM_COLUMNS), dtype=torch.float64, device=self._counted.device)
             bits = nothing.new_zeros((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if is_wide else None
             with suppress(Exception):
@@ -346,6 +355,61 @@ class Ranks:
         found = (None, None) if bits is None else self.merged_bits(sums[:, num_sums:])
         merged, origin = self._merged(sums[:, :num_sums], tops, failure, what, arguments)
         return Reduced(merged, origin, *found)
+
+    def reduce_histograms(
+        self,
+        names: tuple[str, ...],
+        columns: Tensor,
+        *,
+        failure: Exception | None = None,
+        what: str = "reduce",
+    ) -> tuple[Tensor, Tensor]:
+        """Return the histograms of exponents of all rows, summed over the ranks, and origins, as `reduce`.
+
+        Calls are compared by the two small collectives of `reduce`; a SUM of int64 follows. On devices other
+        than the CPU, where nothing waits, a rank that makes a different call may leave the others to the
+        timeout of the group; in the first call they meet, so that it is an error on every rank.
+
+        Args:
+            names: as for `reduce`.
+            columns: their ``(len(names), C) int64``, see `gradiometer.columns.exponents`.
+            failure: as for `reduce`.
+            what: as for `reduce`.
+
+        Returns:
+            ``(T, C) int64`` and ``(T,) float64``.
+
+        Raises:
+            RankError, ValueError: as for `reduce`.
+        """
+        home = self._counted.device
+        if home.type != "cpu":
+            columns = columns.to(home, non_blocking=True)
+            self._meet_histograms()
+        # the columns that tell where a NaN or Inf is
+        counts = columns.to(torch.float64)
+        told = counts.new_zeros((len(counts), NUM_COLUMNS))
+        told[:, COLUMN_INDEX["n_posinf"]], told[:, COLUMN_INDEX["n_nan"]] = counts[:, -2], counts[:, -1]
+        try:
+            origin = self.reduce(names, told, failure=failure, what=f"{what} of histograms").origin
+        except Exception:
+            if home.type != "cpu" and self.size > 1 and not torch.compiler.is_compiling():
+                # the others do not know yet, and go on
+                size = len(self.names), NUM_EXPONENT_COLUMNS
+                none = torch.zeros(size, dtype=torch.int64, device=home)
+                with suppress(Exception):
+                    collectives.all_reduce(none, "sum", self.group, self.timeout)
+            raise
+        merged = self.to_rows(names, columns)
+        if self.size > 1:
+            merged = collectives.all_reduce(merged, "sum", self.group, self.timeout)
+        return merged, origin
+
+    def _meet_histograms(self) -> None:
+        """Wait for all ranks' first call with histograms."""
+        if not self._has_histograms and self.size > 1 and not torch.compiler.is_compiling():
+            collectives.rendezvous(self.group, self.timeout, "reduce of histograms")
+            self._has_histograms = True
 
     def merged_bits(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return fingerprints and whether copies differ, from the results of `bits_of` of all ranks.

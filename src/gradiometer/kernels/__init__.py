@@ -5,7 +5,7 @@ from gradiometer.kernels.activations import ACTIVATION_PARTIALS, activation
 from gradiometer.kernels.append import append
 from gradiometer.kernels.clip_factors import clip_factors
 from gradiometer.kernels.driver import load_driver
-from gradiometer.kernels.exponents import classes, exponents
+from gradiometer.kernels.exponents import begin_exponents, classes, exponents
 from gradiometer.kernels.finalize import finalize
 from gradiometer.kernels.fingerprint import NUM_FINGERPRINT_PARTIALS, finalize_fingerprints
 from gradiometer.kernels.moments import PARTIALS, moments
@@ -19,6 +19,7 @@ __all__ = [
     "PARTIALS",
     "activation",
     "append",
+    "begin_exponents",
     "classes",
     "clip_factors",
     "exponents",

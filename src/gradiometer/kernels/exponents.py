@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import HIGHEST_BINADE, LOWEST_BINADE, NUM_EXPONENT_COLUMNS, bin_of
+from gradiometer.columns import HIGHEST_BINADE, LOWEST_BINADE, NUM_EXPONENT_COLUMNS, Cursor, bin_of
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import locate
+from gradiometer.kernels.primitives import is_due, locate
 
-__all__ = ["classes", "exponents"]
+__all__ = ["begin_exponents", "classes", "exponents"]
 
 _DTYPES = {
     torch.float64: tl.float64,
@@ -33,6 +33,8 @@ _STARTS = (0, 1, 2**7 + 1, 13 * 2**19 + 1, 14 * 2**19, 2**23 - 2**15, 2**23 - 2*
 _CLASSES = len(_STARTS)
 # of subnormal float32 numbers: the exponent fields that they would have
 _LEAST_FIELD = -22
+# default of an argument, see finalize.py
+_STEP = int(Cursor.STEP)
 
 
 def _class_count(is_double: bool) -> int:
@@ -134,9 +136,11 @@ def _exponents_kernel(
     pointers_ptr,  # (T,) int64
     table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
     classes_ptr,  # int32, the column of each class
-    rows_ptr,  # (T, C) int64
+    rows_ptr,  # (T, COLUMNS) int64
+    gate_ptr,  # a cursor; unused without GATED
     first_chunk: tl.int32,
     num_tensors: tl.int32,
+    GATED: tl.constexpr,
     COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
     WORD: tl.constexpr,
@@ -146,6 +150,9 @@ def _exponents_kernel(
     TILE: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
+    if GATED:  # noqa: SIM102 the first is known at compile time, the second at run time
+        if not is_due(gate_ptr):
+            return
     chunk = first_chunk + tl.program_id(0)
     address, n = locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE)
     row_ptr = rows_ptr + tl.load(table_ptr + 4 * num_tensors + chunk) * COLUMNS
@@ -201,6 +208,7 @@ def exponents(
     first_chunk: int,
     num_chunks: int,
     num_tensors: int,
+    gate: torch.Tensor | None = None,
 ) -> None:
     """Add the histograms of one dtype's chunks to their tensors' rows.
 
@@ -208,11 +216,12 @@ def exponents(
         pointers: ``(T,) int64``, the tensors' addresses.
         table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
         columns: `classes` of this dtype, on the device.
-        rows: ``(T, C) int64``.
+        rows: ``(T, C) int64``, or wider.
         dtype: the dtype of these chunks' tensors.
         first_chunk: the group's first chunk.
         num_chunks: the group's number of chunks.
         num_tensors: T.
+        gate: a cursor; nothing is read or written in a step that is not due.
     """
     tile, unroll, threads, registers = tuning.EXPONENTS[dtype]
     is_double = dtype == torch.float64
@@ -221,9 +230,11 @@ def exponents(
         table,
         columns,
         rows,
+        rows if gate is None else gate,
         first_chunk,
         num_tensors,
-        COLUMNS=NUM_EXPONENT_COLUMNS,
+        GATED=gate is not None,
+        COLUMNS=rows.shape[1],
         DTYPE=_DTYPES[dtype],
         WORD=_WORDS[dtype.itemsize],
         ITEMSIZE=dtype.itemsize,
@@ -231,5 +242,47 @@ def exponents(
         LAST=HIGHEST_BINADE + 1 if is_double else 127,
         TILE=tile,
         UNROLL=unroll,
+        **tuning.options(threads, registers, rows.device),
+    )
+
+
+@triton.jit(do_not_specialize=["num_tensors"])
+def _begin_kernel(
+    table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
+    rows_ptr,  # (T + 1, WIDTH) int64
+    gate_ptr,  # a cursor
+    num_tensors: tl.int32,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,  # a power of two, WIDTH or more
+    STEP: tl.constexpr = _STEP,
+):
+    if is_due(gate_ptr):
+        row = tl.program_id(0).to(tl.int64)
+        # a tensor without elements was not measured; the last row only has the step
+        if (row == num_tensors) | (tl.load(table_ptr + row, mask=row < num_tensors, other=0) > 0):
+            columns = tl.arange(0, TILE)
+            step = tl.load(gate_ptr + STEP).to(tl.int64)
+            values = tl.where(columns == WIDTH - 1, step, 0)
+            tl.store(rows_ptr + row * WIDTH + columns, values, mask=columns < WIDTH)
+
+
+def begin_exponents(table: torch.Tensor, rows: torch.Tensor, gate: torch.Tensor, num_tensors: int) -> None:
+    """Clear the rows of tensors that have elements, and the last row, and write the step, if it is due.
+
+    Args:
+        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
+        rows: ``(T + 1, C + 1) int64``; the last column of these rows gets the step.
+        gate: a cursor.
+        num_tensors: T.
+    """
+    _, threads, registers = tuning.FINALIZE
+    width = rows.shape[1]
+    _begin_kernel[(num_tensors + 1,)](
+        table,
+        rows,
+        gate,
+        num_tensors,
+        WIDTH=width,
+        TILE=triton.next_power_of_2(width),
         **tuning.options(threads, registers, rows.device),
     )

@@ -166,6 +166,9 @@ class Dispatcher:
         faults: list[Fault] = []
         with self._state:
             for record in batch:
+                if record.exponents is not None:
+                    # here, so that neither the training nor a full queue has to keep all counts
+                    record.exponents.sparse()
                 steps.append((record, self._check(record)))
                 try:
                     self._box.see(record)

@@ -275,6 +275,10 @@ class MergeWindow:
         numbers = self._maximized(tops, size)[:, 2:_MAXIMIZED]
         return bool((numbers[:, 0] != -numbers[:, 1]).any())
 
+    def numbers_of(self, tops: Tensor, size: int) -> list[int]:
+        """Return the numbers of the steps of a reduced window."""
+        return [int(number) for number in self._maximized(tops, size)[:, 2].tolist()]
+
     def unpack(
         self, sums: Tensor, tops: Tensor, carried: Sequence[bool], mine: Sequence[StepRecord]
     ) -> list[StepRecord]:

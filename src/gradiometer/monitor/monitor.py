@@ -116,6 +116,11 @@ class Monitor:
         taps: `gradiometer.Taps` of the model: its activations and their gradients are recorded with the
             gradients. `advance` advances the taps, too. With several ranks all need taps of the same names;
             their rows are merged.
+        precision: in steps divisible by this, also count the elements of gradients, and of weights with
+            ``weights=True``, by magnitude, whatever ``every`` is; None: in no step. The run record then tells
+            what a cast to fp16, bf16 or fp8 would lose, see ``gradiometer precision``. The histograms take
+            7.5 KiB of device memory for each tensor. They are of gradients as they are in memory when
+            `record` is called: with a loss scale, of scaled ones.
         keep_weights: keep a copy of the weights and buffers at the start of the step, so that a step that is
             not finite can be repeated, see `keep`; needs ``run_dir``, and ``skip_nonfinite``, which tells the
             device when to stop copying.
@@ -166,6 +171,7 @@ class Monitor:
         fingerprint: bool = False,
         keep_weights: bool = False,
         taps: Taps | None = None,
+        precision: int | None = None,
     ) -> None:
         self._failures = Failures()
         agreed = prepare_ranks(ranks, model)
@@ -176,6 +182,7 @@ class Monitor:
         settings["redact"] = bool(redact)
         settings["fingerprint"] = bool(fingerprint)
         settings["keep_weights"] = bool(keep_weights)
+        settings["precision"] = precision
         settings["taps"] = getattr(taps, "names", None)
         with together(agreed, settings) as group:
             folder = choose_run_dir(run_dir, rank, agreed, group)
@@ -199,10 +206,11 @@ class Monitor:
                 fingerprint=bool(fingerprint),
                 ranks=agreed,
                 taps=taps,
+                precision=precision,
             )
             merger = None
             if agreed is not None and group is not None:
-                options: dict[str, Any] = {"fingerprint": recorder.fingerprint}
+                options: dict[str, Any] = {"fingerprint": recorder.fingerprint, "precision": precision}
                 merger = RankMerger(
                     agreed, recorder.roster, thresholds, queue, self._failures, group, **options
                 )

@@ -16,6 +16,7 @@ import torch
 from gradiometer import distributed
 from gradiometer.distributed import RankError
 from gradiometer.monitor.failures import describe
+from gradiometer.monitor.merge_exponents import ExponentMerger
 from gradiometer.monitor.merge_window import MergeWindow, Told
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from gradiometer.columns import Thresholds
     from gradiometer.distributed import Ranks
     from gradiometer.monitor.failures import Failures
-    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.recorder import Roster, StepExponents, StepRecord
 
 __all__ = ["RankMerger"]
 
@@ -64,6 +65,8 @@ class RankMerger:
         failures: counts failures.
         group: a separate process group on the CPU.
         fingerprint: whether the steps have fingerprints.
+        precision: steps divisible by this have histograms of exponents, which take one more all-reduce each;
+            None: none has.
 
     Attributes:
         lost: the number of recorded steps of this rank that were not merged.
@@ -81,11 +84,13 @@ class RankMerger:
         group: Any,
         *,
         fingerprint: bool = False,
+        precision: int | None = None,
     ) -> None:
         self.lost = 0
         self.news: str | None = None
         self._ranks, self._limit, self._failures, self._group = ranks, limit, failures, group
         self._window = MergeWindow(ranks, local, thresholds, fingerprint=fingerprint)
+        self._exponents = None if precision is None else ExponentMerger(ranks, local, precision)
         self.roster = self._window.roster
         # the callbacks of `start`
         self._deliver: Callable[[list[StepRecord]], None] = _to_nobody
@@ -319,9 +324,12 @@ class RankMerger:
         if self._window.differ(tops, len(self._carried)):
             raise self._difference(mine)
         diverged = self._compare(self._window.diverged(sums, self._carried), mine)
+        exponents = self._add_up([step.step for step in mine], mine)
         merged = self._window.unpack(sums, tops, self._carried, mine) if self.is_first else []
         for place, texts in diverged.items() if merged else ():
             merged[place] = replace(merged[place], diverged=texts)
+        for place, found in exponents.items() if merged else ():
+            merged[place] = replace(merged[place], exponents=found)
         with self._changed:
             for _ in mine:
                 self._queue.popleft()
@@ -330,6 +338,13 @@ class RankMerger:
                 self._deliver(merged)
             self._done += len(mine)
             self._changed.notify_all()
+
+    def _add_up(self, steps: Sequence[int], mine: Sequence[StepRecord]) -> dict[int, StepExponents]:
+        """Return the histograms of all ranks, by the place of their step. All ranks call this."""
+        if self._exponents is None:
+            return {}
+        group, timeout = self._group, self._ranks.timeout
+        return self._exponents.merge(steps, mine, lambda x: distributed.all_reduce(x, "sum", group, timeout))
 
     def _compare(
         self, found: Mapping[int, Sequence[str]], mine: Sequence[StepRecord]
@@ -378,6 +393,8 @@ class RankMerger:
         if self._window.differ(tops, size):
             return
         merged = self._window.unpack(sums, tops, self._carried, steps)
+        for place, found in self._add_up(self._window.numbers_of(tops, size), steps).items():
+            merged[place] = replace(merged[place], exponents=found)
         with self._changed:
             before = [self._window.alone(step) for step in queue[: most - size]]
             self.lost += sum([step.recorded for step in queue[: most - size]])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gradiometer.monitor.failures import Failures
-    from gradiometer.recorder import ModelState, Recorder, StepRecord
+    from gradiometer.recorder import ModelState, Recorder, StepExponents, StepRecord
 
 __all__ = ["RingReader"]
 
@@ -28,13 +28,17 @@ _FORGOTTEN = 20
 
 
 class _Taken(NamedTuple):
-    """A step as the host knows it: its scalars, and the places of scalars that are on a device, by name."""
+    """A step as the host knows it: its scalars, and the places of scalars that are on a device, by name.
+
+    ``exponents``: the copies of its histograms, on their way; None in a step that is not due.
+    """
 
     step: int
     time: float
     scalars: dict[str, float]
     away: dict[str, int]
     model: ModelState | None
+    exponents: list[Pending[list[Tensor]]] | None = None
 
 
 class _Flight(NamedTuple):
@@ -45,6 +49,11 @@ class _Flight(NamedTuple):
     advances: int
     taken: list[_Taken]
     names: tuple[str, ...]
+
+    def ready(self) -> bool:
+        """Return whether all copies have arrived."""
+        others = [copy for taken in self.taken for copy in taken.exponents or ()]
+        return self.pending.ready() and all([copy.ready() for copy in others])
 
 
 class RingReader:
@@ -105,7 +114,7 @@ class RingReader:
 
     def take(self, scalars: Mapping[str, Any], model: ModelState | None = None) -> None:
         """End the step. Scalars are numbers, or tensors of one element on any device."""
-        taken = _Taken(self.step, time.time(), {}, {}, model)
+        taken = _Taken(self.step, time.time(), {}, {}, model, self._copy_exponents())
         for name, value in scalars.items():
             try:
                 if isinstance(value, Tensor) and value.device.type not in {"cpu", "meta"}:
@@ -117,6 +126,18 @@ class RingReader:
         self._taken.append(taken)
         self._advances += 1
         self.step += 1
+
+    def _copy_exponents(self) -> list[Pending[list[Tensor]]] | None:
+        """Start to copy the histograms of the step that ends, if it is due, before a later one is due."""
+        stores = self._recorder.exponents
+        if stores is None or self.step % stores.every:
+            return None
+        try:
+            with self._recorder.in_order():
+                return stores.copy()
+        except Exception as error:  # noqa: BLE001 a lost device must not stop training
+            self._failures.add("precision", error)
+            return None
 
     def _keep(self, name: str, value: Tensor) -> int:
         place = len(self._taken)
@@ -147,7 +168,7 @@ class RingReader:
     def poll(self, *, cut: bool = False) -> None:
         """Deliver what has arrived, without waiting. ``cut``: include a recorded step that has not ended."""
         try:
-            while self._flights and self._flights[0].pending.ready():
+            while self._flights and self._flights[0].ready():
                 records = self._decode(self._flights[0], cut=cut)
                 self._flights.popleft()
                 self._hand_over(records)
@@ -241,10 +262,22 @@ class RingReader:
         missing: tuple[float, dict[str, float]] = (time.time(), {})
         steps = sorted({*known, *slots})
         records = [self._recorder.as_record(x, *known.get(x, missing), slots.get(x)) for x in steps]
+        exponents = {x.step: self._exponents(x) for x in flight.taken if x.exponents}
         return [
-            replace(record, skipped=record.skipped and self.skips, model=models.get(record.step))
+            replace(
+                record,
+                skipped=record.skipped and self.skips,
+                model=models.get(record.step),
+                exponents=exponents.get(record.step),
+            )
             for record in records
         ]
+
+    def _exponents(self, taken: _Taken) -> StepExponents | None:
+        stores = self._recorder.exponents
+        if stores is None or taken.exponents is None:
+            return None
+        return stores.step_of([copy.result() for copy in taken.exponents], taken.step)
 
 
 def _slots(ring: Tensor, first: int, new: int) -> list[Tensor]:

@@ -221,6 +221,7 @@ def run_info(
         str(recorder.ring.device),
         1 if merger is None else merger.num_ranks,
         recorder.fingerprint,
+        None if recorder.exponents is None else recorder.exponents.every,
     )
 
 

@@ -6,7 +6,7 @@ names, ranks or reports. Triton is imported on the first call on a device that n
 """
 
 from gradiometer.ops.clip_factors import clip_factors_
-from gradiometer.ops.exponents import measure_exponents
+from gradiometer.ops.exponents import measure_exponents, record_exponents_
 from gradiometer.ops.in_graph import tensor_stats_in_graph
 from gradiometer.ops.library import (
     INSTALL_COMPILER,
@@ -44,6 +44,7 @@ __all__ = [
     "recognize",
     "recognize_pairs",
     "record_",
+    "record_exponents_",
     "scale_",
     "tap",
     "tensor_stats",

@@ -1,7 +1,8 @@
 """The op for histograms of magnitudes: schema, fake, and the choice between kernels and eager PyTorch.
 
 ``gradiometer::exponent_stats`` is opaque to the compiler, functional and not differentiable, as
-``gradiometer::tensor_stats`` is.
+``gradiometer::tensor_stats`` is. ``gradiometer::record_exponents_`` writes the histograms into a store in the
+steps that are due, as its cursor on the device says.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_EXPONENT_COLUMNS
+from gradiometer.columns import NUM_EXPONENT_COLUMNS, Cursor
 from gradiometer.ops import exponent_reference, packing, warm_up
 from gradiometer.ops.library import LIBRARY, launching_on, uses_kernels, without_autocast, without_grad
+from gradiometer.ops.taps import is_due, may_measure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["measure_exponents"]
+__all__ = ["measure_exponents", "record_exponents_"]
 
 LIBRARY.define("exponent_stats(Tensor[] tensors) -> Tensor")
+LIBRARY.define("record_exponents_(Tensor[] tensors, Tensor(a!) store, Tensor cursor) -> ()")
 
 
 def measure_exponents(tensors: Sequence[Tensor]) -> Tensor:
@@ -36,6 +39,37 @@ def measure_exponents(tensors: Sequence[Tensor]) -> Tensor:
         return torch.ops.gradiometer.exponent_stats(tensors)  # type: ignore[no-any-return]
 
 
+def record_exponents_(tensors: Sequence[Tensor], store: Tensor, cursor: Tensor) -> None:
+    """Write the histograms of tensors of one device into a store, in a step that is due.
+
+    A later call in the same step overwrites the rows that it measures.
+
+    Args:
+        tensors: T tensors; one without elements stands for a tensor that is not measured.
+        store: ``(T + 1, C + 1) int64``, changed in place: histograms, and the step in which each was
+            measured; the last row has only the step of the last call that was due.
+        cursor: `gradiometer.columns.Cursor`; the call is measured if EVERY is positive and divides STEP.
+    """
+    if torch.compiler.is_compiling() or may_measure(cursor):
+        with torch.no_grad():
+            torch.ops.gradiometer.record_exponents_(tensors, store, cursor)
+
+
+def _record_exponents(tensors: list[Tensor], store: Tensor, cursor: Tensor) -> None:
+    device = store.device
+    with without_grad(), without_autocast(device):
+        if uses_kernels(device):
+            with launching_on(device):
+                _run_kernels(tensors, store, cursor)
+        elif is_due(cursor):
+            store[-1, -1] = cursor[Cursor.STEP].to(torch.int64)
+            measured = [i for i, x in enumerate(tensors) if x.numel()]
+            if measured:
+                rows = torch.tensor(measured, dtype=torch.int64, device=device)
+                store[rows, :-1] = exponent_reference.exponent_stats([tensors[i] for i in measured])
+                store[rows, -1] = cursor[Cursor.STEP].to(torch.int64)
+
+
 def _exponent_stats(tensors: list[Tensor]) -> Tensor:
     device = tensors[0].device
     with without_grad(), without_autocast(device):
@@ -45,15 +79,19 @@ def _exponent_stats(tensors: list[Tensor]) -> Tensor:
             return _run_kernels(tensors)
 
 
-def _run_kernels(tensors: list[Tensor]) -> Tensor:
+def _run_kernels(tensors: list[Tensor], rows: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    """Return the histograms; with a store and a cursor, write them there if the step is due."""
     from gradiometer import kernels  # noqa: PLC0415 as in library.py
 
     keep = not warm_up.is_possible()
     packed = packing.pack(tensors, kernels.tuning.CHUNK, kernels.tuning.MAX_CHUNKS, keep=keep)
     chunk_map = packed.chunk_map
-    rows = torch.zeros(
-        (chunk_map.num_tensors, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device=packed.table.device
-    )
+    if rows is None or gate is None:
+        rows = torch.zeros(
+            (chunk_map.num_tensors, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device=packed.table.device
+        )
+    else:
+        kernels.begin_exponents(packed.table, rows, gate, chunk_map.num_tensors)
     for group in chunk_map.groups:
         kernels.exponents(
             packed.pointers,
@@ -64,6 +102,7 @@ def _run_kernels(tensors: list[Tensor]) -> Tensor:
             group.first_chunk,
             group.num_chunks,
             chunk_map.num_tensors,
+            gate,
         )
     return rows
 
@@ -73,5 +112,8 @@ def _fake(tensors: list[Tensor]) -> Tensor:
 
 
 LIBRARY.impl("exponent_stats", _exponent_stats, "CompositeExplicitAutograd")
-LIBRARY.impl("exponent_stats", torch.library.fallthrough_kernel, "Autograd")
+LIBRARY.impl("record_exponents_", _record_exponents, "CompositeExplicitAutograd")
+for _name in ("exponent_stats", "record_exponents_"):
+    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("gradiometer::exponent_stats", _fake, lib=LIBRARY)
+torch.library.register_fake("gradiometer::record_exponents_", lambda *_: None, lib=LIBRARY)

@@ -21,7 +21,7 @@ from gradiometer.ops.library import LIBRARY, launching_on, uses_kernels, without
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["may_measure", "new_store", "tap"]
+__all__ = ["is_due", "may_measure", "new_store", "tap"]
 
 # channels for which a store has scratch; more take a tensor of their own at each call
 _MOST_CHANNELS: Final = 2**16
@@ -53,7 +53,7 @@ def tap(x: Tensor, values: Tensor, grads: Tensor, cursor: Tensor, row: int, chan
 
 def may_measure(cursor: Tensor) -> bool:
     """Return whether this step may be due. Kernels read the cursor, so the host does not know."""
-    return uses_kernels(cursor.device) or _is_due(cursor)
+    return uses_kernels(cursor.device) or is_due(cursor)
 
 
 def _tap(x: Tensor, values: Tensor, grads: Tensor, cursor: Tensor, row: int, channel_dim: int) -> None:
@@ -81,7 +81,7 @@ def _tap_once(
         if uses_kernels(x.device):
             with launching_on(x.device):
                 _launch(x, store, cursor, row, channel_dim)
-        elif _is_due(cursor):
+        elif is_due(cursor):
             _merge(store[row], activation_reference.activation_stats(x, channel_dim))
 
 
@@ -142,7 +142,8 @@ def _launch(x: Tensor, store: Tensor, cursor: Tensor, row: int, channel_dim: int
     )
 
 
-def _is_due(cursor: Tensor) -> bool:
+def is_due(cursor: Tensor) -> bool:
+    """Return whether EVERY is positive and divides STEP. Reads the cursor, and waits for its device."""
     # not even a call that returns the same tensor: function transforms would wrap it
     state = ring.numbers(cursor if cursor.device.type == "cpu" else cursor.cpu())
     every = state[Cursor.EVERY]

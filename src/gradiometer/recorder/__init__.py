@@ -7,6 +7,7 @@ holds them on the host. Nothing here starts a thread, accesses a disk or judges 
 from gradiometer.recorder.model_state import ModelState
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
+from gradiometer.recorder.step_exponents import StepExponents
 from gradiometer.recorder.step_record import KINDS, TAP_KINDS, Kind, Roster, RunInfo, StepRecord, label
 from gradiometer.recorder.updates import Updates
 
@@ -18,6 +19,7 @@ __all__ = [
     "Recorder",
     "Roster",
     "RunInfo",
+    "StepExponents",
     "StepRecord",
     "Updates",
     "check_integer",

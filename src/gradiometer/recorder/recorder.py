@@ -42,6 +42,7 @@ from gradiometer.inputs import (
     present,
     tracked_parameters,
 )
+from gradiometer.recorder.exponent_stores import ExponentStores
 from gradiometer.recorder.settings import check_cursor, check_integer, check_skips
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_record import KINDS, TAP_KINDS, Kind, Roster, StepRecord, label
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
+    from gradiometer.recorder.step_exponents import StepExponents
 
 __all__ = ["Recorder"]
 
@@ -91,6 +93,10 @@ class Recorder(Float64Module):
         taps: taps of the model, whose activations and gradients of activations are recorded, too. `advance`
             then advances them, and their steps have the recorder's numbers; in a step that ``taps.every``
             leaves out, their rows are not measured.
+        precision: in steps divisible by this, also count the elements of gradients, and of weights with
+            ``weights=True``, by magnitude; None: in none. A store on the device keeps the histograms of the
+            last such step, 7.5 KiB for each tensor, see `read_exponents`. They are of gradients as they are
+            in memory, so ``inv_scale`` does not apply; with ``stats``, gradients are read for them.
         ranks: the ranks' agreement for the same model. `skip_step` is then the same on all of them, and
             gradients that are still partial sums are added up before they are measured.
 
@@ -132,8 +138,11 @@ class Recorder(Float64Module):
         fingerprint: bool = False,
         ranks: Ranks | None = None,
         taps: Taps | None = None,
+        precision: int | None = None,
     ) -> None:
         super().__init__()
+        if precision is not None:
+            check_integer("Recorder", "precision", precision, 1)
         names, parameters = tracked_parameters(model)
         if not parameters:
             msg = "Recorder: the model has no parameters to record"
@@ -183,6 +192,10 @@ class Recorder(Float64Module):
         self._order = StreamOrder()
         self._has_dtensors = any([is_dtensor(type(p)) for p in parameters])
         self._gated = False
+        self.exponents: ExponentStores | None = None
+        if precision is not None:
+            measured: tuple[Kind, ...] = ("grads", "weights") if weights else ("grads",)
+            self.exponents = ExponentStores(names, parameters, measured, precision)
         self.configure_(step=0, every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)
         # what was measured before belongs to no step
         self._clear_taps()
@@ -243,6 +256,8 @@ class Recorder(Float64Module):
             if step is not None:
                 for taps in self._taps:
                     taps.configure_(step=step)
+                if self.exponents is not None:
+                    self.exponents.rewind(step)
         return self
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
@@ -261,18 +276,26 @@ class Recorder(Float64Module):
             TypeError: for a gradient that cannot be measured; the message names it.
         """
         with self.in_order():
-            self._record(stats, inv_scale)
+            grads = self._record(stats, inv_scale)
             for taps in self._taps:
                 self._append_taps(taps, inv_scale)
+            if self.exponents is not None:
+                tensors = self._tensors("grads") if grads is None else grads
+                if "weights" in self.roster.kinds:
+                    tensors = [*tensors, *self._tensors("weights")]
+                self.exponents.record(tensors)
 
-    def _record(self, stats: TensorStats | None, inv_scale: Tensor | float | None) -> None:
+    def _record(
+        self, stats: TensorStats | None, inv_scale: Tensor | float | None
+    ) -> list[Tensor | None] | None:
+        """Record the statistics; return this rank's gradients, if they were read."""
         if self._verdict is not None:
             self._verdict.begin()
         if stats is not None:
             self._append("grads", _of_this_rank(stats, TensorStats, "collect_grads"))
             if "weights" in self.roster.kinds:
                 self._append("weights", self._collect("weights", self._tensors("weights")))
-            return
+            return None
         ring, parameters = self.ring, self._tracked[0]
         # the scale applies to gradients only
         plain_scale = inv_scale is None or ("weights" not in self.roster.kinds and _is_scale(inv_scale, ring))
@@ -295,10 +318,11 @@ class Recorder(Float64Module):
                     known,
                     gated=self._gated,
                 )
-                return
+                return grads
         self._append("grads", self._collect("grads", grads, inv_scale))
         if "weights" in self.roster.kinds:
             self._append("weights", self._collect("weights", self._tensors("weights")))
+        return grads
 
     def _append_taps(self, taps: Taps, inv_scale: Tensor | float | None) -> None:
         # after the gradients, which open a slot if the step is due
@@ -332,6 +356,8 @@ class Recorder(Float64Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         with torch.no_grad(), self.in_order():
             self._clear_taps()
+            if self.exponents is not None:
+                self.exponents.rewind(self.cursor[Cursor.STEP : Cursor.STEP + 1])
 
     def record_updates(self, stats: PairStats) -> None:
         """Write measured updates into the current step's slot; inside or outside of a compiled step.
@@ -387,6 +413,8 @@ class Recorder(Float64Module):
         with self.in_order():
             self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
             self._clear_taps()
+            if self.exponents is not None:
+                self.exponents.advance()
 
     def in_order(self) -> AbstractContextManager[None]:
         """Return a context for a use of the buffers: the current stream waits for uses on other streams.
@@ -404,6 +432,23 @@ class Recorder(Float64Module):
             (int(step), i) for i, step in enumerate(ring[:, 0, HEADER_STEP].tolist()) if step >= 0
         )
         return [self.as_record(step, now, {}, ring[i]) for step, i in written]
+
+    def read_exponents(self, step: int) -> StepExponents | None:
+        """Return the histograms of a step, if no later step has overwritten them. Waits for the device.
+
+        >>> import torch, gradiometer as gm
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> recorder = gm.Recorder(model, precision=100)
+        >>> model(torch.tensor([[1e-6, 4.0]])).sum().backward()
+        >>> recorder.record()
+        >>> recorder.read_exponents(0).stats("grads").n_flushed("float8_e5m2")
+        tensor([1])
+        """
+        if self.exponents is None:
+            return None
+        with self.in_order():
+            copies = self.exponents.copy()
+        return self.exponents.step_of([copy.result() for copy in copies], step)
 
     def as_record(
         self, step: int, when: float, scalars: Mapping[str, float], slot: Tensor | None

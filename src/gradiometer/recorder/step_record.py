@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed import Ranks
     from gradiometer.recorder.model_state import ModelState
+    from gradiometer.recorder.step_exponents import StepExponents
 
 __all__ = ["KINDS", "TAP_KINDS", "Kind", "Roster", "RunInfo", "StepRecord", "label"]
 
@@ -160,6 +161,9 @@ class StepRecord:
         model: the state of the model, of this rank; None if it is unknown, as in a run that was read.
         diverged: for a merged step with fingerprints of weights: the parameters whose copies differ between
             ranks -> a text that names the ranks in the minority, ``rank 5 differs from 7 others``.
+        exponents: histograms of the gradients and weights, in a step that ``precision`` divides, also if its
+            tensors were not recorded; None in other steps, and in a run that was read: see
+            `gradiometer.runs.Run.precision`.
     """
 
     step: int
@@ -176,6 +180,7 @@ class StepRecord:
     diverged: Mapping[str, str] = field(default_factory=dict)
     further: Tensor | None = None
     tap_sums: Tensor | None = None
+    exponents: StepExponents | None = None
     _kept: dict[tuple[str, Kind], Any] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
@@ -380,6 +385,7 @@ class RunInfo:
         device: of the ring.
         ranks: number of ranks whose steps are merged.
         fingerprint: whether the steps have fingerprints.
+        precision: steps divisible by this have histograms of exponents; None: none has.
     """
 
     roster: Roster
@@ -393,3 +399,4 @@ class RunInfo:
     device: str
     ranks: int = 1
     fingerprint: bool = False
+    precision: int | None = None

@@ -9,6 +9,7 @@ from gradiometer.runs.diff import BitDifference, Comparison, Difference, Side, c
 from gradiometer.runs.directory import is_taken
 from gradiometer.runs.json_files import encodable, to_json
 from gradiometer.runs.kept_step import KeptStep, kept_path, load_kept_step, plain_batch, write_kept_steps
+from gradiometer.runs.precision import StepPrecision
 from gradiometer.runs.rank_blackbox import RankBlackbox
 from gradiometer.runs.reader import Run, RunError, read_run
 from gradiometer.runs.tables import scalars_of
@@ -27,6 +28,7 @@ __all__ = [
     "RunError",
     "RunRecord",
     "Side",
+    "StepPrecision",
     "Verification",
     "compare_runs",
     "compared",

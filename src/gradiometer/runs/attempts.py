@@ -23,6 +23,7 @@ _CHANGING: Final = (
     "device",
     "ranks",
     "fingerprint",
+    "precision",
 )
 
 
@@ -68,7 +69,7 @@ def keep_changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         return
     before, now = old["attempts"][-1], plain(dict(new))
     for key in _CHANGING:
-        if key in old and old[key] != now[key]:
+        if key in old and old[key] != now.get(key):
             before.setdefault(key, old[key])
 
 

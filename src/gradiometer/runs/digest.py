@@ -31,13 +31,14 @@ class Claims(NamedTuple):
     """What a Parquet file says it is.
 
     Attributes:
-        table: ``"steps"`` or ``"tensors"``.
+        table: ``"steps"``, ``"tensors"`` or ``"exponents"``.
         attempt: the attempt that wrote it.
         first_step: the first step of its segment.
         steps: the number of steps that the segment had.
         tensors: in a file of steps, the digest of the segment's file of tensors.
         previous: in a file of steps, attempt, first step and digest of the file of steps before it.
         digest: this file's own, in hexadecimal.
+        exponents: in a file of steps, the digest of the segment's file of exponents; None without one.
     """
 
     table: str
@@ -47,13 +48,15 @@ class Claims(NamedTuple):
     tensors: str | None = None
     previous: tuple[int, int, str] | None = None
     digest: str = ""
+    exponents: str | None = None
 
 
 def with_claims(parquet: Any, claims: Claims) -> tuple[bytes, str]:
     """Return the content of a Parquet file with a digest, and the digest."""
     view = memoryview(parquet)
     footer = len(view) - 8 - int.from_bytes(view[-8:-4], "little")
-    said = json.dumps({k: v for k, v in claims._asdict().items() if k != "digest"}).encode()
+    left_out = {"digest"} if claims.exponents else {"digest", "exponents"}
+    said = json.dumps({k: v for k, v in claims._asdict().items() if k not in left_out}).encode()
     head, tail = (view[:footer], said, len(said).to_bytes(4, "little")), (_MAGIC, view[footer:])
     hashed = hashlib.sha256()
     for part in (*head, *tail):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
+    "EXPONENTS",
     "FINGERPRINTS",
     "FORMAT",
     "NAMES",
@@ -135,6 +136,19 @@ TAPS: Final = tuple(
     for c in TAP_COLUMNS
 )
 
+# one row per step, kind and measured parameter, in the steps that ``precision`` divides
+EXPONENTS: Final = (
+    Field("step", "int64", "", False, "the step's number"),
+    Field("attempt", "int32", "", False, "the attempt that wrote the row, from 1"),
+    Field("kind", NAMES, "", False, "`grads` or `weights`"),
+    Field("name", NAMES, "", False, "the name of the parameter"),
+    Field("n_zero", "int64", "elements", False, "elements equal to 0"),
+    Field("n_inf", "int64", "elements", False, "+Inf and -Inf elements"),
+    Field("n_nan", "int64", "elements", False, "NaN elements"),
+    Field("first_bin", "int32", "", False, "the bin of the first of `counts`, from 0"),
+    Field("counts", "list<item: int64>", "elements", False, "elements in each bin, up to the last with any"),
+)
+
 
 def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
     """Return the schema of a Parquet file."""
@@ -146,13 +160,14 @@ def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
         "double": pa.float64(),
         "bool": pa.bool_(),
         "map<string, double>": pa.map_(pa.string(), pa.float64()),
+        "list<item: int64>": pa.list_(pa.field("item", pa.int64())),
         NAMES: pa.dictionary(pa.int32(), pa.string()),
     }
     return pa.schema([pa.field(f.name, types[f.type], nullable=f.nullable) for f in fields])
 
 
 def segment_path(run: Path, table: str, attempt: int, first_step: int) -> Path:
-    """Return the path of a segment of ``"steps"`` or ``"tensors"``."""
+    """Return the path of a segment of ``"steps"``, ``"tensors"`` or ``"exponents"``."""
     return run / table / f"{table}-{attempt:04d}-{first_step:010d}.parquet"
 
 

@@ -6,11 +6,13 @@ the CRC-32 of these. The digest is that of the digest of the frame before, the h
 the numbers. All integers are little-endian.
 
 The first frame has no numbers; its text has the attempt, its first step, the columns and the tensors. The
-text of each other frame is a list of ``[step, time, recorded, skipped, scalars]``; its numbers are the
+text of each other frame is a list of ``[step, time, recorded, skipped, scalars]``, with ``[kinds, C, M]`` at
+the end for a step with histograms of exponents; its numbers are the
 columns, with the flags, of the recorded steps: ``(S, K, N, C + 1) float64``. Fingerprints, if they are
 recorded, are three more columns with the bits of the integers. With updates there are five more, and with
-activations four more, which are 0 for other kinds. The numbers are not compressed, so a small
-file can't take much memory.
+activations four more, which are 0 for other kinds. Then come, for each step with histograms, the places of
+its M counts in ``(K, N, C)``, flat, and the counts, int64. The numbers are not compressed, so a small file
+can't take much memory.
 
 A killed process leaves at most the beginning of a frame, and a power failure may leave zeros; both are
 ignored.
@@ -32,8 +34,14 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from gradiometer.columns import COLUMN_NAMES, FINGERPRINT_COLUMNS, TAP_NAMES, UPDATE_NAMES
-from gradiometer.recorder import TAP_KINDS, Roster, StepRecord
+from gradiometer.columns import (
+    COLUMN_NAMES,
+    FINGERPRINT_COLUMNS,
+    NUM_EXPONENT_COLUMNS,
+    TAP_NAMES,
+    UPDATE_NAMES,
+)
+from gradiometer.recorder import TAP_KINDS, Roster, StepExponents, StepRecord
 from gradiometer.runs.digest import DamageError
 from gradiometer.runs.directory import is_at
 from gradiometer.runs.files import RunError, file_error, open_file, stamp, summary
@@ -147,9 +155,10 @@ class JournalWriter:
         """Append steps; if that fails, it can be called again."""
         frames = [] if self._size else [_frame(self._head, [], b"")]
         digest = frames[0][1] if frames else self._digest
-        frames.append(
-            _frame([_entry(x) for x in records], [_bytes(x) for x in records if x.recorded], digest)
-        )
+        numbers = [_bytes(x) for x in records if x.recorded]
+        found = [x.exponents for x in records if x.exponents is not None]
+        numbers += [_buffer(part) for x in found for part in x.sparse()]
+        frames.append(_frame([_entry(x) for x in records], numbers, digest))
         data = memoryview(b"".join([part for parts, _ in frames for part in parts]))
         if self._file is None:
             # a link that was put there is removed, not followed
@@ -186,7 +195,9 @@ class JournalWriter:
 
 
 def _entry(record: StepRecord) -> list[Any]:
-    return [record.step, record.time, record.recorded, record.skipped, record.scalars]
+    entry = [record.step, record.time, record.recorded, record.skipped, record.scalars]
+    found = record.exponents
+    return entry if found is None else [*entry, [found.kinds, found.size[2], len(found.sparse()[0])]]
 
 
 def _bytes(record: StepRecord) -> Any:
@@ -199,6 +210,10 @@ def _bytes(record: StepRecord) -> Any:
         more = values.new_zeros((*values.shape[:2], len(TAP_NAMES)))
         more[-len(TAP_KINDS) :] = math.nan if record.tap_sums is None else record.tap_sums
         values = torch.cat([values, more], dim=2)
+    return _buffer(values)
+
+
+def _buffer(values: Tensor) -> Any:
     values = values.contiguous()
     return pyarrow().foreign_buffer(values.data_ptr(), values.nbytes, base=values)
 
@@ -305,12 +320,17 @@ def _read_steps(said: Any, numbers: bytearray, head: _Head, before: Sequence[Ste
     shape = len(roster.kinds), len(roster.names), head.width
     try:
         recorded = sum([entry[2] is True for entry in said])
-        if len(numbers) != 8 * recorded * math.prod(shape):
+        histograms = sum([entry[5][2] for entry in said if len(entry) > 5])
+        if len(numbers) != 8 * recorded * math.prod(shape) + 16 * histograms:
             msg = f"{len(numbers)} bytes of numbers for {recorded} steps"
             raise ValueError(msg)  # noqa: TRY301 as for other content
         values = torch.empty((recorded, *shape), dtype=torch.float64, device="cpu")
+        exponents = None
         if numbers:
-            values = torch.frombuffer(numbers, dtype=torch.float64).view(-1, *shape)
+            count = values.numel()
+            words = torch.frombuffer(numbers, dtype=torch.int64)
+            values = words[:count].view(torch.float64).view(-1, *shape)
+            exponents = _histograms(said, words[count:], roster)
         further = None
         if head.further and "updates" in roster.kinds:
             further = iter(values[:, roster.place("updates")][..., head.further])
@@ -321,7 +341,7 @@ def _read_steps(said: Any, numbers: bytearray, head: _Head, before: Sequence[Ste
         # tensors without elements are one: a text of a few bytes must not take a tensor for each step
         left = iter(values) if values.numel() else itertools.repeat(values[0] if recorded else None)
         records = []
-        for step, time, is_recorded, skipped, scalars in said:
+        for step, time, is_recorded, skipped, scalars, *_ in said:
             if not (type(step) is int and last < step <= _LARGEST_STEP):
                 msg = f"step {step!r:.20} after step {last}"
                 raise ValueError(msg)  # noqa: TRY301
@@ -331,8 +351,32 @@ def _read_steps(said: Any, numbers: bytearray, head: _Head, before: Sequence[Ste
             more = None if further is None or kept is None else next(further)
             of_taps = None if tap_sums is None or kept is None else next(tap_sums)
             record = StepRecord(step, float(time), found, roster, kept, bool(skipped), further=more)
-            records.append(record if of_taps is None else replace(record, tap_sums=of_taps))
+            record = record if of_taps is None else replace(record, tap_sums=of_taps)
+            found_exponents = (exponents or {}).get(step)
+            records.append(record if found_exponents is None else replace(record, exponents=found_exponents))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         msg = f"unexpected content: {error!r:.80}"
         raise DamageError(msg) from None
     return records
+
+
+def _histograms(said: Any, words: Tensor, roster: Roster) -> dict[int, StepExponents]:
+    """Return the histograms of the steps that have some; a ValueError if they are none."""
+    names = roster.of_parameters.names
+    found = {}
+    for step, *_, (kinds, columns, count) in [entry for entry in said if len(entry) > 5]:
+        cells = len(kinds) * len(names) * NUM_EXPONENT_COLUMNS
+        if type(count) is not int or count < 0:
+            msg = f"step {step!r:.20} has {count!r:.20} counts"
+            raise ValueError(msg)
+        fits = columns == NUM_EXPONENT_COLUMNS and {*kinds} <= {*roster.kinds} and len({*kinds}) == len(kinds)
+        places, counts = words[:count].clone(), words[count : 2 * count].clone()
+        words = words[2 * count :]
+        if not fits or (places.diff() <= 0).any() or (counts <= 0).any():
+            msg = f"step {step!r:.20} has no histograms"
+            raise ValueError(msg)
+        if count and not 0 <= int(places[0]) <= int(places[-1]) < cells:
+            msg = f"step {step!r:.20} has counts outside of the bins"
+            raise ValueError(msg)
+        found[step] = StepExponents.of_places(tuple(kinds), names, places, counts)
+    return found

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.directory import prepare
+from gradiometer.runs.exponents import exponents_table
 from gradiometer.runs.format import pyarrow, segment_path
 from gradiometer.runs.journal import JournalWriter
 from gradiometer.runs.parquet import steps_table, tensors_table, to_parquet
@@ -43,6 +44,7 @@ class OpenSegment:
         attempt: the attempt that writes.
         last: as above.
         recorded: how many of the steps were recorded.
+        with_exponents: how many of the steps have histograms of exponents.
         saved: how many of the steps are in Parquet files.
     """
 
@@ -69,11 +71,11 @@ class OpenSegment:
     def clear(self) -> None:
         """Go on with the steps after these."""
         # the steps whose rows are made, as tables; those after them; and the last ones, which are not on disk
-        self._rows = [(steps_table([], 0), tensors_table([], 0, self._roster))]
+        self._rows = [(steps_table([], 0), tensors_table([], 0, self._roster), exponents_table([], 0))]
         self._done = 0
         self._new: list[StepRecord] = []
         self._unwritten: list[StepRecord] = []
-        self.recorded = self.saved = 0
+        self.recorded = self.with_exponents = self.saved = 0
         self._close_journal(remove=False)
 
     def __len__(self) -> int:
@@ -97,6 +99,7 @@ class OpenSegment:
         self._new.append(record)
         self._unwritten.append(record)
         self.recorded += record.recorded
+        self.with_exponents += record.exponents is not None
 
     def check(self) -> int:
         """Notice that the journal was removed; return how many steps that were dropped are lost with it."""
@@ -128,15 +131,21 @@ class OpenSegment:
         first = self.first_step
         if self._key != (self.attempt, first):
             self._key, self._previous, self.last = (self.attempt, first), self.last, None
-        of_steps, of_tensors = self._tables()
+        of_steps, of_tensors, of_exponents = self._tables()
         claims = Claims("tensors", *self._key, len(self))
         tensors, digest = with_claims(to_parquet(of_tensors), claims)
-        claims = claims._replace(table="steps", tensors=digest, previous=self._previous)
-        steps, digest = with_claims(to_parquet(of_steps), claims)
-        # tensors before steps, so that no step lacks its tensors; both are written before either is replaced
+        # steps come last, so that no step lacks its tensors; all are written before any is replaced
+        files = [("tensors", tensors)]
+        of_steps_claims = claims._replace(table="steps", tensors=digest, previous=self._previous)
+        if len(of_exponents):
+            exponents, digest = with_claims(to_parquet(of_exponents), claims._replace(table="exponents"))
+            files.insert(0, ("exponents", exponents))
+            of_steps_claims = of_steps_claims._replace(exponents=digest)
+            (self._run / "exponents").mkdir(exist_ok=True)
+        steps, digest = with_claims(to_parquet(of_steps), of_steps_claims)
         ready = [
             prepare(self._run, segment_path(self._run, name, *self._key), data, sync=self._fsync)
-            for name, data in (("tensors", tensors), ("steps", steps))
+            for name, data in (*files, ("steps", steps))
         ]
         self.last = None
         for put in ready:
@@ -158,10 +167,12 @@ class OpenSegment:
         if not saved and not lost:
             # no more is appended: the journal must not grow without end
             self._sealed += 1
-        steps, tensors = self._tables()
+        steps, tensors, exponents = self._tables()
         steps = steps.slice(gone)
-        self._rows = [(steps, cut(tensors, steps["step"][0].as_py(), None))]
+        tensors, exponents = [cut(x, steps["step"][0].as_py(), None) for x in (tensors, exponents)]
+        self._rows = [(steps, tensors, exponents)]
         self._done, self.recorded, self.saved = len(steps), sum(steps["recorded"].to_pylist()), 0
+        self.with_exponents = len({*exponents["step"].to_pylist()})
         self._journaled = max(begin - gone, 0), max(end - gone, 0)
         self._unwritten = self._unwritten[-len(self) :]
         return saved, lost
@@ -173,18 +184,19 @@ class OpenSegment:
     def _make_rows(self) -> None:
         if self._new:
             tensors = tensors_table(self._new, self.attempt, self._roster)
-            self._rows.append((steps_table(self._new, self.attempt), tensors))
+            exponents = exponents_table(self._new, self.attempt)
+            self._rows.append((steps_table(self._new, self.attempt), tensors, exponents))
             self._done += len(self._new)
             self._new = []
 
-    def _tables(self) -> tuple[pa.Table, pa.Table]:
-        """Return the tables of steps and of tensors."""
+    def _tables(self) -> tuple[pa.Table, pa.Table, pa.Table]:
+        """Return the tables of steps, of tensors and of exponents."""
         if len(self._rows) > 1:
-            steps, tensors = zip(*self._rows, strict=True)
             concat = pyarrow().concat_tables
             # a table without rows has no columns for fingerprints
-            of_tensors = concat(tensors, promote_options="default")
-            self._rows = [(concat(steps).combine_chunks(), of_tensors.combine_chunks())]
+            found = [concat(x, promote_options="default") for x in zip(*self._rows, strict=True)]
+            steps, tensors, exponents = [x.combine_chunks() for x in found]
+            self._rows = [(steps, tensors, exponents)]
         return self._rows[0]
 
     def _close_journal(self, *, remove: bool) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Kind, Roster, StepRecord
 
-__all__ = ["steps_table", "tensors_table", "to_parquet"]
+__all__ = ["array", "steps_table", "tensors_table", "to_parquet", "words"]
 
 # a measured tensor has elements, and a flagged one has flags
 _COUNTED: Final = [COLUMN_INDEX["numel"], NUM_COLUMNS]
@@ -68,13 +68,13 @@ def tensors_table(records: Sequence[StepRecord], attempt: int, roster: Roster) -
         for c, x in zip(COLUMNS, columns, strict=False)
     ]
     arrays = [
-        _array(steps[places // roster.num_rows]),
-        _array(torch.full_like(names, attempt, dtype=torch.int32)),
-        _words(kinds, roster.kinds),
-        _words(names, roster.names),
-        *map(_array, raw),
-        _array(columns[NUM_COLUMNS].to(torch.int32)),
-        _array(norm),
+        array(steps[places // roster.num_rows]),
+        array(torch.full_like(names, attempt, dtype=torch.int32)),
+        words(kinds, roster.kinds),
+        words(names, roster.names),
+        *map(array, raw),
+        array(columns[NUM_COLUMNS].to(torch.int32)),
+        array(norm),
     ]
     if rows.shape[1] > RING_WIDTH:
         fields += FINGERPRINTS
@@ -132,7 +132,7 @@ def steps_table(records: Sequence[StepRecord], attempt: int) -> pa.Table:
 
 
 def to_parquet(table: pa.Table) -> pa.Buffer:
-    """Return one of the two tables as the content of a Parquet file."""
+    """Return one of the tables as the content of a Parquet file."""
     pq = require("pyarrow.parquet", "monitor", "A run record")
     floats = [field.name for field in table.schema if field.type == "double"]
     # a dictionary of sums that are all different would only add to them
@@ -218,14 +218,14 @@ def _where(kept: Tensor, values: Tensor, types: Sequence[pa.DataType]) -> list[p
         known = kept & ~column.isnan()
         numbers = torch.where(known, column, 0.0)
         numbers = numbers.round().to(torch.int64) if kind == pyarrow().int64() else numbers
-        there = compute.not_equal(_array(known.to(torch.int32)), 0)
-        arrays.append(compute.if_else(there, _array(numbers), pyarrow().scalar(None, kind)))
+        there = compute.not_equal(array(known.to(torch.int32)), 0)
+        arrays.append(compute.if_else(there, array(numbers), pyarrow().scalar(None, kind)))
     return arrays
 
 
 def _or_null(bits: Tensor, types: Sequence[pa.DataType]) -> list[pa.Array]:
     """Return the columns of fingerprints, ``(3, n) int64``, as arrays; null where there is none."""
-    arrays = [_array(column.clone()).view(kind) for column, kind in zip(bits, types, strict=True)]
+    arrays = [array(column.clone()).view(kind) for column, kind in zip(bits, types, strict=True)]
     none = bits[0] < 0
     if none.any():
         compute = require("pyarrow.compute", "monitor", "A run record")
@@ -234,18 +234,19 @@ def _or_null(bits: Tensor, types: Sequence[pa.DataType]) -> list[pa.Array]:
     return arrays
 
 
-def _words(codes: Tensor, words: Sequence[str]) -> pa.Array:
-    indices = _array(codes.to(torch.int32))
-    return pyarrow().DictionaryArray.from_arrays(indices, _dictionary(tuple(words)))
+def words(codes: Tensor, names: Sequence[str]) -> pa.Array:
+    """Return ``names[code]`` for each code as a dictionary array."""
+    indices = array(codes.to(torch.int32))
+    return pyarrow().DictionaryArray.from_arrays(indices, _dictionary(tuple(names)))
 
 
 @functools.lru_cache(maxsize=4)
-def _dictionary(words: tuple[str, ...]) -> pa.Array:
+def _dictionary(names: tuple[str, ...]) -> pa.Array:
     pa = pyarrow()
-    return pa.array([encodable(word) for word in words], pa.string())
+    return pa.array([encodable(name) for name in names], pa.string())
 
 
-def _array(numbers: Tensor) -> pa.Array:
+def array(numbers: Tensor) -> pa.Array:
     """Return a vector as an Arrow array that shares its memory."""
     pa = pyarrow()
     numbers = numbers.contiguous()

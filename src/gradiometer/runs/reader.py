@@ -34,6 +34,7 @@ from gradiometer.runs.attempts import Attempt, as_of, list_attempts
 from gradiometer.runs.files import RunError, stamp, unfit
 from gradiometer.runs.findings import FOREVER, load_findings
 from gradiometer.runs.format import (
+    EXPONENTS,
     FINGERPRINTS,
     FORMAT,
     STEPS,
@@ -51,6 +52,7 @@ from gradiometer.runs.format import (
 )
 from gradiometer.runs.journal import journal_path, list_damaged, list_journals, read_journal
 from gradiometer.runs.json_files import from_json, read_json
+from gradiometer.runs.precision import ExponentReader
 from gradiometer.runs.segments import Segments
 from gradiometer.runs.tables import codes, cut, fingerprints, further, numbers, put, scalars_of, unreadable
 from gradiometer.terminal import printable
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from gradiometer.runs.journal import Journal
 
 __all__ = [
+    "EXPONENTS",
     "FINGERPRINTS",
     "FORMAT",
     "STEPS",
@@ -92,7 +95,8 @@ def read_run(path: Path | str, *, attempt: int | None = None, skip_damaged: bool
         path: the folder.
         attempt: read the run as it was after this attempt, with the steps that later attempts have
             superseded; None for the last attempt.
-        skip_damaged: leave out segments with a damaged file, journals from the damage on, and
+        skip_damaged: leave out segments with a damaged file, or only their histograms if only the file of
+            exponents is damaged, journals from the damage on, and
             ``findings.json`` and ``blackbox.json`` if they are damaged; ``run.damaged`` lists them, and a
             warning is logged for each. This checks every file at once.
 
@@ -116,7 +120,7 @@ def read_run(path: Path | str, *, attempt: int | None = None, skip_damaged: bool
     return Run(path, attempt=attempt, skip_damaged=skip_damaged)
 
 
-class Run:
+class Run(ExponentReader):
     """A run on disk, as of when it was opened or last refreshed.
 
     Rows that a later attempt has superseded are left out: if that attempt began at step s, rows of
@@ -154,6 +158,8 @@ class Run:
         self._journals: dict[tuple[int, int], Journal] = {}
         self._kept: dict[tuple[int, int], tuple[Any, pa.Table]] = {}
         self._steps: pa.Table | None = None
+        # segments whose file of exponents is left out
+        self._without: set[tuple[int, int]] = set()
         pyarrow()
         self.refresh()
 
@@ -231,6 +237,15 @@ class Run:
             except RunError as error:
                 left.pop(key, None)
                 self.damaged[f"{table}/{segment_path(self.path, table, *key).name}"] = str(error)
+        self._without = set()
+        for key in left:
+            try:
+                if self._files.has_exponents(key):
+                    self._files.claims("exponents", key)
+            except RunError as error:
+                self._without.add(key)
+                name = segment_path(self.path, "exponents", *key).name
+                self.damaged[f"exponents/{name}"] = str(error)
         # they still supersede what their names say, lest rows come back that do not belong to the run
         self._segments = list(left)
         for name, read in (("findings.json", self._read_findings), ("blackbox.json", self._read_blackbox)):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 from gradiometer.runs.digest import Claims, DamageError, read_claims
+from gradiometer.runs.exponents import exponents_table
 from gradiometer.runs.files import RunError, open_file, stamp, stamp_of
 from gradiometer.runs.format import segment_path
 from gradiometer.runs.parquet import steps_table, tensors_table
@@ -40,8 +41,8 @@ class Segments:
     The steps of a journal that are in no Parquet file are a segment, too.
 
     A file is checked against its digest when it is first read; page checksums protect later reads. The
-    file of steps has the digest of its file of tensors, and that of the segment before it, so that an older
-    version of a file is noticed. The last one is in run.json after the run is closed.
+    file of steps has the digests of its files of tensors and exponents, and that of the segment before it, so
+    that an older version of a file is noticed. The last one is in run.json after the run is closed.
 
     Args:
         run: the folder.
@@ -70,7 +71,8 @@ class Segments:
         self._following = dict(itertools.pairwise(self.keys))
         self._from = info.get("digests_from")
         self._closed_with = info.get("files", {})
-        known = {segment_path(self.run, table, *key) for table in ("steps", "tensors") for key in keys}
+        tables = ("steps", "tensors", "exponents")
+        known = {segment_path(self.run, table, *key) for table in tables for key in keys}
         self._whole = {path: whole for path, whole in self._whole.items() if path in known}
         self._tables: dict[tuple[str, tuple[int, int]], pa.Table] = {}
         self.journals: dict[tuple[int, int], list[StepRecord]] = {}
@@ -95,11 +97,12 @@ class Segments:
             return _again_if_replaced(path, lambda: read_table(path, check, columns, where))
         if (table, key) not in self._tables:
             attempt, records = key[0], self.journals[key]
-            made = (
-                steps_table(records, attempt)
-                if table == "steps"
-                else tensors_table(records, attempt, records[0].roster)
-            )
+            if table == "exponents":
+                made = exponents_table(records, attempt)
+            elif table == "steps":
+                made = steps_table(records, attempt)
+            else:
+                made = tensors_table(records, attempt, records[0].roster)
             self._tables[table, key] = made
         rows = self._tables[table, key]
         rows = rows if where is None else rows.filter(where)
@@ -123,6 +126,18 @@ class Segments:
                 raise unreadable(path, error) from None
 
         return _again_if_replaced(path, check)
+
+    def has_exponents(self, key: tuple[int, int]) -> bool:
+        """Return whether a segment has histograms of exponents.
+
+        Raises:
+            RunError: as for `claims` of its file of steps.
+        """
+        if key in self.journals:
+            return any([record.exponents is not None for record in self.journals[key]])
+        claims = self.claims("steps", key)
+        there = segment_path(self.run, "exponents", *key).exists()
+        return there or (claims is not None and claims.exponents is not None)
 
     def last_written(self) -> tuple[int, int, str] | None:
         """Return attempt, first step and digest of the last file of steps; None without, or if damaged."""
@@ -178,7 +193,9 @@ class Segments:
                 steps = self._alone("steps", key, of_steps)
         except (OSError, ValueError):
             return claims  # it says nothing about this one
-        if steps is None or steps.tensors == (claims and claims.digest):
+        if steps is None:
+            return claims
+        if (steps.tensors if table == "tensors" else steps.exponents) == (claims and claims.digest):
             return claims
         # a process that was killed between the two has replaced only this one
         if claims is None or claims.steps <= steps.steps:

@@ -11,7 +11,16 @@ from torch.utils.dlpack import from_dlpack
 
 from gradiometer.extras import require
 from gradiometer.runs.files import file_error, open_file, summary
-from gradiometer.runs.format import FINGERPRINTS, STEPS, TAPS, TENSORS, UPDATES, arrow_schema, pyarrow
+from gradiometer.runs.format import (
+    EXPONENTS,
+    FINGERPRINTS,
+    STEPS,
+    TAPS,
+    TENSORS,
+    UPDATES,
+    arrow_schema,
+    pyarrow,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +48,12 @@ __all__ = [
 _LARGEST: Final = 290 * 10**6
 _RATIO: Final = 100
 
+_FIELDS: Final = {
+    "steps": STEPS,
+    "tensors": (*TENSORS, *FINGERPRINTS, *UPDATES, *TAPS),
+    "exponents": EXPONENTS,
+}
+
 
 def read_table(
     path: Path,
@@ -51,7 +66,7 @@ def read_table(
     try:
         with open_file(path) as file:
             check(file)
-            fields = {"steps": STEPS, "tensors": (*TENSORS, *FINGERPRINTS, *UPDATES, *TAPS)}[path.parent.name]
+            fields = _FIELDS[path.parent.name]
             with pq.ParquetFile(file) as parquet:
                 _check_form(parquet, fields, columns, os.fstat(file.fileno()).st_size)
                 if columns is not None:
@@ -99,6 +114,8 @@ def unreadable(path: Path, error: Exception) -> RunError:
     """Return the error for a file that cannot be read."""
     # the segment's other file
     table = path.parent.name
+    if table == "exponents":
+        return file_error(path, summary(error), "to read the others, pass skip_damaged=True to read_run")
     other = "tensors" if table == "steps" else "steps"
     twin = f"{other}/{other}{path.name.removeprefix(table)}"
     advice = f"to read the other steps, move it and {twin} away, or pass skip_damaged=True to read_run"

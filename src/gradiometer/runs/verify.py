@@ -115,10 +115,14 @@ def _segments(path: Path, keys: list[tuple[int, int]], info: Mapping[str, Any]) 
             reason = f"it was there when {segment_path(path, 'steps', *key).name} was begun"
             yield File(f"steps/{before.name}", "missing", reason)
         yield from _parquet(segments, "tensors", key)
+        of_exponents = segment_path(path, "exponents", *key)
+        if (claims and claims.exponents) or of_exponents.exists():
+            yield from _parquet(segments, "exponents", key)
     # without a file of steps: readers leave them out
-    for key in list_segments(path, "tensors"):
-        if key not in keys:
-            yield from _parquet(segments, "tensors", key)
+    for table in ("tensors", "exponents"):
+        for key in list_segments(path, table):
+            if key not in keys:
+                yield from _parquet(segments, table, key)
 
 
 def _journals(path: Path) -> Iterator[File]:

@@ -35,6 +35,8 @@ __all__ = ["RunRecord"]
 
 _LOG = logging.getLogger("gradiometer")
 _TABLES: Final = ("steps", "tensors")
+# a histogram takes about so many rows' memory
+_ROWS_OF_HISTOGRAM: Final = 16
 # number of segments whose steps may wait for the disk
 _WAITING: Final = 4
 
@@ -100,6 +102,7 @@ class RunRecord:
         self._has_written = False  # in this attempt
         self._info_changed = False
         self._fingerprint = False
+        self._tables: tuple[str, ...] = _TABLES
         self._segment: OpenSegment
         self._saved_at = 0.0
         self._last_step = -1
@@ -122,6 +125,7 @@ class RunRecord:
             RunError: if the folder is already being written, or its content cannot be continued as a run.
             OSError: if the disk failed; there is no run record then.
         """
+        self._tables = _TABLES if info.precision is None else (*_TABLES, "exponents")
         try:
             self._make_folders()
         except (FileExistsError, NotADirectoryError) as error:
@@ -137,7 +141,7 @@ class RunRecord:
         self._is_open = True
 
     def _make_folders(self) -> None:
-        for table in _TABLES:
+        for table in self._tables:
             (self.path / table).mkdir(parents=True, exist_ok=True)
 
     def _take(self) -> None:
@@ -179,6 +183,8 @@ class RunRecord:
             "digests_from": old.get("digests_from", self._attempt + 1),
             "closed": False,
         }
+        if info.precision is not None or "precision" in old:
+            self._info["precision"] = info.precision
         keep_changed(old, self._info)
         self._digests = {k: v for k, v in old.get("files", {}).items() if k.endswith(".json")}
         last = segments.last_written()
@@ -305,6 +311,7 @@ class RunRecord:
         steps, rows = self._limits
         segment = self._segment
         found = segment.recorded * self._roster.num_rows
+        found += _ROWS_OF_HISTOGRAM * segment.with_exponents * self._roster.num_rows
         return len(segment) >= segments * steps or found >= segments * rows
 
     def _flush(self, *, now: bool = False, all_files: bool = True) -> None:
@@ -348,7 +355,7 @@ class RunRecord:
     def _restore(self) -> None:
         """Make the folder again if it was removed, and write again what is in memory."""
         is_locked_here = is_locked(self.path, self._lock)
-        if is_locked_here and all([(self.path / table).is_dir() for table in _TABLES]):
+        if is_locked_here and all([(self.path / table).is_dir() for table in self._tables]):
             return
         gone = self._segment.check() + self._num_written
         self._segment.forget_saved()

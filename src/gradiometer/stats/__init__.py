@@ -27,7 +27,7 @@ from gradiometer.stats.group_ratio import group_ratio
 from gradiometer.stats.grouping import GroupRule, pairs_of
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.materialize import materialize, materialize_async
-from gradiometer.stats.measure import grads_of, measure, over_ranks, settled
+from gradiometer.stats.measure import grads_of, measure, over_ranks, plain, settled
 from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.pair_report import PairReport, PairRow
 from gradiometer.stats.pair_stats import PairStats
@@ -38,7 +38,7 @@ from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.taps import Taps, tap
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
 from gradiometer.stats.tensor_stats import TensorStats
-from gradiometer.stats.text_table import aligned, amount, with_short_names
+from gradiometer.stats.text_table import aligned, amount, percent, with_short_names
 
 __all__ = [
     "EMA",
@@ -95,6 +95,8 @@ __all__ = [
     "outside_of_a_graph",
     "over_ranks",
     "pairs_of",
+    "percent",
+    "plain",
     "precision_report",
     "row_to_dict",
     "settled",

@@ -151,7 +151,7 @@ def collect(
         options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
         return measure(named, "collect", thresholds, inv_scale, **options)
 
-    agreed = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
+    agreed: dict[str, Any] = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
     return over_ranks(reduce, named, "collect", measured, is_wide=fingerprint, **agreed)
 
 

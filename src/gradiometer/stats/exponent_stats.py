@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from gradiometer.columns import (
     power_of_two,
     quantile,
 )
+from gradiometer.distributed import differing_calls
 from gradiometer.inputs import check_names, local_shards, named_tensors
 from gradiometer.stats import stats_pytree
 from gradiometer.stats.host_copy import outside_of_a_graph
-from gradiometer.stats.measure import plain
+from gradiometer.stats.measure import over_ranks, plain
 from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.precision_report import PrecisionReport
 
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Named, Tensors
 
 __all__ = ["ExponentStats", "collect_exponents", "exponents_of"]
+
+# of `Ranks.reduce`
+_NOT_MEASURED: Final = -2
+_DIFFERENT: Final = -3
 
 
 def _merge_rows(columns: Tensor) -> Tensor:
@@ -54,6 +60,7 @@ class ExponentStats(NamedStats):
     Attributes:
         names: T names, one per row.
         columns: ``(T, C) int64``: elements by magnitude, in ascending bins; they merge by sum.
+        sharding, origin, local: as in `TensorStats`; after `reduce`, ``local`` are those of this rank.
 
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect_exponents({"w": torch.tensor([1e-9, 1e-3, 1.0, 3e5])})
@@ -67,12 +74,20 @@ class ExponentStats(NamedStats):
     origin: Tensor | None = None
     local: ExponentStats | None = None
 
-    def __init__(self, names: tuple[str, ...], columns: Tensor, sharding: Sharding | None = None) -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        columns: Tensor,
+        sharding: Sharding | None = None,
+        origin: Tensor | None = None,
+        local: ExponentStats | None = None,
+    ) -> None:
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "columns", columns)
         # None stays on the class, see TensorStats
-        if sharding is not None:
-            object.__setattr__(self, "sharding", sharding)
+        for name, value in (("sharding", sharding), ("origin", origin), ("local", local)):
+            if value is not None:
+                object.__setattr__(self, name, value)
 
     @property
     def numel(self) -> Tensor:
@@ -171,49 +186,54 @@ class ExponentStats(NamedStats):
         return _merge_rows(self.columns)
 
     def _grouped(self, indices: Mapping[str, Sequence[int]]) -> ExponentStats:
-        columns = derived.merge_groups(self.columns, list(indices.values()), _merge_rows)
-        return ExponentStats(tuple(indices), columns, self.sharding)
+        groups = list(indices.values())
+        columns = derived.merge_groups(self.columns, groups, _merge_rows)
+        origin = (
+            None if self.origin is None else derived.merge_groups(self.origin, groups, derived.first_rank)
+        )
+        return replace(self, names=tuple(indices), columns=columns, origin=origin, local=None)
 
     def merge(self, other: ExponentStats) -> ExponentStats:
         """Merge with stats of the same names, as if tensors of the same name were concatenated.
 
         Raises:
-            ValueError: if the names differ.
+            ValueError: if the names differ, or if only one of the two is reduced.
             TypeError: if ``other`` is not ExponentStats.
         """
-        if isinstance(other, ExponentStats) and self.names == other.names:
-            # copying to the CPU would wait for the device
-            home = (other if self.columns.device.type == "cpu" else self).columns.device
-            own, others = [x.columns.to(home, non_blocking=True) for x in (self, other)]
-            return ExponentStats(self.names, own + others, self.sharding)
         return self._merged(other, NUM_EXPONENT_COLUMNS)
 
     def reduced_by(self, ranks: Ranks, what: str, **arguments: Any) -> ExponentStats:
-        """Refuse: histograms are of this rank."""
-        del ranks, arguments
-        msg = f"{what}: histograms are not merged over ranks; all-reduce stats.columns with SUM where all"
-        msg += " ranks have the same names"
-        raise NotImplementedError(msg)
+        """Do the work of `reduce`; the calling function is the same on all ranks."""
+        del arguments
+        columns, origin = ranks.reduce_histograms(self.names, self.columns, what=what)
+        return ExponentStats(ranks.names, columns, origin=origin, local=self)
 
     def report(self, formats: Iterable[Any] | None = None) -> PrecisionReport:
         """Copy everything to the host and return a table of which tensors fit which format.
 
-        Waits for the device.
+        Waits for the device. A row that no rank has measured is left out.
 
         Args:
             formats: formats as in `n_flushed`; all four by default.
 
         Raises:
             RuntimeError: inside a compiled function, or while a CUDA graph is captured.
+            RankError: if the ranks made different calls, and that was not an error there.
         """
         outside_of_a_graph("report")
-        return PrecisionReport(self.names, self.columns.cpu(), formats)
+        if self.origin is None:
+            return PrecisionReport(self.names, self.columns.cpu(), formats)
+        origin, columns = self.origin.cpu(), self.columns.cpu()
+        if (origin <= _DIFFERENT).any():
+            raise differing_calls(int(origin[0]))
+        measured = origin > _NOT_MEASURED
+        return PrecisionReport(tuple(compress(self.names, measured.tolist())), columns[measured], formats)
 
 
 stats_pytree.register(ExponentStats)
 
 
-def collect_exponents(tensors: Tensors) -> ExponentStats:
+def collect_exponents(tensors: Tensors, *, reduce: bool | Ranks = False) -> ExponentStats:
     """Count the elements of tensors by magnitude, in one read, without host synchronization.
 
     The counts tell what a cast to a narrower format would lose, see `ExponentStats`. Works the same inside
@@ -222,6 +242,8 @@ def collect_exponents(tensors: Tensors) -> ExponentStats:
     Args:
         tensors: a mapping name -> tensor, (name, tensor) pairs, or tensors, which are named by position.
             Complex tensors count as two real numbers per element; of a DTensor, the local shard counts.
+        reduce: whether to add up the histograms of all ranks, as for `gradiometer.collect`: exact, by a SUM
+            of int64.
 
     Returns:
         ExponentStats with a row per tensor.
@@ -229,13 +251,16 @@ def collect_exponents(tensors: Tensors) -> ExponentStats:
     Raises:
         TypeError: for a tensor that cannot be measured; the message names it.
         ValueError: for names that occur twice.
+        RankError: with ``reduce``, if the ranks disagree or one does not respond.
 
     >>> import torch, gradiometer as gm
     >>> stats = gm.collect_exponents({"w": torch.tensor([0.0, 1e-8, 0.5, 2.0])})
     >>> stats.n_zero, stats.n_flushed("float16"), stats.best_scale("float16")
     (tensor([1]), tensor([1]), tensor([8192.], dtype=torch.float64))
     """
-    return exponents_of(named_tensors(tensors, "collect_exponents"), "collect_exponents")
+    what = "collect_exponents"
+    named = named_tensors(tensors, what)
+    return over_ranks(reduce, named, what, lambda _: exponents_of(named, what), is_histogram=True)
 
 
 @torch.no_grad()

@@ -43,10 +43,11 @@ if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
     from gradiometer.ops import LaunchPlan
+    from gradiometer.stats.exponent_stats import ExponentStats
     from gradiometer.stats.pair_stats import PairStats
 
-# what is measured: of tensors or of pairs
-Stats = TypeVar("Stats", "TensorStats", "PairStats")
+# what is measured: of tensors, of pairs, or histograms
+Stats = TypeVar("Stats", "TensorStats", "PairStats", "ExponentStats")
 
 __all__ = ["dense", "grads_of", "measure", "measure_grads", "over_ranks", "plain", "settled"]
 
@@ -85,7 +86,7 @@ def measure_grads(
         options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
         return measure(local, what, thresholds, inv_scale, home=home, **options)
 
-    agreed = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
+    agreed: dict[str, Any] = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
     return grads, over_ranks(reduce, parameters, what, measured, is_wide=fingerprint, **agreed)
 
 
@@ -110,11 +111,13 @@ def over_ranks(
     measured: Callable[[Ranks | None], Stats],
     *,
     is_wide: bool = False,
+    is_histogram: bool = False,
     **arguments: Any,
 ) -> Stats:
     """Return the result of ``measured``, merged over the ranks if ``reduce`` asks for that.
 
-    ``is_wide``: whether ``measured`` returns fingerprints or pairs. ``arguments``: those of ``what`` that
+    ``is_wide``: whether ``measured`` returns fingerprints or pairs. ``is_histogram``: whether it returns
+    histograms. ``arguments``: those of ``what`` that
     must be the same on all ranks; None stands for none.
 
     If ``measured`` fails on a rank, that rank tells the others, which would otherwise wait for it, and then
@@ -138,7 +141,7 @@ def over_ranks(
         ranks.check(sharding, what)
         stats = replace(measured(ranks), sharding=ranks.sharding)
     except Exception as error:
-        ranks.fail(error, is_wide=is_wide)
+        ranks.fail(error, is_wide=is_wide, is_histogram=is_histogram)
         raise
     return stats.reduced_by(ranks, what, **arguments)
 

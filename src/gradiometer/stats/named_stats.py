@@ -31,7 +31,7 @@ __all__ = ["NamedStats"]
 
 
 class NamedStats:
-    """The base of `TensorStats` and `PairStats`, frozen dataclasses with these fields."""
+    """The base of `TensorStats`, `PairStats` and `ExponentStats`, frozen dataclasses with these fields."""
 
     names: tuple[str, ...]
     columns: Tensor
@@ -123,6 +123,7 @@ class NamedStats:
         """Merge with the statistics of the other ranks; every rank gets those of the whole model.
 
         It takes two collectives, ``(T, 7)`` and ``(T + 8, 2)`` float64, for any model; nothing is gathered.
+        Histograms of exponents take a third, ``(T, 960)`` int64.
         All ranks have to call it, including ranks without gradients. Rows are those of all ranks' models, in
         the same order on every rank. A row that no rank has measured has numel 0 and is left out of reports.
 

@@ -12,14 +12,17 @@ function matrix(kind, statistic, run = state.run) {
   return decoded.get(key);
 }
 async function decode(run, { id, low, high, linear }) {
+  const bytes = await inflate(run, id);
+  const codes = new Uint16Array(bytes.length / 2); // all high bytes, then all low bytes
+  for (let i = 0; i < codes.length; i++) codes[i] = (bytes[i] << 8) | bytes[codes.length + i];
+  return { codes, low, high, linear, page: data.runs[run], C: data.runs[run].columns.first.length };
+}
+async function inflate(run, id) {
   const place = `${run}-${id}`, text = atob(received[place] ?? $(place).textContent);
   const packed = new Uint8Array(text.length);
   for (let i = 0; i < packed.length; i++) packed[i] = text.charCodeAt(i);
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
-  const codes = new Uint16Array(bytes.length / 2); // all high bytes, then all low bytes
-  for (let i = 0; i < codes.length; i++) codes[i] = (bytes[i] << 8) | bytes[codes.length + i];
-  return { codes, low, high, linear, page: data.runs[run], C: data.runs[run].columns.first.length };
+  return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 async function rootMeanSquare(run, kind) {
   const norm = await matrix(kind, "norm", run);

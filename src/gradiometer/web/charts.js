@@ -158,6 +158,7 @@ function drawCharts() {
   if ($("overview").clientWidth === 0) return;
   drawOverview();
   drawHistory();
+  drawExponents();
   document.documentElement.dataset.charts = "drawn";
 }
 function listenToCharts(id) {

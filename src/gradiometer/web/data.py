@@ -17,6 +17,7 @@ import torch
 from gradiometer.columns import Flag, derived
 from gradiometer.rules import headlines
 from gradiometer.runs import scalars_of
+from gradiometer.web.exponents import exponents_of
 from gradiometer.web.head import head_of
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ def page_of(run: Run) -> Page:
             if statistic == "cosine":
                 low, high = 1.0, -1.0  # of 0 and 1 in `_of_updates`
             entries[statistic] = {"id": name, "low": low, "high": high, "linear": linear}
-    return Page(values, matrices)
+    values["exponents"], of_exponents = exponents_of(run)
+    return Page(values, matrices | of_exponents)
 
 
 def _findings(run: Run) -> tuple[list[dict[str, Any]], int]:

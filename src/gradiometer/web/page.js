@@ -153,6 +153,7 @@ if (isEmpty) {
   listenToMap();
   listenToCharts("overview");
   listenToCharts("history");
+  listenToCharts("exponents");
   $("reset").addEventListener("click", showAll);
   $("history-close").addEventListener("click", () => set({ tensor: null }));
   $("table-more").addEventListener("click", () => set({ allRows: true }));

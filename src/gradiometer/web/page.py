@@ -25,7 +25,7 @@ __all__ = ["contents", "document", "to_json", "write_page"]
 MOST_NAMES: Final = 3  # of what differs first
 
 # in this order; on the page they form one function
-_SCRIPTS: Final = ("state", "cells", "rows", "map", "charts", "lists", "link", "page")
+_SCRIPTS: Final = ("state", "cells", "rows", "map", "charts", "exponents", "lists", "link", "page")
 
 # Only the script written here may run. The page loads nothing, except that a served page reloads its data.
 _POLICY: Final = (

@@ -1,0 +1,182 @@
+"""Which tensors of a run fit which format, in one step and over the run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from gradiometer.columns import LOWEST_BINADE, format_of, losses
+from gradiometer.runs import RunError
+from gradiometer.stats import aligned, percent, with_short_names
+from gradiometer.terminal import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gradiometer.recorder import Kind
+    from gradiometer.runs import Run, StepPrecision
+    from gradiometer.stats import ExponentStats
+
+__all__ = ["Course", "Looked", "Loss", "look", "render"]
+
+
+@dataclass
+class Loss:
+    """The share of a tensor's elements that a cast to one format would lose, over the measured steps.
+
+    Attributes:
+        first, last: in the first and in the last step in which the tensor was measured.
+        worst: the largest share, and ``worst_step`` the first step with it.
+    """
+
+    first: float
+    last: float
+    worst: float
+    worst_step: int
+
+
+@dataclass
+class Course:
+    """A tensor over the measured steps.
+
+    Attributes:
+        median: floor(log2 |x|) of the median nonzero element in the first and in the last step in which the
+            tensor was measured; None if there is no such element.
+        formats: by the name of the format.
+    """
+
+    median: list[int | None]
+    formats: dict[str, Loss]
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the command shows.
+
+    Attributes:
+        run: the run's folder.
+        report: of the step.
+        steps: all steps with histograms.
+        courses: each tensor over these steps.
+    """
+
+    run: str
+    report: StepPrecision
+    steps: Sequence[int]
+    courses: dict[str, Course]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        report = self.report
+        return {
+            "run": self.run,
+            "step": report.step,
+            "kind": report.kind,
+            "steps": list(self.steps),
+            "formats": list(report.formats),
+            "tensors": {row.name: asdict(row) for row in report.values()},
+            "total": asdict(report.total),
+            "over_run": {name: asdict(course) for name, course in self.courses.items()},
+        }
+
+
+def look(run: Run, step: int | None, kind: Kind, formats: Sequence[str] | None) -> Looked:
+    """Return what a run says about formats.
+
+    Args:
+        run: the run.
+        step: a measured step; negative numbers count from the end, and None is the last one.
+        kind: ``"grads"`` or ``"weights"``.
+        formats: None for all.
+
+    Raises:
+        RunError: if there are no histograms of that step or kind; the message says what there is.
+    """
+    steps = run.precision_steps
+    if step is not None and -len(steps) <= step < 0:
+        step = steps[step]
+    report = run.precision(step, kind, formats)
+    courses: dict[str, Course] = {}
+    for number, stats in run.precisions(kind):
+        _follow(courses, number, stats, report.formats)
+    if not courses:
+        raise RunError(f"{run.path} has no histograms of {kind}")
+    return Looked(str(run.path), report, steps, courses)
+
+
+def _follow(courses: dict[str, Course], step: int, stats: ExponentStats, formats: Sequence[str]) -> None:
+    """Add a step to the courses of its tensors."""
+    numel = stats.numel.clamp(min=1)
+    found = {}
+    for name in formats:
+        flushed, _, over = losses(stats.columns, format_of(name, "precision"))
+        found[name] = ((flushed + over) / numel).tolist()
+    medians = _medians(stats)
+    for row, name in enumerate(stats.names):
+        shares = {form: values[row] for form, values in found.items()}
+        if name not in courses:
+            losses_ = {form: Loss(share, share, share, step) for form, share in shares.items()}
+            courses[name] = Course([medians[row], medians[row]], losses_)
+            continue
+        course = courses[name]
+        course.median[1] = medians[row]
+        for form, share in shares.items():
+            loss = course.formats[form]
+            loss.last = share
+            if share > loss.worst:
+                loss.worst, loss.worst_step = share, step
+
+
+def _medians(stats: ExponentStats) -> list[int | None]:
+    """Return floor(log2 |x|) of the median of each tensor's nonzero finite elements."""
+    upto = stats.binades.cumsum(-1)
+    total = upto[:, -1:]
+    places = (2 * upto < total).sum(-1)
+    return [
+        place + LOWEST_BINADE - 1 if count else None
+        for place, count in zip(places.tolist(), total.view(-1).tolist(), strict=True)
+    ]
+
+
+def render(found: Looked, top: int | None) -> str:
+    """Return the report of the step, and below it what changed over the run."""
+    report = found.report.to_string(top)
+    return report if len(found.steps) < 2 else f"{report}\n\n{_over_run(found, top)}"
+
+
+def _over_run(found: Looked, top: int | None) -> str:
+    formats = {name: format_of(name, "precision").short for name in found.report.formats}
+    # formats in which nothing is ever lost need no column
+    lossy = [name for name in formats if any(course.formats[name].worst for course in found.courses.values())]
+    headline = f"over {len(found.steps)} measured steps, from {found.steps[0]} to {found.steps[-1]}: "
+    if not lossy:
+        return f"{headline}nothing is lost in {', '.join(formats.values())}"
+    headline += "% lost at first → at last, and the largest % with its step"
+    rows = sorted(found.courses.items(), key=lambda item: _worst(item[1]), reverse=True)
+    shown = rows if top is None else rows[:top]
+    cells = [
+        (printable(name), _median(course), *[_cell(course.formats[form]) for form in lossy])
+        for name, course in shown
+    ]
+    header = ("name", "median log2 |x|", *[formats[name] for name in lossy])
+    lines, rule = aligned([header, *with_short_names(cells)])
+    more = [f"… {len(rows) - len(shown)} more"] if len(shown) < len(rows) else []
+    fine = [short for name, short in formats.items() if name not in lossy]
+    note = [f"nothing is ever lost in {', '.join(fine)}"] if fine else []
+    return "\n".join([headline, rule, lines[0], rule, *lines[1:], *more, rule, *note])
+
+
+def _worst(course: Course) -> float:
+    return max(loss.worst for loss in course.formats.values())
+
+
+def _median(course: Course) -> str:
+    first, last = ["-" if x is None else str(x) for x in course.median]
+    return first if first == last else f"{first} → {last}"
+
+
+def _cell(loss: Loss) -> str:
+    if not loss.worst:
+        return "ok"
+    first, last, worst = [percent(x) for x in (loss.first, loss.last, loss.worst)]
+    return f"{first} → {last}, {worst} at {loss.worst_step}"

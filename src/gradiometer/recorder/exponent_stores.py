@@ -1,0 +1,124 @@
+"""Stores of histograms on the devices, written in the steps that are due, as each device decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradiometer import ops
+from gradiometer.columns import CURSOR_SIZE, NUM_EXPONENT_COLUMNS, Cursor
+from gradiometer.inputs import Named, present
+from gradiometer.recorder.step_exponents import StepExponents
+from gradiometer.recorder.step_record import label
+from gradiometer.stats import Float64Module, Pending, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from gradiometer.recorder.step_record import Kind
+
+__all__ = ["ExponentStores"]
+
+
+class ExponentStores(Float64Module):
+    """Histograms of the last step that was due: a store and a cursor for each device.
+
+    A store is ``(rows + 1, C + 1) int64``: a histogram for each tensor on its device, and the step in which
+    it was measured; the last row has only the step. Each cursor is a `gradiometer.columns.Cursor` on the same
+    device, so that no device waits for another.
+
+    Args:
+        names: of the N parameters.
+        parameters: these.
+        kinds: K kinds; the tensors of each kind are on the devices of the parameters.
+        every: steps divisible by this are due.
+    """
+
+    def __init__(
+        self, names: tuple[str, ...], parameters: Sequence[Tensor], kinds: tuple[Kind, ...], every: int
+    ) -> None:
+        super().__init__()
+        self.every = every
+        self._names, self._kinds = names, kinds
+        self._labels = tuple([label(kind, name) for kind in kinds for name in names])
+        devices = [p.device for p in parameters] * len(kinds)
+        self._rows = [[i for i, x in enumerate(devices) if x == device] for device in dict.fromkeys(devices)]
+        for place, (device, rows) in enumerate(zip(dict.fromkeys(devices), self._rows, strict=True)):
+            store = torch.full(
+                (len(rows) + 1, NUM_EXPONENT_COLUMNS + 1), -1, dtype=torch.int64, device=device
+            )
+            cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=device)
+            cursor[Cursor.EVERY].fill_(float(every))
+            self.register_buffer(f"store_{place}", store, persistent=False)
+            self.register_buffer(f"cursor_{place}", cursor, persistent=False)
+
+    def _each(self) -> list[tuple[list[int], Tensor, Tensor]]:
+        """Return rows, store and cursor of each device."""
+        return [
+            (rows, getattr(self, f"store_{i}"), getattr(self, f"cursor_{i}"))
+            for i, rows in enumerate(self._rows)
+        ]
+
+    def record(self, tensors: Sequence[Tensor | None]) -> None:
+        """Measure the ``K * N`` tensors of all kinds, on the devices on which the step is due.
+
+        Raises:
+            TypeError: for a tensor that cannot be measured; the message names it.
+        """
+        for rows, store, cursor in self._each():
+            # on the CPU the step may be known not to be due
+            if torch.compiler.is_compiling() or ops.may_measure(cursor):
+                ops.record_exponents_(self._plain(rows, tensors, store), store, cursor)
+
+    def _plain(self, rows: list[int], tensors: Sequence[Tensor | None], store: Tensor) -> list[Tensor]:
+        """Return tensors for the op; an empty one stands for a tensor that is not there."""
+        nothing = store.new_empty(0, dtype=torch.float64)
+        own = [tensors[row] for row in rows]
+        given = [nothing if x is None else x for x in own]
+        # recognized: the list is like one that was measured before, so it is not checked again
+        if ops.recognize(given) is not None:
+            return given
+        found = present(tuple([self._labels[row] for row in rows]), own)
+        left = iter(plain(Named(found.names, found.tensors), "Recorder"))
+        return [nothing if x is None else next(left) for x in own]
+
+    def advance(self) -> None:
+        """Advance to the next step."""
+        for _, _, cursor in self._each():
+            cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
+
+    def rewind(self, step: int | Tensor) -> None:
+        """Continue at another step; a store then holds no step that is still to come."""
+        for _, store, cursor in self._each():
+            if isinstance(step, int):
+                cursor[Cursor.STEP].fill_(float(step))
+            else:
+                cursor[Cursor.STEP : Cursor.STEP + 1].copy_(step)
+            store[:, -1].fill_(-1)
+
+    def copy(self) -> list[Pending[list[Tensor]]]:
+        """Start to copy the stores to the host, each on the current stream of its device, and return."""
+        return [Pending([store], _same) for _, store, _ in self._each()]
+
+    def step_of(self, copies: Sequence[Sequence[Tensor]], step: int) -> StepExponents | None:
+        """Return the histograms of a step from copies that have arrived; None if it was not measured."""
+        if not any([store[-1, -1].item() == step for (store,) in copies]):
+            return None
+
+        def counts() -> Tensor:
+            size = len(self._kinds), len(self._names), NUM_EXPONENT_COLUMNS
+            whole = torch.zeros(size, dtype=torch.int64, device="cpu")
+            flat = whole.view(-1, NUM_EXPONENT_COLUMNS)
+            for rows, (store,) in zip(self._rows, copies, strict=True):
+                flat[rows] = torch.where(store[:-1, -1:] == step, store[:-1, :-1], 0)
+            return whole
+
+        # later, and not on the thread that trains
+        return StepExponents(self._kinds, self._names, counts)
+
+
+def _same(copies: list[Tensor]) -> list[Tensor]:
+    return copies
