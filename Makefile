@@ -114,6 +114,8 @@ bench-monitor: $(TOOLS) ## measure a training step with a monitor and other tele
 	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.recorder
 	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.run_record
 	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.taps
+	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.fused_taps
+	PYTHONPATH=src $(PY) -m kernels_bench.monitoring.tap_kernels
 
 bench-ranks: $(TOOLS) ## measure a reduction over ranks and alternatives, and predict it for thousands of ranks
 	PYTHONPATH=src $(PY) -m kernels_bench.distributed.bench $(BENCH_FLAGS)

@@ -63,11 +63,12 @@ class Target:
         self.alive = torch.zeros(SCRATCH, dtype=torch.int32)
         self.counter = torch.zeros(1, dtype=torch.int32)
 
-    def measure(self, x: Tensor, channel_dim: int = -1, change: Any = None) -> None:
+    def measure(
+        self, x: Tensor, channel_dim: int = -1, change: Any = None, flag: Tensor | None = None
+    ) -> None:
+        scratch = self.partials, self.alive, self.counter
         with kernels_of("sm_90", change) as launches:
-            kernels.activation(
-                x, self.store, ROW, self.cursor, self.partials, self.alive, self.counter, channel_dim
-            )
+            kernels.activation(x, self.store, ROW, self.cursor, *scratch, channel_dim, flag)
         self.reads = launches[-1].reads(x) if launches else None
         assert self.alive.count_nonzero() == 0
         assert self.counter.item() == 0
@@ -76,6 +77,13 @@ class Target:
     def columns(self) -> dict[str, float]:
         assert self.store[[0, 2]].count_nonzero() == 0
         return dict(zip(ACTIVATION_INDEX, self.store[ROW].tolist(), strict=True))
+
+
+def partials_of(x: Tensor) -> list[Tensor]:
+    """Return what compiled code computes of each row."""
+    wide = x.double()
+    sums = [(wide**power).sum(dim=1) for power in (1, 2, 4)]
+    return [*sums, (x == 0).float().sum(dim=1), x.abs().amax(dim=1)]
 
 
 def measured(x: Tensor, channel_dim: int = -1) -> dict[str, float]:
@@ -258,6 +266,47 @@ def test_the_result_does_not_depend_on_the_call():
     for target in targets:
         target.measure(x)
     assert same_bits(targets[0].store, targets[1].store)
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [1, 3, 2050])
+@pytest.mark.parametrize(
+    ("value", "places", "is_read"),
+    [
+        (1.0, 1, False),
+        (0.0, 1, False),
+        # in each row, so that a channel may have only zeros
+        (0.0, None, True),
+        (math.nan, 1, True),
+        (-math.inf, 1, True),
+    ],
+)
+def test_partial_sums_are_merged_or_the_tensor_is_read(dtype, rows, value, places, is_read):
+    x = integers(rows * 16, dtype).view(rows, 16)
+    x[x == 0] = 3.0
+    x[:places, 5] = value
+    if rows == 1:
+        is_read |= value == 0
+    target, flag = Target(), torch.full((1,), 7, dtype=torch.int32)
+    for _ in range(2):
+        with kernels_of("sm_90"):
+            kernels.merge_partials(partials_of(x), target.store, ROW, target.cursor, flag, x.numel(), 16, 1)
+        assert flag.item() == is_read
+        target.measure(x, flag=flag)
+    calls = expected(x)
+    assert target.columns == {name: n if name == "abs_max" else 2 * n for name, n in calls.items()}
+    if target.reads is not None:
+        assert target.reads.any() == is_read
+
+
+def test_partial_sums_of_a_step_that_is_not_due_are_left_alone():
+    x = torch.full((5, 16), math.nan)
+    target, flag = Target(7, 3), torch.full((1,), 7, dtype=torch.int32)
+    with kernels_of("sm_90"):
+        kernels.merge_partials(partials_of(x), target.store, ROW, target.cursor, flag, 80, 16, 1)
+    target.measure(x, flag=flag)
+    assert not target.store.any()
+    assert flag.item() == 7
 
 
 compiled = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no instructions")

@@ -1,13 +1,17 @@
 """The op that measures an activation, in eager PyTorch and with the interpreted kernel."""
 
+import math
+from unittest import mock
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns import CURSOR_SIZE, Cursor
+from gradiometer.ops import activation_reference, tap_partials
 from support.activations import Calls, agree, columns_of, merged
 
 # the interpreter computes with NumPy
@@ -35,14 +39,32 @@ def tensors(draw):
     return x, draw(st.integers(-x.dim(), x.dim() - 1)) if x.dim() else -1
 
 
-@settings(deadline=None, max_examples=40 if ops.INTERPRETED else 150)
+@pytest.fixture
+def _short_pieces(monkeypatch):
+    """Let plain operators measure small tensors, too."""
+    monkeypatch.setattr(tap_partials, "_LEAST", 2)
+    monkeypatch.setattr(tap_partials, "_ENOUGH", 6)
+    monkeypatch.setattr(tap_partials, "_MOST", 4)
+
+
+@pytest.mark.usefixtures("_short_pieces")
+@pytest.mark.parametrize("fused", [False, True])
+@settings(
+    deadline=None,
+    max_examples=40 if ops.INTERPRETED else 150,
+    # it changes constants, which are the same for all examples
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(tensors(), st.integers(1, 3))
-def test_columns_are_those_of_the_definitions(drawn, calls):
+def test_columns_are_those_of_the_definitions(fused, drawn, calls):
     x, channel_dim = drawn
     model = Calls("x")
-    taps = gm.Taps(model, names=["x"])
+    taps = gm.Taps(model, names=["x"], fused=fused)
+    # the operators of a graph, in eager code
+    run = torch.ops.gradiometer.tap if fused else ops.tap
     for _ in range(calls):
-        model(x, channel_dim=channel_dim)
+        with mock.patch.object(ops, "tap", run):
+            model(x, channel_dim=channel_dim)
     stats = taps.stats()
     taps.remove()
     if x.numel() == 0:
@@ -90,9 +112,13 @@ def test_unusual_tensors(x, stores):
 def test_a_step_that_is_not_due_changes_nothing(step, every, is_due, stores):
     values, grads, cursor = stores
     cursor[Cursor.STEP], cursor[Cursor.EVERY] = step, every
-    x = torch.ones(5, requires_grad=True) * 2
-    for tap in (ops.tap, torch.ops.gradiometer.tap):
-        tap(x, values, grads, cursor, 0, -1)
+    x = torch.ones(3, 100, requires_grad=True) * 2
+    for tap, fused in (
+        (ops.tap, False),
+        (torch.ops.gradiometer.tap, False),
+        (torch.ops.gradiometer.tap, True),
+    ):
+        tap(x, values, grads, cursor, 0, -1, fused=fused)
     x.sum().backward()
     assert values[0].any() == is_due
     assert grads[0].any() == is_due
@@ -105,6 +131,84 @@ def test_opcheck(is_forward, stores):
     torch.library.opcheck(
         torch.ops.gradiometer.tap_.default, (torch.randn(4, 3), values, cursor, 1, -1, is_forward)
     )
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_opcheck_of_partial_sums(is_forward, stores):
+    values, _, cursor = stores
+    x = torch.randn(4, 70)
+    args = (x, tap_partials.partials_of(tap_partials.fusible(x)), values, cursor, 1, -1, is_forward)
+    torch.library.opcheck(torch.ops.gradiometer.tap_partials_.default, args)
+
+
+def fill(x, *values):
+    """Return a copy with these values at the first places."""
+    x = x.clone()
+    x.view(-1)[: len(values)] = torch.tensor(values).to(x.dtype)
+    return x
+
+
+ONES = torch.ones(6, 256)
+CASES = {
+    "finite": (ONES, 0),
+    "NaN": (fill(ONES, math.nan), 1),
+    "Inf": (fill(ONES, math.inf, -math.inf, 0.0), 1),
+    "NaN and Inf": (fill(ONES, math.inf, math.nan, -1.0), 1),
+    "a few zeros": (fill(ONES, 0.0, -0.0, 0.0), 0),
+    "as many zeros as a channel has": (fill(ONES, *[0.0] * 6), 0),
+    "a zero in each row": (torch.ones(6, 256) - torch.eye(6, 256), 1),
+    "a channel of zeros": (torch.ones(6, 256).index_fill(1, torch.tensor([3]), 0.0), 1),
+    "zeros": (torch.zeros(6, 256), 1),
+    "channels first": (torch.ones(128, 6).t().index_fill(0, torch.tensor([1]), 0.0), 1),
+    "short rows": (torch.ones(16, 8).index_fill(1, torch.tensor([7]), 0.0), 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_partial_sums_read_the_tensor_only_for_a_nonfinite_value_or_a_channel_of_zeros(
+    name, stores, monkeypatch
+):
+    x, reads = CASES[name]
+    values, grads, cursor = stores
+    calls = []
+
+    def count(function):
+        return lambda *args: calls.append(1) or function(*args)
+
+    for reads_again in ("activation_stats", "zero_channels"):
+        monkeypatch.setattr(
+            activation_reference, reads_again, count(getattr(activation_reference, reads_again))
+        )
+    assert tap_partials.fusible(x) is not None
+    torch.ops.gradiometer.tap(x, values, grads, cursor, 1, 1, fused=True)
+    agree(values[1], columns_of(x, 1))
+    if not ops.INTERPRETED:
+        assert min(len(calls), 1) == reads
+
+
+def test_what_is_known_of_sizes_and_strides_decides_whether_plain_operators_can_measure():
+    def pieces(*shape, dtype=torch.float32):
+        found = tap_partials.fusible(torch.zeros(shape, dtype=dtype))
+        return None if found is None else tuple(found.shape)
+
+    assert pieces(5, 768) == (5, 1, 768)
+    assert pieces(5, 3072) == (5, 4, 768)
+    # a divisor
+    assert pieces(3, 2304) == (3, 3, 768)
+    assert pieces(3, 2050) == (3, 5, 410)
+    # dimensions are joined
+    assert pieces(7, 8, 16, 16) == (7, 8, 1, 256)
+    assert pieces(2, 6, 5) is None
+    assert pieces(9, 5, 12) == (1, 540)
+    assert pieces(2**24) == (2**15, 512)
+    assert pieces() is None
+    # neither a prime number, nor few elements, nor a dtype that Inductor does not round as memory does
+    assert pieces(5, 7919) is None
+    assert pieces(5, 768, dtype=torch.float16) is None
+    assert pieces(5, 768, dtype=torch.complex64) is None
+    assert tap_partials.fusible(torch.ones(300, 1).expand(300, 400)) is None
+    x = torch.randn(2, 256, 8, 8).contiguous(memory_format=torch.channels_last)
+    assert torch.equal(tap_partials.fusible(x).flatten(), x.permute(0, 2, 3, 1).flatten())
 
 
 def test_a_recorder_writes_what_taps_have_measured():

@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
+from gradiometer.columns import ACTIVATION_INDEX
+from gradiometer.ops import tap_partials
 from support.activations import Calls, agree, columns_of
-from support.compiling import needs_compiler
+from support.compiling import Kept, every_backend, needs_compiler
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
 
@@ -72,6 +74,17 @@ def expected_rows(x):
     return rows
 
 
+@pytest.fixture(params=[False, True], ids=["op", "fused"])
+def fused(request, monkeypatch):
+    """Return whether a graph gets plain operators, which then measure small tensors, too."""
+    if request.param:
+        monkeypatch.setattr(tap_partials, "_LEAST", 2)
+        monkeypatch.setattr(tap_partials, "_ENOUGH", 2)
+    # a graph that is cached on disk may be that of the usual sizes
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield request.param
+
+
 MODES = ["eager", "graph", "backward in the graph"]
 
 
@@ -116,10 +129,10 @@ def stepper(model, mode, backend, after=lambda: None):
         pytest.param(False, True, "inductor", marks=needs_compiler),
     ],
 )
-def test_values_and_gradients_are_measured_once(mode, use_reentrant, whole, backend):
+def test_values_and_gradients_are_measured_once(mode, use_reentrant, whole, backend, fused):
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
     model = Model(use_reentrant, whole)
-    taps = gm.Taps(model, TAPPED, names=["inp"])
+    taps = gm.Taps(model, TAPPED, names=["inp"], fused=fused)
     step = stepper(model, mode, backend)
     expected = expected_rows(x)
     for i in range(3):
@@ -235,9 +248,9 @@ def test_outputs_without_floats_are_left_alone(output):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_only_due_steps_are_measured_and_the_cadence_recompiles_nothing(is_compiled):
+def test_only_due_steps_are_measured_and_the_cadence_recompiles_nothing(is_compiled, fused):
     model = nn.Sequential(nn.Linear(3, 2))
-    taps = gm.Taps(model, {"all": "."}, every=3)
+    taps = gm.Taps(model, {"all": "."}, every=3, fused=fused)
 
     def loss_of(x):
         return model(x).sum()
@@ -297,9 +310,9 @@ def test_nothing_is_measured_in_evaluation_mode_or_after_remove():
     assert taps.stats().n_calls.tolist() == [1, 1, 0, 0]
 
 
-def test_sizes_that_change_do_not_recompile_again():
+def test_sizes_that_change_do_not_recompile_again(fused):
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-    taps = gm.Taps(model, {"all": "."})
+    taps = gm.Taps(model, {"all": "."}, fused=fused)
     step = torch.compile(lambda x: model(x).sum(), fullgraph=True, dynamic=True, backend="aot_eager")
     step(torch.randn(4, 3)).backward()
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -310,10 +323,10 @@ def test_sizes_that_change_do_not_recompile_again():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_autocast_gives_the_statistics_of_the_cast_values(is_compiled):
+def test_autocast_gives_the_statistics_of_the_cast_values(is_compiled, fused):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16))
-    taps = gm.Taps(model, {"all": "."})
+    taps = gm.Taps(model, {"all": "."}, fused=fused)
     kept = []
     model[0].register_forward_hook(lambda _module, _args, out: kept.append(out)) if not is_compiled else None
 
@@ -331,9 +344,9 @@ def test_autocast_gives_the_statistics_of_the_cast_values(is_compiled):
     agree(stats.columns[1], columns_of(2 * out.float().to(torch.bfloat16)))
 
 
-def test_stats_leave_a_compiled_step_and_group_and_merge():
+def test_stats_leave_a_compiled_step_and_group_and_merge(fused):
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
-    taps = gm.Taps(model, {"linear": nn.Linear, "relu": lambda name: name == "1"})
+    taps = gm.Taps(model, {"linear": nn.Linear, "relu": lambda name: name == "1"}, fused=fused)
 
     def whole(x):
         for p in model.parameters():
@@ -453,9 +466,9 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_functional_gradients(is_compiled):
+def test_functional_gradients(is_compiled, fused):
     model = Named()
-    taps = gm.Taps(model, {"all": "."}, names=["named"])
+    taps = gm.Taps(model, {"all": "."}, names=["named"], fused=fused)
 
     def loss_of(parameters, x):
         return torch.func.functional_call(model, parameters, (x,)).sum()
@@ -487,9 +500,9 @@ def test_casts_of_taps_keep_float64():
     assert {x.dtype for x in taps.buffers()} == {torch.float64}
 
 
-def test_exported_models_keep_the_measurement():
+def test_exported_models_keep_the_measurement(fused):
     model = nn.Sequential(nn.Linear(2, 3))
-    taps = gm.Taps(model, {"all": "."})
+    taps = gm.Taps(model, {"all": "."}, fused=fused)
     program = torch.export.export(model, (torch.ones(1, 2),))
     assert not taps.stats().columns.any()
     assert torch.equal(program.module()(torch.ones(1, 2)), model(torch.ones(1, 2)))
@@ -502,11 +515,11 @@ reads_grad = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 # the backend aot_eager notices that the backward of one part changes what the other has saved, the store
 @needs_compiler
 @reads_grad
-def test_modules_that_are_compiled_one_by_one():
+def test_modules_that_are_compiled_one_by_one(fused):
     model = Model()
     for block in model.blocks:
         block.compile(fullgraph=True)
-    taps = gm.Taps(model, TAPPED, names=["inp"])
+    taps = gm.Taps(model, TAPPED, names=["inp"], fused=fused)
     x = torch.randn(5, 4)
     for _ in range(2):
         taps.advance()
@@ -518,9 +531,9 @@ def test_modules_that_are_compiled_one_by_one():
 
 
 @needs_compiler
-def test_two_forward_passes_before_their_backward_passes():
+def test_two_forward_passes_before_their_backward_passes(fused):
     model = Named()
-    taps = gm.Taps(model, names=["named"])
+    taps = gm.Taps(model, names=["named"], fused=fused)
     step = torch.compile(lambda x: model(x).sum(), fullgraph=True)
     losses = [step(torch.ones(5, 2)) for _ in range(2)]
     for loss in losses:
@@ -560,3 +573,119 @@ def test_taps_of_a_compiled_model_begin_and_end_with_a_reset():
         # once, and not again after `remove`
         assert taps.stats().n_calls.tolist() == [1, 1]
         taps.remove()
+
+
+def train(dtype, taps_of, backend="inductor"):
+    """Return the weights after two steps with a backward in the graph, the taps' columns, and the graphs."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 64), nn.Tanh()).to(
+        dtype
+    )
+    taps = taps_of(model)
+
+    def whole(x):
+        loss = model(x).float().square().sum()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.01 * p.grad)
+                p.grad = None
+        return loss.detach()
+
+    kept = Kept()
+    step = torch.compile(whole, fullgraph=True, backend=kept.backend if backend == "kept" else backend)
+    for i in range(2):
+        step(torch.randn(40, 32, generator=torch.Generator().manual_seed(i)).to(dtype))
+    targets = [node.target for graph in kept.graphs for node in graph.graph.nodes]
+    return list(model.parameters()), None if taps is None else taps.stats().columns, targets
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fused_taps_measure_what_the_op_does_and_leave_the_training_alone(dtype):
+    pattern = {"all": "[1-4]"}
+    plain, _, _ = train(dtype, lambda _: None)
+    by_op, op, _ = train(dtype, lambda model: gm.Taps(model, pattern, fused=False))
+    by_fused, fused, _ = train(dtype, lambda model: gm.Taps(model, pattern, fused=True))
+    for weights in zip(plain, by_op, by_fused, strict=True):
+        assert torch.equal(weights[0], weights[1])
+        assert torch.equal(weights[0], weights[2])
+    for row, expected in zip(fused, op, strict=True):
+        agree(row, dict(zip(ACTIVATION_INDEX, expected.tolist(), strict=True)), 1e-13)
+
+
+PRODUCERS = {
+    "gelu": nn.functional.gelu,
+    "layer norm": lambda x: nn.functional.layer_norm(x, x.shape[-1:]),
+    # some are 0 in bf16, but not in fp32
+    "underflow": lambda x: nn.functional.layer_norm(x, x.shape[-1:]) * 1e-40,
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_statistics_are_those_of_the_stored_values(dtype, producer, fused):
+    # in a kernel that also computes them, Inductor passes on fp32 values before their rounding
+    model = nn.Sequential(Plain(PRODUCERS[producer]))
+    taps = gm.Taps(model, {"all": "."}, fused=fused)
+    x = torch.randn(512, 768, generator=torch.Generator().manual_seed(0)).to(dtype)
+    out = torch.compile(model, fullgraph=True)(x)
+    agree(taps.stats().columns[0], columns_of(out), 1e-13)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "is_fused"),
+    [
+        ({}, torch.float32, True),
+        ({}, torch.float64, True),
+        ({}, torch.bfloat16, False),
+        ({"fused": True}, torch.bfloat16, True),
+        ({"fused": True}, torch.float16, False),
+        ({"fused": False}, torch.float32, False),
+        # steps that are not measured would compute the sums
+        ({"every": 10}, torch.float32, False),
+        ({"every": 10, "fused": True}, torch.float32, True),
+    ],
+)
+def test_the_default_on_a_cpu_is_what_costs_less(options, dtype, is_fused):
+    *_, targets = train(dtype, lambda model: gm.Taps(model, {"all": "[1-4]"}, **options), backend="kept")
+    names = [str(target) for target in targets]
+    # the graph's own form of an op that changes its arguments
+    assert any("tap_partials_" in name or "auto_functionalized" in name for name in names)
+    sums = sum(target is torch.ops.aten.amax.default for target in targets)
+    assert sums == (8 if is_fused else 0)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_fused_counts_are_exact(backend, dtype):
+    model = nn.Sequential(nn.Identity(), Plain(lambda x: x * 2.0), Plain(torch.relu))
+    taps = gm.Taps(model, {"all": "[12]"}, fused=True)
+    x = torch.randn(50, 384, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[3, 5], x[7, 1], x[7, 2], x[9] = float("nan"), float("inf"), float("-inf"), 0.0
+    x[:, 11] = -1.0
+    step = torch.compile(model, fullgraph=True, backend=backend)
+    for values in (x, x.nan_to_num(1.0, 1.0, 1.0), x[:, :384].clamp(min=0.5)):
+        taps.advance()
+        step(values)
+        for row, y in zip(taps.stats().columns, (values * 2.0, (values * 2.0).relu()), strict=False):
+            agree(row, columns_of(y), 1e-13)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(2**12, 2**12), (2**24,), (2**8, 2**6, 2**5, 2**5)])
+@pytest.mark.parametrize("value", [1 / 3, -0.1])
+def test_fused_sums_of_many_constants_are_exact_to_the_bound(shape, value):
+    model = nn.Sequential(Plain(lambda x: x + 0.0))
+    taps = gm.Taps(model, {"all": "."}, fused=True)
+    x = torch.full(shape, value)
+    torch.compile(model, fullgraph=True)(x)
+    stats, exact = taps.stats(), float(x.flatten()[0])
+    n = x.numel()
+    assert stats.numel[0] == n
+    assert abs(float(stats.norm[0]) / (abs(exact) * n**0.5) - 1) <= 1e-13
+    assert abs(float(stats.columns[0, ACTIVATION_INDEX["sum"]]) - exact * n) <= 1e-13 * abs(exact) * n
+    assert float(stats.abs_max[0]) == abs(exact)

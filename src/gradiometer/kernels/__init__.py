@@ -11,6 +11,7 @@ from gradiometer.kernels.fingerprint import NUM_FINGERPRINT_PARTIALS, finalize_f
 from gradiometer.kernels.moments import PARTIALS, moments
 from gradiometer.kernels.pairs import PAIR_PARTIALS, finalize_pairs, pairs
 from gradiometer.kernels.scale import scale
+from gradiometer.kernels.tap_partials import merge_partials
 
 __all__ = [
     "ACTIVATION_PARTIALS",
@@ -27,6 +28,7 @@ __all__ = [
     "finalize_fingerprints",
     "finalize_pairs",
     "load_driver",
+    "merge_partials",
     "moments",
     "pairs",
     "scale",

@@ -137,6 +137,7 @@ def _activation_kernel(
     partials_ptr,  # (9, MAX_PROGRAMS) float64
     alive_ptr,  # (C,) int32, all 0
     counter_ptr,  # one int32, 0
+    flag_ptr,  # one int32
     row: tl.int32,
     numel: tl.int64,
     channels: tl.int32,  # C
@@ -153,6 +154,7 @@ def _activation_kernel(
     NUM_COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
     MERGED: tl.constexpr,
+    FLAGGED: tl.constexpr,
     EVERY: tl.constexpr = _EVERY,
     NUMEL: tl.constexpr = _NUMEL,
     FIRST: tl.constexpr = _FIRST,
@@ -165,6 +167,9 @@ def _activation_kernel(
         return
     if not is_due(cursor_ptr):
         return
+    if FLAGGED:  # noqa: SIM102 a constexpr: without a flag, the load is not compiled
+        if tl.load(flag_ptr) == 0:
+            return
     program = tl.program_id(0)
     full = (numel // TILE).to(tl.int32)
     # a program's tiles are adjacent in the order of strips, and of periods in a strip
@@ -302,6 +307,7 @@ def activation(
     alive: torch.Tensor,
     counter: torch.Tensor,
     channel_dim: int,
+    flag: torch.Tensor | None = None,
 ) -> None:
     """Measure an activation in a step that is due, and merge its columns into a row.
 
@@ -317,6 +323,7 @@ def activation(
         alive: int32 scratch of C or more elements, contiguous; 0 before and after each launch.
         counter: int32 scratch of one element; 0 before and after each launch.
         channel_dim: the dimension whose C indices are the channels.
+        flag: one int32; with 0, the launch does nothing. See `gradiometer.kernels.merge_partials`.
     """
     numel = x.numel()
     if numel == 0:
@@ -339,6 +346,7 @@ def activation(
         partials,
         alive,
         counter,
+        counter if flag is None else flag,
         row,
         numel,
         channels,
@@ -357,5 +365,6 @@ def activation(
         NUM_COLUMNS=NUM_ACTIVATION_COLUMNS,
         CHANNELS=_CHANNELS,
         MERGED=tuning.MERGED_PROGRAMS,
+        FLAGGED=flag is not None,
         **tuning.options(threads, registers, x.device),
     )

@@ -19,7 +19,7 @@ from gradiometer.ops.reference import by_tensor, convertible, cut, fsum
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["activation_stats"]
+__all__ = ["activation_stats", "zero_channels"]
 
 # elements that a thread reads at a time, into a buffer of 8 bytes per element
 PIECE: Final = 2**18
@@ -57,7 +57,7 @@ def activation_stats(x: Tensor, channel_dim: int) -> list[float]:
     dead = 0
     # a channel that is always zero has zeros
     if sums[3] and channels:
-        dead = _zero_channels(x, channel_dim)
+        dead = zero_channels(x, channel_dim)
     return [*sums, channels if x.numel() else 0, dead, 1, top]
 
 
@@ -112,7 +112,7 @@ def _merge(rows: list[_Row]) -> _Row:
     return (*map(fsum, sums), max(tops))
 
 
-def _zero_channels(x: Tensor, dim: int) -> int:
+def zero_channels(x: Tensor, dim: int) -> int:
     """Return how many channels have only zeros."""
     if x.dim() == 0:
         return int(x.item() == 0)

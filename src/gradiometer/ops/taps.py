@@ -2,8 +2,11 @@
 
 ``gradiometer::tap`` is composed of two calls of ``gradiometer::tap_``: one now, and one in a hook of the
 tensor's gradient. So autograd and AOTAutograd trace both, and a compiler sees two opaque ops that change
-their store. The stores of values and gradients are two tensors: with one, the backward graph would depend
-on the store of the forward pass, and activation checkpointing would compute that again.
+their store. If the tap is fused, it sees plain operators and two calls of ``gradiometer::tap_partials_``,
+which merges their results: see `gradiometer.ops.tap_partials`.
+
+The stores of values and gradients are two tensors: with one, the backward graph would depend on the store of
+the forward pass, and activation checkpointing would compute that again.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 
 from gradiometer.columns import NUM_ACTIVATION_COLUMNS, NUM_ACTIVATION_SUMS, Cursor
 from gradiometer.inputs import as_real
-from gradiometer.ops import activation_reference, ring
+from gradiometer.ops import activation_reference, ring, tap_partials
 from gradiometer.ops.library import LIBRARY, launching_on, uses_kernels, without_autocast
 
 if TYPE_CHECKING:
@@ -30,11 +33,27 @@ LIBRARY.define(
     "tap_(Tensor x, Tensor(a!) store, Tensor cursor, int row, int channel_dim, bool is_forward) -> ()"
 )
 LIBRARY.define(
-    "tap(Tensor x, Tensor(a!) values, Tensor(b!) grads, Tensor cursor, int row, int channel_dim) -> ()"
+    "tap_partials_(Tensor x, Tensor[] partials, Tensor(a!) store, Tensor cursor, int row, int channel_dim, "
+    "bool is_forward) -> ()"
+)
+# AOTAutograd caches compiled graphs on disk by this call, not by the operators that `_tap` makes of it: if
+# those change, change the schema
+LIBRARY.define(
+    "tap(Tensor x, Tensor(a!) values, Tensor(b!) grads, Tensor cursor, int row, int channel_dim, "
+    "bool? fused=False) -> ()"
 )
 
 
-def tap(x: Tensor, values: Tensor, grads: Tensor, cursor: Tensor, row: int, channel_dim: int) -> None:
+def tap(
+    x: Tensor,
+    values: Tensor,
+    grads: Tensor,
+    cursor: Tensor,
+    row: int,
+    channel_dim: int,
+    *,
+    fused: bool | None = False,
+) -> None:
     """Measure a tensor, and its gradient when it is known, in a step that is due.
 
     Args:
@@ -44,9 +63,11 @@ def tap(x: Tensor, values: Tensor, grads: Tensor, cursor: Tensor, row: int, chan
         cursor: `gradiometer.columns.Cursor`; the call is measured if EVERY is positive and divides STEP.
         row: the row in both stores.
         channel_dim: the dimension of the channels.
+        fused: whether a compiled graph gets plain operators, where they can be fused, instead of the op
+            alone; None for what costs less.
     """
     if torch.compiler.is_compiling():
-        torch.ops.gradiometer.tap(x, values, grads, cursor, row, channel_dim)
+        torch.ops.gradiometer.tap(x, values, grads, cursor, row, channel_dim, fused)
     elif may_measure(cursor):
         _tap(x, values, grads, cursor, row, channel_dim)
 
@@ -56,12 +77,29 @@ def may_measure(cursor: Tensor) -> bool:
     return uses_kernels(cursor.device) or is_due(cursor)
 
 
-def _tap(x: Tensor, values: Tensor, grads: Tensor, cursor: Tensor, row: int, channel_dim: int) -> None:
-    tap_ = torch.ops.gradiometer.tap_
-    tap_(x.detach(), values, cursor, row, channel_dim, True)
+def _tap(
+    x: Tensor,
+    values: Tensor,
+    grads: Tensor,
+    cursor: Tensor,
+    row: int,
+    channel_dim: int,
+    fused: bool | None = False,  # noqa: FBT001, FBT002 in the order of the schema
+) -> None:
+    def measure(x: Tensor, store: Tensor, *, is_forward: bool) -> None:
+        x = x.detach()
+        is_fused = tap_partials.is_better(x) if fused is None else fused
+        pieces = tap_partials.fusible(x) if is_fused else None
+        if pieces is None:
+            torch.ops.gradiometer.tap_(x, store, cursor, row, channel_dim, is_forward)
+        else:
+            partials = tap_partials.partials_of(pieces)
+            torch.ops.gradiometer.tap_partials_(x, partials, store, cursor, row, channel_dim, is_forward)
+
+    measure(x, values, is_forward=True)
     if x.requires_grad and torch.is_grad_enabled():
         # a hook, and not an autograd.Function: its output would be a view, which cannot be changed in place
-        x.register_hook(lambda g: tap_(g.detach(), grads, cursor, row, channel_dim, False))
+        x.register_hook(lambda g: measure(g, grads, is_forward=False))
 
 
 def _tap_once(
@@ -72,6 +110,31 @@ def _tap_once(
     channel_dim: int,
     is_forward: bool,  # noqa: FBT001 in the order of the schema
 ) -> None:
+    _measure(x, None, store, cursor, row, channel_dim, is_forward=is_forward)
+
+
+def _tap_partials(
+    x: Tensor,
+    partials: list[Tensor],
+    store: Tensor,
+    cursor: Tensor,
+    row: int,
+    channel_dim: int,
+    is_forward: bool,  # noqa: FBT001 as above
+) -> None:
+    _measure(x, partials, store, cursor, row, channel_dim, is_forward=is_forward)
+
+
+def _measure(
+    x: Tensor,
+    partials: list[Tensor] | None,
+    store: Tensor,
+    cursor: Tensor,
+    row: int,
+    channel_dim: int,
+    *,
+    is_forward: bool,
+) -> None:
     # activation checkpointing runs the forward pass again, inside the backward pass
     if is_forward and torch._C._current_graph_task_id() != -1:  # noqa: SLF001 it has no public name
         return
@@ -80,9 +143,13 @@ def _tap_once(
     with torch.no_grad(), without_autocast(x.device):
         if uses_kernels(x.device):
             with launching_on(x.device):
-                _launch(x, store, cursor, row, channel_dim)
-        elif is_due(cursor):
+                _launch(x, partials, store, cursor, row, channel_dim)
+        elif not is_due(cursor):
+            return
+        elif partials is None:
             _merge(store[row], activation_reference.activation_stats(x, channel_dim))
+        else:
+            _merge(store[row], tap_partials.columns_of(x, partials, channel_dim))
 
 
 def _merge(kept: Tensor, columns: list[float]) -> None:
@@ -108,8 +175,10 @@ def new_store(rows: int, device: torch.device) -> Tensor:
     return torch.zeros((rows, NUM_ACTIVATION_COLUMNS), dtype=torch.float64, device=device)
 
 
-def _launch(x: Tensor, store: Tensor, cursor: Tensor, row: int, channel_dim: int) -> None:
-    """Measure with the kernel, which reads the cursor and uses the end of the store as scratch."""
+def _launch(
+    x: Tensor, partials_of_x: list[Tensor] | None, store: Tensor, cursor: Tensor, row: int, channel_dim: int
+) -> None:
+    """Measure with the kernels, which read the cursor and use the end of the store as scratch."""
     from gradiometer import kernels  # noqa: PLC0415 as above
 
     x = x if x.dim() else x.unsqueeze(0)
@@ -128,6 +197,12 @@ def _launch(x: Tensor, store: Tensor, cursor: Tensor, row: int, channel_dim: int
     )
     marks = alive.view(torch.int32)
     channels = x.shape[dim]
+    state, flag = counter.view(torch.int32), None
+    if partials_of_x is not None:
+        # the other half of the counter
+        flag = state[1:]
+        most = tap_partials.most_of_a_channel(x, partials_of_x[0], dim)
+        kernels.merge_partials(partials_of_x, store, row, cursor, flag, x.numel(), channels, most)
     if channels > _MOST_CHANNELS:
         marks = torch.zeros(channels, dtype=torch.int32, device=x.device)
     kernels.activation(
@@ -137,8 +212,9 @@ def _launch(x: Tensor, store: Tensor, cursor: Tensor, row: int, channel_dim: int
         cursor,
         partials.view(kernels.ACTIVATION_PARTIALS),
         marks,
-        counter.view(torch.int32)[:1],
+        state[:1],
         dim,
+        flag,
     )
 
 
@@ -152,5 +228,8 @@ def is_due(cursor: Tensor) -> bool:
 
 LIBRARY.impl("tap_", _tap_once, "CompositeExplicitAutograd")
 LIBRARY.impl("tap_", torch.library.fallthrough_kernel, "Autograd")
+LIBRARY.impl("tap_partials_", _tap_partials, "CompositeExplicitAutograd")
+LIBRARY.impl("tap_partials_", torch.library.fallthrough_kernel, "Autograd")
 LIBRARY.impl("tap", _tap, "CompositeImplicitAutograd")
-torch.library.register_fake("gradiometer::tap_", lambda *_: None, lib=LIBRARY)
+for _name in ("tap_", "tap_partials_"):
+    torch.library.register_fake(f"gradiometer::{_name}", lambda *_: None, lib=LIBRARY)
