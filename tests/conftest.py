@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import tempfile
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,11 @@ logging.getLogger("torch.__trace").propagate = True
 
 # a test compiles a kernel or two with Inductor: its process pool takes seconds to start in each worker
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Inductor's cache knows nothing of ATEN_CPU_CAPABILITY and returns code for other vectors: a cache for each
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/gradiometer-tests-{os.getuid()}-{CAPABILITY}"
+)
 
 # under the interpreter the whole path (pack, pointer table, kernels, op) runs on CPU tensors
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
