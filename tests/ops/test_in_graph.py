@@ -102,6 +102,20 @@ def test_only_a_few_small_tensors_are_measured_by_plain_operators():
     assert route_of(torch.ones(7, 3), dynamic=True) == {OPAQUE}
 
 
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_has_the_opaque_op(strict):
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return gm.collect([x]).columns
+
+    x = torch.randn(70)
+    program = torch.export.export(Module(), (x,), strict=strict)
+    targets = [str(node.target) for node in program.run_decompositions().graph.nodes]
+    assert OPAQUE in targets
+    assert torch.equal(program.module()(x), gm.collect([x]).columns)
+
+
 def test_nothing_is_differentiated():
     weight = torch.ones(3, requires_grad=True)
 

@@ -41,6 +41,9 @@ def tensor_stats_in_graph(
 ) -> tuple[Tensor, Tensor]:
     """Do what `gradiometer.ops.tensor_stats` does, in a function that is being compiled."""
     limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
+    if torch.compiler.is_exporting():
+        # the program may run operator by operator, or on another device
+        return torch.ops.gradiometer.tensor_stats(tensors, *limits, inv_scale)  # type: ignore[no-any-return]
     return torch.ops.gradiometer.tensor_stats_in_graph(tensors, *limits, inv_scale, REVISION)  # type: ignore[no-any-return]
 
 
