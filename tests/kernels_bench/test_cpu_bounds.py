@@ -19,9 +19,11 @@ def test_every_contender_of_a_bound_is_measured(monkeypatch, capsys):
 
 @pytest.mark.usefixtures("_eager_backend")
 def test_a_step_with_collection_does_what_one_without_does():
-    steps = cpu_bounds.steps()
-    (_, stats), (_, nothing) = steps["with collect_grads"](), steps["without"]()
-    assert nothing is None
+    # the first batch takes as long as it has to
+    steps = cpu_bounds.steps(milliseconds=0.0)
+    loss, stats = steps["with collect_grads"]()
+    assert loss > 0
+    assert steps["without"]() > 0
     assert len(stats.names) == 8
     assert stats.total_norm > 0
 
