@@ -23,16 +23,15 @@ SIZES = (1, 2, 16, 17, 63, 64, 65, 255, 1000, 1024, 1025, 2049)
 
 
 def mixed(seed: int, sizes: tuple[int, ...] = SIZES) -> list[Tensor]:
-    """Return tensors of several formats and magnitudes, with zeros and, for odd seeds, values not finite."""
+    """Return tensors of several magnitudes, with zeros and, for odd seeds, values that are not finite."""
     torch.manual_seed(seed)
-    formats = (torch.float32, torch.bfloat16, torch.float16)
     tensors = []
     for index, size in enumerate(sizes):
         x = torch.randn(size) * 10.0 ** (index % 6 - 4)
         x[torch.randint(0, size, (size // 3,))] = 0.0
         if seed % 2 and index % 2:
             x[torch.randint(0, size, (3,))] = torch.tensor([math.nan, math.inf, -math.inf])
-        tensors.append(x.to(formats[(index + seed) % 3]))
+        tensors.append(x)
     return tensors
 
 
@@ -58,7 +57,7 @@ def test_a_graph_gives_the_bits_of_eager_mode(backend, size):
     sizes = SIZES if size is None else (size, size // 2 + 1, size, 3)
     step = torch.compile(lambda *xs: gm.collect(xs), fullgraph=True, backend=backend)
     assert_same(step(*mixed(0, sizes)), gm.collect(mixed(0, sizes)))
-    # tensors of the same formats, with values that are not finite and without
+    # with values that are not finite and without
     for seed in (3, 6, 9):
         with no_recompile():
             assert_same(step(*mixed(seed, sizes)), gm.collect(mixed(seed, sizes)))
@@ -96,7 +95,8 @@ def test_only_a_few_small_tensors_are_measured_by_plain_operators():
     assert route_of(torch.ones(SMALL)) == {PLAIN}
     assert route_of(torch.ones(SMALL + 1)) == {OPAQUE}
     assert route_of(*torch.ones(5, SMALL).unbind()) == {OPAQUE}
-    assert route_of(torch.ones(3, dtype=torch.float64)) == {OPAQUE}
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        assert route_of(torch.ones(3), torch.ones(3, dtype=dtype)) == {OPAQUE}
     assert route_of(torch.ones(3, dtype=torch.complex64)) == {OPAQUE}
     assert route_of(torch.ones(3), torch.ones(0)) == {OPAQUE}
     assert route_of(torch.ones(7, 3), dynamic=True) == {OPAQUE}
@@ -114,6 +114,41 @@ def test_an_exported_program_has_the_opaque_op(strict):
     targets = [str(node.target) for node in program.run_decompositions().graph.nodes]
     assert OPAQUE in targets
     assert torch.equal(program.module()(x), gm.collect([x]).columns)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "function",
+    [torch.erf, torch.sin, lambda x: x * 1.1, lambda x: x * 60000],
+    ids=["erf", "sin", "rounded", "overflowing"],
+)
+def test_what_is_measured_is_what_is_stored(function, dtype):
+    """Inductor may compute a value twice, and passes on half-precision values before it rounds them."""
+    model = nn.ParameterList([torch.randn(7, 3).to(dtype), torch.randn(11).to(dtype)])
+
+    @torch.compile(fullgraph=True)
+    def step() -> gm.TensorStats:
+        with torch.no_grad():
+            for p in model:
+                p.copy_(function(p.abs()))
+        return gm.collect_weights(model)
+
+    assert_same(step(), gm.collect_weights(model))
+
+
+def test_a_name_that_stands_twice_is_refused():
+    class Twice(nn.Linear):
+        def named_parameters(self, *_, **__):
+            return iter([("x", self.weight), ("x", self.bias)])
+
+    model = Twice(2, 1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    step = torch.compile(lambda: gm.collect_grads(model), fullgraph=True, backend="aot_eager")
+    with pytest.raises((ValueError, torch._dynamo.exc.TorchDynamoException)) as refused:
+        step()
+    assert "two tensors have the name 'x'" in str(refused.value)
 
 
 def test_nothing_is_differentiated():

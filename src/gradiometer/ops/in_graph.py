@@ -20,15 +20,15 @@ from gradiometer.ops.eager_plan import FEW, SMALL, WIDTH_OF
 from gradiometer.ops.library import LIBRARY, uses_kernels
 from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of
 
+__all__ = ["REVISION", "tensor_stats_in_graph"]
+
 # The plain operators take seconds to compile, and more with more tensors. With more elements than these, rows
 # included their padding, the opaque op takes a small part of the step.
 _MOST_TENSORS: Final = 16
 _MOST_ELEMENTS: Final = 2**15
-# squares of these formats are exact in float64
-_DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # Increase it with each change of the operators: caches of compiled graphs know an op by its name and
 # arguments, and would return the operators of an earlier version.
-REVISION: Final = 1
+REVISION: Final = 2
 
 LIBRARY.define(
     "tensor_stats_in_graph(Tensor[] tensors, float vanishing, float exploding, float dead,"
@@ -60,7 +60,10 @@ def _tensor_stats_in_graph(
         widths = _widths(tensors)
         if widths is None:
             return torch.ops.gradiometer.tensor_stats(tensors, vanishing, exploding, dead, inv_scale)  # type: ignore[no-any-return]
-        columns = _columns([x.detach() for x in tensors], widths)
+        # Inductor stores a tensor in memory before it views it by strides. Otherwise the statistics could be
+        # those of values that it computes again, with other bits than the stored ones
+        stored = [x.detach().as_strided(x.shape, x.stride()) for x in tensors]
+        columns = _columns(stored, widths)
         if inv_scale is not None:
             columns = rescale(columns, inv_scale.detach().reshape(()).to(columns))
         return columns, compute_flags(columns, Thresholds(vanishing, exploding, dead))
@@ -71,7 +74,8 @@ def _widths(tensors: list[Tensor]) -> list[int] | None:
     first, sizes = tensors[0], [x.numel() for x in tensors]
     if type(first) is Tensor or first.device.type != "cpu" or uses_kernels(first.device):
         return None
-    if len(tensors) > _MOST_TENSORS or not all([x.dtype in _DTYPES for x in tensors]):
+    # Inductor passes on values of half formats before it rounds them; squares of float64 are not exact
+    if len(tensors) > _MOST_TENSORS or not all([x.dtype == torch.float32 for x in tensors]):
         return None
     if not all([type(size) is int and 0 < size <= SMALL for size in sizes]):
         return None

@@ -19,6 +19,7 @@ from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, WIDTH_OF
 from gradiometer.ops.reference import by_tensor, convertible, cut, fsum
+from gradiometer.ops.row_sums import row_sums, sum_of_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,7 +105,7 @@ def _measure(piece: tuple[Tensor, ...], buffers: list[Tensor]) -> _Row:
     *sides, spare = [buffer[:numel] for buffer in buffers]
     for x, source in zip(sides, piece, strict=True):
         x.view(source.shape).copy_(convertible(source))
-    ((*sums, top),) = _sums([x.view(1, numel) for x in sides], spare.view(1, numel))
+    ((*sums, top),) = _sums([x.view(1, numel) for x in sides], spare.view(1, numel), _sum)
     return _measure_nonfinite(piece) if _is_odd(sums) else (numel, *sums, 0.0, top)
 
 
@@ -123,10 +124,15 @@ def _is_odd(sums: list[float]) -> bool:
     return not (sums[3] < math.inf and sums[6] < math.inf)
 
 
-def _sums(sides: list[Tensor], spare: Tensor) -> list[list[float]]:
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(dim=-1)
+
+
+def _sums(sides: list[Tensor], spare: Tensor, add: Callable[[Tensor], Tensor]) -> list[list[float]]:
     """Return the sums of each row, in the order of the columns, and max |u|.
 
     ``sides``: a, b and perhaps g, ``(R, n) float64``; they and ``spare``, of the same size, are overwritten.
+    ``add``: returns the sum of each row.
     """
     a, b, *rest = sides
     # widening keeps different finite numbers, and zeros of either sign, apart. With a result of another
@@ -139,7 +145,7 @@ def _sums(sides: list[Tensor], spare: Tensor) -> list[list[float]]:
         if rest:
             nonzero = rest[0].sgn().abs_()
             values += [rest[0] * rest[0], u * rest[0], nonzero, nonzero * same]
-        few = torch.cat([torch.stack(values).sum(dim=2), u.abs_().amax(dim=1).unsqueeze(0)])
+        few = torch.cat([add(torch.stack(values)), u.abs_().amax(dim=1).unsqueeze(0)])
         *sums, tops = few.tolist()
         missing = [[0.0] * len(a)] * (10 - len(sums))
         return list(map(list, zip(*sums, *missing, tops, strict=True)))
@@ -151,16 +157,16 @@ def _sums(sides: list[Tensor], spare: Tensor) -> list[list[float]]:
         same.neg_().bitwise_and_(g.view(torch.int64))
         torch.sum(spare.ne_(0.0), 1, out=results[9])
         torch.sum(torch.ne(g, 0.0, out=spare), 1, out=results[8])
-    torch.sum(torch.mul(a, b, out=spare), 1, out=results[2])
+    results[2] = add(torch.mul(a, b, out=spare))
     u = torch.sub(a, b, out=spare)
-    torch.sum(u, 1, out=results[4])
-    torch.sum(a.square_(), 1, out=results[0])
-    torch.sum(b.square_(), 1, out=results[1])
+    results[4] = add(u)
+    results[0] = add(a.square_())
+    results[1] = add(b.square_())
     if rest:
-        torch.sum(torch.mul(u, g, out=a), 1, out=results[7])
-        torch.sum(g.square_(), 1, out=results[6])
+        results[7] = add(torch.mul(u, g, out=a))
+        results[6] = add(g.square_())
     torch.amax(u.abs_(), 1, out=results[10])
-    torch.sum(u.square_(), 1, out=results[3])
+    results[3] = add(u.square_())
     return results.t().tolist()
 
 
@@ -176,7 +182,8 @@ def _measure_nonfinite(piece: tuple[Tensor, ...]) -> _Row:
         g = convertible(piece[2]).to(torch.float64)
         kept = torch.where(finite & g.isfinite(), g, 0.0)
         values += [kept * kept, u * kept, g != 0, bits & (g != 0)]
-    sums = [x.sum(dtype=torch.float64).item() for x in values]
+    small = a.numel() <= SMALL
+    sums = [(sum_of_small(x.double()) if small else x.sum(dtype=torch.float64)).item() for x in values]
     sums += [0.0] * (10 - len(sums))
     numel = finite.numel()
     return (numel, *sums, numel - finite.sum().item(), u.abs().amax().item())
@@ -209,7 +216,9 @@ def _measure_batch(
             for part in (flat if flat.dim() == 1 else flat.reshape(-1), padding[size])
         ]
         x.copy_(convertible(torch.cat(parts, out=spare.view(zeros.dtype)[:filled])))
-    found = _sums([x.view(-1, width) for x in sides], spare.view(-1, width))
+    # with the bits of the sums of squares of one tensor
+    add = row_sums if width <= SMALL else _sum
+    found = _sums([x.view(-1, width) for x in sides], spare.view(-1, width), add)
     for (index, numbers), numel, (*sums, top) in zip(members, sizes, found, strict=True):
         # padding is unchanged
         sums[5] -= width - numel

@@ -32,8 +32,8 @@ from gradiometer.columns import (
 from gradiometer.inputs import as_flat, as_real
 from gradiometer.ops import fingerprint as bits
 from gradiometer.ops import openmp
-from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, WIDTH_OF, Group, Plan, plan_of, prepared
-from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of, row_sums
+from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, Group, Plan, plan_of, prepared
+from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of, row_sums, sum_of_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -496,8 +496,7 @@ def _measure_nonfinite(piece: Tensor, scratch: _Scratch) -> _Row:
     least, greatest = [x.item() for x in torch.aminmax(wide)]
     if wide.numel() <= SMALL:
         # in the order of the other small tensors
-        row = torch.nn.functional.pad(wide.reshape(-1), (0, WIDTH_OF[wide.numel()] - wide.numel()))
-        total, sumsq = row_sums(row).item(), row_sums(row * row).item()
+        total, sumsq = sum_of_small(wide).item(), sum_of_small(wide * wide).item()
     else:
         total, sumsq = wide.sum().item(), _sum_of_squares(wide)
     return (wide.numel(), sumsq, total, n_zero, *counts, max(0.0, -least, greatest))

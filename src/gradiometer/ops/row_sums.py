@@ -13,8 +13,11 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-__all__ = ["LANES", "add_lanes", "lanes_of", "row_sums"]
+from gradiometer.ops.eager_plan import WIDTH_OF
+
+__all__ = ["LANES", "add_lanes", "lanes_of", "row_sums", "sum_of_small"]
 
 LANES: Final = 64
 _LONG: Final = 1024
@@ -39,6 +42,11 @@ def lanes_of(x: Tensor, out: Tensor | None = None) -> Tensor:
         x = _added(x.view(*rows, -1, _LONG))
     x = _added(x.view(*rows, -1, min(width, LANES)))
     return x if out is None else out.copy_(x)
+
+
+def sum_of_small(x: Tensor) -> Tensor:
+    """Return the sum of a tensor of at most 8192 elements, float64, as if it were a padded row."""
+    return row_sums(functional.pad(x.reshape(-1), (0, WIDTH_OF[x.numel()] - x.numel())))
 
 
 def add_lanes(lanes: Tensor) -> Tensor:

@@ -33,13 +33,15 @@ def grads_in_graph(model: Parameters, thresholds: Thresholds) -> TensorStats | N
             return None
         if grad is None:
             continue
-        if type(grad) is not Tensor or grad.is_sparse or not grad.is_floating_point():
+        if type(grad) is not Tensor or grad.is_sparse or not grad.is_floating_point() or grad.itemsize < 2:
             return None
         if grad.device != parameter.device or grad.device.type not in ("cpu", "cuda"):
             return None
         names.append(name)
         grads.append(grad)
     if not isinstance(thresholds, Thresholds) or len({grad.device for grad in grads}) != 1:
+        return None
+    if len(set(names)) != len(names):
         return None
     columns, flags = tensor_stats_in_graph(grads, thresholds)
     return TensorStats(tuple(names), columns, flags, thresholds)
