@@ -125,6 +125,7 @@ def test_an_exported_program_has_the_opaque_op(strict):
 )
 def test_what_is_measured_is_what_is_stored(function, dtype):
     """Inductor may compute a value twice, and passes on half-precision values before it rounds them."""
+    torch._dynamo.reset()
     model = nn.ParameterList([torch.randn(7, 3).to(dtype), torch.randn(11).to(dtype)])
 
     @torch.compile(fullgraph=True)
