@@ -7,7 +7,7 @@ names, ranks or reports. Triton is imported on the first call on a device that n
 
 from gradiometer.ops.clip_factors import clip_factors_
 from gradiometer.ops.exponents import measure_exponents, record_exponents_
-from gradiometer.ops.in_graph import tensor_stats_in_graph
+from gradiometer.ops.in_graph import is_exporting, tensor_stats_in_graph
 from gradiometer.ops.library import (
     INSTALL_COMPILER,
     INTERPRETED,
@@ -34,6 +34,7 @@ __all__ = [
     "clip_factors_",
     "driver_error",
     "is_capturing",
+    "is_exporting",
     "keep_",
     "may_measure",
     "measure",

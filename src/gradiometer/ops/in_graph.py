@@ -20,7 +20,7 @@ from gradiometer.ops.eager_plan import FEW, SMALL, WIDTH_OF
 from gradiometer.ops.library import LIBRARY, uses_kernels
 from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of
 
-__all__ = ["REVISION", "tensor_stats_in_graph"]
+__all__ = ["REVISION", "is_exporting", "tensor_stats_in_graph"]
 
 # The plain operators take seconds to compile, and more with more tensors. With more elements than these, rows
 # included their padding, the opaque op takes a small part of the step.
@@ -36,12 +36,22 @@ LIBRARY.define(
 )
 
 
+def is_exporting() -> bool:
+    """Return whether `torch.export` traces the calling function; also in Dynamo of torch 2.11."""
+    return torch.compiler.is_exporting()
+
+
+# Dynamo calls it and takes the result as a constant, as with torch.compiler.assume_constant_result; that of
+# torch 2.11 itself takes torch.compiler.is_exporting() for True in every graph
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined] # noqa: SLF001
+
+
 def tensor_stats_in_graph(
     tensors: list[Tensor], thresholds: Thresholds, inv_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Do what `gradiometer.ops.tensor_stats` does, in a function that is being compiled."""
     limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
-    if torch.compiler.is_exporting():
+    if is_exporting():
         # the program may run operator by operator, or on another device
         return torch.ops.gradiometer.tensor_stats(tensors, *limits, inv_scale)  # type: ignore[no-any-return]
     return torch.ops.gradiometer.tensor_stats_in_graph(tensors, *limits, inv_scale, REVISION)  # type: ignore[no-any-return]

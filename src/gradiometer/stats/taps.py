@@ -281,7 +281,7 @@ class Taps(Float64Module):
             # a hook of a leaf would stay there
             x = x.view_as(x)
         # an exported program may run without a compiler
-        fused = False if torch.compiler.is_exporting() else self._fused
+        fused = False if ops.is_exporting() else self._fused
         ops.tap(x, self.values, self.grads, self.cursor, row, channel_dim, fused=fused)
         return x
 
