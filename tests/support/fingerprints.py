@@ -49,8 +49,8 @@ def bytes_of(tensor: Tensor) -> bytes:
     """Return a tensor's elements in row-major order, with lazy conjugation and negation carried out."""
     x = tensor.detach().resolve_conj().resolve_neg().contiguous()
     x = torch.view_as_real(x) if x.is_complex() else x
-    # of at most one element, any stride is contiguous
-    return bytes(x.new_empty(x.numel()).copy_(x.reshape(-1)).view(torch.uint8).tolist())
+    # a contiguous tensor of one element may have any stride
+    return bytes(x.as_strided((x.numel(),), (1,)).view(torch.uint8).tolist())
 
 
 def of_tensor(tensor: Tensor) -> Fingerprint:
