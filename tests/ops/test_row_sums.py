@@ -15,12 +15,19 @@ from gradiometer.ops.row_sums import LANES, row_sums
 
 def in_order(row: list[float]) -> float:
     """Add up the numbers of a row as the module's docstring says, one at a time."""
-    for slab in (1024, LANES, 1):
-        slabs = [row[start : start + slab] for start in range(0, len(row), slab)]
-        row = slabs[0]
-        for other in slabs[1:]:
-            row = [a + b for a, b in zip(row, other, strict=True)]
-    return row[0]
+    chunks = [added(parts_of(chunk, LANES)) for chunk in parts_of(row, 1024)]
+    return added(parts_of(added(chunks), 1))[0]
+
+
+def parts_of(row: list[float], length: int) -> list[list[float]]:
+    return [row[start : start + length] for start in range(0, len(row), length)]
+
+
+def added(parts: list[list[float]]) -> list[float]:
+    total = parts[0]
+    for part in parts[1:]:
+        total = [a + b for a, b in zip(total, part, strict=True)]
+    return total
 
 
 def numbers(*shape: int) -> Tensor:

@@ -28,7 +28,7 @@ _MOST_TENSORS: Final = 16
 _MOST_ELEMENTS: Final = 2**15
 # Increase it with each change of the operators: caches of compiled graphs know an op by its name and
 # arguments, and would return the operators of an earlier version.
-REVISION: Final = 2
+REVISION: Final = 3
 
 LIBRARY.define(
     "tensor_stats_in_graph(Tensor[] tensors, float vanishing, float exploding, float dead,"

@@ -1,9 +1,10 @@
 """The sums of small tensors, which have the same bits in eager mode and in a compiled graph.
 
 `torch.sum` adds up a row in an order that depends on the vector length of the CPU, and Inductor has an order
-of its own. Here a row is cut into slabs of 1024 elements, which are added one after the other, element by
-element. Their sum is cut into slabs of 64 elements, which are added in the same way, and the 64 numbers of
-the result are added from left to right. So no vector length and no compiler changes a bit.
+of its own. Here a row is cut into chunks of 1024 elements, and a chunk into 16 slabs of 64, which are added
+one after the other, element by element. So are the results of the chunks, and the 64 numbers that are left
+are added from left to right. Each addition is defined by itself, so no vector length and no compiler changes
+a bit.
 """
 
 from __future__ import annotations
@@ -20,28 +21,26 @@ from gradiometer.ops.eager_plan import WIDTH_OF
 __all__ = ["LANES", "add_lanes", "lanes_of", "row_sums", "sum_of_small"]
 
 LANES: Final = 64
-_LONG: Final = 1024
+# slabs in a chunk
+_SLABS: Final = 16
 
 
 def row_sums(x: Tensor) -> Tensor:
     """Return the sum of each row, ``(..., W) -> (...)``; trailing zeros change no bit of it.
 
-    ``x``: contiguous. W: at most 1024, or a multiple of that; at most 64, or a multiple of that.
+    ``x``: contiguous. W: above 64 a multiple of 64, above 1024 one of 1024.
     """
     return add_lanes(lanes_of(x))
 
 
 def lanes_of(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Add up the slabs of each row, ``(..., W) -> (..., min(W, 64))``."""
+    """Add up the chunks and slabs of each row, ``(..., W) -> (..., min(W, 64))``."""
     *rows, width = x.shape
+    slabs = x.view(*rows, -1, min(width, LANES))
     if type(x) is Tensor and _sum_adds_in_order():
-        if width > _LONG:
-            x = x.view(*rows, -1, _LONG).sum(-2)
-        return torch.sum(x.view(*rows, -1, min(width, LANES)), -2, out=out)
-    if width > _LONG:
-        x = _added(x.view(*rows, -1, _LONG))
-    x = _added(x.view(*rows, -1, min(width, LANES)))
-    return x if out is None else out.copy_(x)
+        return torch.sum(slabs, -2, out=out)
+    lanes = _added(slabs)
+    return lanes if out is None else out.copy_(lanes)
 
 
 def sum_of_small(x: Tensor) -> Tensor:
@@ -56,14 +55,18 @@ def add_lanes(lanes: Tensor) -> Tensor:
 
 
 def _added(slabs: Tensor) -> Tensor:
+    *rows, count, width = slabs.shape
+    if count > _SLABS:
+        # all chunks at once
+        slabs = reduce(torch.add, slabs.view(*rows, -1, _SLABS, width).unbind(-2))
     return reduce(torch.add, slabs.unbind(-2))
 
 
 @cache
 def _sum_adds_in_order() -> bool:
-    """Return whether `torch.sum` adds up to 16 slabs one after the other, as in torch 2.11 to 2.15."""
+    """Return whether `torch.sum` adds slabs in this order, as in torch 2.11 to 2.15."""
     generator = torch.Generator("cpu").manual_seed(0)
-    for shape in [(rows, count, slab) for rows in (1, 3) for count in (3, 16) for slab in (_LONG, LANES)]:
+    for shape in [(rows, count, LANES) for rows in (1, 3) for count in (3, _SLABS, 5 * _SLABS, 8 * _SLABS)]:
         slabs = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
         if not torch.equal(slabs.sum(-2), _added(slabs)):
             return False
