@@ -12,8 +12,9 @@ from gradiometer.ops.openmp import one_thread
 
 pytestmark = pytest.mark.skipif(KERNELS, reason="tests the eager path")
 
-PIECE = 2**17
-SMALL = 2**16
+PIECE = exponent_reference._PIECE
+# the most elements of a tensor that is counted together with others
+SMALL = exponent_reference._LARGE
 
 
 def expected(x):
@@ -52,7 +53,7 @@ def test_float32_of_any_bits_at_every_path(flush):
     try:
         for x in (next_to_edges(), random_bits(300_000)):
             # a large tensor, small ones, and float64 neighbors that round to the same numbers
-            check([x, *x[: 3 * SMALL].split(SMALL), *x[:20_000].split(999)])
+            check([x.repeat(-(-SMALL // len(x)) + 1), *x.split(SMALL), *x[:20_000].split(999)])
             wide = x.double()
             check([wide, wide * (1 + 2**-30), wide[:SMALL] * (1 - 2**-30)])
     finally:
@@ -66,7 +67,7 @@ def test_all_patterns_of_16_bits_at_every_path(dtype, flush):
         pytest.skip("this machine cannot flush subnormal numbers")
     try:
         x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-        check([x, x.repeat(2), x.repeat(2).view(256, -1).t(), *x.split(1000)])
+        check([x, x.repeat(5), x.repeat(5).view(256, -1).t(), *x.split(1000)])
     finally:
         torch.set_flush_denormal(False)
 
@@ -99,7 +100,7 @@ def test_every_code_of_the_middle_window_lies_in_one_bin():
         assert is_wide.sum() < 2**15 / 10 or window == exponent_codes.NUM_WINDOWS - 1
 
 
-@pytest.mark.parametrize("size", [0, 1, SMALL - 1, SMALL, SMALL + 1, PIECE - 1, PIECE, PIECE + 1, 2**20 + 1])
+@pytest.mark.parametrize("size", [0, 1, SMALL - 1, SMALL, SMALL + 1, 2 * PIECE - 1, 2 * PIECE + 1, 2**20 + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e5m2], ids=str)
 def test_sizes_around_those_of_pieces(size, dtype):
     x = torch.randn(size, generator=torch.Generator().manual_seed(size))
@@ -140,6 +141,29 @@ def test_more_small_tensors_than_are_counted_together():
     check([x.bfloat16() for x in tensors])
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e-42, 1e30, torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_some_small_tensors_have_numbers_outside_of_the_middle(dtype, value):
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, generator=g).to(dtype) for n in (3, 40, 40, 500, 40, 7000, 0)]
+    for x, step in zip(tensors, (1, 2, 100, 7, 3, 999, 1), strict=True):
+        x[::step] = value
+    tensors[2][0] = 2.0**-150 if dtype == torch.float64 else 0.0
+    check(tensors)
+    # all of them, and none
+    check([torch.full(x.shape, value).to(dtype) for x in tensors])
+    check([torch.ones_like(x) for x in tensors])
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_the_numbers_next_to_zero_are_not_zeros(zero):
+    tiny = torch.arange(-300, 300, dtype=torch.int32)
+    for bits in (tiny, tiny + 2**16, tiny + 2**23):
+        x = torch.cat([bits.clamp(min=0), bits.clamp(min=0) | -(2**31)]).view(torch.float32)
+        x[::3] = zero
+        check([x, x[:100], x.double(), x.bfloat16(), x.half()])
+
+
 def test_small_tensors_in_any_order_of_sizes():
     # sorted by size, the first and the last of these are as far apart as if nothing had moved
     g = torch.Generator().manual_seed(0)
@@ -162,4 +186,5 @@ def test_threads_change_nothing():
 
 def test_pieces_are_short_where_a_thread_cannot_be_alone(monkeypatch):
     monkeypatch.setattr(exponent_reference.openmp, "can_run_alone", lambda: False)
-    check([random_bits(300_001), random_bits(200_000).bfloat16(), random_bits(70_000).view(7, -1).t()])
+    check([random_bits(300_001), random_bits(300_001).bfloat16(), random_bits(700_000).view(7, -1).t()])
+    check([random_bits(70_000).view(7, -1).t()])

@@ -24,11 +24,12 @@ from gradiometer.columns import (
     MIN_SCALE,
     NUM_EXPONENT_COLUMNS,
     best_scales,
+    bin_of,
     losses,
     of_binades,
     quantile,
 )
-from gradiometer.ops import exponent_reference
+from gradiometer.ops import exponent_codes
 from support import strategies
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -147,7 +148,8 @@ def test_a_row_is_the_same_whichever_tensors_share_the_call():
     together = call(tensors)
     for x, row in zip(tensors, together, strict=True):
         assert torch.equal(call([x])[0], row)
-        expected = exponent_reference._look_up(numbers(x))
+        columns = bin_of(exponent_codes.magnitudes_of(numbers(x)))
+        expected = torch.bincount(columns, minlength=NUM_EXPONENT_COLUMNS)
         assert torch.equal(row, expected), (x.dtype, x.shape)
 
 
@@ -163,6 +165,22 @@ def test_elements_far_from_the_first_ones_are_counted(dtype):
     wide[2000:] = 1e-30
     rows.append(wide)
     check(rows, (0, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_known_list_is_measured_like_a_new_one(dtype):
+    g = torch.Generator().manual_seed(0)
+    for scale in (1.0, 1e-20, 1.0):
+        # the sizes of earlier calls, with other numbers and addresses, and views of other strides
+        tensors = [(torch.randn(n, 2, generator=g) * scale).to(dtype) for n in (30, 7, 30, 400)]
+        tensors[0][0] = 0
+        for views in (tensors, [x[:, 0] for x in tensors], [x.t() for x in tensors]):
+            stats = gm.collect_exponents(views)
+            for x, row in zip(views, stats.columns, strict=True):
+                columns = bin_of(exponent_codes.magnitudes_of(numbers(x)))
+                assert torch.equal(row, torch.bincount(columns, minlength=NUM_EXPONENT_COLUMNS))
+    with pytest.raises(TypeError, match=r"'1' .*int32"):
+        gm.collect_exponents([tensors[0], tensors[1].int(), *tensors[2:]])
 
 
 def test_hundreds_of_small_tensors_are_counted_each():

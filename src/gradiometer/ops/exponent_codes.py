@@ -8,38 +8,41 @@ middle of the range lie 2**12 below an even multiple, where a cell begins, at on
 cell and a side lie in one bin. A tie, which is rounded to an even cell, has the side of the other end of that
 cell. Edges are only in odd cells, so it lies in the same bin.
 
-`window_codes` have 384 codes in a binade, for large tensors. `row_codes` have 5 codes in a binade, and a
-number for the tensor, so that small tensors are counted together.
+`window_codes` have 384 codes in a binade, for large tensors. `row_codes` have 5 codes in a binade, one for
+each bin, so that small tensors are counted together: with `row_offsets`, each has codes of its own.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from gradiometer.columns import NUM_EXPONENT_COLUMNS, bin_of
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 __all__ = [
     "BELOW",
+    "INSIDE",
     "MIDDLE",
     "NUM_ROW_CODES",
     "NUM_WINDOWS",
     "NUM_WINDOW_CODES",
     "ROWS",
+    "ROW_COLUMNS",
     "Scratch",
-    "count_outside",
     "int16",
-    "is_outside",
+    "is_at_end",
     "magnitudes_of",
+    "nonzero_among",
     "row_codes",
-    "row_codes_of_words",
     "row_offsets",
     "window_codes",
     "window_columns",
-    "write_columns",
 ]
 
 _SHIFT: Final = 2**15 + 2**12 + 1
@@ -65,23 +68,30 @@ NUM_WINDOWS: Final = len(_STARTS_OF_WINDOWS) - 1
 MIDDLE: Final = 1
 """The window that has most numbers, from 2**-52 to 2**33."""
 
-# row_codes: 8 bits for the binade, the others for the row and the class
+# row_codes: one for each column of 64 binades, from 2**-41 to 2**23, and the two ends for all other numbers
+_COLUMNS: Final = 5
+_LOWEST: Final = 86
 _BINADES: Final = 64
-_BELOW: Final = 85
-NUM_ROW_CODES: Final = (_BINADES + 2) * 2**8
-# 3 * cell in the binade + side: the first; from the last two on, the column is the next one
-_FIRST: Final = _EQUAL - 1
-_THIRD: Final = _FIRST + 3 * 104 + 2
-_FOURTH: Final = _FIRST + 3 * 112 + 1
-
-
-ROWS: Final = 32
+NUM_ROW_CODES: Final = _BINADES * _COLUMNS + 2
+INSIDE: Final = slice(1, -1)
+"""The codes of a row but those of the ends."""
+ROWS: Final = 2**15 // NUM_ROW_CODES
 """The most tensors that are counted together."""
-# a class is the sum of places in the binade that are cut off at the ends of these
-_RAMPS: Final = ((_FIRST, _FIRST + 2), (_THIRD - 1, _THIRD), (_FOURTH - 1, _FOURTH))
-# what that sum is too large by: binades, and a remainder
-_EXCESS: Final = sum([low for low, _ in _RAMPS]) % 2**16
-_EXTRA: Final = _EXCESS & 255
+# A column is the sum of places in the binade, 4 * cell + side, each cut off at one of these pairs; a side is
+# 0, 1 or 2. A multiple of 2**16 is one less than its cell, so cell 0 belongs to the last column of the binade
+# below. A bfloat16 number is such a multiple: that is its place, and it is in no first column
+_PLACES: Final = 4 * _CELLS
+_RAMPS: Final = {
+    torch.float32: ((3, 6), (4 * 105 + 1, 4 * 105 + 2), (4 * 113, 4 * 113 + 1)),
+    torch.bfloat16: ((0, 1), (104, 105), (111, 112)),
+}
+# the place of 0, of which no other number of the lowest binade is
+_ZERO: Final = {torch.float32: 5, torch.bfloat16: 0}
+# the code of the lower end, before `row_offsets`
+_ENDS: Final = {
+    dtype: _COLUMNS * _LOWEST + sum([low for low, _ in _RAMPS[dtype]]) - more
+    for dtype, more in ((torch.float32, 0), (torch.bfloat16, 2))
+}
 
 
 class Scratch:
@@ -89,8 +99,11 @@ class Scratch:
 
     def __init__(self, numel: int, device: torch.device, words: int = 2) -> None:
         self.numel = numel
-        self.bits = torch.empty(numel, dtype=torch.int32, device=device)
-        self.words = [torch.empty(numel, dtype=torch.int16, device=device) for _ in range(words)]
+        # one allocation: C libraries tend to return the memory of several to the system
+        bits, *self.words = torch.empty((words + 2) * numel, dtype=torch.int16, device=device).split(
+            [2 * numel, *[numel] * words]
+        )
+        self.bits = bits.view(torch.int32)
 
     def first(self, numel: int) -> tuple[Tensor, list[Tensor]]:
         """Return the beginnings of the buffers."""
@@ -110,13 +123,11 @@ def int16(value: int) -> Tensor:
     return _constant((value + 2**15) % 2**16 - 2**15, torch.int16)
 
 
-def _split(bits: Tensor, scratch: Scratch, sides: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sign and cell, and side (-1, 0, 1) + `_EQUAL`, of float32 numbers."""
-    shifted, (cells, *_) = scratch.first(bits.numel())
+def _split(bits: Tensor, shifted: Tensor, cells: Tensor, sides: Tensor) -> None:
+    """Write sign and cell, and side (-1, 0, 1) + `_EQUAL`, of float32 numbers."""
     torch.add(bits, _constant(_SHIFT, torch.int32), out=shifted)
     cells.view(torch.bfloat16).copy_(shifted.view(torch.float32))
-    sides.copy_(shifted)
-    return cells, torch.clamp(sides, _EQUAL - 1, _EQUAL + 1, out=sides)
+    sides.copy_(shifted).clamp_(_EQUAL - 1, _EQUAL + 1)
 
 
 def window_codes(bits: Tensor, window: int, scratch: Scratch, out: Tensor) -> Tensor:
@@ -124,11 +135,11 @@ def window_codes(bits: Tensor, window: int, scratch: Scratch, out: Tensor) -> Te
 
     Numbers outside of the window have the codes of the cells beside it.
     """
-    cells, sides = _split(bits, scratch, out)
-    torch.bitwise_and(cells, int16(_MAGNITUDE), out=cells)
+    shifted, (cells, *_) = scratch.first(bits.numel())
+    _split(bits, shifted, cells, out)
     below, above = _STARTS_OF_WINDOWS[window] - 1, _STARTS_OF_WINDOWS[window + 1]
-    torch.clamp(cells, below, min(above, _MAGNITUDE), out=cells)
-    codes = torch.add(sides, cells, alpha=3, out=out)
+    cells.bitwise_and_(int16(_MAGNITUDE)).clamp_(below, min(above, _MAGNITUDE))
+    codes = out.add_(cells, alpha=3)
     return codes if window == MIDDLE else codes.add_(int16(_LEAST - (_EQUAL - 1) - 3 * below))
 
 
@@ -171,59 +182,48 @@ def window_columns(window: int) -> tuple[Tensor, Tensor]:
     return columns[0].masked_fill_(columns[0] == _INF, 0).cummax(0).values, is_wide
 
 
-def row_codes(bits: Tensor, scratch: Scratch) -> Tensor:
-    """Return the codes of float32 numbers, int16, of row 0, less what `row_offsets` has more.
+def row_codes(dtype: torch.dtype, bits: Tensor, words: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the codes of float32 or bfloat16 numbers, int16, without `row_offsets`, and a buffer like them.
 
-    Numbers outside of 2**-41 to 2**23 have codes below the first binade or above the last.
+    Args:
+        dtype: that of the numbers.
+        bits: 4 bytes for each number, int32. The buffer begins with the numbers, and then has the result.
+        words: two buffers of 2 bytes for each, int16, for `nonzero_among`.
     """
-    cells, sides = _split(bits, scratch, scratch.first(bits.numel())[1][1])
-    return _row_codes(cells.sub_(int16(1)), sides, scratch)
-
-
-def row_codes_of_words(words: Tensor, scratch: Scratch) -> Tensor:
-    """Return the same for bfloat16 numbers, given as their bits in the first buffer of 16 bits."""
-    sides = scratch.first(words.numel())[1][1]
-    return _row_codes(words, sides.fill_(_EQUAL), scratch)
-
-
-def _row_codes(cells: Tensor, sides: Tensor, scratch: Scratch) -> Tensor:
-    # from now on, a cell has the number of its multiple of 2**16
-    part, total = scratch.first(cells.numel())[1][2:]
-    torch.bitwise_and(cells, int16(_CELLS - 1), out=part)
-    # the binade, times 128, from the one below the first; and the place in it
-    cells.sub_(part).sub_(int16((_BELOW + (_EXCESS >> 8)) << 7))
-    sides.add_(part, alpha=3)
-    first, *others = _RAMPS
-    torch.clamp(sides, *first, out=total)
-    for low, high in others:
-        total.add_(torch.clamp(sides, low, high, out=part))
-    # this multiplies the sign by 2**16
-    total.add_(cells, alpha=2)
-    return torch.clamp(total, _EXTRA, _EXTRA + ((_BINADES + 1) << 8), out=total)
+    binades, places = words
+    # once the numbers are split, their buffer is free
+    codes, part = bits.view(torch.int16).view(2, -1).unbind()
+    if dtype == torch.bfloat16:
+        torch.bitwise_and(codes, int16(_CELLS - 1), out=places)
+        torch.bitwise_and(codes, int16(_MAGNITUDE), out=binades)
+    else:
+        _split(bits, bits, binades, places)
+        # this drops the binade, and what sides have in addition
+        places.add_(binades, alpha=4).bitwise_and_(int16(_PLACES - 1))
+        binades.bitwise_and_(int16(_MAGNITUDE))
+    first, second, third = _RAMPS[dtype]
+    torch.clamp(places, *third, out=codes).add_(torch.clamp(places, *second, out=part))
+    codes.add_(places.clamp_(*first)).add_(binades.bitwise_right_shift_(int16(7)), alpha=_COLUMNS)
+    return codes.clamp_(_ENDS[dtype], _ENDS[dtype] + NUM_ROW_CODES - 1), part
 
 
 @cache
-def row_offsets(count: int) -> Tensor:
-    """Return what to add to the codes of each row, ``(R,) int16``; the first `ROWS` repeat."""
-    return torch.arange(count, dtype=torch.int16, device="cpu") % ROWS * (2**8 // ROWS) - _EXTRA
+def row_offsets(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what to add to the codes of each row, ``(ROWS, 1) int16``."""
+    rows = torch.arange(ROWS, dtype=torch.int16, device=device)
+    return (rows * NUM_ROW_CODES - _ENDS[dtype]).unsqueeze(1)
 
 
-def write_columns(counts: Tensor, out: Tensor) -> None:
-    """Write the columns of each row, ``(R, C)``, given the counts of `row_codes`."""
-    table = counts.view(_BINADES + 2, ROWS, -1)[1:-1, : len(out), :5].transpose(0, 1)
-    columns = out.zero_()[:, _FIRST_COLUMN : _FIRST_COLUMN + 5 * _BINADES]
-    columns.unflatten(1, (_BINADES, 5)).copy_(table)
+def nonzero_among(dtype: torch.dtype, words: Sequence[Tensor]) -> Tensor:
+    """Return integers that are 0 only for 0 and -0, given what `row_codes` wrote into these buffers."""
+    binades, places = words
+    # a place is less than 4 above the lowest
+    return places.add_(binades, alpha=4).sub_(int16(_ZERO[dtype]))
 
 
-def count_outside(counts: Tensor) -> list[int]:
-    """Return, by the counts of `row_codes`, how many numbers of each row are outside of the window, or []."""
-    table = counts.view(_BINADES + 2, 2**8)[:: _BINADES + 1]
-    return table.view(2, ROWS, -1).sum((0, 2)).tolist() if table.any() else []
-
-
-def is_outside(codes: Tensor) -> Tensor:
-    """Return which codes, with the offsets of their rows, are those of numbers outside of the window."""
-    return (codes < 2**8) | (codes >= (_BINADES + 1) << 8)
+def is_at_end(dtype: torch.dtype, codes: Tensor) -> Tensor:
+    """Return integers that are not 0 for the codes of the ends, given the result of `row_codes`."""
+    return codes - codes.clamp(_ENDS[dtype] + 1, _ENDS[dtype] + NUM_ROW_CODES - 2)
 
 
 def magnitudes_of(x: Tensor) -> Tensor:
@@ -234,9 +234,11 @@ def magnitudes_of(x: Tensor) -> Tensor:
 
 
 def _first_column() -> int:
-    # the class 1 of the first binade is the end of the binade below
-    least = torch.tensor([((_BELOW + 1) << 23) - 1], dtype=torch.int32, device="cpu").view(torch.float32)
+    # the first column of a binade has the numbers that round to its power of two
+    least = torch.tensor([(_LOWEST << 23) - 1], dtype=torch.int32, device="cpu").view(torch.float32)
     return int(bin_of(magnitudes_of(least)))
 
 
 _FIRST_COLUMN: Final = _first_column()
+ROW_COLUMNS: Final = slice(_FIRST_COLUMN, _FIRST_COLUMN + _BINADES * _COLUMNS)
+"""The columns of the codes `INSIDE`."""

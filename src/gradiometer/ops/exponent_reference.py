@@ -4,15 +4,16 @@ Each number gets a code of 15 bits, by operators on 16-bit integers, and one ``b
 a piece. For float16 and bfloat16 numbers, the code is the magnitude's bits. float32 numbers get the codes of
 `gradiometer.ops.exponent_codes`, of which each lies in one bin. float64 numbers are rounded to float32 first,
 as a cast rounds them. The codes cover the middle of the range. If a part of a large tensor has other numbers,
-its zeros are counted, and other blocks are read again with the codes of the ends. Only numbers at the very
-ends of the range, and those of small tensors, are looked up in the edges.
+its zeros are counted, and other blocks are read again with the codes of the ends; only numbers at the very
+ends of the range are looked up in the edges. If small tensors have other numbers, zeros are counted too, and
+the rest is looked up.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,21 +27,19 @@ from gradiometer.ops.reference import MOST_THREADS, by_tensor, cut, piece_length
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["exponent_stats"]
+__all__ = ["Plan", "exponent_stats", "plan_of"]
 
 # larger tensors are cut into pieces, smaller ones are put together
-_LARGE: Final = 2**16
+_LARGE: Final = 2**18
 # elements that a thread reads at once, 6 bytes for each: operators on fewer wait for Python's lock too often
 _PIECE: Final = 2**18
 # codes that it counts together, 2 bytes for each
 _COUNTED: Final = 2**20
-# elements of small tensors that a thread reads together, 12 bytes for each
-_TOGETHER: Final = 2**17
-# elements of small tensors per additional thread: on a busy machine, threads that call many short operators
-# wait milliseconds for each other
-_WORTH_A_THREAD: Final = 2**22
-# rows of small tensors whose codes are computed together
-_ROWS: Final = 256
+# elements of small tensors that a thread reads together, 8 bytes for each: a batch takes some 50 us of calls
+_TOGETHER: Final = 2**19
+# elements per additional thread, in batches of at least half of that length: threads that call many short
+# operators wait for each other, on a busy machine milliseconds
+_WORTH_A_THREAD: Final = 2**20
 # numbers that are looked up together, or of which zeros are counted
 _FEW: Final = 2**14
 _WIDTH: Final = NUM_EXPONENT_COLUMNS
@@ -49,35 +48,104 @@ _MAGNITUDES: Final = 2**15
 _SUBNORMAL: Final = 2**7
 
 
-def exponent_stats(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the histograms of tensors of one device, ``(T, C) int64``."""
-    device = tensors[0].device
-    numbers = [as_real(x) for x in tensors]
-    rows = torch.empty((len(numbers), _WIDTH), dtype=torch.int64, device=device)
-    most_threads = min(MOST_THREADS, torch.get_num_threads()) if device.type == "cpu" else 1
+class Run(NamedTuple):
+    """Tensors of one size in a batch: their elements, and their rows."""
+
+    elements: slice
+    rows: slice
+    size: int
+
+
+class Batch(NamedTuple):
+    """Small tensors of one dtype that are counted together, in ascending order of their sizes.
+
+    ``indices``: their positions in the call. ``rows``: the same as an index.
+    """
+
+    indices: list[int]
+    rows: slice | Tensor
+    sizes: list[int]
+    runs: list[Run]
+    numel: int
+
+
+class Plan(NamedTuple):
+    """How to count a list of tensors: the indices of large ones, and batches of small ones."""
+
+    large: list[int]
+    batches: list[Batch]
+
+
+def plan_of(tensors: Sequence[Tensor]) -> Plan:
+    """Return the plan for real tensors; it also holds if only the addresses differ."""
+    plan = Plan([], [])
     small: dict[torch.dtype, list[tuple[int, int]]] = {}
-    large: list[tuple[int, tuple[Tensor, ...]]] = []
-    elements = 0
-    for index, x in enumerate(numbers):
+    for index, x in enumerate(tensors):
         numel = x.numel()
         if numel > _LARGE:
-            large.append((index, (x,)))
-        else:
+            plan.large.append(index)
+        elif numel:
             small.setdefault(x.dtype, []).append((numel, index))
-            elements += numel
-    if small:
-        batches = [batch for members in small.values() for batch in _batches(sorted(members), _TOGETHER)]
+    for members in small.values():
+        plan.batches.extend(_batches(sorted(members)))
+    return plan
 
-        def start() -> Callable[[list[int]], None]:
-            scratch = codes.Scratch(min(_TOGETHER, elements), device, 4)
-            return lambda batch: _count_batch(batch, numbers, scratch, rows)
 
-        openmp.map_on_threads(start, batches, min(most_threads, 1 + elements // _WORTH_A_THREAD))
-    if large:
+def _batches(members: list[tuple[int, int]]) -> Iterator[Batch]:
+    """Put tensors together, given as (size, index) in ascending order."""
+    start = filled = 0
+    for i, (numel, _) in enumerate(members):
+        filled += numel
+        if filled > _TOGETHER or i - start == codes.ROWS:
+            yield _batch_of(members[start:i])
+            start, filled = i, numel
+    yield _batch_of(members[start:])
+
+
+def _batch_of(members: list[tuple[int, int]]) -> Batch:
+    sizes, indices = [list(x) for x in zip(*members, strict=True)]
+    runs: list[Run] = []
+    first = start = 0
+    for size, same in groupby(sizes):
+        count = len(list(same))
+        last, stop = first + count, start + count * size
+        runs.append(Run(slice(start, stop), slice(first, last), size))
+        first, start = last, stop
+    rows: slice | Tensor = slice(indices[0], indices[-1] + 1)
+    if indices != list(range(indices[0], indices[-1] + 1)):
+        rows = torch.tensor(indices, device="cpu")
+    return Batch(indices, rows, sizes, runs, start)
+
+
+def exponent_stats(tensors: Sequence[Tensor], plan: Plan | None = None) -> Tensor:
+    """Return the histograms of tensors of one device, ``(T, C) int64``.
+
+    ``plan``: the result of `plan_of` for these tensors, if they are real.
+    """
+    device = tensors[0].device
+    if plan is None:
+        tensors = [as_real(x) for x in tensors]
+        plan = plan_of(tensors)
+    # a thread of OpenMP that has helped to write the zeros would wait for more on a core that is needed
+    with openmp.one_thread():
+        rows = torch.zeros((len(tensors), _WIDTH), dtype=torch.int64, device=device)
+    if plan.batches:
+        most_threads = min(MOST_THREADS, torch.get_num_threads()) if device.type == "cpu" else 1
+        numels = [batch.numel for batch in plan.batches]
+
+        def start() -> Callable[[Batch], None]:
+            scratch = codes.Scratch(max(numels), device, 2)
+            return lambda batch: _count_batch(batch, tensors, scratch, rows)
+
+        full = sum([numel for numel in numels if numel > _TOGETHER // 2])
+        threads = min(most_threads, 1 + full // _WORTH_A_THREAD)
+        openmp.map_on_threads(start, plan.batches, threads)
+    if plan.large:
         length, together = _PIECE, _COUNTED
         if not openmp.can_run_alone():
             length = together = piece_length()
-        most = max([x.numel() for _, (x,) in large])
+        large: list[tuple[int, tuple[Tensor, ...]]] = [(index, (tensors[index],)) for index in plan.large]
+        most = max([x.numel() for _, (x, *_) in large])
         length, together = min(length, most), min(together, most)
 
         def start_large() -> Callable[[tuple[Tensor, ...]], Tensor]:
@@ -96,27 +164,18 @@ def _sum(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
 
 
-def _batches(members: list[tuple[int, int]], length: int) -> Iterator[list[int]]:
-    """Put tensors together, given as ascending (size, index)."""
-    batch: list[int] = []
-    filled = 0
-    for numel, index in members:
-        if batch and (filled + numel > length or len(batch) == _ROWS):
-            yield batch
-            batch, filled = [], 0
-        batch.append(index)
-        filled += numel
-    yield batch
-
-
 # numbers of any format
 
 
-def _look_up(x: Tensor) -> Tensor:
-    """Return the histogram of numbers, by the edges."""
-    found = x.new_zeros(_WIDTH, dtype=torch.int64)
-    for part in x.reshape(-1).split(_FEW):
-        found += torch.bincount(bin_of(codes.magnitudes_of(part)), minlength=_WIDTH)
+def _look_up(x: Tensor, row: Tensor, count: int) -> Tensor:
+    """Return the histograms of numbers by the edges, given the row of each, in ascending order."""
+    found = x.new_zeros((count, _WIDTH), dtype=torch.int64)
+    for start in range(0, len(x), _FEW):
+        part, own = x[start : start + _FEW], row[start : start + _FEW]
+        first, last = own[[0, -1]].tolist()
+        columns = bin_of(codes.magnitudes_of(part)).add_(own - first, alpha=_WIDTH)
+        length = (last + 1 - first) * _WIDTH
+        found[first : last + 1] += torch.bincount(columns, minlength=length).view(-1, _WIDTH)
     return found
 
 
@@ -187,7 +246,9 @@ def _histogram(
         upto += counts.cumsum_(0).index_select(0, last.clamp(max=len(counts) - 1))
         # before the next ones take their memory
         del counts
-    return upto.diff(prepend=upto.new_zeros(1))
+    columns = upto.clone()
+    columns[1:] -= upto[:-1]
+    return columns
 
 
 @cache
@@ -215,15 +276,18 @@ def _count_window(block: Tensor, window: int, scratch: codes.Scratch, found: Ten
         if window != codes.MIDDLE:
             is_necessary |= bool(counts[is_wide[: len(counts)]].any())
             counts.masked_fill_(is_wide[: len(counts)], 0)
-        elif counts[codes.BELOW].any():
+        elif int(counts[codes.BELOW].sum()):
             zeros += _count_zeros(part)
 
     columns = _histogram(block, scratch.numel, found, write, last, apart)
-    columns[0], columns[-1] = zeros, 0
+    columns[:: _WIDTH - 1] = 0
+    if zeros:
+        columns[0] = zeros
     if is_necessary:
         for (piece,) in cut((block,), _FEW):
             which = is_wide.index_select(0, write(piece, found[: piece.numel()]).int()).view(piece.shape)
-            columns += _look_up(piece[which.logical_and_(_doubled(piece).view(piece.shape).ne(0))])
+            others = piece[which.logical_and_(_doubled(piece).view(piece.shape).ne(0))]
+            columns += _look_up(others, torch.zeros_like(others, dtype=torch.int16), 1)[0]
     return columns
 
 
@@ -254,8 +318,10 @@ def _count_words(block: Tensor, found: Tensor) -> Tensor:
 
     last = _last_of_words(block.dtype, block.device)
     columns = _histogram(block, found.numel(), found, write, last, apart)
-    # torch.set_flush_denormal makes 0 of subnormal bfloat16 numbers, or not
-    return columns.index_add_(0, _columns_of(block.dtype, _SUBNORMAL).to(block.device), subnormal)
+    if int(subnormal.sum()):
+        # torch.set_flush_denormal makes 0 of subnormal bfloat16 numbers, or not
+        columns.index_add_(0, _columns_of(block.dtype, _SUBNORMAL).to(block.device), subnormal)
+    return columns
 
 
 def _count_bytes(block: Tensor, scratch: codes.Scratch) -> Tensor:
@@ -270,58 +336,47 @@ def _count_bytes(block: Tensor, scratch: codes.Scratch) -> Tensor:
 # small tensors
 
 
-def _count_batch(batch: list[int], numbers: list[Tensor], scratch: codes.Scratch, rows: Tensor) -> None:
-    """Write the rows of small tensors of one dtype, those of one size next to each other."""
-    parts = [x if x.dim() == 1 else x.reshape(-1) for x in [numbers[index] for index in batch]]
-    sizes = [x.numel() for x in parts]
-    found = _row_codes(parts, sizes, scratch)
-    offsets = codes.row_offsets(_ROWS).to(found.device)
-    first = start = 0
-    for size, same in groupby(sizes):
-        count = len(list(same))
-        stop = start + count * size
-        found[start:stop].view(count, size).add_(offsets[first : first + count, None])
-        first, start = first + count, stop
-    start = 0
-    for first in range(0, len(batch), codes.ROWS):
-        some = slice(first, first + codes.ROWS)
-        stop = start + sum(sizes[some])
-        _write_rows(batch[some], parts[some], found[start:stop], rows)
-        start = stop
-
-
-def _write_rows(indices: list[int], parts: list[Tensor], found: Tensor, rows: Tensor) -> None:
-    """Write the rows of tensors that are counted together, given their codes."""
-    counts = torch.bincount(found, minlength=codes.NUM_ROW_CODES)
-    if indices == list(range(indices[0], indices[0] + len(indices))):
-        codes.write_columns(counts, rows[indices[0] : indices[-1] + 1])
+def _count_batch(batch: Batch, tensors: Sequence[Tensor], scratch: codes.Scratch, rows: Tensor) -> None:
+    """Write the rows of a batch."""
+    parts = [x if x.dim() == 1 else x.reshape(-1) for x in [tensors[index] for index in batch.indices]]
+    bits, words = scratch.first(batch.numel)
+    dtype = _join(parts, batch.sizes, bits, words)
+    own, found = codes.row_codes(dtype, bits, words)
+    offsets = codes.row_offsets(dtype, own.device)
+    for elements, members, size in batch.runs:
+        torch.add(own[elements].view(-1, size), offsets[members], out=found[elements].view(-1, size))
+    counts = torch.bincount(found, minlength=len(parts) * codes.NUM_ROW_CODES).view(len(parts), -1)
+    rows[batch.rows, codes.ROW_COLUMNS] = counts[:, codes.INSIDE]
+    zeros = counts[:, :: codes.NUM_ROW_CODES - 1].sum(1)
+    n_other = int(zeros.sum())
+    if not n_other:
+        return
+    if parts[0].dtype == torch.float64:
+        # small numbers become 0 in float32
+        nonzero = _doubled(torch.cat(parts)).ne(0)
     else:
-        own = rows.new_empty((len(indices), _WIDTH))
-        codes.write_columns(counts, own)
-        rows[torch.tensor(indices, device=rows.device)] = own
-    if outside := codes.count_outside(counts):
-        sizes = [x.numel() for x in parts]
-        for index, part, own, count in zip(indices, parts, found.split(sizes), outside, strict=False):
-            if count:
-                zeros = _count_zeros(part)
-                rows[index, 0] = zeros
-                if zeros < count:
-                    rows[index] += _look_up(part[codes.is_outside(own).logical_and_(_doubled(part).ne(0))])
+        nonzero = codes.nonzero_among(dtype, words)
+    if n_other > len(nonzero) - int(nonzero.count_nonzero()):
+        which = codes.is_at_end(dtype, own).mul_(nonzero).nonzero().squeeze(1)
+        x = torch.cat([x.float() if x.itemsize == 1 else x for x in parts])[which]
+        others = _look_up(x, found[which] // codes.NUM_ROW_CODES, len(parts))
+        rows[batch.rows] += others
+        zeros -= others.sum(1)
+    rows[batch.rows, 0] += zeros
 
 
-def _row_codes(parts: list[Tensor], sizes: list[int], scratch: codes.Scratch) -> Tensor:
+def _join(parts: list[Tensor], sizes: list[int], bits: Tensor, words: list[Tensor]) -> torch.dtype:
+    """Write numbers one after the other into the first buffer, in float32 or bfloat16; return which."""
     dtype = parts[0].dtype
-    bits, words = scratch.first(sum(sizes))
+    if dtype == torch.bfloat16:
+        torch.cat(parts, out=bits.view(dtype)[: len(bits)])
+        return dtype
     x = bits.view(torch.float32)
     if dtype == torch.float32:
         torch.cat(parts, out=x)
-    elif dtype == torch.bfloat16:
-        torch.cat(parts, out=words[0].view(dtype))
-        return codes.row_codes_of_words(words[0], scratch)
     elif dtype == torch.float16:
         x.copy_(torch.cat(parts, out=words[0].view(dtype)))
     else:
         # fp8 cannot be concatenated, and there is no room for float64
-        for part, to in zip(parts, x.split(sizes), strict=True):
-            to.copy_(part)
-    return codes.row_codes(bits, scratch)
+        torch._foreach_copy_(x.split(sizes), parts)
+    return torch.float32

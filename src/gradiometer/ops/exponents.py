@@ -26,15 +26,18 @@ LIBRARY.define("exponent_stats(Tensor[] tensors) -> Tensor")
 LIBRARY.define("record_exponents_(Tensor[] tensors, Tensor(a!) store, Tensor cursor) -> ()")
 
 
-def measure_exponents(tensors: Sequence[Tensor]) -> Tensor:
+def measure_exponents(tensors: Sequence[Tensor], plan: packing.LaunchPlan | None = None) -> Tensor:
     """Return the histograms of tensors of one device.
 
     Args:
         tensors: at least one floating-point or complex strided tensor.
+        plan: the result of `recognize` for them, if it was called.
 
     Returns:
         ``(T, C) int64``, see `gradiometer.columns.exponents`, on their device.
     """
+    if plan is not None:
+        return _eager(tensors, plan)
     with torch.no_grad():
         return torch.ops.gradiometer.exponent_stats(tensors)  # type: ignore[no-any-return]
 
@@ -66,25 +69,38 @@ def _record_exponents(tensors: list[Tensor], store: Tensor, cursor: Tensor) -> N
             measured = [i for i, x in enumerate(tensors) if x.numel()]
             if measured:
                 rows = torch.tensor(measured, dtype=torch.int64, device=device)
-                store[rows, :-1] = exponent_reference.exponent_stats([tensors[i] for i in measured])
+                store[rows, :-1] = _eager([tensors[i] for i in measured])
                 store[rows, -1] = cursor[Cursor.STEP].to(torch.int64)
 
 
 def _exponent_stats(tensors: list[Tensor]) -> Tensor:
+    return _eager(tensors)
+
+
+def _eager(tensors: Sequence[Tensor], plan: packing.LaunchPlan | None = None) -> Tensor:
+    """Measure at once; ``plan``: the result of `recognize`, in a call from eager mode."""
     device = tensors[0].device
     with without_grad(), without_autocast(device):
         if not uses_kernels(device):
-            return exponent_reference.exponent_stats(tensors)
+            plan = plan or packing.recognize(tensors) or packing.remember(tensors)
+            if plan.direct and plan.exponents is None:
+                plan.exponents = exponent_reference.plan_of(tensors)
+            return exponent_reference.exponent_stats(tensors, plan.exponents)
         with launching_on(device):
-            return _run_kernels(tensors)
+            return _run_kernels(tensors, plan=plan)
 
 
-def _run_kernels(tensors: list[Tensor], rows: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+def _run_kernels(
+    tensors: Sequence[Tensor],
+    rows: Tensor | None = None,
+    gate: Tensor | None = None,
+    plan: packing.LaunchPlan | None = None,
+) -> Tensor:
     """Return the histograms; with a store and a cursor, write them there if the step is due."""
     from gradiometer import kernels  # noqa: PLC0415 as in library.py
 
-    keep = not warm_up.is_possible()
-    packed = packing.pack(tensors, kernels.tuning.CHUNK, kernels.tuning.MAX_CHUNKS, keep=keep)
+    keep = plan is not None or not warm_up.is_possible()
+    packed = packing.pack(tensors, kernels.tuning.CHUNK, kernels.tuning.MAX_CHUNKS, plan, keep=keep)
     chunk_map = packed.chunk_map
     if rows is None or gate is None:
         rows = torch.zeros(

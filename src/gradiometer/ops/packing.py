@@ -140,6 +140,7 @@ class LaunchPlan:
         cut: the chunk size, the maximum number of chunks, and the number of lists in this one (1; 2 or 3 for
             pairs), that ``chunk_map`` was made for.
         eager: the `eager_plan.Plan` of a direct list.
+        exponents: the `exponent_reference.Plan` of a direct list.
         kept: tables that stay on the device.
         captured: how many different lists of addresses were captured.
     """
@@ -153,6 +154,7 @@ class LaunchPlan:
     cut: tuple[int, int, int] | None = None
     chunk_map: ChunkMap | None = None
     eager: Any = None
+    exponents: Any = None
     kept: _Kept | None = None
     captured: int = 0
 

@@ -268,6 +268,10 @@ def exponents_of(named: Named, what: str) -> ExponentStats:
     """Measure named tensors as `collect_exponents` does; ``what`` names the caller in error messages."""
     check_names(named.names, what)
     named = local_shards(named, what)
+    plan = ops.recognize(named.tensors)
+    if plan is not None:
+        # the list is like one that was measured before, so it is not checked again
+        return ExponentStats(named.names, ops.measure_exponents(named.tensors, plan))
     names, tensors = named.names, plain(named, what)
     if not tensors:
         return ExponentStats(names, torch.empty((0, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu"))
