@@ -100,7 +100,7 @@ def test_every_code_of_the_middle_window_lies_in_one_bin():
         assert is_wide.sum() < 2**15 / 10 or window == exponent_codes.NUM_WINDOWS - 1
 
 
-@pytest.mark.parametrize("size", [0, 1, SMALL - 1, SMALL, SMALL + 1, 2 * PIECE - 1, 2 * PIECE + 1, 2**20 + 1])
+@pytest.mark.parametrize("size", [0, 1, SMALL - 1, SMALL, SMALL + 1, PIECE - 1, PIECE, 2 * PIECE + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e5m2], ids=str)
 def test_sizes_around_those_of_pieces(size, dtype):
     x = torch.randn(size, generator=torch.Generator().manual_seed(size))

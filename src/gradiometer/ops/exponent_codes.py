@@ -95,14 +95,13 @@ _ENDS: Final = {
 
 
 class Scratch:
-    """The buffers of one thread, for ``numel`` numbers: 4 bytes for each, and 2 for each of ``words``."""
+    """The buffers of one thread, for ``numel`` numbers: one of 4 bytes for each, and two of 2 bytes."""
 
-    def __init__(self, numel: int, device: torch.device, words: int = 2) -> None:
+    def __init__(self, numel: int, device: torch.device) -> None:
         self.numel = numel
         # one allocation: C libraries tend to return the memory of several to the system
-        bits, *self.words = torch.empty((words + 2) * numel, dtype=torch.int16, device=device).split(
-            [2 * numel, *[numel] * words]
-        )
+        memory = torch.empty(4 * numel, dtype=torch.int16, device=device)
+        bits, *self.words = memory.split([2 * numel, numel, numel])
         self.bits = bits.view(torch.int32)
 
     def first(self, numel: int) -> tuple[Tensor, list[Tensor]]:
@@ -130,16 +129,16 @@ def _split(bits: Tensor, shifted: Tensor, cells: Tensor, sides: Tensor) -> None:
     sides.copy_(shifted).clamp_(_EQUAL - 1, _EQUAL + 1)
 
 
-def window_codes(bits: Tensor, window: int, scratch: Scratch, out: Tensor) -> Tensor:
-    """Write the codes of float32 numbers in one of the windows of the range, int16, in ascending order.
+def window_codes(bits: Tensor, window: int, scratch: Scratch) -> Tensor:
+    """Return the codes of float32 numbers in one of the windows of the range, int16, in ascending order.
 
     Numbers outside of the window have the codes of the cells beside it.
     """
-    shifted, (cells, *_) = scratch.first(bits.numel())
-    _split(bits, shifted, cells, out)
+    shifted, (cells, codes) = scratch.first(bits.numel())
+    _split(bits, shifted, cells, codes)
     below, above = _STARTS_OF_WINDOWS[window] - 1, _STARTS_OF_WINDOWS[window + 1]
     cells.bitwise_and_(int16(_MAGNITUDE)).clamp_(below, min(above, _MAGNITUDE))
-    codes = out.add_(cells, alpha=3)
+    codes.add_(cells, alpha=3)
     return codes if window == MIDDLE else codes.add_(int16(_LEAST - (_EQUAL - 1) - 3 * below))
 
 
@@ -163,7 +162,7 @@ def window_columns(window: int) -> tuple[Tensor, Tensor]:
     # both ends of each side of each cell, and the tie between two cells
     for end in (-(2**12) - 1, -(2**12), -1, 0, 1, 2**16 - 2**12 - 2):
         bits = (multiples + end).clamp_(min=0)
-        codes = window_codes(bits, window, scratch, scratch.first(len(bits))[1][1]).long()
+        codes = window_codes(bits, window, scratch).long()
         found = bin_of(magnitudes_of(bits.view(torch.float32)))
         columns[0].scatter_reduce_(0, codes, found, "amin")
         columns[1].scatter_reduce_(0, codes, found, "amax")

@@ -31,16 +31,13 @@ __all__ = ["Plan", "exponent_stats", "plan_of"]
 
 # larger tensors are cut into pieces, smaller ones are put together
 _LARGE: Final = 2**18
-# elements that a thread reads at once, 6 bytes for each: operators on fewer wait for Python's lock too often
-_PIECE: Final = 2**18
-# codes that it counts together, 2 bytes for each
-_COUNTED: Final = 2**20
-# elements of small tensors that a thread reads together, 8 bytes for each: a batch takes some 50 us of calls
-_TOGETHER: Final = 2**19
+# elements that a thread reads at once, in buffers of 8 bytes for each. The calls for them take 50 us, and
+# a thread may have to wait for Python's lock after each
+_PIECE: Final = 2**19
 # elements per additional thread, in batches of at least half of that length: threads that call many short
 # operators wait for each other, on a busy machine milliseconds
-_WORTH_A_THREAD: Final = 2**20
-# numbers that are looked up together, or of which zeros are counted
+_WORTH_A_THREAD: Final = 2**19
+# numbers that are looked up together
 _FEW: Final = 2**14
 _WIDTH: Final = NUM_EXPONENT_COLUMNS
 # magnitudes of 16 bits; the first of them are subnormal
@@ -96,7 +93,7 @@ def _batches(members: list[tuple[int, int]]) -> Iterator[Batch]:
     start = filled = 0
     for i, (numel, _) in enumerate(members):
         filled += numel
-        if filled > _TOGETHER or i - start == codes.ROWS:
+        if filled > _PIECE or i - start == codes.ROWS:
             yield _batch_of(members[start:i])
             start, filled = i, numel
     yield _batch_of(members[start:])
@@ -134,28 +131,22 @@ def exponent_stats(tensors: Sequence[Tensor], plan: Plan | None = None) -> Tenso
         numels = [batch.numel for batch in plan.batches]
 
         def start() -> Callable[[Batch], None]:
-            scratch = codes.Scratch(max(numels), device, 2)
+            scratch = codes.Scratch(max(numels), device)
             return lambda batch: _count_batch(batch, tensors, scratch, rows)
 
-        full = sum([numel for numel in numels if numel > _TOGETHER // 2])
+        full = sum([numel for numel in numels if numel > _PIECE // 2])
         threads = min(most_threads, 1 + full // _WORTH_A_THREAD)
         openmp.map_on_threads(start, plan.batches, threads)
     if plan.large:
-        length, together = _PIECE, _COUNTED
-        if not openmp.can_run_alone():
-            length = together = piece_length()
         large: list[tuple[int, tuple[Tensor, ...]]] = [(index, (tensors[index],)) for index in plan.large]
         most = max([x.numel() for _, (x, *_) in large])
-        length, together = min(length, most), min(together, most)
+        length = min(_PIECE if openmp.can_run_alone() else piece_length(), most)
 
         def start_large() -> Callable[[tuple[Tensor, ...]], Tensor]:
-            scratch, found = (
-                codes.Scratch(length, device, 1),
-                torch.empty(together, dtype=torch.int16, device=device),
-            )
-            return lambda block: _count_block(block[0], scratch, found)
+            scratch = codes.Scratch(length, device)
+            return lambda block: _count_block(block[0], scratch)
 
-        for index, row in by_tensor(large, together, start_large, _sum):
+        for index, row in by_tensor(large, length, start_large, _sum):
             rows[index] = row
     return rows
 
@@ -187,7 +178,7 @@ def _doubled(x: Tensor) -> Tensor:
 
 
 def _count_zeros(x: Tensor) -> int:
-    return x.numel() - sum([int(torch.count_nonzero(_doubled(part))) for (part,) in cut((x,), _FEW)])
+    return x.numel() - sum([int(torch.count_nonzero(_doubled(part))) for (part,) in cut((x,), _PIECE // 4)])
 
 
 def _contiguous(piece: Tensor, buffer: Tensor) -> Tensor:
@@ -207,41 +198,40 @@ def _last_of(columns: Tensor) -> Tensor:
 # large tensors
 
 
-def _count_block(block: Tensor, scratch: codes.Scratch, found: Tensor) -> Tensor:
+def _count_block(block: Tensor, scratch: codes.Scratch) -> Tensor:
     """Return the histogram of a block of a large tensor."""
     if block.itemsize == 1:
         return _count_bytes(block, scratch)
     if block.itemsize == 2:
-        return _count_words(block, found)
-    columns = _count_window(block, codes.MIDDLE, scratch, found)
-    if int(columns.sum()) < block.numel():
-        for window in range(codes.NUM_WINDOWS):
-            if window != codes.MIDDLE:
-                columns += _count_window(block, window, scratch, found)
+        return _count_words(block, scratch)
+    columns, n_below = _count_window(block, codes.MIDDLE, scratch)
+    n_other = block.numel() - int(columns.sum())
+    if n_other:
+        zeros = int(columns[0])
+        if n_below > zeros:
+            columns += _count_window(block, 0, scratch, zeros)[0]
+        if n_other > n_below - zeros:
+            for window in range(codes.MIDDLE + 1, codes.NUM_WINDOWS):
+                columns += _count_window(block, window, scratch)[0]
     return columns
 
 
 def _histogram(
     block: Tensor,
     length: int,
-    found: Tensor,
-    write: Callable[[Tensor, Tensor], object],
+    codes_of: Callable[[Tensor], Tensor],
     last: Tensor,
     apart: Callable[[Tensor, Tensor], None],
 ) -> Tensor:
-    """Write the codes of a block, ``length`` of them at a time, count them, and return the sums by column.
+    """Count the codes of a block, ``length`` of them at a time, and return the sums by column.
 
-    ``last`` is the result of `_last_of`. ``apart`` is called with the counts of a part, and that part; it
+    ``last`` is the result of `_last_of`. ``apart`` is called with the counts of a piece, and that piece; it
     removes those that it counts itself.
     """
     upto = torch.zeros(_WIDTH, dtype=torch.int64, device=block.device)
-    for (part,) in cut((block,), found.numel()):
-        filled = 0
-        for (piece,) in cut((part,), length):
-            write(piece, found[filled : filled + piece.numel()])
-            filled += piece.numel()
-        counts = torch.bincount(found[:filled])
-        apart(counts, part)
+    for (piece,) in cut((block,), length):
+        counts = torch.bincount(codes_of(piece))
+        apart(counts, piece)
         # one sum takes a fraction of the time of adding each count to its column
         upto += counts.cumsum_(0).index_select(0, last.clamp(max=len(counts) - 1))
         # before the next ones take their memory
@@ -257,38 +247,42 @@ def _window(window: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return _last_of(columns).to(device), is_wide.to(device)
 
 
-def _count_window(block: Tensor, window: int, scratch: codes.Scratch, found: Tensor) -> Tensor:
-    """Return the histogram of the numbers in a window; that of the middle has the zeros."""
-    last, is_wide = _window(window, block.device)
-    is_necessary, zeros = False, 0
+def _count_window(block: Tensor, window: int, scratch: codes.Scratch, zeros: int = 0) -> tuple[Tensor, int]:
+    """Return the histogram of the numbers in a window, and how many are below the middle one.
 
-    def write(piece: Tensor, out: Tensor) -> Tensor:
+    The middle window, which is read first, has the zeros; the one below it is given their number.
+    """
+    last, is_wide = _window(window, block.device)
+    n_below = n_wide = 0
+
+    def codes_of(piece: Tensor) -> Tensor:
         bits = scratch.first(piece.numel())[0]
         x = bits.view(torch.float32)
         if piece.dtype == torch.float64:
             x.view(piece.shape).copy_(piece)
         else:
             x = _contiguous(piece, x)
-        return codes.window_codes(x.view(torch.int32), window, scratch, out)
+        return codes.window_codes(x.view(torch.int32), window, scratch)
 
-    def apart(counts: Tensor, part: Tensor) -> None:
-        nonlocal is_necessary, zeros
+    def apart(counts: Tensor, piece: Tensor) -> None:
+        nonlocal n_below, n_wide, zeros
         if window != codes.MIDDLE:
-            is_necessary |= bool(counts[is_wide[: len(counts)]].any())
+            n_wide += int(counts[is_wide[: len(counts)]].sum())
             counts.masked_fill_(is_wide[: len(counts)], 0)
-        elif int(counts[codes.BELOW].sum()):
-            zeros += _count_zeros(part)
+        elif found := int(counts[codes.BELOW].sum()):
+            n_below += found
+            zeros += _count_zeros(piece)
 
-    columns = _histogram(block, scratch.numel, found, write, last, apart)
+    columns = _histogram(block, scratch.numel, codes_of, last, apart)
     columns[:: _WIDTH - 1] = 0
-    if zeros:
+    if window == codes.MIDDLE:
         columns[0] = zeros
-    if is_necessary:
+    elif n_wide > zeros:
         for (piece,) in cut((block,), _FEW):
-            which = is_wide.index_select(0, write(piece, found[: piece.numel()]).int()).view(piece.shape)
+            which = is_wide.index_select(0, codes_of(piece).int()).view(piece.shape)
             others = piece[which.logical_and_(_doubled(piece).view(piece.shape).ne(0))]
             columns += _look_up(others, torch.zeros_like(others, dtype=torch.int16), 1)[0]
-    return columns
+    return columns, n_below
 
 
 @cache
@@ -303,13 +297,14 @@ def _columns_of(dtype: torch.dtype, count: int) -> Tensor:
     return bin_of(codes.magnitudes_of(words.view(dtype).float()))
 
 
-def _count_words(block: Tensor, found: Tensor) -> Tensor:
+def _count_words(block: Tensor, scratch: codes.Scratch) -> Tensor:
     """Return the histogram of numbers of 16 bits."""
     subnormal = torch.zeros(_SUBNORMAL, dtype=torch.int64, device=block.device)
 
-    def write(piece: Tensor, out: Tensor) -> None:
+    def codes_of(piece: Tensor) -> Tensor:
+        out, _ = scratch.first(piece.numel())[1]
         words = _contiguous(piece, out.view(block.dtype)).view(torch.int16)
-        torch.bitwise_and(words, codes.int16(_MAGNITUDES - 1), out=out)
+        return torch.bitwise_and(words, codes.int16(_MAGNITUDES - 1), out=out)
 
     def apart(counts: Tensor, _: Tensor) -> None:
         first = counts[:_SUBNORMAL]
@@ -317,7 +312,7 @@ def _count_words(block: Tensor, found: Tensor) -> Tensor:
         first.zero_()
 
     last = _last_of_words(block.dtype, block.device)
-    columns = _histogram(block, found.numel(), found, write, last, apart)
+    columns = _histogram(block, scratch.numel, codes_of, last, apart)
     if int(subnormal.sum()):
         # torch.set_flush_denormal makes 0 of subnormal bfloat16 numbers, or not
         columns.index_add_(0, _columns_of(block.dtype, _SUBNORMAL).to(block.device), subnormal)
