@@ -378,6 +378,8 @@ def unstable(width: int) -> Any:
         ({"loss": lambda m: m(X)}, TypeError, "must return a tensor with one element"),
         ({"loss": lambda m: loss(m).item()}, TypeError, "must return a tensor with one element"),
         ({"modules": "nothing"}, ValueError, "selects no module"),
+        ({"names": ["hdi"]}, ValueError, r"no call of gm.tap in the model has the name 'hdi'; measured"),
+        ({"widths": 128}, TypeError, r"widths must be several integers, .* got 128"),
     ],
 )
 def test_errors(options: dict[str, Any], kind: type[Exception], message: str) -> None:

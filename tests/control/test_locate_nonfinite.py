@@ -510,6 +510,25 @@ def test_nothing_is_changed(steps):
     assert bool(trainer.optimizer.state) == bool(steps)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_nothing_is_changed_after_a_fault(make):
+    torch.manual_seed(0)
+    # the backward makes views of the weights after the fault was found
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer, x = make(model.parameters(), lr=0.1), torch.randn(4, 8)
+
+    def step():
+        model(x).relu().log().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    before = gm.fingerprint(model)
+    for _ in range(2):
+        found = gm.locate_nonfinite(step)
+        assert found.operation == "aten.log"
+        assert gm.fingerprint(model) == before
+
+
 class Scaled(Trainer):
     """With more state: a GradScaler, which refuses two steps without an update, and several schedulers."""
 

@@ -227,6 +227,23 @@ def test_a_step_may_be_set_back_and_comes_with_a_checkpoint():
     agree(other.read_exponents(6).stats(), named_grads(model))
 
 
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex operators")
+def test_complex_parameters_in_a_compiled_step():
+    wave = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    recorder = Recorder(nn.ParameterDict({"wave": wave}), precision=1)
+
+    @torch.compile(fullgraph=True)
+    def step():
+        wave.abs().square().sum().backward()
+        recorder.record()
+
+    step()
+    stats = gm.collect_exponents({"wave": wave.grad})
+    recorder.advance()
+    assert torch.equal(recorder.read_exponents(0).stats().columns, stats.columns)
+
+
 def test_casts_of_its_owner_leave_the_stores_in_int64():
     recorder = Recorder(small_model(), precision=1)
     owner = nn.ModuleList([recorder]).half()

@@ -398,6 +398,8 @@ LAYER = nn.Sequential(nn.Linear(2, 2))
     [
         (lambda: gm.Taps([torch.ones(1)], {"a": "."}), TypeError, "torch.nn.Module"),
         (lambda: gm.Taps(LAYER), ValueError, "nothing to measure"),
+        (lambda: gm.Taps(LAYER, nn.Linear), TypeError, "patterns must map names of groups to rules"),
+        (lambda: gm.Taps(LAYER, "0"), TypeError, "patterns must map names of groups to rules, got '0'"),
         (lambda: gm.Taps(LAYER, {"a": "nowhere"}), ValueError, "'a' selects no module"),
         (lambda: gm.Taps(LAYER, {"b": nn.Conv2d}), ValueError, "'b' selects no module"),
         (lambda: gm.Taps(LAYER, {"a": "["}), ValueError, "regular expression"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,7 +17,7 @@ from gradiometer.inputs import describe, unwrapped
 from gradiometer.stats import Taps, compare, outside_of_a_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from gradiometer.stats import GroupRule
 
@@ -197,6 +198,7 @@ def _train(
             run.changes.append(_changes(taps.kept, first))
             if not run.numel:
                 run.numel.update({name: row.numel for name, row in found.items()})
+                _check_names(names, run.numel)
             elif run.numel.keys() != found.keys():
                 name = _first_difference(run.numel, found)
                 msg = f"{_WHAT}: {name!r} is not computed in every step, at width {width}; "
@@ -244,6 +246,9 @@ def _patterns(
 
 
 def _checked_widths(widths: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(widths, Iterable):
+        msg = f"{_WHAT}: widths must be several integers, such as [64, 128, 256, 512], got {describe(widths)}"
+        raise TypeError(msg)
     found = tuple(widths)
     bad = [width for width in found if type(width) is not int or width < 1]
     if bad:
@@ -280,6 +285,14 @@ def _checked_loss(value: object, width: int, step: int, seed: int) -> float:
         msg = f"{_WHAT}: the loss is {number} at width {width} {after}, with seed {seed}; lower the learning "
         raise RuntimeError(msg + "rate, or see gm.locate_nonfinite")
     return number
+
+
+def _check_names(names: Sequence[str], measured: Mapping[str, int]) -> None:
+    """Raise a ValueError for a name without a call of `tap`."""
+    for name in names:
+        if name not in measured:
+            msg = f"{_WHAT}(names=): no call of gm.tap in the model has the name {name!r}; "
+            raise ValueError(f"{msg}measured are {', '.join(measured) or 'none'}")
 
 
 def _check_alike(widths: Sequence[int], runs: Sequence[_Run]) -> None:

@@ -291,7 +291,7 @@ class NonfiniteSearch(TorchDispatchMode):
         if self._copy is not None:
             self._copy.before(func, args, kwargs)
         if self._cause is not None:
-            return self._born(func(*args, **kwargs))
+            return self._born(func(*args, **kwargs), args, kwargs)
         name = name_of(func)
         self._number += 1
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
@@ -316,11 +316,11 @@ class NonfiniteSearch(TorchDispatchMode):
             self._see_error(error, *(self._last if checks else (name, arguments)))
             raise
         self._last = name, arguments
-        return self._born(output)
+        return self._born(output, args, kwargs)
 
-    def _born(self, output: Any) -> Any:
+    def _born(self, output: Any, args: Any, kwargs: Any) -> Any:
         if self._copy is not None:
-            self._copy.after(output)
+            self._copy.after(output, args, kwargs)
         return output
 
     def _look(

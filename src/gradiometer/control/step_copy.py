@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradiometer.control.located import values_of
+from gradiometer.control.operations import storage_of, tensors_in
 from gradiometer.control.random_state import random_state, restore_random_state
 from gradiometer.inputs import unwrapped
 
@@ -163,15 +164,11 @@ class StepCopy:
             if key not in self._new and key not in self._kept:
                 self._kept[key] = storage, storage.clone()
 
-    def after(self, output: Any) -> None:
-        """Note the memory that an operation has created."""
-        for tensor in output if isinstance(output, list | tuple) else [output]:
-            values = values_of(tensor) if isinstance(tensor, Tensor) else None
-            if values is not None:
-                storage = values.untyped_storage()
-                key = storage._cdata  # noqa: SLF001
-                if key not in self._kept and key not in self._new:
-                    self._new[key] = StorageWeakRef(storage)
+    def after(self, output: Any, args: Any, kwargs: Any) -> None:
+        """Note the memory that an operation has created: of outputs that are no views of its inputs."""
+        created = _storages(output)
+        for key in created.keys() - _storages((args, kwargs)).keys() - self._kept.keys() - self._new.keys():
+            self._new[key] = StorageWeakRef(created[key])
 
     def restore(self) -> None:
         """Put everything back."""
@@ -181,6 +178,11 @@ class StepCopy:
             storage.copy_(copy)
         for undo in self._undo:
             undo()
+
+
+def _storages(value: Any) -> dict[int, Any]:
+    found = [storage for tensor in tensors_in(value) if (storage := storage_of(tensor)) is not None]
+    return {storage._cdata: storage for storage in found}  # noqa: SLF001
 
 
 def _put_back(mapping: dict[Any, Any], entries: dict[Any, Any]) -> None:

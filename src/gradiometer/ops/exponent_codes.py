@@ -227,9 +227,11 @@ def is_at_end(dtype: torch.dtype, codes: Tensor) -> Tensor:
 
 def magnitudes_of(x: Tensor) -> Tensor:
     """Return the magnitudes of floating-point numbers as the bits of float64."""
-    # a narrow number becomes float32 first, so that torch.set_flush_denormal has the same effect everywhere
+    # a narrow number becomes float32 first, so that torch.set_flush_denormal has the same effect everywhere;
+    # a product with 1 flushes subnormal numbers, too
     x = x.float() if x.itemsize < 4 else x
-    return x.double().abs().view(torch.int64)
+    x = x * 1.0 if x.dtype == torch.float64 else x.double()
+    return x.abs().view(torch.int64)
 
 
 def _first_column() -> int:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from gradiometer.columns import NUM_EXPONENT_COLUMNS, Cursor
 from gradiometer.ops import exponent_reference, packing, warm_up
-from gradiometer.ops.library import LIBRARY, launching_on, uses_kernels, without_autocast, without_grad
+from gradiometer.ops.library import (
+    LIBRARY,
+    for_a_graph,
+    launching_on,
+    uses_kernels,
+    without_autocast,
+    without_grad,
+)
 from gradiometer.ops.taps import is_due, may_measure
 
 if TYPE_CHECKING:
@@ -55,7 +62,7 @@ def record_exponents_(tensors: Sequence[Tensor], store: Tensor, cursor: Tensor) 
     """
     if torch.compiler.is_compiling() or may_measure(cursor):
         with torch.no_grad():
-            torch.ops.gradiometer.record_exponents_(tensors, store, cursor)
+            torch.ops.gradiometer.record_exponents_(for_a_graph(tensors), store, cursor)
 
 
 def _record_exponents(tensors: list[Tensor], store: Tensor, cursor: Tensor) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "INSTALL_COMPILER",
     "append_",
     "driver_error",
+    "for_a_graph",
     "measure",
     "norm_on_host",
     "recognize",
@@ -305,7 +306,7 @@ def record_(
             _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, plan)
             return
         torch.ops.gradiometer.record_(
-            tensors,
+            for_a_graph(tensors),
             thresholds.vanishing,
             thresholds.exploding,
             thresholds.dead,
@@ -315,6 +316,16 @@ def record_(
             steps,
             cursor,
         )
+
+
+def for_a_graph(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the arguments of an op that changes a tensor; in a graph, complex ones as their real views.
+
+    Inductor's pass for such ops does not support complex arguments.
+    """
+    if not torch.compiler.is_compiling():
+        return tensors
+    return [torch.view_as_real(x.resolve_conj().resolve_neg()) if x.is_complex() else x for x in tensors]
 
 
 def append_(

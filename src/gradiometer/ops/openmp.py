@@ -53,8 +53,9 @@ def one_thread() -> Iterator[None]:
     if set_threads is None or before == 1:
         yield
         return
-    set_threads(1)
     try:
+        # an interrupt may come at once
+        set_threads(1)
         yield
     finally:
         set_threads(before)

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ActivationReport", "ActivationRow"]
 
-_NOTHING: Final = "nothing measured: no activations"
+_NOTHING: Final = (
+    "nothing measured: no activations (they are measured in training mode; names= of gm.Taps are "
+    "those of calls of gm.tap)"
+)
 _HEADER: Final = (
     *("name", "elements", "rms", "abs max", "outlier", "kurtosis", "zero %", "dead channels"),
     *("calls", "NaN", "±Inf"),

@@ -175,7 +175,7 @@ class ExponentStats(NamedStats):
         Raises:
             ValueError: if q is not from 0 to 1.
         """
-        if not 0 <= q <= 1:
+        if not (isinstance(q, int | float) and 0 <= q <= 1):
             msg = f"quantile: q={q!r}; pass a number from 0 to 1"
             raise ValueError(msg)
         return quantile(self.columns, q)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -13,7 +13,7 @@ from gradiometer.stats import text_table
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -88,7 +88,9 @@ class PrecisionReport(Mapping[str, PrecisionRow]):
     def __init__(self, names: tuple[str, ...], columns: Tensor, formats: Iterable[Any] | None = None) -> None:
         """Create a report from ``columns``, ``(T, C) int64`` on the host."""
         self.names = names
-        self._formats = [format_of(x, "precision_report") for x in (FORMATS if formats is None else formats)]
+        given = FORMATS if formats is None else formats
+        given = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
+        self._formats = list(dict.fromkeys([format_of(x, "precision_report") for x in given]))
         self.formats = tuple([form.name for form in self._formats])
         self._columns = columns
 
@@ -147,10 +149,13 @@ class PrecisionReport(Mapping[str, PrecisionRow]):
     def _headline(self) -> str:
         if not self.names:
             return _NOTHING
-        whole = [sum(row.formats[form.name].fits for row in self.values()) for form in self._formats]
+        rows = [row for row in self.values() if _has_finite(row)]
+        whole = [sum(row.formats[form.name].fits for row in rows) for form in self._formats]
         fits = ", ".join(f"{form.short} {n}" for form, n in zip(self._formats, whole, strict=True))
         tensors = f"{len(self)} tensor{'s' * (len(self) != 1)}"
-        return f"{tensors}, {text_table.count(self.total.numel)} elements; nothing is lost in {fits}"
+        nonfinite = sum(row.n_nan + row.n_inf > 0 for row in self.values())
+        more = f", {nonfinite} of them with NaN or Inf" if nonfinite else ""
+        return f"{tensors}{more}, {text_table.count(self.total.numel)} elements; nothing is lost in {fits}"
 
 
 def _rows_of(names: tuple[str, ...], columns: Tensor, formats: list[Format]) -> list[PrecisionRow]:
@@ -184,15 +189,21 @@ def _worst(row: PrecisionRow) -> tuple[float, float]:
 
 def _cells(row: PrecisionRow) -> tuple[str, ...]:
     exponents = "-" if row.min_exponent is None else f"{row.min_exponent} … {row.max_exponent}"
-    if row.n_inf or row.n_nan:
-        exponents += f", {text_table.count(row.n_inf + row.n_nan)} NaN, Inf"
+    for count, kind in ((row.n_nan, "NaN"), (row.n_inf, "Inf")):
+        if count:
+            exponents += f", {text_table.count(count)} {kind}"
     return (
         printable(row.name),
         text_table.count(row.numel),
         text_table.percent(row.n_zero / max(1, row.numel)),
         exponents,
-        *[_fit(fit, row.numel) for fit in row.formats.values()],
+        *[_fit(fit, row.numel) if _has_finite(row) else "-" for fit in row.formats.values()],
     )
+
+
+def _has_finite(row: PrecisionRow) -> bool:
+    """Return whether a cast could lose something; there is nothing to lose of no elements, either."""
+    return row.numel == 0 or row.n_nan + row.n_inf < row.numel
 
 
 def _fit(fit: FormatFit, numel: int) -> str:

@@ -159,6 +159,9 @@ class Taps(Float64Module):
         modules = {name: module for name, module in model.named_modules() if module is not model}
         selected: dict[str, None] = {}
         self.groups: dict[str, tuple[str, ...]] = {}
+        if patterns is not None and not isinstance(patterns, Mapping):
+            msg = f"Taps: patterns must map names of groups to rules, got {describe(patterns)}; "
+            raise TypeError(msg + 'pass for example {"mlp": r"\\.mlp$"} or {"linear": torch.nn.Linear}')
         for group, rule in (patterns or {}).items():
             found = _selected(modules, group, rule)
             selected |= dict.fromkeys(found)
