@@ -57,7 +57,8 @@ def test_the_last_step_and_what_changed(run, call):
     assert cells["shrinks"][1:] == " ".join(["1 → -39", *lost]).split()
     assert cells["[red]"][1:] == ["0", "ok", "ok", "ok"]
     assert cells["zero"][1:] == ["-", "ok", "ok", "ok"]
-    assert rows[-1] == "nothing is ever lost in bf16"
+    assert rows[-2] == "nothing is ever lost in bf16"
+    assert rows[-1].startswith("NaN or Inf in 1 tensor, first in step 0: ")
 
 
 def test_json_has_the_counts_and_the_worst_steps(run, call):
@@ -76,6 +77,7 @@ def test_json_has_the_counts_and_the_worst_steps(run, call):
     assert shrinks["formats"]["float8_e4m3fn"] == {"first": 0.0, "last": 1.0, "worst": 1.0, "worst_step": 20}
     assert shrinks["formats"]["float16"] == {"first": 0.0, "last": 1.0, "worst": 1.0, "worst_step": 30}
     assert found["over_run"]["zero"]["median"] == [None, None]
+    assert [found["over_run"][name]["first_nonfinite"] for name in ("zero", "stays")] == [None, 0]
     # of a tensor that is not in the last steps
     assert found["over_run"]["[red]"]["formats"]["float16"]["last"] == 0.0
 

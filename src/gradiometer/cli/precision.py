@@ -43,10 +43,12 @@ class Course:
         median: floor(log2 |x|) of the median nonzero element in the first and in the last step in which the
             tensor was measured; None if there is no such element.
         formats: by the name of the format.
+        first_nonfinite: the first measured step in which the tensor had NaN or Inf, or None.
     """
 
     median: list[int | None]
     formats: dict[str, Loss]
+    first_nonfinite: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,16 @@ def _follow(courses: dict[str, Course], step: int, stats: ExponentStats, formats
         flushed, _, over = losses(stats.columns, format_of(name, "precision"))
         found[name] = ((flushed + over) / numel).tolist()
     medians = _medians(stats)
+    nonfinite = (stats.n_nan + stats.n_inf).tolist()
     for row, name in enumerate(stats.names):
         shares = {form: values[row] for form, values in found.items()}
         if name not in courses:
             losses_ = {form: Loss(share, share, share, step) for form, share in shares.items()}
-            courses[name] = Course([medians[row], medians[row]], losses_)
+            courses[name] = Course([medians[row], medians[row]], losses_, step if nonfinite[row] else None)
             continue
         course = courses[name]
+        if nonfinite[row] and course.first_nonfinite is None:
+            course.first_nonfinite = step
         course.median[1] = medians[row]
         for form, share in shares.items():
             loss = course.formats[form]
@@ -149,8 +154,12 @@ def _over_run(found: Looked, top: int | None) -> str:
     # formats in which nothing is ever lost need no column
     lossy = [name for name in formats if any(course.formats[name].worst for course in found.courses.values())]
     headline = f"over {len(found.steps)} measured steps, from {found.steps[0]} to {found.steps[-1]}: "
+    steps = [x.first_nonfinite for x in found.courses.values() if x.first_nonfinite is not None]
+    tensors = f"{len(steps)} tensor{'s' * (len(steps) != 1)}"
+    counted = "only finite elements are counted as lost"
+    bad = [f"NaN or Inf in {tensors}, first in step {min(steps)}: {counted}"] if steps else []
     if not lossy:
-        return f"{headline}nothing is lost in {', '.join(formats.values())}"
+        return "\n".join([f"{headline}nothing is lost in {', '.join(formats.values())}", *bad])
     headline += "% lost at first → at last, and the largest % with its step"
     rows = sorted(found.courses.items(), key=lambda item: _worst(item[1]), reverse=True)
     shown = rows if top is None else rows[:top]
@@ -163,7 +172,7 @@ def _over_run(found: Looked, top: int | None) -> str:
     more = [f"… {len(rows) - len(shown)} more"] if len(shown) < len(rows) else []
     fine = [short for name, short in formats.items() if name not in lossy]
     note = [f"nothing is ever lost in {', '.join(fine)}"] if fine else []
-    return "\n".join([headline, rule, lines[0], rule, *lines[1:], *more, rule, *note])
+    return "\n".join([headline, rule, lines[0], rule, *lines[1:], *more, rule, *note, *bad])
 
 
 def _worst(course: Course) -> float:
