@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.monitor import kept_steps
+from gradiometer.monitor import kept_steps, pipeline
 from gradiometer.runs import plain_batch, write_kept_steps
 from gradiometer.runs.directory import remove_leftovers
 
@@ -160,7 +160,9 @@ def test_an_exception_in_a_step_keeps_that_step(tmp_path):
     assert kept.args[0].tolist() == [-1]
 
 
-def test_a_batch_that_is_overwritten_is_not_written(tmp_path):
+def test_a_batch_that_is_overwritten_is_not_written(tmp_path, monkeypatch):
+    # on a busy machine, the file would otherwise be written before the batch is overwritten
+    monkeypatch.setattr(pipeline, "INTERVAL", math.inf)
     loop = Loop(bad=2)
     x = BATCHES[0].clone()
     with gm.Monitor(loop.model, run_dir=tmp_path, rules=()) as monitor:

@@ -63,8 +63,8 @@ def test_uses_of_the_ring_are_in_order_on_any_streams(calls):
                 elif call == "record updates":
                     recorder.record_updates(pairs)
                 elif call == "updates":
-                    updates.measure(updates._step)
-                    updates.keep(updates._step + 1)
+                    updates.measure(updates.step)
+                    updates.keep(updates.step + 1)
                 else:
                     recorder.configure_(every=2)
         assert not failures.counts

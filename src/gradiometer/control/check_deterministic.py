@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradiometer.control.random_state import random_state, restore_random_state
 from gradiometer.inputs import is_dtensor, local_shard, named_parameters, unwrapped
-from gradiometer.stats import NOT_COMPARED, leaves, outside_of_a_graph, texts
+from gradiometer.stats import NOT_COMPARED, leaves, outside_of_a_graph, repeating, texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -74,6 +74,9 @@ def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwar
     The values are compared by their `fingerprint`: bit by bit, in one read. Gradients are read where an
     optimizer of the state begins its step, and after the step.
 
+    Neither run is a step of the training run: methods of a `Monitor` do nothing meanwhile, also if
+    `gradiometer.watch` calls them, and a `Recorder` or `Taps` outside of ``state`` is afterwards as before.
+
     The check needs memory for a second copy of the state. With several ranks, all of them have to make this
     call; each compares its own shards.
 
@@ -130,6 +133,7 @@ def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwar
         return found | known.texts(grads)
 
     with ExitStack() as hooks:
+        hooks.enter_context(repeating(known.parameters, [part for _, part in known.parts]))
         for optimizer in known.of(Optimizer):
             hooks.callback(optimizer.register_step_pre_hook(read).remove)
         first = run()

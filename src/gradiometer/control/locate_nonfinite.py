@@ -9,7 +9,7 @@ from torch import nn
 from gradiometer.control.nonfinite_search import NonfiniteSearch
 from gradiometer.control.step_copy import StepCopy, find_parts
 from gradiometer.inputs import unwrapped
-from gradiometer.stats import outside_of_a_graph
+from gradiometer.stats import outside_of_a_graph, repeating
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,8 @@ def locate_nonfinite(step: Any, /, *args: Any, **kwargs: Any) -> Block | Located
     buffers and gradients; the state of optimizers, schedulers and scalers; the random numbers of Python,
     NumPy and torch. These objects are found through the arguments of the step, its closure, the globals that
     it names, and the object that it is a method of. Not restored are counters and other plain values of
-    yours, files, and what other processes do; leave ``monitor.advance()`` out of the step.
+    yours, files, and what other processes do. Methods of a `Monitor` do nothing meanwhile, also if
+    `gradiometer.watch` calls them: a repeat is not a step of the run.
 
     An operation that makes NaN or Inf from finite numbers is only the cause if its values reach the loss, the
     gradient of a parameter, a parameter or a buffer; without a backward, the output of the model or another
@@ -105,15 +106,16 @@ def locate_nonfinite(step: Any, /, *args: Any, **kwargs: Any) -> Block | Located
     copy = StepCopy(parts)
     search = NonfiniteSearch(_roots(parts), copy)
     output = None
-    try:
-        with search:
-            output = step(*args, **kwargs)  # a result counts while it is in use
-    except Exception:
-        if not search.result:
-            raise
-    finally:
-        del output
-        copy.restore()
+    with repeating(copy.parameters):
+        try:
+            with search:
+                output = step(*args, **kwargs)  # a result counts while it is in use
+        except Exception:
+            if not search.result:
+                raise
+        finally:
+            del output
+            copy.restore()
     return search.result
 
 

@@ -97,6 +97,9 @@ class StepCopy:
 
     Args:
         parts: models, optimizers, schedulers, scalers and generators.
+
+    Attributes:
+        parameters: those of the models and optimizers.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -121,6 +124,7 @@ class StepCopy:
             elif isinstance(part, Optimizer):
                 parameters |= {p: None for group in part.param_groups for p in group["params"]}
             self._keep_entries(part)
+        self.parameters = list(parameters)
         for p in parameters:
             self._undo.append(functools.partial(setattr, p, "grad", p.grad))
         self._undo.append(functools.partial(restore_random_state, random_state(devices)))

@@ -102,6 +102,12 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self._session.begin(model, scaler=scaler_of(accelerator), step=state.global_step, state=resumed)
 
     @while_running
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Copy the weights for the updates."""
+        del args, state, control, kwargs
+        self._session.begin_updates()
+
+    @while_running
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the updates, before the Trainer clears the gradients."""
         del args, state, control, kwargs

@@ -116,6 +116,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         several = len(trainer.optimizers) > 1
         only = [p for group in optimizer.param_groups for p in group["params"]] if several else None
         self._session.record(scaler, only)
+        self._session.begin_updates()
         self._session.note(**{_lr_name(trainer.optimizers, optimizer): optimizer.param_groups[0]["lr"]})
 
     @while_running

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.control import inverse_scale, is_still_scaled
 from gradiometer.inputs import tracked_parameters
-from gradiometer.monitor import Monitor
+from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.stats import collect_grads
 from gradiometer.terminal import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -116,11 +116,11 @@ def watch(
     }
     loop = _Loop(monitor, optimizers, parts, measured)
     for each in optimizers:
-        each.register_step_pre_hook(loop.before)
-        each.register_step_post_hook(loop.after)
+        monitor.call_at_close(each.register_step_pre_hook(loop.before).remove)
+        monitor.call_at_close(each.register_step_post_hook(loop.after).remove)
     if scaler is not None:
         monitor.skips = scaler.is_enabled()
-        loop.wrap(scaler)
+        monitor.call_at_close(loop.wrap(scaler))
     return monitor
 
 
@@ -198,6 +198,7 @@ class _Loop:
         self._in_scaler = False
         # an optimizer's hooks may be traced
         self._record_outside = torch.compiler.disable(self._record, reason=_NOT_COMPILED)
+        self._begin_outside = torch.compiler.disable(monitor.begin_updates, reason=_NOT_COMPILED)
         self._advance_outside = torch.compiler.disable(self._advance, reason=_NOT_COMPILED)
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -208,6 +209,7 @@ class _Loop:
             # set for fused optimizers by a scaler that was not passed
             scale = getattr(optimizer, "grad_scale", None)
             self._record_outside(optimizer, None if scale is None else scale.double().reciprocal().float())
+        self._begin_outside()
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End the step."""
@@ -217,9 +219,13 @@ class _Loop:
             self._record_outside(optimizer, None)
         self._advance_outside(optimizer)
 
-    def wrap(self, scaler: GradScaler) -> None:
-        """Record before ``scaler.step``, and end the step after it, also if it skips the update."""
-        step = scaler.step
+    def wrap(self, scaler: GradScaler) -> Callable[[], None]:
+        """Record before ``scaler.step``, and end the step after it, also if it skips the update.
+
+        Returns:
+            a function that undoes it, unless somebody else has wrapped it again.
+        """
+        step, had_own = scaler.step, "step" in vars(scaler)
 
         def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
             inner = getattr(optimizer, "optimizer", optimizer)
@@ -227,6 +233,7 @@ class _Loop:
                 return step(optimizer, *args, **kwargs)
             is_scaled = scaler.is_enabled() and is_still_scaled(scaler, optimizer)
             self._record_outside(inner, inverse_scale(scaler) if is_scaled else None)
+            self._begin_outside()
             self._in_scaler = True
             try:
                 result = step(optimizer, *args, **kwargs)
@@ -235,7 +242,16 @@ class _Loop:
             self._advance_outside(inner)
             return result
 
+        def unwrap() -> None:
+            if vars(scaler).get("step") is not watched:
+                return
+            if had_own:
+                scaler.step = step  # type: ignore[method-assign]
+            else:
+                del scaler.step
+
         scaler.step = watched  # type: ignore[method-assign]
+        return unwrap
 
     def _record(self, optimizer: Optimizer, inv_scale: Tensor | None) -> None:
         if self._is_over:
@@ -248,6 +264,7 @@ class _Loop:
             stats = collect_grads(part, inv_scale=inv_scale, **self._measured)
             self._monitor.record(stats)
         except Exception as error:  # noqa: BLE001 training goes on
+            raise_of_handlers(error)
             self._fail(error)
 
     def _advance(self, optimizer: Optimizer) -> None:

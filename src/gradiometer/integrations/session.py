@@ -15,7 +15,7 @@ from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.control import inverse_scale
 from gradiometer.distributed import RankError
 from gradiometer.inputs import is_dtensor
-from gradiometer.monitor import Monitor
+from gradiometer.monitor import Monitor, raise_of_handlers
 from gradiometer.stats import collect_grads
 from gradiometer.terminal import one_line
 
@@ -51,6 +51,7 @@ def while_running(hook: _Hook) -> _Hook:
         try:
             hook(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 training goes on
+            raise_of_handlers(error)
             session.give_up(f"{type(error).__name__}: {error}")
 
     return guarded  # type: ignore[return-value]
@@ -179,6 +180,11 @@ class Session:
             stats = collect_grads(pairs, thresholds=thresholds, inv_scale=inv_scale, fingerprint=bits)
             self.monitor.record(stats)
         self._measured = True
+
+    def begin_updates(self) -> None:
+        """Copy the weights right before the update, if updates are recorded."""
+        if self.monitor is not None:
+            self.monitor.begin_updates()
 
     def record_updates(self) -> None:
         """Measure the updates if they are recorded, before the gradients are cleared."""

@@ -5,8 +5,10 @@ signals that end a process, and the merging of ranks. It does not measure tensor
 waits for it.
 """
 
+from gradiometer.monitor.failures import raise_of_handlers
 from gradiometer.monitor.monitor import Monitor
 
 __all__ = [
     "Monitor",
+    "raise_of_handlers",
 ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import signal
 import threading
 import traceback
+from types import CodeType, MethodType
+from typing import Any
 
 from gradiometer.terminal import one_line, printable
 
-__all__ = ["LOG", "Failures", "describe", "is_quiet", "reason_of"]
+__all__ = ["LOG", "Failures", "describe", "is_quiet", "raise_of_handlers", "reason_of"]
 
 
 def reason_of(error: BaseException, *, redact: bool = False) -> tuple[str, str]:
@@ -39,6 +43,34 @@ def describe(error: BaseException) -> str:
         return type(error).__name__
 
 
+def raise_of_handlers(error: BaseException) -> None:
+    """Raise the exception if a signal handler has raised it, or its cause: it is for the program, not for us.
+
+    Python calls handlers of signals, such as a timeout's, in the main thread, wherever it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handlers = {code for number in signal.valid_signals() for code in _codes_of(signal.getsignal(number))}
+    found: BaseException | None = error
+    while found is not None:
+        if any([frame.f_code in handlers for frame, _ in traceback.walk_tb(found.__traceback__)]):
+            raise found
+        found = found.__cause__
+
+
+def _codes_of(handler: Any) -> list[CodeType]:
+    """Return the code of a signal handler, and of what it calls first: ours call the one before."""
+    if isinstance(handler, functools.partial):
+        return [code for part in (handler.func, *handler.args) for code in _codes_of(part)]
+    if isinstance(handler, MethodType):
+        return _codes_of(handler.__func__)
+    if not callable(handler) or isinstance(handler, type):
+        return []
+    inner = getattr(handler, "__wrapped__", None)
+    own = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+    return [code for code in (own, *_codes_of(inner)) if isinstance(code, CodeType)]
+
+
 LOG = logging.getLogger("gradiometer")
 
 
@@ -56,7 +88,12 @@ class Failures:
         self._lock = threading.Lock()
 
     def add(self, what: str, error: BaseException | str, times: int = 1) -> None:
-        """Count a failure; log it if it is the first of its kind."""
+        """Count a failure; log it if it is the first of its kind.
+
+        An exception that a signal handler has raised is not a failure: it propagates.
+        """
+        if isinstance(error, BaseException):
+            raise_of_handlers(error)
         with self._lock:
             first = what not in self.counts
             self.counts[what] = self.counts.get(what, 0) + times

@@ -90,6 +90,11 @@ class ModelReader:
             self._has_looked = True
             self._state = replace(self._state, reached=_reaches(loss, self._parameters))
 
+    def release(self) -> None:
+        """Forget the model."""
+        self._modules.clear()
+        self._tied.clear()
+
     def _evaluating(self, modes: list[bool]) -> str:
         found: Counter[str] = Counter()
         for module, is_training in zip(self._modules.values(), modes, strict=True):

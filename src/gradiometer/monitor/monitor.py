@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from gradiometer.monitor.summary import Summary, counts_text
 from gradiometer.ops import is_capturing
 from gradiometer.recorder import Recorder, Updates, check_integer
 from gradiometer.runs import kept_path
+from gradiometer.stats import is_repeating
 
 if TYPE_CHECKING:
     import logging
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-    from gradiometer.recorder import StepRecord
+    from gradiometer.recorder import ModelState, StepRecord
     from gradiometer.rules import Finding, Rule
     from gradiometer.sinks import Sink
     from gradiometer.stats import Taps, TensorStats
@@ -52,6 +53,18 @@ if TYPE_CHECKING:
 __all__ = ["Monitor"]
 
 _T = TypeVar("_T")
+
+
+class _Ending(NamedTuple):
+    """A step that `Monitor.advance` has begun to end, so that a later call completes it after an exception.
+
+    ``is_recorded``: whether `Monitor.record` has run on the host in this step.
+    """
+
+    step: int
+    scalars: dict[str, Any]
+    is_recorded: bool
+
 
 # seconds between checks for replaced parameters
 _PARAMETER_CHECK = 1.0
@@ -226,8 +239,14 @@ class Monitor:
         self._updates = Updates(self._recorder) if updates else None
         # whether the updates of this step were measured, and whether that was in a compiled function
         self._has_updates = self._is_traced = False
+        # whether the weights were copied right before this step's update
+        self._has_begun_updates = False
         self._next_check = 0.0
         self._noted: dict[str, Any] = {}
+        self._ending: _Ending | None = None
+        # whether record() has run in this step; whether skip_step was read, and record() captured in a graph
+        self._is_recorded = self._is_skip_read = self._is_captured = False
+        self._at_close: list[Callable[[], object]] = []
         self._every = every
         self.skips = self._has_advanced = self._has_loss_scale = False
         self._pipeline = pipeline = Pipeline(
@@ -248,6 +267,8 @@ class Monitor:
             options = {"weights": bool(keep_weights), "failures": self._failures}
             self._kept = pipeline.box.kept = KeptSteps(file, recorder, model, **options)
             self._begin_step()
+        # the step to which the device was set last
+        self._place = 0
         # a monitor that is garbage-collected without close() must not lose recorded steps
         weakref.finalize(self, pipeline.forget).atexit = False
 
@@ -269,11 +290,18 @@ class Monitor:
                 are not read again.
             inv_scale: ``1 / scale`` of a GradScaler, see `gradiometer.inverse_scale`.
         """
+        if self._recorder.is_released:
+            return
         if inv_scale is not None:
             self.skips = self._has_loss_scale = True
         if torch.compiler.is_compiling():
             self._recorder.record(stats, inv_scale=inv_scale)
             return
+        if is_repeating():
+            return
+        self._complete()
+        self._is_captured |= is_capturing(self._recorder.ring.device)
+        self._is_recorded = True
         try:
             self._model_reader.note_modes()
             self._recorder.record(stats, inv_scale=inv_scale)
@@ -283,7 +311,7 @@ class Monitor:
     @property
     def skip_step(self) -> Tensor:
         """Whether to skip this step's update, a 0-d bool on the device; read it after `record`."""
-        self.skips = True
+        self.skips = self._is_skip_read = True
         return self._recorder.skip_step
 
     def advance(self, loss: Any = None, lr: Any = None, **scalars: Any) -> None:
@@ -303,15 +331,24 @@ class Monitor:
         if torch.compiler.is_compiling():
             self._say_compiled()
             return
-        scalars, self._noted = {**self._noted, **scalars}, {}
-        if not self._pipeline.is_open():
+        if is_repeating():
             return
+        self._complete()
+        scalars = {**self._noted, **scalars}
         if loss is not None:
             scalars["loss"] = loss
         if lr is not None:
             scalars["lr"] = lr
+        if not self._pipeline.is_open():
+            self._noted = {}
+            return
+        # from here on the step ends, even if an exception such as Ctrl-C interrupts this
+        self._ending, self._noted = _Ending(self.step, scalars, self._is_recorded), {}
+        there = self._recorder.step_if_known()
+        if there not in {None, self.step}:
+            self._pipeline.reader.refuse(self.step, there)
         self._end_updates()
-        self._try("advance", self._recorder.advance)
+        self._leave(self._ending)
         now = time.monotonic()
         is_due = now >= self._next_check
         if is_due:
@@ -320,9 +357,37 @@ class Monitor:
         state = self._try(
             "model", self._model_reader.read, loss, afresh=is_due, has_loss_scale=self._has_loss_scale
         )
-        self._has_advanced = True
-        self._try("skips", self._pass_skips)
-        self._pipeline.take(scalars, state)
+        self._commit(self._ending, state)
+
+    def _complete(self) -> None:
+        """End the step whose `advance` was interrupted by an exception; there may be none."""
+        ending = self._ending
+        if ending is None:
+            return
+        if self.step == ending.step:
+            if self._updates is not None and not self._is_traced and self._updates.step != self.step + 1:
+                # the weights may be those of the next step already
+                self._updates.drop()
+            if not (self._place == ending.step + 1 or ending.is_recorded):
+                # a compiled step that has run since has written into this step's slot
+                self._pipeline.reader.refuse(ending.step)
+            self._leave(ending)
+        self._commit(ending, None)
+
+    def _leave(self, ending: _Ending) -> None:
+        """Set the recorder, taps and histograms to the next step."""
+        if self._place != ending.step + 1:
+            self._try("advance", self._recorder.advance, ending.step + 1)
+            self._place = ending.step + 1
+
+    def _commit(self, ending: _Ending, state: ModelState | None) -> None:
+        """Pass the step on, unless that was done before the exception; begin the next one."""
+        if self.step == ending.step:
+            self._has_advanced = True
+            self._try("skips", self._pass_skips)
+            self._pipeline.take(ending.scalars, state)
+        self._has_updates = self._is_traced = self._has_begun_updates = self._is_recorded = False
+        self._ending = None
         self._begin_step()
 
     def keep(self, *args: Any, **kwargs: Any) -> None:
@@ -341,15 +406,35 @@ class Monitor:
         """
         if torch.compiler.is_compiling():
             self._say_compiled()
+        elif is_repeating():
+            return
         elif self._kept is None:
-            text = "keep() was called, but there is no run_dir: create the Monitor with one"
-            self._failures.add("keep", text)
+            if not self.closed:
+                text = "keep() was called, but there is no run_dir: create the Monitor with one"
+                self._failures.add("keep", text)
         elif self._pipeline.is_open():
+            self._complete()
             self._try("keep", self._kept.keep, self.step, args, kwargs)
 
     def _begin_step(self) -> None:
         if self._kept is not None:
             self._try("keep", self._kept.begin, self.step)
+
+    def begin_updates(self) -> None:
+        """Copy the weights right before ``optimizer.step()``, so that only what it does counts as an update.
+
+        `gradiometer.watch` and the callbacks for trainers call it. Without this call, the weights are copied
+        at the end of `advance`, and whatever changes them before the next update, such as loading a
+        checkpoint, counts as a part of that update. The first call in a step counts. It does nothing inside a
+        compiled function, or without ``updates=True``.
+        """
+        updates = self._updates
+        if updates is None or torch.compiler.is_compiling() or is_repeating():
+            return
+        self._complete()
+        if not self._has_begun_updates and not is_capturing(self._recorder.ring.device):
+            self._has_begun_updates = True
+            self._try("updates", updates.keep_for, self.step, self._every)
 
     def record_updates(self) -> None:
         """Measure what the optimizer's step did to the weights; needs ``updates=True``.
@@ -363,6 +448,8 @@ class Monitor:
         Rules then use a lower bound of the number of stuck elements: ``n_unchanged`` minus the number of
         zeros in the gradient that `record` has measured in this step.
         """
+        if self._recorder.is_released or (not torch.compiler.is_compiling() and is_repeating()):
+            return
         if self._updates is None:
             text = "record_updates() was called, but updates are not recorded: create the Monitor with "
             self._failures.add("updates", text + "updates=True")
@@ -381,16 +468,18 @@ class Monitor:
                 self._failures.add("updates", error)
 
     def _end_updates(self) -> None:
-        """Measure the updates unless that was done in this step, and copy the weights for the next one."""
+        """Measure the updates unless that was done in this step, and copy the weights for the next one.
+
+        They are not copied if `begin_updates` was called in this step, as it is then in the next one.
+        """
         if self._updates is None:
             return
         if not self._has_updates:
             self.record_updates()
         if self._is_traced:
             self._try("updates", self._updates.keep_new, self.step + 1)
-        else:
+        elif not self._has_begun_updates:
             self._try("updates", self._updates.keep_for, self.step + 1, self._every)
-        self._has_updates = self._is_traced = False
 
     def note(self, **scalars: Any) -> None:
         """Keep values for the current step, such as its loss; the next `advance` adds them to the step.
@@ -400,6 +489,9 @@ class Monitor:
         if torch.compiler.is_compiling():
             self._say_compiled()
             return
+        if is_repeating():
+            return
+        self._complete()
         if "loss" in scalars:
             self._try("model", self._model_reader.look_at, scalars["loss"])
         self._noted |= {name: x.detach() if isinstance(x, Tensor) else x for name, x in scalars.items()}
@@ -416,9 +508,9 @@ class Monitor:
     @step.setter
     def step(self, step: int) -> None:
         check_integer("Monitor", "step", step, 0)
+        self._complete()
         self._pipeline.rewind(step)
-        self._keep_weights()
-        self._begin_step()
+        self._restart()
 
     @property
     def every(self) -> int:
@@ -492,6 +584,7 @@ class Monitor:
 
         Call it on all ranks at the same place; a rank that does not call it delays the others.
         """
+        self._complete()
         return self._pipeline.flush(timeout)
 
     def close(self) -> None:
@@ -500,9 +593,27 @@ class Monitor:
         One line of the `logger` says what was recorded, found, dropped and failed. It has the level WARNING
         if anything was dropped or failed, or if a finding is a warning, and otherwise INFO.
         """
+        self._complete()
         if not self._has_advanced:
             self._try("advance", self._see_what_was_forgotten)
         self._pipeline.end()
+        self._release()
+
+    def call_at_close(self, function: Callable[[], object]) -> None:
+        """Call a function once the monitor has closed, such as one that removes hooks."""
+        self._at_close.append(function)
+
+    def _release(self) -> None:
+        """Free what only recording needs, so that a closed monitor costs no memory; run `call_at_close`."""
+        functions, self._at_close = self._at_close, []
+        for function in functions:
+            self._try("close", function)
+        self._updates = self._kept = None
+        self._parameter_check.release()
+        self._model_reader.release()
+        # a graph may still write into the ring, and the loop may still ask whether to skip a step
+        if not (self._is_captured or self._is_skip_read):
+            self._recorder.release()
 
     def __enter__(self) -> Self:
         """Handle SIGTERM and SIGHUP from here on."""
@@ -514,7 +625,9 @@ class Monitor:
         if error is None or is_quiet(error):
             self.close()
         else:
+            self._complete()
             self._pipeline.end_by(error)
+            self._release()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run: the step, ``every``, the history of the rules, the findings.
@@ -523,6 +636,7 @@ class Monitor:
         at most 5 s. Then the first rank's state is the job's, and all ranks load it. If only the first rank
         calls it, the state may lack the last steps.
         """
+        self._complete()
         return {"every": self._every, **self._pipeline.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -540,14 +654,17 @@ class Monitor:
             raise ValueError(msg + "Monitor.state_dict()")
         for name, least in (("step", 0), ("every", 1)):
             check_integer("Monitor.load_state_dict", name, state[name], least)
+        self._complete()
         self._pipeline.load_state_dict(state)
-        self._keep_weights()
-        self._begin_step()
+        self._restart()
         self.every = state["every"]
 
-    def _keep_weights(self) -> None:
+    def _restart(self) -> None:
+        """Begin a step whose number was set."""
+        self._place = self.step
         if self._updates is not None:
             self._try("updates", self._updates.keep, self.step)
+        self._begin_step()
 
     def _pass_skips(self) -> None:
         self._pipeline.reader.skips = bool(self.skips)

@@ -69,6 +69,11 @@ class ParameterCheck:
         ]
         self._tell(moved, "moved to another device")
 
+    def release(self) -> None:
+        """Forget the model; there is nothing to check any more."""
+        self._has_told = True
+        self._modules.clear()
+
     def _tell(self, names: list[str], what: str) -> None:
         if not names or self._has_told:
             return

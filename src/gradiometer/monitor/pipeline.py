@@ -186,6 +186,9 @@ class Pipeline:
         self._is_ended = True
         _open.pop(self, None)
         unsubscribe(self)
+        # what it held of the model
+        self.box.kept = None
+        self._describe = _nothing_to_describe
 
     def end_by(self, error: BaseException) -> None:
         """Do what `end` does, with the fault for an exception."""
@@ -315,7 +318,6 @@ class Pipeline:
         self.dispatcher.put(records)
 
     def _start(self) -> None:
-        self._is_started = True
         # from here on there are steps to lose
         _open[self] = None
         subscribe(self)
@@ -323,10 +325,17 @@ class Pipeline:
             self.dispatcher.start(self._describe(self.reader.step))
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add("start", error)
+        # last: after an interrupt, the next call starts what is not started
+        self._is_started = True
 
     def _tell(self, reason: str, message: str) -> None:
         box, ledger, step = self.box, self.dispatcher.ledger, self.reader.step
         self.dispatcher.put_fault(lambda: box.fault(reason, message, step, ledger.findings))
+
+
+def _nothing_to_describe(first_step: int) -> RunInfo:
+    msg = f"the run has ended before step {first_step}"
+    raise RuntimeError(msg)
 
 
 # pipelines to end at exit, in order: all ranks must end them in the same order, or they wait for one another

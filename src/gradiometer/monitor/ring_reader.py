@@ -42,11 +42,15 @@ class _Taken(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A pending copy of the cursor, of the slots from number ``first`` on, and of scalars."""
+    """A pending copy of the cursor, of the slots from number ``first`` on, and of scalars.
+
+    ``step``: the current step, which the cursor has to have, too.
+    """
 
     pending: Pending[list[Tensor]]
     first: int
     advances: int
+    step: int
     taken: list[_Taken]
     names: tuple[str, ...]
 
@@ -63,6 +67,9 @@ class RingReader:
     steps since then. A copy of that many slots includes all of them; the cursor that is copied along tells
     which ones are new. Only `bring` waits for the device.
 
+    The host owns the number of the step. If the copied cursor has another one, something else has changed it,
+    and nobody knows which slot belongs to which step: these slots are refused.
+
     Args:
         recorder: the recorder that owns the ring.
         deliver: called with the records that have arrived, in the order of their steps.
@@ -72,8 +79,8 @@ class RingReader:
         step: the number of the current step.
         last: the newest record that has arrived.
         skips: whether updates are skipped where `Recorder.skip_step` is true.
-        lost: steps whose tensors were given up, or overwritten before they were read. It stays 0 if a read
-            starts whenever `is_full` is true.
+        lost: steps whose tensors were given up, refused, or overwritten before they were read. It stays 0 if
+            a read starts whenever `is_full` is true, and nothing else changes the ring or its cursor.
 
     >>> import torch, gradiometer as gm
     >>> from gradiometer.monitor.failures import Failures
@@ -111,6 +118,8 @@ class RingReader:
         self._taken: list[_Taken] = []
         self._away: dict[str, Tensor] = {}
         self._flights: deque[_Flight] = deque()
+        # steps whose slots may have the tensors of another step
+        self._refused: set[int] = set()
 
     def take(self, scalars: Mapping[str, Any], model: ModelState | None = None) -> None:
         """End the step. Scalars are numbers, or tensors of one element on any device."""
@@ -123,9 +132,19 @@ class RingReader:
                     taken.scalars[name] = float(value.detach() if isinstance(value, Tensor) else value)
             except Exception as error:  # noqa: BLE001 an invalid scalar must not stop training
                 self._failures.add(f"scalar {name!r}", error)
-        self._taken.append(taken)
-        self._advances += 1
-        self.step += 1
+        # all at once: after an exception in between, nobody would know whether this step has ended
+        self._taken, self._advances, self.step = [*self._taken, taken], self._advances + 1, self.step + 1
+
+    def refuse(self, *steps: int) -> None:
+        """Leave the tensors of steps out: their slots may have those of other steps."""
+        new = {step for step in steps if step <= self.step} - self._refused
+        if not new:
+            return
+        self._refused |= new
+        self.lost += len(new)
+        text = "the device was at another step than the host, so the tensors of such steps are left out: "
+        text += "an exception has interrupted advance(), or something else has changed the recorder's cursor"
+        self._failures.add("step", text, len(new))
 
     def _copy_exponents(self) -> list[Pending[list[Tensor]]] | None:
         """Start to copy the histograms of the step that ends, if it is due, before a later one is due."""
@@ -169,9 +188,7 @@ class RingReader:
         """Deliver what has arrived, without waiting. ``cut``: include a recorded step that has not ended."""
         try:
             while self._flights and self._flights[0].ready():
-                records = self._decode(self._flights[0], cut=cut)
-                self._flights.popleft()
-                self._hand_over(records)
+                self._hand_over(self._decode(self._flights[0], cut=cut))
         except Exception as error:  # noqa: BLE001 as above
             self._surrender(error)
 
@@ -194,7 +211,7 @@ class RingReader:
         with self._recorder.in_order():
             self._recorder.ring[:, 0, HEADER_STEP].fill_(-1)
         self._recorder.configure_(step=step)
-        self.step, self._floor = step, 0
+        self.step, self._floor, self._refused = step, 0, set()
 
     def _start(self, *, in_step: bool) -> None:
         recorder = self._recorder
@@ -203,21 +220,26 @@ class RingReader:
         with recorder.in_order():
             # keep the sources alive until the copy has arrived
             pending = Pending(tensors, partial(_keep_alive, tensors))
-        flight = _Flight(pending, self._count, self._advances, self._taken, tuple(self._away))
-        self._flights.append(flight)
-        self._taken, self._away = [], {}
+        flight = _Flight(pending, self._count, self._advances, self.step, self._taken, tuple(self._away))
+        # all at once: after an exception in between, steps would be delivered twice, or never
+        self._flights, self._taken, self._away = deque([*self._flights, flight]), [], {}
 
     def _hand_over(self, records: list[StepRecord]) -> None:
-        if records:
-            self.last = records[-1]
+        if not records:
+            return
+        self.last = records[-1]
+        try:
             self._deliver(records)
+        except BaseException:
+            # such as Ctrl-C: sinks may have missed these steps, and must not get them twice
+            self.lost += len(records)
+            raise
 
     def _surrender(self, error: Exception | str) -> None:
         """Give up copies that have not arrived; deliver their steps with the scalars that the host knows."""
         self._failures.add("ring reader", error)
         given_up = [taken for flight in self._flights for taken in flight.taken] + self._taken
-        self._flights.clear()
-        self._taken, self._away = [], {}
+        self._flights, self._taken, self._away = deque(), [], {}
         self._floor = self.step
         self.lost += len(given_up)
         self._hand_over([self._recorder.as_record(x.step, x.time, x.scalars, None) for x in given_up])
@@ -235,23 +257,29 @@ class RingReader:
         first = max(flight.first, self._count)
         if (
             not count
-            and self.step >= _FORGOTTEN * cursor[Cursor.EVERY]
+            and flight.advances >= _FORGOTTEN * cursor[Cursor.EVERY]
             and "record" not in self._failures.counts
         ):
-            text = f"none of the first {self.step} steps was recorded: call record() in every step, "
+            text = f"none of the first {flight.advances} steps was recorded: call record() in every step, "
             text += "after backward()"
             self._failures.add("record", text)
-        self.lost += max(0, count - capacity - first)
+        lost = max(0, count - capacity - first)
+        new = range(max(first, count - capacity), count)
+        if current != flight.step or (len(block) < capacity and count - origin > len(block)):
+            self.refuse(*range(flight.step - len(flight.taken), flight.step + (current != flight.step)))
+            new = range(0)
         slots: dict[int, Tensor] = {}
-        for i in range(max(first, count - capacity), count):
+        for i in new:
             slot = block[(i - origin) % capacity]
             step = int(slot[0, HEADER_STEP])
             if step == current and not cut:
                 count = i  # not ended; a later read delivers it
-            elif step >= self._floor:
+            elif step in slots:
+                self.refuse(step)
+                del slots[step]
+            elif step >= self._floor and step not in self._refused:
                 # clone, so that keeping one record does not keep the whole copy alive
                 slots[step] = slot.clone()
-        self._count, self._mark = count, flight.advances
 
         models = {taken.step: taken.model for taken in flight.taken}
         known: dict[int, tuple[float, dict[str, float]]] = {
@@ -263,7 +291,7 @@ class RingReader:
         steps = sorted({*known, *slots})
         records = [self._recorder.as_record(x, *known.get(x, missing), slots.get(x)) for x in steps]
         exponents = {x.step: self._exponents(x) for x in flight.taken if x.exponents}
-        return [
+        records = [
             replace(
                 record,
                 skipped=record.skipped and self.skips,
@@ -272,10 +300,20 @@ class RingReader:
             )
             for record in records
         ]
+        refused = {step for step in self._refused if step >= flight.step}
+        # all at once: after an exception in between, slots would be read twice, or never
+        self._flights, self._count, self._mark, self.lost, self._refused = (
+            deque([*self._flights][1:]),
+            count,
+            flight.advances,
+            self.lost + lost,
+            refused,
+        )
+        return records
 
     def _exponents(self, taken: _Taken) -> StepExponents | None:
         stores = self._recorder.exponents
-        if stores is None or taken.exponents is None:
+        if stores is None or taken.exponents is None or taken.step in self._refused:
             return None
         return stores.step_of([copy.result() for copy in taken.exponents], taken.step)
 

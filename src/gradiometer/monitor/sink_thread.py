@@ -86,9 +86,15 @@ class SinkThread:
         self._ended = threading.Event()
 
     def start(self, info: RunInfo) -> None:
-        """Start the thread, which first opens the sink. A sink that fails to open gets no steps."""
-        name = f"gradiometer {self._name}"
-        self._thread = threading.Thread(target=self._run, args=(info,), name=name, daemon=True)
+        """Start the thread, which first opens the sink. A sink that fails to open gets no steps.
+
+        A second call, after an interrupt, does nothing if the thread runs.
+        """
+        if self._thread is None:
+            name = f"gradiometer {self._name}"
+            self._thread = threading.Thread(target=self._run, args=(info,), name=name, daemon=True)
+        elif self._thread.ident is not None:
+            return
         try:
             self._thread.start()
         except Exception as error:  # noqa: BLE001 the thread cannot start; the other sinks continue

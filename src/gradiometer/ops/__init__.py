@@ -24,6 +24,7 @@ from gradiometer.ops.library import (
 )
 from gradiometer.ops.packing import LaunchPlan, is_capturing
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
+from gradiometer.ops.ring import numbers
 from gradiometer.ops.taps import may_measure, new_store, tap
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "measure_pairs",
     "new_store",
     "norm_on_host",
+    "numbers",
     "recognize",
     "recognize_pairs",
     "record_",

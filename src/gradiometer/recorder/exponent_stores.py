@@ -9,6 +9,7 @@ import torch
 from gradiometer import ops
 from gradiometer.columns import CURSOR_SIZE, NUM_EXPONENT_COLUMNS, Cursor
 from gradiometer.inputs import Named, present
+from gradiometer.recorder.settings import set_step
 from gradiometer.recorder.step_exponents import StepExponents
 from gradiometer.recorder.step_record import label
 from gradiometer.stats import Float64Module, Pending, plain
@@ -85,18 +86,15 @@ class ExponentStores(Float64Module):
         left = iter(plain(Named(found.names, found.tensors), "Recorder"))
         return [nothing if x is None else next(left) for x in own]
 
-    def advance(self) -> None:
-        """Advance to the next step."""
+    def advance(self, step: float | Tensor) -> None:
+        """Advance to this step."""
         for _, _, cursor in self._each():
-            cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
+            set_step(cursor, step)
 
-    def rewind(self, step: int | Tensor) -> None:
+    def rewind(self, step: float | Tensor) -> None:
         """Continue at another step; a store then holds no step that is still to come."""
-        for _, store, cursor in self._each():
-            if isinstance(step, int):
-                cursor[Cursor.STEP].fill_(float(step))
-            else:
-                cursor[Cursor.STEP : Cursor.STEP + 1].copy_(step)
+        self.advance(step)
+        for _, store, _ in self._each():
             store[:, -1].fill_(-1)
 
     def copy(self) -> list[Pending[list[Tensor]]]:

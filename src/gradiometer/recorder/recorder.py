@@ -43,11 +43,20 @@ from gradiometer.inputs import (
     tracked_parameters,
 )
 from gradiometer.recorder.exponent_stores import ExponentStores
-from gradiometer.recorder.settings import check_cursor, check_integer, check_skips
+from gradiometer.recorder.settings import check_cursor, check_integer, check_skips, set_step
 from gradiometer.recorder.skip_consensus import SkipConsensus
 from gradiometer.recorder.step_record import KINDS, TAP_KINDS, Kind, Roster, StepRecord, label
 from gradiometer.recorder.stream_order import StreamOrder
-from gradiometer.stats import Float64Module, PairStats, Taps, TensorStats, fetch, measure, settled
+from gradiometer.stats import (
+    Float64Module,
+    PairStats,
+    Taps,
+    TensorStats,
+    fetch,
+    keep_in_repeats,
+    measure,
+    settled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,6 +111,7 @@ class Recorder(Float64Module):
 
     Attributes:
         roster: the recorded tensors; shapes are those of whole tensors.
+        is_released: whether `release` was called.
         ring, cursor: the buffers, see `gradiometer.ops.ring`.
 
     Raises:
@@ -141,6 +151,7 @@ class Recorder(Float64Module):
         precision: int | None = None,
     ) -> None:
         super().__init__()
+        self.is_released = False
         if precision is not None:
             check_integer("Recorder", "precision", precision, 1)
         names, parameters = tracked_parameters(model)
@@ -198,9 +209,10 @@ class Recorder(Float64Module):
             self.exponents = ExponentStores(names, parameters, measured, precision)
         self.configure_(step=0, every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)
         # what was measured before belongs to no step
-        self._clear_taps()
+        self._clear_taps(0.0)
         self._gated = not skip_nonfinite and skip_above == math.inf
         self._one_device = len(devices) == 1
+        keep_in_repeats(self)
 
     @property
     def capacity(self) -> int:
@@ -341,11 +353,11 @@ class Recorder(Float64Module):
             measured.append(_no_fingerprints(flags, size - self._taps_at))
         self._write(measured, list(range(self._taps_at, size)), size, 0)
 
-    def _clear_taps(self) -> None:
+    def _clear_taps(self, step: float | Tensor) -> None:
         for taps in self._taps:
             taps.advance()
             # one step number for both
-            taps.cursor[Cursor.STEP : Cursor.STEP + 1].copy_(self.cursor[Cursor.STEP : Cursor.STEP + 1])
+            set_step(taps.cursor, step)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -355,9 +367,9 @@ class Recorder(Float64Module):
             check_cursor(cursor)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         with torch.no_grad(), self.in_order():
-            self._clear_taps()
+            self._clear_taps(self.cursor[Cursor.STEP])
             if self.exponents is not None:
-                self.exponents.rewind(self.cursor[Cursor.STEP : Cursor.STEP + 1])
+                self.exponents.rewind(self.cursor[Cursor.STEP])
 
     def record_updates(self, stats: PairStats) -> None:
         """Write measured updates into the current step's slot; inside or outside of a compiled step.
@@ -402,19 +414,46 @@ class Recorder(Float64Module):
         compared with the norm of all ranks' gradients. The first read after each `record` takes one
         collective of two numbers, which the step waits for; every rank has to read it then.
         """
-        if self._verdict is None or self._gated:
+        if self._verdict is None or self._gated or self.is_released:
             return self.cursor[Cursor.SKIP] > 0
         return self._verdict.give(self.ring, self.cursor)
 
-    def advance(self) -> None:
-        """Advance to the next step, inside or outside of a compiled function."""
+    def advance(self, to: int | None = None) -> None:
+        """Advance to the next step, inside or outside of a compiled function.
+
+        Args:
+            to: the number of that step. None: the device adds 1 to its own number, as a compiled or captured
+                step needs it.
+        """
         if self._verdict is not None:
             self._verdict.begin()
         with self.in_order():
-            self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
-            self._clear_taps()
+            if to is None:
+                self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
+            step = self.cursor[Cursor.STEP] if to is None else float(to)
+            self._clear_taps(step)
             if self.exponents is not None:
-                self.exponents.advance()
+                self.exponents.advance(step)
+            if to is not None:
+                # last: if an exception interrupts this, the ring is still in the step before
+                set_step(self.cursor, step)
+
+    def repeated(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters, and the buffers that steps write, also those of the taps."""
+        return self._tracked[0], [*self.buffers(), *[x for taps in self._taps for x in taps.buffers()]]
+
+    def step_if_known(self) -> int | None:
+        """Return the number of the current step; None if only a device other than the CPU has it."""
+        return int(ops.numbers(self.cursor)[Cursor.STEP]) if self.cursor.device.type == "cpu" else None
+
+    def release(self) -> None:
+        """Free the ring and the histograms, and forget parameters and taps; nothing is recorded any more."""
+        self.is_released = True
+        self._tracked[0].clear()
+        self._taps.clear()
+        self.exponents = None
+        self.ring = self.ring.new_empty((0, *self.ring.shape[1:]))
+        self.cursor[Cursor.SKIP].fill_(0.0)
 
     def in_order(self) -> AbstractContextManager[None]:
         """Return a context for a use of the buffers: the current stream waits for uses on other streams.

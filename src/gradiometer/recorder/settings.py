@@ -1,16 +1,15 @@
-"""Checks of the numbers in a recorder's cursor, before any of them is changed."""
+"""The numbers in a recorder's cursor: checks before any of them is changed, and the current step."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from torch import Tensor
 
 from gradiometer.columns import Cursor
 from gradiometer.inputs import describe, is_limit
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["check_cursor", "check_integer", "check_skips"]
+__all__ = ["check_cursor", "check_integer", "check_skips", "set_step"]
 
 # the cursor is float64, which holds every integer up to here
 _MOST: Final = 2**53
@@ -40,3 +39,12 @@ def check_cursor(cursor: Tensor) -> None:
         value = numbers[place]
         check_integer("cursor", place.name.lower(), int(value) if value == value // 1 else value, least)
     check_skips(None, numbers[Cursor.SKIP_ABOVE])
+
+
+def set_step(cursor: Tensor, step: float | Tensor) -> None:
+    """Set the current step, to a number of the host or to a 0-d tensor. Never waits for the device."""
+    place = cursor[Cursor.STEP]
+    if isinstance(step, Tensor):
+        place.copy_(step)
+    else:
+        place.fill_(step)

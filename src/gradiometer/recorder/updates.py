@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradiometer.inputs import is_dtensor, is_partial, placed_like, present
-from gradiometer.stats import Snapshot, updates_of
+from gradiometer.stats import Snapshot, keep_in_repeats, updates_of
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -27,6 +27,9 @@ class Updates:
     Args:
         recorder: the updates are written into its current step.
 
+    Attributes:
+        step: the copy has the weights before this step.
+
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> recorder = gm.Recorder(model, updates=True)
@@ -42,14 +45,19 @@ class Updates:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._snapshot: Snapshot | None = None
-        # the copy holds the weights before this step
-        self._step = -1
+        self.step = -1
         self.keep(0)
+        keep_in_repeats(self)
+
+    def repeated(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters, and the copies, which compiled steps write."""
+        snapshot = self._snapshot
+        return self._recorder.parameters_tracked, [] if snapshot is None else list(snapshot.buffers())
 
     def measure(self, step: int) -> None:
         """Measure a step's updates, with the gradients that are there, if its weights were copied."""
         snapshot = self._snapshot
-        if snapshot is not None and self._step == step:
+        if snapshot is not None and self.step == step:
             with self._recorder.in_order():
                 self._measure(snapshot)
 
@@ -96,7 +104,7 @@ class Updates:
             else:
                 del snapshot
                 snapshot = Snapshot(trained)
-        self._snapshot, self._step = snapshot, step
+        self._snapshot, self.step = snapshot, step
 
     def drop(self) -> None:
         """Forget the copy, which does not fit the weights; the next one is new."""

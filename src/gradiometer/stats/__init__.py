@@ -33,6 +33,7 @@ from gradiometer.stats.pair_report import PairReport, PairRow
 from gradiometer.stats.pair_stats import PairStats
 from gradiometer.stats.precision import precision_report
 from gradiometer.stats.precision_report import FormatFit, PrecisionReport, PrecisionRow
+from gradiometer.stats.repeats import is_repeating, keep_in_repeats, repeating
 from gradiometer.stats.report import ModuleReports, Report
 from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.taps import Taps, tap
@@ -86,6 +87,8 @@ __all__ = [
     "grad_norm",
     "grads_of",
     "group_ratio",
+    "is_repeating",
+    "keep_in_repeats",
     "leaves",
     "materialize",
     "materialize_async",
@@ -98,6 +101,7 @@ __all__ = [
     "percent",
     "plain",
     "precision_report",
+    "repeating",
     "row_to_dict",
     "settled",
     "tap",
