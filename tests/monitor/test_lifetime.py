@@ -1,0 +1,193 @@
+"""What a closed or forgotten monitor leaves behind: no hook, no ring, no copy of weights, no model."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import gradiometer as gm
+
+
+def model_of(size=256):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(size, size), nn.Linear(size, 1))
+
+
+def train(model, optimizer, steps=3, monitor=None):
+    for _ in range(steps):
+        loss = model(torch.ones(2, 256)).sum()
+        loss.backward()
+        if monitor is not None:
+            monitor.record()
+        optimizer.step()
+        if monitor is not None:
+            monitor.advance(loss=loss)
+        optimizer.zero_grad()
+
+
+def tensors_alive():
+    """Return the bytes of all tensors, without their gradients."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return sum(x.nbytes for x in gc.get_objects() if isinstance(x, torch.Tensor))
+
+
+OPTIONS = {"capacity": 1024, "weights": True, "updates": True, "precision": 1, "rules": ()}
+
+
+@pytest.mark.parametrize("how", ["close", "with", "exception"])
+def test_a_closed_watch_removes_its_hooks_and_frees_its_memory(how):
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train(model, optimizer)
+    before = tensors_alive()
+    held = []
+    for _ in range(5):
+        monitor = gm.watch(model, optimizer, **OPTIONS)
+        train(model, optimizer)
+        if how == "close":
+            monitor.close()
+        elif how == "with":
+            with monitor:
+                pass
+        else:
+            with pytest.raises(RuntimeError, match="of the loop"), monitor:
+                raise RuntimeError("of the loop")
+        held.append(monitor)
+        del monitor
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    # the ring of one monitor alone takes more than 1 MB, and its copy of the weights 263 kB
+    assert tensors_alive() - before < 250_000
+    for monitor in held:
+        assert "3 steps, 3 with tensors" in str(monitor.summary())
+        assert (monitor.step, monitor.last.step, monitor.failures, monitor.closed) == (3, 2, {}, True)
+        assert monitor.state_dict()["step"] == 3
+        assert repr(monitor)
+        monitor.close()
+    train(model, optimizer)
+    assert held[0].step == 3
+
+
+def test_a_closed_monitor_that_is_held_holds_neither_model_nor_weights():
+    held = []
+    for _ in range(3):
+        model = model_of()
+        monitor = gm.Monitor(model, taps=gm.Taps(model, {"linear": nn.Linear}), **OPTIONS)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.0), monitor=monitor)
+        monitor.close()
+        held += [(monitor, weakref.ref(model[0].weight), weakref.ref(monitor._recorder.ring))]
+        taps = weakref.ref(model)
+        del model, monitor
+    gc.collect()
+    assert [weight() for _, weight, _ in held] == [None] * 3
+    assert taps() is None
+    assert all(len(ring()) == 0 for _, _, ring in held)
+
+
+def test_the_loop_goes_on_after_close():
+    model = model_of()
+    monitor = gm.Monitor(model, **OPTIONS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    compiled = torch.compile(monitor.record, backend="eager", fullgraph=True)
+    train(model, optimizer, monitor=monitor)
+    compiled()
+    monitor.advance()
+    monitor.close()
+    compiled()
+    monitor.record_updates()
+    monitor.begin_updates()
+    monitor.keep(1)
+    monitor.record(gm.collect_grads(model))
+    assert monitor.failures == {}
+    monitor.note(loss=1.0)
+    monitor.advance()
+    assert monitor.failures == {"closed": 1}
+    assert not monitor.skip_step
+
+
+def test_skip_step_still_answers_after_close_if_the_loop_uses_it():
+    model = model_of()
+    monitor = gm.Monitor(model, rules=())
+    model(torch.ones(2, 256)).sum().backward()
+    monitor.record()
+    assert not monitor.skip_step
+    monitor.advance()
+    monitor.close()
+    model[0].weight.grad.fill_(torch.nan)
+    monitor.record()
+    assert monitor.skip_step
+
+
+def test_close_restores_the_step_of_a_scaler():
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for _ in range(3):
+        with gm.watch(model, optimizer, scaler=scaler, rules=()) as monitor:
+            scaler.scale(model(torch.ones(2, 256)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert monitor.step == 1
+        assert "step" not in vars(scaler)
+    # wrapped by somebody else in the meantime: theirs stays
+    with gm.watch(model, optimizer, scaler=scaler, rules=()):
+        step = scaler.step
+        scaler.step = partial(step)
+        theirs = scaler.step
+    assert scaler.step is theirs
+
+
+def _watched():
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    monitor = gm.watch(model, optimizer, scaler=scaler, **OPTIONS)
+    train(model, optimizer)
+    return model, optimizer, scaler, monitor
+
+
+def _monitored():
+    model = model_of()
+    monitor = gm.Monitor(model, **OPTIONS)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.0), monitor=monitor)
+    return model, monitor
+
+
+def _located():
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = gm.locate_nonfinite(lambda: train(model, optimizer, 1))
+    with gm.locate_nonfinite(model) as block:
+        train(model, optimizer, 1)
+    return model, optimizer, found, block
+
+
+def _deterministic():
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return model, optimizer, gm.check_deterministic(lambda: train(model, optimizer, 1), [model, optimizer])
+
+
+@pytest.mark.parametrize("make", [_watched, _monitored, _located, _deterministic])
+def test_nothing_is_alive_once_everything_is_forgotten(make):
+    refs = [weakref.ref(x) for x in make()]
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+@pytest.mark.parametrize("make", [_located, _deterministic])
+def test_no_hook_is_left_behind(make):
+    model, optimizer, *_ = make()
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert all(not (p._backward_hooks or p._post_accumulate_grad_hooks) for p in model.parameters())
