@@ -25,7 +25,7 @@ __all__ = [
     "update_value",
 ]
 
-UPDATE_NAMES: Final = ("sumsq_b", "sumsq_g", "dot_ug", "n_nonzero_g", "n_stuck")
+UPDATE_NAMES: Final = ("sumsq_b", "sumsq_g", "dot_ug", "n_nonzero_g", "n_stuck", "sumsq_a")
 UPDATE_COLUMNS: Final = tuple(PAIR_COLUMNS[PAIR_INDEX[name]] for name in UPDATE_NAMES)
 """The further columns of an update: name, merge, scaling and meaning of each."""
 NUM_UPDATE_COLUMNS: Final = len(UPDATE_COLUMNS)
@@ -63,11 +63,11 @@ def has_update_value(name: str) -> bool:
 
 
 def update_value(columns: Tensor, further: Tensor, name: str) -> Tensor:
-    """Return a value that only updates have. ``(..., C), (..., 5) -> (...) float64``.
+    """Return a value that only updates have. ``(..., C), (..., 6) -> (...) float64``.
 
     NaN where the further columns that it needs are NaN.
     """
-    # the columns of a alone are not recorded
+    # the product of a and b is not recorded
     pairs = further.new_full((*further.shape[:-1], NUM_PAIR_COLUMNS), torch.nan)
     for pair, of_tensor in _OF_TENSOR.items():
         pairs[..., PAIR_INDEX[pair]] = columns[..., COLUMN_INDEX[of_tensor]]

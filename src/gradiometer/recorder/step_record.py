@@ -146,7 +146,7 @@ class StepRecord:
             fingerprints three more, see `gradiometer.ops.ring`.
             Rows that were not measured, as for a parameter without a gradient, have ``numel`` 0. None if
             this step was not recorded (``every``), or its tensors were lost before they were read.
-        further: ``(N, 5) float64``: for each parameter the columns of its update that tensors do not have, in
+        further: ``(N, 6) float64``: for each parameter the columns of its update that tensors do not have, in
             the order of `gradiometer.columns.UPDATE_COLUMNS`; None without updates, or if they were recorded
             by a release that had no such columns.
         tap_sums: ``(2, N, 4) float64``: for each of `TAP_KINDS` and each name the columns that tensors do not

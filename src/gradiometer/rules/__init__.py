@@ -20,6 +20,7 @@ from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, UpdateSpike
+from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
@@ -27,6 +28,7 @@ from gradiometer.rules.stuck import Stuck
 
 __all__ = [
     "Accumulating",
+    "ChangedOutside",
     "CollapsingRouter",
     "Dead",
     "DeadUnits",

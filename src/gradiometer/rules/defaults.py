@@ -13,6 +13,7 @@ from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
 from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, UpdateSpike
+from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.ratios import UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
 from gradiometer.rules.stuck import Stuck
@@ -29,6 +30,7 @@ def default_rules() -> list[Rule]:
     return [
         NonFinite(),
         ReplicaDivergence(),
+        ChangedOutside(),
         LearningRate(),
         NoGradients(),
         NoGradientFlow(),

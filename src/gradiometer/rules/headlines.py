@@ -16,10 +16,10 @@ __all__ = ["Headline", "headlines"]
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
-    "eval_mode", "untied", "initialization", "learning_rate", "replica_divergence", "nonfinite",
-    "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike", "norm_spike",
-    "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units", "vanishing", "dead",
-    "update_ratio", "imbalance",
+    "eval_mode", "untied", "initialization", "learning_rate", "changed_outside", "replica_divergence",
+    "nonfinite", "no_gradients", "not_updated", "stuck", "accumulating", "no_gradient_flow", "loss_spike",
+    "norm_spike", "exploding", "update_spike", "growing_logits", "collapsing_router", "dead_units",
+    "vanishing", "dead", "update_ratio", "imbalance",
 )  # fmt: skip
 _SPIKES: Final = frozenset({"loss_spike", "norm_spike", "exploding", "update_spike"})
 # what follows when training leaves its course
@@ -33,6 +33,7 @@ _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
 _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "initialization": _DIVERGED | {"no_gradient_flow"},
     "learning_rate": _DIVERGED | {"not_updated", "stuck"},
+    "changed_outside": _DIVERGED,
     "nonfinite": _DIVERGED | _STOPPED | {"no_gradients"},
     "no_gradients": _STOPPED | {"initialization"},
     "accumulating": _DIVERGED,

@@ -1,0 +1,110 @@
+"""Weights that change between two steps, where no optimizer changes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from gradiometer.rules.base import MOST, Sight, TensorRule
+from gradiometer.rules.finding import Severity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.rules.finding import Finding
+
+__all__ = ["ChangedOutside"]
+
+# relative difference of two sums of squares that the alignment of the memory alone does not make
+ROUNDING: Final = 1e-12
+# share of the steps up to which a change is an exception and not a part of the training loop
+RARE: Final = 0.1
+
+ADVICE: Final = (
+    "if this is not meant, look for code between two calls of optimizer.step() that writes weights: a "
+    "state_dict that is loaded, averaged weights that are swapped in and not back, clipping or "
+    "re-initialization; optimizers keep their state meanwhile"
+)
+
+
+class ChangedOutside(TensorRule):
+    """A weight that something other than ``optimizer.step()`` has changed, between two steps.
+
+    It needs a Monitor with ``updates=True`` that `gradiometer.watch` or the callback of a trainer calls, or
+    that calls `gradiometer.Monitor.begin_updates`: the weights right before an update are compared with those
+    right after the one before. The squared norms of both are recorded, so a change that leaves the norm as it
+    was, such as a permutation, is not noticed, and the difference of the norms is a lower bound of the norm
+    of the change. Both steps have to be recorded.
+
+    A finding has ``severity`` if this happens to the tensor in at most a tenth of its steps. Otherwise it has
+    info, since it is a part of the training loop: a target network, an average, weights that are clipped.
+
+    Args:
+        most: maximum number of tensors named in a step.
+        severity: the severity of a finding.
+    """
+
+    name = "changed_outside"
+    kept = (*TensorRule.kept, "after", "after_step", "times", "compared", "since")
+
+    def __init__(self, *, most: int = MOST, severity: Severity = Severity.WARNING) -> None:
+        super().__init__(severity, most)
+        self.after_step: int | None = None
+        self.restart(0)
+
+    def check_value(self, key: str, value: Any) -> None:
+        """Raise an error unless the value can replace the attribute ``key``."""
+        if key == "after_step":
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                msg = f"expected a step or None, got {value!r:.40}"
+                raise ValueError(msg)
+            return
+        super().check_value(key, value)
+
+    def restart(self, size: int) -> None:
+        """Start a new history of ``size`` tensors."""
+        # the squared norms after the last recorded update; NaN where they are not known
+        self.after = torch.full((size,), torch.nan, dtype=torch.float64, device="cpu")
+        self.times, self.compared, self.since = torch.zeros(
+            3, size, dtype=torch.float64, device="cpu"
+        ).unbind()
+
+    def prepare(self, roster: Roster) -> None:
+        """Compare with no step of other tensors."""
+        if len(self.after) != len(roster.names):
+            self.restart(len(roster.names))
+
+    def look(self, record: StepRecord) -> Iterable[Finding]:
+        """Return findings about the weights that have changed since the last step."""
+        if "updates" not in record.roster.kinds:
+            return []
+        known = record.measured("updates") & (record.value("n_nonfinite", "updates") == 0)
+        before = torch.where(known, record.value("sumsq_b", "updates"), torch.nan)
+        last, last_step = self.after, self.after_step
+        self.after = torch.where(known, record.value("sumsq_a", "updates"), torch.nan)
+        self.after_step = record.step
+        if last_step != record.step - 1:
+            return []
+        found = (before - last).abs() > ROUNDING * torch.maximum(before, last)
+        self.compared = self.compared + (before - last).isfinite()
+        if not found.any():
+            return []
+        self.since = torch.where(found & (self.times == 0), float(record.step), self.since)
+        self.times = self.times + found
+        norms, were = before.sqrt(), last.sqrt()
+        change = (norms - were).abs() / were.clamp(min=1e-300)
+
+        def describe(place: int) -> Sight:
+            if self.times[place] > RARE * self.compared[place]:
+                message = "something other than optimizer.step() changes this weight between steps"
+                return Sight(float(change[place]), 0.0, message, ADVICE, min(self.severity, Severity.INFO))
+            message = "something other than optimizer.step() has changed this weight between steps "
+            message += f"{record.step - 1} and {record.step}, its norm from {float(were[place]):.4g} to "
+            message += f"{float(norms[place]):.4g}"
+            return Sight(float(change[place]), 0.0, message, ADVICE, self.severity)
+
+        rare = self.times <= RARE * self.compared
+        since = torch.where(rare, float(record.step), self.since)
+        return self.findings(record, "updates", found, change + rare.to(change.dtype) * 1e9, describe, since)

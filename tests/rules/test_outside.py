@@ -1,0 +1,173 @@
+"""An update is what optimizer.step() does; what changes weights between two steps is a finding of its own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import gradiometer as gm
+from gradiometer.rules import ChangedOutside, LossSpike, Severity, UpdateRatio, UpdateSpike, headlines
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "adam": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "closure": lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=2),
+}
+
+
+def scaled(model):
+    with torch.no_grad():
+        model["q"].weight.mul_(0.5)
+
+
+def written(model):
+    model["q"].weight.data[0, 0] += 1e-3
+
+
+def loaded(model):
+    model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()})
+
+
+def replaced(model):
+    model["q"].weight.data = model["q"].weight.data * 0.9
+
+
+def train(change=lambda _: None, at=(), *, steps=40, optimizer="sgd", dtype=torch.float32, **options):
+    """Train; return the monitor, the records, and the true norm of each update."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"q": nn.Linear(8, 8), "t": nn.Linear(8, 8).requires_grad_(False)}).to(dtype)
+    made = OPTIMIZERS[optimizer](model["q"].parameters())
+    records, true = [], []
+    options.setdefault("rules", [ChangedOutside()])
+    with gm.watch(model, made, updates=True, sinks=[records.append], **options) as monitor:
+        for step in range(steps):
+            if step in at:
+                change(model)
+
+            def closure():
+                made.zero_grad()
+                loss = model["q"](torch.ones(2, 8, dtype=dtype)).square().mean()
+                loss.backward()
+                monitor.note(loss=loss)
+                return loss
+
+            before = copy.deepcopy(list(model["q"].parameters()))
+            if optimizer == "closure":
+                made.step(closure)
+            else:
+                closure()
+                made.step()
+            moved = [
+                (a.double() - b.double()).square().sum()
+                for a, b in zip(model["q"].parameters(), before, strict=True)
+            ]
+            true.append(sum(moved).sqrt().item())
+    assert monitor.failures == {}
+    return monitor, records, true
+
+
+@pytest.mark.parametrize("change", [scaled, written, loaded, replaced])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_change_between_two_steps_is_no_part_of_an_update(change, optimizer):
+    monitor, records, true = train(change, {30}, optimizer=optimizer)
+    recorded = [record.total("norm", "updates") for record in records]
+    assert recorded == pytest.approx(true, rel=1e-9, abs=1e-12)
+    found = [finding for finding in monitor.findings if finding.tensor == "q.weight"]
+    (finding,) = found
+    assert (finding.rule, finding.severity, finding.first_step) == ("changed_outside", Severity.WARNING, 30)
+    assert "between steps 29 and 30, its norm from" in finding.message
+    names = {x.tensor for x in monitor.findings}
+    assert names == ({"q.weight", "q.bias"} if change is loaded else {"q.weight"})
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_run_without_such_a_change_has_no_finding(optimizer, dtype):
+    if optimizer == "closure":
+        # LBFGS does not run in bfloat16
+        dtype = torch.promote_types(dtype, torch.float32)
+    assert train(optimizer=optimizer, dtype=dtype)[0].findings == []
+
+
+def test_a_weight_that_always_changes_between_steps_is_info():
+    monitor, *_ = train(scaled, range(1, 40, 2))
+    assert [(x.rule, x.severity, x.tensor) for x in monitor.findings] == [
+        ("changed_outside", Severity.INFO, "q.weight")
+    ]
+
+
+def test_it_explains_what_follows_and_nothing_else_explains_it():
+    rules = [ChangedOutside(), LossSpike(), UpdateSpike(), UpdateRatio()]
+    monitor, *_ = train(lambda model: model["q"].weight.data.mul_(30.0), {30}, rules=rules)
+    first, *others = headlines(monitor.findings)
+    assert (first.rule, others) == ("changed_outside", [])
+    assert {x.rule for x in first.explained} >= {"loss_spike"}
+
+
+def test_steps_that_are_not_recorded_are_not_compared():
+    assert train(scaled, {3, 20}, every=2)[0].findings == []
+
+
+def test_values_that_are_not_finite_are_not_compared():
+    monitor, *_ = train(lambda model: model["q"].weight.data.fill_(torch.inf), {30})
+    assert monitor.findings == []
+
+
+def test_a_monitor_compares_if_it_is_told_where_an_update_begins():
+    for begins in (False, True):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with gm.Monitor(model, updates=True, rules=[ChangedOutside()]) as monitor:
+            for step in range(20):
+                if step == 15:
+                    model.weight.data.mul_(2.0)
+                model(torch.ones(2, 4)).square().mean().backward()
+                monitor.record()
+                if begins:
+                    monitor.begin_updates()
+                    model.weight.data.mul_(1.0)
+                    monitor.begin_updates()
+                optimizer.step()
+                optimizer.zero_grad()
+                monitor.advance()
+        assert [x.first_step for x in monitor.findings] == ([15] if begins else [])
+        # the first update that is measured again with the copy at the end of a step
+        assert monitor.last.total("numel", "updates") == 20
+
+
+def test_several_optimizers_and_a_scaler():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    first, second = [torch.optim.SGD(model[x].parameters(), lr=0.1) for x in ("a", "b")]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    records = []
+    with gm.watch(
+        model, [first, second], scaler=scaler, updates=True, rules=[ChangedOutside()], sinks=[records.append]
+    ) as monitor:
+        for step in range(20):
+            if step == 15:
+                model["b"].weight.data.mul_(0.5)
+            scaler.scale(sum(model[x](torch.ones(2, 4)).square().mean() for x in "ab")).backward()
+            for optimizer in (first, second):
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+    assert [(x.tensor, x.first_step) for x in monitor.findings] == [("b.weight", 15)]
+    assert all(bool((record.value("abs_max", "updates") > 0).all()) for record in records)
+
+
+def test_its_history_is_saved():
+    rule = ChangedOutside()
+    _, records, _ = train(scaled, {30})
+    for record in records[:29]:
+        assert not list(rule.check(record))
+    other = ChangedOutside()
+    other.load_state_dict(rule.state_dict())
+    found = [list(x.check(record)) for x in (rule, other) for record in records[29:31]]
+    assert found[:2] == found[2:]
+    assert [len(x) for x in found[:2]] == [0, 1]
+    with pytest.raises(ValueError, match="after_step"):
+        other.load_state_dict(rule.state_dict() | {"after_step": "x"})
