@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
+import weakref
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from gradiometer.integrations.huggingface import STATE_NAME, MonitorCallback  # noqa: E402
-from gradiometer.rules import default_rules  # noqa: E402
+from gradiometer.rules import ChangedOutside, default_rules  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("_offline", "_dynamo"),
@@ -286,3 +288,34 @@ def test_updates_are_compared_with_the_gradients_of_the_step(tmp_path):
     cosines = [record.total("descent_cosine", "updates") for record in sink.records]
     # float32 weights hold each update up to half an ulp of theirs
     assert cosines[:3] == pytest.approx([1.0] * 3, abs=1e-4)
+
+
+class Halving(transformers.TrainerCallback):
+    """Overwrites weights after the third step."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3:
+            with torch.no_grad():
+                model.transformer.h[0].attn.c_attn.weight.mul_(0.5)
+
+
+def test_a_change_between_two_steps_is_no_update(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=14)
+    callback, _ = watched(trainer, updates=True, rules=[ChangedOutside()])
+    trainer.add_callback(Halving())
+    trainer.train()
+    found = [(x.tensor, x.first_step, x.severity.name) for x in callback.monitor.findings]
+    # of three pairs of steps one, so it may be a part of the loop
+    assert found == [(NAMES[0], 3, "INFO")]
+
+
+def test_after_the_training_nothing_of_the_monitor_is_left(tmp_path):
+    trainer = make_trainer(tmp_path)
+    callback, _ = watched(trainer, updates=True, weights=True)
+    trainer.train()
+    assert callback.monitor._recorder.is_released
+    assert callback.monitor._updates is None
+    refs = [weakref.ref(callback), weakref.ref(callback.monitor)]
+    del trainer, callback
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]

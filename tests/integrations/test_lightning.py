@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import sys
+import weakref
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ pl = pytest.importorskip("pytorch_lightning")
 
 from gradiometer.integrations import lightning as integration  # noqa: E402
 from gradiometer.integrations.lightning import MonitorCallback  # noqa: E402
-from gradiometer.rules import default_rules  # noqa: E402
+from gradiometer.rules import ChangedOutside, default_rules  # noqa: E402
 
 # warnings of the libraries: loaders without workers, torch's pytrees, the order of a scheduler's calls
 pytestmark = [
@@ -303,3 +305,30 @@ def test_updates_are_compared_with_the_gradients_of_the_step(tmp_path):
     known = [record.total("n_nonzero_g", "updates") for record in sink.records]
     assert known == [record.total("numel") - record.total("n_zero") for record in sink.records]
     assert all(record.total("update_ratio", "updates") > 0 for record in sink.records)
+
+
+def test_a_change_between_two_steps_is_no_update(tmp_path):
+    class Halving(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 3:
+                with torch.no_grad():
+                    next(pl_module.parameters()).mul_(0.5)
+
+    callback, _ = watching(updates=True, rules=[ChangedOutside()])
+    module = make_module()
+    fit(module, tmp_path, [callback, Halving()])
+    assert callback.monitor.failures == {}
+    assert [(x.tensor, x.first_step) for x in callback.monitor.findings] == [
+        (next(name for name, _ in module.named_parameters()), 3)
+    ]
+
+
+def test_after_the_training_nothing_of_the_monitor_is_left(tmp_path):
+    callback, _ = watching(updates=True, weights=True)
+    fit(make_module(), tmp_path, [callback])
+    assert callback.monitor._recorder.is_released
+    assert callback.monitor._updates is None
+    refs = [weakref.ref(callback), weakref.ref(callback.monitor)]
+    del callback
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]

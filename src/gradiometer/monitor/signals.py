@@ -69,6 +69,8 @@ def _put_back() -> None:
         # if another handler has replaced ours, leave it: it may call ours
         if signal.getsignal(number) == handler:
             signal.signal(number, handler.args[0])
+    # the previous handlers may hold a trainer with its model
+    _handlers.clear()
 
 
 def _on_signal(previous: Any, number: int, frame: FrameType | None) -> None:
