@@ -268,7 +268,7 @@ class Monitor:
             self._kept = pipeline.box.kept = KeptSteps(file, recorder, model, **options)
             self._begin_step()
         # the step to which the device was set last
-        self._place = 0
+        self._device_step = 0
         # a monitor that is garbage-collected without close() must not lose recorded steps
         weakref.finalize(self, pipeline.forget).atexit = False
 
@@ -348,7 +348,7 @@ class Monitor:
         if there not in {None, self.step}:
             self._pipeline.reader.refuse(self.step, there)
         self._end_updates()
-        self._leave(self._ending)
+        self._advance_device(self._ending)
         now = time.monotonic()
         is_due = now >= self._next_check
         if is_due:
@@ -368,17 +368,17 @@ class Monitor:
             if self._updates is not None and not self._is_traced and self._updates.step != self.step + 1:
                 # the weights may be those of the next step already
                 self._updates.drop()
-            if not (self._place == ending.step + 1 or ending.is_recorded):
+            if not (self._device_step == ending.step + 1 or ending.is_recorded):
                 # a compiled step that has run since has written into this step's slot
                 self._pipeline.reader.refuse(ending.step)
-            self._leave(ending)
+            self._advance_device(ending)
         self._commit(ending, None)
 
-    def _leave(self, ending: _Ending) -> None:
+    def _advance_device(self, ending: _Ending) -> None:
         """Set the recorder, taps and histograms to the next step."""
-        if self._place != ending.step + 1:
+        if self._device_step != ending.step + 1:
             self._try("advance", self._recorder.advance, ending.step + 1)
-            self._place = ending.step + 1
+            self._device_step = ending.step + 1
 
     def _commit(self, ending: _Ending, state: ModelState | None) -> None:
         """Pass the step on, unless that was done before the exception; begin the next one."""
@@ -613,7 +613,7 @@ class Monitor:
         self._model_reader.release()
         # a graph may still write into the ring, and the loop may still ask whether to skip a step
         if not (self._is_captured or self._is_skip_read):
-            self._recorder.release()
+            self._try("close", self._recorder.release)
 
     def __enter__(self) -> Self:
         """Handle SIGTERM and SIGHUP from here on."""
@@ -661,7 +661,7 @@ class Monitor:
 
     def _restart(self) -> None:
         """Begin a step whose number was set."""
-        self._place = self.step
+        self._device_step = self.step
         if self._updates is not None:
             self._try("updates", self._updates.keep, self.step)
         self._begin_step()
