@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-    from gradiometer.recorder import StepRecord
+    from gradiometer.recorder import Driver, StepRecord
     from gradiometer.rules import Finding, Rule
     from gradiometer.sinks import Sink
     from gradiometer.stats import Taps, TensorStats
@@ -275,10 +275,17 @@ class Monitor:
             self._recorder.record(stats, inv_scale=inv_scale)
             return
         try:
-            self._model_reader.note_modes()
+            self._model_reader.note()
             self._recorder.record(stats, inv_scale=inv_scale)
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add("record", error)
+
+    def set_driver(self, driver: Driver) -> None:
+        """Say who calls this monitor, and which optimizers update the model, so that findings fit both.
+
+        `gradiometer.watch` and the callbacks of trainers do this; your own loop need not.
+        """
+        self._try("model", self._model_reader.set_driver, driver)
 
     @property
     def skip_step(self) -> Tensor:
