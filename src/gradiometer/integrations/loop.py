@@ -191,8 +191,8 @@ def _not_held(optimizer: Optimizer, held: Sequence[Tensor]) -> str:
     first = f"{tuple(held[0].shape)} {str(held[0].dtype).removeprefix('torch.')}"
     return (
         f"watch: this {kind} holds none of the watched model's parameters, but {len(held)} other tensors, "
-        f"the first of shape {first}: watch the model that it updates, or create it after the model is moved or "
-        "replaced. If it holds copies of the parameters, such as master weights, watch these by name, "
+        f"the first of shape {first}: watch the model that it updates, or create it after the model is moved "
+        "or replaced. If it holds copies of the parameters, such as master weights, watch these by name, "
         "gm.watch([(name, copy), ...], optimizer), or use gm.Monitor(model) with record() and advance()"
     )
 

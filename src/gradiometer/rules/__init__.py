@@ -19,7 +19,8 @@ from gradiometer.rules.ledger import Ledger
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
-from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, UpdateSpike
+from gradiometer.rules.not_updated import NotUpdated
+from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence
