@@ -11,7 +11,7 @@ from gradiometer.rules.fault import Fault, summarize
 from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import first_nonfinite_text
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
-from gradiometer.rules.headlines import Headline, headlines
+from gradiometer.rules.headlines import Headline, counts_text, headlines
 from gradiometer.rules.history import NormHistory
 from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
@@ -58,6 +58,7 @@ __all__ = [
     "UpdateSpike",
     "Vanishing",
     "checked",
+    "counts_text",
     "default_rules",
     "first_nonfinite_text",
     "headlines",

@@ -14,7 +14,7 @@ from gradiometer.terminal import printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Headline", "headlines"]
+__all__ = ["Headline", "counts_text", "headlines"]
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
@@ -170,6 +170,28 @@ def headlines(findings: Iterable[Finding]) -> list[Headline]:
         causes.append((alone, []))
     made = [Headline(tuple(group), tuple(explained)) for group, explained in causes]
     return sorted(made, key=lambda headline: (headline.severity < Severity.WARNING, headline.first_step))
+
+
+def counts_text(findings: Sequence[Finding]) -> str:
+    """Return the number of findings of each severity, and of their causes if these are fewer.
+
+    >>> counts_text([])
+    'no findings'
+    >>> jump = Finding("learning_rate", Severity.WARNING, 120, 120, None, None, 1.0, 0.5, "lr was 1", "")
+    >>> spike = Finding("loss_spike", Severity.INFO, 121, 121, None, None, 9.0, 0.5, "loss 9", "")
+    >>> counts_text([jump, spike])
+    'findings: 1 warning, 1 info, from 1 cause'
+    """
+    counts = [
+        f"{count:,} {severity}" + ("s" if count != 1 and severity is not Severity.INFO else "")
+        for severity in reversed(Severity)
+        if (count := sum(one.severity == severity for one in findings))
+    ]
+    if not counts:
+        return "no findings"
+    causes = len(headlines(findings))
+    whence = f", from {causes:,} {'cause' if causes == 1 else 'causes'}" if causes < len(findings) else ""
+    return f"findings: {', '.join(counts)}{whence}"
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
