@@ -562,8 +562,8 @@ class Monitor:
     def _see_what_was_forgotten(self) -> None:
         # the run is over, so a host sync costs nothing
         if float(self._recorder.cursor[Cursor.COUNT]):
-            text = "steps were recorded, but none was ended: call advance() once per step, "
-            text += "after optimizer.step()"
+            text = "steps were recorded, but none was ended: call advance() once per step, after "
+            text += "optimizer.step(); with gm.watch, the last of its optimizers must step"
             self._failures.add("advance", text)
         elif self._noted:
             text = "values were noted, but no step was recorded or ended: call optimizer.step() if gm.watch "

@@ -41,16 +41,18 @@ class OptimizerState:
         groups: for each parameter of the roster, its param group, counted over all optimizers; -1 if none of
             them holds it.
         rates: the learning rate of each param group; None if it is on a device, or not a number.
+        owners: the number of the optimizer of each param group.
         rounded_well: for each parameter, whether an update that is too small for its dtype is kept: by a copy
             in a wider dtype that an optimizer holds, by stochastic rounding or by Kahan summation.
 
-    >>> state = OptimizerState((0, 1, -1), (0.1, 0.0), (False,) * 3)
+    >>> state = OptimizerState((0, 1, -1), (0.1, 0.0), (0, 0), (False,) * 3)
     >>> state.held.tolist(), state.is_frozen.tolist()
     ([True, True, False], [False, True, False])
     """
 
     groups: tuple[int, ...]
     rates: tuple[float | None, ...]
+    owners: tuple[int, ...]
     rounded_well: tuple[bool, ...]
 
     @cached_property
@@ -63,6 +65,16 @@ class OptimizerState:
         """Which parameters are in a group whose learning rate is 0, ``(N,) bool``."""
         frozen = [group >= 0 and self.rates[group] == 0.0 for group in self.groups]
         return torch.tensor(frozen, dtype=torch.bool, device="cpu")
+
+    def idle(self, measured: Tensor) -> Tensor:
+        """Return which parameters belong to an optimizer of which none was measured, ``(N,) bool``.
+
+        Several optimizers record a step each for its own parameters, so such an optimizer need not have
+        stepped. With one optimizer, there is no such parameter.
+        """
+        owner = torch.tensor([self.owners[x] if x >= 0 else -1 for x in self.groups], device="cpu")
+        several = len(set(self.owners)) > 1
+        return (owner >= 0) & several & ~torch.isin(owner, owner[measured])
 
     @cached_property
     def keeps_small_updates(self) -> Tensor:

@@ -193,6 +193,8 @@ class NoGradientFlow(WholeRule):
             for since in self.since[lasting & which].unique().tolist():
                 places = (lasting & which & (self.since == since)).nonzero().flatten().tolist()
                 text = f"no gradient flows to {modules_text(names, places)}, since step {int(since)}"
+                if known is not None and known.idle(measured)[places].all():
+                    text += ", or their optimizer does not step"
                 found.append(self._finding(record, int(since), places, text, CONNECT, severity))
         watched = "watched " if driver_of(record) == "watch" else ""
         for which, state, advice in (

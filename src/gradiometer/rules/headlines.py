@@ -157,7 +157,7 @@ def headlines(findings: Iterable[Finding]) -> list[Headline]:
     for group in groups:
         rule = group[0].rule
         places = sorted({place for cause in live if rule in _follows(cause) for place in live[cause]})
-        alone = []
+        alone: list[Finding] = []
         for finding in group:
             # the last of several causes is the nearest
             found = (place for place in reversed(places) if _explains(causes[place][0], finding))

@@ -40,8 +40,8 @@ WINDOW: Final = 50
 TOO_FAST: Final = "lower the learning rate, at least for this layer, or lengthen its warm-up"
 ADJUST: Final = "give the two groups separate learning rates, or weight their losses differently"
 TOO_SLOW: Final = (
-    "if the learning rate is not meant to be this low here, raise it; in bf16, such small updates may be "
-    "lost in rounding"
+    "if the learning rate is not meant to be this low here, raise it; in bf16 without float32 master "
+    "weights, such small updates may be lost in rounding"
 )
 
 
