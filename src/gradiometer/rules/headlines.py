@@ -31,6 +31,8 @@ _DIVERGED: Final = _SPIKES | {
 }  # fmt: skip
 _QUIET: Final = frozenset({"dead", "dead_units", "vanishing", "imbalance", "not_updated", "stuck"})
 _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
+# causes of updates that are too small
+_STOPS: Final = frozenset({"nonfinite", "no_gradients", "stuck"})
 # what a learning rate of 0 explains, instead of what too large a rate does
 _NOT_LEARNING: Final = frozenset({"not_updated", "stuck", "update_ratio"})
 # rule of a cause -> rules of the findings that it explains
@@ -122,14 +124,14 @@ class Headline:
         return f"{text}; {first.message}"
 
     def __str__(self) -> str:
-        """Return one line: ``warning  step 120: lr was 1 ... (explains 4 more findings)``."""
+        """Return one line: ``warning  step 120: lr was 1 ... (explains 4 other findings)``."""
         steps = f"step {self.first_step}"
         if self.last_step != self.first_step:
             steps += f" to {self.last_step}"
         text = f"{self.severity!s:7}  {steps}: {self.message}"
         if self.explained:
             count = len(self.explained)
-            text += f" (explains {count} later {'finding' if count == 1 else 'findings'})"
+            text += f" (explains {count} other {'finding' if count == 1 else 'findings'})"
         return printable(text)
 
 
@@ -147,7 +149,7 @@ def headlines(findings: Iterable[Finding]) -> list[Headline]:
     ...     return Finding(rule, Severity.WARNING, step, step, None, None, 1.0, 0.5, message, "")
     >>> spike, jump = finding("loss_spike", 121, "loss 9"), finding("learning_rate", 120, "lr was 1")
     >>> [str(headline) for headline in headlines([spike, jump])]
-    ['warning  step 120: lr was 1 (explains 1 later finding)']
+    ['warning  step 120: lr was 1 (explains 1 other finding)']
     """
     groups = _grouped(findings)
     groups.sort(key=lambda group: (min(one.first_step for one in group), _rank(group[0].rule)))
@@ -224,8 +226,12 @@ def _explains(cause: Sequence[Finding], finding: Finding) -> bool:
     last = max(one.last_step for one in cause)
     if not first <= finding.first_step <= last + _AFTER:
         return False
+    is_0 = rule == "learning_rate" and cause[0].value == 0.0
+    # updates that are too small are no sign of divergence
+    if finding.rule == "update_ratio" and finding.value < finding.threshold and not (is_0 or rule in _STOPS):
+        return False
     if rule == "learning_rate":
-        return finding.rule in (_NOT_LEARNING if cause[0].value == 0.0 else _DIVERGED)
+        return finding.rule in (_NOT_LEARNING if is_0 else _DIVERGED)
     if rule == "update_ratio" and cause[0].value < cause[0].threshold:
         return False
     if finding.rule in _SET_UP and finding.severity < Severity.WARNING and rule != "collapsing_router":
