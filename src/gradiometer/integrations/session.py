@@ -111,8 +111,9 @@ class Session:
             self.monitor.skips = scaler is not None
             self.monitor.logger = self._logger
             # without wrappers such as Accelerate's
-            known = [getattr(each, "optimizer", each) for each in optimizers]
-            self.monitor.set_driver(Driver("trainer", tuple([x for x in known if isinstance(x, Optimizer)])))
+            known = tuple([getattr(each, "optimizer", each) for each in optimizers])
+            is_known = all([isinstance(each, Optimizer) for each in known])
+            self.monitor.set_driver(Driver("trainer", known if is_known else ()))
             self.running = True
         except (ValueError, ImportError):
             raise  # an invalid option: stop before training begins

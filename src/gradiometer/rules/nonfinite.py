@@ -21,7 +21,8 @@ __all__ = ["NonFinite"]
 ADVICE: Final = {
     "grads": "{skip}look for a division by 0, log(0), sqrt(0) or an fp16 "
     "overflow in the backward of this layer",
-    "weights": "go back to a checkpoint before this step, and skip steps whose gradients are not finite{how}",
+    "weights": "go back to a checkpoint before this step, or look at how the weights were initialized or "
+    "loaded; skip steps whose gradients are not finite{how}",
     "activations": "look at what this layer computes, and at its inputs: log(0), a division by 0, an "
     "overflow; a mask of -inf is no fault: tap the values before it",
     "activation_grads": "{skip}look for a division by 0, log(0), sqrt(0) or "

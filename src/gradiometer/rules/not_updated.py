@@ -9,7 +9,7 @@ import torch
 
 from gradiometer.rules.base import WholeRule, driver_of, modules_text, optimizers_of
 from gradiometer.rules.finding import Finding, Severity
-from gradiometer.rules.optimizer import learning_rates
+from gradiometer.rules.optimizer import RATE_OF_GROUP, learning_rates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,10 +33,6 @@ ROUNDED: Final = (
 SMALL_UPDATES: Final = (
     "compare the gradients with the weights: raise the learning rate or the scale of the loss, or lower the "
     "eps of the optimizer; look for code that writes the weights after optimizer.step()"
-)
-RATE_OF_GROUP: Final = (
-    "if these parameters are meant to learn, set the learning rate of their param group; if not, "
-    "requires_grad_(False) saves their gradients"
 )
 WRITE_BACK: Final = (
     "if the optimizer has master weights, write them to the parameters after each optimizer.step(); if that "
@@ -159,6 +155,8 @@ class NotUpdated(WholeRule):
             rates = [known.rates[known.groups[place]] for place in small.nonzero().flatten().tolist()]
             rate = ", its learning rate is 0" if None in rates else ""
             text = "the optimizer holds them, but its updates are smaller than the rounding of "
+            if driver_of(record) == "loop":
+                text = f"optimizer.step() is not called, or {text}"
             text += f"{self._dtypes(record, small)}{rate}, or other code writes the weights"
             advice = small_updates_advice(self._dtypes(record, small))
             found.append(self._finding(record, small, text, advice))

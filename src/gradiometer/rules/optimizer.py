@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -24,6 +25,10 @@ RESET: Final = "call zero_grad() once in each step, after optimizer.step() or be
 STATE: Final = (
     "look at the optimizer's state, such as a second moment close to 0 or a restored momentum, and at the "
     "gradient of this step; clip the gradients, if you do not yet"
+)
+RATE_OF_GROUP: Final = (
+    "if these parameters are meant to learn, set the learning rate of their param group; if not, "
+    "requires_grad_(False) saves their gradients"
 )
 SCHEDULE: Final = "look at the scheduler: its number of steps, and whether it is stepped once per step"
 
@@ -92,7 +97,7 @@ class Accumulating(WholeRule):
             return []
         first = record.step - self.count + 1
         text = f"gradients add up since step {first}, to {times(growth)} the first in {self.count} steps: "
-        text += "nothing clears them, as if zero_grad() is not called or belongs to another optimizer"
+        text += "zero_grad() is not called, or not for these parameters"
         return [self.finding(record, first, None, growth, 1.0, text, RESET, self.severity)]
 
 
@@ -173,7 +178,8 @@ class LearningRate(BaseRule):
             return [self._finding(record, since, name, 0.0, 0.0, text)]
         # one group of several, from the start: frozen on purpose, or not yet thawed
         text += ", while others do"
-        return [self._finding(record, since, name, 0.0, 0.0, text, min(self.severity, Severity.INFO))]
+        found = self._finding(record, since, name, 0.0, 0.0, text, min(self.severity, Severity.INFO))
+        return [replace(found, advice=RATE_OF_GROUP)]
 
     def _jump(self, record: StepRecord, name: str, rate: float, seen: dict[str, float]) -> list[Finding]:
         seen["zeros"], seen["last"] = 0, rate
@@ -244,7 +250,11 @@ class UpdateSpike(SpikeRule):
         if total > 0.0:
             self.gradients.score(math.log(total), FLOOR)
         squares = by_optimizers(record, record.value("sumsq", "updates"))
-        spike = self.spike(squares, record.scalars.get("lr", 1.0))
+        rate, known = record.scalars.get("lr", 1.0), optimizers_of(record)
+        if rate == 0.0 and known is not None:
+            # that of the first group
+            rate = known.highest_rate or rate
+        spike = self.spike(squares, rate)
         if spike is None:
             return []
         norm, usual, limit, place = spike
