@@ -286,3 +286,20 @@ def test_updates_are_compared_with_the_gradients_of_the_step(tmp_path):
     cosines = [record.total("descent_cosine", "updates") for record in sink.records]
     # float32 weights hold each update up to half an ulp of theirs
     assert cosines[:3] == pytest.approx([1.0] * 3, abs=1e-4)
+
+
+def test_rules_know_the_groups_of_the_trainers_optimizer(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=14)
+    model = trainer.model
+    still = list(model.transformer.h[0].parameters())
+    rest = [p for p in model.parameters() if all(p is not other for other in still)]
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": still, "lr": 0.0}], lr=0.05)
+    trainer.optimizer = optimizer
+    callback = MonitorCallback(trainer, weights=True)
+    trainer.add_callback(callback)
+    trainer.train()
+
+    (found,) = [one for one in callback.monitor.findings if one.rule == "not_updated"]
+    assert str(found.severity) == "info"
+    assert found.message.startswith("transformer.h.0 (")
+    assert found.message.endswith("the learning rate of their param group is 0")

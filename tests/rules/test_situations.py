@@ -369,6 +369,14 @@ class Masters(Bfloat16):
         self.model.zero_grad()
 
 
+class GradientsMovedToMasters(Masters):
+    """No gradient is left at the model's parameters when the optimizer steps."""
+
+    def before_step(self):
+        super().before_step()
+        self.model.zero_grad()
+
+
 class MastersInside(Bfloat16):
     def optimizers(self):
         return [OwnMasters(self.model.parameters(), self.lr)]
@@ -482,6 +490,12 @@ SITUATIONS = [
     (Masters, "watch", {}, "rounding|master"),
     # it cannot know of the master weights, so it has to be right with and without
     (Masters, "monitor", {"stuck": ("warning", "smaller than the rounding")}, r"are lost|; use an optimizer"),
+    (
+        GradientsMovedToMasters,
+        "watch",
+        {"no_gradients": ("warning", "moves them to master weights")},
+        r"record\(\)|is not called",
+    ),
     (MastersInside, "watch", {}, "rounding|master"),
     (MastersInside, "trainer", {}, "rounding|master"),
     (StochasticRounding, "watch", {}, "rounding|master"),
@@ -520,6 +534,17 @@ def test_the_messages_fit_the_situation(loop, how, wanted, never):
     assert problems == {rule for rule, (severity, *_) in wanted.items() if severity != "info"}, list(
         told.values()
     )
+
+
+@pytest.mark.parametrize(
+    ("loop", "says"),
+    [(GradientsMovedToMasters, "moved to the master weights"), (TakenAway, "steps in the backward")],
+)
+def test_without_weights_the_message_names_what_else_may_take_the_gradients(loop, says):
+    (found,) = loop(weights=False, updates=False).watch().findings
+    assert found.rule == "no_gradients"
+    assert says in found.message
+    assert "another model" not in found.message
 
 
 def test_adapters_that_start_at_0_do_not_explain_that_the_base_is_frozen():

@@ -28,6 +28,10 @@ CALL_ORDER: Final = {
     "trainer": "look for .detach(), .item() or torch.no_grad() between the model and the loss; with manual "
     "optimization, clear the gradients after optimizer.step() or before the backward",
 }
+KEEP: Final = (
+    "keep the gradients of the model's parameters until optimizer.step(), or watch the master weights by "
+    "name: gm.watch([(name, copy), ...], optimizer)"
+)
 CUT: Final = "look for .detach(), .item() or torch.no_grad() between it and the loss"
 WATCH: Final = {
     "loop": "create the Monitor with the model whose output the loss is computed from",
@@ -56,7 +60,7 @@ CONNECT: Final = (
     "that forward() does not call; freeze layers that are not meant to learn, such as a target network or a "
     "teacher, with requires_grad_(False)"
 )
-THAW: Final = "if they are meant to learn, call requires_grad_(True) on them before creating the optimizer"
+THAW: Final = "if they are meant to learn, call requires_grad_(True) on them, and pass them to the optimizer"
 HOLD: Final = "if they are meant to learn, pass them to an optimizer, and connect them to the loss"
 
 
@@ -123,12 +127,16 @@ class NoGradients(WholeRule):
             return f"{what}: {_ZERO}, or {cleared}", order
         if driver == "trainer":
             return f"{what}: the loss does not depend on the parameters, or {cleared}", order
-        text = f"{what}: backward() is not called before it, or {cleared}"
-        if model is not None and model.reached:
-            return text, order
+        causes = ["backward() is not called before it", cleared]
+        known = optimizers_of(record)
+        if known is not None and known.keeps_small_updates.any() and not known.held.any():
+            return f"{what}: {causes[0]}, or the gradients are moved to the master weights", KEEP
+        # without weights it is not known whether something else trains the model
+        causes += [] if knows_updates else [_TAKEN]
+        if model is None or not model.reached:
+            causes, order = [*causes, "another model is trained"], f"{order}; {watch}"
         still = ", and no weight changes" if knows_updates else ""
-        text = f"{what}{still}: backward() is not called before it, {cleared}, or another model is trained"
-        return text, f"{order}; {watch}"
+        return f"{what}{still}: {', '.join(causes[:-1])}, or {causes[-1]}", order
 
 
 class NoGradientFlow(WholeRule):
