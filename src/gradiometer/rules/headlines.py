@@ -71,7 +71,7 @@ _WHOLE: Final = frozenset({"learning_rate", "nonfinite", "loss_spike", "norm_spi
 _TOGETHER: Final = 5
 # steps after the last sighting of a cause in which findings may follow from it
 _AFTER: Final = 100
-# causes of one rule that are looked at
+# causes of one rule that are looked at, and findings of one cause
 _LIVE: Final = 64
 
 
@@ -251,7 +251,9 @@ def _is_connected(cause: Sequence[Finding], finding: Finding) -> bool:
         return True
     if any(one.tensor is None or rule in _WHOLE for one in cause):
         return True
-    return finding.tensor is not None and any(_leads_to(str(one.tensor), finding.tensor) for one in cause)
+    # a rule names a few tensors at once
+    some = cause[:_LIVE]
+    return finding.tensor is not None and any(_leads_to(str(one.tensor), finding.tensor) for one in some)
 
 
 def _leads_to(cause: str, effect: str) -> bool:
