@@ -319,3 +319,20 @@ def test_after_the_training_nothing_of_the_monitor_is_left(tmp_path):
     del trainer, callback
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
+
+
+def test_rules_know_the_groups_of_the_trainers_optimizer(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=14)
+    model = trainer.model
+    still = list(model.transformer.h[0].parameters())
+    rest = [p for p in model.parameters() if all(p is not other for other in still)]
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": still, "lr": 0.0}], lr=0.05)
+    trainer.optimizer = optimizer
+    callback = MonitorCallback(trainer, weights=True)
+    trainer.add_callback(callback)
+    trainer.train()
+
+    (found,) = [one for one in callback.monitor.findings if one.rule == "not_updated"]
+    assert str(found.severity) == "info"
+    assert found.message.startswith("transformer.h.0 (")
+    assert found.message.endswith("the learning rate of their param group is 0")

@@ -332,3 +332,39 @@ def test_after_the_training_nothing_of_the_monitor_is_left(tmp_path):
     del callback
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
+
+
+def test_rules_know_the_groups_of_the_trainers_optimizers(tmp_path):
+    def configure_optimizers(self):
+        parts = [{"params": self.net[0].parameters()}, {"params": [self.net[2].weight], "lr": 0.0}]
+        return torch.optim.SGD(parts, lr=0.01)
+
+    callback = MonitorCallback(weights=True)
+    fit(make_module(configure_optimizers=configure_optimizers), tmp_path, [callback], max_steps=14)
+
+    # the bias is in no group, and a single number
+    (found,) = [one for one in callback.monitor.findings if one.rule == "not_updated"]
+    assert str(found.severity) == "info"
+    assert found.message.startswith("net.2.weight: ")
+    assert found.message.endswith("the learning rate of their param group is 0")
+
+
+def test_without_gradients_the_message_is_about_the_trainer(tmp_path):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.net(batch[0].detach()).sum() * 0 + self.other.sum())
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    module = make_module(
+        training_step=training_step, configure_optimizers=lambda self: torch.optim.SGD([self.other], lr=0.1)
+    )
+    module.automatic_optimization = False
+    module.other = nn.Parameter(torch.zeros(()))
+    module.net.requires_grad_(False)
+    module.other.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    callback = MonitorCallback()
+    fit(module, tmp_path, [callback], max_steps=8)
+
+    (found,) = [one for one in callback.monitor.findings if one.rule == "no_gradients"]
+    assert found.message.startswith("the trainer's optimizer finds no gradient since step 0")
+    assert "record()" not in found.message + found.advice

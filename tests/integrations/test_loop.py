@@ -354,8 +354,50 @@ def test_what_is_not_a_scaler_is_refused():
 
 
 def test_the_optimizer_of_another_model_is_refused():
-    with pytest.raises(ValueError, match=r"this SGD has none of the model's parameters.*pass its own"):
+    says = (
+        r"this SGD holds none of the watched model's parameters, but 4 other tensors, the first of shape "
+        r"\(8, 4\) float32: watch the model that it updates, .*watch these by name.*or use gm.Monitor"
+    )
+    with pytest.raises(ValueError, match=says) as raised:
         gm.watch(model_of(), torch.optim.SGD(model_of().parameters()))
+    assert "does not train" not in str(raised.value)
+
+
+def test_an_optimizer_of_master_weights_is_watched_with_the_gradients_of_the_model():
+    model, sink, norms = model_of().bfloat16(), Sink(), []
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    # in another order, and in two groups
+    optimizer = torch.optim.AdamW([{"params": masters[1::2]}, {"params": masters[::2]}], lr=0.1)
+    with gm.watch(model, optimizer, rules=(), sinks=[sink]) as monitor:
+        for step in range(3):
+            x, y = batch(step)
+            LOSS(model(x.bfloat16()), y.bfloat16()).backward()
+            norms.append(norm(model.parameters()))
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = parameter.grad.float()
+            optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
+            model.zero_grad()
+
+    assert (monitor.failures, sink.steps) == ({}, [0, 1, 2])
+    assert sink.totals == pytest.approx(norms)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda model: [p.detach().bfloat16() for p in model.parameters()],
+        lambda model: [torch.cat([p.detach().double().flatten() for p in model.parameters()])],
+        lambda model: [p.detach().double() for p in [*model.parameters(), *model.parameters()]],
+    ],
+    ids=["narrower", "flat", "too many"],
+)
+def test_tensors_that_cannot_be_master_weights_are_refused(held):
+    model = model_of()
+    with pytest.raises(ValueError, match="holds none of the watched model's parameters"):
+        gm.watch(model, torch.optim.SGD([p.requires_grad_() for p in held(model)]))
 
 
 def test_a_refused_option_leaves_the_optimizer_alone():

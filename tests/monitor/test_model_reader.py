@@ -6,11 +6,13 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import gradiometer as gm
 from gradiometer.monitor import model_reader
 from gradiometer.monitor.model_reader import ModelReader
+from gradiometer.recorder import Driver
 
 
 class Tied(nn.Module):
@@ -106,6 +108,61 @@ def test_a_gradient_is_not_kept_alive():
     del grad
     assert alive() is None
     assert reader.read(None, afresh=False).grad_writes == 0
+
+
+def test_a_loss_under_a_reentrant_checkpoint_may_depend_on_the_model():
+    model, x = nn.Linear(2, 1), torch.ones(1, 2, requires_grad=True)
+    loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True).sum()
+    # the graph inside is built in the backward
+    assert reader_of(model).read(loss, afresh=True).reached is None
+    other = torch.utils.checkpoint.checkpoint(nn.Linear(2, 1), x, use_reentrant=False).sum()
+    assert reader_of(model).read(other, afresh=True).reached is False
+
+
+def test_a_model_that_gets_no_gradient_is_not_trained_in_evaluation_mode():
+    student, teacher = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5)), nn.Sequential(nn.Linear(2, 1))
+    teacher.append(nn.Dropout(0.5)).eval()
+    reader = reader_of({"student": student, "teacher": teacher})
+    student(torch.ones(1, 2)).sum().backward()
+    reader.note()
+    assert reader.read(None, afresh=True).evaluating == ""
+    teacher(torch.ones(1, 2)).sum().backward()
+    reader.note()
+    assert reader.read(None, afresh=True).evaluating == "1 Dropout"
+
+
+def test_the_learning_rates_are_those_of_the_update_and_not_of_the_next():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    reader = reader_of(model)
+    assert (reader.read(None, afresh=True).driver, reader.read(None, afresh=True).optimizers) == (
+        "loop",
+        None,
+    )
+    reader.set_driver(Driver("watch", (optimizer,)))
+    reader.note()
+    optimizer.param_groups[0]["lr"] = 0.0
+    state = reader.read(None, afresh=False)
+    assert (state.driver, state.optimizers.rates, state.optimizers.groups) == ("watch", (0.1,), (0, -1))
+    reader.note()
+    changed = reader.read(None, afresh=False)
+    assert changed.optimizers.rates == (0.0,)
+    assert changed.requires_grad is state.requires_grad
+    reader.note()
+    assert reader.read(None, afresh=True) is changed
+
+
+def test_gradients_that_no_optimizer_clears_are_not_counted():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+    reader, found = reader_of(model), []
+    reader.set_driver(Driver("watch", (optimizer,)))
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        found.append(reader.read(None, afresh=False).grad_writes)
+        optimizer.zero_grad()
+    # only the weight's gradient is written again
+    assert found == [0, 0, 0]
 
 
 def test_inputs_that_are_no_modules_have_a_state_too():

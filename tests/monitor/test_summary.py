@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 
@@ -59,6 +60,34 @@ def test_a_warning_is_one_line_when_it_begins_and_the_end_counts_all(caplog):
         "the run ended: 6 steps, 0 of them with tensors; findings: 1 warning, 1 info; "
         "dropped: 0; failures: none"
     )
+
+
+def test_every_count_is_of_the_same_findings(caplog, tmp_path):
+    """One cause with two findings that follow from it, and one alone: four findings of three causes."""
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("typer")
+    from gradiometer.cli import ls, watch
+    from gradiometer.web import data
+
+    found = [sighting(1, "jump", rule="learning_rate"), sighting(1, "alone", severity=Severity.INFO)]
+    found += [sighting(1, f"spike of {rule}", rule=rule) for rule in ("loss_spike", "norm_spike")]
+    path = tmp_path / "run"
+    monitor = run({1: found}, run_dir=path)
+    told = "findings: 3 warnings, 1 info, from 2 causes"
+    assert told in str(monitor.summary())
+    assert told in monitor._repr_html_()
+    assert f"{told}; dropped" in lines(caplog)[-1]
+    assert repr(monitor) == f"<Monitor: step 6, 2 tensors, {told}>"
+    seen = watch.look(gm.read_run(path))
+    assert f"{told}; the first: jump" in watch._line(seen)
+    screen = io.StringIO()
+    pytest.importorskip("rich.console").Console(file=screen, width=80).print(watch.render(seen, 80, 24))
+    assert told in screen.getvalue()
+    (listed,) = ls.look(tmp_path)
+    assert listed.findings == 3
+    values = data.page_of(gm.read_run(path)).values
+    assert len(values["findings"]) + values["more_findings"] == 4
+    assert sum(one["under"] is None for one in values["findings"]) == 2
 
 
 def test_a_finding_that_becomes_a_warning_is_logged_then(caplog):

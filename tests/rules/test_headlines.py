@@ -42,7 +42,7 @@ def test_a_diverged_run_has_its_cause_first_and_few_headlines():
     assert headline.findings == (cause,)
     assert len(headline.explained) == len(found)
     assert headline.severity == Severity.ERROR
-    assert str(headline) == ("error    step 120: learning_rate of None at 120 (explains 22 later findings)")
+    assert str(headline) == ("error    step 120: learning_rate of None at 120 (explains 22 other findings)")
     # without the cause, the loss is the first to leave its course
     assert [one.rule for one in headlines(found)] == ["loss_spike"]
 
@@ -77,6 +77,79 @@ def test_findings_long_after_a_cause_and_those_of_custom_rules_stand_alone():
     assert [one.rule for one in headlines([spike, finding("mine", 50), finding("mine", 51)])] == [
         *("loss_spike", "mine", "mine")
     ]
+
+
+# cause, effect, and whether the cause explains it
+INFO, WARNING = Severity.INFO, Severity.WARNING
+PAIRS = [
+    # a weight that starts at 0 and a frozen layer have nothing to do with one another, in one module or not
+    (("initialization", "l.0.b.weight", INFO), ("no_gradient_flow", "l.0.base.weight", INFO), False),
+    (("initialization", "l.0.b.weight", INFO), ("no_gradient_flow", "head.weight", WARNING), False),
+    # what is only worth knowing of one tensor explains nothing elsewhere
+    (("initialization", "l.0.b.weight", INFO), ("exploding", "head.weight", INFO), False),
+    (("initialization", "l.0.b.weight", INFO), ("update_ratio", "l.0.b.weight", INFO), True),
+    # a layer that is far too large upsets the whole model
+    (("initialization", "l.0.b.weight", WARNING), ("exploding", "head.weight", WARNING), True),
+    # a gradient that stops in one layer is missing before it, not behind it or in another branch
+    (("dead", "body.4.weight", WARNING), ("vanishing", "body.2.weight", WARNING), True),
+    (("dead", "body.4.weight", WARNING), ("vanishing", "body.6.weight", WARNING), False),
+    (("dead_units", "conv2.out", WARNING), ("dead", "conv1.weight", WARNING), True),
+    (("dead_units", "conv2.out", WARNING), ("dead", "conv2.weight", WARNING), True),
+    (("dead_units", "encoder.out", WARNING), ("dead", "decoder.weight", WARNING), False),
+    (("dead", "encoder.3.mlp.up.weight", WARNING), ("vanishing", "encoder.3.attn.q.weight", WARNING), True),
+    (("dead", "policy.weight", WARNING), ("vanishing", "value.weight", WARNING), False),
+    (("no_gradient_flow", "encoder.weight", INFO), ("dead", "head.weight", INFO), False),
+    (("stuck", "encoder.weight", WARNING), ("update_ratio", "encoder.weight", INFO), True),
+    (("stuck", "encoder.weight", WARNING), ("update_ratio", "head.weight", INFO), False),
+    (("not_updated", "a.weight", INFO), ("accumulating", None, WARNING), False),
+    # experts without tokens get no gradient; other frozen parts are not the router's fault
+    (("collapsing_router", "moe.expert_load", WARNING), ("no_gradient_flow", "moe.experts.1.w", INFO), True),
+    (("collapsing_router", "moe.expert_load", WARNING), ("no_gradient_flow", "embed.weight", INFO), False),
+    # a NaN is no reason for a part that is detached from the first step on
+    (("nonfinite", "head.weight", WARNING), ("no_gradient_flow", "encoder.weight", WARNING), False),
+    (("nonfinite", "head.weight", WARNING), ("dead", "encoder.weight", WARNING), True),
+]
+
+
+@pytest.mark.parametrize(
+    ("cause", "effect", "explains"), PAIRS, ids=[f"{a[0]}-{b[0]}-{i}" for i, (a, b, _) in enumerate(PAIRS)]
+)
+def test_a_finding_that_begins_with_another_is_explained_only_if_it_follows_from_it(cause, effect, explains):
+    # both begin in step 10, or the effect in the next, if it is otherwise taken for the cause
+    steps = 10, 10 + (cause[0] in {"dead", "collapsing_router"})
+    pairs = zip((cause, effect), steps, strict=True)
+    found = [finding(rule, step, tensor, severity=severity) for (rule, tensor, severity), step in pairs]
+    first, *others = headlines(found)
+    if explains:
+        assert (first.findings, first.explained, others) == ((found[0],), (found[1],), [])
+    else:
+        assert {one.rule for one in (first, *others)} == {cause[0], effect[0]}
+        assert not first.explained
+
+
+def test_of_findings_that_began_together_a_cause_explains_those_that_are_related():
+    dead = finding("dead", 10, "body.4.weight", last=20)
+    before, behind = finding("vanishing", 12, "body.2.weight"), finding("vanishing", 12, "body.6.weight")
+    first, second = headlines([dead, before, behind])
+    assert (first.findings, first.explained) == ((dead,), (before,))
+    assert (second.findings, second.explained) == ((behind,), ())
+
+
+def test_a_learning_rate_of_0_explains_that_nothing_changes_and_no_spike():
+    zero = finding("learning_rate", 10, kind=None, value=0.0)
+    still, spike = finding("stuck", 12, "w"), finding("loss_spike", 13, kind=None)
+    first, second = headlines([zero, still, spike])
+    assert (first.explained, second.findings) == ((still,), (spike,))
+    jump = finding("learning_rate", 10, kind=None, value=1.0)
+    assert {one.rule: one.explained for one in headlines([jump, still, spike])} == {
+        "learning_rate": (spike,),
+        "stuck": (),
+    }
+
+
+def test_updates_below_their_band_explain_nothing():
+    below = finding("update_ratio", 10, "w", severity=INFO, value=0.1)
+    assert all(not one.explained for one in headlines([below, finding("exploding", 10, "w", severity=INFO)]))
 
 
 RULES = ("loss_spike", "learning_rate", "nonfinite", "dead", "no_gradients", "update_ratio", "mine")

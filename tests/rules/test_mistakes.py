@@ -265,7 +265,7 @@ MISTAKES = [
     (Copied, "untied", 0, "copies, not tied weights"),
     (Untied, "untied", 1, "tied no more"),
     (EvalMode, "eval_mode", 15, "1 BatchNorm1d, 1 Dropout behave as in inference"),
-    (Rounded, "stuck", 0, "lost in the rounding of bfloat16"),
+    (Rounded, "stuck", 0, "smaller than the rounding of bfloat16"),
 ]
 
 
@@ -352,7 +352,9 @@ def test_without_weights_and_without_the_graph_of_the_loss_the_message_names_wha
 
     (found,) = Bare(weights=False, updates=False).go(20)
     assert found.rule == "no_gradients"
-    assert "backward() is not called before it, zero_grad() is, or another model" in found.message
+    for cause in ("backward() is not called", "record() is called after zero_grad()", "another model is"):
+        assert cause in found.message
+    assert "steps in the backward" in found.message
 
 
 def test_a_jump_of_the_learning_rate_explains_what_follows():

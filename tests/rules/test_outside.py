@@ -39,7 +39,7 @@ def replaced(model):
 def train(change=lambda _: None, at=(), *, steps=40, optimizer="sgd", dtype=torch.float32, **options):
     """Train; return the monitor, the records, and the true norm of each update."""
     torch.manual_seed(0)
-    model = nn.ModuleDict({"q": nn.Linear(8, 8), "t": nn.Linear(8, 8).requires_grad_(False)}).to(dtype)
+    model = nn.ModuleDict({"q": nn.Linear(8, 8), "t": nn.Linear(8, 8)}).to(dtype)
     made = OPTIMIZERS[optimizer](model["q"].parameters())
     records, true = [], []
     options.setdefault("rules", [ChangedOutside()])
@@ -98,6 +98,11 @@ def test_a_weight_that_always_changes_between_steps_is_info():
     assert [(x.rule, x.severity, x.tensor) for x in monitor.findings] == [
         ("changed_outside", Severity.INFO, "q.weight")
     ]
+
+
+def test_weights_that_no_optimizer_holds_may_change():
+    monitor, *_ = train(lambda model: model["t"].weight.data.mul_(0.9), {20, 30})
+    assert monitor.findings == []
 
 
 def test_it_explains_what_follows_and_nothing_else_explains_it():

@@ -223,6 +223,7 @@ def test_it_renders(page):
     assert colour(page, 0, 149) != colour(page, 0, 150) != colour(page, 2, 150)
     assert first_names(page, 2) == ["blocks.0.weight", "blocks.0.bias"]
     assert page.locator(".finding").count() == 3
+    assert page.text_content("#findings-title") == "Findings (3)"
     assert [text.split("\n")[0] for text in page.locator(".finding").all_inner_texts()] == [
         "▲ warning",
         "✖ error",

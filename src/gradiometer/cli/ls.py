@@ -116,7 +116,7 @@ def render(folder: Path, found: Sequence[Listed]) -> RenderableType:
     """Return a table of the runs."""
     if not found:
         return tables.text(f"no runs in or below {folder}")
-    table = tables.grid(["run", "state", ">steps", ">age", ">attempts", ">findings", "model", ""])
+    table = tables.grid(["run", "state", ">steps", ">age", ">attempts", ">warnings", "model", ""])
     for x in found:
         age = "" if x.age is None else tables.span(x.age)
         counts = [f"{n:,}" for n in (x.attempts, x.findings)]

@@ -135,7 +135,8 @@ def findings(
             then = ", ".join([f"{rule} at step {step}" for rule, step in steps.items()])
             table.add_row("", text((f"then {then}", "dim")))
     more = 0 if most is None else len(made) - most
-    return [table, *([text((f"… {more} more findings", "dim"))] if more > 0 else [])]
+    left = f"… {more} more {'cause' if more == 1 else 'causes'}"
+    return [table, *([text((left, "dim"))] if more > 0 else [])]
 
 
 def tensors(rows: Sequence[TensorReport], width: int) -> RenderableType:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer.cli import tables
 from gradiometer.extras import require
-from gradiometer.rules import headlines, summarize
+from gradiometer.rules import counts_text, headlines, summarize
 from gradiometer.runs import scalars_of, to_json
 from gradiometer.stats import row_to_dict
 from gradiometer.terminal import printable
@@ -179,7 +179,7 @@ def render(seen: Frame, width: int, height: int) -> RenderableType:
             start = f"{name:10}  {tables.number(value, 5):>10}  "
             lines.append(tables.line(start, (sparkline(curve, width - len(start)), "cyan")))
     said = tables.findings(seen.findings, _FINDINGS, advice=False, width=width)
-    lines += [tables.text(""), *said] if said else []
+    lines += [tables.line(counts_text(seen.findings)), *said] if said else []
     shown = min(len(headlines(seen.findings)), _FINDINGS) - 1 if said else 0
     # minus a gap, a title, a header and the line of the cursor
     room = height - len(lines) - shown - 4
@@ -212,7 +212,7 @@ def _line(seen: Frame) -> str:
     found[1:2] = tables.scalars_text({k: v for k, v in seen.scalars.items() if k == "loss"})
     found += [] if seen.total_norm is None else [f"total norm {tables.number(seen.total_norm, 5)}"]
     first = headlines(seen.findings)[:1]
-    found += [f"{len(seen.findings)} findings, the first: {one.message}" for one in first]
+    found += [f"{counts_text(seen.findings)}; the first: {one.message}" for one in first]
     return "  ".join([*found, *(["closed"] if seen.closed else []), *([seen.fault] if seen.fault else [])])
 
 

@@ -113,7 +113,7 @@ def _tell(findings: list[gm.Finding]) -> None:
         if place == 0:
             print(textwrap.fill(headline.advice, WIDTH, initial_indent=" " * 11, subsequent_indent=" " * 11))
     if len(found) > SHOWN:
-        print(f"  and {len(found) - SHOWN} more findings")
+        print(f"  and {len(found) - SHOWN} more causes")
 
 
 def _train(run: _Run, monitor: gm.Monitor, steps: int, checks: _Checks) -> None:

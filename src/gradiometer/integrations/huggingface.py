@@ -99,7 +99,13 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         resumed = None
         if self._checkpoint is not None and state.global_step:
             resumed = self._load(self._checkpoint / STATE_NAME)
-        self._session.begin(model, scaler=scaler_of(accelerator), step=state.global_step, state=resumed)
+        self._session.begin(
+            model,
+            scaler=scaler_of(accelerator),
+            step=state.global_step,
+            state=resumed,
+            optimizers=[self._trainer.optimizer],
+        )
 
     @while_running
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

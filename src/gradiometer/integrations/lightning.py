@@ -104,7 +104,13 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         step = trainer.global_step // (
             1 if pl_module.automatic_optimization else max(len(trainer.optimizers), 1)
         )
-        self._session.begin(pl_module, scaler=scaler_of(trainer.precision_plugin), step=step, state=resumed)
+        self._session.begin(
+            pl_module,
+            scaler=scaler_of(trainer.precision_plugin),
+            step=step,
+            state=resumed,
+            optimizers=trainer.optimizers,
+        )
 
     @while_running
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

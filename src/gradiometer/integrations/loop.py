@@ -13,6 +13,7 @@ from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.control import inverse_scale, is_still_scaled
 from gradiometer.inputs import tracked_parameters
 from gradiometer.monitor import Monitor, raise_of_handlers
+from gradiometer.recorder import Driver, master_copies
 from gradiometer.stats import collect_grads
 from gradiometer.terminal import one_line
 
@@ -64,6 +65,8 @@ def watch(
     * With a closure, as for LBFGS, the gradients of its last evaluation are recorded.
     * With several optimizers, each records its own parameters, and the last one in the list ends the step,
       with ``lr``, ``lr_1``, …
+    * If the optimizer holds master weights, copies of the parameters in a wider dtype, the gradients of the
+      model's own parameters are recorded: keep them until ``optimizer.step()``.
     * The model and ``optimizer.step`` may be compiled; the monitor breaks the graph of the latter. In a step
       that is one graph, use a `Monitor`.
 
@@ -82,7 +85,8 @@ def watch(
 
     Raises:
         TypeError: for an object that is not an optimizer, or an unknown option.
-        ValueError: for an optimizer without any parameter of the model, and as for `Monitor`.
+        ValueError: for an optimizer that holds neither parameters of the model nor their master weights, and
+            as for `Monitor`.
 
     >>> import torch, gradiometer as gm
     >>> model, losses = torch.nn.Linear(2, 1), []
@@ -114,6 +118,7 @@ def watch(
         "thresholds": options.get("thresholds", DEFAULT_THRESHOLDS),
         "fingerprint": bool(options.get("fingerprint", False)),
     }
+    monitor.set_driver(Driver("watch", tuple(optimizers)))
     loop = _Loop(monitor, optimizers, parts, measured)
     for each in optimizers:
         monitor.call_at_close(each.register_step_pre_hook(loop.before).remove)
@@ -159,20 +164,37 @@ def _optimizers(given: Any) -> list[Optimizer]:
 
 
 def _parts(optimizers: Sequence[Optimizer], names: dict[Tensor, str]) -> list[list[tuple[str, Tensor]]]:
-    """Return the named parameters of each optimizer; those that none has are the last one's."""
+    """Return the named parameters of each optimizer; those that none has are the last one's.
+
+    An optimizer of master weights, which are copies in a wider dtype, has the parameters that they copy.
+    """
     parts, left = [], dict(names)
     for optimizer in optimizers:
-        own = [p for group in optimizer.param_groups for p in group["params"] if p in names]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        own = [p for p in held if p in names]
         if not own:
-            msg = (
-                f"watch: this {type(optimizer).__name__} has none of the model's parameters, so it does not "
-            )
-            raise ValueError(msg + "train the model; pass its own optimizer")
+            own = master_copies(held, left)
+            if len(own) < len(held):
+                raise ValueError(_not_held(optimizer, held))
         parts.append([(names[p], p) for p in own])
         for p in own:
             left.pop(p, None)
     parts[-1] += [(name, p) for p, name in left.items()]
     return parts
+
+
+def _not_held(optimizer: Optimizer, held: Sequence[Tensor]) -> str:
+    """Return the message for an optimizer that holds none of the model's parameters, nor copies of them."""
+    kind = type(optimizer).__name__
+    if not held:
+        return f"watch: this {kind} holds no parameters; add them to it before"
+    first = f"{tuple(held[0].shape)} {str(held[0].dtype).removeprefix('torch.')}"
+    return (
+        f"watch: this {kind} holds none of the watched model's parameters, but {len(held)} other tensors, "
+        f"the first of shape {first}: watch the model that it updates, or create it after the model is moved "
+        "or replaced. If it holds copies of the parameters, such as master weights, watch these by name, "
+        "gm.watch([(name, copy), ...], optimizer), or use gm.Monitor(model) with record() and advance()"
+    )
 
 
 class _Loop:

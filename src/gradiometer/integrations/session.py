@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradiometer import distributed
 from gradiometer.columns import DEFAULT_THRESHOLDS
@@ -16,6 +17,7 @@ from gradiometer.control import inverse_scale
 from gradiometer.distributed import RankError
 from gradiometer.inputs import is_dtensor
 from gradiometer.monitor import Monitor, raise_of_handlers
+from gradiometer.recorder import Driver
 from gradiometer.stats import collect_grads
 from gradiometer.terminal import one_line
 
@@ -85,7 +87,13 @@ class Session:
         self._measured = False
 
     def begin(
-        self, model: nn.Module, *, scaler: GradScaler | None, step: int, state: Mapping[str, Any] | None
+        self,
+        model: nn.Module,
+        *,
+        scaler: GradScaler | None,
+        step: int,
+        state: Mapping[str, Any] | None,
+        optimizers: Iterable[Any] = (),
     ) -> None:
         """Start to watch a model, from this step on, or from the state of an earlier monitor.
 
@@ -103,6 +111,10 @@ class Session:
             self.monitor = Monitor(_measurable(model), **self._options)
             self.monitor.skips = scaler is not None
             self.monitor.logger = self._logger
+            # without wrappers such as Accelerate's
+            known = tuple([getattr(each, "optimizer", each) for each in optimizers])
+            is_known = all([isinstance(each, Optimizer) for each in known])
+            self.monitor.set_driver(Driver("trainer", known if is_known else ()))
             self.running = True
         except (ValueError, ImportError):
             raise  # an invalid option: stop before training begins

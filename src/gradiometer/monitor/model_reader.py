@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from gradiometer.monitor.optimizer_reader import OptimizerReader
 from gradiometer.monitor.parameter_check import modules_of
-from gradiometer.recorder import ModelState
+from gradiometer.recorder import Driver, ModelState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from gradiometer.recorder import Recorder
+    from gradiometer.recorder import OptimizerState, Recorder
 
 __all__ = ["ModelReader"]
 
@@ -23,6 +24,8 @@ __all__ = ["ModelReader"]
 _OFTEN = 8
 # nodes of an autograd graph that are visited at most: some 20 ms
 _NODES = 20_000
+# part of the name of a node that runs a part of the forward again in the backward
+_REENTRANT = "CheckpointFunction"
 # layers whose output depends on the mode
 _MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # noqa: SLF001
 
@@ -49,10 +52,16 @@ class ModelReader:
         self._tied = [pair for prefix, module in self._modules.items() for pair in _tied(prefix, module)]
         self._state = ModelState(())
         self._modes: list[bool] | None = None
-        self._noted: list[bool] | None = None
+        self._noted: tuple[list[bool], OptimizerState | None] | None = None
         self._has_looked = False
         self._reads = 0
         self._gradient: tuple[Callable[[], Tensor | None], int] = (_nothing, 0)
+        self.set_driver(Driver())
+
+    def set_driver(self, driver: Driver) -> None:
+        """Set who calls the monitor, and the optimizers that update the model."""
+        self._driver: str = driver.name
+        self._optimizers = OptimizerReader(driver.optimizers, self._parameters)
 
     def read(self, loss: object, *, afresh: bool, has_loss_scale: bool = False) -> ModelState:
         """Return the state of the model; the same object if nothing has changed.
@@ -64,24 +73,34 @@ class ModelReader:
         """
         self._reads += 1
         afresh = afresh or self._reads % _OFTEN == 0
-        modes, self._noted = self._noted or self._now(), None
-        untied = self._untied()
+        (modes, optimizers), self._noted = self._noted or self._now(self._training()), None
+        if afresh:
+            # the groups of the next step
+            self._optimizers.read(afresh=True)
         old = self._state
-        quick = untied, self._grad_writes(), has_loss_scale
-        if afresh or modes != self._modes or quick != (old.untied, old.grad_writes, old.has_loss_scale):
+        quick = self._untied(), self._grad_writes(optimizers), has_loss_scale, self._driver
+        before = old.untied, old.grad_writes, old.has_loss_scale, old.driver
+        if afresh or modes != self._modes or quick != before:
             self._modes = modes
             requires = tuple([parameter.requires_grad for parameter in self._parameters])
-            state = ModelState(requires, old.reached, self._evaluating(modes), *quick)
+            state = ModelState(requires, old.reached, self._evaluating(modes), *quick, optimizers)
             if state.__dict__ != old.__dict__:
                 self._state = state
+        elif optimizers is not old.optimizers:
+            self._state = replace(old, optimizers=optimizers)
         self.look_at(loss)
         return self._state
 
-    def note_modes(self) -> None:
-        """Note the modes of the models now, rather than in `read`: an evaluation may lie in between."""
-        self._noted = self._now()
+    def note(self) -> None:
+        """Note the modes and the learning rates now, before an update, an evaluation or a scheduler."""
+        # a model without gradients, such as a teacher, is not trained
+        modes = zip(self._training(), self._modules.values(), strict=True)
+        self._noted = self._now([is_training or not _has_gradient(module) for is_training, module in modes])
 
-    def _now(self) -> list[bool]:
+    def _now(self, modes: list[bool]) -> tuple[list[bool], OptimizerState | None]:
+        return modes, self._optimizers.read(afresh=False)
+
+    def _training(self) -> list[bool]:
         return [module.training for module in self._modules.values()]
 
     def look_at(self, loss: object) -> None:
@@ -91,9 +110,10 @@ class ModelReader:
             self._state = replace(self._state, reached=_reaches(loss, self._parameters))
 
     def release(self) -> None:
-        """Forget the model."""
+        """Forget the model and its optimizers."""
         self._modules.clear()
         self._tied.clear()
+        self.set_driver(Driver())
 
     def _evaluating(self, modes: list[bool]) -> str:
         found: Counter[str] = Counter()
@@ -105,8 +125,11 @@ class ModelReader:
                     found.update([type(part).__name__ for part in layers if getattr(part, "p", 1.0) > 0])
         return ", ".join([f"{count} {name}" for name, count in found.items()])
 
-    def _grad_writes(self) -> int:
-        grad = next((p.grad for p in self._parameters if p.grad is not None), None)
+    def _grad_writes(self, optimizers: OptimizerState | None) -> int:
+        # nobody clears the gradients of what no optimizer holds
+        kept = None if optimizers is None else optimizers.groups
+        grads = (p.grad for i, p in enumerate(self._parameters) if kept is None or kept[i] >= 0)
+        grad = next((grad for grad in grads if grad is not None), None)
         known, version = self._gradient
         is_kept = grad is not None and known() is grad
         # not a reference, which would keep its memory
@@ -119,6 +142,10 @@ class ModelReader:
 
 def _nothing() -> None:
     return None
+
+
+def _has_gradient(module: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in module.parameters())
 
 
 class _Owned(NamedTuple):
@@ -144,7 +171,11 @@ def _tied(prefix: str, module: nn.Module) -> Iterable[tuple[_Owned, _Owned]]:
 
 
 def _reaches(loss: Tensor, parameters: Sequence[Tensor]) -> bool | None:
-    """Return whether the autograd graph of a loss leads to any of the parameters; None if it is too large."""
+    """Return whether the autograd graph of a loss leads to any of the parameters.
+
+    None if the graph is too large, or if a part of it is built in the backward only, as under reentrant
+    checkpoints.
+    """
     wanted = {id(parameter) for parameter in parameters}
     seen: set[Any] = {loss.grad_fn}
     nodes: list[Any] = [loss.grad_fn]
@@ -156,6 +187,6 @@ def _reaches(loss: Tensor, parameters: Sequence[Tensor]) -> bool | None:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
-        if len(seen) > _NODES:
+        if len(seen) > _NODES or _REENTRANT in type(node).__name__:
             return None
     return False

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-    from gradiometer.recorder import ModelState, StepRecord
+    from gradiometer.recorder import Driver, ModelState, StepRecord
     from gradiometer.rules import Finding, Rule
     from gradiometer.sinks import Sink
     from gradiometer.stats import Taps, TensorStats
@@ -303,10 +303,17 @@ class Monitor:
         self._is_captured |= is_capturing(self._recorder.ring.device)
         self._is_recorded = True
         try:
-            self._model_reader.note_modes()
+            self._model_reader.note()
             self._recorder.record(stats, inv_scale=inv_scale)
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add("record", error)
+
+    def set_driver(self, driver: Driver) -> None:
+        """Say who calls this monitor, and which optimizers update the model, so that findings fit both.
+
+        `gradiometer.watch` and the callbacks of trainers do this; your own loop need not.
+        """
+        self._try("model", self._model_reader.set_driver, driver)
 
     @property
     def skip_step(self) -> Tensor:
@@ -672,8 +679,8 @@ class Monitor:
     def _see_what_was_forgotten(self) -> None:
         # the run is over, so a host sync costs nothing
         if float(self._recorder.cursor[Cursor.COUNT]):
-            text = "steps were recorded, but none was ended: call advance() once per step, "
-            text += "after optimizer.step()"
+            text = "steps were recorded, but none was ended: call advance() once per step, after "
+            text += "optimizer.step(); with gm.watch, the last of its optimizers must step"
             self._failures.add("advance", text)
         elif self._noted:
             text = "values were noted, but no step was recorded or ended: call optimizer.step() if gm.watch "

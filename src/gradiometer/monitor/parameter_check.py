@@ -81,7 +81,7 @@ class ParameterCheck:
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         verb = "was" if len(names) == 1 else "were"
         text = f"{some} {verb} {what} after the monitor was created, so the monitor is out of date: "
-        text += "create the Monitor after such changes"
+        text += "create it after such changes"
         self._failures.add("parameters", text)
 
 

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from gradiometer.monitor.failures import LOG
-from gradiometer.rules import Severity, headlines
+from gradiometer.rules import Severity, counts_text, headlines
 from gradiometer.terminal import one_line, printable
 
 if TYPE_CHECKING:
@@ -143,22 +143,7 @@ class Summary:
 
     def _more(self) -> list[str]:
         left = len(self._headlines) - len(self._shown())
-        return [f"and {left} more"] if left else []
-
-
-def counts_text(findings: Sequence[Finding]) -> str:
-    """Return the number of headlines of each severity.
-
-    >>> counts_text([])
-    'no findings'
-    """
-    found = headlines(findings)
-    counts = [
-        (f"{count} {severity}" + ("s" if count != 1 and severity is not Severity.INFO else ""))
-        for severity in reversed(Severity)
-        if (count := sum(one.severity == severity for one in found))
-    ]
-    return "findings: " + ", ".join(counts) if counts else "no findings"
+        return [f"and {left} more {'cause' if left == 1 else 'causes'}"] if left else []
 
 
 def _last_text(last: StepRecord | None) -> str:

@@ -4,7 +4,7 @@ Gradients, weights and updates of a model are recorded inside a compiled or capt
 holds them on the host. Nothing here starts a thread, accesses a disk or judges what it records.
 """
 
-from gradiometer.recorder.model_state import ModelState
+from gradiometer.recorder.model_state import Driver, ModelState, OptimizerState, master_copies
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
 from gradiometer.recorder.step_exponents import StepExponents
@@ -14,8 +14,10 @@ from gradiometer.recorder.updates import Updates
 __all__ = [
     "KINDS",
     "TAP_KINDS",
+    "Driver",
     "Kind",
     "ModelState",
+    "OptimizerState",
     "Recorder",
     "Roster",
     "RunInfo",
@@ -24,4 +26,5 @@ __all__ = [
     "Updates",
     "check_integer",
     "label",
+    "master_copies",
 ]

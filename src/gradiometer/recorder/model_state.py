@@ -2,9 +2,90 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
-__all__ = ["ModelState"]
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+__all__ = ["Driver", "ModelState", "OptimizerState", "master_copies"]
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Who calls a monitor, and the optimizers that update the model.
+
+    Attributes:
+        name: ``"loop"`` for `gradiometer.Monitor.record` and `gradiometer.Monitor.advance` in your own loop,
+            ``"watch"`` for the hooks of `gradiometer.watch`, ``"trainer"`` for the callback of a trainer.
+        optimizers: the optimizers; empty if they are not known.
+    """
+
+    name: Literal["loop", "watch", "trainer"] = "loop"
+    optimizers: tuple[Optimizer, ...] = ()
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """Which parameters the known optimizers hold, and with which learning rates.
+
+    Attributes:
+        groups: for each parameter of the roster, its param group, counted over all optimizers; -1 if none of
+            them holds it.
+        rates: the learning rate of each param group; None if it is on a device, or not a number.
+        owners: the number of the optimizer of each param group.
+        rounded_well: for each parameter, whether an update that is too small for its dtype is kept: by a copy
+            in a wider dtype that an optimizer holds, by stochastic rounding or by Kahan summation.
+
+    >>> state = OptimizerState((0, 1, -1), (0.1, 0.0), (0, 0), (False,) * 3)
+    >>> state.held.tolist(), state.is_frozen.tolist()
+    ([True, True, False], [False, True, False])
+    """
+
+    groups: tuple[int, ...]
+    rates: tuple[float | None, ...]
+    owners: tuple[int, ...]
+    rounded_well: tuple[bool, ...]
+
+    @cached_property
+    def held(self) -> Tensor:
+        """Which parameters an optimizer holds, ``(N,) bool``."""
+        return torch.tensor([group >= 0 for group in self.groups], dtype=torch.bool, device="cpu")
+
+    @cached_property
+    def is_frozen(self) -> Tensor:
+        """Which parameters are in a group whose learning rate is 0, ``(N,) bool``."""
+        frozen = [group >= 0 and self.rates[group] == 0.0 for group in self.groups]
+        return torch.tensor(frozen, dtype=torch.bool, device="cpu")
+
+    def idle(self, measured: Tensor) -> Tensor:
+        """Return which parameters belong to an optimizer of which none was measured, ``(N,) bool``.
+
+        Several optimizers record a step each for its own parameters, so such an optimizer need not have
+        stepped. With one optimizer, there is no such parameter.
+        """
+        owner = torch.tensor([self.owners[x] if x >= 0 else -1 for x in self.groups], device="cpu")
+        several = len(set(self.owners)) > 1
+        return (owner >= 0) & several & ~torch.isin(owner, owner[measured])
+
+    @cached_property
+    def keeps_small_updates(self) -> Tensor:
+        """`rounded_well` as a tensor, ``(N,) bool``."""
+        return torch.tensor(self.rounded_well, dtype=torch.bool, device="cpu")
+
+    @property
+    def highest_rate(self) -> float | None:
+        """The highest learning rate; None if one is not known."""
+        known = [rate for rate in self.rates if rate is not None and math.isfinite(rate)]
+        return max(known) if known and len(known) == len(self.rates) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +102,8 @@ class ModelState:
         grad_writes: how often the first gradient was written in place since the end of the step before: once,
             if one ``backward()`` has added to it and nothing has cleared it. 0 if it is another tensor now.
         has_loss_scale: whether gradients have a loss scale: ``record`` was called with ``inv_scale``.
+        driver: the name of the `Driver`.
+        optimizers: what its optimizers hold; None if they are not known.
 
     >>> ModelState((True, False)).evaluating
     ''
@@ -32,3 +115,24 @@ class ModelState:
     untied: tuple[tuple[str, str], ...] = ()
     grad_writes: int = 0
     has_loss_scale: bool = False
+    driver: str = "loop"
+    optimizers: OptimizerState | None = None
+
+
+def master_copies(others: Iterable[Tensor], parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters of which there is a copy among others: of the same shape, and in a wider dtype.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1).bfloat16()
+    >>> len(master_copies([layer.weight.detach().float()], layer.parameters()))
+    1
+    """
+    copies = Counter([(p.shape, p.element_size()) for p in others if p.is_floating_point()])
+    found = []
+    for parameter in parameters:
+        size = parameter.element_size()
+        wider = [key for key, n in copies.items() if n and key[0] == parameter.shape and key[1] > size]
+        if wider and parameter.is_floating_point():
+            found.append(parameter)
+            copies[wider[0]] -= 1
+    return found

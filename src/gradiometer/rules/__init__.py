@@ -11,7 +11,7 @@ from gradiometer.rules.fault import Fault, summarize
 from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import first_nonfinite_text
 from gradiometer.rules.flow import NoGradientFlow, NoGradients
-from gradiometer.rules.headlines import Headline, headlines
+from gradiometer.rules.headlines import Headline, counts_text, headlines
 from gradiometer.rules.history import NormHistory
 from gradiometer.rules.initialization import EvalMode, Initialization, Untied
 from gradiometer.rules.layers import Dead, LayerImbalance
@@ -19,7 +19,8 @@ from gradiometer.rules.ledger import Ledger
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
-from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, UpdateSpike
+from gradiometer.rules.not_updated import NotUpdated
+from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.protocol import Rule
 from gradiometer.rules.ratios import GroupRatio, UpdateRatio
@@ -59,6 +60,7 @@ __all__ = [
     "UpdateSpike",
     "Vanishing",
     "checked",
+    "counts_text",
     "default_rules",
     "first_nonfinite_text",
     "headlines",

@@ -23,8 +23,8 @@ __all__ = ["CollapsingRouter", "DeadUnits", "GrowingLogits"]
 LEAST: Final = 32
 
 REVIVE: Final = (
-    "a ReLU that is 0 for every input has no gradient, so it stays 0: lower the learning rate, look for a "
-    "large negative bias, or use an activation such as GELU or LeakyReLU"
+    "if this is a ReLU, it has no gradient where it is 0 for every input, and may stay 0: lower the learning "
+    "rate, look for a large negative bias, or use an activation such as GELU or LeakyReLU"
 )
 
 
@@ -91,8 +91,8 @@ LOOSENESS: Final = 4.0
 NOTABLE: Final = 0.1
 
 CAP: Final = (
-    "the softmax is nearly one-hot and its gradient vanishes: normalize queries and keys (QK-norm), cap the "
-    "logits, clip the weights of q and k (QK-Clip), or lower the learning rate"
+    "the softmax of such logits can be one-hot, so that its gradient vanishes: normalize queries and keys "
+    "(QK-norm), cap the logits, clip the weights of q and k (QK-Clip), or lower the learning rate"
 )
 
 
@@ -175,8 +175,8 @@ class GrowingLogits(LastingRule):
 TOKENS: Final = 4
 
 BALANCE: Final = (
-    "the other experts learn nothing: add a load-balancing loss or a bias for each expert, a z-loss of the "
-    "router's logits or noise, or lower the router's learning rate"
+    "experts without tokens learn nothing: add or strengthen a load-balancing loss or a bias for each "
+    "expert, a z-loss of the router's logits or noise, or lower the router's learning rate"
 )
 
 

@@ -12,7 +12,8 @@ from gradiometer.rules.layers import Dead, LayerImbalance
 from gradiometer.rules.loss import LossSpike
 from gradiometer.rules.nonfinite import NonFinite
 from gradiometer.rules.norms import Exploding, NormSpike, Vanishing
-from gradiometer.rules.optimizer import Accumulating, LearningRate, NotUpdated, UpdateSpike
+from gradiometer.rules.not_updated import NotUpdated
+from gradiometer.rules.optimizer import Accumulating, LearningRate, UpdateSpike
 from gradiometer.rules.outside import ChangedOutside
 from gradiometer.rules.ratios import UpdateRatio
 from gradiometer.rules.replicas import ReplicaDivergence

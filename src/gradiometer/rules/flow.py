@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.rules.base import WholeRule, modules_text
+from gradiometer.rules.base import WholeRule, driver_of, modules_text, optimizers_of
 from gradiometer.rules.finding import Finding, Severity
 
 if TYPE_CHECKING:
@@ -20,24 +20,56 @@ __all__ = ["NoGradientFlow", "NoGradients"]
 # names of layers that are used only for some inputs
 ROUTED: Final = "expert"
 
-CALL_ORDER: Final = (
-    "in each step call loss.backward(), then monitor.record(), then optimizer.step(), and zero_grad() last "
-    "or first"
+# what the loop has to do, by the name of the driver, see `gradiometer.recorder.Driver`
+CALL_ORDER: Final = {
+    "loop": "in each step call loss.backward(), then monitor.record(), then optimizer.step(), and "
+    "zero_grad() last or first",
+    "watch": "in each step call loss.backward(), then optimizer.step(), and zero_grad() last or first",
+    "trainer": "look for .detach(), .item() or torch.no_grad() between the model and the loss; with manual "
+    "optimization, clear the gradients after optimizer.step() or before the backward",
+}
+KEEP: Final = (
+    "keep the gradients of the model's parameters until optimizer.step(), or watch the master weights by "
+    "name: gm.watch([(name, copy), ...], optimizer)"
 )
-WATCH: Final = "create the Monitor with the model whose output the loss is computed from"
+CUT: Final = "look for .detach(), .item() or torch.no_grad() between it and the loss"
+WATCH: Final = {
+    "loop": "create the Monitor with the model whose output the loss is computed from",
+    "watch": "pass gm.watch the model whose output the loss is computed from, and its optimizer",
+    "trainer": "watch the trainer whose model is trained",
+}
+# the beginning of a message
+_FINDS_NONE: Final = {
+    "loop": "record() finds no gradient",
+    "watch": "optimizer.step() finds no gradient",
+    "trainer": "the trainer's optimizer finds no gradient",
+}
+# what may clear gradients too early, and what makes gradients that are 0
+_CLEARED: Final = {
+    "loop": "record() is called after zero_grad()",
+    "watch": "zero_grad() is called between backward() and optimizer.step()",
+    "trainer": "the gradients are cleared before the optimizer's step",
+}
+_ZERO: Final = "the loss is constant (such as multiplied by 0, or fully masked), the gradients underflow"
+_TAKEN: Final = (
+    "other code takes the gradients, such as an optimizer that steps in the backward or one that moves them "
+    "to master weights"
+)
 CONNECT: Final = (
     "look for .detach(), .item(), torch.no_grad() or NumPy between these layers and the loss, and for layers "
-    "that forward() does not call; freeze layers that are not meant to learn with requires_grad_(False)"
+    "that forward() does not call; freeze layers that are not meant to learn, such as a target network or a "
+    "teacher, with requires_grad_(False)"
 )
-THAW: Final = "if they are meant to learn, call requires_grad_(True) on them before creating the optimizer"
+THAW: Final = "if they are meant to learn, call requires_grad_(True) on them, and pass them to the optimizer"
+HOLD: Final = "if they are meant to learn, pass them to an optimizer, and connect them to the loss"
 
 
 class NoGradients(WholeRule):
     """No gradient at all, or gradients of exactly 0 only, for a while.
 
-    The message names the likely mistake, from what else is known: whether weights change, and whether the
-    loss depends on the model. If gradients were seen before and all of them are now exactly 0, as when a
-    hinge loss has converged, it has severity info.
+    The message names the likely mistakes, from what else is known: who calls the monitor, whether weights
+    change, and whether the loss depends on the model. If gradients were seen before and all of them are now
+    exactly 0, as when a hinge loss has converged, it has severity info.
 
     Args:
         patience: number of recorded steps in a row.
@@ -79,26 +111,32 @@ class NoGradients(WholeRule):
         return [self.finding(record, self.since, None, 0.0, 0.0, message, advice, severity)]
 
     def _cause(self, record: StepRecord, *, are_zero: bool, knows_updates: bool) -> tuple[str, str]:
-        what = "every gradient is exactly 0" if are_zero else "record() finds no gradient"
+        driver, model = driver_of(record), record.model
+        what = "every gradient is exactly 0" if are_zero else _FINDS_NONE[driver]
         what = f"{what} since step {self.since}"
-        reached = None if record.model is None else record.model.reached
+        order, watch, cleared = CALL_ORDER[driver], WATCH[driver], _CLEARED[driver]
+        if model is not None and model.requires_grad and not any(model.requires_grad):
+            return f"{what}: every parameter of the watched model is frozen, requires_grad is False", THAW
         if self.has_changed:
-            return (
-                f"{what}, but the weights change: record() is called after zero_grad(), which must follow it",
-                CALL_ORDER,
-            )
-        if reached is False:
-            return f"{what}: the loss does not depend on the watched model, so another one is trained", WATCH
+            other = "weight decay or momentum alone changes them" if are_zero else _TAKEN
+            return f"{what}, but the weights change: {cleared}, or {other}", order
+        if model is not None and model.reached is False:
+            text = f"{what}: the loss does not depend on the watched model's parameters: another model is "
+            return f"{text}trained, or the graph is cut", f"{watch}; {CUT}"
         if are_zero:
-            text = f"{what}: the loss is multiplied by 0 or constant, or record() is called after zero_grad()"
-            return text, CALL_ORDER
-        if reached:
-            return f"{what}: backward() is not called before it", CALL_ORDER
-        if knows_updates:
-            text = f"{what}, and no weight changes: backward() is not called, or another model is trained"
-            return text, f"{CALL_ORDER}; {WATCH}"
-        text = f"{what}: backward() is not called before it, zero_grad() is, or another model is trained"
-        return text, f"{CALL_ORDER}; {WATCH}"
+            return f"{what}: {_ZERO}, or {cleared}", order
+        if driver == "trainer":
+            return f"{what}: the loss does not depend on the parameters, or {cleared}", order
+        causes = ["backward() is not called before it", cleared]
+        known = optimizers_of(record)
+        if known is not None and known.keeps_small_updates.any() and not known.held.any():
+            return f"{what}: {causes[0]}, or the gradients are moved to the master weights", KEEP
+        # without weights it is not known whether something else trains the model
+        causes += [] if knows_updates else [_TAKEN]
+        if model is None or not model.reached:
+            causes, order = [*causes, "another model is trained"], f"{order}; {watch}"
+        still = ", and no weight changes" if knows_updates else ""
+        return f"{what}{still}: {', '.join(causes[:-1])}, or {causes[-1]}", order
 
 
 class NoGradientFlow(WholeRule):
@@ -107,7 +145,8 @@ class NoGradientFlow(WholeRule):
     The finding names their modules. Parameters that get none from the start, or from some step on, count
     after ``patience`` recorded steps; gradients of exactly 0 are reported by `Dead`. Layers whose names
     contain ``expert`` have severity info, since a step may route nothing to them. Frozen parameters,
-    ``requires_grad=False``, are one finding of severity info.
+    ``requires_grad=False``, are one finding of severity info. With `gradiometer.watch` and trainers, so are
+    parameters that no optimizer holds, such as a target network or a teacher.
 
     Args:
         patience: number of recorded steps in a row.
@@ -150,19 +189,30 @@ class NoGradientFlow(WholeRule):
         if not lasting.any():
             return []
         wanted = torch.tensor(record.model.requires_grad, dtype=torch.bool, device="cpu")
-        names = record.roster.names
+        names, known = record.roster.names, optimizers_of(record)
+        left_out = torch.zeros_like(wanted)
+        if known is not None:
+            # a target network or a teacher, which is not meant to get a gradient
+            left_out = wanted & ~(known.held | known.keeps_small_updates)
+            wanted = wanted & ~left_out
         found = []
         routed = torch.tensor([ROUTED in name for name in names], dtype=torch.bool, device="cpu")
         for which, severity in ((wanted & ~routed, self.severity), (wanted & routed, Severity.INFO)):
             for since in self.since[lasting & which].unique().tolist():
                 places = (lasting & which & (self.since == since)).nonzero().flatten().tolist()
                 text = f"no gradient flows to {modules_text(names, places)}, since step {int(since)}"
+                if known is not None and known.idle(measured)[places].all():
+                    text += ", or their optimizer does not step"
                 found.append(self._finding(record, int(since), places, text, CONNECT, severity))
-        frozen = (lasting & ~wanted).nonzero().flatten().tolist()
-        if frozen:
-            text = f"{modules_text(names, frozen)}: frozen, requires_grad is False"
-            since = int(self.since[frozen].min())
-            found.append(self._finding(record, since, frozen, text, THAW, Severity.INFO))
+        watched = "watched " if driver_of(record) == "watch" else ""
+        for which, state, advice in (
+            (~wanted & ~left_out, "frozen, requires_grad is False", THAW),
+            (left_out, f"no {watched}optimizer holds them, and they get no gradient", HOLD),
+        ):
+            places = (lasting & which).nonzero().flatten().tolist()
+            if places:
+                since, text = int(self.since[places].min()), f"{modules_text(names, places)}: {state}"
+                found.append(self._finding(record, since, places, text, advice, Severity.INFO))
         return found
 
     def _finding(

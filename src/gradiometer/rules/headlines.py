@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.flow import ROUTED
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Headline", "headlines"]
+__all__ = ["Headline", "counts_text", "headlines"]
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
@@ -29,10 +31,14 @@ _DIVERGED: Final = _SPIKES | {
 }  # fmt: skip
 _QUIET: Final = frozenset({"dead", "dead_units", "vanishing", "imbalance", "not_updated", "stuck"})
 _STOPPED: Final = _QUIET | {"no_gradient_flow", "update_ratio"}
+# causes of updates that are too small
+_STOPS: Final = frozenset({"nonfinite", "no_gradients", "stuck"})
+# what a learning rate of 0 explains, instead of what too large a rate does
+_NOT_LEARNING: Final = frozenset({"not_updated", "stuck", "update_ratio"})
 # rule of a cause -> rules of the findings that it explains
 _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
-    "initialization": _DIVERGED | {"no_gradient_flow"},
-    "learning_rate": _DIVERGED | {"not_updated", "stuck"},
+    "initialization": _DIVERGED | {"initialization"},
+    "learning_rate": _DIVERGED | _NOT_LEARNING,
     "changed_outside": _DIVERGED,
     "nonfinite": _DIVERGED | _STOPPED | {"no_gradients"},
     "no_gradients": _STOPPED | {"initialization"},
@@ -40,7 +46,7 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     # an optimizer of other parameters does not clear these gradients either
     "not_updated": frozenset({"accumulating"}),
     # what is not changed by rounding stays as it was, and its ratio is small
-    "stuck": frozenset({"update_ratio", "accumulating"}),
+    "stuck": frozenset({"update_ratio"}),
     "no_gradient_flow": _QUIET,
     "loss_spike": _DIVERGED,
     "norm_spike": _DIVERGED,
@@ -54,11 +60,19 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "dead_units": frozenset({"dead", "vanishing", "imbalance", "not_updated", "stuck"}),
     "dead": frozenset({"vanishing", "imbalance", "no_gradient_flow"}),
 }
+# causes that make the whole model diverge, wherever they are, if they are problems
+_SPREADS: Final = frozenset({"initialization", "exploding", "update_ratio", "growing_logits"})
+# pairs of rules that are related wherever their tensors are
+_ANYWHERE: Final = frozenset({("not_updated", "accumulating"), ("collapsing_router", "collapsing_router")})
+# conditions that a loop or a model has from the start, and that a NaN of the same step does not cause
+_SET_UP: Final = frozenset({"no_gradient_flow", "not_updated"})
+# causes that concern the whole run, even if their findings name a tensor
+_WHOLE: Final = frozenset({"learning_rate", "nonfinite", "loss_spike", "norm_spike", "update_spike"})
 # findings of one rule that begin within so many steps are one headline
 _TOGETHER: Final = 5
 # steps after the last sighting of a cause in which findings may follow from it
 _AFTER: Final = 100
-# causes of one rule that are looked at
+# causes of one rule that are looked at, and findings of one cause
 _LIVE: Final = 64
 
 
@@ -111,14 +125,14 @@ class Headline:
         return f"{text}; {first.message}"
 
     def __str__(self) -> str:
-        """Return one line: ``warning  step 120: lr was 1 ... (explains 4 more findings)``."""
+        """Return one line: ``warning  step 120: lr was 1 ... (explains 4 other findings)``."""
         steps = f"step {self.first_step}"
         if self.last_step != self.first_step:
             steps += f" to {self.last_step}"
         text = f"{self.severity!s:7}  {steps}: {self.message}"
         if self.explained:
             count = len(self.explained)
-            text += f" (explains {count} later {'finding' if count == 1 else 'findings'})"
+            text += f" (explains {count} other {'finding' if count == 1 else 'findings'})"
         return printable(text)
 
 
@@ -127,14 +141,16 @@ def headlines(findings: Iterable[Finding]) -> list[Headline]:
 
     Findings of one rule and kind that begin within 5 steps are one headline. A finding that another rule's
     earlier one explains, such as gradients that explode up to 100 steps after a jump of the learning rate, is
-    attached to that cause. Findings of custom rules explain nothing, and are explained by nothing.
+    attached to that cause. A cause explains findings of certain rules, and unless it concerns the whole run,
+    only those about the same tensors, the modules around them, or modules before them, from the numbers in
+    their names. Findings of custom rules explain nothing, and are explained by nothing.
 
     >>> from gradiometer.rules import Finding, Severity
     >>> def finding(rule, step, message):
     ...     return Finding(rule, Severity.WARNING, step, step, None, None, 1.0, 0.5, message, "")
     >>> spike, jump = finding("loss_spike", 121, "loss 9"), finding("learning_rate", 120, "lr was 1")
     >>> [str(headline) for headline in headlines([spike, jump])]
-    ['warning  step 120: lr was 1 (explains 1 later finding)']
+    ['warning  step 120: lr was 1 (explains 1 other finding)']
     """
     groups = _grouped(findings)
     groups.sort(key=lambda group: (min(one.first_step for one in group), _rank(group[0].rule)))
@@ -143,17 +159,42 @@ def headlines(findings: Iterable[Finding]) -> list[Headline]:
     live: dict[str, deque[int]] = {rule: deque(maxlen=_LIVE) for rule in _EXPLAINS}
     for group in groups:
         rule = group[0].rule
-        places = [place for cause in live if rule in _follows(cause) for place in live[cause]]
-        # the last of several causes is the nearest
-        place = max([place for place in places if _explains(causes[place][0], group)], default=None)
-        if place is not None:
-            causes[place][1].extend(group)
+        places = sorted({place for cause in live if rule in _follows(cause) for place in live[cause]})
+        alone: list[Finding] = []
+        for finding in group:
+            # the last of several causes is the nearest
+            found = (place for place in reversed(places) if _explains(causes[place][0], finding))
+            place = next(found, None)
+            (alone if place is None else causes[place][1]).append(finding)
+        if not alone:
             continue
         if rule in live:
             live[rule].append(len(causes))
-        causes.append((group, []))
-    found = [Headline(tuple(group), tuple(explained)) for group, explained in causes]
-    return sorted(found, key=lambda headline: (headline.severity < Severity.WARNING, headline.first_step))
+        causes.append((alone, []))
+    made = [Headline(tuple(group), tuple(explained)) for group, explained in causes]
+    return sorted(made, key=lambda headline: (headline.severity < Severity.WARNING, headline.first_step))
+
+
+def counts_text(findings: Sequence[Finding]) -> str:
+    """Return the number of findings of each severity, and of their causes if these are fewer.
+
+    >>> counts_text([])
+    'no findings'
+    >>> jump = Finding("learning_rate", Severity.WARNING, 120, 120, None, None, 1.0, 0.5, "lr was 1", "")
+    >>> spike = Finding("loss_spike", Severity.INFO, 121, 121, None, None, 9.0, 0.5, "loss 9", "")
+    >>> counts_text([jump, spike])
+    'findings: 1 warning, 1 info, from 1 cause'
+    """
+    counts = [
+        f"{count:,} {severity}" + ("s" if count != 1 and severity is not Severity.INFO else "")
+        for severity in reversed(Severity)
+        if (count := sum(one.severity == severity for one in findings))
+    ]
+    if not counts:
+        return "no findings"
+    causes = len(headlines(findings))
+    whence = f", from {causes:,} {'cause' if causes == 1 else 'causes'}" if causes < len(findings) else ""
+    return f"findings: {', '.join(counts)}{whence}"
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
@@ -175,16 +216,64 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     return groups
 
 
-def _explains(cause: Sequence[Finding], group: Sequence[Finding]) -> bool:
-    rule, severity = cause[0].rule, max(finding.severity for finding in cause)
+def _explains(cause: Sequence[Finding], finding: Finding) -> bool:
+    rule, severity = cause[0].rule, max(one.severity for one in cause)
+    is_problem = severity >= Severity.WARNING
     # what is only worth knowing explains no problem, unless the learning rate or updates are too large
     too_large = rule in {"learning_rate", "update_ratio"} and cause[0].value > cause[0].threshold
-    if severity < Severity.WARNING and not too_large and group[0].severity > severity:
+    if not is_problem and not too_large and finding.severity > severity:
         return False
-    begun = min(finding.first_step for finding in group)
-    first = min(finding.first_step for finding in cause)
-    last = max(finding.last_step for finding in cause)
-    return first <= begun <= last + _AFTER
+    first = min(one.first_step for one in cause)
+    last = max(one.last_step for one in cause)
+    if not first <= finding.first_step <= last + _AFTER:
+        return False
+    is_0 = rule == "learning_rate" and cause[0].value == 0.0
+    # updates that are too small are no sign of divergence
+    if finding.rule == "update_ratio" and finding.value < finding.threshold and not (is_0 or rule in _STOPS):
+        return False
+    if rule == "learning_rate":
+        return finding.rule in (_NOT_LEARNING if is_0 else _DIVERGED)
+    if rule == "update_ratio" and cause[0].value < cause[0].threshold:
+        return False
+    if finding.rule in _SET_UP and finding.severity < Severity.WARNING and rule != "collapsing_router":
+        # nothing else causes that a part is frozen, or not passed to the optimizer
+        return False
+    if finding.rule in _SET_UP and finding.first_step == first and rule in _WHOLE:
+        return False
+    return _is_connected(cause, finding)
+
+
+def _is_connected(cause: Sequence[Finding], finding: Finding) -> bool:
+    """Return whether one concerns the whole run, or the tensors are those of related modules."""
+    rule = cause[0].rule
+    if (rule, finding.rule) in _ANYWHERE or (rule in _SPREADS and cause[0].severity >= Severity.WARNING):
+        return True
+    if rule == "collapsing_router" and ROUTED in (finding.tensor or ""):
+        return True
+    if any(one.tensor is None or rule in _WHOLE for one in cause):
+        return True
+    # a rule names a few tensors at once
+    some = cause[:_LIVE]
+    return finding.tensor is not None and any(_leads_to(str(one.tensor), finding.tensor) for one in some)
+
+
+def _leads_to(cause: str, effect: str) -> bool:
+    """Return whether the gradient of a tensor comes through the module of another, from their names.
+
+    That is so for tensors of one module or numbered block, for a module and one in it, and for a module with
+    a lower number.
+
+    >>> _leads_to("blocks.3.mlp.w", "blocks.3.attn.w"), _leads_to("body.2.out", "body.1.weight")
+    (True, True)
+    >>> _leads_to("body.1.out", "body.2.weight"), _leads_to("encoder.weight", "head.weight")
+    (False, False)
+    """
+    for one, other in zip(cause.split(".")[:-1], effect.split(".")[:-1], strict=False):
+        numbers = [re.findall(r"\d+", part)[-1:] for part in (one, other)]
+        if one == other and not numbers[0]:
+            continue
+        return all(numbers) and int(numbers[1][0]) <= int(numbers[0][0])
+    return True
 
 
 def _follows(rule: str) -> frozenset[str]:

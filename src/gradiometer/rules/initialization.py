@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from gradiometer.columns import COLUMN_INDEX
-from gradiometer.rules.base import BaseRule, WholeRule, modules_text
+from gradiometer.rules.base import BaseRule, WholeRule, modules_text, optimizers_of
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import is_names
 
@@ -22,20 +22,27 @@ if TYPE_CHECKING:
 
 __all__ = ["EvalMode", "Initialization", "Untied"]
 
-INITIALIZE: Final = "look at how this layer is initialized, and whether it is initialized twice or scaled"
-SYMMETRIC: Final = "initialize it at random: neurons with equal weights get equal gradients and stay equal"
+INITIALIZE: Final = (
+    "look at how this layer is initialized or loaded, and whether it is initialized twice or scaled"
+)
+SYMMETRIC: Final = (
+    "unless it only scales, initialize it at random: neurons with equal weights get equal gradients and stay "
+    "equal"
+)
 ZERO: Final = (
     "if it is not meant to start at 0, initialize it at random; if it is, the layer that follows must not "
     "start at 0 too"
 )
 TIE: Final = (
-    "assign the same Parameter to both modules (head.weight = embedding.weight), after the model has been "
-    "moved, loaded or wrapped; equal values are not enough"
+    "if they are meant to be one weight, assign the same Parameter to both modules (head.weight = "
+    "embedding.weight), after the model has been moved, loaded or wrapped; equal values are not enough"
 )
 TRAIN: Final = "call model.train() before the training steps, and again after each evaluation"
 
 # a weight with less than this many times the usual scale is not too large
 LARGE: Final = 5.0
+# names of tensors that scale elements, which may start with equal values
+_SCALES: Final = re.compile(r"norm|scale|gamma|gain", re.IGNORECASE)
 # names of matrices that are not multiplied with activations, and so have no usual scale
 _LOOKED_UP: Final = re.compile(r"emb|wte|wpe|token|pos", re.IGNORECASE)
 
@@ -46,9 +53,9 @@ class Initialization(WholeRule):
     It looks at tensors of at least two dimensions. The usual scale of a weight is ``1 / sqrt(fan_in)`` (LeCun
     et al. 1998, "Efficient BackProp"; Glorot and Bengio 2010; He et al. 2015, arXiv:1502.01852). A weight is
     too large if its rms is more than ``factor`` times the median of corresponding tensors in other layers, or
-    of all matrices, after division by that scale. A weight whose elements are all equal is reported too. A
-    weight of 0 has severity info, since some layers start at 0; it becomes a warning if it is
-    still 0 after ``patience`` recorded steps, and its gradient is 0 too.
+    of all matrices, after division by that scale. A weight whose elements are all equal is reported too,
+    unless its name is that of a scale. A weight of 0 has severity info, since some layers start at 0; it
+    becomes a warning if it is still 0 after ``patience`` recorded steps, and its gradient is 0 too.
 
     Args:
         factor: the limit of the ratio.
@@ -90,9 +97,9 @@ class Initialization(WholeRule):
             return []
         begun = record.step - self.patience
         text = (
-            f"{modules_text(record.roster.names, places)}: weights are still 0, as at the start: no gradient "
+            f"{modules_text(record.roster.names, places)}: weights are still 0, as at the start, and so are "
         )
-        text += "gets through them"
+        text += "their gradients"
         name = record.roster.names[places[0]]
         return [self.finding(record, begun, name, 0.0, 0.0, text, ZERO, self.severity, "weights")]
 
@@ -105,6 +112,9 @@ class Initialization(WholeRule):
         self.zero = matrix & (squares == 0)
         found = []
         for place in (matrix & ~self.zero).nonzero().flatten().tolist():
+            # scales of channels or heads are no neurons
+            if sum(size > 1 for size in roster.shapes[place]) < 2 or _SCALES.search(roster.names[place]):
+                continue
             if total[place] ** 2 >= squares[place] * numel[place] * (1 - 1e-12):
                 text = (
                     f"all {int(numel[place]):,} weights are equal, {float(total[place] / numel[place]):.3g}"
@@ -162,9 +172,10 @@ class Untied(WholeRule):
 
     A parameter that belonged to two modules when the monitor was created, and to one of them now, is
     reported at once. With ``weights=True``, so are two matrices of one shape whose values are equal
-    in the first recorded step, and no longer later: an assignment of values does not tie weights. Layers that
-    are copies by design are left out: those whose names differ only in numbers, or end alike, as in a teacher
-    and a student.
+    in the first recorded step, and no longer later, while both get gradients: an assignment of values does
+    not tie weights. Layers that are copies by design are left out: those whose names differ only in numbers,
+    or end alike, as in a teacher and a student; and, with `gradiometer.watch` and trainers, those of which no
+    optimizer holds one, such as a target network.
 
     Args:
         severity: the severity of a finding.
@@ -199,7 +210,14 @@ class Untied(WholeRule):
         columns, index = record.columns("weights"), record.roster.index
         if self.count == 1:
             self.pairs = self._copies(record, columns)
+        learns = record.measured()
+        optimizers = optimizers_of(record)
+        if optimizers is not None:
+            learns = learns & (optimizers.held | optimizers.keeps_small_updates)
         for first, second in list(zip(self.pairs[::2], self.pairs[1::2], strict=True)):
+            # a target network, an average of other weights and a frozen copy are meant to part
+            if not (learns[index[first]] and learns[index[second]]):
+                continue
             if bool((columns[index[first]] != columns[index[second]]).any()):
                 place = self.pairs.index(first)
                 del self.pairs[place : place + 2]

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Dead", "LayerImbalance"]
 
 REVIVE: Final = (
-    "no gradient reaches this layer: look for ReLUs that are never active, a branch that is multiplied by 0, "
-    "an expert without tokens; or freeze it with requires_grad_(False)"
+    "look for ReLUs that are never active before or after this layer, inputs that are always 0, a branch "
+    "that is multiplied by 0, an expert without tokens; or freeze it with requires_grad_(False)"
 )
 REBALANCE: Final = (
     "check the initialization and scale of these layers; look for saturated activations between them, and "

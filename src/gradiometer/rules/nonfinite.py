@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.rules.base import BaseRule
+from gradiometer.rules.base import BaseRule, driver_of
 from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import FirstNonfinite, first_nonfinite, first_nonfinite_text
 
@@ -19,13 +19,13 @@ __all__ = ["NonFinite"]
 
 
 ADVICE: Final = {
-    "grads": "skip such steps (monitor.skip_step); look for a division by 0, log(0), sqrt(0) or an fp16 "
+    "grads": "{skip}look for a division by 0, log(0), sqrt(0) or an fp16 "
     "overflow in the backward of this layer",
-    "weights": "go back to a checkpoint before this step, and skip steps whose gradients are not finite "
-    "(monitor.skip_step)",
+    "weights": "go back to a checkpoint before this step, or look at how the weights were initialized or "
+    "loaded; skip steps whose gradients are not finite{how}",
     "activations": "look at what this layer computes, and at its inputs: log(0), a division by 0, an "
     "overflow; a mask of -inf is no fault: tap the values before it",
-    "activation_grads": "skip such steps (monitor.skip_step); look for a division by 0, log(0), sqrt(0) or "
+    "activation_grads": "{skip}look for a division by 0, log(0), sqrt(0) or "
     "an fp16 overflow in the backward of what follows this activation",
     "updates": "the gradients were finite, so look at the optimizer: its eps, its state in half precision, "
     "the learning rate",
@@ -36,6 +36,12 @@ ADVICE: Final = {
     "the weights, and for log(0), an empty mean or an overflow in the forward pass",
 }
 
+# how to skip a step, by the name of the driver, see `gradiometer.recorder.Driver`
+SKIP: Final = {
+    "loop": " (monitor.skip_step)",
+    "watch": " (gm.check_finite before optimizer.step())",
+    "trainer": "",
+}
 LOCATE: Final = "; gm.locate_nonfinite(step, batch) names the operation"
 
 
@@ -107,11 +113,13 @@ class NonFinite(BaseRule):
             elif loss_is_bad:
                 message += f"; the loss is {record.loss_text}"
             count = float(first.n_nan + first.n_inf)
+            how = SKIP[driver_of(record)]
+            advice = advice.format(how=how, skip="" if record.skipped else f"skip such steps{how}; ")
             found = self._finding(first.kind, first.name, count, message, advice + LOCATE)
         else:
             text, advice = f"the loss is {record.loss_text}", ADVICE["loss"]
-            if record.recorded and not record.value("abs_max").any():
-                text += ", though every gradient is 0: it is a mean over nothing"
+            if record.recorded and record.measured().any() and not record.value("abs_max").any():
+                text += ", though every gradient is 0, as for a mean over nothing"
                 advice = ADVICE["nothing"]
             found = self._finding(None, None, math.nan, text, advice + LOCATE)
         found = replace(found, severity=severity, first_step=record.step, last_step=record.step)

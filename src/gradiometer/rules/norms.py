@@ -26,11 +26,11 @@ CONTRAST: Final = 1e4
 FAINT: Final = 1e6
 
 LOWER_LR: Final = (
-    "clip the total norm (gradiometer.clip_grad_norm_), lower the learning rate or lengthen its warm-up; "
-    "look at the batch of this step"
+    "look at the batch of this step; clip the total norm if you do not yet (gradiometer.clip_grad_norm_), "
+    "lower the learning rate or lengthen its warm-up"
 )
 RAISE_THRESHOLD: Final = (
-    "lower the learning rate, clip, or look at the scale of this layer's weights and inputs; if such norms "
+    "look at the scale of this layer's weights and inputs, lower the learning rate, or clip; if such norms "
     "are usual here, as with a summed loss, raise Thresholds(exploding=...)"
 )
 VANISHES: Final = (
@@ -87,7 +87,7 @@ class Exploding(TensorRule):
         # in the very first step there is no past: x is the level itself, so it has not risen
         risen = x > self.norms.level + math.log(RISING)
         major = own | (flagged & risen)
-        threshold = record.thresholds.exploding
+        threshold, settled = record.thresholds.exploding, self.norms.settled
 
         def describe(place: int) -> Sight:
             value = float(norm[place])
@@ -98,7 +98,7 @@ class Exploding(TensorRule):
                 message = f"norm {value:.3g}, {times(value / base)} its usual {base:.3g}"
                 return Sight(value, limit, message, LOWER_LR, severity)
             message = f"norm {value:.3g} is above the threshold {threshold:g}"
-            if not major[place]:
+            if not major[place] and settled[place]:
                 message += ", as usual for it"
             return Sight(value, threshold, message, RAISE_THRESHOLD, severity)
 
@@ -110,7 +110,7 @@ class Vanishing(LastingRule):
 
     The threshold applies only if the total norm is more than 10,000 times the gradient's; from 1,000,000
     times on, a gradient vanishes whatever its threshold. If the total
-    norm itself stays below the threshold for ``patience`` recorded steps, training is assumed to have
+    norm itself stays below the threshold for ``patience`` recorded steps, training may have
     converged; this gives one finding of severity info. The comparison with the history
     subtracts the median decline of all gradients, since a loss that approaches 0 shrinks all of them. `Dead`
     reports gradients of exactly 0. Vectors are left out: the gradients of biases before a norm, and of key
@@ -188,9 +188,11 @@ class Vanishing(LastingRule):
         if self.all_row < self.patience:
             return []
         message = (
-            f"total gradient norm {total:.3g} is below the threshold {threshold:g}: nothing is left to learn"
+            f"total gradient norm {total:.3g} is below the threshold {threshold:g}: training has converged, "
+            "or the gradients are scaled down"
         )
-        advice = "if the loss is still high, check whether it is detached, or scaled by a number close to 0"
+        advice = "if the loss is still high, check whether it is scaled by a number close to 0, and in fp16 "
+        advice += "the loss scale"
         severity = min(self.severity, Severity.INFO)
         step = record.step
         return [Finding(self.name, severity, step, step, "grads", None, total, threshold, message, advice)]

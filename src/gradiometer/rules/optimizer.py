@@ -1,132 +1,41 @@
-"""The optimizer's part of a step: weights that do not change, learning rates, updates, forgotten resets."""
+"""The optimizer's part of a step: learning rates, updates, forgotten resets."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from gradiometer.recorder import label
-from gradiometer.rules.base import BaseRule, SpikeRule, WholeRule, modules_text
+from gradiometer.rules.base import BaseRule, SpikeRule, WholeRule, by_optimizers, optimizers_of
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import FLOOR, SpikeHistory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.recorder import StepRecord
 
-__all__ = ["Accumulating", "LearningRate", "NotUpdated", "UpdateSpike", "learning_rates"]
+__all__ = ["Accumulating", "LearningRate", "UpdateSpike", "learning_rates"]
 
-STEP: Final = (
-    "call optimizer.step() in each step, and create the optimizer with the parameters of this model, after "
-    "they have been moved or replaced"
-)
-ADD: Final = "pass these parameters to the optimizer, or freeze them with requires_grad_(False)"
-ROUNDED: Final = (
-    "keep the weights in float32 (autocast computes in half precision), or use an optimizer with float32 "
-    "master weights or stochastic rounding; a larger learning rate helps, too"
-)
-RESET: Final = "call optimizer.zero_grad() once in each step, after optimizer.step() or before backward()"
+RESET: Final = "call zero_grad() once in each step, after optimizer.step() or before backward()"
 STATE: Final = (
     "look at the optimizer's state, such as a second moment close to 0 or a restored momentum, and at the "
-    "gradient of this step; clip the gradients"
+    "gradient of this step; clip the gradients, if you do not yet"
+)
+RATE_OF_GROUP: Final = (
+    "if these parameters are meant to learn, set the learning rate of their param group; if not, "
+    "requires_grad_(False) saves their gradients"
 )
 SCHEDULE: Final = "look at the scheduler: its number of steps, and whether it is stepped once per step"
 
 _LR: Final = re.compile(r"(?:^|[^a-z])(?:lr|learning_?rate)(?:$|[^a-z])", re.IGNORECASE)
-# share of the total norm below which a gradient's update need not change a weight
-SMALL: Final = 1e-6
 # what the median of the norms and nine of ten norms have grown to, if gradients add up
 GROWN: Final = 1.5
 LEAST_GROWN: Final = 1.3
-# the beginnings of dtypes in which an update of less than a few thousandths of a weight is lost
-SHORT: Final = ("bfloat16", "float16", "float8", "float4")
-
-
-class NotUpdated(WholeRule):
-    """Weights that stay exactly the same although their gradients are not 0.
-
-    It needs a Monitor with ``weights=True`` or ``updates=True``. If this holds for all weights, the
-    optimizer's step is missing; if it holds for some, these are missing from the optimizer. Skipped steps,
-    and steps with a learning rate of 0, which `LearningRate` reports, do not count. With ``updates=True``,
-    `Stuck` reports tensors of 16 bits or less, which may stay the same because of rounding.
-
-    Args:
-        patience: number of recorded steps in a row.
-        severity: the severity of a finding.
-    """
-
-    name = "not_updated"
-    kept = (*WholeRule.kept, "row", "since")
-
-    def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
-        super().__init__(severity)
-        self.patience = patience
-        self.row = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
-        self._counts = torch.zeros(0, dtype=torch.bool, device="cpu")
-
-    def restart(self, size: int) -> None:
-        """Start a new history of ``size`` tensors."""
-        super().restart(size)
-        self.row, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
-
-    def prepare(self, roster: Roster) -> None:
-        """Leave out single numbers, whose updates may be lost in rounding."""
-        self._counts = torch.tensor(
-            [math.prod(shape) > 1 for shape in roster.shapes], dtype=torch.bool, device="cpu"
-        )
-        if "updates" in roster.kinds:
-            short = [dtype.startswith(SHORT) for dtype in roster.dtypes]
-            self._counts &= ~torch.tensor(short, dtype=torch.bool, device="cpu")
-
-    def look(self, record: StepRecord) -> Iterable[Finding]:
-        """Return a finding about the weights that have stayed the same for ``patience`` steps."""
-        moved = self.moved(record)
-        if moved is None or record.skipped or 0.0 in learning_rates(record).values():
-            return []
-        still = self._counts & ~moved
-        if still.any():
-            # an update by a vanishing gradient may be lost in rounding
-            norm = record.value("norm")
-            active = (norm > SMALL * record.total()) & norm.isfinite()
-            if record.model is not None and len(record.model.requires_grad) == len(active):
-                # a parameter that was frozen may still have the gradient of an earlier step
-                active &= torch.tensor(record.model.requires_grad, dtype=torch.bool, device="cpu")
-            still &= active
-        if not still.any():
-            if self.row.any():
-                self.row = torch.zeros_like(self.row)
-            return []
-        self.row = torch.where(active | moved, (self.row + 1.0).mul_(still), self.row)
-        self.since = torch.where(still & (self.row == 1.0), float(record.step), self.since)
-        lasting = still & (self.row >= self.patience)
-        if not lasting.any():
-            return []
-        places = lasting.nonzero().flatten().tolist()
-        names, since = record.roster.names, int(self.since[places].min())
-        dtypes = {record.roster.dtypes[place] for place in places}
-        if all([dtype.startswith(SHORT) for dtype in dtypes]):
-            # the optimizer may have moved them, by less than a rounding error
-            text = f"{modules_text(names, places)}: the weights stay exactly the same since step {since}, "
-            text += "though their gradients are not 0: the updates are lost in the rounding of "
-            text += f"{' and '.join(sorted(dtypes))}, or optimizer.step() leaves these weights out"
-            return [self._finding(record, since, places, text, f"{ROUNDED}; {ADD}")]
-        if not moved.any() and len(places) == int((active & self._counts).sum()):
-            text = f"no weight has changed since step {since}, though gradients are not 0: optimizer.step() "
-            text += "is not called, or the optimizer holds other parameters"
-            rate = "" if learning_rates(record) else ", or its learning rate is 0"
-            return [self._finding(record, since, places, text + rate, STEP)]
-        text = f"{modules_text(names, places)}: the weights stay exactly the same since step {since}, though "
-        text += "their gradients are not 0: the optimizer does not hold these parameters"
-        return [self._finding(record, since, places, text, ADD)]
-
-    def _finding(self, record: StepRecord, since: int, places: list[int], text: str, advice: str) -> Finding:
-        share = len(places) / len(record.roster.names)
-        first = None if share == 1.0 else record.roster.names[places[0]]
-        return self.finding(record, since, first, share, 0.0, text, advice, self.severity, "weights")
 
 
 class Accumulating(WholeRule):
@@ -170,6 +79,10 @@ class Accumulating(WholeRule):
         # other steps in between would hide how the gradients add up
         follows, self.last_step = record.step == self.last_step + 1, record.step
         known = (self.first_norms > 0) & norms.isfinite()
+        optimizers = optimizers_of(record)
+        if optimizers is not None:
+            # nobody needs to clear the gradients of what no optimizer holds
+            known &= optimizers.held
         writes = 0 if record.model is None else record.model.grad_writes
         self.is_exact = self.is_exact and writes == 1
         has_risen = bool(norms[known].norm() > before[known].norm())
@@ -184,7 +97,7 @@ class Accumulating(WholeRule):
             return []
         first = record.step - self.count + 1
         text = f"gradients add up since step {first}, to {times(growth)} the first in {self.count} steps: "
-        text += "zero_grad() is not called"
+        text += "zero_grad() is not called, or not for these parameters"
         return [self.finding(record, first, None, growth, 1.0, text, RESET, self.severity)]
 
 
@@ -193,7 +106,8 @@ class LearningRate(BaseRule):
 
     It reads all scalars given to ``Monitor.advance`` whose names contain ``lr`` or ``learning_rate``. A jump
     is compared with the highest learning rate before, so restarts of a schedule are none. It is a warning
-    if it is by more than ``factor``; by more than 5, it has severity info.
+    if it is by more than ``factor``; by more than 5, it has severity info. So has a rate that is 0 from the
+    start while other parameters have one above 0.
 
     Args:
         factor: the limit of a jump.
@@ -235,29 +149,37 @@ class LearningRate(BaseRule):
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's learning rates with those before."""
         found = []
-        for name, rate in learning_rates(record).items():
+        rates = learning_rates(record)
+        # of other parameters, which still learn
+        others = any(rates.values()) or _other_groups_learn(record)
+        for name, rate in rates.items():
             seen = self.state.setdefault(name, dict(_START))
             if not rate >= 0.0 or rate == math.inf:
                 text = f"{name} is {rate:g}, which is not a learning rate"
                 found.append(self._finding(record, record.step, name, rate, 0.0, text))
             elif rate == 0.0:
-                found += self._zero(record, name, seen)
+                found += self._zero(record, name, seen, others=others)
             else:
                 found += self._jump(record, name, rate, seen)
         return found
 
-    def _zero(self, record: StepRecord, name: str, seen: dict[str, float]) -> list[Finding]:
+    def _zero(self, record: StepRecord, name: str, seen: dict[str, float], *, others: bool) -> list[Finding]:
         if not seen["zeros"]:
             seen["zero_since"] = record.step
         seen["zeros"] += 1
         if seen["zeros"] < self.patience:
             return []
         since, last = int(seen["zero_since"]), seen["last"]
-        usual = f" (before, {last:.3g})" if last else ""
-        text = f"{name} has fallen to 0 at step {since}{usual}: nothing is learned since then"
+        text = f"{name} has fallen to 0 at step {since} (before, {last:.3g})"
         if not last:
-            text = f"{name} is 0 since step {since}: nothing is learned"
-        return [self._finding(record, since, name, 0.0, 0.0, text)]
+            text = f"{name} is 0 since step {since}"
+        text += ": the parameters with this learning rate do not learn"
+        if not others or last:
+            return [self._finding(record, since, name, 0.0, 0.0, text)]
+        # one group of several, from the start: frozen on purpose, or not yet thawed
+        text += ", while others do"
+        found = self._finding(record, since, name, 0.0, 0.0, text, min(self.severity, Severity.INFO))
+        return [replace(found, advice=RATE_OF_GROUP)]
 
     def _jump(self, record: StepRecord, name: str, rate: float, seen: dict[str, float]) -> list[Finding]:
         seen["zeros"], seen["last"] = 0, rate
@@ -321,13 +243,18 @@ class UpdateSpike(SpikeRule):
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's updates with the history."""
+        record = record.of_parameters
         if record.values is None or "updates" not in record.roster.kinds or record.skipped:
             return []
         total, before = record.total("finite_norm"), self.gradients.usual
         if total > 0.0:
             self.gradients.score(math.log(total), FLOOR)
-        squares = record.value("sumsq", "updates")
-        spike = self.spike(squares, record.scalars.get("lr", 1.0))
+        squares = by_optimizers(record, record.value("sumsq", "updates"))
+        rate, known = record.scalars.get("lr", 1.0), optimizers_of(record)
+        if rate == 0.0 and known is not None:
+            # that of the first group
+            rate = known.highest_rate or rate
+        spike = self.spike(squares, rate)
         if spike is None:
             return []
         norm, usual, limit, place = spike
@@ -338,6 +265,12 @@ class UpdateSpike(SpikeRule):
         text += label("updates", record.roster.names[place])
         step = record.step
         return [Finding(self.name, severity, step, step, "updates", None, norm, limit, text, STATE)]
+
+
+def _other_groups_learn(record: StepRecord) -> bool:
+    # scalars have the first group of each optimizer
+    optimizers = optimizers_of(record)
+    return optimizers is not None and any(optimizers.rates)
 
 
 def learning_rates(record: StepRecord) -> dict[str, float]:

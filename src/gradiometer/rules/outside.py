@@ -39,7 +39,8 @@ class ChangedOutside(TensorRule):
     of the change. Both steps have to be recorded.
 
     A finding has ``severity`` if this happens to the tensor in at most a tenth of its steps. Otherwise it has
-    info, since it is a part of the training loop: a target network, an average, weights that are clipped.
+    info, since it is a part of the training loop, such as weights that are clipped. Weights that no known
+    optimizer holds, such as a target network, are left out.
 
     Args:
         most: maximum number of tensors named in a step.
@@ -88,6 +89,10 @@ class ChangedOutside(TensorRule):
         if last_step != record.step - 1:
             return []
         found = (before - last).abs() > ROUNDING * torch.maximum(before, last)
+        optimizers = None if record.model is None else record.model.optimizers
+        if optimizers is not None and len(optimizers.groups) == len(found):
+            # others, such as a target network, have no other way to change
+            found &= optimizers.held
         self.compared = self.compared + (before - last).isfinite()
         if not found.any():
             return []

@@ -9,7 +9,7 @@ import torch
 
 from gradiometer.columns import derived
 from gradiometer.inputs import Named, named_parameters
-from gradiometer.rules.base import MOST, Sight, TensorRule
+from gradiometer.rules.base import MOST, Sight, TensorRule, by_optimizers
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import History
 from gradiometer.stats import TensorStats, group_ratio, grouping
@@ -40,8 +40,8 @@ WINDOW: Final = 50
 TOO_FAST: Final = "lower the learning rate, at least for this layer, or lengthen its warm-up"
 ADJUST: Final = "give the two groups separate learning rates, or weight their losses differently"
 TOO_SLOW: Final = (
-    "if the learning rate is not meant to be this low here, raise it; in bf16, such small updates may be "
-    "lost in rounding"
+    "if the learning rate is not meant to be this low here, raise it; in bf16 without float32 master "
+    "weights, such small updates may be lost in rounding"
 )
 
 
@@ -120,6 +120,7 @@ class UpdateRatio(TensorRule):
         else:
             square = record.value("sumsq", "weights")
             change = self._change(derived.sqrt(square), record.step)
+        change = by_optimizers(record, change)
         x = torch.where(self.wide, (change / square).log_().mul_(0.5), math.nan)
         self.seen = self.seen + x.isfinite()
         self.ratios.score(torch.where(self.seen > SETTLE, x, math.nan))
@@ -171,7 +172,7 @@ class UpdateRatio(TensorRule):
         if self.row < FEW:
             return []
         text = f"all updates together have {ratio:.2g} times the norm of all weights: "
-        text += "the learning rate is too large"
+        text += "the learning rate is too large, or the weights are too small for it"
         step = record.step
         return [
             Finding(self.name, self.severity, self.since, step, "updates", None, ratio, WHOLE, text, TOO_FAST)

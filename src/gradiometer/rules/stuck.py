@@ -1,4 +1,4 @@
-"""Updates that rounding loses: elements that stay the same although their gradients are not 0."""
+"""Updates that are smaller than the rounding: elements that stay the same despite a gradient."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.rules.base import MOST, LastingRule, Sight
+from gradiometer.rules.base import MOST, LastingRule, Sight, optimizers_of
 from gradiometer.rules.finding import Severity
-from gradiometer.rules.optimizer import ADD, ROUNDED, SHORT, SMALL, learning_rates
+from gradiometer.rules.not_updated import ADD, SHORT, SMALL, small_updates_advice
+from gradiometer.rules.optimizer import learning_rates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,8 +41,10 @@ class Stuck(LastingRule):
     finite do not count. While the learning rate is below a tenth of its highest value, findings have
     severity info.
 
-    Stochastic rounding leaves most elements unchanged, too, if updates are a tenth of a rounding step, but
-    loses nothing on average. The rule cannot tell the two apart: leave it out then, or raise ``fraction``.
+    Master weights, which are copies in float32, keep small updates, and stochastic rounding loses nothing on
+    average, though both leave most elements unchanged. With `gradiometer.watch` and trainers, the rule leaves
+    out the parameters of optimizers that are known to use one of these, and those whose learning rate is 0.
+    Otherwise it cannot tell: leave it out then, or raise ``fraction``.
 
     Args:
         fraction: limit of the share of stuck elements.
@@ -87,12 +90,16 @@ class Stuck(LastingRule):
         """Return findings about the tensors that have been stuck for ``patience`` steps."""
         if "updates" not in record.roster.kinds or record.skipped:
             return []
-        rates = learning_rates(record).values()
-        before, self.rate = self.rate, max(rates, default=0.0)
+        rates, optimizers = learning_rates(record).values(), optimizers_of(record)
+        highest = None if optimizers is None else optimizers.highest_rate
+        before, self.rate = self.rate, max(rates, default=0.0) if highest is None else highest
         self.highest = max(self.highest, self.rate)
-        if 0.0 in rates or self.rate > before > 0.0:
+        # other groups than those of the scalars may have another rate
+        if self.rate > before > 0.0 or (self.rate == 0.0 if highest is not None else 0.0 in rates):
             return []
         share, known = stuck_share(record)
+        if optimizers is not None:
+            known &= ~(optimizers.is_frozen | optimizers.keeps_small_updates)
         norm = record.value("norm")
         # an update by a vanishing gradient may be lost in rounding
         known &= self.wide & norm.isfinite() & (norm > SMALL * record.total("finite_norm"))
@@ -108,11 +115,16 @@ class Stuck(LastingRule):
             value, dtype = float(share[place]), record.roster.dtypes[place]
             part = "all" if value == 1.0 else f"{math.floor(100 * value)}%"
             message = f"{part} of the elements whose gradient is not 0 stay the same since step "
-            message += f"{int(self.since[place])}: their updates are lost in the rounding of {dtype}"
-            advice = ROUNDED
-            if not moves[place]:
-                message += ", or optimizer.step() is not called or leaves this tensor out"
-                advice = f"{ROUNDED}; {ADD}"
+            message += f"{int(self.since[place])}: "
+            advice = small_updates_advice(dtype)
+            small = f"their updates are smaller than the rounding of {dtype}"
+            if moves[place] or (optimizers is not None and optimizers.held[place]):
+                message += small
+            elif optimizers is not None:
+                message, advice = f"{message}no optimizer holds this tensor", ADD
+            else:
+                message += f"{small}, or optimizer.step() is not called or leaves this tensor out"
+                advice = f"{advice}; {ADD}"
             severity = self.severity if severe[place] else min(self.severity, Severity.INFO)
             return Sight(value, self.fraction, message, advice, severity)
 

@@ -14,7 +14,8 @@ function drawFindings() {
     else items.at(-1).below.push(button(finding, k));
   });
   const count = (n) => `${whole(n)} more ${n === 1 ? "finding" : "findings"} from this cause`;
-  $("findings-title").textContent = items.length ? `Findings (${whole(items.length)}${page.more_findings ? `, ${whole(page.more_findings)} not shown` : ""})` : "Findings";
+  const total = page.findings.length + page.more_findings, from = items.length < total ? ` from ${whole(items.length)} ${items.length === 1 ? "cause" : "causes"}` : "";
+  $("findings-title").textContent = total ? `Findings (${whole(total)}${from}${page.more_findings ? `, ${whole(page.more_findings)} not shown` : ""})` : "Findings";
   $("findings").replaceChildren(...(items.length
     ? items.map(({ head, below }) => element("li", {}, head, ...(below.length ? [element("details", {}, element("summary", {}, count(below.length)), ...below)] : [])))
     : [element("li", { class: "note" }, "No rule reported a finding in this run.")]));

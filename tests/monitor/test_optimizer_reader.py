@@ -1,0 +1,155 @@
+"""What the host reads of the optimizers: the groups, their learning rates, and copies of the parameters."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from gradiometer.monitor.optimizer_reader import OptimizerReader
+
+
+def read(optimizers, parameters):
+    state = OptimizerReader(optimizers, parameters).read(afresh=True)
+    assert state is not None
+    return state
+
+
+def test_the_groups_of_all_optimizers_are_counted_together():
+    a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    parameters = [*a.parameters(), *b.parameters(), *c.parameters()]
+    first = torch.optim.SGD([{"params": [a.weight], "lr": 0.1}, {"params": [a.bias], "lr": 0.0}])
+    second = torch.optim.SGD(b.parameters(), lr=0.3)
+    state = read([first, second], parameters)
+    assert state.groups == (0, 1, 2, 2, -1, -1)
+    assert (state.rates, state.owners) == ((0.1, 0.0, 0.3), (0, 0, 1))
+    assert state.held.tolist() == [True] * 4 + [False] * 2
+    assert state.is_frozen.tolist() == [False, True] + [False] * 4
+    measured = torch.tensor([True, False] + [False] * 4)
+    assert state.idle(measured).tolist() == [False, False, True, True, False, False]
+    assert not read([second], parameters).idle(~measured).any()
+
+
+def test_a_state_is_the_same_object_until_a_rate_or_a_group_changes():
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([layer.weight], lr=0.1)
+    reader = OptimizerReader([optimizer], list(layer.parameters()))
+    state = reader.read(afresh=True)
+    assert reader.read(afresh=True) is reader.read(afresh=False) is state
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+    changed = reader.read(afresh=False)
+    assert changed.rates == (pytest.approx(0.05),)
+    assert changed.groups is state.groups
+    optimizer.add_param_group({"params": [layer.bias]})
+    assert reader.read(afresh=False).groups == (0, 1)
+
+
+@pytest.mark.parametrize("rate", [None, torch.zeros(2), torch.zeros((), device="meta"), "fast"])
+def test_a_rate_that_is_not_a_number_on_the_host_is_unknown(rate):
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = rate
+    state = read([optimizer], list(layer.parameters()))
+    assert state.rates == (None,)
+    assert state.highest_rate is None
+    assert not state.is_frozen.any()
+
+
+def test_without_optimizers_or_after_one_is_gone_nothing_is_known():
+    layer = nn.Linear(2, 2)
+    parameters = list(layer.parameters())
+    assert OptimizerReader([], parameters).read(afresh=True) is None
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in parameters]
+    reader = OptimizerReader(optimizers, parameters)
+    assert reader.read(afresh=True) is not None
+    del optimizers[1]
+    gc.collect()
+    assert reader.read(afresh=True) is None
+
+
+def half():
+    torch.manual_seed(0)
+    return nn.Linear(4, 4).bfloat16()
+
+
+def masters_in_groups(model):
+    return torch.optim.SGD([p.detach().float() for p in reversed(list(model.parameters()))], lr=0.1)
+
+
+def masters_in_a_list(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.groups_of_masters = [[p.detach().float() for p in model.parameters()]]
+    return optimizer
+
+
+def masters_in_a_mapping(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.copies = {p: p.detach().double() for p in model.parameters()}
+    return optimizer
+
+
+def masters_in_the_state(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        optimizer.state[p]["master_param"] = p.detach().float()
+    return optimizer
+
+
+def stochastic_rounding(model):
+    return torch.optim.SGD([{"params": list(model.parameters()), "bf16_stochastic_round": True}], lr=0.1)
+
+
+def moments_in_a_list(model):
+    """Tensors of the same shapes and a wider dtype, which are not copies."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.moments = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+    return optimizer
+
+
+def moments_in_the_state(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        optimizer.state[p]["exp_avg"] = p.detach().float()
+    return optimizer
+
+
+def copies_in_the_same_dtype(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.before = [p.detach().clone() for p in model.parameters()]
+    return optimizer
+
+
+def own_parameters_in_a_list(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.own = list(model.parameters())
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [masters_in_groups, masters_in_a_list, masters_in_a_mapping, masters_in_the_state, stochastic_rounding],
+)
+def test_what_keeps_small_updates_is_recognized(make):
+    model = half()
+    optimizer = make(model)
+    assert read([optimizer], list(model.parameters())).keeps_small_updates.all()
+
+
+@pytest.mark.parametrize(
+    "make", [moments_in_a_list, moments_in_the_state, copies_in_the_same_dtype, own_parameters_in_a_list]
+)
+def test_what_keeps_no_small_updates_is_not_taken_for_it(make):
+    model = half()
+    optimizer = make(model)
+    assert not read([optimizer], list(model.parameters())).keeps_small_updates.any()
+
+
+def test_master_weights_of_some_parameters_only():
+    model = nn.ModuleList([half(), nn.Linear(4, 4)])
+    masters = [p.detach().float() for p in model[0].parameters()]
+    optimizer = torch.optim.SGD([*masters, *model[1].parameters()], lr=0.1)
+    state = read([optimizer], list(model.parameters()))
+    assert state.groups == (-1, -1, 0, 0)
+    assert state.keeps_small_updates.tolist() == [True, True, False, False]

@@ -1,0 +1,582 @@
+"""In each situation of a training loop, the messages say what is true there, and nothing that cannot be."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 its usual name
+
+import gradiometer as gm
+from gradiometer.integrations.session import Session
+from gradiometer.rules import Severity, headlines
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+STEPS = 25
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+class WithTarget(nn.Module):
+    """A network, and another with the same weights at the start."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.online = nn.Linear(8, 8, **options)
+        self.target = copy.deepcopy(self.online)
+
+    def forward(self, x):
+        return self.online(x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
+        self.head.weight = nn.Parameter(self.embedding.weight.detach().clone())
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.embedding(x.argmax(1))))
+
+
+class Adapted(nn.Module):
+    """Three layers, each frozen but for an adapter that starts at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(3):
+            layer = nn.ModuleDict({"base": nn.Linear(8, 8), "mlp": nn.Linear(8, 8)}).requires_grad_(False)
+            layer["lora_a"], layer["lora_b"] = nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False)
+            nn.init.zeros_(layer["lora_b"].weight)
+            self.layers.append(layer)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer["mlp"](layer["base"](x) + layer["lora_b"](layer["lora_a"](x))))
+        return x
+
+
+class OwnMasters(torch.optim.AdamW):
+    """AdamW on float32 copies of its own; the model's weights are their rounded values."""
+
+    def __init__(self, parameters, lr):
+        parameters = list(parameters)
+        super().__init__(parameters, lr=lr)
+        self.masters = [p.detach().float().clone() for p in parameters]
+        self.inner = torch.optim.AdamW(self.masters, lr=lr)
+
+    def step(self):
+        parameters = self.param_groups[0]["params"]
+        for master, parameter in zip(self.masters, parameters, strict=True):
+            master.grad = parameter.grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, parameters, strict=True):
+                parameter.copy_(master)
+
+
+class Loop:
+    """A training loop, with a hook for each place in which users differ."""
+
+    seed, lr = 0, 0.05
+
+    def __init__(self, **options):
+        torch.manual_seed(self.seed)
+        self.model = self.build()
+        self.options = {"weights": True, "updates": True} | options
+
+    def build(self):
+        return Net()
+
+    def optimizers(self):
+        return [torch.optim.SGD(self.model.parameters(), lr=self.lr)]
+
+    def watched(self):
+        return self.model
+
+    def loss(self, x):
+        return (self.model(x) - x.roll(1, 1)).square().mean()
+
+    def backward(self, loss):
+        loss.backward()
+
+    def before_step(self):
+        pass
+
+    def step(self, optimizers):
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def after_step(self):
+        pass
+
+    def clear(self, optimizers):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    def train(self, record, advance):
+        for self.number in range(STEPS):
+            self.model.train()
+            loss = self.loss(torch.randn(32, 8))
+            self.backward(loss)
+            self.before_step()
+            record(loss)
+            self.step(self.known)
+            self.after_step()
+            self.clear(self.known)
+            advance()
+
+    def watch(self, **options):
+        """Train under `gm.watch`."""
+        self.known = self.optimizers()
+        with gm.watch(self.watched(), self.known, **self.options, **options) as monitor:
+            self.train(lambda loss: monitor.note(loss=loss), lambda: None)
+        return monitor
+
+    def monitor(self):
+        """Train with a `Monitor`, which knows no optimizer."""
+        self.known = self.optimizers()
+        with gm.Monitor(self.watched(), **self.options) as monitor:
+            kept = {}
+
+            def record(loss):
+                kept["loss"] = loss
+                monitor.record()
+
+            self.train(record, lambda: monitor.advance(**kept, lr=self.known[0].param_groups[0]["lr"]))
+        return monitor
+
+    def trainer(self):
+        """Train as the callbacks of trainers do."""
+        self.known = self.optimizers()
+        session = Session("Callback", self.options)
+        session.begin(self.watched(), scaler=None, step=0, state=None, optimizers=self.known)
+
+        def record(loss):
+            session.add_loss(loss)
+            session.record()
+            session.note(lr=self.known[0].param_groups[0]["lr"])
+
+        self.train(record, session.advance)
+        session.end()
+        return session.monitor
+
+
+class Tiny(Loop):
+    """Gradients that are not 0, and updates far below the rounding of the weights."""
+
+    lr = 1e-12
+
+
+class TinyLate(Loop):
+    """The same with Adam, which divides by an eps that is far larger than the gradients."""
+
+    def optimizers(self):
+        return [torch.optim.Adam(self.model.parameters(), lr=1e-4, eps=1e4)]
+
+
+class GroupOfRate0(Loop):
+    rates = 0.05, 0.0
+
+    def optimizers(self):
+        groups = zip((self.model.body, self.model.head), self.rates, strict=True)
+        return [torch.optim.SGD([{"params": part.parameters(), "lr": rate} for part, rate in groups], lr=1.0)]
+
+
+class FirstGroupOfRate0(GroupOfRate0):
+    rates = 0.0, 0.05
+
+
+class OptimizerWithAGroupOfRate0(Loop):
+    """The second group of the second optimizer."""
+
+    def optimizers(self):
+        head = [{"params": [self.model.head.weight]}, {"params": [self.model.head.bias], "lr": 0.0}]
+        return [torch.optim.SGD(self.model.body.parameters(), lr=0.05), torch.optim.SGD(head, lr=0.05)]
+
+
+class EveryRate0(Loop):
+    lr = 0.0
+
+
+class UnknownRates(torch.optim.Optimizer):
+    """Gradient descent with a rate that the host cannot read, here because it has two elements."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=float(torch.as_tensor(group["lr"]).max()))
+
+
+class UnknownRate(Loop):
+    def optimizers(self):
+        rates = 0.05, torch.zeros(2)
+        groups = zip((self.model.body, self.model.head), rates, strict=True)
+        return [UnknownRates([{"params": part.parameters(), "lr": rate} for part, rate in groups], {})]
+
+
+class Forgotten(Loop):
+    def optimizers(self):
+        return [torch.optim.SGD(self.model.body.parameters(), lr=self.lr)]
+
+
+class NoBackward(Loop):
+    def backward(self, loss):
+        pass
+
+
+class ClearedTooEarly(Loop):
+    def before_step(self):
+        self.model.zero_grad()
+
+
+class Detached(Loop):
+    def loss(self, x):
+        return super().loss(x).detach()
+
+    def backward(self, loss):
+        pass
+
+
+class Constant(Loop):
+    """Gradients of exactly 0, while weight decay changes the weights."""
+
+    def optimizers(self):
+        return [torch.optim.AdamW(self.model.parameters(), lr=0.01, weight_decay=0.1)]
+
+    def loss(self, x):
+        return super().loss(x) * 0
+
+
+class AllFrozen(Loop):
+    """The model is used, but something else is trained."""
+
+    def build(self):
+        self.prompt = nn.Parameter(torch.zeros(8))
+        return Net().requires_grad_(False)
+
+    def optimizers(self):
+        return [torch.optim.SGD([self.prompt, *self.model.parameters()], lr=0.05)]
+
+    def loss(self, x):
+        return super().loss(x + self.prompt)
+
+
+class TakenAway(Loop):
+    """An optimizer that steps in the backward, as to save memory."""
+
+    def optimizers(self):
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.05)
+
+        def take(parameter):
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.05)
+            parameter.grad = None
+
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(take)
+        return [inner]
+
+
+class Target(Loop):
+    """A target network that follows by a moving average."""
+
+    def build(self):
+        return WithTarget()
+
+    def optimizers(self):
+        return [torch.optim.Adam(self.model.online.parameters(), lr=0.01)]
+
+    def loss(self, x):
+        with torch.no_grad():
+            wanted = self.model.target(x) * 0.9 + 1
+        return (self.model(x) - wanted).square().mean()
+
+    def after_step(self):
+        with torch.no_grad():
+            for a, b in zip(self.model.target.parameters(), self.model.online.parameters(), strict=True):
+                a.lerp_(b, 0.05)
+
+
+class HardTarget(Target):
+    """A target network that is overwritten now and then, by a large change."""
+
+    def optimizers(self):
+        return [torch.optim.Adam(self.model.online.parameters(), lr=1e-4)]
+
+    def after_step(self):
+        with torch.no_grad():
+            for p in self.model.target.parameters():
+                p.mul_(3 if self.number % 2 else 1 / 3)
+
+
+class FrozenCopy(Target):
+    """A copy that is kept, as the original module of an adapter."""
+
+    def build(self):
+        model = WithTarget()
+        model.target.requires_grad_(False)
+        return model
+
+    def after_step(self):
+        pass
+
+
+class Copied(Loop):
+    def build(self):
+        return Tied()
+
+
+class Bfloat16(Loop):
+    lr = 1e-6
+
+    def build(self):
+        return Net().bfloat16()
+
+    def loss(self, x):
+        return (self.model(x.bfloat16()).float() - x.roll(1, 1)).square().mean()
+
+
+class Masters(Bfloat16):
+    """An optimizer of float32 copies, written by hand."""
+
+    def optimizers(self):
+        self.masters = [p.detach().float().requires_grad_() for p in self.model.parameters()]
+        return [torch.optim.AdamW(self.masters, lr=self.lr)]
+
+    def before_step(self):
+        for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+
+    def after_step(self):
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+                parameter.copy_(master)
+
+    def clear(self, _):
+        self.model.zero_grad()
+
+
+class GradientsMovedToMasters(Masters):
+    """No gradient is left at the model's parameters when the optimizer steps."""
+
+    def before_step(self):
+        super().before_step()
+        self.model.zero_grad()
+
+
+class MastersInside(Bfloat16):
+    def optimizers(self):
+        return [OwnMasters(self.model.parameters(), self.lr)]
+
+
+class StochasticRounding(Bfloat16):
+    def optimizers(self):
+        (optimizer,) = super().optimizers()
+        optimizer.param_groups[0]["bf16_stochastic_round"] = True
+        return [optimizer]
+
+
+class Adapters(Loop):
+    def build(self):
+        return Adapted()
+
+    def optimizers(self):
+        return [torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=3e-3)]
+
+
+class AlternateOptimizers(Loop):
+    """The first of two optimizers steps only in the first steps."""
+
+    def optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.model.body, self.model.head)]
+
+    def step(self, optimizers):
+        for optimizer in optimizers[self.number >= 3 :]:
+            optimizer.step()
+
+
+class TeacherInEvalMode(Loop):
+    """A model in evaluation mode beside the one that is trained."""
+
+    def build(self):
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+
+    def watched(self):
+        self.teacher = copy.deepcopy(self.model).eval()
+        return {"student": self.model, "teacher": self.teacher}
+
+    def loss(self, x):
+        with torch.no_grad():
+            wanted = self.teacher(x) + 1
+        return (self.model(x) - wanted).square().mean()
+
+
+class NotCleared(Forgotten):
+    """The gradients of what no optimizer holds add up, which is of no consequence."""
+
+    def build(self):
+        model = Net()
+        # the first parameter is one of these
+        model.body, model.head = model.body, model.head
+        return model
+
+    def optimizers(self):
+        return [torch.optim.SGD(self.model.head.parameters(), lr=self.lr)]
+
+
+class NaN(Loop):
+    def before_step(self):
+        if self.number == 12:
+            self.model.head.weight.grad[0, 0] = float("nan")
+
+
+HELD = r"optimizer does not hold|not called|holds other parameters|create the optimizer with"
+RECORD = r"record\(\)|monitor\.record|advance\(\)"
+# loop, how it is watched, what is found: rule -> severity and texts, and what no message or advice says
+SITUATIONS = [
+    (Tiny, "watch", {"not_updated": ("warning", "the optimizer holds them", "rounding of float32")}, HELD),
+    (TinyLate, "watch", {"not_updated": ("warning", "the optimizer holds them")}, f"{HELD}|float32 master"),
+    (Tiny, "trainer", {"not_updated": ("warning", "the optimizer holds them")}, f"{HELD}|watched"),
+    (Tiny, "monitor", {"not_updated": ("warning", "optimizer.step() is not called", "rounding of")}, "is 0,"),
+    (GroupOfRate0, "watch", {"not_updated": ("info", "head (2 tensors)", "param group is 0")}, HELD),
+    (GroupOfRate0, "trainer", {"not_updated": ("info", "head (2 tensors)", "param group is 0")}, HELD),
+    (GroupOfRate0, "monitor", {"not_updated": ("warning", "the learning rate of their group is 0, or")}, "!"),
+    (
+        FirstGroupOfRate0,
+        "watch",
+        {"learning_rate": ("info", "while others do"), "not_updated": ("info", "body (2 tensors)")},
+        f"{HELD}|nothing is learned",
+    ),
+    (OptimizerWithAGroupOfRate0, "watch", {"not_updated": ("info", "head.bias", "group is 0")}, HELD),
+    (EveryRate0, "watch", {"learning_rate": ("warning", "lr is 0 since step 0")}, f"{HELD}|while others"),
+    (UnknownRate, "watch", {"not_updated": ("warning", "holds them", "its learning rate is 0")}, HELD),
+    (Forgotten, "watch", {"not_updated": ("warning", "no watched optimizer holds these")}, "step.. is not"),
+    (Forgotten, "trainer", {"not_updated": ("warning", "no optimizer holds these")}, "step.. is not|watched"),
+    (NoBackward, "watch", {"no_gradients": ("warning", "optimizer.step() finds no gradient")}, RECORD),
+    (
+        ClearedTooEarly,
+        "watch",
+        {"no_gradients": ("warning", "zero_grad() is called between backward() and optimizer.step()")},
+        RECORD,
+    ),
+    (ClearedTooEarly, "monitor", {"no_gradients": ("warning", "record() is called after zero_grad()")}, "!"),
+    (Detached, "trainer", {"no_gradients": ("warning", "does not depend")}, f"{RECORD}|backward.. is not"),
+    (Constant, "watch", {"no_gradients": ("warning", "weight decay or momentum alone")}, RECORD),
+    (Constant, "monitor", {"no_gradients": ("warning", "weight decay or momentum alone")}, "which must"),
+    (AllFrozen, "watch", {"no_gradients": ("warning", "every parameter", "is frozen")}, f"{RECORD}|another"),
+    (TakenAway, "watch", {"no_gradients": ("warning", "steps in the backward")}, RECORD),
+    (TakenAway, "monitor", {"no_gradients": ("warning", "steps in the backward")}, "which must"),
+    (Target, "watch", {"no_gradient_flow": ("info", "no watched optimizer holds them")}, "tied"),
+    (Target, "monitor", {"no_gradient_flow": ("warning", "no gradient flows to target")}, "tied"),
+    (HardTarget, "watch", {"no_gradient_flow": ("info", "no watched optimizer")}, "target.*norm|tied"),
+    (FrozenCopy, "watch", {"no_gradient_flow": ("info", "target (2 tensors): frozen")}, "tied"),
+    (FrozenCopy, "monitor", {"no_gradient_flow": ("info", "target (2 tensors): frozen")}, "tied"),
+    (Copied, "watch", {"untied": ("warning", "embedding.weight and head.weight had equal values")}, "!"),
+    (Bfloat16, "watch", {"stuck": ("warning", "smaller than the rounding of bfloat16")}, f"{HELD}|are lost"),
+    (Bfloat16, "monitor", {"stuck": ("warning", "smaller than the rounding of bfloat16")}, "are lost"),
+    (Masters, "watch", {}, "rounding|master"),
+    # it cannot know of the master weights, so it has to be right with and without
+    (Masters, "monitor", {"stuck": ("warning", "smaller than the rounding")}, r"are lost|; use an optimizer"),
+    (
+        GradientsMovedToMasters,
+        "watch",
+        {"no_gradients": ("warning", "moves them to master weights")},
+        r"record\(\)|is not called",
+    ),
+    (MastersInside, "watch", {}, "rounding|master"),
+    (MastersInside, "trainer", {}, "rounding|master"),
+    (StochasticRounding, "watch", {}, "rounding|master"),
+    (
+        AlternateOptimizers,
+        "watch",
+        {"no_gradient_flow": ("warning", "or their optimizer does not step")},
+        "!",
+    ),
+    (TeacherInEvalMode, "monitor", {"no_gradient_flow": ("warning", "teacher")}, "evaluation mode"),
+    (TeacherInEvalMode, "watch", {"no_gradient_flow": ("info", "teacher")}, "evaluation mode"),
+    (NotCleared, "watch", {"not_updated": ("warning", "body (2 tensors)")}, "add up"),
+    (NaN, "watch", {"nonfinite": ("error", "head.weight.grad, 1 NaN")}, r"monitor\.skip_step"),
+    (NaN, "trainer", {"nonfinite": ("error", "head.weight.grad, 1 NaN")}, r"monitor\.skip_step|check_finite"),
+    (NaN, "monitor", {"nonfinite": ("error", "head.weight.grad, 1 NaN", "(monitor.skip_step)")}, "!"),
+]
+
+
+@pytest.mark.parametrize(
+    ("loop", "how", "wanted", "never"),
+    SITUATIONS,
+    ids=[f"{loop.__name__}-{how}" for loop, how, *_ in SITUATIONS],
+)
+def test_the_messages_fit_the_situation(loop, how, wanted, never):
+    monitor = getattr(loop(), how)()
+    assert monitor.failures == {}
+    told = {finding: f"{finding} || {finding.advice}" for finding in monitor.findings}
+    for rule, (severity, *texts) in wanted.items():
+        of_rule = [text for finding, text in told.items() if finding.rule == rule]
+        assert of_rule, list(told.values())
+        assert of_rule[0].startswith(severity), of_rule
+        for text in texts:
+            assert text in of_rule[0]
+    assert [text for text in told.values() if re.search(never, text)] == []
+    problems = {headline.rule for headline in headlines(told) if headline.severity > Severity.INFO}
+    assert problems == {rule for rule, (severity, *_) in wanted.items() if severity != "info"}, list(
+        told.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("loop", "says"),
+    [(GradientsMovedToMasters, "moved to the master weights"), (TakenAway, "steps in the backward")],
+)
+def test_without_weights_the_message_names_what_else_may_take_the_gradients(loop, says):
+    (found,) = loop(weights=False, updates=False).watch().findings
+    assert found.rule == "no_gradients"
+    assert says in found.message
+    assert "another model" not in found.message
+
+
+def test_adapters_that_start_at_0_do_not_explain_that_the_base_is_frozen():
+    found = headlines(Adapters().watch().findings)
+    assert {one.rule for one in found} >= {"initialization", "no_gradient_flow"}
+    assert {one.rule: one.explained for one in found}["initialization"] == ()
+
+
+def test_a_step_that_a_scaler_skips_needs_no_advice_to_skip_it():
+    class Scaled(NaN):
+        def backward(self, loss):
+            self.scaler.scale(loss).backward()
+
+        def step(self, optimizers):
+            self.scaler.step(optimizers[0])
+            self.scaler.update()
+
+    loop = Scaled()
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    (found,) = [one for one in loop.watch(scaler=loop.scaler).findings if one.rule == "nonfinite"]
+    assert found.severity == Severity.INFO
+    assert found.advice.startswith("look for a division by 0")
+
+
+def test_a_norm_above_the_threshold_in_the_first_step_is_not_called_usual():
+    class Summed(Loop):
+        def loss(self, x):
+            return F.mse_loss(self.model(x), x, reduction="sum") * 1e4
+
+    options = {"weights": False, "updates": False, "thresholds": gm.Thresholds(exploding=1.0)}
+    loop = Summed(**options)
+    loop.lr = 0.0
+    found = [one for one in loop.monitor().findings if one.rule == "exploding"]
+    assert found
+    assert not [one.message for one in found if one.worst_step is None and "usual" in one.message]
