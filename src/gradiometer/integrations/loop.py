@@ -188,12 +188,13 @@ def _not_held(optimizer: Optimizer, held: Sequence[Tensor]) -> str:
     kind = type(optimizer).__name__
     if not held:
         return f"watch: this {kind} holds no parameters; add them to it before"
+    others = "another tensor" if len(held) == 1 else f"{len(held)} other tensors, the first"
     first = f"{tuple(held[0].shape)} {str(held[0].dtype).removeprefix('torch.')}"
     return (
-        f"watch: this {kind} holds none of the watched model's parameters, but {len(held)} other tensors, "
-        f"the first of shape {first}: watch the model that it updates, or create it after the model is moved "
-        "or replaced. If it holds copies of the parameters, such as master weights, watch these by name, "
-        "gm.watch([(name, copy), ...], optimizer), or use gm.Monitor(model) with record() and advance()"
+        f"watch: this {kind} holds none of the watched model's parameters, but {others} of shape {first}: "
+        "watch the model that it updates, or create it after the model is moved or replaced. If it holds "
+        "copies of the parameters, such as master weights, watch these by name, gm.watch([(name, copy), "
+        "...], optimizer), or use gm.Monitor(model) with record() and advance()"
     )
 
 
