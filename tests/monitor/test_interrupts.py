@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from contextlib import suppress
@@ -48,11 +49,14 @@ class At:
 
     def __enter__(self):
         self.before = sys.gettrace()
+        # monitors of earlier tests, which are collected, have lines too
+        gc.disable()
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *_):
         sys.settrace(self.before)
+        gc.enable()
 
     def _trace(self, frame, event, _):
         if self.done or frame.f_code.co_filename not in self.files:

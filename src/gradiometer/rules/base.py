@@ -267,8 +267,10 @@ class WholeRule(TensorRule):
         self.before = torch.zeros(size, 0, dtype=torch.float64, device="cpu")
 
     def keep(self, record: StepRecord) -> None:
-        """Keep the weights' columns, to compare those of the next step with."""
-        if "weights" in record.roster.kinds:
+        """Keep what is known of the weights before the update, to compare that of the next step with."""
+        if "updates" in record.roster.kinds:
+            self.before = record.value("sumsq_b", "updates").unsqueeze(1)
+        elif "weights" in record.roster.kinds:
             self.before = record.columns("weights")
 
     def moved(self, record: StepRecord) -> Tensor | None:
@@ -277,14 +279,14 @@ class WholeRule(TensorRule):
         None if neither updates nor weights are recorded, or if there was no step before. A change that
         leaves sum, sum of squares and largest magnitude as they were is not noticed.
         """
-        kinds = record.roster.kinds
-        if "updates" in kinds:
-            return record.value("abs_max", "updates") + record.value("n_nonfinite", "updates") > 0
-        if "weights" not in kinds:
-            return None
-        now, before = record.columns("weights"), self.before
+        kinds, before = record.roster.kinds, self.before
         self.keep(record)
-        return (now != before).any(dim=1) if before.shape == now.shape else None
+        is_known = before.shape == self.before.shape
+        if "updates" in kinds:
+            # by an update, or between two of them, such as by an optimizer that steps in the backward
+            moved = record.value("abs_max", "updates") + record.value("n_nonfinite", "updates") > 0
+            return moved | ((self.before - before).abs() > 0).any(dim=1) if is_known else moved
+        return (self.before != before).any(dim=1) if "weights" in kinds and is_known else None
 
     def finding(
         self,

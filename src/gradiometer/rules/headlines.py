@@ -61,7 +61,9 @@ _EXPLAINS: Final[Mapping[str, frozenset[str]]] = {
     "dead": frozenset({"vanishing", "imbalance", "no_gradient_flow"}),
 }
 # causes that make the whole model diverge, wherever they are, if they are problems
-_SPREADS: Final = frozenset({"initialization", "exploding", "update_ratio", "growing_logits"})
+_SPREADS: Final = frozenset(
+    {"changed_outside", "initialization", "exploding", "update_ratio", "growing_logits"}
+)
 # pairs of rules that are related wherever their tensors are
 _ANYWHERE: Final = frozenset({("not_updated", "accumulating"), ("collapsing_router", "collapsing_router")})
 # conditions that a loop or a model has from the start, and that a NaN of the same step does not cause
