@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.stats.taps import listed
+from gradiometer.stats.running_taps import taps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,10 +82,10 @@ def tap_attention(
     True
     """
     row, other = (MAX_LOGIT_BOUND, MAX_LOGIT) if max_scores is None else (MAX_LOGIT, MAX_LOGIT_BOUND)
-    found = _found("tap_attention", name, row, (name, name + other))
-    if found is None:
+    found = _due("tap_attention", name, row, (name, name + other))
+    if not found:
         return
-    taps, place = found
+    taps, _ = found[0]
     if max_scores is not None:
         _check(taps, max_scores, f"tap_attention: max_scores of {name!r}", least=1)
         if not max_scores.numel():
@@ -100,7 +100,8 @@ def tap_attention(
         if not q.numel() or not k.numel():
             return
         top = _bound(q.detach(), k.detach(), scale)
-    taps.measure(top, place, -1)
+    for each, place in found:
+        each.measure(top, place, -1)
 
 
 def tap_router(probs: Tensor, name: str, *, selected: Tensor | None = None) -> None:
@@ -147,11 +148,11 @@ def tap_router(probs: Tensor, name: str, *, selected: Tensor | None = None) -> N
     (0.5, 16)
     """
     load_row, entropy_row = name + EXPERT_LOAD, name + ROUTER_ENTROPY
-    for_load = _found("tap_router", name, EXPERT_LOAD, (name, entropy_row))
-    for_entropy = _found("tap_router", name, ROUTER_ENTROPY, (load_row,))
-    if for_load is None or for_entropy is None:
+    for_load = _due("tap_router", name, EXPERT_LOAD, (name, entropy_row))
+    for_entropy = _due("tap_router", name, ROUTER_ENTROPY, (load_row,))
+    if not for_load or not for_entropy:
         return
-    _check(for_load[0], probs, f"tap_router: probs of {name!r}", least=1)
+    _check(for_load[0][0], probs, f"tap_router: probs of {name!r}", least=1)
     if not probs.numel():
         return
     # a number of the model: a graph is compiled for it
@@ -168,21 +169,20 @@ def tap_router(probs: Tensor, name: str, *, selected: Tensor | None = None) -> N
         chosen = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)
         counts = shares.new_zeros(experts + 1)
         load = counts.scatter_add(0, chosen, torch.ones_like(chosen, dtype=shares.dtype))[:experts] / tokens
-    for (taps, place), values in ((for_load, load), (for_entropy, entropy)):
-        taps.measure(values, place, -1)
+    for found, values in ((for_load, load), (for_entropy, entropy)):
+        for taps, place in found:
+            taps.measure(values, place, -1)
 
 
-def _found(call: str, name: str, row: str, wrong: tuple[str, ...]) -> tuple[Taps, int] | None:
-    """Return the taps that list a row of a call, and its place, if it may be measured now."""
-    found = listed(name + row)
-    if found is not None:
-        return found if found[0].is_due() else None
-    for other in wrong:
-        found = listed(other)
-        if found is not None and found[0].is_due():
-            msg = f"{call}: the names of Taps have {other!r}, but this call measures {name + row!r}; "
-            raise ValueError(msg + "add that name")
-    return None
+def _due(call: str, name: str, row: str, wrong: tuple[str, ...]) -> list[tuple[Taps, int]]:
+    """Return the taps that list a row of a call and may measure it now, and its place in each."""
+    found = taps_of(name + row)
+    if not found:
+        for other in wrong:
+            if any([taps.is_due() for taps, _ in taps_of(other)]):
+                msg = f"{call}: the names of Taps have {other!r}, but this call measures {name + row!r}; "
+                raise ValueError(msg + "add that name")
+    return [(taps, place) for taps, place in found if taps.is_due()]
 
 
 def _check(taps: Taps, x: object, what: str, *, least: int) -> None:
@@ -261,7 +261,12 @@ def _norms(x: Tensor) -> Tensor:
     if x.dtype != torch.float64:
         # fp64 has the squares of all values of narrower dtypes
         x = x.float() if x.itemsize == 1 else x
-        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-    top = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True)
+        return _norm(x, dim=-1, dtype=torch.float64)
+    top = _norm(x, math.inf, dim=-1, keepdim=True)
     top = torch.where((top > 0) & (top < math.inf), top, 1.0)
-    return torch.linalg.vector_norm(x / top, dim=-1) * top.squeeze(-1)
+    return _norm(x / top, dim=-1) * top.squeeze(-1)
+
+
+def _norm(x: Tensor, ord: float = 2, **options: Any) -> Tensor:  # noqa: A002 as in torch
+    found: Tensor = torch.linalg.vector_norm(x, ord, **options)
+    return found
