@@ -46,6 +46,11 @@ class Model(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.use_reentrant)
 
 
+@torch.compiler.disable
+def fail(error):
+    raise error
+
+
 class Failing(nn.Module):
     """A model that fails between two taps."""
 
@@ -59,7 +64,7 @@ class Failing(nn.Module):
         if self.is_broken:
             torch._dynamo.graph_break()
         if self.error is not None:
-            raise self.error
+            fail(self.error)
         return gm.tap(x, "x")
 
 
