@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -414,3 +416,87 @@ def test_taps_removed_inside_of_the_forward_pass():
     assert calls(taps) == [1, 0]
     assert not running_taps._THREAD.taps
     assert gm.tap(X, "x") is X
+
+
+class Layers(nn.Module):
+    """A model with hooks of each kind of tap."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = gm.tap(self.first(x), "x")
+        gm.tap_attention(x, x, "a")
+        gm.tap_router(x.softmax(-1), "m")
+        return self.second(x)
+
+
+KINDS = {
+    "module": {"patterns": {"all": "."}},
+    "tap": {"names": ["x"]},
+    "attention": {"names": ["a.max_logit_bound"]},
+    "router": {"names": ["m.expert_load", "m.router_entropy"]},
+    "all": {
+        "patterns": {"all": "."},
+        "names": ["x", "a.max_logit_bound", "m.expert_load", "m.router_entropy"],
+    },
+}
+
+
+def hooks_of(model):
+    """Return all hooks of a model, and what torch remembers about them."""
+    places = [vars(module) for module in model.modules()]
+    return [item for place in places for name, items in place.items() if "_hooks" in name for item in items]
+
+
+@pytest.mark.parametrize("ending", ["eager", "compiled", "checkpoint", "ValueError", "KeyboardInterrupt"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_with_taps_is_freed(kind, ending):
+    model = Layers()
+    taps = gm.Taps(model, **KINDS[kind])
+    other = gm.Taps(model, **KINDS[kind])
+    if "Error" in ending or "Interrupt" in ending:
+        error = {"ValueError": ValueError, "KeyboardInterrupt": KeyboardInterrupt}[ending]
+        model.second.register_forward_pre_hook(lambda *_: fail(error()))
+        with contextlib.suppress(error):
+            model(X)
+        # drops what Ctrl-C has left
+        gm.tap(X, "x")
+    elif ending == "checkpoint":
+        checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).sum().backward()
+    else:
+        run = called(model, "function" if ending == "compiled" else "eager")
+        run(X).sum().backward()
+        del run
+        torch._dynamo.reset()
+    assert calls(taps)[0] == 1
+    kept = [weakref.ref(x) for x in (model, taps, other, taps.values, taps.grads, model.first.weight)]
+    del model, taps, other
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_removed_taps_leave_nothing_in_the_model(kind):
+    model = Layers()
+    before = len(hooks_of(model))
+    taps = gm.Taps(model, **KINDS[kind])
+    other = gm.Taps(model, **KINDS[kind])
+    model(X).sum().backward()
+    between = len(hooks_of(model))
+    for _ in range(2):
+        other.remove()
+    assert before < len(hooks_of(model)) < between
+    for _ in range(2):
+        taps.remove()
+    assert len(hooks_of(model)) == before
+    seen = calls(taps)
+    model(X).sum().backward()
+    assert seen[0] == 1
+    assert not any(calls(taps))
+    kept = [weakref.ref(x) for x in (taps, taps.values)]
+    del taps
+    gc.collect()
+    # the model lives on
+    assert [ref() for ref in kept] == [None, None]
