@@ -91,14 +91,17 @@ def taps_of(name: str) -> list[tuple[Taps, int]]:
     These are all taps of one model. Outside of a tapped model's forward pass there are none, but for what
     activation checkpointing computes again.
     """
-    if not torch.compiler.is_dynamo_compiling():
-        if _THREAD.taps:
-            _drop_ended()
-        if not _THREAD.taps:
-            return _taps_in_backward(name) if is_in_backward() else []
+    is_traced = torch.compiler.is_dynamo_compiling()
+    running = _THREAD.taps
+    if running and not is_traced:
+        _drop_ended()
+    if not running:
+        return [] if is_traced or not is_in_backward() else _taps_in_backward(name)
     found: list[tuple[Taps, int]] = []
-    for taps in reversed(_THREAD.taps):
-        _add(found, taps, name)
+    for taps in reversed(running):
+        row = taps.rows.get(name)
+        if row is not None and _is_another(taps, found):
+            found.append((taps, row))
     return found
 
 
@@ -107,16 +110,9 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 as above
 
 
-def _add(found: list[tuple[Taps, int]], taps: Taps, name: str) -> None:
-    """Add taps that list the name, unless an inner model's taps do."""
-    row = taps.rows.get(name)
-    if row is None:
-        return
-    for other, _ in found:
-        # a model may call itself
-        if taps is other or taps.model is not other.model:
-            return
-    found.append((taps, row))
+def _is_another(taps: Taps, found: list[tuple[Taps, int]]) -> bool:
+    """Return whether taps are others of the same model as those that were found; a model may call itself."""
+    return all([taps is not other and taps.model is other.model for other, _ in found])
 
 
 def _taps_in_backward(name: str) -> list[tuple[Taps, int]]:
@@ -134,8 +130,9 @@ def _taps_in_backward(name: str) -> list[tuple[Taps, int]]:
     found: list[tuple[Taps, int]] = []
     for span in spans:
         taps = span.taps()
-        if taps is not None:
-            _add(found, taps, name)
+        row = None if taps is None else taps.rows.get(name)
+        if taps is not None and row is not None and _is_another(taps, found):
+            found.append((taps, row))
     if not torch.is_grad_enabled():
         # a checkpoint inside of another one, whose node was created just now
         for taps, _ in found:
@@ -155,14 +152,16 @@ def _caller_of_hook() -> FrameType:
 
 def _drop_ended() -> None:
     """Drop models whose forward pass was left by an exception, without their hooks."""
-    calls = _THREAD.calls
-    # a traced function that caught an exception leaves taps without a call
-    del _THREAD.taps[len(calls) :]
+    running, calls = _THREAD.taps, _THREAD.calls
+    if len(running) > len(calls):
+        # a traced function that caught an exception leaves taps without a call
+        del running[len(calls) :]
     while calls:
+        called = calls[-1][0]
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 as above
-        while frame is not None and frame is not calls[-1][0]:
+        while frame is not None and frame is not called:
             frame = frame.f_back
         if frame is not None:
             return
         calls.pop()
-        _THREAD.taps.pop()
+        running.pop()

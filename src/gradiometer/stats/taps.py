@@ -41,6 +41,9 @@ def tap(x: Tensor, name: str, *, channel_dim: int = -1) -> Tensor:
     Call it inside a model, compiled or not. It does nothing unless a `Taps` of that model lists the name, and
     the model is in training mode. Several calls with one name in a step merge into one row.
 
+    The call belongs to the model whose forward pass runs in this thread, and of models that call one another
+    to the innermost one that has a `Taps` with this name. All `Taps` of that model with this name measure it.
+
     Args:
         x: floating-point or complex, of any shape and strides.
         name: one of the ``names`` of `Taps`, such as ``blocks.3.attn.scores``.
@@ -74,7 +77,13 @@ class Taps(Float64Module):
     It places a forward hook on each selected module and measures the module's output; of a tuple, list, dict
     or dataclass, the first floating-point tensor. In a compiled function the measurement is an op in the
     graph: no graph break, no recompilation, no wait. Create it before the model is compiled: a function that
-    is compiled already sees neither new hooks nor `remove` until ``torch.compiler.reset()``.
+    is compiled already sees neither new hooks nor `remove` until ``torch.compiler.reset()``. A compiled
+    function that takes several models, with and without taps, needs
+    ``torch._dynamo.config.skip_nnmodule_hook_guards = False``.
+
+    A module's output is measured wherever the module is called, also as a part of another model. Several
+    `Taps` of one model, as of a notebook cell that runs twice, all measure, at the cost of each: `remove`
+    those that are no longer needed. They are freed with the model.
 
     Channels are those of the last dimension, and of dimension 1 for convolutions, batch and group norms, and
     for outputs of four or more dimensions of other modules than linear layers, layer norms and embeddings.
@@ -103,7 +112,7 @@ class Taps(Float64Module):
         names: the names of the N activations: ``<module>.out`` and those of ``names``.
         groups: for each group of ``patterns``, the names of its activations and of their gradients, for
             `ActivationStats.group`.
-        rows: for each of ``names``, its row; empty after `remove`.
+        rows: the row of each name of a call of `tap`; empty after `remove`.
 
     Raises:
         TypeError: if the model is not a module.
@@ -223,7 +232,7 @@ class Taps(Float64Module):
         return self
 
     def remove(self) -> None:
-        """Remove the hooks, and let calls of `tap` with these names do nothing."""
+        """Remove the hooks, and let calls of `tap` with these names do nothing; again has no effect."""
         for handle in self._handles:
             handle.remove()
         self.rows.clear()
