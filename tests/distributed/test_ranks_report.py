@@ -34,7 +34,7 @@ def model_of(rank: int) -> nn.Module:
     return model
 
 
-LOCAL = "4 tensors, this rank's shards only (reduce() merges them), 19 elements"
+LOCAL = "4 tensors, this rank's shards only (TensorStats.reduce() merges them), 19 elements"
 
 TABLE = """\
 4 tensors of all ranks, 37 elements, total norm nan, health 0.00, 1 with NaN, 1 exploding
@@ -70,7 +70,9 @@ def test_a_report_says_whose_it_is_and_which_rank_has_a_nan(two_ranks):
         # it was pickled to get here
         assert str(local).startswith(LOCAL)
         assert repr(local).startswith(f"<Report: {LOCAL}")
-        assert str(local.by_module(1)).startswith("this rank's shards only (reduce() merges them)\nmodule")
+        assert str(local.by_module(1)).startswith(
+            "this rank's shards only (TensorStats.reduce() merges them)\nmodule"
+        )
         assert str(merged) == TABLE
         assert merged.ranks == {"0.weight": 1}
         exported = merged.to_dict()

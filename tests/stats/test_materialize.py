@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, namedtuple
+from unittest import mock
 
 import pytest
 import torch
@@ -44,6 +45,58 @@ def test_stats_become_reports_wherever_they_stand(fetch):
         assert report.thresholds == stats.thresholds
     assert type(found["slots"][0]) is Slots
     assert type(found["slots"][1]) is OrderedDict
+
+
+def activations():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    taps = gm.Taps(model, {"all": "."})
+    model(torch.ones(4, 2))
+    return taps.stats()
+
+
+# of every kind, how it is collected, and its report
+KINDS = {
+    "tensors": (lambda: stats_of(w=torch.ones(4)), gm.Report),
+    "pairs": (lambda: gm.compare({"w": torch.ones(4)}, {"w": torch.zeros(4)}), gm.PairReport),
+    "exponents": (
+        lambda: gm.collect_exponents({"w": torch.tensor([1e-9, 0.0, 3e5, math.nan])}),
+        gm.PrecisionReport,
+    ),
+    "no exponents": (lambda: gm.collect_exponents({}), gm.PrecisionReport),
+    "activations": (activations, gm.ActivationReport),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stats_of_each_kind_alone(fetch, kind):
+    make, report = KINDS[kind]
+    stats = make()
+    for found in (fetch(stats), stats.materialize(), stats.materialize_async().result()):
+        assert type(found) is report
+        assert repr(list(found)) == repr(list(stats.materialize()))
+        assert str(found) == str(stats.materialize())
+
+
+def test_stats_of_all_kinds_take_one_transfer(fetch, monkeypatch):
+    stats = {kind: make() for kind, (make, _) in KINDS.items()}
+    parcels = []
+    # the CPU stands for a device
+    monkeypatch.setattr(host_copy, "_is_on_host", lambda _: False)
+    make_parcel = host_copy._Parcel
+    monkeypatch.setattr(host_copy, "_Parcel", lambda xs: parcels.append(xs) or make_parcel(xs))
+    empty = torch.empty
+    plain = {"pin_memory": False}
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options | plain))
+    monkeypatch.setattr(torch, "Event", lambda _: mock.Mock())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: None)
+    found = fetch({**stats, "nested": [stats["exponents"], torch.tensor(0.5)]})
+    assert len(parcels) == 1
+    monkeypatch.undo()
+    assert found["nested"][1].item() == 0.5
+    for kind, report in [*found.items(), ("exponents", found["nested"][0])]:
+        if kind != "nested":
+            assert type(report) is KINDS[kind][1]
+            assert str(report) == str(stats[kind].materialize())
 
 
 def test_one_collection_alone_is_a_report(fetch):

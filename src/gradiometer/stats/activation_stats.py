@@ -154,13 +154,20 @@ class ActivationStats:
             RuntimeError: inside a compiled function, or while a CUDA graph is captured.
         """
         outside_of_a_graph("materialize")
-        return ActivationReport(self.names, *fetch([self.columns]))
+        return self.unpacked(*fetch([self.packed()]))
 
     def materialize_async(self) -> Pending[ActivationReport]:
         """Start the copy that `materialize` makes, and return at once; as `TensorStats.materialize_async`."""
         outside_of_a_graph("materialize_async")
-        names = self.names
-        return Pending([self.columns], lambda copies: ActivationReport(names, *copies))
+        return Pending([self.packed()], lambda copies: self.unpacked(*copies))
+
+    def packed(self) -> Tensor:
+        """Return all tensors that the report needs as one matrix."""
+        return self.columns
+
+    def unpacked(self, packed: Tensor) -> ActivationReport:
+        """Return the `ActivationReport` of a `packed` matrix that was copied to the host."""
+        return ActivationReport(self.names, packed)
 
 
 stats_pytree.register(ActivationStats)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.stats.taps import listed
+from gradiometer.stats.running_taps import taps_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,8 +43,11 @@ def tap_attention(
     Call it beside the attention, compiled or not. Fused attention does not return its logits, so the row
     ``<name>.max_logit_bound`` has the bound ``max ‖q‖ · max ‖k‖ · |scale|`` of each sample and head, before
     any mask. With ``max_scores``, as `flex_attention` returns it, the row ``<name>.max_logit`` has the logits
-    themselves. ``abs_max`` of the row is the largest of all. The norms are computed in fp32, or in fp64 for
-    fp64.
+    themselves. ``abs_max`` of the row is the largest of all.
+
+    The bound is computed in fp64 and then multiplied by ``1 + (d + 32) * 2**-52``, which is more than its
+    rounding errors, so no exact logit is larger in magnitude. Of fp64 inputs, a norm or a product of norms
+    above 1.8e308 becomes Inf, and one below 2.2e-308 loses digits.
 
     It does nothing unless a `Taps` of that model lists the name of the row in its ``names``, and the model is
     in training mode. There is no row of a gradient.
@@ -54,7 +57,8 @@ def tap_attention(
             ``torch.nn.functional.scaled_dot_product_attention``.
         k: keys, ``(..., heads, keys, d)``; each head of keys may belong to several of queries.
         name: the beginning of the row's name, such as ``blocks.3.attn``.
-        scale: the factor of the logits; ``1 / sqrt(d)`` by default.
+        scale: the factor of the logits; ``1 / sqrt(d)`` by default. A tensor is broadcast against the logits,
+            ``(..., heads, queries, keys)``.
         max_scores: the largest logit of each query, ``(..., heads, queries)``, after scale and mask: the
             auxiliary output of `flex_attention`, or ``scores.amax(-1)``. -inf, of a query without a key, is
             left out.
@@ -78,10 +82,10 @@ def tap_attention(
     True
     """
     row, other = (MAX_LOGIT_BOUND, MAX_LOGIT) if max_scores is None else (MAX_LOGIT, MAX_LOGIT_BOUND)
-    found = _found("tap_attention", name, row, (name, name + other))
-    if found is None:
+    found = _due("tap_attention", name, row, (name, name + other))
+    if not found:
         return
-    taps, place = found
+    taps, _ = found[0]
     if max_scores is not None:
         _check(taps, max_scores, f"tap_attention: max_scores of {name!r}", least=1)
         if not max_scores.numel():
@@ -95,12 +99,9 @@ def tap_attention(
         _check_heads(q, k, name)
         if not q.numel() or not k.numel():
             return
-        longest_q, longest_k = (_longest(x) for x in (q, k))
-        if q.dim() > 2 and q.shape[-3] != k.shape[-3]:
-            longest_k = longest_k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-1)
-        top = longest_q * longest_k * (q.shape[-1] ** -0.5 if scale is None else scale)
-        top = top.detach()
-    taps.measure(top, place, -1)
+        top = _bound(q.detach(), k.detach(), scale)
+    for each, place in found:
+        each.measure(top, place, -1)
 
 
 def tap_router(probs: Tensor, name: str, *, selected: Tensor | None = None) -> None:
@@ -147,11 +148,11 @@ def tap_router(probs: Tensor, name: str, *, selected: Tensor | None = None) -> N
     (0.5, 16)
     """
     load_row, entropy_row = name + EXPERT_LOAD, name + ROUTER_ENTROPY
-    for_load = _found("tap_router", name, EXPERT_LOAD, (name, entropy_row))
-    for_entropy = _found("tap_router", name, ROUTER_ENTROPY, (load_row,))
-    if for_load is None or for_entropy is None:
+    for_load = _due("tap_router", name, EXPERT_LOAD, (name, entropy_row))
+    for_entropy = _due("tap_router", name, ROUTER_ENTROPY, (load_row,))
+    if not for_load or not for_entropy:
         return
-    _check(for_load[0], probs, f"tap_router: probs of {name!r}", least=1)
+    _check(for_load[0][0], probs, f"tap_router: probs of {name!r}", least=1)
     if not probs.numel():
         return
     # a number of the model: a graph is compiled for it
@@ -168,21 +169,20 @@ def tap_router(probs: Tensor, name: str, *, selected: Tensor | None = None) -> N
         chosen = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)
         counts = shares.new_zeros(experts + 1)
         load = counts.scatter_add(0, chosen, torch.ones_like(chosen, dtype=shares.dtype))[:experts] / tokens
-    for (taps, place), values in ((for_load, load), (for_entropy, entropy)):
-        taps.measure(values, place, -1)
+    for found, values in ((for_load, load), (for_entropy, entropy)):
+        for taps, place in found:
+            taps.measure(values, place, -1)
 
 
-def _found(call: str, name: str, row: str, wrong: tuple[str, ...]) -> tuple[Taps, int] | None:
-    """Return the taps that list a row of a call, and its place, if it may be measured now."""
-    found = listed(name + row)
-    if found is not None:
-        return found if found[0].is_due() else None
-    for other in wrong:
-        found = listed(other)
-        if found is not None and found[0].is_due():
-            msg = f"{call}: the names of Taps have {other!r}, but this call measures {name + row!r}; "
-            raise ValueError(msg + "add that name")
-    return None
+def _due(call: str, name: str, row: str, wrong: tuple[str, ...]) -> list[tuple[Taps, int]]:
+    """Return the taps that list a row of a call and may measure it now, and its place in each."""
+    found = taps_of(name + row)
+    if not found:
+        for other in wrong:
+            if any([taps.is_due() for taps, _ in taps_of(other)]):
+                msg = f"{call}: the names of Taps have {other!r}, but this call measures {name + row!r}; "
+                raise ValueError(msg + "add that name")
+    return [(taps, place) for taps, place in found if taps.is_due()]
 
 
 def _check(taps: Taps, x: object, what: str, *, least: int) -> None:
@@ -220,13 +220,53 @@ def _check_selected(selected: object, probs: Tensor, name: str) -> None:
         raise ValueError(msg + "pass the indices of each token, (...) or (..., k) for probs of (..., E)")
 
 
+# elements that eager code converts to fp64 at a time: 32 MiB
+_MOST_CONVERTED: Final = 2**22
+
 _INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _bound(q: Tensor, k: Tensor, scale: float | Tensor | None) -> Tensor:
+    """Return an upper bound of the magnitudes of logits of each head, ``(..., heads) float64``."""
+    d = q.shape[-1]
+    longest_q, longest_k = (_longest(x) for x in (q, k))
+    if q.dim() > 2 and q.shape[-3] != k.shape[-3]:
+        longest_k = longest_k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-1)
+    if isinstance(scale, torch.Tensor):
+        largest = scale.detach().double().abs()
+        for _ in range(min(scale.dim(), 2)):
+            largest = largest.amax(dim=-1)
+        factor: float | Tensor = largest
+    else:
+        factor = abs(d**-0.5 if scale is None else scale)
+    # Round up. With u = 2**-53, a sum of d squares loses at most (d - 1) u of its value in any order, and a
+    # norm half of that and at most 4 u in its root: (d + 7) u for both norms. The squares are exact, or lose
+    # 6 u with the scaling in fp64; three products lose 3 u, and 1 / sqrt(d) 2 u. That is (d + 18) u in all; a
+    # factor of 1 + 2 n u makes up for n u.
+    return longest_q * longest_k * factor * (1.0 + (d + 32) * 2.0**-52)
 
 
 def _longest(x: Tensor) -> Tensor:
     """Return the largest norm of the vectors of each head. ``(..., length, d) -> (...) float64``."""
-    x = x.detach().float() if x.itemsize == 1 else x.detach()
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    # the product of two norms may leave the range of fp32
-    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
-    return norms.amax(dim=-1).double()
+    pieces = [x]
+    if not torch.compiler.is_compiling():
+        # an eager conversion to fp64 takes memory, so convert a part at a time; a compiler fuses it
+        pieces = list(x.split(max(1, _MOST_CONVERTED * x.shape[-2] // x.numel()), dim=-2))
+    tops = [_norms(piece).amax(dim=-1) for piece in pieces]
+    return tops[0] if len(tops) == 1 else torch.stack(tops).amax(dim=0)
+
+
+def _norms(x: Tensor) -> Tensor:
+    """Return the norm of each vector, without overflow or underflow. ``(..., d) -> (...) float64``."""
+    if x.dtype != torch.float64:
+        # fp64 has the squares of all values of narrower dtypes
+        x = x.float() if x.itemsize == 1 else x
+        return _norm(x, dim=-1, dtype=torch.float64)
+    top = _norm(x, math.inf, dim=-1, keepdim=True)
+    top = torch.where((top > 0) & (top < math.inf), top, 1.0)
+    return _norm(x / top, dim=-1) * top.squeeze(-1)
+
+
+def _norm(x: Tensor, ord: float = 2, **options: Any) -> Tensor:  # noqa: A002 as in torch
+    found: Tensor = torch.linalg.vector_norm(x, ord, **options)
+    return found

@@ -25,7 +25,7 @@ from gradiometer.columns import (
 from gradiometer.distributed import differing_calls
 from gradiometer.inputs import check_names, local_shards, named_tensors
 from gradiometer.stats import stats_pytree
-from gradiometer.stats.host_copy import outside_of_a_graph
+from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.measure import over_ranks, plain
 from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.precision_report import PrecisionReport
@@ -49,7 +49,7 @@ def _merge_rows(columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class ExponentStats(NamedStats):
-    """Histograms of the magnitudes of T named tensors, on their device. Only `report` waits for the device.
+    """Histograms of the magnitudes of T named tensors, on their device. Only a report waits for the device.
 
     They tell, without another read, how many elements a cast to a narrower format would lose, for every
     format and every power-of-two scale from 2**-32 to 2**64. Formats are ``"float16"``, ``"bfloat16"``,
@@ -221,13 +221,40 @@ class ExponentStats(NamedStats):
             RankError: if the ranks made different calls, and that was not an error there.
         """
         outside_of_a_graph("report")
+        (packed,) = fetch([self.packed()])
+        return self.unpacked(packed, formats)
+
+    def materialize(self) -> PrecisionReport:
+        """Return the same as `report` of all formats. Waits for the device.
+
+        Raises:
+            RuntimeError: inside a compiled function, or while a CUDA graph is captured.
+            RankError: as for `report`.
+        """
+        outside_of_a_graph("materialize")
+        return self.unpacked(*fetch([self.packed()]))
+
+    def materialize_async(self) -> Pending[PrecisionReport]:
+        """Start the copy that `materialize` makes, and return at once; as `TensorStats.materialize_async`."""
+        outside_of_a_graph("materialize_async")
+        return Pending([self.packed()], lambda copies: self.unpacked(*copies))
+
+    def packed(self) -> Tensor:
+        """Return columns and, after `reduce`, origins as one matrix, ``(T, C ... C + 1) int64``."""
         if self.origin is None:
-            return PrecisionReport(self.names, self.columns.cpu(), formats)
-        origin, columns = self.origin.cpu(), self.columns.cpu()
-        if (origin <= _DIFFERENT).any():
-            raise differing_calls(int(origin[0]))
-        measured = origin > _NOT_MEASURED
-        return PrecisionReport(tuple(compress(self.names, measured.tolist())), columns[measured], formats)
+            return self.columns
+        return torch.cat([self.columns, self.origin.to(torch.int64).unsqueeze(1)], dim=1)
+
+    def unpacked(self, packed: Tensor, formats: Iterable[Any] | None = None) -> PrecisionReport:
+        """Return the `PrecisionReport` of a `packed` matrix that was copied to the host."""
+        names, columns = self.names, packed[:, :NUM_EXPONENT_COLUMNS]
+        if self.origin is not None:
+            origin = packed[:, -1]
+            if (origin <= _DIFFERENT).any():
+                raise differing_calls(int(origin[0]))
+            measured = origin > _NOT_MEASURED
+            names, columns = tuple(compress(names, measured.tolist())), columns[measured]
+        return PrecisionReport(names, columns, formats)
 
 
 stats_pytree.register(ExponentStats)

@@ -50,6 +50,14 @@ class NamedStats:
             rows += ", this rank's shards only (reduce() merges them)"
         return f"<{type(self).__name__}: {rows}, on {self.columns.device}; materialize() reads them>"
 
+    def packed(self) -> Tensor:
+        """Return all tensors that the report needs as one matrix, for a single transfer."""
+        raise NotImplementedError
+
+    def unpacked(self, packed: Tensor) -> Any:
+        """Return the report of a `packed` matrix that was copied to the host."""
+        raise NotImplementedError
+
     @property
     def measured(self) -> bool:
         """Whether there is any row."""

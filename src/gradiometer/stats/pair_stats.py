@@ -215,6 +215,10 @@ class PairStats(NamedStats):
             else torch.cat([self.columns, self.origin.unsqueeze(1)], dim=1)
         )
 
+    def unpacked(self, packed: Tensor) -> PairReport:
+        """Return the same as `report`."""
+        return self.report(packed)
+
     def report(self, packed: Tensor) -> PairReport:
         """Return the `PairReport` of a `packed` matrix that was copied to the host."""
         names, ranks = self.names, None

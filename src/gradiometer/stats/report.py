@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModuleReports", "Report"]
 
-_LOCAL: Final = "this rank's shards only (reduce() merges them)"
+_LOCAL: Final = "this rank's shards only (TensorStats.reduce() merges them)"
 _NOTHING: Final = "nothing measured: no tensors"
 _WHEN: Final = f"{_NOTHING} (gradients exist after backward() and before zero_grad())"
 _MODULES_HEADER: Final = (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradiometer import ops
 from gradiometer.columns import CURSOR_SIZE, Cursor
 from gradiometer.inputs import describe, is_dtensor, layout, unwrapped
-from gradiometer.stats import grouping
+from gradiometer.stats import grouping, running_taps
 from gradiometer.stats.activation_stats import ActivationStats
 from gradiometer.stats.float64_module import Float64Module
 
@@ -34,15 +34,15 @@ _CHANNELS_FIRST: Final = (
 # modules whose output has them in the last dimension, however many dimensions it has
 _CHANNELS_LAST: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
 
-# the taps of each name that `tap` measures, and its row
-_NAMED: dict[str, tuple[Taps, int]] = {}
-
 
 def tap(x: Tensor, name: str, *, channel_dim: int = -1) -> Tensor:
     """Return ``x``, and have its value and its gradient measured under this name.
 
     Call it inside a model, compiled or not. It does nothing unless a `Taps` of that model lists the name, and
     the model is in training mode. Several calls with one name in a step merge into one row.
+
+    The call belongs to the model whose forward pass runs in this thread, and of models that call one another
+    to the innermost one that has a `Taps` with this name. All `Taps` of that model with this name measure it.
 
     Args:
         x: floating-point or complex, of any shape and strides.
@@ -66,22 +66,9 @@ def tap(x: Tensor, name: str, *, channel_dim: int = -1) -> Tensor:
     >>> list(taps.stats().materialize())
     ['hidden', 'hidden.grad']
     """
-    found = listed(name)
-    if found is None:
-        return x
-    taps, row = found
-    return taps.measure(x, row, channel_dim)
-
-
-def listed(name: str) -> tuple[Taps, int] | None:
-    """Return the taps that list this name, and its row; None outside of their model's forward pass."""
-    found = _NAMED.get(name)
-    if found is None:
-        return None
-    if not found[0].is_running and (torch.compiler.is_compiling() or not _is_in_backward()):
-        # another model has a call of the same name
-        return None
-    return found
+    for taps, row in running_taps.taps_of(name):
+        x = taps.measure(x, row, channel_dim)
+    return x
 
 
 class Taps(Float64Module):
@@ -90,7 +77,13 @@ class Taps(Float64Module):
     It places a forward hook on each selected module and measures the module's output; of a tuple, list, dict
     or dataclass, the first floating-point tensor. In a compiled function the measurement is an op in the
     graph: no graph break, no recompilation, no wait. Create it before the model is compiled: a function that
-    is compiled already sees neither new hooks nor `remove` until ``torch.compiler.reset()``.
+    is compiled already sees neither new hooks nor `remove` until ``torch.compiler.reset()``. A compiled
+    function that takes several models, with and without taps, needs
+    ``torch._dynamo.config.skip_nnmodule_hook_guards = False``.
+
+    A module's output is measured wherever the module is called, also as a part of another model. Several
+    `Taps` of one model, as of a notebook cell that runs twice, all measure, at the cost of each: `remove`
+    those that are no longer needed. They are freed with the model.
 
     Channels are those of the last dimension, and of dimension 1 for convolutions, batch and group norms, and
     for outputs of four or more dimensions of other modules than linear layers, layer norms and embeddings.
@@ -119,7 +112,7 @@ class Taps(Float64Module):
         names: the names of the N activations: ``<module>.out`` and those of ``names``.
         groups: for each group of ``patterns``, the names of its activations and of their gradients, for
             `ActivationStats.group`.
-        is_running: whether the model's forward pass runs, if there are ``names``.
+        rows: the row of each name of a call of `tap`; empty after `remove`.
 
     Raises:
         TypeError: if the model is not a module.
@@ -192,12 +185,10 @@ class Taps(Float64Module):
         self._handles = [
             modules[name].register_forward_hook(_Hook(self, row)) for row, name in enumerate(tapped)
         ]
-        self.is_running = False
+        self.rows = {name: row for row, name in enumerate(given, start=len(tapped))}
         if given:
             self._handles.append(model.register_forward_pre_hook(self._begin))
-            self._handles.append(model.register_forward_hook(self._end))
-        self._named = {name: (self, row) for row, name in enumerate(given, start=len(tapped))}
-        _NAMED.update(self._named)
+            self._handles.append(model.register_forward_hook(self._end, always_call=True))
 
     def configure_(self, *, every: int | None = None, step: int | None = None) -> Self:
         """Change the cadence or the current step's number, without recompilation.
@@ -241,18 +232,22 @@ class Taps(Float64Module):
         return self
 
     def remove(self) -> None:
-        """Remove the hooks, and let calls of `tap` with these names do nothing."""
+        """Remove the hooks, and let calls of `tap` with these names do nothing; again has no effect."""
         for handle in self._handles:
             handle.remove()
-        for name, entry in self._named.items():
-            if _NAMED.get(name) is entry:
-                del _NAMED[name]
+        self.rows.clear()
+        running_taps.forget(self)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, without the wrappers of torch.compile and data parallelism."""
+        return self._model[0]
 
     def _begin(self, *_: Any) -> None:
-        self.is_running = True
+        running_taps.begin(self)
 
     def _end(self, *_: Any) -> None:
-        self.is_running = False
+        running_taps.end(self)
 
     def is_due(self) -> bool:
         """Return whether a value may be measured now. In graphs and with kernels only the device knows.
@@ -263,7 +258,7 @@ class Taps(Float64Module):
             return False
         if torch.compiler.is_compiling():
             return True
-        return not _is_in_backward() and ops.may_measure(self.cursor)
+        return not running_taps.is_in_backward() and ops.may_measure(self.cursor)
 
     def check(self, x: object, what: str) -> None:
         """Raise a TypeError that begins with ``what``, unless the value can be measured."""
@@ -287,11 +282,6 @@ class Taps(Float64Module):
         fused = False if ops.is_exporting() else self._fused
         ops.tap(x, self.values, self.grads, self.cursor, row, channel_dim, fused=fused)
         return x
-
-
-def _is_in_backward() -> bool:
-    # such as in activation checkpointing, which calls parts of a model there
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 it has no public name
 
 
 class _Hook:
@@ -371,11 +361,12 @@ def _refusal(x: object, cursor: Tensor) -> str | None:
 
 with suppress(ImportError, AttributeError):
     # `Module.compile` compiles the hooks of a module each by itself. The gradient of a tensor that such a
-    # graph only passes on does not go through the graph, so this hook runs eagerly there. It is still traced
-    # in the graph of a caller.
+    # graph only passes on does not go through the graph, so `_Hook` runs eagerly there, and the hooks of a
+    # model note which frame called it. They are still traced in the graph of a caller.
     from torch._C._dynamo import eval_frame
 
-    eval_frame.set_code_exec_strategy(
-        _Hook.__call__.__code__,
-        eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),  # noqa: SLF001
-    )
+    for _hook in (_Hook.__call__, Taps._begin, Taps._end):  # noqa: SLF001
+        eval_frame.set_code_exec_strategy(
+            _hook.__code__,
+            eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),  # noqa: SLF001
+        )

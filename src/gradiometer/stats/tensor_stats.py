@@ -190,6 +190,10 @@ class TensorStats(NamedStats, DeviceValues):
             parts.append(self.origin.unsqueeze(1))
         return torch.cat(parts, dim=1)
 
+    def unpacked(self, packed: Tensor) -> Report:
+        """Return the same as `report`."""
+        return self.report(packed)
+
     def report(self, packed: Tensor) -> Report:
         """Return the `Report` of a `packed` matrix that was copied to the host."""
         names, ranks = self.names, None
