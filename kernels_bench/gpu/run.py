@@ -1,16 +1,18 @@
-"""Run everything that needs a GPU, in parts, in the order in which they show most.
+"""Run everything that needs a GPU, in parts; what ran on a GPU the least comes first.
 
     make gpu PY=python3                    # on a GPU machine with torch 2.11 or newer; needs no network
     python -m kernels_bench.gpu.run --out build/gpu --seconds 540
-    python -m kernels_bench.gpu.run --out build/gpu --seconds 540 --from compiled
+    python -m kernels_bench.gpu.run --out build/gpu --seconds 540 --from ranks
 
 Each part is a process with a time limit, and prints as it runs. At its limit it is interrupted, and 10 s
-later ended; its written results count, and the other parts still run. With ``--seconds`` no part is started
-that could take longer than that; the last line names the part to go on with. ``--from`` keeps the results of
-earlier calls. After each part gpu.json and gpu.md are written anew, with all figures so far and whether they
-meet their bounds. The exit code is 1 if a test or a part failed. A missed bound, or a part other than tests
-that was cut off, is reported, but does not fail the run. Without a GPU the same parts run with small inputs
-on the CPU, to test the scripts; the tests skip themselves.
+later ended; its written results count, and the other parts still run. A part of tests that was cut says after
+how many tests, and how many of them passed. With ``--seconds`` no part is started that could take longer than
+that, but the benchmarks take the time that is left. The last lines name the parts that were cut, and the part
+to go on with. ``--from`` keeps the results of earlier calls. After each part gpu.json and gpu.md are written
+anew, with all figures so far and whether they meet their bounds; PART.log and PART.jsonl are written as a
+part runs. The exit code is 1 if a test, a memory checker or a part failed, else 0: a part that was cut off
+without a failure, and a missed bound, are only reported. Without a GPU the same parts run with small inputs
+on the CPU, and the tests on interpreted kernels, to test the scripts.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -28,12 +31,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree as ET
 
 import torch
 
 from kernels_bench import machine, scripts
-from kernels_bench.gpu import odd_sizes
+from kernels_bench.gpu import odd_sizes, progress
 from kernels_bench.scripts import ROOT
 
 # seconds between an interrupt and the end
@@ -57,7 +59,39 @@ METRICS = "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_ela
 METRICS += ",sm__inst_executed.avg.pct_of_peak_sustained_elapsed,launch__registers_per_thread"
 
 # tools of compute-sanitizer, and their time limits in seconds
-CHECKERS = {"memcheck": 120, "racecheck": 90, "initcheck": 90}
+CHECKERS = {"memcheck": 150, "racecheck": 150, "initcheck": 120}
+# a finding of theirs, in the log of one that was cut off before its summary
+FINDING = re.compile(
+    r"^=+ *(Invalid|Error|Warning|Uninitialized|Race|Potential|Unused|Barrier)", re.MULTILINE
+)
+# The tests by name of the part, see `tests`: marker, seconds, and files. Those that compile with Inductor
+# are parts of their own. The first ones have run on no GPU; the last ones have.
+NEW = {
+    "taps": ("not compiles", 150, "test_gpu_taps.py"),
+    "compiled-taps": ("compiles", 240, "test_gpu_taps.py"),
+    "pairs": ("not compiles", 90, "test_gpu_pairs.py"),
+    "exponents": ("not compiles", 90, "test_gpu_exponents.py"),
+    "clip": ("not compiles", 90, "test_gpu_adaptive_clip.py"),
+    "noise-scale": ("not compiles", 60, "test_gpu_noise_scale.py"),
+}
+RECORDED = {
+    "captures": ("not compiles", 120, "test_gpu_captures.py"),
+    "ranks": ("not compiles", 180, "test_gpu_ranks.py"),
+    "compiled-pairs": ("compiles", 120, "test_gpu_pairs.py"),
+    "compiled-exponents": ("compiles", 120, "test_gpu_exponents.py"),
+    "compiled-clip": ("compiles", 150, "test_gpu_adaptive_clip.py"),
+    "compiled-noise-scale": ("compiles", 90, "test_gpu_noise_scale.py"),
+    "compiled-captures": ("compiles", 120, "test_gpu_captures.py"),
+}
+KNOWN = {
+    "kernels": ("not compiles", 240, "test_gpu.py"),
+    "recorder": ("not compiles", 60, "test_gpu_recorder.py"),
+    "async": ("not compiles", 120, "test_gpu_async.py"),
+    "devices": ("not compiles", 60, "test_gpu_devices.py"),
+    "compiled-kernels": ("compiles", 240, "test_gpu.py"),
+    "compiled-recorder": ("compiles", 120, "test_gpu_recorder.py"),
+    "compiled-others": ("compiles", 120, "test_gpu_async.py", "test_gpu_devices.py", "test_gpu_ranks.py"),
+}
 
 
 # the command `gradiometer doctor` needs typer and rich
@@ -68,12 +102,13 @@ DOCTOR += (
 
 
 class Part(NamedTuple):
-    """A command, and its time limit in seconds."""
+    """A command, and its time limit in seconds; with ``least``, that many seconds are enough to start it."""
 
     name: str
     command: list[str]
     seconds: float
     env: dict[str, str] = {}  # noqa: RUF012 never written to
+    least: float | None = None
 
 
 class Figure(NamedTuple):
@@ -100,26 +135,32 @@ def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
     def script(name: str, *arguments: object) -> list[str]:
         return scripts.command(f"kernels_bench{name}", *on, *arguments)
 
-    odd = script(".gpu.odd_sizes")
+    def some(listed: dict[str, tuple]) -> list[Part]:
+        return [
+            tests(name, out, marker, seconds, *files, device=device)
+            for name, (marker, seconds, *files) in listed.items()
+        ]
+
+    odd = script(".gpu.odd_sizes", *(["--small"] if small else []))
+    monitor = script(".gpu.probe", "monitor", "--out", out, *(["--steps", 20] if small else []))
     listed = [
         Part("doctor", [sys.executable, "-c", DOCTOR], 60),
-        Part("odd-sizes", odd, 60),
-        tests("kernels", out, "gpu and not compiles", 240, "test_gpu.py"),
-        Part("captures", script(".gpu.probe", "captures"), 90),
-        Part(
-            "monitor", script(".gpu.probe", "monitor", "--out", out, *(["--steps", 20] if small else [])), 120
-        ),
-        tests("compiled", out, "gpu and compiles", 300),
-        tests("others", out, "gpu and not compiles", 240, "test_gpu_recorder.py", "test_gpu_async.py"),
-        tests("ranks", out, "gpu and not compiles", 180, "test_gpu_ranks.py", "test_gpu_devices.py"),
+        *some(NEW),
+        Part("odd-sizes", odd, 120),
     ]
     if sanitizer := shutil.which("compute-sanitizer"):
         for tool, seconds in CHECKERS.items():
             command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *odd]
             # with the caching allocator a read beyond a tensor would read its neighbor, undetected
             listed.append(Part(tool, command, seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
+    listed += [
+        *some(RECORDED),
+        Part("replays", script(".gpu.probe", "captures"), 90),
+        Part("monitor", monitor, 120),
+        *some(KNOWN),
+    ]
     bench = ["--cases", "64m-fp32" if small else CASES, "--seconds", 0.1 if small else 1, "--no-memory"]
-    listed.append(Part("bench", script("", *bench, "--providers", PROVIDERS, "--out", out), 240))
+    listed.append(Part("bench", script("", *bench, "--providers", PROVIDERS, "--out", out), 240, least=60))
     if ncu := shutil.which("ncu"):
         one = script("", "--cases", bench[1].split(",")[0], "--providers", "ours-eager", "--seconds", 0.1)
         one += ["--out", str(out / "ncu")]
@@ -134,15 +175,15 @@ def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
             "--metrics",
             METRICS,
         ]
-        listed.append(Part("ncu", [ncu, *options, *one], 90))
+        listed.append(Part("ncu", [ncu, *options, *one], 90, least=45))
     host = script(".host_path", "--json", out / "host.json", *(["--rounds", 2] if small else []))
     gpt2 = [*SMALL.split(), "--modes", "eager"] if small else ["--modes", "compiled,reduce-overhead"]
     peers = ["--cases", "2000x1k" if small else "gpt2", "--seconds", 0.1 if small else 1, "--no-memory"]
     peers += ["--providers", "ours-eager,loop" if small else PEERS, "--out", out / "peers"]
     listed += [
         Part("host", host, 40),
-        Part("gpt2", script(".gpu.gpt2", *gpt2, "--limit", 180, "--out", out), 240),
-        Part("peers", script("", *peers), 240),
+        Part("gpt2", script(".gpu.gpt2", *gpt2, "--limit", 180, "--out", out), 240, least=120),
+        Part("peers", script("", *peers), 240, least=90),
     ]
     if sweep:
         few = ["--divide", 1_000_000, "--tensors", 3, "--turns", 1] if small else []
@@ -150,21 +191,25 @@ def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
     return listed
 
 
-def tests(name: str, out: Path, marker: str, seconds: float, *files: str) -> Part:
-    """Return a part that runs tests in one process, and names each before it runs."""
+def tests(name: str, out: Path, marker: str, seconds: float, *files: str, device: str = "cuda") -> Part:
+    """Return a part that runs the tests of files in one process, and names each before it runs."""
     folder = ROOT / "tests" / "gpu"
     # a configuration of its own, since the project's needs plugins and the latest pytest
     command = [sys.executable, "-m", "pytest", "-c", str(Path(__file__).with_name("pytest.ini"))]
     command += ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-v", "--tb=short", "--durations=5"]
-    command += ["-m", marker, f"--junitxml={out / name}.xml"]
-    command += [str(folder / file) for file in files] or [str(folder)]
-    return Part(name, command, seconds, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+    command += ["-p", "kernels_bench.gpu.progress", "--progress", str(out / f"{name}.jsonl")]
+    command += ["-m", f"gpu and {marker}", *[str(folder / file) for file in files]]
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    if device == "cpu":
+        env |= {"TRITON_INTERPRET": "1", "GPU_TESTS_DEVICE": "cpu", "HYPOTHESIS_PROFILE": "ci"}
+        seconds *= 4
+    return Part(name, command, seconds, env)
 
 
 def start(part: Part) -> subprocess.Popen:
     sources = scripts.environment(ROOT / "src", ROOT / "tests")
+    sources.pop("TRITON_INTERPRET", None)
     env = {**sources, "PYTHONUNBUFFERED": "1", **part.env}
-    env.pop("TRITON_INTERPRET", None)
     # its own process group, so that its compiler processes end with it
     return subprocess.Popen(
         part.command,
@@ -197,40 +242,52 @@ def end(process: subprocess.Popen) -> None:
 
 
 def run(part: Part, log: Path) -> dict:
-    """Run one part; return its name, command, seconds, and how it ended."""
+    """Run one part; return its name, command, seconds, how it ended, and the counts of its tests."""
     print(f"\n== {part.name}: at most {part.seconds:.0f} s: {shlex.join(part.command)}", flush=True)
     begin = time.perf_counter()
     process = start(part)
     reader = threading.Thread(target=tee, args=(process, log))
     reader.start()
+    ended = None
     try:
         status = process.wait(timeout=part.seconds)
         ended = "ok" if status == 0 else f"exit code {status}"
         if part.name in {*CHECKERS, "ncu"} and status not in {0, FOUND, odd_sizes.WRONG}:
             ended = f"does not run here ({ended})"
     except subprocess.TimeoutExpired:
-        ended = f"cut off after {part.seconds:.0f} s"
+        pass
     finally:
         end(process)
         reader.join()
     seconds = time.perf_counter() - begin
+    result = {"part": part.name, "command": shlex.join(part.command), "seconds": seconds}
+    if "--progress" in part.command:
+        results = progress.read(log.with_suffix(".jsonl"))
+        ended = ended or results.cut()
+        result["tests"] = results.counts()
+    elif ended is None:
+        findings = len(FINDING.findall(text_of(log))) if part.name in CHECKERS else 0
+        ended = f"cut off after {part.seconds:.0f} s" + f", {findings} findings" * bool(findings)
     print(f"== {part.name}: {seconds:.0f} s, {ended}", flush=True)
-    return {"part": part.name, "command": shlex.join(part.command), "seconds": seconds, "ended": ended}
+    return result | {"ended": ended}
+
+
+def was_cut(part: dict) -> bool:
+    return part["ended"].startswith("cut ")
 
 
 def failed(part: dict) -> bool:
-    needed = "pytest" in part["command"] and part["ended"].startswith("cut off")
-    return needed or part["ended"].startswith("exit code")
+    """Return whether a part failed. One that was cut did only if there was a failure before."""
+    if was_cut(part):
+        tests = part.get("tests", {})
+        return part["ended"].endswith("findings") or bool(tests.get("failed") or tests.get("errors"))
+    return part["ended"].startswith("exit code")
 
 
-def counts(files: list[Path]) -> dict[str, int]:
-    """Return the numbers of all, failed and skipped tests; empty without a file."""
-    total: dict[str, int] = {}
-    for xml in files:
-        for suite in ET.parse(xml).getroot().iter("testsuite"):  # noqa: S314 pytest wrote it
-            for name in ("tests", "failures", "errors", "skipped"):
-                total[name] = total.get(name, 0) + int(suite.get(name, "0"))
-    return total
+def counts(parts: list[dict]) -> dict[str, int]:
+    """Return the numbers of all tests that ran, and of those that passed and so on; empty without any."""
+    found = [part["tests"] for part in parts if "tests" in part]
+    return {name: sum(each[name] for each in found) for name in found[0]} if found else {}
 
 
 def times_of(rows: list[dict]) -> dict[tuple[str, str], float]:
@@ -336,8 +393,7 @@ def load(path: Path) -> list[dict]:
 
 def combine(result: dict, out: Path) -> str:
     """Write gpu.json and gpu.md from all that is in the folder; return the Markdown."""
-    names = [part["part"] for part in result["parts"]]
-    result["tests"] = counts([path for name in names if (path := out / f"{name}.xml").exists()])
+    result["tests"] = counts(result["parts"])
     host = json.loads(read) if (read := text_of(out / "host.json")) else {}
     rows = [load(out / f"{name}.json") for name in ("bench", "peers/bench", "gpt2")]
     result["figures"] = [
@@ -374,20 +430,27 @@ def main(argv=None) -> int:
         result["parts"] = [part for part in json.loads(read)["parts"] if part["part"] not in names[first:]]
     elif out.exists():
         # other files stay
-        for path in [out / name for part in names for name in (f"{part}.log", f"{part}.xml")]:
+        for path in [out / name for part in names for name in (f"{part}.log", f"{part}.jsonl")]:
             path.unlink(missing_ok=True)
         for name in WRITTEN:
             (out / name).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     print(machine.one_line(result["machine"]), flush=True)
     rest = listed[first:]
-    while rest and (
-        rest == listed[first:] or time.perf_counter() - begin + rest[0].seconds <= options.seconds
-    ):
-        part = rest.pop(0)
+    while rest:
+        part = rest[0]
+        left = options.seconds - (time.perf_counter() - begin)
+        # the first part of a call runs anyway
+        if rest != listed[first:] and left < (part.least or part.seconds):
+            break
+        if part.least is not None:
+            part = part._replace(seconds=max(part.least, min(part.seconds, left)))
+        del rest[0]
         result["parts"].append(run(part, out / f"{part.name}.log"))
         text = combine(result, out)
     print(f"\n{text}\n{out / 'gpu.md'}, {time.perf_counter() - begin:.0f} s")
+    for part in filter(was_cut, result["parts"]):
+        print(f"{part['part']}: {part['ended']}; run it again with --from {part['part']}")
     if rest:
         print(f"{len(rest)} parts are left; go on with --from {rest[0].name}")
     return int(any(map(failed, result["parts"])))
