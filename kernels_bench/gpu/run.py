@@ -8,11 +8,11 @@ Each part is a process with a time limit, and prints as it runs. At its limit it
 later ended; its written results count, and the other parts still run. A part of tests that was cut says after
 how many tests, and how many of them passed. With ``--seconds`` no part is started that could take longer than
 that, but the benchmarks take the time that is left. The last lines name the parts that were cut, and the part
-to go on with. ``--from`` keeps the results of earlier calls. After each part gpu.json and gpu.md are written
-anew, with all figures so far and whether they meet their bounds; PART.log and PART.jsonl are written as a
-part runs. The exit code is 1 if a test, a memory checker or a part failed, else 0: a part that was cut off
-without a failure, and a missed bound, are only reported. Without a GPU the same parts run with small inputs
-on the CPU, and the tests on interpreted kernels, to test the scripts.
+to go on with. ``--from`` and ``--only`` keep the results of earlier calls. After each part gpu.json and
+gpu.md are written anew, with all figures so far and whether they meet their bounds; PART.log and PART.jsonl
+are written as a part runs. The exit code is 1 if a test, a memory checker or a part failed, else 0: a part
+that was cut without a failure, and a missed bound, are only reported. Without a GPU the same parts run with
+small inputs on the CPU, and the tests on interpreted kernels, to test the scripts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,79 +35,22 @@ import torch
 
 from kernels_bench import machine, scripts
 from kernels_bench.gpu import odd_sizes, progress
+from kernels_bench.gpu.plan import CHECKERS, FOUND, Part, parts
 from kernels_bench.scripts import ROOT
 
 # seconds between an interrupt and the end
 GRACE = 10.0
-# the checkers' exit code if they found something
-FOUND = 9
 # bytes: the bounds apply to larger lists
 LARGE = 256e6
-# short cases and those with a bound come first, because the last ones may be cut off
-CASES = "one-1.5e9,2000x1m,2000x1k,gpt2,llama-1b,moe,misaligned,beyond-2^31"
-PROVIDERS = "ceiling,ours-eager,ours-graph,ours-pairs,foreach,foreach64,foreach-graph,foreach64-graph"
-# they compile a long list, so they come last
-PEERS = "ours-eager,ours-graph,loop,loop-graph,inductor,inductor-graph,inductor-combo,inductor-combo-graph"
 # files that a run writes to its folder, besides logs
 WRITTEN = [
     f"{name}.{kind}" for name in ("gpu", "bench", "gpt2", "sweep", "peers/bench") for kind in ("json", "md")
 ]
 WRITTEN += ["host.json", "bench.png", "peers/bench.png"]
-SMALL = "--layers 1 --width 32 --heads 2 --vocabulary 64 --context 16 --batch 2 --seconds 0.2"
-METRICS = "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed"
-METRICS += ",sm__inst_executed.avg.pct_of_peak_sustained_elapsed,launch__registers_per_thread"
-
-# tools of compute-sanitizer, and their time limits in seconds
-CHECKERS = {"memcheck": 150, "racecheck": 150, "initcheck": 120}
-# a finding of theirs, in the log of one that was cut off before its summary
+# a finding of a memory checker, in the log of one that was cut off before its summary
 FINDING = re.compile(
     r"^=+ *(Invalid|Error|Warning|Uninitialized|Race|Potential|Unused|Barrier)", re.MULTILINE
 )
-# The tests by name of the part, see `tests`: marker, seconds, and files. Those that compile with Inductor
-# are parts of their own. The first ones have run on no GPU; the last ones have.
-NEW = {
-    "taps": ("not compiles", 150, "test_gpu_taps.py"),
-    "compiled-taps": ("compiles", 240, "test_gpu_taps.py"),
-    "pairs": ("not compiles", 90, "test_gpu_pairs.py"),
-    "exponents": ("not compiles", 90, "test_gpu_exponents.py"),
-    "clip": ("not compiles", 90, "test_gpu_adaptive_clip.py"),
-    "noise-scale": ("not compiles", 60, "test_gpu_noise_scale.py"),
-}
-RECORDED = {
-    "captures": ("not compiles", 120, "test_gpu_captures.py"),
-    "ranks": ("not compiles", 180, "test_gpu_ranks.py"),
-    "compiled-pairs": ("compiles", 120, "test_gpu_pairs.py"),
-    "compiled-exponents": ("compiles", 120, "test_gpu_exponents.py"),
-    "compiled-clip": ("compiles", 150, "test_gpu_adaptive_clip.py"),
-    "compiled-noise-scale": ("compiles", 90, "test_gpu_noise_scale.py"),
-    "compiled-captures": ("compiles", 120, "test_gpu_captures.py"),
-}
-KNOWN = {
-    "kernels": ("not compiles", 240, "test_gpu.py"),
-    "recorder": ("not compiles", 60, "test_gpu_recorder.py"),
-    "async": ("not compiles", 120, "test_gpu_async.py"),
-    "devices": ("not compiles", 60, "test_gpu_devices.py"),
-    "compiled-kernels": ("compiles", 240, "test_gpu.py"),
-    "compiled-recorder": ("compiles", 120, "test_gpu_recorder.py"),
-    "compiled-others": ("compiles", 120, "test_gpu_async.py", "test_gpu_devices.py", "test_gpu_ranks.py"),
-}
-
-
-# the command `gradiometer doctor` needs typer and rich
-DOCTOR = "import json; from gradiometer.cli.doctor import examine; "
-DOCTOR += (
-    "found = examine(); print(json.dumps(found.to_dict(), indent=1)); raise SystemExit(bool(found.problems))"
-)
-
-
-class Part(NamedTuple):
-    """A command, and its time limit in seconds; with ``least``, that many seconds are enough to start it."""
-
-    name: str
-    command: list[str]
-    seconds: float
-    env: dict[str, str] = {}  # noqa: RUF012 never written to
-    least: float | None = None
 
 
 class Figure(NamedTuple):
@@ -125,85 +67,6 @@ class Figure(NamedTuple):
         if self.reached is None:
             return None
         return self.reached <= self.bound if self.most else self.reached >= self.bound
-
-
-def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
-    """Return the parts in the order in which they run; on the CPU with small inputs."""
-    small = device == "cpu"
-    on = ("--device", device)
-
-    def script(name: str, *arguments: object) -> list[str]:
-        return scripts.command(f"kernels_bench{name}", *on, *arguments)
-
-    def some(listed: dict[str, tuple]) -> list[Part]:
-        return [
-            tests(name, out, marker, seconds, *files, device=device)
-            for name, (marker, seconds, *files) in listed.items()
-        ]
-
-    odd = script(".gpu.odd_sizes", *(["--small"] if small else []))
-    monitor = script(".gpu.probe", "monitor", "--out", out, *(["--steps", 20] if small else []))
-    listed = [
-        Part("doctor", [sys.executable, "-c", DOCTOR], 60),
-        *some(NEW),
-        Part("odd-sizes", odd, 120),
-    ]
-    if sanitizer := shutil.which("compute-sanitizer"):
-        for tool, seconds in CHECKERS.items():
-            command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *odd]
-            # with the caching allocator a read beyond a tensor would read its neighbor, undetected
-            listed.append(Part(tool, command, seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
-    listed += [
-        *some(RECORDED),
-        Part("replays", script(".gpu.probe", "captures"), 90),
-        Part("monitor", monitor, 120),
-        *some(KNOWN),
-    ]
-    bench = ["--cases", "64m-fp32" if small else CASES, "--seconds", 0.1 if small else 1, "--no-memory"]
-    listed.append(Part("bench", script("", *bench, "--providers", PROVIDERS, "--out", out), 240, least=60))
-    if ncu := shutil.which("ncu"):
-        one = script("", "--cases", bench[1].split(",")[0], "--providers", "ours-eager", "--seconds", 0.1)
-        one += ["--out", str(out / "ncu")]
-        # the clocks stay as they are: the machine may be shared
-        options = [
-            "--clock-control",
-            "none",
-            "--kernel-name",
-            "regex:moments",
-            "--launch-count",
-            "2",
-            "--metrics",
-            METRICS,
-        ]
-        listed.append(Part("ncu", [ncu, *options, *one], 90, least=45))
-    host = script(".host_path", "--json", out / "host.json", *(["--rounds", 2] if small else []))
-    gpt2 = [*SMALL.split(), "--modes", "eager"] if small else ["--modes", "compiled,reduce-overhead"]
-    peers = ["--cases", "2000x1k" if small else "gpt2", "--seconds", 0.1 if small else 1, "--no-memory"]
-    peers += ["--providers", "ours-eager,loop" if small else PEERS, "--out", out / "peers"]
-    listed += [
-        Part("host", host, 40),
-        Part("gpt2", script(".gpu.gpt2", *gpt2, "--limit", 180, "--out", out), 240, least=120),
-        Part("peers", script("", *peers), 240, least=90),
-    ]
-    if sweep:
-        few = ["--divide", 1_000_000, "--tensors", 3, "--turns", 1] if small else []
-        listed.append(Part("sweep", script(".gpu.sweep", "--seconds", 240, "--out", out, *few), 300))
-    return listed
-
-
-def tests(name: str, out: Path, marker: str, seconds: float, *files: str, device: str = "cuda") -> Part:
-    """Return a part that runs the tests of files in one process, and names each before it runs."""
-    folder = ROOT / "tests" / "gpu"
-    # a configuration of its own, since the project's needs plugins and the latest pytest
-    command = [sys.executable, "-m", "pytest", "-c", str(Path(__file__).with_name("pytest.ini"))]
-    command += ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-v", "--tb=short", "--durations=5"]
-    command += ["-p", "kernels_bench.gpu.progress", "--progress", str(out / f"{name}.jsonl")]
-    command += ["-m", f"gpu and {marker}", *[str(folder / file) for file in files]]
-    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    if device == "cpu":
-        env |= {"TRITON_INTERPRET": "1", "GPU_TESTS_DEVICE": "cpu", "HYPOTHESIS_PROFILE": "ci"}
-        seconds *= 4
-    return Part(name, command, seconds, env)
 
 
 def start(part: Part) -> subprocess.Popen:
@@ -409,6 +272,7 @@ def main(argv=None) -> int:
     parser = scripts.parser("kernels_bench.gpu.run", __doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--from", dest="first", metavar="PART", help="the first part; keep earlier results")
+    parser.add_argument("--only", metavar="PART,...", help="these parts; keep the results of the others")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no part that may take longer")
     parser.add_argument("--sweep", action="store_true", help="also try other chunks, tiles and threads")
     options = parser.parse_args(argv)
@@ -420,14 +284,18 @@ def main(argv=None) -> int:
         out /= "rehearsal"
     listed = parts(out, device, sweep=options.sweep)
     names = [part.name for part in listed]
-    if options.first is not None and options.first not in names:
-        parser.error(f"--from {options.first}: the parts here are {', '.join(names)}")
-    first = 0 if options.first is None else names.index(options.first)
+    only = options.only.split(",") if options.only else []
+    for name in [*only, *filter(None, [options.first])]:
+        if name not in names:
+            parser.error(f"there is no part {name!r}; the parts here are {', '.join(names)}")
+    listed = listed[names.index(options.first) if options.first else 0 :]
+    listed = [part for part in listed if not only or part.name in only]
     command = scripts.command_line("kernels_bench.gpu.run", argv)
     result = {"machine": machine.describe(), "command": command, "parts": []}
-    if first and (read := text_of(out / "gpu.json")):
+    if (options.first or only) and (read := text_of(out / "gpu.json")):
         # parts that run again below are replaced
-        result["parts"] = [part for part in json.loads(read)["parts"] if part["part"] not in names[first:]]
+        again = {part.name for part in listed}
+        result["parts"] = [part for part in json.loads(read)["parts"] if part["part"] not in again]
     elif out.exists():
         # other files stay
         for path in [out / name for part in names for name in (f"{part}.log", f"{part}.jsonl")]:
@@ -436,12 +304,12 @@ def main(argv=None) -> int:
             (out / name).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     print(machine.one_line(result["machine"]), flush=True)
-    rest = listed[first:]
+    rest = list(listed)
     while rest:
         part = rest[0]
         left = options.seconds - (time.perf_counter() - begin)
         # the first part of a call runs anyway
-        if rest != listed[first:] and left < (part.least or part.seconds):
+        if len(rest) < len(listed) and left < (part.least or part.seconds):
             break
         if part.least is not None:
             part = part._replace(seconds=max(part.least, min(part.seconds, left)))
@@ -450,7 +318,7 @@ def main(argv=None) -> int:
         text = combine(result, out)
     print(f"\n{text}\n{out / 'gpu.md'}, {time.perf_counter() - begin:.0f} s")
     for part in filter(was_cut, result["parts"]):
-        print(f"{part['part']}: {part['ended']}; run it again with --from {part['part']}")
+        print(f"{part['part']}: {part['ended']}; run it again with --only {part['part']}")
     if rest:
         print(f"{len(rest)} parts are left; go on with --from {rest[0].name}")
     return int(any(map(failed, result["parts"])))
