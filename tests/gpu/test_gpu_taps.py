@@ -17,7 +17,7 @@ from gradiometer import ops
 from gradiometer.columns import CURSOR_SIZE, Cursor
 from gradiometer.ops import tap_partials
 from support.activations import Calls, agree, columns_of, merged
-from support.gpu import DEVICE, DTYPES, FEW, compiled, fewer, no_waits, no_waits_compiled, record, values
+from support.gpu import DEVICE, DTYPES, FEW, compiled, fewer, no_waits, no_waits_on_a_gpu, record, values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -339,7 +339,7 @@ def test_a_captured_call_resets_its_marks(channels):
 
 def test_a_recorder_keeps_what_captured_taps_measured():
     model = Model(dtype=torch.float64)
-    taps = gm.Taps(model, TAPPED, names=["inp"])
+    taps = gm.Taps(model, {"act": r"\.act$"}, names=["inp"])
     recorder = gm.Recorder(model, taps=taps, capacity=4)
     x = batch(torch.float64)
 
@@ -413,7 +413,7 @@ def test_a_compiled_step_measures_what_it_computes(mode, fused, dtype):
         if i < 4:
             y = run(x, w)
         else:
-            with no_waits_compiled():
+            with no_waits_on_a_gpu():
                 y = run(x, w)
         value, grad = taps.stats().columns.cpu()
         agree(value, columns_of(y.cpu()))

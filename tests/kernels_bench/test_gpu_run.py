@@ -149,13 +149,51 @@ def test_arguments_that_cannot_be_are_refused(arguments, message, capsys, monkey
     assert message in capsys.readouterr().err
 
 
+SPY = """
+import importlib, pkgutil, sys
+from triton.runtime.interpreter import InterpretedFunction
+from gradiometer import kernels
+from kernels_bench.gpu import odd_sizes
+
+names = [f"gradiometer.kernels.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
+modules = [importlib.import_module(name) for name in names]
+written = {
+    f"{module.__name__}.{name}"
+    for module in modules
+    for name, value in vars(module).items()
+    if isinstance(value, InterpretedFunction) and value.fn.__module__ == module.__name__
+}
+run, launched = InterpretedFunction.run, set()
+def seen(kernel, *args, **options):
+    launched.add(f"{kernel.fn.__module__}.{kernel.fn.__name__}")
+    return run(kernel, *args, **options)
+
+InterpretedFunction.run = seen
+status = odd_sizes.main(["--device", "cpu", "--small"])
+print(*sorted(name for name in written - launched if name.endswith("_kernel")), "are not launched")
+sys.exit(status or 10 * (not launched <= {name for name in written if name.endswith("_kernel")}))
+"""
+
+
+def test_odd_sizes_launch_every_kernel():
+    pytest.importorskip("triton")
+    env = scripts.environment(run.ROOT / "src") | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", SPY]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    # 10: a kernel has another kind of name, so that it would not be missed above
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "are not launched", done.stdout
+
+
 def test_odd_sizes_agree(monkeypatch):
-    assert odd_sizes.main(["--device", "cpu"]) == 0
+    assert odd_sizes.main(["--device", "cpu", "--small"]) == 0
     collect = gm.collect
     monkeypatch.setattr(
-        gm, "collect", lambda xs: collect({k: x + (torch.rand(()) < 0.5) for k, x in xs.items()})
+        gm,
+        "collect",
+        lambda xs, **options: collect({k: x + (torch.rand(()) < 0.5) for k, x in xs.items()}, **options),
     )
-    assert odd_sizes.main(["--device", "cpu"]) == odd_sizes.WRONG
+    assert odd_sizes.main(["--device", "cpu", "--small"]) == odd_sizes.WRONG
 
 
 # the script
