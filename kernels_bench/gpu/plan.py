@@ -37,9 +37,11 @@ RECORDED = {
     "ranks": ("not compiles", 180, "ranks"),
     "compiled-new": ("compiles", 300, "captures", "adaptive_clip", "noise_scale", "exponents", "pairs"),
 }
+# in the folders of what they test
+ELSEWHERE = ("stats/test_report.py", "inputs/test_inputs.py")
 KNOWN = {
     "kernels": ("not compiles", 240, ""),
-    "others": ("not compiles", 180, "recorder", "async", "devices"),
+    "others": ("not compiles", 180, "recorder", "async", "devices", *ELSEWHERE),
     "compiled-kernels": ("compiles", 240, ""),
     "compiled-others": ("compiles", 240, "recorder", "async", "devices", "ranks"),
 }
@@ -126,14 +128,16 @@ def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
 
 
 def tests(name: str, out: Path, marker: str, seconds: float, *files: str, device: str) -> Part:
-    """Return a part that runs the tests of ``test_gpu_<file>.py`` in one process."""
-    folder = ROOT / "tests" / "gpu"
+    """Return a part that runs the tests of ``test_gpu_<file>.py``, or of other files, in one process."""
     # a configuration of its own, since the project's needs plugins and the latest pytest
     command = [sys.executable, "-m", "pytest", "-c", str(Path(__file__).with_name("pytest.ini"))]
     command += ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-v", "--tb=short", "--durations=5"]
     command += ["-p", "kernels_bench.gpu.progress", "--progress", str(out / f"{name}.jsonl")]
-    paths = [folder / "_".join(["test_gpu", *filter(None, [file])]) for file in files]
-    command += ["-m", f"gpu and {marker}", *[f"{path}.py" for path in paths]]
+    paths = [
+        file if file.endswith(".py") else f"gpu/{'_'.join(['test_gpu', *filter(None, [file])])}.py"
+        for file in files
+    ]
+    command += ["-m", f"gpu and {marker}", *[str(ROOT / "tests" / path) for path in paths]]
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     if device == "cpu":
         env |= {"TRITON_INTERPRET": "1", "GPU_TESTS_DEVICE": "cpu", "HYPOTHESIS_PROFILE": "ci"}
