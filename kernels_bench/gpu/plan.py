@@ -140,6 +140,11 @@ def tests(name: str, out: Path, marker: str, seconds: float, *files: str, device
     command += ["-m", f"gpu and {marker}", *[str(ROOT / "tests" / path) for path in paths]]
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     if device == "cpu":
-        env |= {"TRITON_INTERPRET": "1", "GPU_TESTS_DEVICE": "cpu", "HYPOTHESIS_PROFILE": "ci"}
+        env |= {
+            "TRITON_INTERPRET": "1",
+            "GPU_TESTS_DEVICE": "cpu",
+            "HYPOTHESIS_PROFILE": "ci",
+            "OMP_NUM_THREADS": "1",
+        }
         seconds *= 4
     return Part(name, command, seconds, env)

@@ -604,7 +604,9 @@ def test_each_test_on_a_gpu_is_in_one_part(tmp_path):
     assert sorted(together) == sorted(everything)
 
 
-@pytest.mark.parametrize("name", ["compiled-taps", "taps", "pairs", "exponents", "clip", "captures", "ranks"])
+@pytest.mark.parametrize(
+    "name", ["taps", "compiled-taps", "pairs", "exponents", "clip", "captures", "ranks", "compiled-new"]
+)
 def test_tests_on_a_gpu_run_on_interpreted_kernels(name, tmp_path):
     pytest.importorskip("triton")
     (part,) = [part for part in run.parts(tmp_path, "cpu") if part.name == name]
