@@ -47,9 +47,10 @@ WRITTEN = [
     f"{name}.{kind}" for name in ("gpu", "bench", "gpt2", "sweep", "peers/bench") for kind in ("json", "md")
 ]
 WRITTEN += ["host.json", "bench.png", "peers/bench.png"]
-# a finding of a memory checker, in the log of one that was cut off before its summary
+# A finding of a memory checker, in the log of one that was cut off before its summary. That the program did
+# not end by itself is none.
 FINDING = re.compile(
-    r"^=+ *(Invalid|Error|Warning|Uninitialized|Race|Potential|Unused|Barrier)", re.MULTILINE
+    r"^=+ *(Invalid|Misaligned|Uninitialized|Potential|Barrier|(Error|Warning): Race)", re.MULTILINE
 )
 
 

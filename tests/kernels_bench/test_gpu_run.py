@@ -639,7 +639,8 @@ def test_findings_of_a_checker_that_is_cut_count(tmp_path):
     log = tmp_path / "log"
     lines = ["========= COMPUTE-SANITIZER", "moments", "========= Invalid __global__ read of size 4 bytes"]
     lines += ["=========     at _moments_kernel+0x90", "========= Error: Race reported between Write access"]
-    for printed, ended in ((lines, "cut off after 0 s, 2 findings"), (lines[:2], "cut off after 0 s")):
+    none = [*lines[:2], "========= Error: process didn't terminate successfully"]
+    for printed, ended in ((lines, "cut off after 0 s, 2 findings"), (none, "cut off after 0 s")):
         log.unlink(missing_ok=True)
         code = f"import time; print({chr(10).join(printed)!r}, flush=True); time.sleep(60)"
         part = run.Part("memcheck", python(code), 0.1)
