@@ -409,6 +409,14 @@ def test_scripts_take_the_arguments_that_they_get_on_a_gpu(tmp_path, capsys, mon
     ]
 
 
+@pytest.mark.usefixtures("tools")
+def test_parts_that_ran_on_a_gpu_the_least_come_first_and_benchmarks_last(tmp_path):
+    names = [part.name for part in run.parts(tmp_path, "cuda")]
+    order = [*plan.NEW, "odd-sizes", *plan.CHECKERS, *plan.RECORDED, "replays", "monitor", *plan.KNOWN]
+    assert names == ["doctor", *order, "bench", "ncu", "host", "gpt2", "peers"]
+    assert len(set(names)) == len(names)
+
+
 @pytest.mark.deep
 @pytest.mark.usefixtures("tools")
 def test_the_whole_order_runs_without_a_gpu(tmp_path, capsys, monkeypatch):
