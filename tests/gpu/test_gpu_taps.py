@@ -131,6 +131,46 @@ def test_large_activations_agree():
     check(x.t(), 0)
 
 
+class Layer(nn.Module):
+    """Measures the attention logits and the routing of its arguments."""
+
+    def forward(self, q: Tensor, k: Tensor, probs: Tensor, selected: Tensor) -> None:
+        gm.tap_attention(q, k, "attn")
+        gm.tap_router(probs, "moe", selected=selected)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_attention_and_routers_agree_with_their_definitions(is_captured):
+    model = Layer()
+    names = ["attn.max_logit_bound", "moe.expert_load", "moe.router_entropy"]
+    taps = gm.Taps(model, names=names).to(DEVICE)
+    q, k = (torch.randn(2, 4, 33, 8, device=DEVICE) for _ in range(2))
+    probs = torch.randn(64, 5, device=DEVICE).softmax(-1)
+    selected = probs.topk(2).indices
+    if is_captured:
+        graph, _ = record(lambda: model(q, k, probs, selected))
+        q.normal_()
+        probs.copy_(torch.randn(64, 5, device=DEVICE).softmax(-1))
+        selected.copy_(probs.topk(2).indices)
+        taps.advance()
+        graph.replay()
+    else:
+        with no_waits():
+            model(q, k, probs, selected)
+    report = taps.stats().materialize()
+    taps.remove()
+    bound = q.double().norm(dim=-1).amax(-1) * k.double().norm(dim=-1).amax(-1) / 8**0.5
+    row = report["attn.max_logit_bound"]
+    # norms of 8 numbers in fp32
+    assert (row.numel, row.abs_max) == (8, pytest.approx(bound.max().item(), rel=2**-20))
+    load = torch.bincount(selected.flatten().cpu(), minlength=5).double() / 64
+    row = report["moe.expert_load"]
+    assert (row.abs_max, row.mean) == pytest.approx((load.max().item(), load.mean().item()), rel=2**-20)
+    entropy = torch.special.entr(probs.double()).sum(-1) / math.log(5)
+    row = report["moe.router_entropy"]
+    assert (row.numel, row.mean) == (64, pytest.approx(entropy.mean().item(), rel=2**-19))
+
+
 # partial sums
 
 
