@@ -1,16 +1,18 @@
-"""Run everything that needs a GPU, in parts, in the order in which they show most.
+"""Run everything that needs a GPU, in parts; what ran on a GPU the least comes first.
 
     make gpu PY=python3                    # on a GPU machine with torch 2.11 or newer; needs no network
     python -m kernels_bench.gpu.run --out build/gpu --seconds 540
-    python -m kernels_bench.gpu.run --out build/gpu --seconds 540 --from compiled
+    python -m kernels_bench.gpu.run --out build/gpu --seconds 540 --from ranks
 
 Each part is a process with a time limit, and prints as it runs. At its limit it is interrupted, and 10 s
-later ended; its written results count, and the other parts still run. With ``--seconds`` no part is started
-that could take longer than that; the last line names the part to go on with. ``--from`` keeps the results of
-earlier calls. After each part gpu.json and gpu.md are written anew, with all figures so far and whether they
-meet their bounds. The exit code is 1 if a test or a part failed. A missed bound, or a part other than tests
-that was cut off, is reported, but does not fail the run. Without a GPU the same parts run with small inputs
-on the CPU, to test the scripts; the tests skip themselves.
+later ended; its written results count, and the other parts still run. A part of tests that was cut says after
+how many tests, and how many of them passed. With ``--seconds`` no part is started that could take longer than
+that, but the benchmarks take the time that is left. The last lines name the parts that were cut, and the part
+to go on with. ``--from`` and ``--only`` keep the results of earlier calls. After each part gpu.json and
+gpu.md are written anew, with all figures so far and whether they meet their bounds; PART.log and PART.jsonl
+are written as a part runs. The exit code is 1 if a test, a memory checker or a part failed, else 0: a part
+that was cut without a failure, and a missed bound, are only reported. Without a GPU the same parts run with
+small inputs on the CPU, and the tests on interpreted kernels, to test the scripts.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,52 +30,28 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree as ET
 
 import torch
 
 from kernels_bench import machine, scripts
-from kernels_bench.gpu import odd_sizes
+from kernels_bench.gpu import odd_sizes, progress
+from kernels_bench.gpu.plan import CHECKERS, FOUND, Part, parts
 from kernels_bench.scripts import ROOT
 
 # seconds between an interrupt and the end
 GRACE = 10.0
-# the checkers' exit code if they found something
-FOUND = 9
 # bytes: the bounds apply to larger lists
 LARGE = 256e6
-# short cases and those with a bound come first, because the last ones may be cut off
-CASES = "one-1.5e9,2000x1m,2000x1k,gpt2,llama-1b,moe,misaligned,beyond-2^31"
-PROVIDERS = "ceiling,ours-eager,ours-graph,ours-pairs,foreach,foreach64,foreach-graph,foreach64-graph"
-# they compile a long list, so they come last
-PEERS = "ours-eager,ours-graph,loop,loop-graph,inductor,inductor-graph,inductor-combo,inductor-combo-graph"
 # files that a run writes to its folder, besides logs
 WRITTEN = [
     f"{name}.{kind}" for name in ("gpu", "bench", "gpt2", "sweep", "peers/bench") for kind in ("json", "md")
 ]
 WRITTEN += ["host.json", "bench.png", "peers/bench.png"]
-SMALL = "--layers 1 --width 32 --heads 2 --vocabulary 64 --context 16 --batch 2 --seconds 0.2"
-METRICS = "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed"
-METRICS += ",sm__inst_executed.avg.pct_of_peak_sustained_elapsed,launch__registers_per_thread"
-
-# tools of compute-sanitizer, and their time limits in seconds
-CHECKERS = {"memcheck": 120, "racecheck": 90, "initcheck": 90}
-
-
-# the command `gradiometer doctor` needs typer and rich
-DOCTOR = "import json; from gradiometer.cli.doctor import examine; "
-DOCTOR += (
-    "found = examine(); print(json.dumps(found.to_dict(), indent=1)); raise SystemExit(bool(found.problems))"
+# A finding of a memory checker, in the log of one that was cut off before its summary. That the program did
+# not end by itself is none.
+FINDING = re.compile(
+    r"^=+ *(Invalid|Misaligned|Uninitialized|Potential|Barrier|(Error|Warning): Race)", re.MULTILINE
 )
-
-
-class Part(NamedTuple):
-    """A command, and its time limit in seconds."""
-
-    name: str
-    command: list[str]
-    seconds: float
-    env: dict[str, str] = {}  # noqa: RUF012 never written to
 
 
 class Figure(NamedTuple):
@@ -92,79 +70,10 @@ class Figure(NamedTuple):
         return self.reached <= self.bound if self.most else self.reached >= self.bound
 
 
-def parts(out: Path, device: str, *, sweep: bool = False) -> list[Part]:
-    """Return the parts in the order in which they run; on the CPU with small inputs."""
-    small = device == "cpu"
-    on = ("--device", device)
-
-    def script(name: str, *arguments: object) -> list[str]:
-        return scripts.command(f"kernels_bench{name}", *on, *arguments)
-
-    odd = script(".gpu.odd_sizes")
-    listed = [
-        Part("doctor", [sys.executable, "-c", DOCTOR], 60),
-        Part("odd-sizes", odd, 60),
-        tests("kernels", out, "gpu and not compiles", 240, "test_gpu.py"),
-        Part("captures", script(".gpu.probe", "captures"), 90),
-        Part(
-            "monitor", script(".gpu.probe", "monitor", "--out", out, *(["--steps", 20] if small else [])), 120
-        ),
-        tests("compiled", out, "gpu and compiles", 300),
-        tests("others", out, "gpu and not compiles", 240, "test_gpu_recorder.py", "test_gpu_async.py"),
-        tests("ranks", out, "gpu and not compiles", 180, "test_gpu_ranks.py", "test_gpu_devices.py"),
-    ]
-    if sanitizer := shutil.which("compute-sanitizer"):
-        for tool, seconds in CHECKERS.items():
-            command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *odd]
-            # with the caching allocator a read beyond a tensor would read its neighbor, undetected
-            listed.append(Part(tool, command, seconds, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
-    bench = ["--cases", "64m-fp32" if small else CASES, "--seconds", 0.1 if small else 1, "--no-memory"]
-    listed.append(Part("bench", script("", *bench, "--providers", PROVIDERS, "--out", out), 240))
-    if ncu := shutil.which("ncu"):
-        one = script("", "--cases", bench[1].split(",")[0], "--providers", "ours-eager", "--seconds", 0.1)
-        one += ["--out", str(out / "ncu")]
-        # the clocks stay as they are: the machine may be shared
-        options = [
-            "--clock-control",
-            "none",
-            "--kernel-name",
-            "regex:moments",
-            "--launch-count",
-            "2",
-            "--metrics",
-            METRICS,
-        ]
-        listed.append(Part("ncu", [ncu, *options, *one], 90))
-    host = script(".host_path", "--json", out / "host.json", *(["--rounds", 2] if small else []))
-    gpt2 = [*SMALL.split(), "--modes", "eager"] if small else ["--modes", "compiled,reduce-overhead"]
-    peers = ["--cases", "2000x1k" if small else "gpt2", "--seconds", 0.1 if small else 1, "--no-memory"]
-    peers += ["--providers", "ours-eager,loop" if small else PEERS, "--out", out / "peers"]
-    listed += [
-        Part("host", host, 40),
-        Part("gpt2", script(".gpu.gpt2", *gpt2, "--limit", 180, "--out", out), 240),
-        Part("peers", script("", *peers), 240),
-    ]
-    if sweep:
-        few = ["--divide", 1_000_000, "--tensors", 3, "--turns", 1] if small else []
-        listed.append(Part("sweep", script(".gpu.sweep", "--seconds", 240, "--out", out, *few), 300))
-    return listed
-
-
-def tests(name: str, out: Path, marker: str, seconds: float, *files: str) -> Part:
-    """Return a part that runs tests in one process, and names each before it runs."""
-    folder = ROOT / "tests" / "gpu"
-    # a configuration of its own, since the project's needs plugins and the latest pytest
-    command = [sys.executable, "-m", "pytest", "-c", str(Path(__file__).with_name("pytest.ini"))]
-    command += ["--rootdir", str(ROOT), "-p", "no:cacheprovider", "-v", "--tb=short", "--durations=5"]
-    command += ["-m", marker, f"--junitxml={out / name}.xml"]
-    command += [str(folder / file) for file in files] or [str(folder)]
-    return Part(name, command, seconds, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
-
-
 def start(part: Part) -> subprocess.Popen:
     sources = scripts.environment(ROOT / "src", ROOT / "tests")
+    sources.pop("TRITON_INTERPRET", None)
     env = {**sources, "PYTHONUNBUFFERED": "1", **part.env}
-    env.pop("TRITON_INTERPRET", None)
     # its own process group, so that its compiler processes end with it
     return subprocess.Popen(
         part.command,
@@ -197,40 +106,52 @@ def end(process: subprocess.Popen) -> None:
 
 
 def run(part: Part, log: Path) -> dict:
-    """Run one part; return its name, command, seconds, and how it ended."""
+    """Run one part; return its name, command, seconds, how it ended, and the counts of its tests."""
     print(f"\n== {part.name}: at most {part.seconds:.0f} s: {shlex.join(part.command)}", flush=True)
     begin = time.perf_counter()
     process = start(part)
     reader = threading.Thread(target=tee, args=(process, log))
     reader.start()
+    ended = None
     try:
         status = process.wait(timeout=part.seconds)
         ended = "ok" if status == 0 else f"exit code {status}"
         if part.name in {*CHECKERS, "ncu"} and status not in {0, FOUND, odd_sizes.WRONG}:
             ended = f"does not run here ({ended})"
     except subprocess.TimeoutExpired:
-        ended = f"cut off after {part.seconds:.0f} s"
+        pass
     finally:
         end(process)
         reader.join()
     seconds = time.perf_counter() - begin
+    result = {"part": part.name, "command": shlex.join(part.command), "seconds": seconds}
+    if "--progress" in part.command:
+        results = progress.read(log.with_suffix(".jsonl"))
+        ended = ended or results.cut()
+        result["tests"] = results.counts()
+    elif ended is None:
+        findings = len(FINDING.findall(text_of(log))) if part.name in CHECKERS else 0
+        ended = f"cut off after {part.seconds:.0f} s" + f", {findings} findings" * bool(findings)
     print(f"== {part.name}: {seconds:.0f} s, {ended}", flush=True)
-    return {"part": part.name, "command": shlex.join(part.command), "seconds": seconds, "ended": ended}
+    return result | {"ended": ended}
+
+
+def was_cut(part: dict) -> bool:
+    return part["ended"].startswith("cut ")
 
 
 def failed(part: dict) -> bool:
-    needed = "pytest" in part["command"] and part["ended"].startswith("cut off")
-    return needed or part["ended"].startswith("exit code")
+    """Return whether a part failed. One that was cut did only if there was a failure before."""
+    if was_cut(part):
+        tests = part.get("tests", {})
+        return part["ended"].endswith("findings") or bool(tests.get("failed") or tests.get("errors"))
+    return part["ended"].startswith("exit code")
 
 
-def counts(files: list[Path]) -> dict[str, int]:
-    """Return the numbers of all, failed and skipped tests; empty without a file."""
-    total: dict[str, int] = {}
-    for xml in files:
-        for suite in ET.parse(xml).getroot().iter("testsuite"):  # noqa: S314 pytest wrote it
-            for name in ("tests", "failures", "errors", "skipped"):
-                total[name] = total.get(name, 0) + int(suite.get(name, "0"))
-    return total
+def counts(parts: list[dict]) -> dict[str, int]:
+    """Return the numbers of all tests that ran, and of those that passed and so on; empty without any."""
+    found = [part["tests"] for part in parts if "tests" in part]
+    return {name: sum(each[name] for each in found) for name in found[0]} if found else {}
 
 
 def times_of(rows: list[dict]) -> dict[tuple[str, str], float]:
@@ -336,8 +257,7 @@ def load(path: Path) -> list[dict]:
 
 def combine(result: dict, out: Path) -> str:
     """Write gpu.json and gpu.md from all that is in the folder; return the Markdown."""
-    names = [part["part"] for part in result["parts"]]
-    result["tests"] = counts([path for name in names if (path := out / f"{name}.xml").exists()])
+    result["tests"] = counts(result["parts"])
     host = json.loads(read) if (read := text_of(out / "host.json")) else {}
     rows = [load(out / f"{name}.json") for name in ("bench", "peers/bench", "gpt2")]
     result["figures"] = [
@@ -353,6 +273,7 @@ def main(argv=None) -> int:
     parser = scripts.parser("kernels_bench.gpu.run", __doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--from", dest="first", metavar="PART", help="the first part; keep earlier results")
+    parser.add_argument("--only", metavar="PART,...", help="these parts; keep the results of the others")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no part that may take longer")
     parser.add_argument("--sweep", action="store_true", help="also try other chunks, tiles and threads")
     options = parser.parse_args(argv)
@@ -364,30 +285,41 @@ def main(argv=None) -> int:
         out /= "rehearsal"
     listed = parts(out, device, sweep=options.sweep)
     names = [part.name for part in listed]
-    if options.first is not None and options.first not in names:
-        parser.error(f"--from {options.first}: the parts here are {', '.join(names)}")
-    first = 0 if options.first is None else names.index(options.first)
+    only = options.only.split(",") if options.only else []
+    for name in [*only, *filter(None, [options.first])]:
+        if name not in names:
+            parser.error(f"there is no part {name!r}; the parts here are {', '.join(names)}")
+    listed = listed[names.index(options.first) if options.first else 0 :]
+    listed = [part for part in listed if not only or part.name in only]
     command = scripts.command_line("kernels_bench.gpu.run", argv)
     result = {"machine": machine.describe(), "command": command, "parts": []}
-    if first and (read := text_of(out / "gpu.json")):
+    if (options.first or only) and (read := text_of(out / "gpu.json")):
         # parts that run again below are replaced
-        result["parts"] = [part for part in json.loads(read)["parts"] if part["part"] not in names[first:]]
+        again = {part.name for part in listed}
+        result["parts"] = [part for part in json.loads(read)["parts"] if part["part"] not in again]
     elif out.exists():
         # other files stay
-        for path in [out / name for part in names for name in (f"{part}.log", f"{part}.xml")]:
+        for path in [out / name for part in names for name in (f"{part}.log", f"{part}.jsonl")]:
             path.unlink(missing_ok=True)
         for name in WRITTEN:
             (out / name).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     print(machine.one_line(result["machine"]), flush=True)
-    rest = listed[first:]
-    while rest and (
-        rest == listed[first:] or time.perf_counter() - begin + rest[0].seconds <= options.seconds
-    ):
-        part = rest.pop(0)
+    rest = list(listed)
+    while rest:
+        part = rest[0]
+        left = options.seconds - (time.perf_counter() - begin)
+        # the first part of a call runs anyway
+        if len(rest) < len(listed) and left < (part.least or part.seconds):
+            break
+        if part.least is not None:
+            part = part._replace(seconds=max(part.least, min(part.seconds, left)))
+        del rest[0]
         result["parts"].append(run(part, out / f"{part.name}.log"))
         text = combine(result, out)
     print(f"\n{text}\n{out / 'gpu.md'}, {time.perf_counter() - begin:.0f} s")
+    for part in filter(was_cut, result["parts"]):
+        print(f"{part['part']}: {part['ended']}; run it again with --only {part['part']}")
     if rest:
         print(f"{len(rest)} parts are left; go on with --from {rest[0].name}")
     return int(any(map(failed, result["parts"])))

@@ -24,13 +24,24 @@ import gradiometer as gm
 from gradiometer import clip_grad_norm_, collect_and_clip_, ops
 from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.ops import packing
-from support.gpu import DEVICE, DTYPES, SIZES, assert_same_bits, no_waits, record, small_model, values
+from support.gpu import (
+    DEVICE,
+    DTYPES,
+    SIZES,
+    assert_same_bits,
+    no_waits,
+    on_a_gpu,
+    record,
+    small_model,
+    values,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = [
     pytest.mark.gpu,
+    on_a_gpu,
     pytest.mark.usefixtures("_dynamo"),
     # shown, not raised: drivers and Inductor give advice that depends on the machine
     pytest.mark.filterwarnings("default"),

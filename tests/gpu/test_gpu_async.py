@@ -26,6 +26,7 @@ from support.gpu import (
     assert_same_bits,
     keep_busy,
     no_waits,
+    on_a_gpu,
     queued,
     record,
     small_model,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.gpu,
+    on_a_gpu,
     # shown, not raised: drivers and Inductor give advice that depends on the machine
     pytest.mark.filterwarnings("default"),
 ]

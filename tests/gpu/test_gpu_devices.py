@@ -16,13 +16,14 @@ from torch import Tensor, nn
 import gradiometer as gm
 from gradiometer.ops import library, reference
 from gradiometer.recorder.recorder import Recorder
-from support.gpu import DTYPES, SIZES, keep_busy, no_waits, queued, values
+from support.gpu import DTYPES, SIZES, keep_busy, no_waits, on_a_gpu, queued, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 pytestmark = [
     pytest.mark.gpu,
+    on_a_gpu,
     # shown, not raised: drivers and Inductor give advice that depends on the machine
     pytest.mark.filterwarnings("default"),
 ]

@@ -8,7 +8,18 @@ import torch
 import gradiometer as gm
 from gradiometer.ops import exponent_reference
 from gradiometer.recorder.recorder import Recorder
-from support.gpu import DEVICE, DTYPES, SIZES, no_waits, record, small_model, values
+from support.gpu import (
+    DEVICE,
+    DTYPES,
+    FEW,
+    SIZES,
+    compiled,
+    no_waits,
+    no_waits_on_a_gpu,
+    record,
+    small_model,
+    values,
+)
 from support.recording import new_gradients, step_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_dynamo"), pytest.mark.filterwarnings("default")]
@@ -32,14 +43,16 @@ def test_the_kernel_counts_what_the_cpu_counts(dtype):
     # elements of all magnitudes, and any bits
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
     info = torch.iinfo(kind)
-    bits = torch.randint(info.min, info.max, (100_003,), dtype=kind, device=DEVICE).view(dtype)
+    bits = torch.randint(info.min, info.max, (5_003 if FEW else 100_003,), dtype=kind, device=DEVICE).view(
+        dtype
+    )
     zeros = torch.zeros(40_000, dtype=dtype, device=DEVICE)
     zeros[20_000:] = 2.0**-13
     assert_counts(measured([bits, bits[1:], zeros]), [bits, bits[1:], zeros])
 
 
 def test_a_graph_counts_what_it_finds_at_each_replay():
-    tensors = [values(70_000, dtype) for dtype in DTYPES]
+    tensors = [values(3_000 if FEW else 70_000, dtype) for dtype in DTYPES]
     measured(tensors)
     graph, rows = record(lambda: torch.ops.gradiometer.exponent_stats(tensors))
     for factor in (1.0, 0.25):
@@ -51,7 +64,7 @@ def test_a_graph_counts_what_it_finds_at_each_replay():
 
 # recorded inside a step
 
-STEPS = 8
+STEPS = 4 if FEW else 8
 
 
 def counts(model):
@@ -83,7 +96,7 @@ def test_only_due_steps_are_counted_and_nothing_waits():
 def test_a_compiled_step_counts_its_own_gradients(mode):
     model = small_model()
     recorder = Recorder(model, precision=3)
-    step = torch.compile(step_of(recorder, model), fullgraph=True, mode=mode)
+    step = compiled(step_of(recorder, model), mode)
     width = next(model.parameters()).shape[-1]
     for i in range(STEPS):
         torch.compiler.cudagraph_mark_step_begin()
@@ -100,14 +113,7 @@ def test_a_captured_step_counts_at_each_replay():
     sources = [torch.zeros_like(p) for p in model.parameters()]
     for p, source in zip(model.parameters(), sources, strict=True):
         p.grad = source
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            recorder.record()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorder.record()
+    graph, _ = record(recorder.record)
     recorder.configure_(step=0)
     for step in range(STEPS):
         for source in sources:
@@ -123,7 +129,7 @@ def test_a_due_step_is_copied_before_a_later_one_overwrites_it():
         for step in range(STEPS):
             new_gradients(model)
             expected[step] = counts(model)
-            with no_waits():
+            with no_waits_on_a_gpu():
                 monitor.record()
                 monitor.advance()
     assert [record.step for record in seen] == list(expected)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from support.gpu import DEVICE, DTYPES, SIZES, no_waits, record, values
+from support.gpu import DEVICE, DTYPES, FEW, SIZES, compiled, fewer, no_waits, on_a_gpu, record, values
 from support.pair_oracle import assert_pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_dynamo"), pytest.mark.filterwarnings("default")]
@@ -48,7 +48,8 @@ def test_all_pairs_of_dtypes_share_a_call():
 
 
 def test_strides_agree():
-    wide = values(40 * 3000).view(40, 3000)
+    rows = 8 if FEW else 40
+    wide = values(rows * 3000).view(rows, 3000)
     views = [
         wide[:, :2048],
         wide[:1, :2000].expand(5, -1),
@@ -58,22 +59,24 @@ def test_strides_agree():
     ]
     dense = [values(x.numel() + 1)[1:].view(x.shape) for x in views]
     grads = [x.to(torch.bfloat16) for x in dense]
-    for sides in itertools.permutations((views, dense, grads)):
+    for sides in fewer(list(itertools.permutations((views, dense, grads)))):
         assert_pairs(measured(*sides), *sides)
 
 
 def test_nan_and_inf_count_as_on_the_cpu():
-    a, b, g = ([values(100_000) for _ in range(3)] for _ in range(3))
-    a[0][70_000], b[1][5], g[2][99_999] = torch.nan, torch.inf, torch.nan
+    size = 9_001 if FEW else 100_000
+    a, b, g = ([values(size) for _ in range(3)] for _ in range(3))
+    a[0][size * 7 // 10], b[1][5], g[2][-1] = torch.nan, torch.inf, torch.nan
     assert_pairs(measured(a, b, g), a, b, g)
 
 
 @pytest.mark.parametrize("sample", [1, 1 / 4])
 def test_a_recorded_step_measures_each_replay(sample):
     torch.manual_seed(0)
-    model = nn.Linear(512, 512).to(DEVICE)
+    size = 64 if FEW else 512
+    model = nn.Linear(size, size).to(DEVICE)
     snapshot = gm.Snapshot(model, sample=sample)
-    x = torch.randn(8, 512, device=DEVICE)
+    x = torch.randn(8, size, device=DEVICE)
 
     def step():
         for p in model.parameters():
@@ -103,7 +106,6 @@ def test_a_compiled_step_measures_what_it_computes(mode):
     model = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 5)).to(DEVICE)
     snapshot = gm.Snapshot(model)
 
-    @torch.compile(fullgraph=True, mode=mode)
     def step(x):
         model(x).square().mean().backward()
         snapshot.update_(model)
@@ -115,8 +117,10 @@ def test_a_compiled_step_measures_what_it_computes(mode):
             p.grad = None
         return stats
 
-    for _ in range(6):
-        stats = step(torch.randn(8, 16, device=DEVICE))
+    run = compiled(step, mode)
+    for _ in range(2 if FEW else 6):
+        torch.compiler.cudagraph_mark_step_begin()
+        stats = run(torch.randn(8, 16, device=DEVICE))
         sides = list(model.parameters()), list(snapshot.buffers())
         without = [name for name in NAMES if not name.endswith("_g") and name not in {"dot_ug", "n_stuck"}]
         columns = torch.ops.gradiometer.pair_stats(*sides)
@@ -125,6 +129,7 @@ def test_a_compiled_step_measures_what_it_computes(mode):
         assert stats.norm_g.min() > 0
 
 
+@on_a_gpu
 def test_updates_take_the_memory_of_the_snapshot_alone():
     weights = [nn.Parameter(torch.ones(25_000_000, device=DEVICE)) for _ in range(4)]
     for weight in weights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import gradiometer as gm
 from gradiometer import distributed
+from support.gpu import DEVICE, REHEARSED, no_waits_on_a_gpu, record
+from support.noise_oracle import least_squares
 from support.oracle import exact
 from support.rank_equality import SLACK, assert_equal, expected_of, seen
 from support.rank_models import CASES, KINDS, TENSORS, Collectives, alone, mesh_of
@@ -24,22 +27,11 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-DEVICE, BACKENDS = "cuda", "cpu:gloo,cuda:nccl"
+BACKENDS = "cpu:gloo" if REHEARSED else "cpu:gloo,cuda:nccl"
 # the devices of this machine; a process without a GPU must not query their number
 COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 of_two = pytest.mark.skipif(COUNT < 2, reason="fewer than two GPUs")
-
-
-class NoWaits:
-    """Turns every operation that CUDA reports as a wait for the device into an error."""
-
-    def __enter__(self):
-        self.before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-
-    def __exit__(self, *_):
-        torch.cuda.set_sync_debug_mode(self.before)
 
 
 # one device: a job of one rank
@@ -69,7 +61,7 @@ def test_a_job_of_one_rank():
     model, grads = sharded_model()
     ranks = gm.Ranks(model)
     gm.collect_grads(model, reduce=ranks)
-    with NoWaits():
+    with no_waits_on_a_gpu():
         stats = gm.collect_grads(model, reduce=ranks)
     assert_equal([seen(stats)], {name: grad.cpu() for name, grad in grads.items()})
     assert gm.grad_norm(model) == pytest.approx(exact(*[x.cpu() for x in grads.values()]).norm, rel=1e-13)
@@ -96,7 +88,7 @@ def test_nccl_collectives_are_captured_and_do_not_wait():
     parts = [(x, "sum"), (x[:, :2], "max")]
     # communicators are created at the first call
     distributed.all_reduce_pair(parts, group, 60.0)
-    with NoWaits():
+    with no_waits_on_a_gpu():
         found = distributed.all_reduce_pair(parts, group, 60.0)
     assert torch.equal(found[0], x)
     assert torch.equal(found[1], x[:, :2])
@@ -107,23 +99,166 @@ def test_nccl_collectives_are_captured_and_do_not_wait():
     assert torch.equal(found[1], x[:, :2])
 
 
+# clipping, skipped steps, copies and the noise scale of one rank
+
+
+def one_of_several(model):
+    """Return an agreement of one rank, which makes the collectives that it would make beside others."""
+    ranks = gm.Ranks(model, group=dist.group.WORLD)
+    # one rank alone makes none
+    ranks.size = 2
+    return ranks
+
+
+def restored(model, grads):
+    """Fill the shards of the gradients with these tensors."""
+    for name, parameter in model.named_parameters():
+        parameter.grad.to_local().copy_(grads[name])
+
+
+def clipped(grads, max_norm):
+    norm = exact(*[x.cpu() for x in grads.values()]).norm
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    return norm, {name: (x.cpu().double() * factor) for name, x in grads.items()}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("agree", [one_of_several, gm.Ranks])
+def test_one_rank_clips_and_does_not_wait(agree):
+    model, grads = sharded_model()
+    ranks = agree(model)
+    gm.clip_grad_norm_(model, 0.5, reduce=ranks)
+    restored(model, grads)
+    with no_waits_on_a_gpu():
+        norm = gm.clip_grad_norm_(model, 0.5, reduce=ranks)
+    expected, after = clipped(grads, 0.5)
+    assert norm.item() == pytest.approx(expected, rel=1e-13)
+    for name, parameter in model.named_parameters():
+        # an fp32 factor and product
+        found = parameter.grad.to_local().cpu().double()
+        torch.testing.assert_close(found, after[name], rtol=2**-22, atol=1e-300)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", ["norm", "weight norm", "per tensor", "z-score"])
+def test_a_captured_clip_of_one_rank(kind):
+    model, grads = sharded_model()
+    ranks = one_of_several(model)
+    clip = {
+        "norm": lambda: 0.5,
+        "weight norm": lambda: gm.WeightNormClip(model, max_ratio=0.01),
+        "per tensor": lambda: gm.PerTensorClip(model, warmup_steps=1),
+        "z-score": lambda: gm.ZScoreClip(warmup_steps=1, z_threshold=0.5, device=DEVICE),
+    }[kind]()
+    _, replay = captured(lambda: gm.collect_and_clip_(model, clip, reduce=ranks))
+    twin = copy.deepcopy(clip)
+    for size in (1.0, 3.0, 0.5):
+        scaled = {name: x * size for name, x in grads.items()}
+        restored(model, scaled)
+        replay()
+        found = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+        restored(model, scaled)
+        gm.collect_and_clip_(model, twin, reduce=ranks)
+        for x, parameter in zip(found, model.parameters(), strict=True):
+            assert torch.equal(x, parameter.grad.to_local())
+        if kind == "norm":
+            for x, y in zip(found, clipped(scaled, 0.5)[1].values(), strict=True):
+                torch.testing.assert_close(x.cpu().double(), y, rtol=2**-22, atol=1e-300)
+        else:
+            for x, y in zip(clip.buffers(), twin.buffers(), strict=True):
+                assert torch.equal(x, y)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("agree", [one_of_several, gm.Ranks])
+@pytest.mark.parametrize("bad", [1e6, float("nan"), 1.0])
+def test_a_captured_consensus_skips(bad, agree):
+    model, grads = sharded_model()
+    recorder = gm.Recorder(model, ranks=agree(model), skip_above=100.0, capacity=8)
+
+    def step():
+        recorder.record()
+        return recorder.skip_step
+
+    step()
+    with no_waits_on_a_gpu():
+        step()
+    skip, replay = captured(step)
+    recorder.advance()
+    for value in (1.0, bad, 1.0):
+        restored(model, grads)
+        next(model.parameters()).grad.to_local().view(-1)[0] = value
+        replay()
+        assert bool(skip) == (value != 1.0)
+        recorder.advance()
+    assert [step.skipped for step in recorder.read()[-3:]] == [False, bad != 1.0, False]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_captured_reduction_makes_its_collectives():
+    model, grads = sharded_model()
+    ranks = one_of_several(model)
+    gm.collect_grads(model, reduce=ranks)
+    with Collectives() as collectives, no_waits_on_a_gpu():
+        stats = gm.collect_grads(model, reduce=ranks)
+    # a sum and a maximum
+    assert len(collectives.calls) == 2
+    assert_equal([seen(stats)], {name: grad.cpu() for name, grad in grads.items()})
+    stats, replay = captured(lambda: gm.collect_grads(model, reduce=ranks))
+    for size in (1.0, -3.0):
+        restored(model, {name: grad * size for name, grad in grads.items()})
+        replay()
+        assert_equal([seen(stats)], {name: (grad * size).cpu() for name, grad in grads.items()})
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("agree", [one_of_several, gm.Ranks])
+def test_one_rank_has_no_copies_that_differ(agree):
+    model = nn.Linear(5, 13).to(DEVICE)
+    ranks = agree(model)
+    assert gm.check_replicas(model, reduce=ranks) == {}
+    stats = gm.collect_weights(model, fingerprint=True, reduce=ranks)
+    with no_waits_on_a_gpu():
+        stats = gm.collect_weights(model, fingerprint=True, reduce=ranks)
+    assert not stats.diverged.any()
+    whole = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    assert torch.equal(stats.fingerprints.cpu(), gm.collect(whole, fingerprint=True).fingerprints)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_noise_scale_of_one_rank():
+    model = nn.Linear(3, 2).to(DEVICE, torch.float64)
+    ranks = gm.Ranks(model)
+    noise = gm.NoiseScale(4, decay=0.0, ranks=ranks, device=DEVICE)
+    x = 1 + torch.randn(3, 4, 3, dtype=torch.float64, device=DEVICE)
+
+    def step():
+        model.zero_grad(set_to_none=False)
+        for batch in x:
+            (model(batch) - 4).square().mean().div(3).backward()
+            noise.add(gm.collect_grads(model))
+        return noise.step()
+
+    _, replay = captured(step)
+    replay()
+    each = [torch.autograd.grad((model(batch) - 4).square().mean(), list(model.parameters())) for batch in x]
+    sums = torch.stack([torch.cat([g.flatten() for g in grads]) for grads in each]).cumsum(0).cpu()
+    signal, spread = least_squares(sums.square().sum(1), 2, 1, 3)
+    # the condition number of the least squares is below 1e4 n²
+    close = {"rtol": 1e-9, "atol": 1e-9 * float(signal.abs())}
+    torch.testing.assert_close(noise.squared_norm.cpu(), signal, **close)
+    torch.testing.assert_close(noise.trace.cpu(), spread * 4, **close)
+
+
 def captured(function):
     """Return the result of a captured call, and a function that replays it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     # watchdogs of other threads query events during the capture
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = function()
+    graph, result = record(function, errors="thread_local")
 
     def replay():
         graph.replay()
-        torch.cuda.synchronize()
+        if not REHEARSED:
+            torch.cuda.synchronize()
 
     return result, replay
 
@@ -165,7 +300,7 @@ def collected(rank, kind, size):
     model = KINDS[kind][0](rank, size, torch.float64)
     ranks = gm.Ranks(model)
     gm.collect_grads(model, reduce=ranks)
-    with Collectives() as collectives, NoWaits():
+    with Collectives() as collectives, no_waits_on_a_gpu():
         stats = gm.collect_grads(model, reduce=ranks)
     assert stats.columns.device.type == DEVICE
     return seen(stats), len(collectives.calls)
@@ -229,6 +364,24 @@ def out_of_step(rank, size):
 @of_two
 def test_ranks_that_are_out_of_step(gpu_ranks):
     assert gpu_ranks(2).run(out_of_step, 2) == [True, True]
+
+
+def copies_that_differ(rank, size):
+    model = nn.Linear(4, 3).to(DEVICE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    same = gm.check_replicas(model)
+    if rank == size - 1:
+        with torch.no_grad():
+            model.bias[1] = 2.0
+    return same, gm.check_replicas(model)
+
+
+@of_two
+def test_the_rank_whose_copy_differs_is_named(gpu_ranks):
+    # of two versions, that of the lowest rank counts as that of most
+    assert gpu_ranks(2).run(copies_that_differ, 2) == [({}, {"bias": (1,)})] * 2
 
 
 def compiled(_rank, size):

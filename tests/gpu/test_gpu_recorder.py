@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import gradiometer as gm
 from gradiometer.columns.ring_layout import Cursor
 from gradiometer.recorder.recorder import Recorder
-from support.gpu import DEVICE, LONG, no_waits, small_model
+from support.gpu import DEVICE, LONG, REHEARSED, compiled, no_waits, on_a_gpu, small_model
+from support.gpu import record as capture
 from support.recording import new_gradients, packed, step_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ STEPS = 11
 @pytest.fixture(autouse=True)
 def _clean(_dynamo: None) -> Iterator[None]:
     yield
-    torch.cuda.synchronize()
+    if not REHEARSED:
+        torch.cuda.synchronize()
 
 
 def check(recorder: Recorder, expected: dict[int, Tensor], skipped: set[int]) -> None:
@@ -64,7 +66,7 @@ def test_the_last_steps_are_there_and_exact(gated):
 def test_a_compiled_step_records_what_it_collects(mode, weights):
     model = small_model()
     recorder = Recorder(model, capacity=3, weights=weights)
-    step = torch.compile(step_of(recorder, model), fullgraph=True, mode=mode)
+    step = compiled(step_of(recorder, model), mode)
     width = next(model.parameters()).shape[-1]
     expected = {}
     for i in range(STEPS):
@@ -89,14 +91,7 @@ def test_a_captured_step_goes_on_at_every_replay():
         recorder.record()
         recorder.advance()
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     recorder.configure_(step=0)
     expected = {}
     for i in range(STEPS):
@@ -111,6 +106,7 @@ def test_a_captured_step_goes_on_at_every_replay():
     assert recorder.cursor[Cursor.STEP] == STEPS
 
 
+@on_a_gpu
 @pytest.mark.parametrize("weights", [False, True])
 def test_steps_on_one_stream_and_advances_on_another_are_in_order(weights):
     """Nothing but the monitor makes the streams wait for one another."""
@@ -131,6 +127,7 @@ def test_steps_on_one_stream_and_advances_on_another_are_in_order(weights):
         assert torch.equal(record.values[0], values.cpu())
 
 
+@on_a_gpu
 def test_it_lives_where_the_model_lives():
     recorder = Recorder(nn.Linear(3, 2, device=DEVICE))
     assert recorder.ring.device == recorder.cursor.device == recorder.skip_step.device

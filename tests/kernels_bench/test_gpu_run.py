@@ -7,8 +7,11 @@ import json
 import math
 import os
 import re
+import select
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +21,12 @@ from gradiometer import ops
 from gradiometer.columns.schema import DEFAULT_THRESHOLDS
 from gradiometer.ops import reference
 from gradiometer.recorder import StepRecord
-from kernels_bench import machine
-from kernels_bench.gpu import gpt2, odd_sizes, probe, run
+from kernels_bench import machine, scripts
+from kernels_bench.gpu import gpt2, odd_sizes, plan, probe, progress, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-SMALL = [*run.SMALL.split(), "--device", "cpu"]
+SMALL = [*plan.SMALL.split(), "--device", "cpu"]
 
 
 def rows_of(folder, name):
@@ -146,13 +149,51 @@ def test_arguments_that_cannot_be_are_refused(arguments, message, capsys, monkey
     assert message in capsys.readouterr().err
 
 
+SPY = """
+import importlib, pkgutil, sys
+from triton.runtime.interpreter import InterpretedFunction
+from gradiometer import kernels
+from kernels_bench.gpu import odd_sizes
+
+names = [f"gradiometer.kernels.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
+modules = [importlib.import_module(name) for name in names]
+written = {
+    f"{module.__name__}.{name}"
+    for module in modules
+    for name, value in vars(module).items()
+    if isinstance(value, InterpretedFunction) and value.fn.__module__ == module.__name__
+}
+run, launched = InterpretedFunction.run, set()
+def seen(kernel, *args, **options):
+    launched.add(f"{kernel.fn.__module__}.{kernel.fn.__name__}")
+    return run(kernel, *args, **options)
+
+InterpretedFunction.run = seen
+status = odd_sizes.main(["--device", "cpu", "--small"])
+print(*sorted(name for name in written - launched if name.endswith("_kernel")), "are not launched")
+sys.exit(status or 10 * (not launched <= {name for name in written if name.endswith("_kernel")}))
+"""
+
+
+def test_odd_sizes_launch_every_kernel():
+    pytest.importorskip("triton")
+    env = scripts.environment(run.ROOT / "src") | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", SPY]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    # 10: a kernel has another kind of name, so that it would not be missed above
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "are not launched", done.stdout
+
+
 def test_odd_sizes_agree(monkeypatch):
-    assert odd_sizes.main(["--device", "cpu"]) == 0
+    assert odd_sizes.main(["--device", "cpu", "--small"]) == 0
     collect = gm.collect
     monkeypatch.setattr(
-        gm, "collect", lambda xs: collect({k: x + (torch.rand(()) < 0.5) for k, x in xs.items()})
+        gm,
+        "collect",
+        lambda xs, **options: collect({k: x + (torch.rand(()) < 0.5) for k, x in xs.items()}, **options),
     )
-    assert odd_sizes.main(["--device", "cpu"]) == odd_sizes.WRONG
+    assert odd_sizes.main(["--device", "cpu", "--small"]) == odd_sizes.WRONG
 
 
 # the script
@@ -237,6 +278,19 @@ def write(path, rows):
     return f"from pathlib import Path; Path({str(path)!r}).write_text({json.dumps({'rows': rows})!r})"
 
 
+def written(path, lines):
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    return f"from pathlib import Path; Path({str(path)!r}).write_text({text!r})"
+
+
+def results(*outcomes):
+    """Return the lines that the plugin writes for tests with these outcomes; None: it has not ended."""
+    lines = [{"selected": 4}]
+    for name, outcome in zip("abcd", outcomes, strict=False):
+        lines += [{"test": name}, *([{"test": name, "outcome": outcome}] if outcome else [])]
+    return lines
+
+
 @pytest.fixture
 def listed(monkeypatch):
     """The parts of a run; the test fills the list."""
@@ -249,14 +303,14 @@ def listed(monkeypatch):
 @pytest.mark.usefixtures("with_gpu")
 def test_all_parts_run_whatever_one_of_them_does(listed, tmp_path, capsys):
     out, left = tmp_path / "out", tmp_path / "left"
-    xml = '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1"/></testsuites>'
+    lines = results("passed", "passed", "failed", "skipped")
     # the process that is interrupted writes its results; the one that it started ignores the interrupt
     child = "import signal, time, pathlib; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(6); "
     child += f"pathlib.Path({str(left)!r}).touch()"
     forks = f"import subprocess, sys\ntry:\n  subprocess.Popen([sys.executable, '-c', {child!r}]).wait()\n"
     forks += f"except KeyboardInterrupt:\n  {write(out / 'bench.json', BENCH)}"
     listed += [
-        run.Part("tests", python(f"open({str(out / 'tests.xml')!r}, 'w').write({xml!r}); 1 / 0"), 30),
+        run.Part("tests", [*python(f"{written(out / 'tests.jsonl', lines)}; 1 / 0"), "--progress"], 30),
         run.Part("bench", python(forks), 2),
         run.Part("gpt2", python(write(out / "gpt2.json", GPT2)), 30),
     ]
@@ -265,7 +319,7 @@ def test_all_parts_run_whatever_one_of_them_does(listed, tmp_path, capsys):
     result = json.loads((out / "gpu.json").read_text(encoding="utf-8"))
     ended = {part["part"]: part["ended"] for part in result["parts"]}
     assert ended == {"tests": "exit code 1", "bench": "cut off after 2 s", "gpt2": "ok"}
-    assert result["tests"] == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1}
+    assert result["tests"] == {"tests": 4, "passed": 2, "failed": 1, "errors": 0, "skipped": 1}
     assert result["figures"][0]["met"]
     table, said = (out / "gpu.md").read_text(encoding="utf-8"), capsys.readouterr().out
     assert table in said
@@ -297,6 +351,10 @@ def test_several_short_calls_give_one_result(listed, tmp_path, capsys):
     assert run.main(["--out", str(out), "--from", "gpt2"]) == 1
     listed[2] = run.Part("gpt2", python(""), 30)
     assert run.main(["--out", str(out), "--from", "gpt2"]) == 0
+    # and one alone
+    assert run.main(["--out", str(out), "--only", "bench"]) == 0
+    result = json.loads((out / "gpu.json").read_text(encoding="utf-8"))
+    assert sorted(part["part"] for part in result["parts"]) == ["bench", "doctor", "gpt2"]
     # without --from a run begins anew; other files stay
     (out / "notes.txt").write_text("mine")
     listed[1] = run.Part("bench", python(""), 30)
@@ -330,7 +388,7 @@ def test_scripts_take_the_arguments_that_they_get_on_a_gpu(tmp_path, capsys, mon
     for part in run.parts(tmp_path, "cuda", sweep=True):
         module = next((word for word in part.command if word.startswith("kernels_bench")), "")
         # host_path runs on the CPU too, and is run there by the test of all parts
-        if not module or part.name == "host":
+        if not module or "pytest" in part.command or part.name == "host":
             continue
         script = importlib.import_module("kernels_bench.bench" if module == "kernels_bench" else module)
         with pytest.raises(SystemExit):
@@ -340,15 +398,23 @@ def test_scripts_take_the_arguments_that_they_get_on_a_gpu(tmp_path, capsys, mon
         seen.append(part.name)
     assert seen == [
         "odd-sizes",
-        "captures",
+        *plan.CHECKERS,
+        "replays",
         "monitor",
-        *run.CHECKERS,
         "bench",
         "ncu",
         "gpt2",
         "peers",
         "sweep",
     ]
+
+
+@pytest.mark.usefixtures("tools")
+def test_parts_that_ran_on_a_gpu_the_least_come_first_and_benchmarks_last(tmp_path):
+    names = [part.name for part in run.parts(tmp_path, "cuda")]
+    order = [*plan.NEW, "odd-sizes", *plan.CHECKERS, *plan.RECORDED, "replays", "monitor", *plan.KNOWN]
+    assert names == ["doctor", *order, "bench", "ncu", "host", "gpt2", "peers"]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.deep
@@ -359,15 +425,18 @@ def test_the_whole_order_runs_without_a_gpu(tmp_path, capsys, monkeypatch):
     result = json.loads((tmp_path / "rehearsal" / "gpu.json").read_text(encoding="utf-8"))
     names = [part.name for part in run.parts(tmp_path, "cpu")]
     assert [(part["part"], part["ended"]) for part in result["parts"]] == [(name, "ok") for name in names]
-    # each test on a GPU is in one of the parts
-    assert result["tests"]["tests"] == result["tests"]["skipped"] > 200
+    # those that need a device skip themselves
+    assert result["tests"]["passed"] > 40
+    assert result["tests"]["failed"] == result["tests"]["errors"] == 0
     assert sum(figure["reached"] is not None for figure in result["figures"]) >= 3
 
 
 def test_every_test_that_compiles_is_marked():
     for file in (run.ROOT / "tests" / "gpu").glob("test_*.py"):
         functions = [x for x in ast.parse(file.read_text()).body if isinstance(x, ast.FunctionDef)]
-        compiling = {x.name for x in functions if "torch.compile(" in ast.unparse(x)}
+        # by torch, or by the helper for these tests
+        calls = re.compile(r"torch\.compile\(|(run|step) = compiled\(")
+        compiling = {x.name for x in functions if calls.search(ast.unparse(x))}
         for function in functions:
             names = {x.id for x in ast.walk(function) if isinstance(x, ast.Name)} | {function.name}
             if function.name.startswith("test_") and names & compiling:
@@ -391,21 +460,210 @@ def test_a_wrong_number_fails_the_probe(what, tmp_path, monkeypatch, capsys):
     assert "wrong: none" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("with_gpu")
+def test_the_benchmark_gets_the_time_that_is_left(listed, tmp_path, monkeypatch, capsys):
+    given = {}
+
+    def run_part(part, _log):
+        given[part.name] = part.seconds
+        return {"part": part.name, "command": "", "seconds": 1.0, "ended": "ok"}
+
+    monkeypatch.setattr(run, "run", run_part)
+    listed += [run.Part("tests", [], 200), run.Part("bench", [], 600, least=60)]
+    assert run.main(["--out", str(tmp_path), "--seconds", "300"]) == 0
+    assert given["tests"] == 200
+    # 300 s less those that the machine's description took
+    assert 60 <= given["bench"] <= 300
+    # without a limit it has its own
+    assert run.main(["--out", str(tmp_path)]) == 0
+    assert given["bench"] == 600
+    given.clear()
+    assert run.main(["--out", str(tmp_path), "--seconds", "59"]) == 0
+    assert list(given) == ["tests"]
+    assert "1 parts are left; go on with --from bench" in capsys.readouterr().out
+
+
+# the results of tests, which are written one by one
+
+
+@pytest.mark.usefixtures("with_gpu")
 @pytest.mark.parametrize(
-    ("command", "ended", "fails"),
+    ("outcomes", "ended", "status"),
     [
-        ("python -m pytest", "ok", False),
-        ("python -m pytest", "exit code 1", True),
-        ("python -m pytest", "cut off after 130 s", True),
-        ("compute-sanitizer", "exit code 9", True),
-        ("compute-sanitizer", "cut off after 90 s", False),
-        ("compute-sanitizer", "does not run here (exit code 1)", False),
-        ("python -m kernels_bench", "cut off after 130 s", False),
-        ("python -m kernels_bench", "exit code 1", True),
+        (("passed", "passed", None), "cut after 2 of 4 tests, 2 passed, in c", 0),
+        (("passed", "skipped"), "cut after 2 of 4 tests, 1 passed, 1 skipped", 0),
+        ((None,), "cut after 0 of 4 tests, 0 passed, in a", 0),
+        (("passed", "failed", None), "cut after 2 of 4 tests, 1 passed, 1 failed, in c", 1),
+        (("errors", "passed"), "cut after 2 of 4 tests, 1 passed, 1 errors", 1),
     ],
 )
-def test_what_fails_the_run(command, ended, fails):
-    assert run.failed({"command": command, "ended": ended}) == fails
+def test_a_part_that_is_cut_counts_the_tests_that_ran(listed, tmp_path, capsys, outcomes, ended, status):
+    out = tmp_path / "out"
+    # written before, so that it does not matter how fast a process starts
+    wait = f"import time; {written(out / 'tests.jsonl', results(*outcomes))}; time.sleep(60)"
+    listed += [run.Part("tests", [*python(wait), "--progress"], 0.1), run.Part("bench", python(""), 30)]
+    start = run.start
+
+    def start_late(part):
+        process = start(part)
+        deadline = time.monotonic() + 60
+        while part.name == "tests" and not (out / "tests.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "start", start_late)
+        assert run.main(["--out", str(out)]) == status
+    result = json.loads((out / "gpu.json").read_text(encoding="utf-8"))
+    # the rest continues
+    assert [part["ended"] for part in result["parts"]] == [ended, "ok"]
+    assert result["tests"]["tests"] == sum(outcome is not None for outcome in outcomes)
+    assert f"| {ended} |" in (out / "gpu.md").read_text(encoding="utf-8")
+    assert f"tests: {ended}; run it again with --only tests" in capsys.readouterr().out
+
+
+SUITE = """
+import os, pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise ValueError
+
+@pytest.fixture
+def missing():
+    raise ValueError
+
+def test_a(): pass
+def test_b(): assert False
+def test_c(missing): pass
+def test_d(broken): pass
+@pytest.mark.skipif(True, reason="no")
+def test_e(): pass
+def test_f(): pytest.skip()
+def test_g(): os._exit(7)
+def test_h(): pass
+"""
+
+
+def test_results_are_written_as_they_come(tmp_path):
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    path = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "kernels_bench.gpu.progress"]
+    command += ["-c", os.devnull, "--progress", str(path), str(tmp_path)]
+    env = scripts.environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    # the process is killed in test_g
+    assert done.returncode == 7, done.stdout
+    found = progress.read(path)
+    outcomes = {name[-1]: outcome for name, outcome in found.outcomes.items()}
+    assert outcomes == dict(
+        zip("abcdef", ["passed", "failed", *["errors"] * 2, *["skipped"] * 2], strict=True)
+    )
+    assert found.running.endswith("test_g")
+    assert found.cut().startswith("cut after 6 of 8 tests, 1 passed, 1 failed, 2 errors, 2 skipped, in ")
+    # a line that was cut is not read
+    path.write_text(path.read_text() + '{"test": "test_g", "outc')
+    assert progress.read(path) == found
+    assert progress.read(tmp_path / "nothing") == (None, {}, None)
+
+
+COLLECT = """
+import json, sys, pytest
+
+class Seen:
+    def pytest_collection_finish(self, session):
+        self.names = [item.nodeid for item in session.items]
+
+found = []
+for arguments in json.loads(sys.argv[1]):
+    seen = Seen()
+    seen.names = []
+    pytest.main([*arguments, "--collect-only", "-qq"], plugins=[seen])
+    found.append(seen.names)
+print("\\n" + json.dumps(found))
+"""
+
+
+def selections(*listed):
+    """Return the tests that pytest selects with each list of arguments."""
+    env = scripts.environment(run.ROOT / "src", run.ROOT / "tests") | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # a rehearsal would select fewer
+    env.pop("GPU_TESTS_DEVICE", None)
+    command = [sys.executable, "-c", COLLECT, json.dumps(listed)]
+    done = subprocess.run(command, env=env, cwd=run.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_each_test_on_a_gpu_is_in_one_part(tmp_path):
+    commands = [part.command for part in run.parts(tmp_path, "cuda") if "pytest" in part.command]
+    arguments = [command[command.index("pytest") + 1 :] for command in commands]
+    # no other file has the marker
+    files = [
+        path for path in (run.ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")
+    ]
+    files.remove(Path(__file__))
+    options = arguments[0][: arguments[0].index("-m")]
+    everything, *each = selections([*options, "-m", "gpu", *map(str, files)], *arguments)
+    assert len(everything) > 250
+    assert [part for part, names in zip(arguments, each, strict=True) if not names] == []
+    together = [name for names in each for name in names]
+    assert sorted(together) == sorted(everything)
+
+
+@pytest.mark.parametrize(
+    "name", ["taps", "compiled-taps", "pairs", "exponents", "clip", "captures", "ranks", "compiled-new"]
+)
+def test_tests_on_a_gpu_run_on_interpreted_kernels(name, tmp_path):
+    pytest.importorskip("triton")
+    (part,) = [part for part in run.parts(tmp_path, "cpu") if part.name == name]
+    result = run.run(part._replace(seconds=500), tmp_path / f"{name}.log")
+    assert result["ended"] == "ok", run.text_of(tmp_path / f"{name}.log")
+    assert result["tests"]["passed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "ended", "tests", "fails"),
+    [
+        ("python -m pytest", "ok", {"failed": 0, "errors": 0}, False),
+        ("python -m pytest", "exit code 1", {"failed": 1, "errors": 0}, True),
+        ("python -m pytest", "cut after 3 of 4 tests, 3 passed", {"failed": 0, "errors": 0}, False),
+        ("python -m pytest", "cut after 3 of 4 tests, 1 failed", {"failed": 1, "errors": 0}, True),
+        ("compute-sanitizer", "exit code 9", None, True),
+        ("compute-sanitizer", "cut off after 90 s", None, False),
+        ("compute-sanitizer", "cut off after 90 s, 2 findings", None, True),
+        ("compute-sanitizer", "does not run here (exit code 1)", None, False),
+        ("python -m kernels_bench", "cut off after 130 s", None, False),
+        ("python -m kernels_bench", "exit code 1", None, True),
+    ],
+)
+def test_what_fails_the_run(command, ended, tests, fails):
+    part = {"command": command, "ended": ended}
+    assert run.failed(part | ({"tests": tests} if tests else {})) == fails
+
+
+def test_findings_of_a_checker_that_is_cut_count(tmp_path):
+    log = tmp_path / "log"
+    lines = ["========= COMPUTE-SANITIZER", "moments", "========= Invalid __global__ read of size 4 bytes"]
+    lines += ["=========     at _moments_kernel+0x90", "========= Error: Race reported between Write access"]
+    none = [*lines[:2], "========= Error: process didn't terminate successfully"]
+    for printed, ended in ((lines, "cut off after 0 s, 2 findings"), (none, "cut off after 0 s")):
+        log.unlink(missing_ok=True)
+        code = f"import time; print({chr(10).join(printed)!r}, flush=True); time.sleep(60)"
+        part = run.Part("memcheck", python(code), 0.1)
+        start = run.start
+
+        def start_late(part, start=start):
+            process = start(part)
+            # printed at once, and read by `tee` later
+            select.select([process.stdout], [], [], 60)
+            return process
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run, "start", start_late)
+            patch.setattr(run, "GRACE", 2.0)
+            assert run.run(part, log)["ended"] == ended
 
 
 @pytest.mark.parametrize(
