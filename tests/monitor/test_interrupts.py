@@ -290,7 +290,7 @@ def test_taps_and_recorders_of_other_models_go_on_during_a_repeat():
 def test_a_repeat_in_a_compiled_step_leaves_the_ring_and_taps():
     model = nn.Linear(1, 1, bias=False)
     taps = gm.Taps(nn.Sequential(model), {"linear": nn.Linear})
-    recorder = gm.Recorder(model, taps=taps)
+    recorder = gm.Recorder(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record = torch.compile(recorder.record, backend="eager", fullgraph=True)
 

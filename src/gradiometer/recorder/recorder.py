@@ -439,8 +439,8 @@ class Recorder(Float64Module):
                 set_step(self.cursor, step)
 
     def repeated(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters, and the buffers that steps write, also those of the taps."""
-        return self._tracked[0], [*self.buffers(), *[x for taps in self._taps for x in taps.buffers()]]
+        """Return the parameters, and the buffers that steps write."""
+        return self._tracked[0], list(self.buffers())
 
     def step_if_known(self) -> int | None:
         """Return the number of the current step; None if only a device other than the CPU has it."""

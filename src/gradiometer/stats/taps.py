@@ -16,6 +16,7 @@ from gradiometer.inputs import describe, is_dtensor, layout, unwrapped
 from gradiometer.stats import grouping, running_taps
 from gradiometer.stats.activation_stats import ActivationStats
 from gradiometer.stats.float64_module import Float64Module
+from gradiometer.stats.repeats import keep_in_repeats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -189,6 +190,7 @@ class Taps(Float64Module):
         if given:
             self._handles.append(model.register_forward_pre_hook(self._begin))
             self._handles.append(model.register_forward_hook(self._end, always_call=True))
+        keep_in_repeats(self)
 
     def configure_(self, *, every: int | None = None, step: int | None = None) -> Self:
         """Change the cadence or the current step's number, without recompilation.
@@ -248,6 +250,10 @@ class Taps(Float64Module):
 
     def _end(self, *_: Any) -> None:
         running_taps.end(self)
+
+    def repeated(self) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
+        """Return the parameters of the model, and the buffers that its steps write."""
+        return self.model.parameters(), self.buffers()
 
     def is_due(self) -> bool:
         """Return whether a value may be measured now. In graphs and with kernels only the device knows.
