@@ -34,6 +34,20 @@ def rewrite(table, change):
     return damage
 
 
+def padded(path):
+    """Put bytes that no row refers to before the footer."""
+    file = path / "tensors" / "tensors-0001-0000000000.parquet"
+    data = file.read_bytes()
+    footer = 8 + int.from_bytes(data[-8:-4], "little")
+    file.write_bytes(data[:-footer] + os.urandom(3 << 20) + data[-footer:])
+
+
+def long_footer(path):
+    file = path / "tensors" / "tensors-0001-0000000000.parquet"
+    data = file.read_bytes()
+    file.write_bytes(data[:4] + b"\0" * (3 << 20) + (2 << 20).to_bytes(4, "little") + data[-4:])
+
+
 def replaced(table, name, values):
     return table.set_column(table.column_names.index(name), name, values)
 
@@ -105,6 +119,8 @@ HOSTILE = {
         rewrite("steps", lambda t: t.append_column("loss", t["loss"])),
         "steps-.* cannot be read .it has 2 columns loss",
     ),
+    "padded": (padded, "tensors-.* cannot be read .its 8 rows take 0 MiB, too few for 31.* bytes on disk"),
+    "footer": (long_footer, "tensors-.* cannot be read .it has a footer of 2097160 bytes"),
     "bomb": (
         rewrite("tensors", lambda t: t.take(pa.repeat(0, 50_000))),
         "tensors-.* cannot be read .its 50000 rows would take .* MiB, too many for",
