@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gradiometer.runs.format import Field
 
 __all__ = [
+    "check_steps",
     "codes",
     "cut",
     "filtered",
@@ -177,6 +178,17 @@ def scalars_of(rows: pa.Table) -> list[dict[str, float]]:
             scalars["lr"] = lr
         found.append(scalars | more)
     return found
+
+
+def check_steps(table: pa.Table, first: int) -> None:
+    """Raise a ValueError unless steps ascend from ``first`` on, and each of their scalars is a number."""
+    steps = numbers(table["step"])
+    if len(steps) and (int(steps.min()) < first or bool((steps.diff() <= 0).any())):
+        msg = f"its steps do not ascend from {first} on"
+        raise ValueError(msg)
+    if any([part.null_count for chunk in table["scalars"].chunks for part in (chunk.keys, chunk.items)]):
+        msg = "column scalars has nulls"
+        raise ValueError(msg)
 
 
 def cut(table: pa.Table, first: int | None, last: int | None) -> pa.Table:
