@@ -40,10 +40,9 @@ def look(file: Path) -> dict[str, str]:
         RunError: if it cannot be read.
         ImportError: if it is a .safetensors file, and the package is not installed.
     """
-    size = _size(file)
     content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file)
     try:
-        _check_sparse(content, size)
+        _check_sparse(content, file.stat().st_size)
         return stats.fingerprint(content if isinstance(content, dict | list | tuple) else [content])
     except RecursionError as error:
         raise RunError(f"{file} cannot be read: it is nested too deeply") from error
@@ -51,11 +50,10 @@ def look(file: Path) -> dict[str, str]:
         raise RunError(f"{file} cannot be read: {str(error).removeprefix('fingerprint: ')}") from error
 
 
-def _size(file: Path) -> int:
-    """Return the size of a file; to open a pipe would wait for a writer, and a device may have no end."""
+def _check_regular(file: Path) -> None:
+    """Refuse a pipe, whose opening would wait for a writer, and a device, which may have no end."""
     try:
-        with open_file(file) as opened:
-            return opened.seek(0, 2)
+        open_file(file).close()
     except OSError as error:
         if error.strerror:
             raise
@@ -76,6 +74,7 @@ def _check_sparse(content: Any, size: int) -> None:
 def _read_safetensors(file: Path) -> Any:
     reader = require("safetensors.torch", "safetensors", "Reading a .safetensors file")
     errors = require("safetensors", "safetensors", "Reading a .safetensors file").SafetensorError
+    _check_regular(file)
     try:
         return reader.load_file(file, device="cpu")
     except errors as error:
@@ -83,7 +82,8 @@ def _read_safetensors(file: Path) -> Any:
 
 
 def _read_torch(file: Path) -> Any:
-    with file.open("rb") as opened:
+    _check_regular(file)
+    with open_file(file) as opened:
         # files of torch before 1.6 are not archives, and cannot be mapped
         is_archive = zipfile.is_zipfile(opened)
     try:
@@ -112,7 +112,7 @@ def stored(file: Path) -> dict[str, str]:
     Raises:
         RunError: if the file holds anything else.
     """
-    _size(file)
+    _check_regular(file)
     try:
         with open_file(file) as opened:
             found = parse_json(opened.read())

@@ -336,7 +336,8 @@ def _most_telling(difference: Difference) -> tuple[str, float | None, float | No
             a, b = difference.values[column]
             if column == "sumsq" and a is not None and b is not None:
                 # a file from someone else may have negative numbers
-                return "norm", *[math.sqrt(x) if x >= 0 else math.nan for x in (a, b)]
+                a, b = [math.sqrt(x) if x >= 0 else math.nan for x in (a, b)]
+                return "norm", a, b
             return {"value": "", "numel": "elements"}.get(column, column), a, b
     raise AssertionError(difference)
 
