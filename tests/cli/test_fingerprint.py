@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,3 +213,59 @@ def test_stored_fingerprints_that_are_none(call, tmp_path, saved, said):
 
     assert (code, out) == (Exit.UNREADABLE, "")
     assert said in err
+
+
+# files from others
+
+
+def test_an_expanded_tensor_of_a_small_file_is_read_without_a_copy(call):
+    x = torch.tensor([1.5, -2.0]).expand(2**40, 2)
+    torch.save({"w": x}, "x.pt")
+    code, out, err = call("x.pt", "--json")
+    assert (code, err) == (Exit.OK, "")
+    assert json.loads(out) == gm.fingerprint({"w": x})
+
+
+def test_what_would_take_too_much_memory_or_time_is_refused(call):
+    sparse = torch.sparse_coo_tensor(torch.tensor([[3]]), torch.ones(1), (2**40,), is_coalesced=True)
+    windows = torch.zeros(2**21).as_strided((2**20, 2**20), (1, 1))
+    for x, said in ((sparse, "'w' is sparse and would take 4194304 MiB"), (windows, "too many to read")):
+        torch.save({"w": x}, "x.pt")
+        code, out, err = call("x.pt")
+        assert (code, out) == (Exit.UNREADABLE, "")
+        assert re.fullmatch(f"gradiometer: x.pt cannot be read: .*{said}.*\n", err)
+
+
+def test_what_contains_itself_is_refused(call):
+    circle, around = [torch.ones(1)], {}
+    circle.append(circle)
+    around["a"] = around
+    for content in (circle, {"a": circle}, around):
+        torch.save(content, "x.pt")
+        code, out, err = call("x.pt")
+        assert (code, out, err.count("\n")) == (Exit.UNREADABLE, "", 1), err
+        assert err.startswith("gradiometer: x.pt cannot be read")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "saved.json"])
+def test_a_pipe_a_device_or_a_folder_is_refused(call, name, tmp_path):
+    torch.save({"w": torch.ones(1)}, "good.pt")
+    arguments = ["good.pt", "--check", name] if name == "saved.json" else [name]
+    for make in (os.mkfifo, lambda path: Path(path).symlink_to("/dev/zero"), os.mkdir):
+        make(name)
+        code, out, err = call(*arguments)
+        assert (code, out) == (Exit.UNREADABLE, "")
+        assert re.fullmatch(rf"gradiometer: .*{re.escape(name)}.*\n", err)
+        (os.rmdir if (tmp_path / name).is_dir() else os.unlink)(name)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 10**5, '{"w": ' * 60 + "1" + "}" * 60, '{"w": 1' + "0" * 5000 + "}", "\x00"]
+)
+def test_stored_fingerprints_that_are_hostile_are_refused(call, text, tmp_path):
+    torch.save({"w": torch.ones(1)}, "x.pt")
+    (tmp_path / "saved.json").write_text(text)
+    code, out, err = call("x.pt", "--check", "saved.json")
+    assert (code, out) == (Exit.UNREADABLE, "")
+    assert re.fullmatch(r"gradiometer: saved\.json .*\n", err)

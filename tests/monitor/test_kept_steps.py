@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import re
+import stat
+import struct
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +18,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.monitor import kept_steps, pipeline
+from gradiometer.monitor import kept_steps
 from gradiometer.runs import plain_batch, write_kept_steps
 from gradiometer.runs.directory import remove_leftovers
 
@@ -160,15 +165,16 @@ def test_an_exception_in_a_step_keeps_that_step(tmp_path):
     assert kept.args[0].tolist() == [-1]
 
 
-def test_a_batch_that_is_overwritten_is_not_written(tmp_path, monkeypatch):
-    # on a busy machine, the file would otherwise be written before the batch is overwritten
-    monkeypatch.setattr(pipeline, "INTERVAL", math.inf)
-    loop = Loop(bad=2)
+def test_a_batch_that_is_overwritten_is_not_written(tmp_path):
+    loop = Loop()
     x = BATCHES[0].clone()
-    with gm.Monitor(loop.model, run_dir=tmp_path, rules=()) as monitor:
-        for i in range(4):
+    with suppress(RuntimeError), gm.Monitor(loop.model, run_dir=tmp_path, rules=()) as monitor:
+        for i in range(3):
             x.copy_(BATCHES[i])
             monitor.keep(x)
+            if i == 2:
+                x.zero_()
+                raise RuntimeError
             loss = loop.step(x)
             monitor.record()
             loop.optimizer.zero_grad()
@@ -261,7 +267,7 @@ def test_keep_needs_a_folder(caplog):
     with gm.Monitor(loop.model, rules=()) as monitor:
         monitor.keep(1)
     assert monitor.failures == {"keep": 1}
-    assert "there is no run_dir" in caplog.text
+    assert "nothing is kept without a run_dir" in caplog.text
     with pytest.raises(ValueError, match="keep_weights=True\\) needs run_dir"):
         gm.Monitor(loop.model, keep_weights=True)
 
@@ -278,3 +284,135 @@ def test_the_finding_says_how_to_go_on(tmp_path):
         monitor.flush()
         (finding,) = [f for f in monitor.findings if f.rule == "nonfinite"]
     assert "gm.locate_nonfinite(step, batch) names the operation" in finding.advice
+
+
+# privacy
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777], ids=oct)
+@pytest.mark.skipif(os.name != "posix", reason="modes of files")
+def test_only_the_owner_may_read_the_file_from_its_first_byte_on(tmp_path, umask, monkeypatch):
+    before, modes = os.umask(umask), []
+    path = tmp_path / "run" / "blackbox.pt"
+    path.parent.mkdir(mode=0o700)
+    path.parent.chmod(0o755)
+    monkeypatch.setattr(os, "fsync", lambda file: modes.append(os.fstat(file).st_mode))
+    opened = os.open
+
+    def opens(name, flags, mode=0o777, **options):
+        if str(name).endswith(".tmp"):
+            modes.append(stat.S_IFREG | mode)
+        return opened(name, flags, mode, **options)
+
+    monkeypatch.setattr(os, "open", opens)
+    try:
+        path.write_bytes(b"")
+        path.chmod(0o644)
+        write_kept_steps(path, None, {"step": 3, "random": {}}, {"w": torch.ones(2)}, 3)
+    finally:
+        os.umask(before)
+    of_files = [mode for mode in modes if stat.S_ISREG(mode)]
+    assert of_files == [stat.S_IFREG | 0o600] * 2
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert gm.load_kept_step(path.parent).weights["w"].tolist() == [1.0, 1.0]
+
+
+def test_with_redact_no_file_has_batches_weights_or_random_numbers(tmp_path, caplog):
+    secret = 0.123456789
+    loop = Loop(bad=1)
+    with torch.no_grad():
+        loop.model[0].weight[0, 0] = secret
+    with (
+        suppress(RuntimeError),
+        gm.Monitor(loop.model, run_dir=tmp_path, rules=(), redact=True, ranks=False) as monitor,
+    ):
+        for i in range(3):
+            monitor.keep(torch.full((8, 4), secret))
+            loop.step(BATCHES[i])
+            monitor.record()
+            monitor.advance(loss=math.nan if i else 1.0)
+        raise RuntimeError
+    assert monitor.failures == {"keep": 3}
+    assert "nothing is kept without a run_dir or with redact=True" in caplog.text
+    needle = struct.pack("<f", secret)
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            assert needle not in file.read_bytes(), file
+            assert file.suffix != ".pt"
+    assert (tmp_path / "blackbox.json").exists()
+    with pytest.raises(gm.RunError, match=r"does not exist: it is written .* unless redact=True"):
+        gm.load_kept_step(tmp_path)
+
+
+def test_with_redact_a_copy_of_the_weights_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"redact=True, keep_weights=True\): a copy .* is not redacted"):
+        gm.Monitor(nn.Linear(2, 1), run_dir=tmp_path / "run", redact=True, keep_weights=True)
+    assert not list(tmp_path.iterdir())
+
+
+# files from others
+
+STEP = {"step": 3, "random": {}}
+HOSTILE = {
+    "step": STEP | {"step": "3"},
+    "large step": STEP | {"step": 2**63},
+    "negative step": STEP | {"step": -1},
+    "args": STEP | {"args": [torch.ones(1)]},
+    "kwargs": STEP | {"kwargs": {3: 1}},
+    "note": STEP | {"note": None},
+    "random": STEP | {"random": []},
+    "python": STEP | {"random": {"python": (3, 4)}},
+    "numpy": STEP | {"random": {"numpy": ("MT19937", b"0" * 2496, 10**6, 0, 0.0)}},
+    "device": STEP | {"random": {"cuda:0": "x"}},
+    "unknown": STEP | {"other": 1},
+    "nothing": {},
+    "none": None,
+    "list": [1],
+}
+
+
+@pytest.mark.parametrize("entry", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_step_is_refused_in_one_line(tmp_path, entry):
+    path = tmp_path / "blackbox.pt"
+    write_kept_steps(path, None, entry, None, None)
+    with pytest.raises(
+        gm.RunError, match=rf"^{re.escape(str(path))} cannot be read \(.*\): it was not "
+    ) as caught:
+        gm.load_kept_step(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "step"), [({"w": 1}, 3), ({3: torch.ones(1)}, 3), ([torch.ones(1)], 3), (None, "3")], ids=str
+)
+def test_hostile_weights_are_refused(tmp_path, weights, step):
+    write_kept_steps(tmp_path / "blackbox.pt", None, STEP, weights, step)
+    with pytest.raises(gm.RunError, match=r"blackbox.pt cannot be read \(it has no valid (weights|step)\)"):
+        gm.load_kept_step(tmp_path)
+
+
+def test_a_file_that_takes_more_memory_than_its_bytes_is_refused(tmp_path):
+    path = tmp_path / "blackbox.pt"
+    write_kept_steps(path, None, STEP, {"w": torch.zeros(2**20)}, 3)
+    with zipfile.ZipFile(path) as archive:
+        parts = [(entry.filename, archive.read(entry)) for entry in archive.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for part in parts:
+            archive.writestr(*part)
+    assert path.stat().st_size < 2**16
+    with pytest.raises(gm.RunError, match="its parts are larger than the file"):
+        gm.load_kept_step(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_pipe_a_device_a_folder_or_another_file_is_refused(tmp_path):
+    path = tmp_path / "blackbox.pt"
+    makers = [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.write_bytes(b"x" * 99)]
+    for make in makers:
+        make(path)
+        with pytest.raises(gm.RunError, match=r"blackbox.pt cannot be read"):
+            gm.load_kept_step(tmp_path)
+        path.unlink()
+    path.mkdir()
+    with pytest.raises(gm.RunError, match=r"blackbox.pt cannot be read"):
+        gm.load_kept_step(tmp_path)

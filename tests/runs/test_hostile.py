@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shutil
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("pyarrow")
+pytest.importorskip("typer")
 
+import torch
+
+from gradiometer.cli import Exit
+from gradiometer.cli import app as cli
+from gradiometer.columns import NUM_EXPONENT_COLUMNS
+from gradiometer.recorder import StepExponents
+from gradiometer.rules import Fault, Finding, Severity
 from gradiometer.runs import segments, tables
 from gradiometer.runs.directory import prepare
 from gradiometer.runs.reader import RunError, read_run
-from support.synthetic_run import as_without_digests, edit_info, write_run
+from gradiometer.runs.writer import RunRecord
+from gradiometer.web.page import contents, document
+from support.synthetic_run import (
+    as_without_digests,
+    edit_info,
+    make_info,
+    make_records,
+    make_roster,
+    write_run,
+)
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -32,6 +53,20 @@ def rewrite(table, change):
         pq.write_table(change(pq.read_table(file)), file, store_schema=True)
 
     return damage
+
+
+def padded(path):
+    """Put bytes that no row refers to before the footer."""
+    file = path / "tensors" / "tensors-0001-0000000000.parquet"
+    data = file.read_bytes()
+    footer = 8 + int.from_bytes(data[-8:-4], "little")
+    file.write_bytes(data[:-footer] + os.urandom(3 << 20) + data[-footer:])
+
+
+def long_footer(path):
+    file = path / "tensors" / "tensors-0001-0000000000.parquet"
+    data = file.read_bytes()
+    file.write_bytes(data[:4] + b"\0" * (3 << 20) + (2 << 20).to_bytes(4, "little") + data[-4:])
 
 
 def replaced(table, name, values):
@@ -53,6 +88,20 @@ def roster(names):
         "dtypes": ["float32"] * len(names),
         "kinds": ["grads"],
     }
+
+
+def values(table, **changes):
+    """Replace the values of columns in all rows."""
+
+    def change(path):
+        (file,) = (path / table).glob("*.parquet")
+        rows = pq.read_table(file)
+        found = {name: rows[name].to_pylist() for name in rows.column_names}
+        for name, value in changes.items():
+            found[name] = value(found[name]) if callable(value) else [value] * len(rows)
+        pq.write_table(pa.table(found, schema=rows.schema), file)
+
+    return change
 
 
 HOSTILE = {
@@ -78,6 +127,10 @@ HOSTILE = {
         "findings.json has unexpected content",
     ),
     "names": (info(roster=roster(["w", "w"])), r"run.json has unexpected content .*roster: names"),
+    "no kinds": (info(roster=roster(["w"]) | {"kinds": []}), r"unexpected content .*roster: kinds"),
+    "no grads": (info(roster=roster(["w"]) | {"kinds": ["weights"]}), r"content .*roster: kinds"),
+    "no lists": (info(roster=roster(["w"]) | {"dtypes": "f"}), r"unexpected content .*roster: lists"),
+    "attempt": (info(attempts=[{"attempt": 2**31 - 1}]), r"unexpected content \(attempts: "),
     "no names": (info(roster=roster([[], 3])), r"run.json has unexpected content"),
     "many tensors": (
         info(roster=roster([f"w{i}" for i in range(90_000)])),
@@ -105,11 +158,187 @@ HOSTILE = {
         rewrite("steps", lambda t: t.append_column("loss", t["loss"])),
         "steps-.* cannot be read .it has 2 columns loss",
     ),
+    "padded": (padded, "tensors-.* cannot be read .its 8 rows take 0 MiB, too few for 31.* bytes on disk"),
+    "footer": (long_footer, "tensors-.* cannot be read .it has a footer of 2097160 bytes"),
+    **{
+        f"steps {i}": (
+            values("steps", step=change),
+            "steps-.* cannot be read .its steps do not ascend from 0 on",
+        )
+        for i, change in enumerate(
+            [lambda x: x[::-1], 1, lambda x: [i - 2**62 for i in x], lambda _: [0, -(2**63), 2**63 - 1, 3]]
+        )
+    },
+    "null scalars": (
+        values("steps", scalars=[("x", None)]),
+        "steps-.* cannot be read .column scalars has nulls",
+    ),
     "bomb": (
         rewrite("tensors", lambda t: t.take(pa.repeat(0, 50_000))),
         "tensors-.* cannot be read .its 50000 rows would take .* MiB, too many for",
     ),
 }
+
+
+EXPONENTS = {
+    "far bin": {"first_bin": 2**31 - 1},
+    "far bin, no counts": {"first_bin": 2**31 - 1, "counts": []},
+    "bin": {"first_bin": 957},
+    "negative bin": {"first_bin": -(2**31)},
+    "too many counts": {"first_bin": 0, "counts": [1] * 2000},
+    "null": {"counts": [1, None]},
+    "negative": {"counts": [3, -1]},
+    "large": {"counts": [2**53 + 1]},
+    "sums": {"counts": [2**63 - 1] * 4},
+    "zeros": {"n_zero": -1},
+    "infinities": {"n_inf": 2**63 - 1},
+    "nans": {"n_nan": -(2**63)},
+    "order": {"step": lambda steps: steps[::-1]},
+}
+
+
+def with_exponents(path):
+    roster = make_roster(3, ("grads", "weights"))
+    sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
+    sink.start(make_info(roster, precision=2))
+    counts = torch.zeros(2, 3, NUM_EXPONENT_COLUMNS, dtype=torch.int64)
+    counts[:, :, 400:420], counts[:, 0, 0] = 3, 2
+    found = StepExponents(roster.kinds, roster.names, counts)
+    for record in make_records(roster, 6):
+        finding = Finding("dead", Severity.WARNING, 1, 2, "grads", roster.names[0], 1.0, 1.0, "m", "a")
+        sink.write([record if record.step % 2 else replace(record, exponents=found)], [finding])
+    sink.fault(Fault("exception", "boom", 5, None, [], []))
+    sink.close()
+    as_without_digests(path)
+    return path
+
+
+@pytest.mark.parametrize("change", EXPONENTS.values(), ids=EXPONENTS.keys())
+def test_hostile_histograms_are_named_by_every_reader(change, tmp_path):
+    path = with_exponents(tmp_path / "run")
+    contents([read_run(path)])
+    values("exponents", **change)(path)
+    readers = [
+        lambda run: run.exponents(),
+        lambda run: list(run.precisions("weights")),
+        lambda run: run.precision(),
+        lambda run: contents([run]),
+    ]
+    said = r"exponents-0001-0000000000.parquet cannot be read \(it(s steps do not ascend| has counts outside)"
+    before = pa.total_allocated_bytes()
+    for reader in readers:
+        with pytest.raises(RunError, match=said):
+            reader(read_run(path))
+    assert pa.total_allocated_bytes() - before < 1 << 24
+
+
+# values that the format does not have: a RunError, or a value that every reader can show
+ODD = [None, -1, 2**62, "\ud800\x1b[31m", [[]]]
+if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
+    ODD += [True, 1e300, {"a": None}, {}, "NaN", -1.5]
+JSON = [
+    *[
+        ("run.json", (key,))
+        for key in ("version", "created", "model", "device", "versions", "every", "ranks")
+    ],
+    *[
+        ("run.json", (key,))
+        for key in ("roster", "thresholds", "attempts", "digests_from", "closed", "files")
+    ],
+    *[("run.json", ("roster", key)) for key in ("names", "shapes", "dtypes", "kinds")],
+    *[
+        ("run.json", ("roster", "shapes", 0)),
+        ("run.json", ("roster", "names", 0)),
+        ("run.json", ("attempts", 0)),
+    ],
+    *[
+        ("run.json", ("attempts", 0, key))
+        for key in ("attempt", "first_step", "started", "ended", "lost", "wrote")
+    ],
+    ("run.json", ("thresholds", "max_abs_exploding")),
+    ("findings.json", ("findings",)),
+    ("findings.json", ("findings", 0)),
+    *[
+        ("findings.json", ("findings", 0, key))
+        for key in ("attempt", "rule", "severity", "first_step", "last_step")
+    ],
+    *[
+        ("findings.json", ("findings", 0, key))
+        for key in ("kind", "tensor", "value", "count", "worst_step", "message")
+    ],
+    *[
+        ("blackbox.json", (key,))
+        for key in ("reason", "message", "step", "first_nonfinite", "attempt", "last")
+    ],
+]
+
+
+def change_json(path, place, value):
+    content = json.loads(path.read_text()) | {"digest": None}
+    part = content
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    path.write_text(json.dumps(content))
+
+
+def show_everything(path, capsys):
+    """Read and show a run in every way; a RunError is as good an answer."""
+    with suppress(RunError):
+        run = read_run(path)
+        steps, records = run.steps, list(run.records())
+        run.tensors()
+        assert len(steps) == len(records)
+        assert len(run.matrix("norm")[0]) <= len(steps)
+        document(*contents([run]))
+    for command in (["show"], ["watch", "--once"]):
+        code = cli.main([command[0], str(path), *command[1:]])
+        out, err = capsys.readouterr()
+        assert code in {Exit.OK, Exit.FOUND, Exit.UNREADABLE}, err
+        assert "\x1b[31m" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), JSON, ids=lambda x: ".".join(map(str, x)) if type(x) is tuple else x
+)
+def test_odd_values_in_json_are_refused_or_shown(name, place, tmp_path, capsys):
+    base = with_exponents(tmp_path / "base")
+    for value in ODD:
+        path = tmp_path / "run"
+        shutil.copytree(base, path)
+        change_json(path / name, place, value)
+        show_everything(path, capsys)
+        with suppress(RunError):
+            write_run(path, 3, 2, kinds=("grads", "weights"), first=6)
+        shutil.rmtree(path)
+
+
+NUMBERS = {
+    **{f"time {x}": ("steps", {"time": x}) for x in (math.nan, math.inf, -1e300)},
+    **{f"loss {x}": ("steps", {"loss": x}) for x in (math.nan, -math.inf, 1e300)},
+    "norm": ("steps", {"total_norm": math.nan}),
+    "counts of a step": ("steps", {"n_nan": 2**63 - 1, "n_inf": 2**63 - 1, "numel": -1}),
+    "nulls of a step": ("steps", {"n_nan": None, "numel": None, "total_norm": None}),
+    "names of scalars": ("steps", {"scalars": [("\x1b[31m", 1.0), ("", math.nan), ("", 2.0)]}),
+    "attempt": ("steps", {"attempt": -5}),
+    "elements": ("tensors", {"numel": 2**63 - 1, "n_zero": -(2**63), "n_nan": 2**63 - 1}),
+    "sums": ("tensors", {"sumsq": -1e300, "abs_max": -math.inf, "norm": math.nan}),
+    "flags": ("tensors", {"flags": 2**31 - 1}),
+    "negative flags": ("tensors", {"flags": -1}),
+    "other names": ("tensors", {"name": "other"}),
+    "other kinds": ("tensors", {"kind": "other"}),
+    "other steps": ("tensors", {"step": -(2**63)}),
+    "one step": ("tensors", {"step": 2}),
+}
+
+
+@pytest.mark.parametrize(("table", "changes"), NUMBERS.values(), ids=NUMBERS.keys())
+def test_odd_numbers_in_tables_are_refused_or_shown(table, changes, tmp_path, capsys):
+    path = with_exponents(tmp_path / "run")
+    values(table, **changes)(path)
+    show_everything(path, capsys)
+    other = with_exponents(tmp_path / "other")
+    assert cli.main(["diff", str(path), str(other)]) in {Exit.OK, Exit.FOUND, Exit.UNREADABLE}
 
 
 def read_everything(path):
@@ -151,7 +380,7 @@ def test_links_are_not_followed(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
-@pytest.mark.parametrize("name", ["run.json", "findings.json", "steps", "tensors"])
+@pytest.mark.parametrize("name", ["run.json", "findings.json", "blackbox.json", "steps", "tensors"])
 def test_a_pipe_or_a_device_in_place_of_a_file_is_not_read(path, name):
     file = path / name
     if file.is_dir():

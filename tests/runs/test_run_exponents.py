@@ -345,7 +345,16 @@ def test_a_journal_with_other_content_is_damaged(entry, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("places", "counts"), [([5, 5], [1, 1]), ([-1, 3], [1, 1]), ([5, 2 * 960], [1, 1]), ([5, 6], [1, 0])]
+    ("places", "counts"),
+    [
+        ([5, 5], [1, 1]),
+        ([-1, 3], [1, 1]),
+        ([5, 2 * 960], [1, 1]),
+        ([5, 6], [1, 0]),
+        ([5, 6], [1, 2**53 + 1]),
+        # differences that wrap around to positive ones
+        ([0, 2**62, -(2**63), -(2**62), 5], [1] * 5),
+    ],
 )
 def test_a_journal_with_counts_outside_of_the_bins_is_damaged(places, counts, tmp_path):
     roster = make_roster(2)

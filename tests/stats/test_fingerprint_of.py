@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import json
 import re
@@ -15,6 +16,9 @@ from torch import nn
 
 import gradiometer as gm
 from support.fingerprints import of_tensor
+
+# the package has a function of the same name
+of_names = importlib.import_module("gradiometer.stats.fingerprint")
 
 DTYPES = sorted(
     {
@@ -273,3 +277,48 @@ def test_nothing_is_changed():
     gm.fingerprint(model)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+# expanded tensors
+
+EXPANDED = {
+    "rows": lambda x: x[:48].expand(17, 48),
+    "columns": lambda x: x[:12, None].expand(12, 29),
+    "odd rows": lambda x: x[:3].expand(211, 3),
+    "odd rows, few": lambda x: x[:93].expand(3, 93),
+    "odd columns": lambda x: x[:5, None].expand(5, 77),
+    "inner": lambda x: x[:18].view(2, 1, 9).expand(2, 25, 9),
+    "outer and inner": lambda x: x[:4].view(1, 4, 1).expand(26, 4, 8),
+    "one element": lambda x: x[0].expand(13, 5, 7),
+    "one row": lambda x: x[0].expand(1, 497),
+    "windows": lambda x: x.as_strided((40, 60), (1, 1)),
+    "transposed": lambda x: x[:3].expand(211, 3).t(),
+}
+
+
+@pytest.mark.parametrize("piece", [16, 32])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("view", EXPANDED.values(), ids=EXPANDED.keys())
+def test_an_expanded_tensor_has_the_fingerprint_of_its_copy(view, dtype, piece, monkeypatch):
+    monkeypatch.setattr(of_names, "_PIECE", piece)
+    x = view((torch.arange(100) % 23 + 1).to(dtype))
+    assert of_names._is_expanded(x)
+    assert of_names._reads(x) <= x.numel()
+    assert gm.fingerprint({"w": x}) == gm.fingerprint({"w": x.contiguous()})
+
+
+def test_a_huge_expanded_tensor_is_read_without_a_copy():
+    x = torch.tensor([1.5, -2.0]).expand(2**30, 3, 2)
+    small = gm.fingerprint({"w": x[: 2**18].contiguous()})
+    assert gm.fingerprint({"w": x[: 2**18]}) == small
+    began = torch.ones(1).expand(2**61)
+    for huge in (x, began, began[: 2**40].view(2**20, 2**20)):
+        text = gm.fingerprint({"w": huge})["w"]
+        assert text.startswith(f"float32 {tuple(huge.shape)} ")
+
+
+def test_what_would_take_too_long_is_refused():
+    windows = torch.zeros(2**21).as_strided((2**20, 2**20), (1, 1))
+    for x in (windows, torch.zeros(1, dtype=torch.int8).expand(3, 2**50 + 1)):
+        with pytest.raises(ValueError, match=r"^fingerprint: 'w' has \d+ elements in \d+ bytes, too many"):
+            gm.fingerprint({"w": x})

@@ -390,3 +390,24 @@ def test_memory_in_a_compiled_step(sample, first):
     # second copy of a sample may be for the snapshot
     copies = 1 if sample == 1 else 3
     assert most[1] - most[0] <= BUFFERS + copies * 16 * MIB * sample + 2**16
+
+
+@pytest.mark.parametrize("sample", [1, 1 / 2])
+def test_a_name_that_utf8_cannot_encode_is_a_name(sample):
+    name = "w\ud800"
+    params = {name: torch.linspace(0.0, 1.0, 3 * CHUNK, requires_grad=True)}
+    snapshot = gm.Snapshot(params, sample=sample)
+    with torch.no_grad():
+        params[name].add_(0.5)
+    stats = gm.collect_updates(params, snapshot)
+    assert stats.names == (name,)
+    assert r"w\ud800" in str(stats.materialize())
+    snapshot.update_(params)
+    snapshot.load_state_dict(snapshot.state_dict())
+    assert gm.collect_updates(params, copy.deepcopy(snapshot)).materialize()[name].update_ratio == 0.0
+    assert gm.compare(params, params).names == (name,)
+    assert gm.fingerprint(params)[name] == gm.fingerprint({"w": params[name]})["w"]
+    assert gm.collect_exponents(params).names == (name,)
+    assert gm.collect(params, fingerprint=True).group({"a\ud800": ""}).names == ("a\ud800",)
+    clip = gm.PerTensorClip(params)
+    clip.load_state_dict(clip.state_dict())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import sys
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -137,3 +139,41 @@ def test_nothing_is_printed(served, capfd):
     with socket.create_connection(("127.0.0.1", served.server_port)) as connection:
         connection.sendall(f"GET /{served.token}/ HTTP/1.0\r\n".encode())
     assert capfd.readouterr() == ("", "")
+
+
+BAD_REQUESTS = {
+    "host of the target": ("GET http://[::1/x HTTP/1.1", 400),
+    "no address": ("GET http://[x]/ HTTP/1.1", 400),
+    "user": ("GET //x@[::1/ HTTP/1.1", 403),
+    "percent": ("GET /%/%zz/%ff HTTP/1.1", 403),
+    "bytes": ("GET /\xff\x00 HTTP/1.1", 403),
+    "colon": ("GET :::// HTTP/1.1", 403),
+    "long target": (f"GET /{'x' * 70_000} HTTP/1.1", 414),
+    "version": ("GET / HTTP/x.y", 400),
+    "old": ("GET /", 403),
+    "words": ("GET / / HTTP/1.1", 400),
+    "empty method": (" / HTTP/1.1", 400),
+    "long header": (f"GET / HTTP/1.1\r\nA: {'x' * 70_000}", 431),
+    "headers": ("GET / HTTP/1.1" + "\r\nA: 1" * 200, 431),
+    "no header": ("GET / HTTP/1.1\r\nno colon", 403),
+    "host": ("GET / HTTP/1.1\r\nHost: [::1\xff", 403),
+    "length": ("GET / HTTP/1.1\r\nContent-Length: x", 403),
+}
+
+
+@pytest.mark.parametrize(("request_", "status"), BAD_REQUESTS.values(), ids=BAD_REQUESTS.keys())
+def test_a_malformed_request_gets_an_answer(served, request_, status, monkeypatch):
+    failed = []
+    monkeypatch.setattr(served, "handle_error", lambda *_: failed.append(sys.exc_info()[1]))
+    with socket.create_connection(("127.0.0.1", served.server_port), timeout=60) as connection:
+        # what is not read makes the system reset the connection, after the answer
+        with suppress(ConnectionError):
+            connection.sendall(f"{request_}\r\n\r\n".encode("latin-1"))
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").read()
+    if answer.startswith(b"HTTP/"):
+        assert int(answer.split()[1]) == status
+    else:  # HTTP/0.9 has no status
+        assert (b"Error code: 400" if status == 400 else b"Open the address") in answer
+    assert ask(served, f"/{served.token}/")[0] == 200
+    assert failed == []

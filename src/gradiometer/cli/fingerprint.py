@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 import zipfile
@@ -14,7 +13,7 @@ import torch
 from gradiometer import stats
 from gradiometer.cli import tables
 from gradiometer.extras import require
-from gradiometer.runs import RunError
+from gradiometer.runs import RunError, open_file, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +25,9 @@ __all__ = ["Check", "check", "look", "render", "render_check", "stored"]
 
 # characters of a value that are shown; the text of a tensor is shorter, unless it has many dimensions
 _LONG: Final = 96
+# a sparse tensor takes at most _LARGEST bytes of memory, or _RATIO times the size of the file
+_LARGEST: Final = 1 << 30
+_RATIO: Final = 100
 
 
 def look(file: Path) -> dict[str, str]:
@@ -40,14 +42,39 @@ def look(file: Path) -> dict[str, str]:
     """
     content = _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file)
     try:
+        _check_sparse(content, file.stat().st_size)
         return stats.fingerprint(content if isinstance(content, dict | list | tuple) else [content])
+    except RecursionError as error:
+        raise RunError(f"{file} cannot be read: it is nested too deeply") from error
     except (TypeError, ValueError) as error:
         raise RunError(f"{file} cannot be read: {str(error).removeprefix('fingerprint: ')}") from error
+
+
+def _check_regular(file: Path) -> None:
+    """Refuse a pipe, whose opening would wait for a writer, and a device, which may have no end."""
+    try:
+        open_file(file).close()
+    except OSError as error:
+        if error.strerror:
+            raise
+        raise RunError(f"{file} cannot be read: {error}; pass a file on disk") from None
+
+
+def _check_sparse(content: Any, size: int) -> None:
+    """Refuse a sparse tensor whose dense form would not fit to the file, before it is allocated."""
+    for name, x in stats.leaves("", content):
+        if isinstance(x, torch.Tensor) and x.layout != torch.strided:
+            dense = x.numel() * x.itemsize
+            if dense > max(_LARGEST, _RATIO * size):
+                raise ValueError(
+                    f"{name!r} is sparse and would take {dense >> 20} MiB, too many for {size} bytes on disk"
+                )
 
 
 def _read_safetensors(file: Path) -> Any:
     reader = require("safetensors.torch", "safetensors", "Reading a .safetensors file")
     errors = require("safetensors", "safetensors", "Reading a .safetensors file").SafetensorError
+    _check_regular(file)
     try:
         return reader.load_file(file, device="cpu")
     except errors as error:
@@ -55,7 +82,8 @@ def _read_safetensors(file: Path) -> Any:
 
 
 def _read_torch(file: Path) -> Any:
-    with file.open("rb") as opened:
+    _check_regular(file)
+    with open_file(file) as opened:
         # files of torch before 1.6 are not archives, and cannot be mapped
         is_archive = zipfile.is_zipfile(opened)
     try:
@@ -84,8 +112,10 @@ def stored(file: Path) -> dict[str, str]:
     Raises:
         RunError: if the file holds anything else.
     """
+    _check_regular(file)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        with open_file(file) as opened:
+            found = parse_json(opened.read())
     except (ValueError, RecursionError) as error:
         raise RunError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):

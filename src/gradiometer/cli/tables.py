@@ -97,6 +97,13 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def _date(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return f"at an unknown time ({seconds:g})"
+
+
 def cut(name: str, width: int) -> str:
     """Return a name, cut to ``width`` characters."""
     # the end of a name is more specific than its beginning
@@ -171,8 +178,7 @@ def tensors(rows: Sequence[TensorReport], width: int) -> RenderableType:
 def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
     """Return a step: its scalars, a table of its tensors, and its findings."""
     record = found.record
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
-    facts = [found.run, when, *scalars_text(record.scalars)]
+    facts = [found.run, _date(record.time), *scalars_text(record.scalars)]
     lines: list[RenderableType] = [text((f"step {record.step}", "bold"), "  " + "  ".join(facts))]
     if record.skipped:
         lines.append(text(("its update was skipped", "yellow")))
@@ -330,7 +336,9 @@ def _most_telling(difference: Difference) -> tuple[str, float | None, float | No
         if column in difference.values:
             a, b = difference.values[column]
             if column == "sumsq" and a is not None and b is not None:
-                return "norm", math.sqrt(a), math.sqrt(b)
+                # a file from someone else may have negative numbers
+                a, b = [math.sqrt(x) if x >= 0 else math.nan for x in (a, b)]
+                return "norm", a, b
             return {"value": "", "numel": "elements"}.get(column, column), a, b
     raise AssertionError(difference)
 

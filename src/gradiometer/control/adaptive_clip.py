@@ -6,6 +6,7 @@ ranks change it, so that all ranks make the same decisions, bit for bit.
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -16,7 +17,7 @@ from gradiometer import ops
 from gradiometer.control.scale import is_watched
 from gradiometer.distributed import StateDigest
 from gradiometer.inputs import describe
-from gradiometer.stats import Float64Module, TensorStats
+from gradiometer.stats import Float64Module, TensorStats, first_unfit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,7 @@ class AdaptiveClip(Float64Module):
     """
 
     needs_weights: ClassVar[bool] = False
+    names: tuple[str, ...] = ()
     record: Tensor
 
     def __init__(self, size: int, device: torch.device | str | int | None, *settings: Any) -> None:
@@ -81,6 +83,17 @@ class AdaptiveClip(Float64Module):
         """The clipped fraction of all steps so far, of all tensors, 0-d float64; 0 without a step."""
         _, steps, clipped = self.record.unbind()
         return clipped.sum() / steps.sum().clamp(min=1.0)
+
+    def _unfit(self, name: str, value: Tensor) -> str:
+        """Refuse a record that no steps leave behind."""
+        if name != "record":
+            return ""
+        factor, steps, clipped = value.unbind()
+        return (
+            first_unfit(factor, 0.0, 1.0, "the last factor", self.names)
+            or first_unfit(steps, 0.0, math.inf, "the number of steps", self.names)
+            or first_unfit(clipped, 0.0, math.inf, "the number of clipped steps", self.names)
+        )
 
     def check(self, parameters: Named, ranks: Ranks | None, order: float, what: str) -> None:
         """Reject what cannot be clipped, before anything is measured.

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradiometer.control.coefficient import LARGEST
 from gradiometer.control.grad_scaler import inverse_scale
 from gradiometer.distributed import Ranks, all_reduce, register_bucket_hook
 from gradiometer.inputs import named_parameters
-from gradiometer.stats import EMA, Float64Module, TensorStats, collect, pairs_of
+from gradiometer.stats import EMA, Float64Module, TensorStats, collect, first_unfit, pairs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -254,6 +255,18 @@ class NoiseScale(Float64Module):
         """Return the arguments."""
         groups = f", groups={list(self.names)}" if self.names else ""
         return f"batch_size={self.batch_size:g}{groups}, reduction={self.reduction!r}"
+
+    def _unfit(self, name: str, value: Tensor) -> str:
+        """Refuse numbers that no gradients have; squared norms may be NaN or inf, as the gradients were."""
+        del name
+        number, previous, last, _, weight, buckets = value.unbind()
+        return (
+            first_unfit(number, 0.0, LARGEST, "the number of gradients")
+            or first_unfit(
+                torch.stack([previous, last, buckets]), 0.0, math.inf, "a squared norm", or_nan=True
+            )
+            or first_unfit(weight, 0.0, LARGEST, "a weight")
+        )
 
     def _squared_norm(self, stats: TensorStats) -> Tensor:
         """Return the squared norm of the gradient in each group; NaN if it has a NaN or Inf."""

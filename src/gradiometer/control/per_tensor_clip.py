@@ -14,7 +14,7 @@ from gradiometer.control.adaptive_clip import is_on_host, require, stats_given
 from gradiometer.control.coefficient import LARGEST, coefficient_of
 from gradiometer.control.tensorwise_clip import TensorwiseClip
 from gradiometer.inputs import is_limit
-from gradiometer.stats import norms_of
+from gradiometer.stats import first_unfit, norms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,6 +132,14 @@ class PerTensorClip(TensorwiseClip):
             f"{len(self.names)} tensors, max_ratio={self.max_ratio:g}, decay={self.decay:g}, "
             f"warmup_steps={self.warmup_steps:g}, max_norm={self.max_norm:g}, eps={self.eps:g}"
         )
+
+    def _unfit(self, name: str, value: Tensor) -> str:
+        """Refuse averages that are not norms: a tensor would never be clipped, or never be updated."""
+        if name == "average":
+            return first_unfit(value, 0.0, math.inf, "the average norm", self.names)
+        if name == "count":
+            return first_unfit(value, 0.0, LARGEST, "the number of warm-up steps")
+        return super()._unfit(name, value)
 
     def decide(
         self,

@@ -13,7 +13,7 @@ from gradiometer.columns import derived
 from gradiometer.control.adaptive_clip import AdaptiveClip, is_on_host, require, stats_given
 from gradiometer.control.coefficient import EPS, LARGEST
 from gradiometer.inputs import is_limit
-from gradiometer.stats import norms_of
+from gradiometer.stats import first_unfit, norms_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,6 +132,14 @@ class ZScoreClip(AdaptiveClip):
             f"z_threshold={self.z_threshold:g}, decay={self.decay:g}, warmup_steps={self.warmup_steps:g}, "
             f"max_norm={self.max_norm:g}, eps={self.eps:g}"
         )
+
+    def _unfit(self, name: str, value: Tensor) -> str:
+        """Refuse what is not a mean and a variance of norms: no later norm would change it."""
+        if name != "state":
+            return super()._unfit(name, value)
+        words = "the mean norm", "the variance of the norms", "the number of norms"
+        texts = [first_unfit(x, 0.0, LARGEST, what) for x, what in zip(value, words, strict=True)]
+        return next(filter(None, texts), "")
 
     def decide(
         self,

@@ -122,6 +122,7 @@ class Monitor:
             False each rank is watched separately, with a run record in ``run_dir/rank-00005``.
         redact: whether to leave the text of the exception that ends a run, which may quote data, paths or
             keys, out of the black box, the sinks and the log: a fault then has the class of the exception.
+            `keep` then keeps nothing, and there is no ``blackbox.pt``.
         fingerprint: also record the `gradiometer.Fingerprint` of every measured tensor, from the same read,
             so that `gradiometer.compare_runs` can tell whether two runs are equal to the bit. With several
             ranks and ``weights=True``, copies of weights are compared in every recorded step: see the rule
@@ -202,6 +203,11 @@ class Monitor:
             if not isinstance(queue, int) or queue < 1:
                 msg = f"Monitor(queue={queue!r}): queue must be a positive integer"
                 raise ValueError(msg)
+            if keep_weights and redact:
+                msg = (
+                    "Monitor(redact=True, keep_weights=True): a copy of the weights is not redacted; pass one"
+                )
+                raise ValueError(msg)
             if keep_weights and (folder is None or not skip_nonfinite):
                 needs = "run_dir" if folder is None else "skip_nonfinite=True"
                 msg = f"Monitor(keep_weights=True) needs {needs}: pass it, too"
@@ -261,7 +267,7 @@ class Monitor:
             redact=bool(redact),
         )
         self._kept = None
-        if self.run_dir is not None:
+        if self.run_dir is not None and not redact:
             where = self.run_dir if rank is None or merger is not None else self.run_dir / f"rank-{rank:05d}"
             file = kept_path(where, rank if merger is not None else None)
             options = {"weights": bool(keep_weights), "failures": self._failures}
@@ -403,7 +409,8 @@ class Monitor:
         Call it right before the step. If an exception or a non-finite loss ends the run, ``blackbox.pt`` in
         ``run_dir`` has the current step and the first non-finite one, for `gradiometer.load_kept_step`; with
         ``keep_weights=True`` it has the weights, too. Without this call it has the random numbers, as they
-        were at the end of the last `advance`.
+        were at the end of the last `advance`. Only the owner may read the file; with ``redact=True`` it is
+        not written, and nothing is kept.
 
         Args:
             args: what the step is called with: tensors, numbers, strings, and lists, tuples and mappings of
@@ -417,7 +424,7 @@ class Monitor:
             return
         elif self._kept is None:
             if not self.closed:
-                text = "keep() was called, but there is no run_dir: create the Monitor with one"
+                text = "keep() was called, but nothing is kept without a run_dir or with redact=True"
                 self._failures.add("keep", text)
         elif self._pipeline.is_open():
             self._complete()

@@ -7,7 +7,8 @@ run is still going. This package does not use devices or threads.
 from gradiometer.runs.attempts import Attempt
 from gradiometer.runs.diff import BitDifference, Comparison, Difference, Side, compare_runs, compared
 from gradiometer.runs.directory import is_taken
-from gradiometer.runs.json_files import encodable, to_json
+from gradiometer.runs.files import open_file
+from gradiometer.runs.json_files import encodable, parse_json, to_json
 from gradiometer.runs.kept_step import KeptStep, kept_path, load_kept_step, plain_batch, write_kept_steps
 from gradiometer.runs.precision import StepPrecision
 from gradiometer.runs.rank_blackbox import RankBlackbox
@@ -36,6 +37,8 @@ __all__ = [
     "is_taken",
     "kept_path",
     "load_kept_step",
+    "open_file",
+    "parse_json",
     "plain_batch",
     "read_run",
     "scalars_of",

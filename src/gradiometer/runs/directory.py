@@ -95,22 +95,32 @@ def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
+def _private(path: str, flags: int) -> int:
+    """Open a new file that only its owner may read and write, whatever the umask is."""
+    file = os.open(path, flags, 0o600)
+    # the umask may have left less
+    if hasattr(os, "fchmod"):
+        os.fchmod(file, 0o600)
+    return file
+
+
 def release(run: Path, lock: Any) -> None:
     """Unlock a folder."""
     _ours.discard(run.resolve())
     lock.close()
 
 
-def prepare(run: Path, path: Path, data: Any, *, sync: bool) -> Callable[[], None]:
+def prepare(run: Path, path: Path, data: Any, *, sync: bool, private: bool = False) -> Callable[[], None]:
     """Write bytes to a hidden file in the folder and return a function that renames it to ``path``.
 
-    The rename is atomic. With ``sync`` the file survives a power failure.
+    The rename is atomic. With ``sync`` the file survives a power failure; with ``private`` only its owner may
+    read it, from the first byte on.
     """
     temporary = run / f".{path.name}.{os.getpid()}.tmp"
     try:
         # a link that was put there is removed, not followed
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=_private if private else None) as file:
             file.write(data)
             if sync:
                 file.flush()

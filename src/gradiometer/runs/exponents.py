@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import StepExponents, StepRecord
 
-__all__ = ["exponents_table", "histograms"]
+__all__ = ["check_histograms", "exponents_table", "histograms"]
 
 # the bins of finite numbers that are not 0
-_BINS = slice(1, NUM_EXPONENT_COLUMNS - 2)
+_BINS: Final = slice(1, NUM_EXPONENT_COLUMNS - 2)
+# elements in a bin, at most: sums of all bins fit into int64
+_MOST: Final = 2**53
 
 
 def exponents_table(records: Sequence[StepRecord], attempt: int) -> pa.Table:
@@ -63,12 +65,44 @@ def _table(step: int, exponents: StepExponents, attempt: int) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=arrow_schema(EXPONENTS))
 
 
-def histograms(table: pa.Table) -> Tensor:
-    """Return the histograms of all rows, ``(n, C) int64``.
+def check_histograms(table: pa.Table) -> None:
+    """Check the columns that a table of histograms has, before anything is made of them.
 
     Raises:
-        ValueError: if they are not histograms.
+        ValueError: if they are not those of histograms.
     """
+    compute = require("pyarrow.compute", "monitor", "A run record")
+    pa = pyarrow()
+    steps = (
+        numbers(table["step"])
+        if "step" in table.column_names
+        else torch.zeros(0, dtype=torch.int64, device="cpu")
+    )
+    if bool((steps[1:] < steps[:-1]).any()):
+        msg = "its steps do not ascend"
+        raise ValueError(msg)
+    numbers_of = [table[name] for name in ("n_zero", "n_inf", "n_nan") if name in table.column_names]
+    bins = _BINS.stop - _BINS.start
+    first = table["first_bin"].cast("int64") if "first_bin" in table.column_names else None
+    fits = first is None or _within(first, bins)
+    if "counts" in table.column_names:
+        counts = table["counts"]
+        numbers_of.append(pa.chunked_array([x.flatten() for x in counts.chunks], pa.int64()))
+        sizes = compute.list_value_length(counts).cast("int64")
+        fits = fits and _within(sizes if first is None else compute.add(first, sizes), bins)
+    if not fits or not all([x.null_count == 0 and _within(x, _MOST) for x in numbers_of]):
+        msg = "it has counts outside of the bins"
+        raise ValueError(msg)
+
+
+def _within(column: pa.ChunkedArray, most: int) -> bool:
+    """Return whether all numbers are from 0 to ``most``."""
+    ends = require("pyarrow.compute", "monitor", "A run record").min_max(column).as_py()
+    return ends["min"] is None or (ends["min"] >= 0 and ends["max"] <= most)
+
+
+def histograms(table: pa.Table) -> Tensor:
+    """Return the histograms of all rows, which `check_histograms` has accepted, ``(n, C) int64``."""
     compute = require("pyarrow.compute", "monitor", "A run record")
     counts = table["counts"].combine_chunks()
     out = torch.zeros((len(table), NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu")
@@ -77,10 +111,6 @@ def histograms(table: pa.Table) -> Tensor:
     sizes = _vector(compute.list_value_length(counts)).to(torch.int64)
     values, first = _vector(counts.flatten()), numbers(table["first_bin"]).to(torch.int64)
     bins = out[:, _BINS]
-    fits = (first >= 0) & (first + sizes <= bins.shape[1])
-    if values.numel() != sizes.sum() or not fits.all() or (out < 0).any() or (values < 0).any():
-        msg = "it has counts outside of the bins"
-        raise ValueError(msg)
     rows = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
     starts = sizes.cumsum(0) - sizes
     within = torch.arange(len(values), device="cpu") - starts[rows]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.rules import Finding
-from gradiometer.runs.files import RunError, unfit
-from gradiometer.runs.format import read_findings
+from gradiometer.runs.format import finding_of, read_findings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from gradiometer.rules import Finding
 
 __all__ = ["FOREVER", "load_findings"]
 
@@ -41,24 +41,17 @@ def load_findings(
     """
     # a later attempt that continues a finding replaces it
     known: dict[tuple[Any, ...], Finding] = {}
-    try:
-        for values in read_findings(run, info, closed_with):
-            attempt = values.pop("attempt")
-            if attempt > last:
-                continue
-            end = ends.get(attempt, FOREVER)
-            if values["last_step"] >= end:
-                check()
-            if values["first_step"] < end:
-                numbers = {name: float(values[name]) for name in ("value", "threshold")}
-                found = Finding.from_dict(values | numbers)
-                if found.last_step >= end:
-                    count = min(found.count, end - found.first_step)
-                    worst = found.worst_step if (found.worst_step or 0) < end else None
-                    found = replace(found, last_step=end - 1, count=count, worst_step=worst)
-                known[found.key, found.first_step] = found
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, RunError):
-            raise
-        raise unfit(run / "findings.json", repr(error)) from None
+    for values in read_findings(run, info, closed_with):
+        if values["attempt"] > last:
+            continue
+        end = ends.get(values["attempt"], FOREVER)
+        if values["last_step"] >= end:
+            check()
+        if values["first_step"] < end:
+            found = finding_of(values)
+            if found.last_step >= end:
+                count = min(found.count, end - found.first_step)
+                worst = found.worst_step if (found.worst_step or 0) < end else None
+                found = replace(found, last_step=end - 1, count=count, worst_step=worst)
+            known[found.key, found.first_step] = found
     return list(known.values())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from gradiometer.columns import COLUMNS, FINGERPRINT_COLUMNS, TAP_COLUMNS, UPDATE_COLUMNS
 from gradiometer.extras import require
 from gradiometer.recorder import KINDS, TAP_KINDS, Roster
+from gradiometer.rules import Finding, checked
 from gradiometer.runs.files import RunError, stamp, unfit
 from gradiometer.runs.json_files import read_json
 
@@ -21,6 +22,7 @@ __all__ = [
     "EXPONENTS",
     "FINGERPRINTS",
     "FORMAT",
+    "LARGEST_ATTEMPT",
     "NAMES",
     "STEPS",
     "TAPS",
@@ -29,6 +31,7 @@ __all__ = [
     "VERSION",
     "Field",
     "arrow_schema",
+    "finding_of",
     "has_digests",
     "list_segments",
     "load_roster",
@@ -40,6 +43,7 @@ __all__ = [
 
 FORMAT: Final = "gradiometer-run"
 VERSION: Final = 1
+LARGEST_ATTEMPT: Final = 2**31 - 1
 
 
 class Field(NamedTuple):
@@ -210,6 +214,7 @@ def read_info(path: Path) -> dict[str, Any]:
         "created": isinstance(info.get("created", 0.0), (int, float)),
         "attempts": isinstance(attempts, list)
         and all([isinstance(x, dict) and isinstance(x.get("attempt"), int) for x in attempts])
+        and all([0 <= x["attempt"] < LARGEST_ATTEMPT for x in attempts])
         and all([isinstance(x.get(name, 0), int) for x in attempts for name in ("first_step", "lost")]),
         "versions": isinstance(info.get("versions", {}), dict),
         "digests_from": isinstance(info.get("digests_from", 1), int),
@@ -224,6 +229,10 @@ def read_info(path: Path) -> dict[str, Any]:
 
 def load_roster(values: Mapping[str, Any]) -> Roster:
     """Return the roster of run.json; a ValueError or another error if it is not one."""
+    lists = [values[name] for name in ("names", "shapes", "dtypes", "kinds")]
+    if not all([isinstance(x, list) for x in [*lists, *values["shapes"]]]):
+        msg = "roster: lists"
+        raise ValueError(msg)
     shapes = tuple([tuple(shape) for shape in values["shapes"]])
     found = Roster(tuple(values["names"]), shapes, tuple(values["dtypes"]), tuple(values["kinds"]))
     fits = {
@@ -231,6 +240,7 @@ def load_roster(values: Mapping[str, Any]) -> Roster:
         "shapes": all([isinstance(x, int) and x >= 0 for shape in shapes for x in shape]),
         "dtypes": all([isinstance(x, str) for x in found.dtypes]),
         "kinds": {*found.kinds} <= {*KINDS}
+        and found.kinds[:1] == KINDS[:1]
         and len({*found.kinds}) == len(found.kinds)
         # both or none, at the end
         and (found.kinds[-len(TAP_KINDS) :] == TAP_KINDS or not {*found.kinds} & {*TAP_KINDS}),
@@ -265,4 +275,15 @@ def read_findings(
         or not all([isinstance(x[name], int) for x in found for name in steps])
     ):
         raise unfit(path / "findings.json", f"{content!r:.40}")
+    try:
+        for values in found:
+            finding_of(values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise unfit(path / "findings.json", repr(error)) from None
     return found
+
+
+def finding_of(values: Mapping[str, Any]) -> Finding:
+    """Return a finding of findings.json; a TypeError or another error if it is not one."""
+    numbers = {name: float(values[name]) for name in ("value", "threshold")}
+    return checked(Finding.from_dict({k: x for k, x in values.items() if k != "attempt"} | numbers))

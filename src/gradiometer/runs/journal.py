@@ -45,7 +45,7 @@ from gradiometer.recorder import TAP_KINDS, Roster, StepExponents, StepRecord
 from gradiometer.runs.digest import DamageError
 from gradiometer.runs.directory import is_at
 from gradiometer.runs.files import RunError, file_error, open_file, stamp, summary
-from gradiometer.runs.format import load_roster, pyarrow
+from gradiometer.runs.format import LARGEST_ATTEMPT, load_roster, pyarrow
 from gradiometer.runs.json_files import encodable, from_json, parse_json, plain
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ _HEADER: Final = _SIZES.size + 32 + 4
 # a power failure may leave so many zeros
 _BLOCK: Final = 1 << 26
 _DAMAGED: Final = "damaged-"
-_LARGEST_ATTEMPT: Final = 2**31 - 1
 _COLUMNS: Final = (*COLUMN_NAMES, "flags")
 _LARGEST_STEP: Final = 2**63 - 1
+_MOST: Final = 2**53  # elements in a bin of a histogram
 
 
 class Journal(NamedTuple):
@@ -306,7 +306,7 @@ def _read_head(said: Any) -> _Head:
         further = [columns.index(name) for name in UPDATE_NAMES] if {*UPDATE_NAMES} <= {*columns} else []
         of_taps = [columns.index(name) for name in TAP_NAMES] if {*TAP_NAMES} <= {*columns} else []
         attempt, first_step = operator.index(said["attempt"]), operator.index(said["first_step"])
-        if not 0 <= attempt <= _LARGEST_ATTEMPT:
+        if not 0 <= attempt <= LARGEST_ATTEMPT:
             msg = f"attempt {attempt}"
             raise ValueError(msg)  # noqa: TRY301 as for other content
         return _Head((attempt, first_step), load_roster(said), places, further, of_taps, len(columns))
@@ -372,10 +372,11 @@ def _histograms(said: Any, words: Tensor, roster: Roster) -> dict[int, StepExpon
         fits = columns == NUM_EXPONENT_COLUMNS and {*kinds} <= {*roster.kinds} and len({*kinds}) == len(kinds)
         places, counts = words[:count].clone(), words[count : 2 * count].clone()
         words = words[2 * count :]
-        if not fits or (places.diff() <= 0).any() or (counts <= 0).any():
+        if not fits or (counts <= 0).any() or (counts > _MOST).any():
             msg = f"step {step!r:.20} has no histograms"
             raise ValueError(msg)
-        if count and not 0 <= int(places[0]) <= int(places[-1]) < cells:
+        # limits first, lest differences overflow
+        if count and not (int(places.min()) >= 0 and int(places.max()) < cells and (places.diff() > 0).all()):
             msg = f"step {step!r:.20} has counts outside of the bins"
             raise ValueError(msg)
         found[step] = StepExponents.of_places(tuple(kinds), names, places, counts)

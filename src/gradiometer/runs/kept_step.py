@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -111,19 +112,59 @@ def load_kept_step(run_dir: str | Path, *, current: bool = False) -> KeptStep:
     path = kept_path(path) if path.is_dir() else path
     try:
         with open_file(path) as file:
+            _check_archive(file)
             content = torch.load(file, map_location="cpu", weights_only=True)
         if content["format"] != _FORMAT or content["version"] > _VERSION:
             msg = "it has another format"
             raise ValueError(msg)  # noqa: TRY301 with the same advice
         entry = content["current"] if current or content["first"] is None else content["first"]
         weights = content["weights"] or {}
-        return KeptStep(**entry, weights=weights, weights_step=content["weights_step"])
+        kept = KeptStep(**entry, weights=weights, weights_step=content["weights_step"])
+        _check(kept)
     except FileNotFoundError:
         msg = f"{path} does not exist: it is written by a Monitor with a run_dir, when an exception or a "
-        raise RunError(msg + "non-finite loss ends the run") from None
+        raise RunError(msg + "non-finite loss ends the run, unless redact=True") from None
     except Exception as error:
         msg = f"{path} cannot be read ({summary(error)}): it was not written by a Monitor, or is damaged"
         raise RunError(msg) from error
+    return kept
+
+
+def _check_archive(file: IO[bytes]) -> None:
+    """Refuse a file that would take more memory than it has bytes, before anything is read."""
+    size = file.seek(0, 2)
+    with zipfile.ZipFile(file) as archive:
+        if sum([entry.file_size for entry in archive.infolist()]) > size:
+            msg = "its parts are larger than the file"
+            raise ValueError(msg)
+    file.seek(0)
+
+
+def _check(kept: KeptStep) -> None:
+    """Raise a ValueError unless everything in a step has the type that it is written with."""
+    steps = [kept.step] if kept.weights_step is None else [kept.step, kept.weights_step]
+    fits = {
+        "step": all([type(x) is int and 0 <= x < 2**63 for x in steps]),
+        "args": isinstance(kept.args, tuple),
+        "kwargs": isinstance(kept.kwargs, dict) and all([isinstance(x, str) for x in kept.kwargs]),
+        "weights": isinstance(kept.weights, dict)
+        and all([isinstance(x, str) and isinstance(y, Tensor) for x, y in kept.weights.items()]),
+        "note": isinstance(kept.note, str),
+        "random": isinstance(kept.random, dict) and all([_is_state(*item) for item in kept.random.items()]),
+    }
+    if wrong := [name for name, fit in fits.items() if not fit]:
+        msg = f"it has no valid {' and '.join(wrong)}"
+        raise ValueError(msg)
+
+
+def _is_state(name: Any, value: Any) -> bool:
+    if name == "python":
+        return isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], tuple)
+    if name == "numpy":
+        # NumPy does not check the position, and would read beyond the keys
+        fits = isinstance(value, tuple) and len(value) == 5 and isinstance(value[1], bytes)
+        return fits and len(value[1]) == 4 * 624 and type(value[2]) is int and 0 <= value[2] <= 624
+    return isinstance(name, str) and isinstance(value, Tensor) and value.dtype == torch.uint8
 
 
 def kept_path(run_dir: Path, rank: int | None = None) -> Path:
@@ -138,7 +179,7 @@ def write_kept_steps(
     weights: Mapping[str, Tensor] | None,
     weights_step: int | None,
 ) -> None:
-    """Write the file; it is replaced at once, or not at all.
+    """Write the file, which only its owner may read; it is replaced at once, or not at all.
 
     Raises:
         OSError: if the disk failed.
@@ -148,10 +189,10 @@ def write_kept_steps(
     torch.save(content | {"weights": weights, "weights_step": weights_step}, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        prepare(path.parent, path, data.getvalue(), sync=True)()
+        prepare(path.parent, path, data.getvalue(), sync=True, private=True)()
     except FileNotFoundError:
         # a run record that has just started has removed what looked like a leftover; it does so once
-        prepare(path.parent, path, data.getvalue(), sync=True)()
+        prepare(path.parent, path, data.getvalue(), sync=True, private=True)()
 
 
 def plain_batch(value: Any, name: str = "the batch") -> Any:

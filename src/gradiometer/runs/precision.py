@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from gradiometer.extras import require
-from gradiometer.runs.exponents import histograms
+from gradiometer.runs.exponents import check_histograms, histograms
 from gradiometer.runs.files import RunError
 from gradiometer.runs.format import EXPONENTS, arrow_schema, pyarrow, segment_path
 from gradiometer.runs.tables import numbers, unreadable
@@ -143,15 +143,12 @@ class ExponentReader:
     ) -> Iterator[tuple[int, ExponentStats]]:
         """Iterate over the steps that have histograms, and these, ascending. Files are read lazily."""
         columns = arrow_schema(EXPONENTS).names
-        for key, table in self._exponents(columns, first, last, kind):
+        for _, table in self._exponents(columns, first, last, kind):
             steps, names = numbers(table["step"]), table["name"].to_pylist()
             starts = [0, *(steps.diff().nonzero().view(-1) + 1).tolist(), len(steps)]
             for start, end in itertools.pairwise(starts):
-                try:
-                    # step by step: a segment of histograms would take far more memory than its file
-                    rows = histograms(table.slice(start, end - start))
-                except ValueError as error:
-                    raise unreadable(segment_path(self.path, "exponents", *key), error) from None
+                # step by step: a segment of histograms would take far more memory than its file
+                rows = histograms(table.slice(start, end - start))
                 yield int(steps[start]), ExponentStats(tuple(names[start:end]), rows)
 
     def _exponents(
@@ -167,5 +164,9 @@ class ExponentReader:
             if kind is not None:
                 where &= ds.field("kind") == kind
             found = self._files.read("exponents", key, columns, where)
+            try:
+                check_histograms(found)
+            except ValueError as error:
+                raise unreadable(segment_path(self.path, "exponents", *key), error) from None
             if len(found):
                 yield key, found

@@ -54,7 +54,17 @@ from gradiometer.runs.journal import journal_path, list_damaged, list_journals, 
 from gradiometer.runs.json_files import from_json, read_json
 from gradiometer.runs.precision import ExponentReader
 from gradiometer.runs.segments import Segments
-from gradiometer.runs.tables import codes, cut, fingerprints, further, numbers, put, scalars_of, unreadable
+from gradiometer.runs.tables import (
+    check_steps,
+    codes,
+    cut,
+    fingerprints,
+    further,
+    numbers,
+    put,
+    scalars_of,
+    unreadable,
+)
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -455,6 +465,10 @@ class Run(ExponentReader):
             except pyarrow().ArrowException as error:
                 raise unreadable(segment_path(self.path, "steps", *key), error) from None
             table = table.select(none.column_names)
+            try:
+                check_steps(table, key[1])
+            except ValueError as error:
+                raise unreadable(segment_path(self.path, "steps", *key), error) from None
             self._kept[key] = seen, cut(table, None, self._limits[key] - 1).combine_chunks()
         return self._kept[key][1]
 

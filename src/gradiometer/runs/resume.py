@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradiometer.recorder import KINDS
 from gradiometer.runs.files import RunError
-from gradiometer.runs.format import list_segments, read_findings, read_info
+from gradiometer.runs.format import list_segments, load_roster, read_findings, read_info
 from gradiometer.runs.journal import journal_path, keep_damaged, list_journals, read_journal
 from gradiometer.runs.json_files import encodable
 from gradiometer.runs.open_segment import OpenSegment
@@ -35,14 +35,19 @@ def earlier_info(run: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return read_info(run)
-    except RunError as error:
+        info = read_info(run)
+        load_roster(info["roster"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if not isinstance(error, RunError):
+            msg = f"{path} has unexpected content ({error!r}): fix it"
+            raise RunError(msg) from None
         if not error.reason:
             raise
         kept = path.with_name(f"run-damaged-{time.time_ns()}.json")
         path.replace(kept)
         _LOG.warning("%s. It is now %s, and the run goes on with a new one", error, kept.name)
         return {}
+    return info
 
 
 def earlier_findings(run: Path, info: Mapping[str, Any], attempt: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from gradiometer.runs.exponents import exponents_table
 from gradiometer.runs.files import RunError, open_file, stamp, stamp_of
 from gradiometer.runs.format import segment_path
 from gradiometer.runs.parquet import steps_table, tensors_table
-from gradiometer.runs.tables import read_table, unreadable
+from gradiometer.runs.tables import filtered, read_table, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -105,7 +105,7 @@ class Segments:
                 made = tensors_table(records, attempt, records[0].roster)
             self._tables[table, key] = made
         rows = self._tables[table, key]
-        rows = rows if where is None else rows.filter(where)
+        rows = rows if where is None else filtered(rows, where)
         return rows if columns is None else rows.select([x for x in columns if x in rows.column_names])
 
     def claims(self, table: str, key: tuple[int, int]) -> Claims | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import torch
@@ -33,8 +32,10 @@ if TYPE_CHECKING:
     from gradiometer.runs.format import Field
 
 __all__ = [
+    "check_steps",
     "codes",
     "cut",
+    "filtered",
     "fingerprints",
     "further",
     "numbers",
@@ -44,7 +45,8 @@ __all__ = [
     "unreadable",
 ]
 
-# the rows of a file take at most _LARGEST bytes of memory, or _RATIO times the size of the file
+# the rows of a file take at most _LARGEST bytes of memory, or _RATIO times the size of the file; and a larger
+# file takes at most twice the bytes of its rows
 _LARGEST: Final = 290 * 10**6
 _RATIO: Final = 100
 
@@ -63,26 +65,60 @@ def read_table(
 ) -> pa.Table:
     """Read one file, after ``check`` has accepted it; columns that it may lack are left out then."""
     pq = require("pyarrow.parquet", "monitor", "A run record")
+    options = {"page_checksum_verification": True, "pre_buffer": False}
     try:
         with open_file(path) as file:
             check(file)
             fields = _FIELDS[path.parent.name]
-            with pq.ParquetFile(file) as parquet:
-                _check_form(parquet, fields, columns, os.fstat(file.fileno()).st_size)
-                if columns is not None:
-                    columns = [name for name in columns if name in parquet.schema_arrow.names]
-                if where is None:
-                    options = {"page_checksum_verification": True, "metadata": parquet.metadata}
-                    table = pq.ParquetFile(file, **options).read(columns=columns)
-            if where is not None:
-                options = {"filters": where, "page_checksum_verification": True}
-                table = pq.read_table(file, columns=columns, **options)
+            size = file.seek(0, 2)
+            parquet = pq.ParquetFile(_in_memory(file, size - _footer_size(file, size), size))
+            _check_form(parquet, fields, columns, size)
+            content = _in_memory(file, 0, size)
+        if columns is not None:
+            columns = [name for name in columns if name in parquet.schema_arrow.names]
+        if where is None:
+            table = pq.ParquetFile(content, metadata=parquet.metadata, **options).read(columns=columns)
+        else:
+            table = pq.read_table(content, filters=where, columns=columns, **options)
     except (OSError, ValueError, pyarrow().ArrowException) as error:
         raise unreadable(path, error) from None
     for field in fields:
         if not field.nullable and field.name in table.column_names and table[field.name].null_count:
             raise unreadable(path, ValueError(f"column {field.name} has nulls"))
     return table
+
+
+def filtered(table: pa.Table, where: Any) -> pa.Table:
+    """Return the rows for which an expression is true.
+
+    `Table.filter` would do this on Arrow's threads, which must not hold the Python objects of a table.
+    """
+    ds = require("pyarrow.dataset", "monitor", "A run record")
+    return ds.dataset(table).to_table(filter=where, use_threads=False)
+
+
+def _footer_size(file: IO[bytes], size: int) -> int:
+    """Return the bytes of a Parquet file's footer, with its length and the magic number."""
+    file.seek(max(size - 8, 0))
+    found = 8 + int.from_bytes(file.read(4), "little")
+    if found > min(size, _LARGEST):
+        msg = f"it has a footer of {found} bytes"
+        raise ValueError(msg)
+    return found
+
+
+def _in_memory(file: IO[bytes], start: int, end: int) -> pa.BufferReader:
+    """Return a part of a file, in memory that Arrow has allocated.
+
+    Arrow's threads may release what they read while the interpreter exits. They would call Python to release
+    a file object or `bytes`, and that aborts the process.
+    """
+    buffer = pyarrow().allocate_buffer(end - start)
+    file.seek(start)
+    if file.readinto(buffer) != end - start:  # type: ignore[attr-defined]
+        msg = "it became shorter while it was read"
+        raise ValueError(msg)
+    return pyarrow().BufferReader(buffer)
 
 
 def _check_form(parquet: Any, fields: Sequence[Field], columns: Sequence[str] | None, size: int) -> None:
@@ -107,6 +143,9 @@ def _check_form(parquet: Any, fields: Sequence[Field], columns: Sequence[str] | 
     )
     if stored > max(_LARGEST, _RATIO * size):
         msg = f"its {metadata.num_rows} rows would take {stored >> 20} MiB, too many for {size} bytes on disk"
+        raise ValueError(msg)
+    if size > max(_LARGEST, 2 * stored):
+        msg = f"its {metadata.num_rows} rows take {stored >> 20} MiB, too few for {size} bytes on disk"
         raise ValueError(msg)
 
 
@@ -139,6 +178,17 @@ def scalars_of(rows: pa.Table) -> list[dict[str, float]]:
             scalars["lr"] = lr
         found.append(scalars | more)
     return found
+
+
+def check_steps(table: pa.Table, first: int) -> None:
+    """Raise a ValueError unless steps ascend from ``first`` on, and each of their scalars is a number."""
+    steps = numbers(table["step"])
+    if len(steps) and (int(steps.min()) < first or bool((steps.diff() <= 0).any())):
+        msg = f"its steps do not ascend from {first} on"
+        raise ValueError(msg)
+    if any([part.null_count for chunk in table["scalars"].chunks for part in (chunk.keys, chunk.items)]):
+        msg = "column scalars has nulls"
+        raise ValueError(msg)
 
 
 def cut(table: pa.Table, first: int | None, last: int | None) -> pa.Table:

@@ -22,7 +22,7 @@ from gradiometer.stats.compare import collect_updates, compare, updates_of
 from gradiometer.stats.ema import EMA, Smoothed
 from gradiometer.stats.exponent_stats import ExponentStats, collect_exponents, exponents_of
 from gradiometer.stats.fingerprint import NOT_COMPARED, fingerprint, leaves, texts
-from gradiometer.stats.float64_module import Float64Module
+from gradiometer.stats.float64_module import Float64Module, first_unfit
 from gradiometer.stats.group_ratio import group_ratio
 from gradiometer.stats.grouping import GroupRule, pairs_of
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
@@ -84,6 +84,7 @@ __all__ = [
     "fetch",
     "fingerprint",
     "finite_norm",
+    "first_unfit",
     "grad_norm",
     "grads_of",
     "group_ratio",

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+import sys
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradiometer.stats.float64_module import Float64Module
+from gradiometer.stats.float64_module import Float64Module, first_unfit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
 __all__ = ["EMA", "Smoothed"]
+
+_LARGEST: Final = sys.float_info.max
 
 
 class Smoothed(NamedTuple):
@@ -168,6 +171,17 @@ class EMA(Float64Module):
         """Return the arguments."""
         own = f"shape={tuple(self.state.shape[1:])}, decay={self.decay}, eps={self.eps}"
         return own if self.bias_correction else f"{own}, bias_correction=False"
+
+    def _unfit(self, name: str, value: Tensor) -> str:
+        """Refuse what no update can change again, or makes of finite values."""
+        del name
+        mean, weight, steps = value.unbind()
+        # the sum of the weights is rounded
+        return (
+            first_unfit(mean, -_LARGEST, _LARGEST, "a mean")
+            or first_unfit(weight, 0.0, 1.0 + 1e-9, "the weight of a mean")
+            or first_unfit(steps, 0.0, math.inf, "a number of steps")
+        )
 
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point():

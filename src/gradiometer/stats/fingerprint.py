@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from numbers import Integral, Real
 from typing import Any, Final
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradiometer.columns import Fingerprint
+from gradiometer.columns import WORD_BYTES, Fingerprint
 from gradiometer.inputs import (
     Named,
     check_names,
@@ -28,6 +30,11 @@ __all__ = ["NOT_COMPARED", "fingerprint", "leaves", "texts"]
 
 # the end of the text of an object that is not read
 NOT_COMPARED: Final = ", not compared"
+
+# elements that are copied at a time; a multiple of two words
+_PIECE: Final = 2**22
+# elements of an expanded tensor that are read, at most
+_MOST: Final = 2**35
 
 # a dtype that can be measured, by its size: only the bits are read
 _BITS: Final = {1: torch.float8_e5m2, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -113,9 +120,17 @@ def texts(found: Iterable[tuple[str, Any]], what: str) -> dict[str, str]:
         if is_dtensor(type(x)):
             msg = f"{what}: {name!r} is a DTensor, of which this rank has only a part; "
             raise TypeError(msg + "pass its full_tensor(), or a state dict made with full_state_dict=True")
-    bits = Named(tuple(tensors), [_in_floats(x) for x in tensors.values()])
+    parts = {name: x for name, x in tensors.items() if not _is_expanded(x)}
+    bits = Named(tuple(parts), [_in_floats(x) for x in parts.values()])
     rows = measure(bits, what, fingerprint=True).fingerprints
-    digits = dict(zip(tensors, [] if rows is None else rows.tolist(), strict=True))
+    digits = dict(zip(parts, [] if rows is None else rows.tolist(), strict=True))
+    for name, x in tensors.items():
+        if name not in parts:
+            if _reads(x) > _MOST:
+                held = x.untyped_storage().nbytes()
+                msg = f"{what}: {name!r} has {x.numel()} elements in {held} bytes, too many to read; "
+                raise ValueError(msg + "pass the tensor that it was expanded from")
+            digits[name] = _expanded(x).row
     return {
         name: _tensor_text(x, digits[name]) if name in digits else _text(x)
         for name, x in zip(names, values, strict=True)
@@ -133,6 +148,80 @@ def _in_floats(tensor: Tensor) -> Tensor:
         return tensor
     # without a gradient that a view of another dtype could not have
     return dense(tensor).detach().resolve_neg().view(_BITS[tensor.itemsize])
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether a tensor has elements that share memory, as after `expand`; a copy may be far larger."""
+    if is_lazy(tensor) or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        return False
+    is_large = tensor.layout == torch.strided and tensor.numel() > _PIECE and has_float64(tensor.device)
+    return is_large and tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes()
+
+
+def _reads(x: Tensor) -> int:
+    """Return how many elements `_expanded` reads."""
+    if x.numel() <= _PIECE:
+        return x.numel()
+    group = _rows_of_words(x)
+    count, rest = divmod(len(x), group)
+    if x.stride(0) == 0 and count > 1:
+        return _reads(x[:group]) + _reads(x[:rest])
+    return len(x) * _reads(x[0]) if group == 1 or len(x) == 1 else x.numel()
+
+
+def _rows_of_words(x: Tensor) -> int:
+    """Return the least number of rows that end with a whole word."""
+    return WORD_BYTES // math.gcd(x[0].numel() * x.itemsize, WORD_BYTES)
+
+
+def _expanded(x: Tensor) -> Fingerprint:
+    """Return the fingerprint of such a tensor, from copies of small parts of it."""
+    if x.numel() <= _PIECE:
+        rows = measure(Named(("x",), [_in_floats(x.contiguous())]), "fingerprint", fingerprint=True)
+        return Fingerprint(*rows.fingerprints.tolist()[0])  # type: ignore[union-attr]
+    group = _rows_of_words(x)
+    count, rest = divmod(len(x), group)
+    if x.stride(0) == 0 and count > 1:
+        found = _repeated(_expanded(x[:group]), count)
+        return found.then(_expanded(x[:rest])) if rest else found
+    if group == 1 or len(x) == 1:
+        return reduce(Fingerprint.then, map(_expanded, x))
+    return reduce(Fingerprint.then, _of_pieces(x))
+
+
+def _repeated(block: Fingerprint, count: int) -> Fingerprint:
+    """Return the fingerprint of ``count`` equal blocks of whole words, one after the other."""
+    found = Fingerprint(0, 0, 0)
+    while count:
+        if count % 2:
+            found = found.then(block)
+        block, count = block.then(block), count // 2
+    return found
+
+
+def _of_pieces(x: Tensor) -> Iterator[Fingerprint]:
+    """Return the fingerprints of parts of whole words, and of the last one."""
+    left = x.new_empty(0)
+    for piece in _pieces(x):
+        left = torch.cat([left, piece])
+        whole = len(left) - len(left) % WORD_BYTES
+        if whole:
+            yield _expanded(left[:whole])
+        left = left[whole:]
+    if len(left):
+        yield _expanded(left)
+
+
+def _pieces(x: Tensor) -> Iterator[Tensor]:
+    """Return the elements in row-major order, in small vectors."""
+    each = x[0].numel()
+    if each > _PIECE // 2:
+        for row in x:
+            yield from _pieces(row)
+        return
+    rows = _PIECE // 2 // each
+    for start in range(0, len(x), rows):
+        yield x[start : start + rows].reshape(-1)
 
 
 def _tensor_text(tensor: Tensor, row: list[int]) -> str:

@@ -83,7 +83,9 @@ class Snapshot(Float64Module):
         check(local, "Snapshot")
         self.names = named.names
         # Dynamo cannot trace the checksum
-        self._first = {name: zlib.crc32(name.encode()) % self.step for name in named.names}
+        self._first = {
+            name: zlib.crc32(name.encode(errors="backslashreplace")) % self.step for name in named.names
+        }
         self._shapes = [x.shape for x in local.tensors]
         # a sample is in the order of memory
         self._orders = [x.stride() if self._is_large(x) else None for x in local.tensors]

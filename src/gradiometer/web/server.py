@@ -104,7 +104,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Refuse all requests without the token, whatever their method."""
         if not super().parse_request():
             return False
-        token, _, self.name = urlsplit(self.path).path.removeprefix("/").partition("/")
+        try:
+            address = urlsplit(self.path)
+        except ValueError:
+            self._answer(HTTPStatus.BAD_REQUEST, b"The address of the request is not valid.\n")
+            return False
+        self.query = address.query
+        token, _, self.name = address.path.removeprefix("/").partition("/")
         is_known = secrets.compare_digest(token.encode(), self.server.token.encode())
         hosts = self.headers.get_all("Host", [])
         if is_known and len(hosts) == 1 and hosts[0] in self.server.hosts:
@@ -124,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
 
     def _answer_changes(self) -> None:
-        have = parse_qs(urlsplit(self.path).query).get("have", ["0"])[0]
+        have = parse_qs(self.query).get("have", ["0"])[0]
         found = self.server.changes(int(have) if have.isdecimal() and len(have) < 10 else 0)
         if found is None:
             self._answer(HTTPStatus.NO_CONTENT, b"")
