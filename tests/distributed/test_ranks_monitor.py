@@ -153,6 +153,31 @@ def test_updates_are_merged_as_of_a_single_process(two_ranks, tmp_path, kind):
     assert ratios[0] == pytest.approx(ratios[1], rel=1e-10)
 
 
+def nonfinite_updates(rank, run_dir):
+    model, give = sharded(rank, dist.get_world_size())
+    with Monitor(model, run_dir=run_dir, rules=[gm.rules.NonFinite()], updates=True) as monitor:
+        for step in range(2):
+            give("weight", 1.0)
+            monitor.record()
+            if step:
+                with torch.no_grad():
+                    part = model.weight.to_local()
+                    part[0, : 2 + rank] = (math.inf, -math.inf)[rank]
+                    part[1, 0] = (1.0, math.nan)[rank]
+            monitor.record_updates()
+            monitor.advance(loss=1.0)
+    return monitor.failures, [finding.message for finding in monitor.findings]
+
+
+def test_the_kinds_of_nonfinite_elements_are_those_of_all_ranks(two_ranks, tmp_path):
+    found = two_ranks.run(nonfinite_updates, str(tmp_path / "job"))
+    assert [failures for failures, _ in found] == [{}, {}]
+    assert found[0][1] == ["weight.update, rank 0 (dp_shard 0 of 2), 1 NaN and 5 Inf of 12"]
+    record = read_run(tmp_path / "job").record(1)
+    counts = [record.value(name, "updates").tolist() for name in ("n_nan", "n_posinf", "n_neginf")]
+    assert counts == [[1, 0], [2, 0], [3, 0]]
+
+
 # many steps
 
 

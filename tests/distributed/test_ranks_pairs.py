@@ -15,6 +15,8 @@ from support.rank_models import TENSORS, Collectives
 from support.rank_pool import RankPool
 
 NAMES = tuple(column.name for column in gm.PAIR_COLUMNS)
+# the parameter whose elements become infinite, and NaN where they are 0
+NONFINITE = 3
 BUILDERS = ("plain", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
 
 
@@ -38,6 +40,8 @@ def step(model):
         for i, (_, p) in enumerate(rank_models.names_and_parameters(model)):
             if i % 3:
                 p.mul_(1.0 + 2.0**-i)
+            if i == NONFINITE:
+                p.div_(0.0)
 
 
 def updates(rank, size, how):
@@ -75,10 +79,13 @@ def test_all_ranks_find_what_one_process_finds(pool, how):
         pytest.skip("needs four ranks")
     for names, reduced, alone, exact, text, origin in told:
         assert (names, reduced) == (told[0][0], told[0][1])
-        assert set(origin) == {-1.0}
+        whole_names = [name for name, _ in rank_models.whole(torch.float64).named_parameters()]
+        found = [name for name, rank in zip(names, origin, strict=True) if rank >= 0]
+        assert found == [whole_names[NONFINITE]]
         assert text.startswith(f"<PairReport: {TENSORS} pairs of all ranks, ")
         by_name = dict(zip(names, reduced, strict=True))
-        whole_names = [name for name, _ in rank_models.whole(torch.float64).named_parameters()]
+        assert by_name[whole_names[NONFINITE]][NAMES.index("n_posinf")] > 0
+        assert by_name[whole_names[NONFINITE]][NAMES.index("n_neginf")] > 0
         for name, one, (values, magnitudes) in zip(whole_names, alone, exact, strict=True):
             for column, mine, single in zip(NAMES, by_name[name], one, strict=True):
                 if column in {"sumsq_g", "dot_ug"}:

@@ -22,6 +22,7 @@ from gradiometer.columns import pair_value
 from gradiometer.ops import eager_plan, openmp, pair_reference, reference
 from support import pair_oracle, strategies
 from support.gradients import bit_patterns
+from support.oracle import numbers
 from support.pair_oracle import assert_pair, exact_pair
 from support.strategies import Recipe
 
@@ -157,7 +158,9 @@ def test_kernels_and_reference_agree(some):
 
 def swapped(columns):
     """Return the columns of the pairs (b, a) from those of (a, b)."""
-    order = [NAMES.index({"sumsq_a": "sumsq_b", "sumsq_b": "sumsq_a"}.get(name, name)) for name in NAMES]
+    exchanged = {"sumsq_a": "sumsq_b", "n_posinf": "n_neginf"}
+    exchanged |= {other: name for name, other in exchanged.items()}
+    order = [NAMES.index(exchanged.get(name, name)) for name in NAMES]
     signs = torch.tensor([-1.0 if name in {"sum_u", "dot_ug"} else 1.0 for name in NAMES])
     return columns[:, order] * signs.double()
 
@@ -165,8 +168,14 @@ def swapped(columns):
 @given(pair_lists(largest=2**12, layouts=("contiguous", "misaligned")))
 def test_the_reverse_pair_has_the_opposite_difference(some):
     a, b, g = sides_of(some)
+    expected = swapped(call(a, b, g))
+    for row, x, y in zip(expected, map(numbers, a), map(numbers, b), strict=True):
+        # an infinity that stays is the same in both
+        more = int(((x == y) & (x == INF)).sum()) - int(((x == y) & (x == -INF)).sum())
+        row[NAMES.index("n_posinf")] += more
+        row[NAMES.index("n_neginf")] -= more
     # -0 and 0 are equal
-    assert call(b, a, g).tolist() == swapped(call(a, b, g)).tolist()
+    assert call(b, a, g).tolist() == expected.tolist()
 
 
 @given(pair_lists(largest=2**12))
@@ -218,24 +227,35 @@ def test_the_columns_of_a_few_numbers(times):
         "dot_ug": -8.5,
         "n_nonzero_g": 3,
         "n_stuck": 1,
-        "n_nonfinite": 0,
+        "n_nan": 0,
+        "n_posinf": 0,
+        "n_neginf": 0,
     }
     assert row == {name: times * value for name, value in expected.items()} | {"abs_max_u": 2}
 
 
 NAN, INF = math.nan, math.inf
-# a, b, g -> sumsq_u, n_unchanged, sumsq_g, n_nonzero_g, n_stuck, n_nonfinite of this element
+# a, b, g -> sumsq_u, n_unchanged, sumsq_g, n_nonzero_g, n_stuck, n_nan, n_posinf, n_neginf of this element
 SPECIAL = {
-    "NaN stays NaN": (NAN, NAN, 2.0, 0.0, 1, 0.0, 1, 1, 1),
-    "a number becomes NaN": (NAN, 1.0, 2.0, 0.0, 0, 0.0, 1, 0, 1),
-    "NaN becomes a number": (1.0, NAN, 2.0, 0.0, 0, 0.0, 1, 0, 1),
-    "inf stays inf": (INF, INF, 2.0, 0.0, 1, 0.0, 1, 1, 1),
-    "inf becomes -inf": (-INF, INF, 0.0, 0.0, 0, 0.0, 0, 0, 1),
-    "the gradient is NaN": (3.0, 1.0, NAN, 4.0, 0, 0.0, 1, 0, 0),
-    "the gradient is inf, and nothing changes": (3.0, 3.0, -INF, 0.0, 1, 0.0, 1, 1, 0),
-    "all are NaN": (NAN, NAN, NAN, 0.0, 1, 0.0, 1, 1, 1),
-    "zero changes its sign": (-0.0, 0.0, 2.0, 0.0, 0, 4.0, 1, 0, 0),
-    "the gradient is -0": (1.0, 1.0, -0.0, 0.0, 1, 0.0, 0, 0, 0),
+    "NaN stays NaN": (NAN, NAN, 2.0, 0.0, 1, 0.0, 1, 1, 1, 0, 0),
+    "a number becomes NaN": (NAN, 1.0, 2.0, 0.0, 0, 0.0, 1, 0, 1, 0, 0),
+    "NaN becomes a number": (1.0, NAN, 2.0, 0.0, 0, 0.0, 1, 0, 1, 0, 0),
+    "NaN becomes inf": (INF, NAN, 2.0, 0.0, 0, 0.0, 1, 0, 1, 0, 0),
+    "-inf becomes NaN": (NAN, -INF, 2.0, 0.0, 0, 0.0, 1, 0, 1, 0, 0),
+    "a number becomes inf": (INF, 1.0, 2.0, 0.0, 0, 0.0, 1, 0, 0, 1, 0),
+    "a number becomes -inf": (-INF, 1.0, 0.0, 0.0, 0, 0.0, 0, 0, 0, 0, 1),
+    "inf becomes a number": (1.0, INF, 2.0, 0.0, 0, 0.0, 1, 0, 0, 0, 1),
+    "-inf becomes a number": (1.0, -INF, 2.0, 0.0, 0, 0.0, 1, 0, 0, 1, 0),
+    # there is no NaN, though a - b would be one
+    "inf stays inf": (INF, INF, 2.0, 0.0, 1, 0.0, 1, 1, 0, 1, 0),
+    "-inf stays -inf": (-INF, -INF, 2.0, 0.0, 1, 0.0, 1, 1, 0, 0, 1),
+    "inf becomes -inf": (-INF, INF, 0.0, 0.0, 0, 0.0, 0, 0, 0, 0, 1),
+    "-inf becomes inf": (INF, -INF, 0.0, 0.0, 0, 0.0, 0, 0, 0, 1, 0),
+    "the gradient is NaN": (3.0, 1.0, NAN, 4.0, 0, 0.0, 1, 0, 0, 0, 0),
+    "the gradient is inf, and nothing changes": (3.0, 3.0, -INF, 0.0, 1, 0.0, 1, 1, 0, 0, 0),
+    "all are NaN": (NAN, NAN, NAN, 0.0, 1, 0.0, 1, 1, 1, 0, 0),
+    "zero changes its sign": (-0.0, 0.0, 2.0, 0.0, 0, 4.0, 1, 0, 0, 0, 0),
+    "the gradient is -0": (1.0, 1.0, -0.0, 0.0, 1, 0.0, 0, 0, 0, 0, 0),
 }
 
 
@@ -252,8 +272,8 @@ def test_special_values_count_as_documented(dtype, n):
             side.append(x)
         sides.append(side)
     found = rows(check(*sides))
-    names = ("sumsq_u", "n_unchanged", "sumsq_g", "n_nonzero_g", "n_stuck", "n_nonfinite")
-    rest = (0.0, n - 1, 4.0 * (n - 1), n - 1, n - 1, 0)
+    names = ("sumsq_u", "n_unchanged", "sumsq_g", "n_nonzero_g", "n_stuck", "n_nan", "n_posinf", "n_neginf")
+    rest = (0.0, n - 1, 4.0 * (n - 1), n - 1, n - 1, 0, 0, 0)
     for row, case in zip(found, cases, strict=True):
         assert [row[name] for name in names] == [x + y for x, y in zip(case[3:], rest, strict=True)], case
 
@@ -264,7 +284,7 @@ def test_nan_of_other_bits_has_changed(n):
     b = (a.view(torch.int32) + 1).view(torch.float32)
     (row,) = rows(check([a], [b]))
     assert row["n_unchanged"] == 0
-    assert row["n_nonfinite"] == n
+    assert (row["n_nan"], row["n_posinf"], row["n_neginf"]) == (n, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +364,35 @@ def test_sums_beyond_the_range_of_fp64_are_infinite():
         (row,) = rows(call([a[:n]], [b[:n]], [a[:n]]))
         assert row["sumsq_a"] == row["sumsq_u"] == row["sumsq_g"] == row["dot_ug"] == math.inf
         assert (row["sumsq_b"], row["dot_ab"], row["abs_max_u"]) == (0.0, 0.0, 1e200)
-        assert row["n_nonfinite"] == int(n > 1)
+        assert (row["n_nan"], row["n_posinf"], row["n_neginf"]) == (int(n > 1), 0, 0)
+
+
+@pytest.mark.parametrize("n", [1, 40, 3000])
+def test_a_difference_beyond_the_range_of_fp64_is_not_a_nonfinite_element(n):
+    a = torch.full((n,), 1.7e308, dtype=torch.float64)
+    for x, y in ((a, -a), (-a, a)):
+        (row,) = rows(call([x], [y]))
+        assert (row["n_nan"], row["n_posinf"], row["n_neginf"]) == (0, 0, 0)
+        assert row["abs_max_u"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(torch.float64, torch.float32), (torch.bfloat16, torch.float64), (torch.float16, torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("n", [1, 9, 2500])
+def test_elements_of_two_dtypes_count_by_kind(one, other, n):
+    # the largest of fp64 must not become infinite in a narrower dtype
+    values = [1.0, NAN, INF, -INF, *(torch.finfo(dtype).max for dtype in (one, other))]
+    pairs = [pair for pair in itertools.product(values, values) if not all(map(math.isfinite, pair))]
+    sides = zip(*pairs, strict=True)
+    a, b = (
+        [torch.full((n,), x, dtype=torch.float64).to(dtype) for x in side]
+        for side, dtype in zip(sides, (one, other), strict=True)
+    )
+    check(a, b)
+    check(b, a)
 
 
 # sizes, alignment, strides
@@ -651,8 +699,10 @@ def derived(name, **values):
         ("update_ratio", {"sumsq_u": 9.0, "sumsq_b": 16.0}, 0.75),
         ("update_ratio", {"sumsq_u": 0.0, "sumsq_b": 0.0}, 0.0),
         ("update_ratio", {"sumsq_u": 9.0, "sumsq_b": 0.0}, INF),
-        ("rms_u", {"sumsq_u": 18.0, "numel": 5.0, "n_nonfinite": 3.0}, 3.0),
-        ("rms_u", {"numel": 3.0, "n_nonfinite": 3.0}, 0.0),
+        ("rms_u", {"sumsq_u": 18.0, "numel": 6.0, "n_nan": 2.0, "n_posinf": 1.0, "n_neginf": 1.0}, 3.0),
+        ("rms_u", {"numel": 3.0, "n_nan": 3.0}, 0.0),
+        ("n_inf", {"n_nan": 1.0, "n_posinf": 2.0, "n_neginf": 4.0}, 6.0),
+        ("n_nonfinite", {"n_nan": 1.0, "n_posinf": 2.0, "n_neginf": 4.0}, 7.0),
         ("cosine", {"dot_ab": 6.0, "sumsq_a": 9.0, "sumsq_b": 16.0}, 0.5),
         ("cosine", {"dot_ab": -1e200, "sumsq_a": 1e200, "sumsq_b": 1e200}, -1.0),
         ("cosine", {"sumsq_b": 16.0}, NAN),

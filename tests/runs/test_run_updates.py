@@ -151,6 +151,62 @@ def test_a_skipped_step_changes_nothing(tmp_path):
     assert read_run(tmp_path).record(1).total("unchanged_fraction", "updates") == 1.0
 
 
+# the values of the first elements of a weight after a step -> n_nan, n_posinf, n_neginf, and the finding
+NONFINITE = {
+    "inf": ([math.inf] * 4, (0, 4, 0), "4 Inf of 16"),
+    "-inf": ([-math.inf] * 3, (0, 0, 3), "3 Inf of 16"),
+    "nan": ([math.nan] * 2, (2, 0, 0), "2 NaN of 16"),
+    "mixed": ([math.inf, math.nan, -math.inf, -math.inf], (1, 1, 2), "1 NaN and 3 Inf of 16"),
+}
+
+
+@pytest.mark.parametrize("kind", NONFINITE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_elements_that_are_not_finite_count_as_what_they_are(tmp_path, capsys, kind, dtype):
+    values, expected, text = NONFINITE[kind]
+    weight = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+    seen, names = [], ("n_nan", "n_posinf", "n_neginf", "n_inf", "n_nonfinite")
+    rules = [gm.rules.NonFinite()]
+    with gm.Monitor({"w": weight}, run_dir=tmp_path, rules=rules, updates=True, sinks=[seen.append]) as run:
+        for step in range(3):
+            weight.grad = torch.ones_like(weight)
+            run.record()
+            with torch.no_grad():
+                # after step 1 the infinities stay
+                weight.sub_(0.5)
+                if step == 1:
+                    weight.view(-1)[: len(values)] = torch.tensor(values, dtype=dtype)
+            run.record_updates()
+            run.advance(loss=1.0)
+    assert run.failures == {}
+    (found,) = run.findings
+    assert (found.first_step, found.message) == (1, f"w.update, {text}")
+    assert found.value == len(values)
+    counts = [*expected, sum(expected[1:]), len(values)]
+    read = read_run(tmp_path)
+    for step, row in enumerate([[0] * 5, counts, counts]):
+        for record in (seen[step], read.record(step)):
+            assert [record.value(name, "updates").item() for name in names] == row
+            assert [record.total(name, "updates") for name in names] == row
+            report = record.report("updates")
+            assert [getattr(report["w"], name) for name in names] == row
+            # a norm is NaN with any NaN, else inf with any Inf
+            norm = math.nan if row[0] else math.inf if row[3] else 2.0
+            assert report["w"].norm == norm or (math.isnan(norm) and math.isnan(report["w"].norm))
+            assert report["w"].rms == 0.5
+            flags = {flag.name for flag in report["w"].flags} & {"NAN", "INF"}
+            assert flags == {name for name, n in (("NAN", row[0]), ("INF", row[3])) if n}
+        (stored,) = read.tensors(kind="updates", first=step, last=step).to_pylist()
+        assert [stored[name] for name in names[:3]] == row[:3]
+    for name, count in zip(names, counts, strict=True):
+        assert read.matrix(name, "updates")[1][:, 0].tolist() == [0, count, count]
+    cli = pytest.importorskip("gradiometer.cli.app")
+    assert cli.main(["show", str(tmp_path), "--step", "1", "--kind", "updates"]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("w ")]
+    cells = [str(n) if n else "-" for n in (counts[0], counts[3])]
+    assert line.split()[6:8] == cells
+
+
 def test_accumulated_gradients_are_compared_with_the_update(tmp_path):
     model = nn.Linear(4, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -13,7 +13,7 @@ import torch
 from support.gradients import bits
 from support.oracle import numbers
 
-COUNTS = ("numel", "n_unchanged", "n_nonzero_g", "n_stuck", "n_nonfinite")
+COUNTS = ("numel", "n_unchanged", "n_nonzero_g", "n_stuck", "n_nan", "n_posinf", "n_neginf")
 # the relative errors of a product of fp64 numbers and of the h partial sums that it passes through are 2**-53
 # each: 1e-13 of the sum of magnitudes allows 900 levels
 SUM_BOUND = 1e-13
@@ -25,6 +25,7 @@ def exact_pair(a, b, g=None):
     a, b = numbers(a), numbers(b)
     g = None if g is None or not g.numel() else numbers(g)
     finite = _is_finite(a) & _is_finite(b)
+    kinds = [kind_of(*pair) for pair in zip(a[~finite].tolist(), b[~finite].tolist(), strict=True)]
     zeros = torch.zeros(len(a), dtype=torch.float64)
     nonzero = torch.zeros(len(a), dtype=torch.bool) if g is None else g != 0
     kept = zeros if g is None else torch.where(finite & _is_finite(g), g, 0.0)
@@ -44,13 +45,21 @@ def exact_pair(a, b, g=None):
         "n_unchanged": int(same.sum()),
         "n_nonzero_g": int(nonzero.sum()),
         "n_stuck": int((same & nonzero).sum()),
-        "n_nonfinite": len(a) - int(finite.sum()),
+        **{f"n_{kind}": kinds.count(kind) for kind in ("nan", "posinf", "neginf")},
         "abs_max_u": u.abs().max().item() if len(u) else 0.0,
     }
     values |= {name: exact_dot(x, y) for name, (x, y) in products.items()}
     # only used as the scales of bounds
     magnitudes = {name: (x * y).abs().sum().item() for name, (x, y) in products.items()}
     return values, magnitudes
+
+
+def kind_of(a, b):
+    """Return as what a pair of numbers counts of which one is not finite: a is the later one."""
+    if math.isnan(a) or math.isnan(b):
+        return "nan"
+    # the infinity that it is now, or the way from the one that it was
+    return "posinf" if (a if math.isinf(a) else -b) > 0 else "neginf"
 
 
 def assert_pair(measured, a, b, g=None, slack=0.0):

@@ -468,6 +468,7 @@ def test_the_ratio_of_update_and_weight_is_that_of_each_step(tmp_path, monkeypat
 
 
 def test_the_statistics_of_updates_are_those_of_each_step(tmp_path):
+    nonfinite = {7: "n_nan", 8: "n_posinf", 9: "n_neginf"}
     roster = make_roster(3, ("grads", "updates"))
     sink = RunRecord(tmp_path / "run", segment_seconds=math.inf, fsync=False)
     sink.start(make_info(roster))
@@ -483,18 +484,18 @@ def test_the_statistics_of_updates_are_those_of_each_step(tmp_path):
         further[2] = torch.where(
             nonzero[2] > 0, further[2], torch.tensor([16.0 * squares[2], 0.0, 0.0, 0.0, 0.0])
         )
-        sink.write([replace(one, further=further)], [])
+        values = one.values.clone()
+        if one.step in nonfinite:
+            values[1, 1, COLUMN_INDEX[nonfinite[one.step]]] = 1
+        sink.write([replace(one, values=values, further=further)], [])
     sink.close()
     run = read_run(tmp_path / "run")
     page = data.page_of(run)
     assert set(page.values["matrices"]["updates"]) >= {"ratio", "cosine", "stuck"}
     assert not {"ratio", "cosine", "stuck"} & set(page.values["matrices"]["grads"])
-    torch.testing.assert_close(
-        read_cells(page, "ratio", "updates"),
-        torch.full((3, 20), 0.25, dtype=torch.float64),
-        rtol=1e-3,
-        atol=0,
-    )
+    ratio = torch.full((3, 20), 0.25, dtype=torch.float64)
+    ratio[1, list(nonfinite)] = math.nan
+    torch.testing.assert_close(read_cells(page, "ratio", "updates"), ratio, rtol=1e-3, atol=0, equal_nan=True)
     # half a code of 65,532 codes between 1 and -1
     rounding = 2.0 / 65531
     for statistic, name in (("cosine", "descent_cosine"), ("stuck", "stuck_fraction")):

@@ -3,6 +3,9 @@
 A pair is a tensor b and a later one a of the same shape, such as weights before and after a step, with
 u = a - b; a gradient g of the same shape is optional. Differences, products and sums are computed in fp64.
 Sums and maxima of a, b and u are over the elements that are finite in both; those of g also need a finite g.
+The other elements are counted by kind: NaN where a or b is NaN; else Inf, with the sign of a if a is
+infinite, and of -b if not. That is what u is, except where a and b are the same infinity: there u would be
+NaN, although neither a nor b is.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ PAIR_COLUMNS: Final = (
     Column("dot_ug", "sum", "s", "sum of u * g"),
     Column("n_nonzero_g", "sum", "1", "elements whose g is not 0"),
     Column("n_stuck", "sum", "1", "unchanged elements whose g is not 0"),
-    Column("n_nonfinite", "sum", "1", "elements that are NaN or infinite in a or b"),
+    Column("n_nan", "sum", "1", "elements that are NaN in a or b"),
+    Column("n_posinf", "sum", "1", "elements that are +Inf in a, or -Inf in b and finite in a; without NaN"),
+    Column("n_neginf", "sum", "1", "elements that are -Inf in a, or +Inf in b and finite in a; without NaN"),
     Column("abs_max_u", "max", "|s|", "largest |u|"),
 )
 """The raw columns of ``PairStats.columns``, in order: name, merge, scaling and meaning of each."""
@@ -88,7 +93,17 @@ def _share(count: str, of: str) -> Callable[[Tensor], Tensor]:
     return lambda columns: pair_value(columns, count) / pair_value(columns, of).clamp(min=1.0)
 
 
+def _n_inf(columns: Tensor) -> Tensor:
+    return pair_value(columns, "n_posinf") + pair_value(columns, "n_neginf")
+
+
+def _n_nonfinite(columns: Tensor) -> Tensor:
+    return pair_value(columns, "n_nan") + _n_inf(columns)
+
+
 PAIR_DERIVED: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "n_inf": _n_inf,
+    "n_nonfinite": _n_nonfinite,
     "norm_a": _root_of("sumsq_a"),
     "norm_b": _root_of("sumsq_b"),
     "norm_u": _root_of("sumsq_u"),

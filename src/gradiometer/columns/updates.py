@@ -39,7 +39,9 @@ _OF_TENSOR: Final = {
     "sumsq_u": "sumsq",
     "sum_u": "sum",
     "n_unchanged": "n_zero",
-    "n_nonfinite": "n_nan",
+    "n_nan": "n_nan",
+    "n_posinf": "n_posinf",
+    "n_neginf": "n_neginf",
     "abs_max_u": "abs_max",
 }
 

@@ -60,7 +60,7 @@ def _same(word_a, word_b, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _add(a, b, g, same, totals, HAS_G: tl.constexpr):
-    """Add a tile to the lane-wise totals, in the order of PARTIALS without n_nonfinite; top first."""
+    """Add a tile to the lane-wise totals, in the order of PARTIALS without NaN and Inf; top first."""
     top, sumsq_a, sumsq_b, dot_ab, sumsq_u, sum_u, unchanged, sumsq_g, dot_ug, nonzero, stuck = totals
     wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
     u = wide_a - wide_b
@@ -91,14 +91,19 @@ def _read_again(
     wide = tl.zeros((TILE,), tl.float64)
     none = tl.zeros((TILE,), tl.float32)
     totals = wide, wide, wide, wide, wide, wide, none, wide, wide, none, none
-    nonfinite = tl.zeros((TILE,), tl.int32)
+    nan, posinf, neginf = none.to(tl.int32), none.to(tl.int32), none.to(tl.int32)
     for i in range(0, n, TILE):
         mask = lanes < n - i
         word_a = tl.load(base_a + (i + lanes), mask=mask, other=0)
         word_b = tl.load(base_b + (i + lanes), mask=mask, other=0)
         a, b = _number(word_a, A), _number(word_b, B)
         finite = is_finite(a) & is_finite(b)
-        nonfinite += (finite == 0).to(tl.int32)
+        # what the element counts as, see columns/pairs.py; in fp32, which takes fewer registers
+        x = tl.where(b != b, b, tl.where(is_finite(a), -b, a))
+        x = tl.where(finite, 0.0, x).to(tl.float32)
+        nan += (x != x).to(tl.int32)
+        posinf += (x == float("inf")).to(tl.int32)
+        neginf += (x == -float("inf")).to(tl.int32)
         same = _same(word_a, word_b, A, B) & mask
         a, b = tl.where(finite, a, 0.0), tl.where(finite, b, 0.0)
         g = a
@@ -116,7 +121,7 @@ def _read_again(
             totals = top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck
         else:
             totals = _add(a, b, g, same, totals, False)
-    return totals, tl.sum(nonfinite).to(tl.float64)
+    return totals, tl.sum(nan).to(tl.float64), tl.sum(posinf).to(tl.float64), tl.sum(neginf).to(tl.float64)
 
 
 @triton.jit
@@ -142,7 +147,7 @@ def _sums(totals):
 def _pairs_kernel(
     pointers_ptr,  # (3 * T,) int64, of a, b and g; (2 * T,) without G
     table_ptr,  # (7 * T + N,) int64, see packing.PairMap; (6 * T + N,) without G
-    partials_ptr,  # (12, N) float64, see PARTIALS
+    partials_ptr,  # (14, N) float64, see PARTIALS
     first_chunk: tl.int32,
     num_tensors: tl.int32,
     num_chunks: tl.int32,
@@ -237,10 +242,11 @@ def _pairs_kernel(
         totals = _add(a, b, g, _same(word_a, word_b, A, B) & mask, totals, G is not None)
 
     top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = _sums(totals)
-    nonfinite = tl.zeros((), tl.float64)
+    nan = tl.zeros((), tl.float64)
+    posinf, neginf = nan, nan
     if is_finite(suu + sgg) == 0:
         # fewer lanes, or their totals would take registers from the main loop
-        again, nonfinite = _read_again(base_a, base_b, base_g, n, A, B, G, LANES // 2)
+        again, nan, posinf, neginf = _read_again(base_a, base_b, base_g, n, A, B, G, LANES // 2)
         top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = _sums(again)
 
     # the order of PARTIALS
@@ -256,14 +262,16 @@ def _pairs_kernel(
     tl.store(out + 7 * stride, sug)
     tl.store(out + 8 * stride, nonzero)
     tl.store(out + 9 * stride, stuck)
-    tl.store(out + 10 * stride, nonfinite)
-    tl.store(out + 11 * stride, top)
+    tl.store(out + 10 * stride, nan)
+    tl.store(out + 11 * stride, posinf)
+    tl.store(out + 12 * stride, neginf)
+    tl.store(out + 13 * stride, top)
 
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
 def _finalize_pairs_kernel(
     table_ptr,  # see packing.PairMap
-    partials_ptr,  # (12, N) float64
+    partials_ptr,  # (14, N) float64
     columns_ptr,  # (T, P) float64
     num_tensors: tl.int32,
     num_chunks: tl.int32,
@@ -302,7 +310,7 @@ def pairs(
     Args:
         pointers: ``(3 * T,) int64``, the addresses of all a, b and g; ``(2 * T,)`` without any g.
         table: int64, a `gradiometer.ops.packing.ChunkMap`'s table, with pitches.
-        partials: ``(12, N) float64``, written at columns ``first_chunk ... first_chunk + num_chunks - 1``.
+        partials: ``(14, N) float64``, written at columns ``first_chunk ... first_chunk + num_chunks - 1``.
         dtypes: of a, b and g; None or nothing for no g.
         first_chunk: the group's first chunk.
         num_chunks: the group's number of chunks.
@@ -338,7 +346,7 @@ def finalize_pairs(table: torch.Tensor, partials: torch.Tensor, num_tensors: int
 
     Args:
         table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
-        partials: ``(12, N) float64``.
+        partials: ``(14, N) float64``.
         num_tensors: T.
 
     Returns:

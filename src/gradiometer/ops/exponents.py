@@ -22,6 +22,7 @@ from gradiometer.ops.library import (
     without_autocast,
     without_grad,
 )
+from gradiometer.ops.revision import REVISION
 from gradiometer.ops.taps import is_due, may_measure
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["measure_exponents", "record_exponents_"]
 
-LIBRARY.define("exponent_stats(Tensor[] tensors) -> Tensor")
+LIBRARY.define("exponent_stats(Tensor[] tensors, str revision='') -> Tensor")
 LIBRARY.define("record_exponents_(Tensor[] tensors, Tensor(a!) store, Tensor cursor) -> ()")
 
 
@@ -46,7 +47,7 @@ def measure_exponents(tensors: Sequence[Tensor], plan: packing.LaunchPlan | None
     if plan is not None:
         return _eager(tensors, plan)
     with torch.no_grad():
-        return torch.ops.gradiometer.exponent_stats(tensors)  # type: ignore[no-any-return]
+        return torch.ops.gradiometer.exponent_stats(tensors, REVISION)  # type: ignore[no-any-return]
 
 
 def record_exponents_(tensors: Sequence[Tensor], store: Tensor, cursor: Tensor) -> None:
@@ -80,7 +81,8 @@ def _record_exponents(tensors: list[Tensor], store: Tensor, cursor: Tensor) -> N
                 store[rows, -1] = cursor[Cursor.STEP].to(torch.int64)
 
 
-def _exponent_stats(tensors: list[Tensor]) -> Tensor:
+def _exponent_stats(tensors: list[Tensor], revision: str = "") -> Tensor:
+    del revision
     return _eager(tensors)
 
 
@@ -130,7 +132,8 @@ def _run_kernels(
     return rows
 
 
-def _fake(tensors: list[Tensor]) -> Tensor:
+def _fake(tensors: list[Tensor], revision: str = "") -> Tensor:
+    del revision
     return tensors[0].new_empty((len(tensors), NUM_EXPONENT_COLUMNS), dtype=torch.int64)
 
 

@@ -18,21 +18,19 @@ from torch.nn import functional
 from gradiometer.columns import Thresholds, compute_flags, rescale
 from gradiometer.ops.eager_plan import FEW, SMALL, WIDTH_OF
 from gradiometer.ops.library import LIBRARY, uses_kernels
+from gradiometer.ops.revision import REVISION
 from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of
 
-__all__ = ["REVISION", "is_exporting", "tensor_stats_in_graph"]
+__all__ = ["is_exporting", "tensor_stats_in_graph"]
 
 # The plain operators take seconds to compile, and more with more tensors. With more elements than these, rows
 # included their padding, the opaque op takes a small part of the step.
 _MOST_TENSORS: Final = 16
 _MOST_ELEMENTS: Final = 2**15
-# Increase it with each change of the operators: caches of compiled graphs know an op by its name and
-# arguments, and would return the operators of an earlier version.
-REVISION: Final = 3
 
 LIBRARY.define(
     "tensor_stats_in_graph(Tensor[] tensors, float vanishing, float exploding, float dead,"
-    " Tensor? inv_scale, int revision) -> (Tensor columns, Tensor flags)"
+    " Tensor? inv_scale, str revision) -> (Tensor columns, Tensor flags)"
 )
 
 
@@ -51,9 +49,11 @@ def tensor_stats_in_graph(
 ) -> tuple[Tensor, Tensor]:
     """Do what `gradiometer.ops.tensor_stats` does, in a function that is being compiled."""
     limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
-    if is_exporting():
-        # the program may run operator by operator, or on another device
-        return torch.ops.gradiometer.tensor_stats(tensors, *limits, inv_scale)  # type: ignore[no-any-return]
+    device = tensors[0].device
+    # An exported program may run operator by operator, or on another device. Whether kernels are used is not
+    # in the key of a cached graph, so it decides which op is called, and not what replaces the composite op
+    if is_exporting() or device.type != "cpu" or uses_kernels(device):
+        return torch.ops.gradiometer.tensor_stats(tensors, *limits, inv_scale, REVISION)  # type: ignore[no-any-return]
     return torch.ops.gradiometer.tensor_stats_in_graph(tensors, *limits, inv_scale, REVISION)  # type: ignore[no-any-return]
 
 
@@ -63,13 +63,13 @@ def _tensor_stats_in_graph(
     exploding: float,
     dead: float,
     inv_scale: Tensor | None,
-    revision: int,
+    revision: str,
 ) -> tuple[Tensor, Tensor]:
-    del revision
     with torch.no_grad():
         widths = _widths(tensors)
         if widths is None:
-            return torch.ops.gradiometer.tensor_stats(tensors, vanishing, exploding, dead, inv_scale)  # type: ignore[no-any-return]
+            arguments = vanishing, exploding, dead, inv_scale, revision
+            return torch.ops.gradiometer.tensor_stats(tensors, *arguments)  # type: ignore[no-any-return]
         # Inductor stores a tensor in memory before it views it by strides. Otherwise the statistics could be
         # those of values that it computes again, with other bits than the stored ones
         stored = [x.detach().as_strided(x.shape, x.stride()) for x in tensors]
@@ -82,7 +82,7 @@ def _tensor_stats_in_graph(
 def _widths(tensors: list[Tensor]) -> list[int] | None:
     """Return the width to pad each tensor to; None if the opaque op is better, as in eager mode."""
     first, sizes = tensors[0], [x.numel() for x in tensors]
-    if type(first) is Tensor or first.device.type != "cpu" or uses_kernels(first.device):
+    if type(first) is Tensor or first.device.type != "cpu":
         return None
     # Inductor passes on values of half formats before it rounds them; squares of float64 are not exact
     if len(tensors) > _MOST_TENSORS or not all([x.dtype == torch.float32 for x in tensors]):

@@ -25,6 +25,7 @@ from torch._C._autograd import _profiler_enabled
 from gradiometer.columns import NUM_COLUMNS, NUM_FINGERPRINT_COLUMNS, RING_WIDTH, Thresholds
 from gradiometer.extras import is_installed
 from gradiometer.ops import eager_plan, packing, reference, ring, warm_up
+from gradiometer.ops.revision import REVISION
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ __all__ = [
 
 LIBRARY: Final = torch.library.Library("gradiometer", "DEF")
 LIBRARY.define(
-    "tensor_stats(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale=None)"
-    " -> (Tensor columns, Tensor flags)"
+    "tensor_stats(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale=None,"
+    " str revision='') -> (Tensor columns, Tensor flags)"
 )
 LIBRARY.define(
     "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
@@ -61,7 +62,7 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "tensor_stats_fingerprints(Tensor[] tensors, float vanishing, float exploding, float dead,"
-    " Tensor? inv_scale=None) -> (Tensor columns, Tensor flags, Tensor fingerprints)"
+    " Tensor? inv_scale=None, str revision='') -> (Tensor columns, Tensor flags, Tensor fingerprints)"
 )
 
 # read as Triton reads it; if set, kernels run on CPU tensors, slowly, for tests
@@ -138,8 +139,8 @@ def measure(
     limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
     with torch.no_grad():
         if fingerprint:
-            return torch.ops.gradiometer.tensor_stats_fingerprints(tensors, *limits, inv_scale)  # type: ignore[no-any-return]
-        return *torch.ops.gradiometer.tensor_stats(tensors, *limits, inv_scale), None
+            return torch.ops.gradiometer.tensor_stats_fingerprints(tensors, *limits, inv_scale, REVISION)  # type: ignore[no-any-return]
+        return *torch.ops.gradiometer.tensor_stats(tensors, *limits, inv_scale, REVISION), None
 
 
 def recognize(tensors: Sequence[Tensor]) -> packing.LaunchPlan | None:
@@ -182,13 +183,13 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _tensor_stats(
-    tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
+    tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Any = None, *_: str
 ) -> tuple[Tensor, Tensor]:
     return _eager(tensors, Thresholds(vanishing, exploding, dead), inv_scale)[:2]
 
 
 def _tensor_stats_fingerprints(
-    tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
+    tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Any = None, *_: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     return _eager(tensors, Thresholds(vanishing, exploding, dead), inv_scale, fingerprint=True)
 
@@ -429,17 +430,14 @@ def _record_op(
     _record(tensors, Thresholds(vanishing, exploding, dead), inv_scale, grads, gated, steps, cursor)
 
 
-def _tensor_stats_fake(
-    tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    del vanishing, exploding, dead, inv_scale
+def _tensor_stats_fake(tensors: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     first = tensors[0]
     columns = first.new_empty((len(tensors), NUM_COLUMNS), dtype=torch.float64)
     return columns, first.new_empty((len(tensors),), dtype=torch.int32)
 
 
-def _tensor_stats_fingerprints_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    columns, flags = _tensor_stats_fake(*args)
+def _tensor_stats_fingerprints_fake(tensors: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    columns, flags = _tensor_stats_fake(tensors)
     size = (columns.shape[0], NUM_FINGERPRINT_COLUMNS)
     return columns, flags, columns.new_empty(size, dtype=torch.int64)
 

@@ -31,6 +31,8 @@ PIECE: Final = 2**17
 # raw columns of one pair, in the order of `gradiometer.columns.pairs.PAIR_COLUMNS`
 _Row = tuple[float, ...]
 _NOTHING: Final[_Row] = (0.0,) * NUM_PAIR_COLUMNS
+# the counts of NaN, +Inf and -Inf in finite pairs
+_FINITE: Final = (0.0, 0.0, 0.0)
 
 
 def pair_stats(a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | None) -> Tensor:
@@ -106,7 +108,7 @@ def _measure(piece: tuple[Tensor, ...], buffers: list[Tensor]) -> _Row:
     for x, source in zip(sides, piece, strict=True):
         x.view(source.shape).copy_(convertible(source))
     ((*sums, top),) = _sums([x.view(1, numel) for x in sides], spare.view(1, numel), _sum)
-    return _measure_nonfinite(piece) if _is_odd(sums) else (numel, *sums, 0.0, top)
+    return _measure_nonfinite(piece) if _is_odd(sums) else (numel, *sums, *_FINITE, top)
 
 
 def _row_of_numbers(numbers: tuple[Tensor, ...]) -> _Row:
@@ -116,7 +118,7 @@ def _row_of_numbers(numbers: tuple[Tensor, ...]) -> _Row:
         return _measure_nonfinite(numbers)
     u = a - b
     same = a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
-    return (1, a * a, b * b, a * b, u * u, u, same, g * g, u * g, g != 0, same and g != 0, 0.0, abs(u))
+    return (1, a * a, b * b, a * b, u * u, u, same, g * g, u * g, g != 0, same and g != 0, *_FINITE, abs(u))
 
 
 def _is_odd(sums: list[float]) -> bool:
@@ -175,6 +177,9 @@ def _measure_nonfinite(piece: tuple[Tensor, ...]) -> _Row:
     bits = _same_bits(*piece[:2])
     a, b = [convertible(x).to(torch.float64) for x in piece[:2]]
     finite = a.isfinite() & b.isfinite()
+    # what each element counts as, see columns/pairs.py
+    kind = torch.where(b.isnan(), b, torch.where(a.isfinite(), -b, a))
+    kinds = [x.sum().item() for x in (kind.isnan(), kind == math.inf, kind == -math.inf)]
     a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
     u = a - b
     values = [a * a, b * b, a * b, u * u, u, bits]
@@ -185,8 +190,7 @@ def _measure_nonfinite(piece: tuple[Tensor, ...]) -> _Row:
     small = a.numel() <= SMALL
     sums = [(sum_of_small(x.double()) if small else x.sum(dtype=torch.float64)).item() for x in values]
     sums += [0.0] * (10 - len(sums))
-    numel = finite.numel()
-    return (numel, *sums, numel - finite.sum().item(), u.abs().amax().item())
+    return (finite.numel(), *sums, *kinds, u.abs().amax().item())
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
@@ -222,7 +226,7 @@ def _measure_batch(
     for (index, numbers), numel, (*sums, top) in zip(members, sizes, found, strict=True):
         # padding is unchanged
         sums[5] -= width - numel
-        rows[index] = _measure_nonfinite(numbers) if _is_odd(sums) else (numel, *sums, 0.0, top)
+        rows[index] = _measure_nonfinite(numbers) if _is_odd(sums) else (numel, *sums, *_FINITE, top)
 
 
 def _merge(rows: list[_Row]) -> _Row:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,14 @@ from gradiometer.ops.library import (
     without_autocast,
     without_grad,
 )
+from gradiometer.ops.revision import REVISION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["keep_", "measure_pairs", "recognize_pairs"]
 
-LIBRARY.define("pair_stats(Tensor[] a, Tensor[] b, Tensor[]? g=None) -> Tensor")
+LIBRARY.define("pair_stats(Tensor[] a, Tensor[] b, Tensor[]? g=None, str revision='') -> Tensor")
 LIBRARY.define("keep_(Tensor(a!)[] kept, Tensor[] current) -> ()")
 
 
@@ -63,7 +64,7 @@ def measure_pairs(
     if plan is not None:
         return _eager(a, b, g, plan)
     with torch.no_grad():
-        return torch.ops.gradiometer.pair_stats(a, b, g)  # type: ignore[no-any-return]
+        return torch.ops.gradiometer.pair_stats(a, b, g, REVISION)  # type: ignore[no-any-return]
 
 
 def _eager(
@@ -111,7 +112,10 @@ def _run_kernels(sides: list[Sequence[Tensor]], plan: packing.LaunchPlan | None)
     return kernels.finalize_pairs(packed.table, partials, chunk_map.num_tensors)
 
 
-def _pair_stats(a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None) -> Tensor:
+def _pair_stats(
+    a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None, revision: str = ""
+) -> Tensor:
+    del revision
     return _eager(a, b, g)
 
 
@@ -133,8 +137,7 @@ def _keep(kept: list[Tensor], current: list[Tensor]) -> None:
         torch._foreach_copy_(kept, current)
 
 
-def _fake(a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None) -> Tensor:
-    del b, g
+def _fake(a: list[Tensor], *_: Any) -> Tensor:
     return a[0].new_empty((len(a), NUM_PAIR_COLUMNS), dtype=torch.float64)
 
 

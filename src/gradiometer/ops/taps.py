@@ -20,6 +20,7 @@ from gradiometer.columns import NUM_ACTIVATION_COLUMNS, NUM_ACTIVATION_SUMS, Cur
 from gradiometer.inputs import as_real
 from gradiometer.ops import activation_reference, ring, tap_partials
 from gradiometer.ops.library import LIBRARY, launching_on, uses_kernels, without_autocast
+from gradiometer.ops.revision import REVISION
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +37,9 @@ LIBRARY.define(
     "tap_partials_(Tensor x, Tensor[] partials, Tensor(a!) store, Tensor cursor, int row, int channel_dim, "
     "bool is_forward) -> ()"
 )
-# AOTAutograd caches compiled graphs on disk by this call, not by the operators that `_tap` makes of it: if
-# those change, change the schema
 LIBRARY.define(
     "tap(Tensor x, Tensor(a!) values, Tensor(b!) grads, Tensor cursor, int row, int channel_dim, "
-    "bool? fused=False) -> ()"
+    "bool? fused=False, str revision='') -> ()"
 )
 
 
@@ -67,7 +66,7 @@ def tap(
             alone; None for what costs less.
     """
     if torch.compiler.is_compiling():
-        torch.ops.gradiometer.tap(x, values, grads, cursor, row, channel_dim, fused)
+        torch.ops.gradiometer.tap(x, values, grads, cursor, row, channel_dim, fused, REVISION)
     elif may_measure(cursor):
         _tap(x, values, grads, cursor, row, channel_dim)
 
@@ -85,7 +84,10 @@ def _tap(
     row: int,
     channel_dim: int,
     fused: bool | None = False,  # noqa: FBT001, FBT002 in the order of the schema
+    revision: str = "",
 ) -> None:
+    del revision
+
     def measure(x: Tensor, store: Tensor, *, is_forward: bool) -> None:
         x = x.detach()
         is_fused = tap_partials.is_better(x) if fused is None else fused

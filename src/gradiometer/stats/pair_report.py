@@ -24,7 +24,7 @@ __all__ = ["PairReport", "PairRow"]
 _NOTHING: Final = "nothing measured: no pairs"
 _HEADER: Final = (
     *("name", "elements", "update ratio", "rms", "abs max", "cos(u,-g)", "unchanged %", "stuck %"),
-    "NaN, ±Inf",
+    *("NaN", "±Inf"),
 )
 
 
@@ -52,11 +52,15 @@ class PairRow:
     n_nonzero_g: int
     n_stuck: int
     stuck_fraction: float
+    n_nan: int
+    n_posinf: int
+    n_neginf: int
+    n_inf: int
     n_nonfinite: int
 
 
 _VALUES: Final = tuple([field.name for field in fields(PairRow)][1:])
-_COUNTS: Final = {"numel", "n_unchanged", "n_nonzero_g", "n_stuck", "n_nonfinite"}
+_COUNTS: Final = {field.name for field in fields(PairRow) if field.type == "int"}
 
 
 class PairReport(Mapping[str, PairRow]):
@@ -191,5 +195,6 @@ def _cells(row: PairRow) -> tuple[str, ...]:
         "-" if math.isnan(row.descent_cosine) else f"{row.descent_cosine:.3f}",
         text_table.percent(row.unchanged_fraction),
         text_table.percent(row.stuck_fraction) if has_gradient else "-",
-        text_table.count(row.n_nonfinite) if row.n_nonfinite else "-",
+        text_table.count(row.n_nan) if row.n_nan else "-",
+        text_table.count(row.n_inf) if row.n_inf else "-",
     )

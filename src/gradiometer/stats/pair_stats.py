@@ -116,8 +116,20 @@ class PairStats(NamedStats):
     n_stuck = DeviceValue(_of_rows)
     """Elements that are unchanged although their gradient is not 0, ``(T,) float64``."""
 
+    n_nan = DeviceValue(_of_rows)
+    """Elements that are NaN in a or b, ``(T,) float64``."""
+
+    n_posinf = DeviceValue(_of_rows)
+    """Elements without NaN that are +Inf in a, or -Inf in b and finite in a, ``(T,) float64``."""
+
+    n_neginf = DeviceValue(_of_rows)
+    """Elements without NaN that are -Inf in a, or +Inf in b and finite in a, ``(T,) float64``."""
+
+    n_inf = DeviceValue(_of_rows)
+    """``n_posinf + n_neginf``, ``(T,) float64``."""
+
     n_nonfinite = DeviceValue(_of_rows)
-    """Elements that are NaN or infinite in a or b, ``(T,) float64``."""
+    """``n_nan + n_inf``, elements that are NaN or infinite in a or b, ``(T,) float64``."""
 
     abs_max_u = DeviceValue(_of_rows)
     """Largest |u|, ``(T,) float64``."""

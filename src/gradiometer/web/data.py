@@ -212,12 +212,12 @@ def _of_updates(run: Run, recorded: Tensor, binned: int) -> dict[str, Tensor]:
     of 1 - cosine, so that the worst is the largest. ``stuck``: the share of stuck elements.
     """
     columns: dict[str, list[Tensor]] = {"ratio": [], "cosine": [], "stuck": []}
-    names = ("n_nan", "sumsq_b", "n_nonzero_g", "update_ratio", "descent_cosine", "stuck_fraction")
+    names = ("n_nonfinite", "sumsq_b", "n_nonzero_g", "update_ratio", "descent_cosine", "stuck_fraction")
     for window in _windows(recorded, binned, len(run.roster.names)):
         _, read = run.matrices(names, "updates", first=int(window[0]), last=int(window[-1]))
         # NaN where nothing was measured, and in runs of earlier releases
         known = read["sumsq_b"] >= 0
-        ratio = torch.where(read["n_nan"] > 0, torch.nan, read["update_ratio"])
+        ratio = torch.where(read["n_nonfinite"] > 0, torch.nan, read["update_ratio"])
         # a code of 0 would be an exact 0
         cosine = ((1.0 - read["descent_cosine"]) / 2.0).clamp(min=1e-9)
         has_grads = read["n_nonzero_g"] > 0
