@@ -8,11 +8,10 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 its usual name
 
 import gradiometer as gm
 from gradiometer.integrations.session import Session
-from gradiometer.rules import Severity, headlines
+from gradiometer.rules import Exploding, Severity, headlines
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -311,7 +310,7 @@ class Target(Loop):
 
 
 class HardTarget(Target):
-    """A target network that is overwritten now and then, by a large change."""
+    """A target network that is overwritten, by a large change."""
 
     def optimizers(self):
         return [torch.optim.Adam(self.model.online.parameters(), lr=1e-4)]
@@ -319,7 +318,7 @@ class HardTarget(Target):
     def after_step(self):
         with torch.no_grad():
             for p in self.model.target.parameters():
-                p.mul_(3 if self.number % 2 else 1 / 3)
+                p.neg_()
 
 
 class FrozenCopy(Target):
@@ -424,17 +423,23 @@ class TeacherInEvalMode(Loop):
         return (self.model(x) - wanted).square().mean()
 
 
-class NotCleared(Forgotten):
+class NotCleared(Loop):
     """The gradients of what no optimizer holds add up, which is of no consequence."""
 
+    in_place = False
+
     def build(self):
-        model = Net()
-        # the first parameter is one of these
-        model.body, model.head = model.body, model.head
-        return model
+        return nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
 
     def optimizers(self):
-        return [torch.optim.SGD(self.model.head.parameters(), lr=self.lr)]
+        return [torch.optim.SGD([self.model[7].weight], lr=1e-3)]
+
+    def clear(self, optimizers):
+        optimizers[0].zero_grad(set_to_none=not self.in_place)
+
+
+class NotClearedInPlace(NotCleared):
+    in_place = True
 
 
 class NaN(Loop):
@@ -481,7 +486,12 @@ SITUATIONS = [
     (TakenAway, "monitor", {"no_gradients": ("warning", "steps in the backward")}, "which must"),
     (Target, "watch", {"no_gradient_flow": ("info", "no watched optimizer holds them")}, "tied"),
     (Target, "monitor", {"no_gradient_flow": ("warning", "no gradient flows to target")}, "tied"),
-    (HardTarget, "watch", {"no_gradient_flow": ("info", "no watched optimizer")}, "target.*norm|tied"),
+    (
+        HardTarget,
+        "watch",
+        {"no_gradient_flow": ("info", "no watched optimizer")},
+        "all updates|target.*norm|tied",
+    ),
     (FrozenCopy, "watch", {"no_gradient_flow": ("info", "target (2 tensors): frozen")}, "tied"),
     (FrozenCopy, "monitor", {"no_gradient_flow": ("info", "target (2 tensors): frozen")}, "tied"),
     (Copied, "watch", {"untied": ("warning", "embedding.weight and head.weight had equal values")}, "!"),
@@ -507,7 +517,8 @@ SITUATIONS = [
     ),
     (TeacherInEvalMode, "monitor", {"no_gradient_flow": ("warning", "teacher")}, "evaluation mode"),
     (TeacherInEvalMode, "watch", {"no_gradient_flow": ("info", "teacher")}, "evaluation mode"),
-    (NotCleared, "watch", {"not_updated": ("warning", "body (2 tensors)")}, "add up"),
+    (NotCleared, "watch", {"not_updated": ("warning", "(15 tensors)")}, "add up"),
+    (NotClearedInPlace, "watch", {"not_updated": ("warning", "(15 tensors)")}, "add up"),
     (NaN, "watch", {"nonfinite": ("error", "head.weight.grad, 1 NaN")}, r"monitor\.skip_step"),
     (NaN, "trainer", {"nonfinite": ("error", "head.weight.grad, 1 NaN")}, r"monitor\.skip_step|check_finite"),
     (NaN, "monitor", {"nonfinite": ("error", "head.weight.grad, 1 NaN", "(monitor.skip_step)")}, "!"),
@@ -569,14 +580,15 @@ def test_a_step_that_a_scaler_skips_needs_no_advice_to_skip_it():
     assert found.advice.startswith("look for a division by 0")
 
 
-def test_a_norm_above_the_threshold_in_the_first_step_is_not_called_usual():
-    class Summed(Loop):
-        def loss(self, x):
-            return F.mse_loss(self.model(x), x, reduction="sum") * 1e4
-
-    options = {"weights": False, "updates": False, "thresholds": gm.Thresholds(exploding=1.0)}
-    loop = Summed(**options)
-    loop.lr = 0.0
-    found = [one for one in loop.monitor().findings if one.rule == "exploding"]
-    assert found
-    assert not [one.message for one in found if one.worst_step is None and "usual" in one.message]
+def test_a_norm_above_the_threshold_is_called_usual_only_with_a_past():
+    model, rule, messages = nn.Linear(8, 1), Exploding(), []
+    recorder = gm.Recorder(model, thresholds=gm.Thresholds(exploding=1.0))
+    for _ in range(STEPS):
+        model(torch.full((1, 8), 10.0)).sum().backward()
+        recorder.record()
+        recorder.advance()
+        (found,) = rule.check(recorder.read()[-1])
+        messages.append(found.message)
+        model.zero_grad()
+    assert messages[0].endswith("is above the threshold 1")
+    assert messages[-1].endswith("is above the threshold 1, as usual for it")

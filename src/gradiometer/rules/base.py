@@ -16,21 +16,9 @@ from gradiometer.rules.history import FLOOR, History, NormHistory, SpikeHistory,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from gradiometer.recorder import Kind, OptimizerState, Roster, StepRecord
+    from gradiometer.recorder import Kind, Roster, StepRecord
 
-__all__ = [
-    "MOST",
-    "BaseRule",
-    "LastingRule",
-    "Sight",
-    "SpikeRule",
-    "TensorRule",
-    "WholeRule",
-    "by_optimizers",
-    "driver_of",
-    "modules_text",
-    "optimizers_of",
-]
+__all__ = ["MOST", "BaseRule", "LastingRule", "Sight", "SpikeRule", "TensorRule", "WholeRule", "modules_text"]
 
 _HISTORIES = (History, NormHistory, SpikeHistory)
 # maximum number of tensors that one rule names in one step
@@ -349,30 +337,6 @@ class LastingRule(TensorRule):
         self.row = torch.where(known, (self.row + 1.0).mul_(now), self.row)
         self.since = torch.where(now & (self.row == 1.0), float(step), self.since)
         return now & (self.row >= self.patience)
-
-
-def driver_of(record: StepRecord) -> str:
-    """Return who calls the monitor, as in `gradiometer.recorder.Driver`."""
-    return "loop" if record.model is None else record.model.driver
-
-
-def optimizers_of(record: StepRecord) -> OptimizerState | None:
-    """Return what the optimizers hold; None if that is not known of all parameters of the record."""
-    known = None if record.model is None else record.model.optimizers
-    return (
-        known if known is not None and len(known.groups) == len(record.of_parameters.roster.names) else None
-    )
-
-
-def by_optimizers(record: StepRecord, changes: Tensor) -> Tensor:
-    """Return ``(N,)`` changes of weights, with 0 for those that are known to be made by other code.
-
-    Such parameters are a target network or an average of other weights, for example.
-    """
-    known = optimizers_of(record)
-    if known is None:
-        return changes
-    return torch.where(known.held | known.keeps_small_updates, changes, 0.0)
 
 
 def modules_text(names: Sequence[str], places: Sequence[int], most: int = 3) -> str:

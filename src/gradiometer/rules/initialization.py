@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from gradiometer.columns import COLUMN_INDEX
-from gradiometer.rules.base import BaseRule, WholeRule, modules_text, optimizers_of
+from gradiometer.rules.base import BaseRule, WholeRule, modules_text
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import is_names
+from gradiometer.rules.known import optimizers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

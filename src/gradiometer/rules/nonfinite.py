@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.rules.base import BaseRule, driver_of
+from gradiometer.rules.base import BaseRule
 from gradiometer.rules.finding import Finding, Severity, checked
 from gradiometer.rules.first_nonfinite import FirstNonfinite, first_nonfinite, first_nonfinite_text
+from gradiometer.rules.known import driver_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.rules.base import WholeRule, driver_of, modules_text, optimizers_of
+from gradiometer.rules.base import WholeRule, modules_text
 from gradiometer.rules.finding import Finding, Severity
+from gradiometer.rules.known import driver_of, optimizers_of
 from gradiometer.rules.optimizer import RATE_OF_GROUP, learning_rates
 
 if TYPE_CHECKING:

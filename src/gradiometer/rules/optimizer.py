@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from gradiometer.recorder import label
-from gradiometer.rules.base import BaseRule, SpikeRule, WholeRule, by_optimizers, optimizers_of
+from gradiometer.rules.base import BaseRule, SpikeRule, WholeRule
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import FLOOR, SpikeHistory
+from gradiometer.rules.known import by_optimizers, optimizers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

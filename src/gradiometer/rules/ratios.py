@@ -9,9 +9,10 @@ import torch
 
 from gradiometer.columns import derived
 from gradiometer.inputs import Named, named_parameters
-from gradiometer.rules.base import MOST, Sight, TensorRule, by_optimizers
+from gradiometer.rules.base import MOST, Sight, TensorRule
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import History
+from gradiometer.rules.known import by_optimizers
 from gradiometer.stats import TensorStats, group_ratio, grouping
 
 if TYPE_CHECKING:

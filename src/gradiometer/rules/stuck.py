@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.rules.base import MOST, LastingRule, Sight, optimizers_of
+from gradiometer.rules.base import MOST, LastingRule, Sight
 from gradiometer.rules.finding import Severity
+from gradiometer.rules.known import optimizers_of
 from gradiometer.rules.not_updated import ADD, SHORT, SMALL, small_updates_advice
 from gradiometer.rules.optimizer import learning_rates
 
