@@ -266,6 +266,27 @@ def test_a_traced_function_that_handles_an_error():
     assert calls(taps) == [0, 0]
 
 
+def test_a_traced_part_of_a_model_that_handles_an_error_of_the_model():
+    class Outer(Model):
+        def forward(self, x, is_inner=False):
+            if is_inner:
+                msg = "no"
+                raise ValueError(msg)
+            return self.body(part(x))
+
+    def step(x):
+        try:
+            return model(x, True)
+        except ValueError:
+            return x * 2.0
+
+    model, part = Outer(), torch.compile(step, fullgraph=True, backend="aot_eager")
+    taps = gm.Taps(model, names=["x"])
+    model(X).sum().backward()
+    assert calls(taps) == [1, 1]
+    assert not running_taps._THREAD.taps
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_calls_outside_of_a_forward_pass_are_left_alone(is_compiled):
     model = Model()

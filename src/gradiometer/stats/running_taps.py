@@ -62,20 +62,22 @@ def begin(taps: Taps) -> None:
 
 def end(taps: Taps) -> None:
     """Note that the model of these taps has returned, or raised. Call it in a hook of the model."""
+    is_traced = torch.compiler.is_dynamo_compiling()
+    if not is_traced:
+        # an exception has ended the frame of the call already
+        _drop_ended()
     places = [place for place, running in enumerate(_THREAD.taps) if running is taps]
-    if torch.compiler.is_dynamo_compiling():
+    if is_traced:
         del _THREAD.taps[places[-1]]
         return
     frame = _caller_of_hook()
-    for place in reversed(places):
+    for place in places:
         if _THREAD.calls[place][0] is frame:
             _, first = _THREAD.calls.pop(place)
             del _THREAD.taps[place]
             if torch.is_grad_enabled():
                 _remember(taps, first)
-            break
-    # an exception has ended the frame already
-    _drop_ended()
+            return
 
 
 def forget(taps: Taps) -> None:
