@@ -462,12 +462,9 @@ class Run(ExponentReader):
             none = arrow_schema(STEPS).empty_table()
             try:
                 table = pyarrow().concat_tables([none, table], promote_options="default")
-            except pyarrow().ArrowException as error:
-                raise unreadable(segment_path(self.path, "steps", *key), error) from None
-            table = table.select(none.column_names)
-            try:
+                table = table.select(none.column_names)
                 check_steps(table, key[1])
-            except ValueError as error:
+            except (ValueError, pyarrow().ArrowException) as error:
                 raise unreadable(segment_path(self.path, "steps", *key), error) from None
             self._kept[key] = seen, cut(table, None, self._limits[key] - 1).combine_chunks()
         return self._kept[key][1]
