@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import weakref
 
 import pytest
@@ -168,17 +169,20 @@ def test_it_resumes_from_the_checkpoint(tmp_path):
     assert callback.monitor.failures == {}
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", ["", "content", "pipe"])
 def test_without_a_state_to_resume_the_steps_still_count_on(tmp_path, damaged, caplog):
     make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
-    if damaged:
-        (tmp_path / "checkpoint-2" / STATE_NAME).write_bytes(b"?")
+    state = tmp_path / "checkpoint-2" / STATE_NAME
+    if damaged == "content":
+        state.write_bytes(b"?")
+    elif damaged:
+        os.mkfifo(state)
     trainer = make_trainer(tmp_path, max_steps=3)
     _, sink = watched(trainer)
     trainer.train(resume_from_checkpoint=True)
     assert sink.steps == [2]
     assert sink.info.first_step == 2
-    assert ("the rules start without a history" in caplog.text) == damaged
+    assert ("the rules start without a history" in caplog.text) == bool(damaged)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from gradiometer import distributed
 from gradiometer.extras import require
 from gradiometer.integrations.session import Session, has_whole_gradients, scaler_of, while_running
+from gradiometer.runs import open_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -145,7 +146,8 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
 
     def _load(self, path: Path) -> Any:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            with open_file(path) as file:
+                return torch.load(file, map_location="cpu", weights_only=True)
         except FileNotFoundError:
             return None  # a checkpoint without this callback
         except Exception as error:  # noqa: BLE001 a damaged file may raise anything

@@ -8,6 +8,7 @@ import torch
 
 from gradiometer.rules.base import MOST, Sight, TensorRule
 from gradiometer.rules.finding import Severity
+from gradiometer.rules.known import optimizers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -89,8 +90,8 @@ class ChangedOutside(TensorRule):
         if last_step != record.step - 1:
             return []
         found = (before - last).abs() > ROUNDING * torch.maximum(before, last)
-        optimizers = None if record.model is None else record.model.optimizers
-        if optimizers is not None and len(optimizers.groups) == len(found):
+        optimizers = optimizers_of(record)
+        if optimizers is not None:
             # others, such as a target network, have no other way to change
             found &= optimizers.held
         self.compared = self.compared + (before - last).isfinite()
