@@ -1140,7 +1140,7 @@ CALLS: dict[str, Callable[[gm.TensorStats], Any]] = {
     "packed": lambda stats: stats.packed().tolist(),
     "reduce": lambda stats: stats.reduce().materialize(),
     "reduced_by": lambda stats: stats.reduced_by(gm.Ranks({n: torch.ones(1) for n in stats.names}), "test"),
-    "report": lambda stats: stats.report(stats.packed()).to_dict(),
+    "unpacked": lambda stats: stats.unpacked(stats.packed()).to_dict(),
 }
 KINDS = {
     "names": tuple,

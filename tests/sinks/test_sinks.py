@@ -66,7 +66,7 @@ def test_tensors_are_taken_by_name_and_statistic():
 def test_updates_have_statistics_of_their_own():
     roster = make_roster(2, ("grads", "updates"))
     (record,) = records(1, roster)
-    further = torch.tensor([[16.0, 4.0, -2.0, 8.0, 2.0]] * 2, dtype=torch.float64)
+    further = torch.tensor([[16.0, 4.0, -2.0, 8.0, 2.0, 16.0]] * 2, dtype=torch.float64)
     record = replace(record, further=further)
     names = ("norm", "update_ratio", "stuck_fraction")
     values = sinks.Selection(tensors="weight", statistics=names, totals=names, scalars=None).values(record)

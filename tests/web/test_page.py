@@ -479,10 +479,18 @@ def test_the_statistics_of_updates_are_those_of_each_step(tmp_path):
         nonzero = one.value("numel", "updates").clone()
         nonzero[2] = 0.0 if one.step < 5 else nonzero[2]
         further = torch.stack(
-            [16.0 * squares, squares, -cosine * squares, nonzero, (one.step / 40.0 * nonzero).round()], dim=1
+            [
+                16.0 * squares,
+                squares,
+                -cosine * squares,
+                nonzero,
+                (one.step / 40.0 * nonzero).round(),
+                16.0 * squares,
+            ],
+            dim=1,
         )
         further[2] = torch.where(
-            nonzero[2] > 0, further[2], torch.tensor([16.0 * squares[2], 0.0, 0.0, 0.0, 0.0])
+            nonzero[2] > 0, further[2], torch.tensor([16.0 * squares[2], 0.0, 0.0, 0.0, 0.0, 0.0])
         )
         values = one.values.clone()
         if one.step in nonfinite:

@@ -212,12 +212,12 @@ class PairStats(NamedStats):
             RuntimeError: inside a compiled function, or while a CUDA graph is captured.
         """
         outside_of_a_graph("materialize")
-        return self.report(*fetch([self.packed()]))
+        return self.unpacked(*fetch([self.packed()]))
 
     def materialize_async(self) -> Pending[PairReport]:
         """Start the copy that `materialize` makes, and return at once; as `TensorStats.materialize_async`."""
         outside_of_a_graph("materialize_async")
-        return Pending([self.packed()], lambda copies: self.report(*copies))
+        return Pending([self.packed()], lambda copies: self.unpacked(*copies))
 
     def packed(self) -> Tensor:
         """Return columns and, after `reduce`, origins as one matrix, ``(T, P ... P + 1) float64``."""
@@ -228,10 +228,6 @@ class PairStats(NamedStats):
         )
 
     def unpacked(self, packed: Tensor) -> PairReport:
-        """Return the same as `report`."""
-        return self.report(packed)
-
-    def report(self, packed: Tensor) -> PairReport:
         """Return the `PairReport` of a `packed` matrix that was copied to the host."""
         names, ranks = self.names, None
         if self.origin is not None:

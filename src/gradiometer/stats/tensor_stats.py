@@ -162,7 +162,7 @@ class TensorStats(NamedStats, DeviceValues):
                 stats and materialize them outside.
         """
         outside_of_a_graph("materialize")
-        return self.report(*fetch([self.packed()]))
+        return self.unpacked(*fetch([self.packed()]))
 
     def materialize_async(self) -> Pending[Report]:
         """Start the copy that `materialize` makes, and return at once.
@@ -173,7 +173,7 @@ class TensorStats(NamedStats, DeviceValues):
             RuntimeError: inside a compiled function, as for `materialize`.
         """
         outside_of_a_graph("materialize_async")
-        return Pending([self.packed()], lambda copies: self.report(*copies))
+        return Pending([self.packed()], lambda copies: self.unpacked(*copies))
 
     def packed(self) -> Tensor:
         """Return columns, flags, fingerprints, ``diverged`` and, after `reduce`, origins as one matrix.
@@ -191,10 +191,6 @@ class TensorStats(NamedStats, DeviceValues):
         return torch.cat(parts, dim=1)
 
     def unpacked(self, packed: Tensor) -> Report:
-        """Return the same as `report`."""
-        return self.report(packed)
-
-    def report(self, packed: Tensor) -> Report:
         """Return the `Report` of a `packed` matrix that was copied to the host."""
         names, ranks = self.names, None
         if self.origin is not None:
