@@ -125,6 +125,8 @@ class StepCopy:
                 parameters |= {p: None for group in part.param_groups for p in group["params"]}
             self._keep_entries(part)
         self.parameters = list(parameters)
+        versions = tuple([p._version for p in parameters])  # noqa: SLF001
+        self._undo.append(functools.partial(_set_versions, tuple(parameters), versions))
         for p in parameters:
             self._undo.append(functools.partial(setattr, p, "grad", p.grad))
         self._undo.append(functools.partial(restore_random_state, random_state(devices)))
@@ -192,3 +194,8 @@ def _storages(value: Any) -> dict[int, Any]:
 def _put_back(mapping: dict[Any, Any], entries: dict[Any, Any]) -> None:
     mapping.clear()
     mapping.update(entries)
+
+
+def _set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Set the version counters, so that a backward pass after the repeat finds what its forward has used."""
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)  # noqa: SLF001

@@ -119,7 +119,7 @@ def watch(
         "fingerprint": bool(options.get("fingerprint", False)),
     }
     monitor.set_driver(Driver("watch", tuple(optimizers)))
-    loop = _Loop(monitor, optimizers, parts, measured)
+    loop = _Loop(monitor, optimizers, parts, measured, has_updates=bool(options.get("updates")))
     for each in optimizers:
         monitor.call_at_close(each.register_step_pre_hook(loop.before).remove)
         monitor.call_at_close(each.register_step_post_hook(loop.after).remove)
@@ -206,6 +206,7 @@ class _Loop:
         optimizers: the optimizers; the last one ends the step.
         parts: the named parameters of each optimizer.
         measured: arguments of `collect_grads`, as those of the monitor.
+        has_updates: whether the monitor records updates.
     """
 
     def __init__(
@@ -214,14 +215,18 @@ class _Loop:
         optimizers: Sequence[Optimizer],
         parts: Sequence[list[tuple[str, Tensor]]],
         measured: Mapping[str, Any],
+        *,
+        has_updates: bool,
     ) -> None:
         self._monitor, self._optimizers, self._parts = monitor, optimizers, parts
-        self._measured = measured
+        self._measured, self._has_updates = measured, has_updates
+        if len(optimizers) > 1:
+            monitor.split_updates([{name for name, _ in part} for part in parts])
         self._has_failed = False
         self._in_scaler = False
         # an optimizer's hooks may be traced
         self._record_outside = torch.compiler.disable(self._record, reason=_NOT_COMPILED)
-        self._begin_outside = torch.compiler.disable(monitor.begin_updates, reason=_NOT_COMPILED)
+        self._begin_outside = torch.compiler.disable(self._begin, reason=_NOT_COMPILED)
         self._advance_outside = torch.compiler.disable(self._advance, reason=_NOT_COMPILED)
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -232,7 +237,7 @@ class _Loop:
             # set for fused optimizers by a scaler that was not passed
             scale = getattr(optimizer, "grad_scale", None)
             self._record_outside(optimizer, None if scale is None else scale.double().reciprocal().float())
-        self._begin_outside()
+        self._begin_outside(optimizer)
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """End the step."""
@@ -246,35 +251,30 @@ class _Loop:
         """Record before ``scaler.step``, and end the step after it, also if it skips the update.
 
         Returns:
-            a function that undoes it, unless somebody else has wrapped it again.
+            a function that undoes it.
         """
-        step, had_own = scaler.step, "step" in vars(scaler)
+        watched = scaler.step = _WatchedStep(self, scaler)  # type: ignore[method-assign]
+        return watched.unwrap
 
-        def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-            inner = getattr(optimizer, "optimizer", optimizer)
-            if not any(inner is known for known in self._optimizers):
-                return step(optimizer, *args, **kwargs)
-            is_scaled = scaler.is_enabled() and is_still_scaled(scaler, optimizer)
-            self._record_outside(inner, inverse_scale(scaler) if is_scaled else None)
-            self._begin_outside()
-            self._in_scaler = True
-            try:
-                result = step(optimizer, *args, **kwargs)
-            finally:
-                self._in_scaler = False
-            self._advance_outside(inner)
-            return result
+    def step_of(self, scaler: GradScaler, step: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``step``, the step of a scaler, and watch it."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if not any(inner is known for known in self._optimizers):
+            return step(optimizer, *args, **kwargs)
+        is_scaled = scaler.is_enabled() and is_still_scaled(scaler, optimizer)
+        self._record_outside(inner, inverse_scale(scaler) if is_scaled else None)
+        self._begin_outside(inner)
+        self._in_scaler = True
+        try:
+            result = step(optimizer, *args, **kwargs)
+        finally:
+            self._in_scaler = False
+        self._advance_outside(inner)
+        return result
 
-        def unwrap() -> None:
-            if vars(scaler).get("step") is not watched:
-                return
-            if had_own:
-                scaler.step = step  # type: ignore[method-assign]
-            else:
-                del scaler.step
-
-        scaler.step = watched  # type: ignore[method-assign]
-        return unwrap
+    def _begin(self, optimizer: Optimizer) -> None:
+        if not self._is_over:
+            self._monitor.begin_updates(self._place(optimizer))
 
     def _record(self, optimizer: Optimizer, inv_scale: Tensor | None) -> None:
         if self._is_over:
@@ -291,7 +291,12 @@ class _Loop:
             self._fail(error)
 
     def _advance(self, optimizer: Optimizer) -> None:
-        if self._is_over or optimizer is not self._optimizers[-1]:
+        if self._is_over:
+            return
+        if self._has_updates and len(self._optimizers) > 1:
+            # now: the loop may change its weights before the others step
+            self._monitor.record_updates(self._place(optimizer))
+        if optimizer is not self._optimizers[-1]:
             return
         rates = [each.param_groups[0].get("lr") for each in self._optimizers]
         names = ["lr", *(f"lr_{i}" for i in range(1, len(rates)))]
@@ -309,6 +314,35 @@ class _Loop:
         self._has_failed = True
         text = "watch: %s; training continues without the monitor"
         _LOG.warning(text, one_line(f"{type(error).__name__}: {error}"))
+
+
+class _WatchedStep:
+    """The ``step`` of a watched scaler. A copy of the scaler, also a pickled one, has its own step.
+
+    Once undone, it calls the step as it was, in case somebody else has wrapped it again.
+    """
+
+    def __init__(self, loop: _Loop, scaler: GradScaler) -> None:
+        self._loop: _Loop | None = loop
+        self._scaler, self._step = scaler, scaler.step
+        self._had_own = "step" in vars(scaler)
+
+    def __call__(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._loop is None:
+            return self._step(optimizer, *args, **kwargs)
+        return self._loop.step_of(self._scaler, self._step, optimizer, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._scaler, "step")
+
+    def unwrap(self) -> None:
+        """Restore the step."""
+        self._loop = None
+        if vars(self._scaler).get("step") is self:
+            if self._had_own:
+                self._scaler.step = self._step
+            else:
+                del self._scaler.step
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -50,12 +50,21 @@ def raise_of_handlers(error: BaseException) -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    handlers = {code for number in signal.valid_signals() for code in _codes_of(signal.getsignal(number))}
+    remember_handlers()
     found: BaseException | None = error
     while found is not None:
-        if any([frame.f_code in handlers for frame, _ in traceback.walk_tb(found.__traceback__)]):
+        if any([frame.f_code in _handlers for frame, _ in traceback.walk_tb(found.__traceback__)]):
             raise found
         found = found.__cause__
+
+
+# the code of handlers that are or were installed: one that runs only once replaces itself before it raises
+_handlers: set[CodeType] = set()
+
+
+def remember_handlers() -> None:
+    """Remember the signal handlers that are installed now; takes some 0.2 ms."""
+    _handlers.update([x for number in signal.valid_signals() for x in _codes_of(signal.getsignal(number))])
 
 
 def _codes_of(handler: Any) -> list[CodeType]:

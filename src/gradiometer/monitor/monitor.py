@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Cursor, Thresholds
-from gradiometer.monitor.failures import Failures, is_quiet
+from gradiometer.monitor.failures import Failures, is_quiet, remember_handlers
 from gradiometer.monitor.kept_steps import KeptSteps
 from gradiometer.monitor.model_reader import ModelReader
 from gradiometer.monitor.parameter_check import ParameterCheck
@@ -39,7 +39,7 @@ from gradiometer.stats import is_repeating
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from types import TracebackType
     from typing import Self
 
@@ -188,6 +188,7 @@ class Monitor:
         precision: int | None = None,
     ) -> None:
         self._failures = Failures()
+        remember_handlers()
         agreed = prepare_ranks(ranks, model)
         rank = rank_here(agreed)
         settings: dict[str, Any] = {"every": every, "weights": bool(weights), "updates": bool(updates)}
@@ -242,16 +243,15 @@ class Monitor:
             self.run_dir = None if folder is None else Path(folder)
         self._parameter_check = ParameterCheck(model, self._recorder, self._failures)
         self._model_reader = ModelReader(model, self._recorder)
-        self._updates = Updates(self._recorder) if updates else None
-        # whether the updates of this step were measured, and whether that was in a compiled function
-        self._has_updates = self._is_traced = False
-        # whether the weights were copied right before this step's update
-        self._has_begun_updates = False
+        # one for each of several optimizers
+        self._updates = [Updates(self._recorder)] if updates else []
         self._next_check = 0.0
         self._noted: dict[str, Any] = {}
         self._ending: _Ending | None = None
         # whether record() has run in this step; whether skip_step was read, and record() captured in a graph
         self._is_recorded = self._is_skip_read = self._is_captured = False
+        # whether what only recording needs was freed
+        self._is_over = False
         self._at_close: list[Callable[[], object]] = []
         self._every = every
         self.skips = self._has_advanced = self._has_loss_scale = False
@@ -303,7 +303,7 @@ class Monitor:
         if torch.compiler.is_compiling():
             self._recorder.record(stats, inv_scale=inv_scale)
             return
-        if is_repeating():
+        if self._is_repeating():
             return
         self._complete()
         self._is_captured |= is_capturing(self._recorder.ring.device)
@@ -344,7 +344,7 @@ class Monitor:
         if torch.compiler.is_compiling():
             self._say_compiled()
             return
-        if is_repeating():
+        if self._is_repeating():
             return
         self._complete()
         scalars = {**self._noted, **scalars}
@@ -360,12 +360,15 @@ class Monitor:
         there = self._recorder.step_if_known()
         if there not in {None, self.step}:
             self._pipeline.reader.refuse(self.step, there)
+        # soon: after an interrupt, the next step's activations may be added to these
+        self._try("advance", self._recorder.clear_taps, self.step + 1)
         self._end_updates()
         self._advance_device(self._ending)
         now = time.monotonic()
         is_due = now >= self._next_check
         if is_due:
             self._next_check = now + _PARAMETER_CHECK
+            remember_handlers()
             self._try("parameters", self._parameter_check)
         state = self._try(
             "model", self._model_reader.read, loss, afresh=is_due, has_loss_scale=self._has_loss_scale
@@ -378,14 +381,22 @@ class Monitor:
         if ending is None:
             return
         if self.step == ending.step:
-            if self._updates is not None and not self._is_traced and self._updates.step != self.step + 1:
-                # the weights may be those of the next step already
-                self._updates.drop()
+            text = (
+                "advance() was interrupted by an exception: that step may have no updates, and the next one "
+            )
+            self._failures.add("advance", text + "neither updates nor activations")
+            for updates in self._updates:
+                if not updates.is_traced and updates.step != self.step + 1:
+                    # the weights may be those of the next step already
+                    updates.drop()
             if not (self._device_step == ending.step + 1 or ending.is_recorded):
                 # a compiled step that has run since has written into this step's slot
                 self._pipeline.reader.refuse(ending.step)
             self._advance_device(ending)
         self._commit(ending, None)
+
+    def _is_repeating(self) -> bool:
+        return is_repeating(self._recorder.parameters_tracked)
 
     def _advance_device(self, ending: _Ending) -> None:
         """Set the recorder, taps and histograms to the next step."""
@@ -399,7 +410,6 @@ class Monitor:
             self._has_advanced = True
             self._try("skips", self._pass_skips)
             self._pipeline.take(ending.scalars, state)
-        self._has_updates = self._is_traced = self._has_begun_updates = self._is_recorded = False
         self._ending = None
         self._begin_step()
 
@@ -420,7 +430,7 @@ class Monitor:
         """
         if torch.compiler.is_compiling():
             self._say_compiled()
-        elif is_repeating():
+        elif self._is_repeating():
             return
         elif self._kept is None:
             if not self.closed:
@@ -431,26 +441,41 @@ class Monitor:
             self._try("keep", self._kept.keep, self.step, args, kwargs)
 
     def _begin_step(self) -> None:
+        self._is_recorded = False
+        for updates in self._updates:
+            updates.end_step()
         if self._kept is not None:
             self._try("keep", self._kept.begin, self.step)
 
-    def begin_updates(self) -> None:
+    def split_updates(self, parts: Iterable[Collection[str]]) -> None:
+        """Measure the updates of several optimizers apart, each with a copy of its own parameters.
+
+        Args:
+            parts: the names of the parameters of each optimizer, together all of them.
+        """
+        if self._updates:
+            self._updates = [Updates(self._recorder, names) for names in parts]
+
+    def begin_updates(self, part: int | None = None) -> None:
         """Copy the weights right before ``optimizer.step()``, so that only what it does counts as an update.
 
         `gradiometer.watch` and the callbacks for trainers call it. Without this call, the weights are copied
         at the end of `advance`, and whatever changes them before the next update, such as loading a
-        checkpoint, counts as a part of that update. The first call in a step counts. It does nothing inside a
-        compiled function, or without ``updates=True``.
+        checkpoint, counts as a part of that update. It does nothing inside a compiled function, or without
+        ``updates=True``.
+
+        Args:
+            part: the number of an optimizer, see `split_updates`; None for all weights.
         """
-        updates = self._updates
-        if updates is None or torch.compiler.is_compiling() or is_repeating():
+        if not self._updates or torch.compiler.is_compiling() or self._is_repeating():
             return
         self._complete()
-        if not self._has_begun_updates and not is_capturing(self._recorder.ring.device):
-            self._has_begun_updates = True
-            self._try("updates", updates.keep_for, self.step, self._every)
+        if not is_capturing(self._recorder.ring.device):
+            for updates in self._updates if part is None else [self._updates[part]]:
+                updates.has_begun = True
+                self._try("updates", updates.keep_for, self.step, self._every)
 
-    def record_updates(self) -> None:
+    def record_updates(self, part: int | None = None) -> None:
         """Measure what the optimizer's step did to the weights; needs ``updates=True``.
 
         Call it after ``optimizer.step()`` and before gradients are cleared, so that the updates are compared
@@ -461,39 +486,51 @@ class Monitor:
         Without gradients, or if all of them are 0, ``descent_cosine`` is NaN and ``stuck_fraction`` is 0.
         Rules then use a lower bound of the number of stuck elements: ``n_unchanged`` minus the number of
         zeros in the gradient that `record` has measured in this step.
+
+        Args:
+            part: the number of an optimizer, see `split_updates`; None for all weights.
         """
-        if self._recorder.is_released or (not torch.compiler.is_compiling() and is_repeating()):
+        if self._is_over or (not torch.compiler.is_compiling() and self._is_repeating()):
             return
-        if self._updates is None:
+        if not self._updates:
             text = "record_updates() was called, but updates are not recorded: create the Monitor with "
             self._failures.add("updates", text + "updates=True")
-        elif torch.compiler.is_compiling():
-            self._has_updates = self._is_traced = True
-            self._updates.measure_and_keep()
+            return
+        measured = self._updates if part is None else [self._updates[part]]
+        if torch.compiler.is_compiling():
+            for updates in measured:
+                updates.is_measured = updates.is_traced = True
+                updates.measure_and_keep()
         elif is_capturing(self._recorder.ring.device):
             text = "record_updates() was called while a CUDA graph was captured: call it after each replay"
             self._failures.add("capture", text)
-        elif not self._has_updates:
-            self._has_updates = True
-            try:
-                self._updates.measure(self.step)
-            except Exception as error:  # noqa: BLE001 training goes on
-                self._updates.drop()
-                self._failures.add("updates", error)
+        else:
+            self._complete()
+            for updates in measured:
+                if not updates.is_measured:
+                    self._measure(updates)
+
+    def _measure(self, updates: Updates) -> None:
+        # set first: after an exception, another step's gradients may be there
+        updates.is_measured = True
+        try:
+            updates.measure(self.step)
+        except Exception as error:  # noqa: BLE001 training goes on
+            updates.drop()
+            self._failures.add("updates", error)
 
     def _end_updates(self) -> None:
         """Measure the updates unless that was done in this step, and copy the weights for the next one.
 
         They are not copied if `begin_updates` was called in this step, as it is then in the next one.
         """
-        if self._updates is None:
-            return
-        if not self._has_updates:
-            self.record_updates()
-        if self._is_traced:
-            self._try("updates", self._updates.keep_new, self.step + 1)
-        elif not self._has_begun_updates:
-            self._try("updates", self._updates.keep_for, self.step + 1, self._every)
+        for updates in self._updates:
+            if not (updates.is_measured or is_capturing(self._recorder.ring.device)):
+                self._measure(updates)
+            if updates.is_traced:
+                self._try("updates", updates.keep_new, self.step + 1)
+            elif not updates.has_begun:
+                self._try("updates", updates.keep_for, self.step + 1, self._every)
 
     def note(self, **scalars: Any) -> None:
         """Keep values for the current step, such as its loss; the next `advance` adds them to the step.
@@ -503,7 +540,7 @@ class Monitor:
         if torch.compiler.is_compiling():
             self._say_compiled()
             return
-        if is_repeating():
+        if self._is_repeating():
             return
         self._complete()
         if "loss" in scalars:
@@ -522,7 +559,11 @@ class Monitor:
     @step.setter
     def step(self, step: int) -> None:
         check_integer("Monitor", "step", step, 0)
+        if self._is_repeating():
+            return
         self._complete()
+        if step == self.step:
+            return
         self._pipeline.rewind(step)
         self._restart()
 
@@ -534,6 +575,8 @@ class Monitor:
     @every.setter
     def every(self, every: int) -> None:
         check_integer("Monitor", "every", every, 1)
+        if self._is_repeating():
+            return
         self._recorder.configure_(every=every)
         self._pipeline.dispatcher.ledger.span(every)
         self._every = every
@@ -598,6 +641,8 @@ class Monitor:
 
         Call it on all ranks at the same place; a rank that does not call it delays the others.
         """
+        if self._is_repeating():
+            return True
         self._complete()
         return self._pipeline.flush(timeout)
 
@@ -607,27 +652,32 @@ class Monitor:
         One line of the `logger` says what was recorded, found, dropped and failed. It has the level WARNING
         if anything was dropped or failed, or if a finding is a warning, and otherwise INFO.
         """
+        if self._is_repeating():
+            return
         self._complete()
         if not self._has_advanced:
             self._try("advance", self._see_what_was_forgotten)
+        self._call_at_close()
         self._pipeline.end()
         self._release()
 
     def call_at_close(self, function: Callable[[], object]) -> None:
-        """Call a function once the monitor has closed, such as one that removes hooks."""
+        """Call a function when the monitor closes, such as one that removes hooks."""
         self._at_close.append(function)
 
+    def _call_at_close(self) -> None:
+        # one by one, and first: an interrupt of what follows leaves no hook
+        while self._at_close:
+            self._try("close", self._at_close.pop())
+
     def _release(self) -> None:
-        """Free what only recording needs, so that a closed monitor costs no memory; run `call_at_close`."""
-        functions, self._at_close = self._at_close, []
-        for function in functions:
-            self._try("close", function)
-        self._updates = self._kept = None
+        """Free what only recording needs, so that a closed monitor costs no memory."""
+        self._updates, self._kept, self._is_over = [], None, True
         self._parameter_check.release()
         self._model_reader.release()
         # a graph may still write into the ring, and the loop may still ask whether to skip a step
-        if not (self._is_captured or self._is_skip_read):
-            self._try("close", self._recorder.release)
+        if not self._is_captured:
+            self._try("close", self._recorder.shrink if self._is_skip_read else self._recorder.release)
 
     def __enter__(self) -> Self:
         """Handle SIGTERM and SIGHUP from here on."""
@@ -638,8 +688,9 @@ class Monitor:
         """Tell the sinks how the run ended, and close; an exception propagates."""
         if error is None or is_quiet(error):
             self.close()
-        else:
+        elif not self._is_repeating():
             self._complete()
+            self._call_at_close()
             self._pipeline.end_by(error)
             self._release()
 
@@ -676,8 +727,8 @@ class Monitor:
     def _restart(self) -> None:
         """Begin a step whose number was set."""
         self._device_step = self.step
-        if self._updates is not None:
-            self._try("updates", self._updates.keep, self.step)
+        for updates in self._updates:
+            self._try("updates", updates.keep, self.step)
         self._begin_step()
 
     def _pass_skips(self) -> None:

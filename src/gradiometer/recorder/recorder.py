@@ -203,6 +203,8 @@ class Recorder(Float64Module):
         self._order = StreamOrder()
         self._has_dtensors = any([is_dtensor(type(p)) for p in parameters])
         self._gated = False
+        # the step that `clear_taps` was called for
+        self._cleared_for = -1
         self.exponents: ExponentStores | None = None
         if precision is not None:
             measured: tuple[Kind, ...] = ("grads", "weights") if weights else ("grads",)
@@ -266,6 +268,7 @@ class Recorder(Float64Module):
             for place, number in new.items():
                 self.cursor[place].fill_(number)
             if step is not None:
+                self._cleared_for = -1
                 for taps in self._taps:
                     taps.configure_(step=step)
                 if self.exponents is not None:
@@ -353,6 +356,12 @@ class Recorder(Float64Module):
             measured.append(_no_fingerprints(flags, size - self._taps_at))
         self._write(measured, list(range(self._taps_at, size)), size, 0)
 
+    def clear_taps(self, step: int) -> None:
+        """Clear what the taps have measured, and set them to this step; `advance` to it leaves them then."""
+        with self.in_order():
+            self._clear_taps(float(step))
+        self._cleared_for = step
+
     def _clear_taps(self, step: float | Tensor) -> None:
         for taps in self._taps:
             taps.advance()
@@ -431,7 +440,8 @@ class Recorder(Float64Module):
             if to is None:
                 self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
             step = self.cursor[Cursor.STEP] if to is None else float(to)
-            self._clear_taps(step)
+            if to is None or to != self._cleared_for:
+                self._clear_taps(step)
             if self.exponents is not None:
                 self.exponents.advance(step)
             if to is not None:
@@ -445,6 +455,11 @@ class Recorder(Float64Module):
     def step_if_known(self) -> int | None:
         """Return the number of the current step; None if only a device other than the CPU has it."""
         return int(ops.numbers(self.cursor)[Cursor.STEP]) if self.cursor.device.type == "cpu" else None
+
+    def shrink(self) -> None:
+        """Free the histograms and all slots but one, which `skip_step` needs."""
+        self.exponents = None
+        self.ring = self.ring[:1].clone()
 
     def release(self) -> None:
         """Free the ring and the histograms, and forget parameters and taps; nothing is recorded any more."""

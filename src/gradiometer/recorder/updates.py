@@ -8,6 +8,7 @@ from gradiometer.inputs import is_dtensor, is_partial, placed_like, present
 from gradiometer.stats import Snapshot, keep_in_repeats, updates_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from typing import TypeGuard
 
     from torch import Tensor
@@ -26,9 +27,14 @@ class Updates:
 
     Args:
         recorder: the updates are written into its current step.
+        names: of the parameters, such as those of one of several optimizers; None for all.
 
     Attributes:
         step: the copy has the weights before this step.
+        snapshot: the copy; None if it does not fit the weights.
+        has_begun: whether the weights were copied right before the update of the current step.
+        is_measured: whether the updates of the current step were measured.
+        is_traced: whether that was in a compiled function.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -42,28 +48,33 @@ class Updates:
     tensor([0.2500], dtype=torch.float64)
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._snapshot: Snapshot | None = None
+    def __init__(self, recorder: Recorder, names: Collection[str] | None = None) -> None:
+        self._recorder, self._names = recorder, names
+        self.snapshot: Snapshot | None = None
         self.step = -1
+        self.end_step()
         self.keep(0)
         keep_in_repeats(self)
 
+    def end_step(self) -> None:
+        """Begin a step in which nothing was measured."""
+        self.has_begun = self.is_measured = self.is_traced = False
+
     def repeated(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters, and the copies, which compiled steps write."""
-        snapshot = self._snapshot
+        snapshot = self.snapshot
         return self._recorder.parameters_tracked, [] if snapshot is None else list(snapshot.buffers())
 
     def measure(self, step: int) -> None:
         """Measure a step's updates, with the gradients that are there, if its weights were copied."""
-        snapshot = self._snapshot
+        snapshot = self.snapshot
         if snapshot is not None and self.step == step:
             with self._recorder.in_order():
                 self._measure(snapshot)
 
     def measure_and_keep(self) -> None:
         """Measure the updates since the last copy, and copy the weights: for every step of compiled code."""
-        snapshot = self._snapshot
+        snapshot = self.snapshot
         if snapshot is not None:
             self._measure(snapshot)
             snapshot.update_(self._parameters())
@@ -90,29 +101,30 @@ class Updates:
 
         Those that were kept before stay: each other copy compiles that code again.
         """
-        kept = set() if self._snapshot is None else set(self._snapshot.names)
+        kept = set() if self.snapshot is None else set(self.snapshot.names)
         trained = {name: p for name, p in self._parameters().items() if p.requires_grad or name in kept}
-        if not _fits(self._snapshot, trained):
+        if not _fits(self.snapshot, trained):
             self._keep(trained, step)
 
     def _keep(self, trained: dict[str, Tensor], step: int) -> None:
         # if anything fails, such as a copy of weights with another shape, the next copy is a new one
-        snapshot, self._snapshot = self._snapshot, None
+        snapshot, self.snapshot = self.snapshot, None
         with self._recorder.in_order():
             if _fits(snapshot, trained):
                 snapshot.update_(trained)
             else:
                 del snapshot
                 snapshot = Snapshot(trained)
-        self._snapshot, self.step = snapshot, step
+        self.snapshot, self.step = snapshot, step
 
     def drop(self) -> None:
         """Forget the copy, which does not fit the weights; the next one is new."""
-        self._snapshot = None
+        self.snapshot = None
 
     def _parameters(self) -> dict[str, Tensor]:
-        recorder = self._recorder
-        return dict(zip(recorder.names_tracked, recorder.parameters_tracked, strict=True))
+        recorder, names = self._recorder, self._names
+        every = zip(recorder.names_tracked, recorder.parameters_tracked, strict=True)
+        return {name: p for name, p in every if names is None or name in names}
 
 
 def _fits(snapshot: Snapshot | None, trained: dict[str, Tensor]) -> TypeGuard[Snapshot]:

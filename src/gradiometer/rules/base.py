@@ -262,7 +262,7 @@ class WholeRule(TensorRule):
             self.before = record.columns("weights")
 
     def moved(self, record: StepRecord) -> Tensor | None:
-        """Return which weights have changed since the last recorded step, ``(N,) bool``.
+        """Return which weights have, or may have, changed since the last recorded step, ``(N,) bool``.
 
         None if neither updates nor weights are recorded, or if there was no step before. A change that
         leaves sum, sum of squares and largest magnitude as they were is not noticed.
@@ -273,6 +273,7 @@ class WholeRule(TensorRule):
         if "updates" in kinds:
             # by an update, or between two of them, such as by an optimizer that steps in the backward
             moved = record.value("abs_max", "updates") + record.value("n_nonfinite", "updates") > 0
+            moved |= ~record.measured("updates")
             return moved | ((self.before - before).abs() > 0).any(dim=1) if is_known else moved
         return (self.before != before).any(dim=1) if "weights" in kinds and is_known else None
 

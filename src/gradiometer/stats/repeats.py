@@ -29,7 +29,8 @@ class _Owner(Protocol):
 
 
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
-# a repeat is the business of its thread: another one may train
+# The parameters of each repeat: hooks may run on a thread of a device, while another model trains
+_repeated: list[set[int]] = []
 _of_thread = threading.local()
 
 
@@ -38,9 +39,11 @@ def keep_in_repeats(owner: _Owner) -> None:
     _owners.add(owner)
 
 
-def is_repeating() -> bool:
-    """Return whether this thread repeats a step."""
-    return getattr(_of_thread, "depth", 0) > 0
+def is_repeating(parameters: Iterable[Tensor] = ()) -> bool:
+    """Return whether this thread repeats a step, or any thread one of a model with these parameters."""
+    if not _repeated:
+        return False
+    return getattr(_of_thread, "depth", 0) > 0 or any([id(p) in own for own in _repeated for p in parameters])
 
 
 @contextmanager
@@ -57,11 +60,13 @@ def repeating(parameters: Iterable[Tensor], state: Iterable[object] = ()) -> Ite
         used, buffers = owner.repeated()
         if id(owner) not in left_out and any([id(p) in own for p in used]):
             kept += [(x, x.clone()) for x in buffers]
+    _repeated.append(own)
     _of_thread.depth = getattr(_of_thread, "depth", 0) + 1
     try:
         yield
     finally:
         _of_thread.depth -= 1
+        _repeated.remove(own)
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)
