@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+import threading
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -429,3 +430,88 @@ def test_other_exceptions_are_failures():
         signal.signal(signal.SIGUSR1, before)
     assert monitor.failures == {"record": 1, "scalar 'loss'": 1}
     monitor.close()
+
+
+def test_a_handler_that_replaces_itself_propagates_too():
+    def once(number, _):
+        signal.signal(number, signal.SIG_DFL)
+        raise ExpiredError
+
+    before = signal.signal(signal.SIGUSR1, once)
+    try:
+        run = Run(watch=False)
+        run.step(1)
+        with pytest.raises(ExpiredError), Deliver(5) as at:
+            run.monitor.record()
+        assert at.done
+        assert run.monitor.failures == {}
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    run.monitor.close()
+
+
+def test_an_interrupted_advance_leaves_the_activations_of_the_next_step(monkeypatch):
+    run = Run(watch=False, updates=True)
+    for scale in range(1, 6):
+        loss = run.step(scale)
+        with monkeypatch.context() as patch, suppress(Interrupt):
+            if scale == 3:
+                patch.setattr(run.monitor, "_end_updates", _interrupted)
+            run.end(loss)
+    run.monitor.close()
+    assert run.check() == 5
+    assert all(record.measured("activations")[-1] for record in run.records)
+    assert run.monitor.failures == {"advance": 1}
+
+
+def test_the_number_of_the_step_may_be_set_within_it():
+    run = Run(watch=False, updates=True)
+    for scale in range(1, 5):
+        loss = run.step(scale)
+        run.monitor.begin_updates()
+        run.monitor.step = scale - 1
+        run.end(loss)
+    run.monitor.close()
+    assert run.check() == 4
+    assert run.monitor.failures == {}
+
+
+@pytest.mark.parametrize("how", ["locate_nonfinite", "check_deterministic"])
+def test_no_method_acts_in_a_repeat_on_any_thread(how):
+    run = Run(watch=True, updates=True)
+    for scale in range(1, 4):
+        run.end(run.step(scale))
+    monitor = run.monitor
+
+    def step():
+        loss = run.step(9)
+        thread = threading.Thread(target=run.end, args=(loss,))
+        thread.start()
+        thread.join()
+        monitor.step, monitor.every = 0, 7
+        assert monitor.flush()
+        monitor.close()
+
+    if how == "locate_nonfinite":
+        gm.locate_nonfinite(step)
+    else:
+        gm.check_deterministic(step, [run.model, run.optimizer])
+    assert (monitor.step, monitor.every, monitor.closed) == (3, 1, False)
+    run.end(run.step(4))
+    monitor.close()
+    assert run.check() == 4
+    assert monitor.failures == {}
+
+
+def test_a_repeat_between_forward_and_backward():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    loss = model(torch.ones(1, 2)).sum()
+    gm.locate_nonfinite(step)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from functools import partial
 
@@ -122,6 +124,58 @@ def test_skip_step_still_answers_after_close_if_the_loop_uses_it():
     model[0].weight.grad.fill_(torch.nan)
     monitor.record()
     assert monitor.skip_step
+
+
+def test_a_compiled_step_that_reads_skip_step_goes_on_after_close():
+    model = model_of()
+    monitor = gm.Monitor(model, **OPTIONS)
+    skip = torch.compile(lambda: (monitor.record(), monitor.skip_step)[1], backend="eager", fullgraph=True)
+    updates = torch.compile(monitor.record_updates, backend="eager", fullgraph=True)
+    for step in range(4):
+        if step == 2:
+            monitor.close()
+            assert len(monitor._recorder.ring) == 1
+            assert monitor._recorder.exponents is None
+        model(torch.ones(2, 256)).sum().backward()
+        if step == 3:
+            model[0].weight.grad.fill_(torch.nan)
+        assert bool(skip()) == (step == 3)
+        updates()
+        if step < 2:
+            monitor.advance()
+    monitor.record_updates()
+    assert monitor.failures == {}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])  # noqa: S301
+def test_a_copy_of_a_watched_scaler_has_its_own_step(copied):
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with gm.watch(model, optimizer, scaler=scaler, rules=()) as monitor:
+        other = copied(scaler)
+        assert other.step.__self__ is other
+        assert other.step.__func__ is torch.amp.GradScaler.step
+    assert monitor.step == 0
+
+
+def test_monitors_of_one_scaler_may_close_in_any_order():
+    model, scaler = model_of(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model]
+    monitors = [
+        gm.watch(layer, x, scaler=scaler, rules=()) for layer, x in zip(model, optimizers, strict=True)
+    ]
+    monitors[0].close()
+    scaler.scale(model(torch.ones(2, 256)).sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert [monitor.step for monitor in monitors] == [0, 1]
+    refs = [weakref.ref(x) for x in (*optimizers, *monitors)]
+    monitors[1].close()
+    scaler.update()
+    del optimizers, optimizer, monitors, model
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 4
 
 
 def test_close_restores_the_step_of_a_scaler():

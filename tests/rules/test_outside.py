@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.rules import ChangedOutside, LossSpike, Severity, UpdateRatio, UpdateSpike, headlines
+from gradiometer.rules import (
+    ChangedOutside,
+    LossSpike,
+    NotUpdated,
+    Severity,
+    UpdateRatio,
+    UpdateSpike,
+    headlines,
+)
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
@@ -176,3 +185,63 @@ def test_its_history_is_saved():
     assert [len(x) for x in found[:2]] == [0, 1]
     with pytest.raises(ValueError, match="after_step"):
         other.load_state_dict(rule.state_dict() | {"after_step": "x"})
+
+
+@pytest.mark.parametrize("between", ["clipped", "toggled"])
+def test_each_of_several_optimizers_has_updates_of_its_own(between):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"d": nn.Linear(4, 1), "g": nn.Linear(4, 4)})
+    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.01) for name in model}
+    records, true = [], {name: [] for name in model}
+    rules = [ChangedOutside(), NotUpdated()]
+    with gm.watch(
+        model, list(optimizers.values()), updates=True, weights=True, rules=rules, sinks=[records.append]
+    ) as monitor:
+        for _ in range(15):
+            for name, optimizer in optimizers.items():
+                if between == "toggled":
+                    for other, part in model.items():
+                        part.requires_grad_(other == name)
+                optimizer.zero_grad()
+                model["d"](model["g"](torch.ones(2, 4))).square().mean().backward()
+                before = copy.deepcopy(list(model[name].parameters()))
+                optimizer.step()
+                true[name].append(
+                    [x.detach() - y for x, y in zip(model[name].parameters(), before, strict=True)]
+                )
+                if between == "clipped":
+                    model["d"].weight.data.clamp_(-0.1, 0.1)
+    assert monitor.failures == {}
+    for i, record in enumerate(records):
+        for place, name in enumerate(record.roster.names):
+            change = true[name[0]][i][name.endswith("bias")]
+            assert float(record.value("norm", "updates")[place]) == pytest.approx(
+                change.norm().item(), rel=1e-5
+            )
+    rare = [x for x in monitor.findings if x.severity >= Severity.WARNING]
+    assert [(x.rule, x.tensor) for x in rare] == []
+
+
+def test_a_step_that_fails_in_its_closure_leaves_no_old_weights():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    records = []
+    with gm.watch(model, optimizer, updates=True, rules=(), sinks=[records.append]):
+        for step in range(4):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = model(torch.ones(1, 2)).sum()
+                loss.backward()
+                if step == 1:
+                    raise RuntimeError
+                return loss
+
+            with contextlib.suppress(RuntimeError):
+                optimizer.step(closure)
+            if step == 1:
+                with torch.no_grad():
+                    model.weight.add_(5.0)
+    norms = [record.total("norm", "updates") for record in records]
+    assert norms == pytest.approx([0.1 * 3**0.5] * 3, rel=1e-5)
