@@ -243,3 +243,27 @@ def test_no_hook_is_left_behind(make):
         assert not module._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
     assert all(not (p._backward_hooks or p._post_accumulate_grad_hooks) for p in model.parameters())
+
+
+@pytest.mark.parametrize("ends", ["close", "forgotten", "skip_step"])
+def test_taps_belong_to_one_monitor_until_it_ends(ends):
+    model = model_of()
+    taps = gm.Taps(model, {"linear": nn.Linear})
+    monitor = gm.Monitor(model, taps=taps, rules=())
+    with pytest.raises(ValueError, match="close that Monitor, or make other Taps"):
+        gm.Monitor(model, taps=taps)
+    if ends == "skip_step":
+        model(torch.ones(2, 256)).sum().backward()
+        monitor.record()
+        assert not monitor.skip_step
+    if ends != "forgotten":
+        monitor.close()
+        monitor.record()
+        assert monitor.failures.keys() <= {"advance"}
+    else:
+        del monitor
+        gc.collect()
+    records = []
+    with gm.Monitor(model, taps=taps, rules=(), sinks=[records.append]) as other:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.0), monitor=other)
+    assert all(record.measured("activations")[-2:].all() for record in records)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,7 +60,7 @@ from gradiometer.stats import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from typing import Self
 
@@ -70,6 +71,9 @@ if TYPE_CHECKING:
 __all__ = ["Recorder"]
 
 _Stats = TypeVar("_Stats", TensorStats, PairStats)
+
+# which recorder clears these taps
+_owners: weakref.WeakKeyDictionary[Taps, Callable[[], Recorder | None]] = weakref.WeakKeyDictionary()
 
 
 class Recorder(Float64Module):
@@ -116,8 +120,9 @@ class Recorder(Float64Module):
 
     Raises:
         TypeError: for a parameter that cannot be measured; the message names it.
-        ValueError: without parameters, for a duplicate name, also of a tap and a parameter, for a number out
-            of range, for a ring that cannot be allocated, or for ranks of another model.
+        ValueError: without parameters, for a duplicate name, also of a tap and a parameter, for taps that
+            another recorder records, for a number out of range, for a ring that cannot be allocated, or for
+            ranks of another model.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)
@@ -198,6 +203,8 @@ class Recorder(Float64Module):
         self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=home))
         # in a list, since they are not a part of this module
         self._taps = [] if taps is None else [taps]
+        if taps is not None:
+            _owners[taps] = weakref.ref(self)
         self._ranks = ranks
         self._verdict = None if ranks is None or ranks.size == 1 else SkipConsensus(names, ranks, home)
         self._order = StreamOrder()
@@ -457,7 +464,8 @@ class Recorder(Float64Module):
         return int(ops.numbers(self.cursor)[Cursor.STEP]) if self.cursor.device.type == "cpu" else None
 
     def shrink(self) -> None:
-        """Free the histograms and all slots but one, which `skip_step` needs."""
+        """Free the histograms and all slots but one, which `skip_step` needs, and forget the taps."""
+        self._taps.clear()
         self.exponents = None
         self.ring = self.ring[:1].clone()
 
@@ -581,6 +589,10 @@ class Recorder(Float64Module):
         ops.append_(columns, flags, grads, self.ring, self.cursor, more[0] if more else None)
 
 
+def _nobody() -> None:
+    return None
+
+
 def _names_of(taps: Taps | None, parameters: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of taps; a ValueError if a parameter has one of them."""
     if taps is None:
@@ -588,6 +600,12 @@ def _names_of(taps: Taps | None, parameters: tuple[str, ...]) -> tuple[str, ...]
     if not isinstance(taps, Taps):
         msg = f"Recorder(taps=...): expected gm.Taps(model, ...), got {describe(taps)}"
         raise TypeError(msg)
+    owner = _owners.get(taps, _nobody)()
+    if owner is not None and any([own is taps for own in owner._taps]):  # noqa: SLF001 of this class
+        msg = (
+            "Recorder(taps=...): another Recorder or Monitor records these Taps, and clears them after each "
+        )
+        raise ValueError(msg + "step; close that Monitor, or make other Taps: gm.Taps(model, ...)")
     twice = {*taps.names} & {*parameters}
     if twice:
         msg = f"Recorder(taps=...): {min(twice)!r} is the name of a tap and of a parameter; rename the tap"
