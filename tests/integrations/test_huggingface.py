@@ -9,11 +9,12 @@ import logging
 import math
 import os
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
-from support.watching import Counter, Sink
+from support.watching import Counter, Sink, time_limit
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -197,6 +198,41 @@ def test_what_ends_the_training_leaves_a_black_box(tmp_path, error, reason):
     assert (fault.reason, fault.step) == (reason, 2)
     assert [record.step for record in fault.last] == [0, 1]
     assert sink.closed == 1
+
+
+@pytest.mark.parametrize("place", ["record", "state_dict", "save", "load", "close"])
+def test_what_a_signal_handler_raises_ends_the_training(tmp_path, monkeypatch, place):
+    from gradiometer.monitor.monitor import Monitor
+
+    trainer = make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    watched(trainer)
+    trainer.train()
+    trainer = make_trainer(tmp_path, max_steps=3, save_strategy="steps", save_steps=1)
+    callback, sink = watched(trainer)
+    replace, close = Path.replace, Monitor.close
+    calls = []
+    with time_limit() as interrupted:
+        if place == "save":
+            monkeypatch.setattr(
+                Path,
+                "replace",
+                lambda self, to: interrupted() if to.name == STATE_NAME else replace(self, to),
+            )
+        elif place == "load":
+            monkeypatch.setattr("gradiometer.integrations.huggingface.open_file", interrupted)
+        elif place == "close":
+            monkeypatch.setattr(
+                Monitor, "close", lambda self: close(self) if calls else calls.append(1) or interrupted()
+            )
+        else:
+            monkeypatch.setattr(Monitor, place, interrupted)
+        with pytest.raises(TimeoutError, match="the time is up"):
+            trainer.train(resume_from_checkpoint=True)
+    if place == "load":
+        assert callback.monitor is None
+    else:
+        assert [fault.reason for fault in sink.faults] == ["exception"]
+        assert callback.monitor.closed
 
 
 def test_a_second_training_has_a_monitor_of_its_own(tmp_path):

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from support.watching import Counter, Sink
+from support.watching import Counter, Sink, time_limit
 
 pl = pytest.importorskip("pytorch_lightning")
 
 from gradiometer.integrations import lightning as integration  # noqa: E402
 from gradiometer.integrations.lightning import MonitorCallback  # noqa: E402
 from gradiometer.monitor import signals  # noqa: E402
-from gradiometer.rules import ChangedOutside, default_rules  # noqa: E402
+from gradiometer.rules import ChangedOutside, NotUpdated, default_rules  # noqa: E402
 
 # warnings of the libraries: loaders without workers, torch's pytrees, the order of a scheduler's calls
 pytestmark = [
@@ -308,6 +308,105 @@ def test_updates_are_compared_with_the_gradients_of_the_step(tmp_path):
     assert all(record.total("update_ratio", "updates") > 0 for record in sink.records)
 
 
+def automatic_steps(self, epoch, batch_idx, optimizer, closure):
+    """Updates the weights by 0.1 each, and sets them to 0 after it."""
+    optimizer.step(closure)
+    nn.init.zeros_(self.net.weight)
+
+
+def manual_steps(self, batch, batch_idx):
+    """The same with manual optimization; self.steps steps, of all optimizers in turn."""
+    optimizers = self.optimizers()
+    # a copy: the list is the Trainer's
+    optimizers = list(optimizers) if isinstance(optimizers, list) else [optimizers]
+    if self.is_raw:
+        optimizers[-1] = optimizers[-1].optimizer
+    for step in range(self.steps):
+        self.manual_backward(self.net(batch).mean())
+        optimizers[step % len(optimizers)].step()
+        self.zero_grad()
+    nn.init.zeros_(self.net.weight)
+
+
+@pytest.mark.parametrize(
+    ("is_manual", "steps", "optimizers", "is_raw"),
+    [
+        (False, 1, 1, False),
+        (True, 1, 1, False),
+        (True, 3, 1, False),
+        (True, 4, 2, False),
+        # Lightning tells callbacks nothing about the last optimizer
+        (True, 2, 2, True),
+    ],
+)
+def test_what_follows_the_last_step_of_a_batch_is_no_update(tmp_path, is_manual, steps, optimizers, is_raw):
+    def configure_optimizers(self):
+        parts = [[self.net.weight], [self.net.bias]] if optimizers == 2 else [list(self.parameters())]
+        return [torch.optim.SGD(part, lr=0.1) for part in parts]
+
+    methods = (
+        {"training_step": manual_steps}
+        if is_manual
+        else {
+            "optimizer_step": automatic_steps,
+            "training_step": lambda self, batch, _: self.net(batch).mean(),
+        }
+    )
+    module = make_module(configure_optimizers=configure_optimizers, **methods)
+    module.net = nn.Linear(1, 1)
+    module.automatic_optimization = not is_manual
+    module.steps, module.is_raw = steps, is_raw
+    callback, sink = watching(updates=True)
+    data = torch.utils.data.DataLoader(torch.ones(3, 1))
+    fit(module, tmp_path, [callback], data=data, max_steps=-1, max_epochs=1)
+    assert callback.monitor.failures == {}
+    moved = 0.1 * steps / optimizers
+    measured = [record.value("norm", "updates").tolist() for record in sink.records]
+    assert measured == [pytest.approx([moved, moved], rel=1e-5)] * 3
+
+
+def test_a_compiled_step_of_the_optimizer_is_measured(tmp_path):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.step = torch.compile(optimizer.step, backend="eager")
+        return optimizer
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.net(batch[0]).sum())
+        self.optimizers().step()
+        self.before.append(0.1 * norm(self))
+        self.zero_grad()
+
+    module = make_module(training_step=training_step, configure_optimizers=configure_optimizers)
+    module.automatic_optimization = False
+    callback, sink = watching(updates=True)
+    fit(module, tmp_path, [callback], max_steps=3)
+    assert callback.monitor.failures == {}
+    measured = [record.value("norm", "updates").norm().item() for record in sink.records]
+    assert measured == pytest.approx(module.before, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["state_dict", "close"])
+def test_what_a_signal_handler_raises_ends_the_training(tmp_path, monkeypatch, method):
+    from gradiometer.monitor.monitor import Monitor
+
+    class Saving(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    callback, sink = watching()
+    with time_limit() as interrupted:
+        original = getattr(Monitor, method)
+        calls = []
+        monkeypatch.setattr(
+            Monitor, method, lambda self: (calls or calls.append(1) or interrupted()) and original(self)
+        )
+        with pytest.raises(TimeoutError, match="the time is up"):
+            fit(make_module(), tmp_path, [callback, Saving()])
+    assert [fault.reason for fault in sink.faults] == ["exception"]
+    assert callback.monitor.closed
+
+
 def test_a_change_between_two_steps_is_no_update(tmp_path):
     class Halving(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -328,9 +427,15 @@ def test_after_the_training_nothing_of_the_monitor_is_left(tmp_path, monkeypatch
     # while a monitor of another test is open, our handlers, and thus the trainer's, stay
     monkeypatch.setattr(signals, "_subscribers", [])
     callback, _ = watching(updates=True, weights=True)
-    fit(make_module(), tmp_path, [callback])
+    module = make_module()
+    trainer = fit(module, tmp_path, [callback])
     assert callback.monitor._recorder.is_released
     assert callback.monitor._updates == []
+    assert not any(each._optimizer_step_post_hooks for each in trainer.optimizers)
+    weight = weakref.ref(module.net[0].weight)
+    del module, trainer
+    gc.collect()
+    assert weight() is None
     refs = [weakref.ref(callback), weakref.ref(callback.monitor)]
     del callback
     gc.collect()
@@ -371,3 +476,32 @@ def test_without_gradients_the_message_is_about_the_trainer(tmp_path):
     (found,) = [one for one in callback.monitor.findings if one.rule == "no_gradients"]
     assert found.message.startswith("the trainer's optimizer finds no gradient since step 0")
     assert "record()" not in found.message + found.advice
+
+
+def test_optimizers_that_toggle_their_parameters_have_updates_of_their_own(tmp_path):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.01) for i in (0, 2)]
+
+    def training_step(self, batch, batch_idx):
+        for i, optimizer in zip((0, 2), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward((self.net(batch[0]) - batch[1]).square().mean())
+            before = self.net[i].weight.detach().clone()
+            optimizer.step()
+            true[i].append((self.net[i].weight.detach() - before).norm().item())
+            self.untoggle_optimizer(optimizer)
+            with torch.no_grad():
+                self.net[i].weight.mul_(0.9)
+
+    true = {0: [], 2: []}
+    module = make_module(training_step=training_step, configure_optimizers=configure_optimizers)
+    module.automatic_optimization = False
+    callback, sink = watching(updates=True, weights=True, rules=[NotUpdated()])
+    fit(module, tmp_path, [callback], max_steps=32)
+    assert callback.monitor.failures == {}
+    assert callback.monitor.findings == []
+    for i, norms in true.items():
+        place = sink.info.roster.names.index(f"net.{i}.weight")
+        recorded = [float(record.value("norm", "updates")[place]) for record in sink.records]
+        assert recorded == pytest.approx(norms, rel=1e-4)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import sys
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradiometer import distributed
 from gradiometer.integrations.session import Session, scaler_of, while_running
-from support.watching import Sink
+from gradiometer.monitor import Monitor
+from support.watching import Sink, time_limit
 
 
 class NoReads(TorchDispatchMode):
@@ -108,6 +112,101 @@ def test_a_hook_that_fails_is_the_last(caplog):
         caplog.records[0].getMessage()
         == "it: AttributeError: no such attribute; training continues without the monitor"
     )
+
+
+class Holder:
+    def __init__(self, session):
+        self._session = session
+
+    @while_running
+    def hook(self):
+        self._session.record()
+
+
+STATE = {"step": 0, "every": 1, "black_box": {}, "rules": {}, "findings": []}
+PLACES = {
+    "begin": (Monitor, "set_driver", lambda s: s.begin(nn.Linear(2, 1), scaler=None, step=0, state=None)),
+    "resume": (
+        Monitor,
+        "load_state_dict",
+        lambda s: s.begin(nn.Linear(2, 1), scaler=None, step=0, state=STATE),
+    ),
+    "ranks": (
+        distributed,
+        "rendezvous",
+        lambda s: s.begin(nn.Linear(2, 1), scaler=None, step=0, state=None),
+    ),
+    "hook": (Monitor, "record", lambda s: Holder(s).hook()),
+    "checkpoint": (Monitor, "state_dict", Session.state_dict),
+    "end": (Monitor, "close", Session.end),
+    "give up": (Monitor, "close", lambda s: s.give_up("it failed")),
+    "end by an error": (Monitor, "__exit__", lambda s: s.end(ValueError("no data"))),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_signal_handler_raises_is_for_the_program(place, monkeypatch, caplog):
+    owner, name, call = PLACES[place]
+    session, sink = watching(nn.Linear(2, 1))
+    if place in {"begin", "resume", "ranks"}:
+        session.end()
+    with time_limit() as interrupted, monkeypatch.context() as patches:
+        patches.setattr(owner, name, interrupted)
+        if place == "ranks":
+            patches.setattr(distributed, "is_active", lambda: True)
+            patches.setattr(distributed, "group_of", lambda _: None)
+            patches.setattr(distributed, "ranks_of", lambda _: (0, [0]))
+            session._options["ranks"] = True
+            alone = lambda model, **options: Monitor(model, **options | {"ranks": False})  # noqa: E731
+            patches.setattr("gradiometer.integrations.session.Monitor", alone)
+        with pytest.raises(TimeoutError, match="the time is up") as caught:
+            call(session)
+    assert "TimeoutError" not in caplog.text
+    # as a trainer does with an exception
+    session.end(caught.value)
+    assert session.monitor.closed
+    assert not session.running
+    assert [(fault.reason, fault.message) for fault in sink.faults] == [
+        ("exception", "TimeoutError: the time is up")
+    ]
+
+
+def test_after_the_end_the_model_is_free():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session, _ = watching(model, updates=True)
+    session.record(only=[model.weight])
+    session.record_updates_after(optimizer)
+    session.add_loss(model(torch.ones(1, 2)).sum())
+    session.end()
+    assert not optimizer._optimizer_step_post_hooks
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+
+
+def test_an_optimizer_without_hooks_is_measured_at_the_end_of_the_step():
+    class Wrapper(torch.optim.Optimizer):
+        """Does not call `Optimizer.__init__`."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def step(self):
+            self.inner.step()
+
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.5))
+    session, sink = watching(model, updates=True)
+    model(torch.ones(1, 2)).sum().backward()
+    session.record()
+    session.begin_updates()
+    session.record_updates_after(optimizer)
+    optimizer.step()
+    session.advance()
+    session.end()
+    assert sink.records[0].total("norm", "updates") == pytest.approx(math.sqrt(0.5))
 
 
 def test_options_are_those_of_a_monitor():

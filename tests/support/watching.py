@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import contextmanager
+
 
 class Sink:
     """Keeps all its input."""
@@ -32,6 +35,21 @@ class Sink:
 
     def scalars(self, name):
         return [record.scalars[name] for record in self.records]
+
+
+@contextmanager
+def time_limit():
+    """Install a signal handler that raises TimeoutError; yield a function that causes the signal."""
+
+    def stop(*_):
+        msg = "the time is up"
+        raise TimeoutError(msg)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield lambda *_, **__: signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Counter:

@@ -13,6 +13,7 @@ import torch
 from gradiometer import distributed
 from gradiometer.extras import require
 from gradiometer.integrations.session import Session, has_whole_gradients, scaler_of, while_running
+from gradiometer.monitor import raise_of_handlers
 from gradiometer.runs import open_file
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
                 torch.save(values, folder / f".{STATE_NAME}")
                 (folder / f".{STATE_NAME}").replace(folder / STATE_NAME)
             except (OSError, RuntimeError) as error:
+                raise_of_handlers(error)
                 self._session.say(f"{error}; the checkpoint does not contain the monitor's state")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -148,10 +150,11 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         try:
             with open_file(path) as file:
                 return torch.load(file, map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            return None  # a checkpoint without this callback
         except Exception as error:  # noqa: BLE001 a damaged file may raise anything
-            self._session.say(f"{path} cannot be read ({error}); the rules start without a history")
+            raise_of_handlers(error)
+            # a checkpoint without this callback has no such file
+            if not isinstance(error, FileNotFoundError):
+                self._session.say(f"{path} cannot be read ({error}); the rules start without a history")
             return None
 
     def _observed(self, training_step: Any) -> Any:

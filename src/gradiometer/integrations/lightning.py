@@ -53,6 +53,10 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     updates them. If you clip gradients before ``optimizer.step()``, the clipped gradients are measured. The
     loss is the return value of ``training_step``.
 
+    Updates are measured right after the optimizer's step; if a batch has several, they are the change from
+    before the first to after the last. Without such a moment, as after a step that a GradScaler skips, they
+    are measured at the end of the batch.
+
     Lightning's checkpoints contain the monitor's state. An exception or Ctrl-C in ``fit`` writes a black box.
 
     Findings are logged by a child of Lightning's logger.
@@ -122,7 +126,9 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         several = len(trainer.optimizers) > 1
         only = [p for group in optimizer.param_groups for p in group["params"]] if several else None
         self._session.record(scaler, only)
-        self._session.begin_updates()
+        self._session.begin_updates(optimizer)
+        for each in trainer.optimizers:
+            self._session.record_updates_after(each)
         self._session.note(**{_lr_name(trainer.optimizers, optimizer): optimizer.param_groups[0]["lr"]})
 
     @while_running
@@ -147,6 +153,17 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         """Write the black box, also after Ctrl-C, which Lightning does not re-raise."""
         del trainer, pl_module
         self._session.end(exception)
+        self._forget_module()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget the module, so that it can be freed while the callback is kept."""
+        del trainer, pl_module, stage
+        self._forget_module()
+
+    def _forget_module(self) -> None:
+        # Lightning sets these methods of the module on every callback
+        for name in ("log", "log_dict"):
+            self.__dict__.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the monitor's state, for Lightning's checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from torch.amp import GradScaler
+    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Session", "has_whole_gradients", "is_first", "scaler_of", "while_running"]
 
@@ -83,8 +85,12 @@ class Session:
         self._what, self._logger = what, logger
         self._options = dict(options)
         self._names: dict[Tensor, str] = {}
+        self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._scalars: dict[str, Tensor | float] = {}
         self._measured = False
+        # several optimizers, whose updates are measured apart, and those that have begun to update
+        self._several: tuple[Optimizer, ...] = ()
+        self._begun: set[int | None] = set()
 
     def begin(
         self,
@@ -104,21 +110,24 @@ class Session:
             ImportError: for a run record or a sink whose package is not installed.
         """
         self.end()
-        self._names = {p: name for name, p in model.named_parameters()}
-        self._scalars, self._measured = {}, False
+        self._measured = False
         failure = None
         try:
             self.monitor = Monitor(_measurable(model), **self._options)
+            self.running = True
+            self._names = {p: name for name, p in model.named_parameters()}
             self.monitor.skips = scaler is not None
             self.monitor.logger = self._logger
             # without wrappers such as Accelerate's
             known = tuple([getattr(each, "optimizer", each) for each in optimizers])
             is_known = all([isinstance(each, Optimizer) for each in known])
             self.monitor.set_driver(Driver("trainer", known if is_known else ()))
-            self.running = True
+            self._several = known if is_known and len(known) > 1 else ()
+            self.monitor.split_updates(self._parts())
         except (ValueError, ImportError):
             raise  # an invalid option: stop before training begins
         except Exception as error:  # noqa: BLE001 such as a parameter that cannot be measured
+            raise_of_handlers(error)
             failure = error
         ranks = self._options.get("ranks", True)
         # a checkpoint has the state of the first rank, which does not fit other ranks that run separately
@@ -155,6 +164,7 @@ class Session:
             if not is_first():
                 self._resume(told_state, step)
         except Exception as error:  # noqa: BLE001 such as a lost store; training goes on
+            raise_of_handlers(error)
             return failure or error
         return None
 
@@ -172,6 +182,7 @@ class Session:
         try:
             self.monitor.load_state_dict(state)
         except Exception as error:  # noqa: BLE001 a foreign state may hold anything
+            raise_of_handlers(error)
             what = f"{type(error).__name__}: {error}"
             self.say(
                 f"the state in the checkpoint cannot be loaded ({what}); the rules start without a history"
@@ -191,17 +202,52 @@ class Session:
             bits = bool(self._options.get("fingerprint", False))
             stats = collect_grads(pairs, thresholds=thresholds, inv_scale=inv_scale, fingerprint=bits)
             self.monitor.record(stats)
-        self._measured = True
+        if not self._measured:
+            self._measured = True
+            self._begun.clear()
 
-    def begin_updates(self) -> None:
-        """Copy the weights right before the update, if updates are recorded."""
-        if self.monitor is not None:
-            self.monitor.begin_updates()
+    def begin_updates(self, optimizer: Optimizer | None = None) -> None:
+        """Copy the weights right before the first update of a step, those of one optimizer if given."""
+        part = self._part_of(optimizer)
+        if self.monitor is not None and part not in self._begun:
+            self._begun.add(part)
+            self.monitor.begin_updates(part)
+
+    def _parts(self) -> list[set[str]]:
+        """Return the names of each optimizer's parameters; those that none has are the last one's."""
+        left = set(self._names.values())
+        parts = []
+        for optimizer in self._several or (None,):
+            groups = [] if optimizer is None else optimizer.param_groups
+            parts.append(
+                {self._names[p] for group in groups for p in group["params"] if p in self._names} & left
+            )
+            left -= parts[-1]
+        parts[-1] |= left
+        return parts
+
+    def _part_of(self, optimizer: Any) -> int | None:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        return next((i for i, each in enumerate(self._several) if each is inner), None)
 
     def record_updates(self) -> None:
         """Measure the updates if they are recorded, before the gradients are cleared."""
         if self._options.get("updates") and self._measured and self.monitor is not None:
             self.monitor.record_updates()
+
+    def record_updates_after(self, optimizer: Optimizer) -> None:
+        """Measure the updates right after each step of this optimizer, until the run ends."""
+        if self._options.get("updates") and optimizer not in self._hooks:
+            # without the hooks of `Optimizer.__init__`, `advance` measures the updates
+            with suppress(AttributeError):
+                self._hooks[optimizer] = optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args, kwargs
+        # after a compiled step, `advance` measures the updates
+        if not torch.compiler.is_compiling() and self._measured and self.monitor is not None:
+            # again after each further step of a batch, up to the last one
+            self.monitor.record_updates(self._part_of(optimizer), again=True)
 
     def note(self, **scalars: Any) -> None:
         """Keep scalars for the step; tensors stay on their device."""
@@ -227,25 +273,35 @@ class Session:
             self.monitor.advance(**scalars)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the monitor's state; empty if nothing is watched or on an error. Never raises."""
+        """Return the monitor's state; empty if nothing is watched or on an error.
+
+        It raises only what the program's own signal handlers raise meanwhile.
+        """
         try:
             return dict(self.monitor.state_dict()) if self.running and self.monitor is not None else {}
         except Exception as error:  # noqa: BLE001 a checkpoint must be written
+            raise_of_handlers(error)
             self.say(f"{type(error).__name__}: {error}; the checkpoint does not contain the monitor's state")
             return {}
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the monitor; after an error, write a black box."""
-        running, self.running = self.running, False
-        if not running or self.monitor is None:
-            return
-        try:
-            if error is None:
-                self.monitor.close()
-            else:
-                self.monitor.__exit__(type(error), error, None)
-        except Exception as failure:  # noqa: BLE001 training has its result, or its own error
-            self.say(f"{type(failure).__name__}: {failure}; the last steps may be missing")
+        """Close the monitor and free the model; after an error, write a black box.
+
+        If a signal handler of the program raises an exception meanwhile, call this again with it.
+        """
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks, self._names, self._scalars = {}, {}, {}
+        if self.running and self.monitor is not None:
+            try:
+                if error is None:
+                    self.monitor.close()
+                else:
+                    self.monitor.__exit__(type(error), error, None)
+            except Exception as failure:  # noqa: BLE001 training has its result, or its own error
+                raise_of_handlers(failure)
+                self.say(f"{type(failure).__name__}: {failure}; the last steps may be missing")
+        self.running = False
 
     def give_up(self, reason: str, *, for_all: bool = False) -> None:
         """Log the reason and stop watching this run; with ``for_all`` only the first rank logs it."""

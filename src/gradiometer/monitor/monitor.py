@@ -475,7 +475,7 @@ class Monitor:
                 updates.has_begun = True
                 self._try("updates", updates.keep_for, self.step, self._every)
 
-    def record_updates(self, part: int | None = None) -> None:
+    def record_updates(self, part: int | None = None, *, again: bool = False) -> None:
         """Measure what the optimizer's step did to the weights; needs ``updates=True``.
 
         Call it after ``optimizer.step()`` and before gradients are cleared, so that the updates are compared
@@ -489,6 +489,7 @@ class Monitor:
 
         Args:
             part: the number of an optimizer, see `split_updates`; None for all weights.
+            again: also if they were measured in this step, as after the last of several updates in a step.
         """
         if self._is_over or (not torch.compiler.is_compiling() and self._is_repeating()):
             return
@@ -507,7 +508,7 @@ class Monitor:
         else:
             self._complete()
             for updates in measured:
-                if not updates.is_measured:
+                if again or not updates.is_measured:
                     self._measure(updates)
 
     def _measure(self, updates: Updates) -> None:
