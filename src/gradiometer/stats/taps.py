@@ -260,7 +260,7 @@ class Taps(Float64Module):
         pass
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.taps = self
 
