@@ -582,17 +582,19 @@ def test_frames_that_another_thread_frees():
     assert not running_taps._THREAD.taps
 
 
-def test_frames_with_the_id_of_one_that_ctrl_c_has_ended():
-    """CPython soon gives the memory of a frame to another one."""
-    model, untapped = Failing(KeyboardInterrupt()), Failing()
+def test_frames_with_the_id_of_one_that_ctrl_c_has_ended(monkeypatch):
+    """CPython may give the memory of a frame to another one."""
+    monkeypatch.setattr(running_taps, "id", lambda _: 0, raising=False)
+    model, untapped = Failing(), Failing()
     taps = gm.Taps(model, names=["x"])
-    for _ in range(5):
+    for _ in range(2):
+        hook = model.register_forward_hook(lambda module, args, _: press_ctrl_c(module, args), prepend=True)
         with contextlib.suppress(KeyboardInterrupt):
             model(X)
-        assert calls(taps) == [1, 0]
+        hook.remove()
+        assert calls(taps) == [2, 0]
         untapped(X).sum().backward()
         assert calls(taps) == [0, 0]
-    model.error = None
     model(X).sum().backward()
     assert calls(taps) == [2, 2]
 
