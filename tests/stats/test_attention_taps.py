@@ -221,7 +221,23 @@ def test_max_scores_are_the_logits_themselves(rows):
     found = rows(["a.max_logit"], lambda: gm.tap_attention(q, k, "a", max_scores=top))
     row = found["a.max_logit"]
     per_head = top.amax(-1)
-    assert (row.abs_max, row.n_inf) == (per_head.abs().max().item(), 0)
+    assert (row.abs_max, row.n_inf) == (per_head.max().item(), 0)
+
+
+@pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min, -1e9, -5.0])
+@pytest.mark.parametrize(("own", "largest"), [(3.0, 3.0), (-100.0, 0.0)])
+def test_max_scores_that_are_negative_count_as_zero(rows, masked, own, largest):
+    """As of a sample that is all padding, and of heads without a positive logit."""
+    top = torch.full((2, 3, 5), masked)
+    top[0, 1] = own
+    row = rows(["a.max_logit"], lambda: gm.tap_attention(X, X, "a", max_scores=top))["a.max_logit"]
+    assert (row.abs_max, row.numel, row.n_nan) == (largest, 6, 0)
+
+
+def test_max_scores_show_nan_and_inf(rows):
+    top = torch.tensor([[-5.0, math.nan], [-math.inf, math.inf], [-math.inf, -1.0]])
+    row = rows(["a.max_logit"], lambda: gm.tap_attention(X, X, "a", max_scores=top))["a.max_logit"]
+    assert (row.n_nan, row.n_inf, row.abs_max) == (1, 1, 0.0)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import functools
+import gc
 import io
+import types
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -485,15 +487,72 @@ def test_functional_gradients(is_compiled, fused):
     taps.remove()
 
 
+def saved_and_loaded(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 def test_copies_of_the_model_do_not_count():
     model = Named()
     taps = gm.Taps(model, {"all": "."}, names=["named"])
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(model), saved_and_loaded(model)):
         other(torch.ones(1, 2)).sum().backward()
     assert not taps.stats().columns.any()
+    taps.remove()
+
+
+COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+
+
+def modules_in(value):
+    """Return the modules that a value refers to, directly or not, with taps."""
+    found, todo, seen = [], [value], set()
+    while todo:
+        x = todo.pop()
+        if id(x) in seen or isinstance(x, (type, types.ModuleType, types.FunctionType)):
+            continue
+        seen.add(id(x))
+        found += [x] if isinstance(x, nn.Module) else []
+        todo += gc.get_referents(x)
+    return found
+
+
+@COPIES
+@pytest.mark.parametrize("names", [(), ("named",)])
+def test_a_copy_of_a_model_has_taps_of_its_own(copied, names):
+    model = Named()
+    taps = gm.Taps(model, {"all": "."}, names=names)
+    # a part of it that comes first
+    part, other, again = copied([next(model.children()), model, {"model": model}])
+    assert again["model"] is other
+    assert part is next(other.children())
+    (own,) = [x for x in modules_in(other) if isinstance(x, gm.Taps)]
+    assert own.model is other
+    for each in (other, copied(other)):
+        each(torch.ones(1, 2)).sum().backward()
+    part(torch.ones(1, 2)).sum().backward()
+    # one call of the model and one of its part
+    assert own.stats().n_calls.tolist() == [2, *[1] * len(names)] * 2
+    assert not taps.stats().columns.any()
+    own.remove()
+    other(torch.ones(1, 2)).sum().backward()
+    assert own.stats().n_calls.tolist() == [2, *[1] * len(names)] * 2
+    taps.remove()
+
+
+@COPIES
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_copy_of_a_part_has_no_taps(copied, is_compiled):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    taps = gm.Taps(model, {"all": "."}, names=["named"])
+    part = copied(model[1])
+    assert {id(x) for x in modules_in(part)} == {id(x) for x in part.modules()}
+    run = torch.compile(part, backend="aot_eager", fullgraph=True) if is_compiled else part
+    assert torch.equal(run(torch.ones(1, 2)), model[1](torch.ones(1, 2)))
+    # only the call of the model's own part
+    assert taps.stats().n_calls.tolist() == [0, 1, 1, 1, 0] + [0] * 5
     taps.remove()
 
 

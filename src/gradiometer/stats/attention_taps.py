@@ -43,7 +43,7 @@ def tap_attention(
     Call it beside the attention, compiled or not. Fused attention does not return its logits, so the row
     ``<name>.max_logit_bound`` has the bound ``max ‖q‖ · max ‖k‖ · |scale|`` of each sample and head, before
     any mask. With ``max_scores``, as `flex_attention` returns it, the row ``<name>.max_logit`` has the logits
-    themselves. ``abs_max`` of the row is the largest of all.
+    themselves, and 0 for a head whose logits are all negative. ``abs_max`` of the row is the largest of all.
 
     The bound is computed in fp64 and then multiplied by ``1 + (d + 32) * 2**-52``, which is more than its
     rounding errors, so no exact logit is larger in magnitude. Of fp64 inputs, a norm or a product of norms
@@ -60,8 +60,8 @@ def tap_attention(
         scale: the factor of the logits; ``1 / sqrt(d)`` by default. A tensor is broadcast against the logits,
             ``(..., heads, queries, keys)``.
         max_scores: the largest logit of each query, ``(..., heads, queries)``, after scale and mask: the
-            auxiliary output of `flex_attention`, or ``scores.amax(-1)``. -inf, of a query without a key, is
-            left out.
+            auxiliary output of `flex_attention`, or ``scores.amax(-1)``. A query without a key may have -inf
+            or any other negative value of a mask.
 
     Raises:
         TypeError: if a tensor is not floating-point, or is on another device than the model's first
@@ -90,9 +90,8 @@ def tap_attention(
         _check(taps, max_scores, f"tap_attention: max_scores of {name!r}", least=1)
         if not max_scores.numel():
             return
-        top = max_scores.detach().amax(dim=-1)
-        # a head without any key has no logit
-        top = top.masked_fill(top == -math.inf, 0.0)
+        # a head without any key has only values of the mask, such as -inf
+        top = max_scores.detach().amax(dim=-1).clamp(min=0.0)
     else:
         _check(taps, q, f"tap_attention: q of {name!r}", least=2)
         _check(taps, k, f"tap_attention: k of {name!r}", least=2)

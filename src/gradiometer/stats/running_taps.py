@@ -1,8 +1,9 @@
 """Which taps measure a call of `gradiometer.tap`: those of the innermost model that runs and lists the name.
 
 Hooks of each model keep a stack for each thread. Dynamo traces them as changes of a list, with guards on the
-content of the list when a graph is called. Eager code also keeps the frame that calls the model, since a
-forward pass may end without its hooks, by Ctrl-C or in a traced function that catches an exception.
+content of the list when a graph is called. Eager code also notes the frame that calls the model, since a
+forward pass may end without its hooks, by Ctrl-C or in a traced function that catches an exception. It does
+not keep the frame, whose variables would keep the model and its batch.
 
 Activation checkpointing calls parts of a model again in the backward pass, after the model's forward pass.
 The sequence number of the autograd node that does so tells in which forward pass the node was created.
@@ -14,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -26,14 +28,29 @@ if TYPE_CHECKING:
 __all__ = ["begin", "end", "forget", "is_in_backward", "taps_of"]
 
 
+class _Mark:
+    """A local variable of a frame that calls a model. It is freed with the frame."""
+
+
+class _Call(NamedTuple):
+    """A call of a model in eager code."""
+
+    taps: weakref.ref[Taps]
+    # the id of the frame that calls the model, which no other frame has while the mark exists
+    frame: int
+    mark: weakref.ref[_Mark]
+    # the next autograd node's number at the beginning
+    first: int
+
+
 class _Thread(threading.local):
     """The taps whose models run in this thread, the innermost last."""
 
     def __init__(self) -> None:
         # Dynamo reads attributes of this thread only if they are set here, and traces changes of lists
         self.taps: list[Taps] = []
-        # for each: the frame that calls the model, and the next autograd node's number when it did
-        self.calls: list[tuple[FrameType, int]] = []
+        # one for each in eager code
+        self.calls: list[_Call] = []
         # another thread may get this one's identifier later
         self.token = object()
 
@@ -56,35 +73,35 @@ def begin(taps: Taps) -> None:
     """Note that the model of these taps runs. Call it in a hook of the model."""
     if not torch.compiler.is_dynamo_compiling():
         _drop_ended()
-        _THREAD.calls.append((_caller_of_hook(), torch._C._autograd._get_sequence_nr()))  # noqa: SLF001 neither has a public name
+        frame, running, calls = _caller_of_hook(), _THREAD.taps, _THREAD.calls
+        # several taps of one model have the same frame
+        mark = frame.f_locals.setdefault("__gradiometer_mark__", _Mark())
+        # the garbage collector of another thread may free the frame
+        freed = weakref.ref(mark, partial(_drop_freed, running, calls))
+        calls.append(_Call(weakref.ref(taps), id(frame), freed, torch._C._autograd._get_sequence_nr()))  # noqa: SLF001 neither has a public name
     _THREAD.taps.append(taps)
 
 
 def end(taps: Taps) -> None:
     """Note that the model of these taps has returned, or raised. Call it in a hook of the model."""
-    is_traced = torch.compiler.is_dynamo_compiling()
-    if not is_traced:
-        # an exception has ended the frame of the call already
-        _drop_ended()
-    places = [place for place, running in enumerate(_THREAD.taps) if running is taps]
-    if is_traced:
+    if torch.compiler.is_dynamo_compiling():
+        places = [place for place, running in enumerate(_THREAD.taps) if running is taps]
         del _THREAD.taps[places[-1]]
         return
-    frame = _caller_of_hook()
-    for place in places:
-        if _THREAD.calls[place][0] is frame:
-            _, first = _THREAD.calls.pop(place)
-            del _THREAD.taps[place]
+    # an exception has ended the frame of the call already
+    _drop_ended()
+    frame = id(_caller_of_hook())
+    for call in list(_THREAD.calls):
+        if call.frame == frame and call.taps() is taps:
+            _keep(_THREAD.taps, _THREAD.calls, [other for other in _THREAD.calls if other is not call])
             if torch.is_grad_enabled():
-                _remember(taps, first)
+                _remember(taps, call.first)
             return
 
 
 def forget(taps: Taps) -> None:
     """Drop taps that were removed while their model runs."""
-    kept = [pair for pair in zip(_THREAD.taps, _THREAD.calls, strict=False) if pair[0] is not taps]
-    _THREAD.taps[:] = [running for running, _ in kept]
-    _THREAD.calls[:] = [call for _, call in kept]
+    _keep(_THREAD.taps, _THREAD.calls, [call for call in _THREAD.calls if call.taps() is not taps])
 
 
 def taps_of(name: str) -> list[tuple[Taps, int]]:
@@ -100,7 +117,8 @@ def taps_of(name: str) -> list[tuple[Taps, int]]:
     if not running:
         return [] if is_traced or not is_in_backward() else _taps_in_backward(name)
     found: list[tuple[Taps, int]] = []
-    for taps in reversed(running):
+    # a copy: the garbage collector may run here and drop calls
+    for taps in running[::-1]:
         row = taps.rows.get(name)
         if row is not None and _is_another(taps, found):
             found.append((taps, row))
@@ -154,16 +172,28 @@ def _caller_of_hook() -> FrameType:
 
 def _drop_ended() -> None:
     """Drop models whose forward pass was left by an exception, without their hooks."""
-    running, calls = _THREAD.taps, _THREAD.calls
-    if len(running) > len(calls):
-        # a traced function that caught an exception leaves taps without a call
-        del running[len(calls) :]
-    while calls:
-        called = calls[-1][0]
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 as above
-        while frame is not None and frame is not called:
-            frame = frame.f_back
-        if frame is not None:
-            return
+    running, calls = _THREAD.taps, list(_THREAD.calls)
+    while calls and not _is_on_stack(calls[-1]):
         calls.pop()
-        running.pop()
+    # a traced function that caught an exception leaves taps without a call
+    if len(running) != len(calls) or len(calls) != len(_THREAD.calls):
+        _keep(running, _THREAD.calls, calls)
+
+
+def _is_on_stack(call: _Call) -> bool:
+    if call.mark() is None:
+        return False
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 as above
+    while frame is not None and id(frame) != call.frame:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _drop_freed(running: list[Taps], calls: list[_Call], mark: weakref.ref[_Mark]) -> None:
+    _keep(running, calls, [call for call in calls if call.mark is not mark])
+
+
+def _keep(running: list[Taps], calls: list[_Call], kept: list[_Call]) -> None:
+    """Keep these calls of a thread, and their taps."""
+    calls[:] = kept
+    running[:] = [taps for call in kept if (taps := call.taps()) is not None]

@@ -86,6 +86,9 @@ class Taps(Float64Module):
     `Taps` of one model, as of a notebook cell that runs twice, all measure, at the cost of each: `remove`
     those that are no longer needed. They are freed with the model.
 
+    A copy of the model, by `copy.deepcopy` or ``torch.save``, has `Taps` of its own. A copy of a part of the
+    model has none.
+
     Channels are those of the last dimension, and of dimension 1 for convolutions, batch and group norms, and
     for outputs of four or more dimensions of other modules than linear layers, layer norms and embeddings.
 
@@ -183,9 +186,11 @@ class Taps(Float64Module):
         self._fused = False if fused is None and every != 1 else fused
         # in a list, since it is not a part of this module
         self._model = [model]
-        self._handles = [
-            modules[name].register_forward_hook(_Hook(self, row)) for row, name in enumerate(tapped)
-        ]
+        self._hooks = [_Hook(self, row) for row in range(len(tapped))]
+        pairs = zip(tapped, self._hooks, strict=True)
+        self._handles = [modules[name].register_forward_hook(hook) for name, hook in pairs]
+        # copies of the whole model find the taps here; its parts do not refer to them in a copy
+        self._handles.append(model.register_state_dict_pre_hook(self._do_nothing))
         self.rows = {name: row for row, name in enumerate(given, start=len(tapped))}
         if given:
             self._handles.append(model.register_forward_pre_hook(self._begin))
@@ -251,6 +256,14 @@ class Taps(Float64Module):
     def _end(self, *_: Any) -> None:
         running_taps.end(self)
 
+    def _do_nothing(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.taps = self
+
     def repeated(self) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
         """Return the parameters of the model, and the buffers that its steps write."""
         return self.model.parameters(), self.buffers()
@@ -294,7 +307,12 @@ class _Hook:
     """The forward hook of one module."""
 
     def __init__(self, taps: Taps, row: int) -> None:
-        self._taps, self._row = taps, row
+        self.taps: Taps | None = taps
+        self.row = row
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the taps refer to the whole model; if it is copied or saved, they set this again
+        return {"taps": None, "row": self.row}
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output with its first floating-point tensor measured."""
@@ -326,11 +344,11 @@ class _Hook:
         return output
 
     def _measured(self, x: Tensor, module: nn.Module) -> Tensor:
-        if not _is_measurable(x):
+        if self.taps is None or not _is_measurable(x):
             return x
         is_first = isinstance(module, _CHANNELS_FIRST) or x.dim() > 3
         dim = 1 if is_first and x.dim() > 1 and not isinstance(module, _CHANNELS_LAST) else -1
-        return self._taps.measure(x, self._row, dim)
+        return self.taps.measure(x, self.row, dim)
 
 
 def _is_measurable(x: object) -> bool:
