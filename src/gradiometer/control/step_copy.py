@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradiometer.control.located import values_of
 from gradiometer.control.operations import storage_of, tensors_in
 from gradiometer.control.random_state import random_state, restore_random_state
-from gradiometer.inputs import unwrapped
+from gradiometer.inputs import is_dtensor, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,8 +125,9 @@ class StepCopy:
                 parameters |= {p: None for group in part.param_groups for p in group["params"]}
             self._keep_entries(part)
         self.parameters = list(parameters)
-        versions = tuple([p._version for p in parameters])  # noqa: SLF001
-        self._undo.append(functools.partial(_set_versions, tuple(parameters), versions))
+        plain = tuple([p for p in parameters if not (p.is_inference() or is_dtensor(type(p)))])
+        versions = tuple([p._version for p in plain])  # noqa: SLF001
+        self._undo.append(functools.partial(_set_versions, plain, versions))
         for p in parameters:
             self._undo.append(functools.partial(setattr, p, "grad", p.grad))
         self._undo.append(functools.partial(restore_random_state, random_state(devices)))
