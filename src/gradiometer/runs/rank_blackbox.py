@@ -45,7 +45,7 @@ class RankBlackbox:
         """Write the report, replacing an earlier one; remove the kept step of an earlier attempt."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._earlier is not None and stamp(self._kept) == self._earlier:
-            self._kept.unlink()
+            self._kept.unlink(missing_ok=True)
         data, _ = json_file(self.path.name, fault.to_dict() | {"time": time.time()})
         prepare(self.path.parent, self.path, data, sync=True)()
 
