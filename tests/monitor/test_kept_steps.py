@@ -18,10 +18,13 @@ import torch
 from torch import nn
 
 import gradiometer as gm
+from gradiometer.control import random_state
 from gradiometer.monitor import kept_steps
-from gradiometer.runs import plain_batch, write_kept_steps
+from gradiometer.rules import Fault
+from gradiometer.runs import RankBlackbox, plain_batch, write_kept_steps
 from gradiometer.runs.directory import remove_leftovers
 
+STEP = {"step": 3, "random": {}}
 BATCHES = torch.randn(40, 8, 4, generator=torch.Generator().manual_seed(3))
 
 
@@ -163,6 +166,114 @@ def test_an_exception_in_a_step_keeps_that_step(tmp_path):
     kept = gm.load_kept_step(tmp_path)
     assert (kept.step, kept.kwargs, kept.args[1]) == (4, {"name": "x"}, {"mask": [None, True]})
     assert kept.args[0].tolist() == [-1]
+
+
+STATES = {
+    "short": {"torch": torch.zeros(3, dtype=torch.uint8)},
+    "garbage": {"torch": torch.full((5056,), 255, dtype=torch.uint8)},
+    "meta": {"meta": torch.zeros(16, dtype=torch.uint8)},
+    "cpu": {"cpu": torch.get_rng_state()},
+    "unknown": {"x": torch.zeros(16, dtype=torch.uint8)},
+    "python": {"python": (3, (1, 2), None)},
+    "large": {"python": (3, (2**70,) * 625, None)},
+    "numpy": {"numpy": ("x", b"0" * 2496, 0, 0, 0.0)},
+}
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES.keys())
+def test_a_random_state_that_no_generator_takes_changes_nothing(tmp_path, state):
+    model = nn.Linear(2, 1)
+    random_states = random_state() | state
+    weights = {name: torch.full_like(x, 9.0) for name, x in model.state_dict().items()}
+    write_kept_steps(tmp_path / "blackbox.pt", None, {"step": 3, "random": random_states}, weights, 3)
+    kept = gm.load_kept_step(tmp_path)
+    torch.rand(1)
+    random.seed(5)
+    before = repr((model.state_dict(), torch.get_rng_state().tolist(), random.getstate()))
+    with pytest.raises(
+        ValueError, match=rf"restore: the state of the random numbers of '{next(iter(state))}'"
+    ):
+        kept.restore(model)
+    assert repr((model.state_dict(), torch.get_rng_state().tolist(), random.getstate())) == before
+
+
+def test_a_weight_of_another_kind_of_number_changes_nothing(tmp_path):
+    model = nn.Linear(2, 1)
+    weights = {"weight": torch.full((1, 2), 9.0), "bias": torch.ones(1, dtype=torch.complex64)}
+    write_kept_steps(tmp_path / "blackbox.pt", None, STEP, weights, 3)
+    before = model.weight.tolist()
+    with pytest.raises(ValueError, match=r"'bias', kept as torch.complex64, is torch.float32 in the model"):
+        gm.load_kept_step(tmp_path).restore(model)
+    assert model.weight.tolist() == before
+
+
+def test_weights_restore_a_model_of_another_precision(tmp_path):
+    weights = {"weight": torch.full((1, 2), 9.0), "bias": torch.ones(1)}
+    write_kept_steps(tmp_path / "blackbox.pt", None, STEP, weights, 3)
+    model = nn.Linear(2, 1, dtype=torch.float64)
+    gm.load_kept_step(tmp_path).restore(model)
+    assert model.weight.tolist() == [[9.0, 9.0]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
+def test_random_numbers_of_a_device_that_is_not_here_are_left_out(tmp_path):
+    states = random_state() | {"cuda:7": torch.zeros(16, dtype=torch.uint8)}
+    write_kept_steps(tmp_path / "blackbox.pt", None, {"step": 3, "random": states}, None, None)
+    expected = torch.rand(3)
+    gm.load_kept_step(tmp_path).restore()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def fail_after(steps, path, error=RuntimeError, **options):
+    """Train a few steps with a monitor, which ends with an exception."""
+    loop = Loop()
+    with suppress(error), gm.Monitor(loop.model, run_dir=path, rules=(), ranks=False, **options) as monitor:
+        loop.train(monitor, steps, keep=not options)
+        raise error
+
+
+@pytest.mark.parametrize("is_ended_by_a_signal", [False, True])
+def test_a_later_attempt_that_writes_none_leaves_no_earlier_one_beside_its_report(
+    tmp_path, is_ended_by_a_signal
+):
+    fail_after(4, tmp_path)
+    earlier = (tmp_path / "blackbox.pt").read_bytes()
+    (tmp_path / "blackbox.pt").chmod(0o644)
+    # without a fault, it stays beside the report that it belongs to
+    loop = Loop()
+    with gm.Monitor(loop.model, run_dir=tmp_path, rules=(), redact=True) as monitor:
+        loop.train(monitor, 2, keep=False)
+    assert gm.load_kept_step(tmp_path).step == 4
+    if is_ended_by_a_signal:
+        loop = Loop()
+        monitor = gm.Monitor(loop.model, run_dir=tmp_path, rules=())
+        loop.train(monitor, 2)
+        monitor._pipeline.end(("SIGTERM", ""))
+    else:
+        fail_after(2, tmp_path, redact=True)
+    assert gm.read_run(tmp_path).blackbox["attempt"] == 3
+    with pytest.raises(gm.RunError, match="does not exist"):
+        gm.load_kept_step(tmp_path)
+    moved = tmp_path / "blackbox-0001.pt"
+    assert (tmp_path / "blackbox-0001.json").exists()
+    assert moved.read_bytes() == earlier
+    assert gm.load_kept_step(moved).step == 4
+    if os.name == "posix":
+        assert stat.S_IMODE(moved.stat().st_mode) == 0o600
+    # the next one writes its own again
+    fail_after(3, tmp_path)
+    assert gm.load_kept_step(tmp_path).step == 3
+    assert moved.read_bytes() == earlier
+
+
+def test_a_rank_that_writes_none_removes_the_earlier_one(tmp_path):
+    path = tmp_path / "blackbox.rank-00005.pt"
+    for writes in (True, False):
+        sink = RankBlackbox(tmp_path, 5)
+        if writes:
+            write_kept_steps(path, None, STEP, None, None)
+        sink.fault(Fault("exception", "boom", 3, None, (), ()))
+        assert path.exists() is writes
 
 
 def test_a_batch_that_is_overwritten_is_not_written(tmp_path):
@@ -352,7 +463,6 @@ def test_with_redact_a_copy_of_the_weights_is_refused(tmp_path):
 
 # files from others
 
-STEP = {"step": 3, "random": {}}
 HOSTILE = {
     "step": STEP | {"step": "3"},
     "large step": STEP | {"step": 2**63},

@@ -176,6 +176,9 @@ def bad_states(state):
         yield changed(other, "rules", i, to=(name, {})), said
         for key in history if name != "custom" else ():
             yield changed(other, "rules", i, to=(name, changed(history, key, to={"x": 1}))), said
+            if type(history[key]) is int:
+                for number in (math.inf, math.nan, 50.0):
+                    yield changed(other, "rules", i, to=(name, changed(history, key, to=number))), said
 
 
 def test_a_state_of_a_monitor_that_is_refused(monitor):

@@ -20,12 +20,14 @@ import torch
 from gradiometer.cli import Exit
 from gradiometer.cli import app as cli
 from gradiometer.columns import NUM_EXPONENT_COLUMNS
+from gradiometer.monitor import Monitor
 from gradiometer.recorder import StepExponents
 from gradiometer.rules import Fault, Finding, Severity
 from gradiometer.runs import segments, tables
 from gradiometer.runs.directory import prepare
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
+from gradiometer.stats import Taps
 from gradiometer.web.page import contents, document
 from support.synthetic_run import (
     as_without_digests,
@@ -230,6 +232,91 @@ def test_hostile_histograms_are_named_by_every_reader(change, tmp_path):
         with pytest.raises(RunError, match=said):
             reader(read_run(path))
     assert pa.total_allocated_bytes() - before < 1 << 24
+
+
+TENSORS = {
+    **{
+        f"{name} {x}": ("grads", {name: x}, name)
+        for name in ("numel", "n_nan", "n_posinf")
+        for x in (-1, 2**62)
+    },
+    "more than numel": ("grads", {"n_neginf": 64 * 64 + 1}, "n_neginf"),
+    "stuck": ("updates", {"n_stuck": 64 * 64 + 1}, "n_stuck"),
+    "negative update": ("updates", {"n_nonzero_g": -1}, "n_nonzero_g"),
+    "large update": ("updates", {"n_nonzero_g": 2**62}, "n_nonzero_g"),
+    "calls": ("activations", {"n_calls": -1}, "n_calls"),
+    "channels": ("activations", {"n_channels": 2**53 + 1}, "n_channels"),
+    **{f"{x} {name}": ("grads", {name: x}, name) for name in ("sumsq", "abs_max") for x in (-1.0, -math.inf)},
+    **{f"nan {name}": ("grads", {name: math.nan}, name) for name in ("sumsq", "abs_max")},
+    "norm": ("grads", {"norm": -3.0}, "norm"),
+    "squares of weights": ("updates", {"sumsq_b": -1.0}, "sumsq_b"),
+    "fourth powers": ("activations", {"sum4": -1.0}, "sum4"),
+}
+
+
+@pytest.mark.parametrize(("kind", "changes", "name"), TENSORS.values(), ids=TENSORS.keys())
+def test_a_number_that_no_tensor_has_is_refused_by_every_reader(kind, changes, name, tmp_path, capsys):
+    path = with_all_kinds(tmp_path / "run")
+    (file,) = (path / "tensors").glob("*.parquet")
+    kinds = pq.read_table(file)["kind"].to_pylist()
+    # in one row
+    place = kinds.index(kind)
+    put = {
+        column: lambda found, value=value: [*found[:place], value, *found[place + 1 :]]
+        for column, value in changes.items()
+    }
+    values("tensors", **put)(path)
+    said = f"tensors-0001-0000000000.parquet cannot be read .column {name} has"
+    readers = [lambda run: run.tensors(), lambda run: run.tensors(columns=list({"numel", "norm", name}))]
+    # records do without the norm
+    readers += [lambda run: list(run.records())] * (name != "norm" and not math.isnan(changes[name]))
+    for reader in readers:
+        with pytest.raises(RunError, match=said):
+            reader(read_run(path))
+    cli.main(["verify", str(path)])
+    assert f"column {name} has" in capsys.readouterr().out
+    code = cli.main(["report", str(path), "-o", str(tmp_path / "page.html")])
+    is_shown = name in {"numel", "abs_max", "norm"} or kind == "updates"
+    assert code == Exit.UNREADABLE if is_shown else code in {Exit.OK, Exit.UNREADABLE}
+    assert code == Exit.OK or f"column {name} has" in capsys.readouterr().err
+
+
+def with_all_kinds(path):
+    """Record activations and updates; the factor on the gradients is Inf and NaN in two steps."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {
+        "weights": True,
+        "updates": True,
+        "taps": Taps(model, {"all": torch.nn.Linear}),
+        "rules": (),
+        "ranks": False,
+    }
+    with Monitor(model, run_dir=path, **options) as monitor:
+        for scale in (1.0, math.inf, math.nan, 1.0):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 64)).sum() * 0.0).backward()
+            monitor.record(inv_scale=torch.tensor(scale))
+            optimizer.step()  # by 0
+            monitor.advance(loss=1.0)
+    as_without_digests(path)
+    return path
+
+
+def test_numbers_that_are_not_finite_in_a_run_are_read(tmp_path):
+    path = with_all_kinds(tmp_path / "run")
+    run = read_run(path)
+    table = run.tensors(kind="grads")
+    assert table["abs_max"].to_pylist()[2:6] == pytest.approx([math.nan] * 4, nan_ok=True)
+    assert len(list(run.records())) == 4
+    assert document(*contents([run]))
+
+
+def test_a_maximum_that_is_not_finite_beside_a_finite_norm_is_shown(tmp_path):
+    path = write_run(tmp_path / "run", 2, 4)
+    as_without_digests(path)
+    values("tensors", abs_max=math.inf)(path)
+    assert document(*contents([read_run(path)]))
 
 
 # values that the format does not have: a RunError, or a value that every reader can show

@@ -478,6 +478,18 @@ def test_a_checkpoint_that_was_cast_is_loaded_into_float64(assign):
     assert again(torch.ones(2)).value.dtype == torch.float64
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_complex_state_is_refused(assign):
+    ema = EMA((2,), decay=0.9)
+    ema(torch.tensor([1.0, 2.0]))
+    saved = {name: value.to(torch.complex128) for name, value in ema.state_dict().items()}
+    again = EMA((2,), decay=0.9)
+    with pytest.raises(ValueError, match=r"EMA.*'state' cannot be loaded, because it is torch.complex128"):
+        again.load_state_dict(saved, assign=assign)
+    assert again.state.dtype == torch.float64
+    assert again.steps.tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("shape", [0.99, "x", -1, (2, -1), (1.5,), None])
 def test_a_shape_that_is_none_is_refused(shape):
     with pytest.raises(ValueError, match=r"shape must be .* integers; pass decay by keyword"):

@@ -92,7 +92,9 @@ class BaseRule:
                 msg = "expected a list of str"
                 raise ValueError(msg)
         elif isinstance(mine, (int, float)) and (
-            not isinstance(value, (int, float)) or isinstance(value, bool) != isinstance(mine, bool)
+            # no float in place of a number of steps
+            not isinstance(value, (int, float) if isinstance(mine, float) else int)
+            or isinstance(value, bool) != isinstance(mine, bool)
         ):
             msg = f"expected {type(mine).__name__}, got {value!r:.40}"
             raise ValueError(msg)

@@ -10,7 +10,7 @@ from gradiometer.columns import NUM_EXPONENT_COLUMNS
 from gradiometer.extras import require
 from gradiometer.runs.format import EXPONENTS, arrow_schema, pyarrow
 from gradiometer.runs.parquet import array, words
-from gradiometer.runs.tables import numbers
+from gradiometer.runs.tables import MOST, numbers, within
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +24,6 @@ __all__ = ["check_histograms", "exponents_table", "histograms"]
 
 # the bins of finite numbers that are not 0
 _BINS: Final = slice(1, NUM_EXPONENT_COLUMNS - 2)
-# elements in a bin, at most: sums of all bins fit into int64
-_MOST: Final = 2**53
 
 
 def exponents_table(records: Sequence[StepRecord], attempt: int) -> pa.Table:
@@ -84,21 +82,15 @@ def check_histograms(table: pa.Table) -> None:
     numbers_of = [table[name] for name in ("n_zero", "n_inf", "n_nan") if name in table.column_names]
     bins = _BINS.stop - _BINS.start
     first = table["first_bin"].cast("int64") if "first_bin" in table.column_names else None
-    fits = first is None or _within(first, bins)
+    fits = first is None or within(first, bins)
     if "counts" in table.column_names:
         counts = table["counts"]
         numbers_of.append(pa.chunked_array([x.flatten() for x in counts.chunks], pa.int64()))
         sizes = compute.list_value_length(counts).cast("int64")
-        fits = fits and _within(sizes if first is None else compute.add(first, sizes), bins)
-    if not fits or not all([x.null_count == 0 and _within(x, _MOST) for x in numbers_of]):
+        fits = fits and within(sizes if first is None else compute.add(first, sizes), bins)
+    if not fits or not all([x.null_count == 0 and within(x, MOST) for x in numbers_of]):
         msg = "it has counts outside of the bins"
         raise ValueError(msg)
-
-
-def _within(column: pa.ChunkedArray, most: int) -> bool:
-    """Return whether all numbers are from 0 to ``most``."""
-    ends = require("pyarrow.compute", "monitor", "A run record").min_max(column).as_py()
-    return ends["min"] is None or (ends["min"] >= 0 and ends["max"] <= most)
 
 
 def histograms(table: pa.Table) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import random
 import warnings
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -16,12 +18,12 @@ from torch import Tensor, nn
 from gradiometer.control import restore_random_state
 from gradiometer.inputs import is_dtensor, local_shard, unwrapped
 from gradiometer.runs.directory import prepare
-from gradiometer.runs.files import RunError, open_file, summary
+from gradiometer.runs.files import RunError, open_file, stamp, summary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["KeptStep", "kept_path", "load_kept_step", "plain_batch", "write_kept_steps"]
+__all__ = ["KeptStep", "kept_path", "load_kept_step", "move_kept", "plain_batch", "write_kept_steps"]
 
 _FORMAT: Final = "gradiometer kept steps"
 _VERSION: Final = 1
@@ -53,9 +55,13 @@ class KeptStep:
     def restore(self, model: nn.Module | None = None) -> None:
         """Restore the random numbers, and the weights of a model, if they were kept.
 
+        The random numbers of a device are left out if this machine has no device of its type.
+
         Raises:
-            ValueError: if a kept weight is not in the model, or has another shape; nothing has changed then.
+            ValueError: if a kept weight is not in the model, or has another shape or a dtype that does not
+                fit, or if the state of a generator cannot be restored here; nothing has changed then.
         """
+        states = _restorable(self.random)
         if model is not None and self.weights:
             inner = unwrapped(model)
             own = dict(inner.named_parameters()) | dict(inner.named_buffers())
@@ -68,6 +74,11 @@ class KeptStep:
                     what = "is not in the model" if tensor is None else f"has the shape {list(tensor.shape)}"
                     msg = f"KeptStep.restore: {name!r}, kept with the shape {list(value.shape)}, {what}; "
                     raise ValueError(msg + "pass the model that was trained")
+                if not torch.can_cast(value.dtype, tensor.dtype):
+                    msg = (
+                        f"KeptStep.restore: {name!r}, kept as {value.dtype}, is {tensor.dtype} in the model; "
+                    )
+                    raise ValueError(msg + "pass the model that was trained")
                 pairs.append((tensor, value))
             if self.weights_step != self.step:
                 text = f"the weights are those at the start of step {self.weights_step}, not of {self.step}"
@@ -75,7 +86,7 @@ class KeptStep:
             with torch.no_grad():
                 for tensor, value in pairs:
                     tensor.copy_(value)
-        restore_random_state(self.random)
+        restore_random_state(states)
 
 
 def load_kept_step(run_dir: str | Path, *, current: bool = False) -> KeptStep:
@@ -148,13 +159,58 @@ def _check(kept: KeptStep) -> None:
         "args": isinstance(kept.args, tuple),
         "kwargs": isinstance(kept.kwargs, dict) and all([isinstance(x, str) for x in kept.kwargs]),
         "weights": isinstance(kept.weights, dict)
-        and all([isinstance(x, str) and isinstance(y, Tensor) for x, y in kept.weights.items()]),
+        and all([isinstance(x, str) and _is_dense(y) for x, y in kept.weights.items()]),
         "note": isinstance(kept.note, str),
         "random": isinstance(kept.random, dict) and all([_is_state(*item) for item in kept.random.items()]),
     }
     if wrong := [name for name, fit in fits.items() if not fit]:
         msg = f"it has no valid {' and '.join(wrong)}"
         raise ValueError(msg)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _restorable(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the generators that are here, after trying each state on a generator of its own.
+
+    Raises:
+        ValueError: if one of them cannot be restored.
+    """
+    found = {}
+    for name, value in states.items():
+        try:
+            if name == "python":
+                version, keys, gauss = value
+                random.Random().setstate((version, tuple(keys), gauss))  # noqa: S311 not for secrets
+            elif name == "numpy":
+                import numpy as np  # noqa: PLC0415 optional
+
+                kind, keys, *rest = value
+                np.random.RandomState().set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+            elif name == "torch":
+                torch.Generator("cpu").set_state(value)
+            else:
+                module = torch.get_device_module(name)
+                module.set_rng_state  # noqa: B018 there is none of the CPU
+                if not module.is_available():
+                    continue
+                torch.Generator(name).set_state(value)
+            found[name] = value
+        except (
+            ArithmeticError,
+            AttributeError,
+            ImportError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            msg = f"KeptStep.restore: the state of the random numbers of {name!r} cannot be restored here "
+            advice = "restore it where the run was trained, or use args, kwargs and weights without restore"
+            raise ValueError(f"{msg}({summary(error)}); {advice}") from None
+    return found
 
 
 def _is_state(name: Any, value: Any) -> bool:
@@ -170,6 +226,23 @@ def _is_state(name: Any, value: Any) -> bool:
 def kept_path(run_dir: Path, rank: int | None = None) -> Path:
     """Return the path of the file; ``rank`` as for the black box."""
     return run_dir / ("blackbox.pt" if rank is None else f"blackbox.rank-{rank:05d}.pt")
+
+
+def move_kept(run_dir: Path, seen: object, attempt: int) -> None:
+    """Give the file of an earlier attempt its own name, and no other readers; not one that is newer.
+
+    Args:
+        run_dir: the folder.
+        seen: the `stamp` of the file before this attempt; None if there was none.
+        attempt: the attempt that wrote it.
+    """
+    path = kept_path(run_dir)
+    if seen is None or stamp(path) != seen:
+        return
+    if not path.is_symlink():
+        with suppress(OSError):  # it may belong to another user
+            path.chmod(0o600)
+    path.replace(run_dir / f"blackbox-{attempt:04d}.pt")
 
 
 def write_kept_steps(

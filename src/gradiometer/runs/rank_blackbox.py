@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradiometer.runs.directory import prepare
+from gradiometer.runs.files import stamp
 from gradiometer.runs.json_files import json_file
+from gradiometer.runs.kept_step import kept_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +32,8 @@ class RankBlackbox:
 
     def __init__(self, run_dir: Path | str, rank: int) -> None:
         self.path = Path(run_dir) / f"blackbox.rank-{rank:05d}.json"
+        self._kept = kept_path(Path(run_dir), rank)
+        self._earlier = stamp(self._kept)
 
     def start(self, info: RunInfo) -> None:
         """Do nothing."""
@@ -38,8 +42,10 @@ class RankBlackbox:
         """Do nothing."""
 
     def fault(self, fault: Fault) -> None:
-        """Write the report, replacing an earlier one."""
+        """Write the report, replacing an earlier one; remove the kept step of an earlier attempt."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._earlier is not None and stamp(self._kept) == self._earlier:
+            self._kept.unlink(missing_ok=True)
         data, _ = json_file(self.path.name, fault.to_dict() | {"time": time.time()})
         prepare(self.path.parent, self.path, data, sync=True)()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from gradiometer.runs.format import Field
 
 __all__ = [
+    "MOST",
     "check_steps",
     "codes",
     "cut",
@@ -43,6 +45,7 @@ __all__ = [
     "read_table",
     "scalars_of",
     "unreadable",
+    "within",
 ]
 
 # the rows of a file take at most _LARGEST bytes of memory, or _RATIO times the size of the file; and a larger
@@ -55,6 +58,11 @@ _FIELDS: Final = {
     "tensors": (*TENSORS, *FINGERPRINTS, *UPDATES, *TAPS),
     "exponents": EXPONENTS,
 }
+
+# a count, at most: sums of many fit into int64, and each is exact in float64
+MOST: Final = 2**53
+_COUNTS: Final = [field for field in (*TENSORS, *UPDATES, *TAPS) if field.type == "int64" and field.unit]
+_MAGNITUDES: Final = ("sumsq", "abs_max", "norm", "sumsq_a", "sumsq_b", "sumsq_g", "sum4")
 
 
 def read_table(
@@ -80,6 +88,8 @@ def read_table(
             table = pq.ParquetFile(content, metadata=parquet.metadata, **options).read(columns=columns)
         else:
             table = pq.read_table(content, filters=where, columns=columns, **options)
+        if path.parent.name == "tensors":
+            _check_tensors(table)
     except (OSError, ValueError, pyarrow().ArrowException) as error:
         raise unreadable(path, error) from None
     for field in fields:
@@ -147,6 +157,45 @@ def _check_form(parquet: Any, fields: Sequence[Field], columns: Sequence[str] | 
     if size > max(_LARGEST, 2 * stored):
         msg = f"its {metadata.num_rows} rows take {stored >> 20} MiB, too few for {size} bytes on disk"
         raise ValueError(msg)
+
+
+def _check_tensors(table: pa.Table) -> None:
+    """Raise a ValueError for a count or a magnitude that no tensor has, in the columns that were read."""
+    compute = require("pyarrow.compute", "monitor", "A run record")
+    columns = {name: table[name] for name in table.column_names}
+    numel, norm = columns.get("numel"), columns.get("norm")
+    for field in _COUNTS:
+        found = columns.get(field.name)
+        if found is None:
+            continue
+        if not within(found, MOST):
+            msg = f"column {field.name} has a count below 0 or above 2**53"
+            raise ValueError(msg)
+        if field.unit == "elements" and numel is not None:
+            fits = compute.all(compute.less_equal(found, numel)).as_py()
+            if fits is False:
+                msg = f"column {field.name} has a count above numel"
+                raise ValueError(msg)
+    # with an `inv_scale` of Inf or NaN, the norm is not finite either
+    finite = None if norm is None else compute.is_finite(norm)
+    for name in _MAGNITUDES:
+        if name not in columns:
+            continue
+        found = columns[name]
+        if not within(found, math.inf):
+            msg = f"column {name} has a number below 0"
+            raise ValueError(msg)
+        if finite is not None and name in {"sumsq", "abs_max"}:
+            unknown = compute.and_(finite, compute.is_nan(found))
+            if compute.any(unknown).as_py():
+                msg = f"column {name} has a NaN where the norm is finite"
+                raise ValueError(msg)
+
+
+def within(column: pa.ChunkedArray, most: float) -> bool:
+    """Return whether all numbers are from 0 to ``most``, or null or NaN."""
+    ends = require("pyarrow.compute", "monitor", "A run record").min_max(column).as_py()
+    return ends["min"] is None or not (ends["min"] < 0 or ends["max"] > most)
 
 
 def unreadable(path: Path, error: Exception) -> RunError:
@@ -231,7 +280,7 @@ def further(table: pa.Table, fields: Sequence[Field] = UPDATES) -> Tensor:
     compute = require("pyarrow.compute", "monitor", "A run record")
     none = torch.full((len(table),), torch.nan, dtype=torch.float64, device="cpu")
     columns = [
-        numbers(compute.fill_null(table[field.name].cast("double"), float("nan")))
+        numbers(compute.fill_null(table[field.name].cast("double", safe=False), float("nan")))
         if field.name in table.column_names
         else none
         for field in fields

@@ -14,10 +14,11 @@ from gradiometer.columns import RING_WIDTH
 from gradiometer.rules import checked
 from gradiometer.runs.attempts import keep_changed
 from gradiometer.runs.directory import is_locked, prepare, release, remove_leftovers, take
-from gradiometer.runs.files import RunError
+from gradiometer.runs.files import RunError, stamp
 from gradiometer.runs.format import FORMAT, VERSION, list_segments, segment_path
 from gradiometer.runs.journal import list_damaged, list_journals
 from gradiometer.runs.json_files import json_file, read_json
+from gradiometer.runs.kept_step import kept_path, move_kept
 from gradiometer.runs.open_segment import OpenSegment
 from gradiometer.runs.parquet import steps_table, to_parquet
 from gradiometer.runs.resume import earlier_findings, earlier_info, recover, roster_of
@@ -91,6 +92,7 @@ class RunRecord:
         # absolute, so that a change of the working directory does not look like a removed folder
         self.path = Path(run_dir).absolute()
         self.lost = 0
+        self._kept = stamp(kept_path(self.path))  # of an earlier attempt
         self._limits = segment_steps, segment_rows
         self._seconds = segment_seconds
         self._fsync = fsync
@@ -416,15 +418,17 @@ class RunRecord:
             self._report = None
 
     def _keep_earlier_report(self, attempt: int) -> None:
-        """Give the report of an earlier attempt its own file."""
+        """Give the report and the kept step of an earlier attempt their own files."""
         path = self.path / "blackbox.json"
         try:
             earlier = read_json(path)
             of = None if earlier is None else earlier.get("attempt", 1)
         except (RunError, AttributeError):
             path.replace(self.path / f"blackbox-damaged-{attempt}.json")
-            return
-        if isinstance(of, int) and of < attempt:
+            of = None
+        number = of if isinstance(of, int) and of < attempt else attempt - 1
+        move_kept(self.path, self._kept, number)
+        if of == number:
             self._replace(self.path / f"blackbox-{of:04d}.json", earlier)
 
     def _write_info(self) -> None:

@@ -47,7 +47,10 @@ class Float64Module(nn.Module):
             value = state_dict.get(prefix + name)
             # torch refuses the others
             if isinstance(value, Tensor) and value.shape == buffer.shape and not value.is_meta:
-                reason = self._unfit(name, value.detach().to("cpu", torch.float64))
+                if value.is_complex() and not buffer.is_complex():
+                    reason = f"because it is {value.dtype}"
+                else:
+                    reason = self._unfit(name, value.detach().to("cpu", torch.float64))
                 if reason:
                     msg = f"gm.{type(self).__name__}.load_state_dict: {prefix + name!r} cannot be loaded, "
                     raise ValueError(f"{msg}{reason}; load another checkpoint, or begin with a new module")

@@ -181,7 +181,7 @@ def _read(
         measured, finite = cells["norm"] != _UNMEASURED, cells["norm"].isfinite()
         for name, value in cells.items():
             columns[name].append(_worst(value, binned))
-            largest, place = torch.where(finite, value, _UNMEASURED).max(dim=0)
+            largest, place = torch.where(finite & value.isfinite(), value, _UNMEASURED).max(dim=0)
             if name == "norm":
                 at = torch.where(largest > top[name], window[place], at)
             top[name] = torch.maximum(top[name], largest)
