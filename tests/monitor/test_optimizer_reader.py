@@ -86,7 +86,7 @@ def masters_in_a_list(model):
 
 def masters_in_a_mapping(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.copies = {p: p.detach().double() for p in model.parameters()}
+    optimizer.fp32_copies = {p: p.detach().double() for p in model.parameters()}
     return optimizer
 
 
