@@ -495,7 +495,7 @@ class OtherRateNoted(EveryRate0):
 
 
 class Unfrozen(Loop):
-    at = 12
+    at = 15
 
     def build(self):
         model = Net()
