@@ -183,6 +183,24 @@ def test_what_keeps_no_small_updates_is_not_taken_for_it(make):
     assert state.has_others == (make is other_tensors_of_the_same_shapes)
 
 
+@pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])
+def test_master_weights_are_written_back_if_the_parameters_are_written_again_and_again(writes):
+    model = half()
+    masters = [p.detach().float() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    reader = OptimizerReader([optimizer], list(model.parameters()))
+    state = reader.read(afresh=True)
+    for _ in range(writes):
+        # the values stay the same
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+        state = reader.read(afresh=False)
+        assert reader.read(afresh=True) is reader.read(afresh=False) is state
+    assert state.unwritten.tolist() == [writes < 3] * 2
+    assert state.has_masters.all()
+
+
 def test_a_copy_is_that_of_one_parameter():
     """Equal parameters, such as biases that start at 0, need a copy each."""
     model = nn.ModuleList([nn.Linear(2, 2).bfloat16() for _ in range(3)])

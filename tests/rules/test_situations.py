@@ -382,6 +382,12 @@ class MastersInside(Bfloat16):
         return [OwnMasters(self.model.parameters(), self.lr)]
 
 
+class MastersOfRareChanges(Masters):
+    """So few weights, and updates so small, that none changes in this run."""
+
+    lr = 1e-9
+
+
 class MastersNotWritten(Masters):
     lr = 0.01
 
@@ -677,6 +683,7 @@ SITUATIONS = [
         for loop in (MastersNotWritten, MastersInsideNotWritten)
         for how in ("watch", "trainer")
     ],
+    (MastersOfRareChanges, "watch", {}, "rounding|master"),
     (MastersNotCleared, "watch", {"accumulating": ("warning", "gradients add up since step 0")}, "!"),
     (Lookahead, "watch", {"stuck": ("warning", "rounding of bfloat16", "unless float32 master")}, HELD),
     (

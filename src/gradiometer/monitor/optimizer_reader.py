@@ -21,6 +21,9 @@ __all__ = ["OptimizerReader"]
 _KEEPS: Final = ("master", "stochastic", "kahan")
 # part of the name of an attribute that holds master weights
 _MASTERS: Final = ("master", "fp32", "float32")
+# parameters with master weights whose writes are counted, and the writes after which these are written back:
+# more than a checkpoint that is loaded makes
+_SAMPLED, _WRITES = 8, 3
 # bytes of an element of a dtype in which small updates are lost
 _SHORT: Final = 2
 
@@ -37,7 +40,7 @@ class OptimizerReader:
     >>> optimizer = torch.optim.SGD([layer.weight], lr=0.1)
     >>> OptimizerReader([optimizer], list(layer.parameters())).read(afresh=True)
     OptimizerState(groups=(0, -1), rates=(0.1,), owners=(0,), rounded_well=(False, False), \
-copied=(False, False), has_others=False)
+copied=(False, False), has_others=False, writes_back=False)
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> None:
@@ -47,6 +50,9 @@ copied=(False, False), has_others=False)
         self._copied |= {id(p) for p in _copied_by(known, parameters)}
         self._parameters = parameters
         self._state: OptimizerState | None = None
+        self._versions: list[int] = []
+        self._sampled: list[Tensor] = []
+        self._writes = 0
 
     def read(self, *, afresh: bool) -> OptimizerState | None:
         """Return what the optimizers hold; the same object if nothing has changed.
@@ -58,13 +64,21 @@ copied=(False, False), has_others=False)
         if not alive or len(alive) < len(self._optimizers):
             return None
         rates = tuple([_rate(group.get("lr")) for optimizer in alive for group in optimizer.param_groups])
+        writes_back = self._writes_back()
         old = self._state
         if old is None or afresh or len(rates) != len(old.rates):
-            new = self._whole(alive, rates)
+            new = replace(self._whole(alive, rates), writes_back=writes_back)
             self._state = old if new == old else new
-        elif rates != old.rates:
-            self._state = replace(old, rates=rates)
+        elif (rates, writes_back) != (old.rates, old.writes_back):
+            self._state = replace(old, rates=rates, writes_back=writes_back)
         return self._state
+
+    def _writes_back(self) -> bool:
+        if self._writes < _WRITES:
+            versions = [p._version for p in self._sampled]  # noqa: SLF001
+            self._writes += versions != self._versions
+            self._versions = versions
+        return self._writes >= _WRITES
 
     def _whole(self, optimizers: Sequence[Optimizer], rates: tuple[float | None, ...]) -> OptimizerState:
         place_of = {id(p): place for place, p in enumerate(self._parameters)}
@@ -85,6 +99,9 @@ copied=(False, False), has_others=False)
                         keeps[place] |= any(_has_word(name, _KEEPS) for name in names)
                         copied[place] |= any(_has_word(name, _MASTERS[:1]) for name in names)
                 owners.append(owner)
+        sampled = [p for p, has in zip(self._parameters, copied, strict=True) if has][:_SAMPLED]
+        if len(sampled) != len(self._sampled):
+            self._sampled, self._versions = sampled, [p._version for p in sampled]  # noqa: SLF001
         return OptimizerState(tuple(held), rates, tuple(owners), tuple(keeps), tuple(copied), has_others)
 
 

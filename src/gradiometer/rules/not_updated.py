@@ -74,7 +74,7 @@ class NotUpdated(WholeRule):
     Skipped steps, and steps with a learning rate of 0, which `LearningRate` reports, do not count; steps
     before the cause changes count for its finding alone. With ``updates=True``, `Stuck` reports tensors of 16
     bits or less, which may stay the same because of rounding, but for those whose learning rate is 0, and
-    those with master weights, if none of them changes.
+    those with master weights, if none of them changes and nothing is seen to write them.
 
     Args:
         patience: number of recorded steps in a row.
@@ -117,8 +117,8 @@ class NotUpdated(WholeRule):
             return []
         counts = self._counts & ~self._short
         if known is not None:
-            copied = known.has_masters
-            counts |= self._counts & (known.is_frozen | (copied & ~(moved & copied).any()))
+            masters = known.unwritten
+            counts |= self._counts & (known.is_frozen | (masters & ~(moved & masters).any()))
         still = counts & ~moved
         if still.any():
             # an update by a vanishing gradient may be lost in rounding
@@ -144,7 +144,7 @@ class NotUpdated(WholeRule):
             is_all = not moved.any() and bool((lasting == (active & counts)).all())
             return [self._guess(record, lasting, is_all=is_all)]
         # whether some weights that have master weights change, or any weight
-        written = bool((counts & known.has_masters & active & ~lasting).any())
+        written = bool((counts & known.unwritten & active & ~lasting).any())
         return self._explained(record, lasting, known, written=written, moved=bool(moved.any()))
 
     def _guess(self, record: StepRecord, lasting: Tensor, *, is_all: bool) -> Finding:
@@ -205,7 +205,7 @@ class NotUpdated(WholeRule):
             return torch.zeros_like(self.cause)
         causes = torch.where(known.held, 6, 1)
         causes[known.keeps_small_updates] = 4
-        causes[known.has_masters] = 5
+        causes[known.unwritten] = 5
         causes[known.is_frozen] = 2
         causes[known.is_frozen & self.has_learned] = 3
         return causes
