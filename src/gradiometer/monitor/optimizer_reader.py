@@ -112,14 +112,18 @@ def _copied_by(optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) ->
     """
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     own = {id(p) for p in parameters}
-    others = {id(p): p for p in held if id(p) not in own}
+    others: dict[torch.Size, dict[int, Tensor]] = {}
+    for p in held:
+        if id(p) not in own:
+            others.setdefault(p.shape, {})[id(p)] = p
     is_held = {id(p) for p in held}
     for parameter in parameters:
         if id(parameter) not in is_held:
-            found = (p for p in others.values() if _is_wider(p, parameter) and _are_copies([p], [parameter]))
+            alike = others.get(parameter.shape, {})
+            found = (p for p in alike.values() if _is_wider(p, parameter) and _are_copies([p], [parameter]))
             copy = next(found, None)
             if copy is not None:
-                del others[id(copy)]
+                del alike[id(copy)]
                 yield parameter
 
 
