@@ -771,6 +771,24 @@ def test_without_weights_the_message_names_what_else_may_take_the_gradients(loop
     assert "another model" not in found.message
 
 
+def test_what_rounding_of_the_optimizer_keeps_needs_no_master_weights():
+    (found,) = StochasticRounding(updates=False).watch().findings
+    assert (found.rule, found.severity) == ("not_updated", Severity.WARNING)
+    assert "which the optimizer makes up for, or other code writes the weights" in found.message
+    assert "master" not in f"{found.message} {found.advice}"
+
+
+def test_master_weights_of_which_some_have_a_learning_rate_of_0():
+    class SomeOfRate0(MastersNotWritten):
+        def optimizers(self):
+            (optimizer,) = super().optimizers()
+            optimizer.add_param_group({"params": [torch.zeros(3)], "lr": 0.0})
+            return [optimizer]
+
+    (found,) = SomeOfRate0().trainer().findings
+    assert found.message.endswith("not written to these parameters, or have a learning rate of 0")
+
+
 def test_adapters_that_start_at_0_do_not_explain_that_the_base_is_frozen():
     found = headlines(Adapters().watch().findings)
     assert {one.rule for one in found} >= {"initialization", "no_gradient_flow"}
