@@ -86,7 +86,13 @@ def masters_in_a_list(model):
 
 def masters_in_a_mapping(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.copies = {p: p.detach().double() for p in model.parameters()}
+    optimizer.fp32_copies = {p: p.detach().double() for p in model.parameters()}
+    return optimizer
+
+
+def masters_of_an_optimizer_inside(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.inside = torch.optim.SGD([p.detach().float() for p in model.parameters()], lr=0.1)
     return optimizer
 
 
@@ -115,6 +121,17 @@ def moments_in_the_state(model):
     return optimizer
 
 
+def slow_weights(model):
+    """Copies that are equal at the start, as in Lookahead."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.slow = [p.detach().float() for p in model.parameters()]
+    return optimizer
+
+
+def other_tensors_of_the_same_shapes(model):
+    return torch.optim.SGD([torch.rand_like(p, dtype=torch.float32) for p in model.parameters()], lr=0.1)
+
+
 def copies_in_the_same_dtype(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.before = [p.detach().clone() for p in model.parameters()]
@@ -129,21 +146,68 @@ def own_parameters_in_a_list(model):
 
 @pytest.mark.parametrize(
     "make",
-    [masters_in_groups, masters_in_a_list, masters_in_a_mapping, masters_in_the_state, stochastic_rounding],
+    [
+        masters_in_groups,
+        masters_in_a_list,
+        masters_in_a_mapping,
+        masters_of_an_optimizer_inside,
+        masters_in_the_state,
+        stochastic_rounding,
+    ],
 )
 def test_what_keeps_small_updates_is_recognized(make):
     model = half()
     optimizer = make(model)
-    assert read([optimizer], list(model.parameters())).keeps_small_updates.all()
+    state = read([optimizer], list(model.parameters()))
+    assert state.keeps_small_updates.all()
+    assert state.has_masters.tolist() == [make is not stochastic_rounding] * 2
+    assert state.has_others == (make is masters_in_groups)
 
 
 @pytest.mark.parametrize(
-    "make", [moments_in_a_list, moments_in_the_state, copies_in_the_same_dtype, own_parameters_in_a_list]
+    "make",
+    [
+        moments_in_a_list,
+        moments_in_the_state,
+        slow_weights,
+        other_tensors_of_the_same_shapes,
+        copies_in_the_same_dtype,
+        own_parameters_in_a_list,
+    ],
 )
 def test_what_keeps_no_small_updates_is_not_taken_for_it(make):
     model = half()
     optimizer = make(model)
-    assert not read([optimizer], list(model.parameters())).keeps_small_updates.any()
+    state = read([optimizer], list(model.parameters()))
+    assert not (state.keeps_small_updates | state.has_masters).any()
+    assert state.has_others == (make is other_tensors_of_the_same_shapes)
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])
+def test_master_weights_are_written_back_if_the_parameters_are_written_again_and_again(writes):
+    model = half()
+    masters = [p.detach().float() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    reader = OptimizerReader([optimizer], list(model.parameters()))
+    state = reader.read(afresh=True)
+    for _ in range(writes):
+        # the values stay the same
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+        state = reader.read(afresh=False)
+        assert reader.read(afresh=True) is reader.read(afresh=False) is state
+    assert state.unwritten.tolist() == [writes < 3] * 2
+    assert state.has_masters.all()
+
+
+def test_a_copy_is_that_of_one_parameter():
+    """Equal parameters, such as biases that start at 0, need a copy each."""
+    model = nn.ModuleList([nn.Linear(2, 2).bfloat16() for _ in range(3)])
+    for layer in model:
+        nn.init.zeros_(layer.bias)
+    optimizer = torch.optim.SGD([p.detach().float() for p in model[:2].parameters()], lr=0.1)
+    assert read([optimizer], list(model.parameters())).has_masters.tolist() == [True] * 4 + [False] * 2
 
 
 def test_master_weights_of_some_parameters_only():

@@ -147,6 +147,17 @@ def test_a_learning_rate_of_0_explains_that_nothing_changes_and_no_spike():
     }
 
 
+@pytest.mark.parametrize(
+    ("last", "tensor", "explains"),
+    [(12, "body.weight", False), (12, None, False), (12, "head.weight", True), (40, "body.weight", True)],
+)
+def test_a_nan_that_is_over_explains_nothing_of_how_other_tensors_are_set_up(last, tensor, explains):
+    nan = finding("nonfinite", 12, "head.weight", last=last, severity=Severity.ERROR)
+    for rule in ("no_gradient_flow", "not_updated"):
+        first, *_ = headlines([nan, finding(rule, 25, tensor)])
+        assert (first.rule, bool(first.explained)) == ("nonfinite", explains)
+
+
 def test_updates_below_their_band_explain_nothing():
     below = finding("update_ratio", 10, "w", severity=INFO, value=0.1)
     assert all(not one.explained for one in headlines([below, finding("exploding", 10, "w", severity=INFO)]))

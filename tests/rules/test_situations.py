@@ -75,6 +75,7 @@ class OwnMasters(torch.optim.AdamW):
         super().__init__(parameters, lr=lr)
         self.masters = [p.detach().float().clone() for p in parameters]
         self.inner = torch.optim.AdamW(self.masters, lr=lr)
+        self.write = True
 
     def step(self):
         parameters = self.param_groups[0]["params"]
@@ -82,7 +83,7 @@ class OwnMasters(torch.optim.AdamW):
             master.grad = parameter.grad.float()
         self.inner.step()
         with torch.no_grad():
-            for master, parameter in zip(self.masters, parameters, strict=True):
+            for master, parameter in zip(self.masters, parameters, strict=True) if self.write else ():
                 parameter.copy_(master)
 
 
@@ -381,6 +382,174 @@ class MastersInside(Bfloat16):
         return [OwnMasters(self.model.parameters(), self.lr)]
 
 
+class MastersOfRareChanges(Masters):
+    """So few weights, and updates so small, that none changes in this run."""
+
+    lr = 1e-9
+
+
+class MastersNotWritten(Masters):
+    lr = 0.01
+
+    def after_step(self):
+        pass
+
+
+class MastersInsideNotWritten(Bfloat16):
+    """The optimizer forgets to write its master weights to the parameters."""
+
+    def optimizers(self):
+        optimizer = OwnMasters(self.model.parameters(), 0.01)
+        optimizer.write = False
+        return [optimizer]
+
+
+class MastersNotCleared(Masters):
+    """`zero_grad` of an optimizer that holds the masters clears nothing of the model."""
+
+    lr = 1e-3
+
+    def clear(self, optimizers):
+        optimizers[0].zero_grad()
+
+
+class Lookahead(Bfloat16):
+    """An optimizer with slow weights, which are copies that keep no small updates."""
+
+    def optimizers(self):
+        (optimizer,) = super().optimizers()
+        optimizer.slow = [p.detach().float() for p in self.model.parameters()]
+        return [optimizer]
+
+    def after_step(self):
+        with torch.no_grad():
+            for slow, p in zip(self.known[0].slow, self.model.parameters(), strict=True):
+                if self.number % 5 == 4:
+                    p.copy_(slow.lerp_(p.float(), 0.5))
+
+
+class OthersOfTheSameShapes(Bfloat16):
+    """The body is forgotten; the optimizer holds float32 tensors of its shapes, which are no copies."""
+
+    def optimizers(self):
+        self.other = nn.Linear(8, 16)
+        return [torch.optim.SGD([*self.model.head.parameters(), *self.other.parameters()], lr=0.05)]
+
+
+class FlatMasters(Loop):
+    """A part of the model in bfloat16, and its master weights in one buffer."""
+
+    def build(self):
+        model = Net()
+        model.body.bfloat16()
+        return model
+
+    def loss(self, x):
+        return (self.model.head(torch.tanh(self.model.body(x.bfloat16()).float())) - x).square().mean()
+
+    def optimizers(self):
+        self.parts = list(self.model.body.parameters())
+        self.flat = torch.cat([p.detach().float().flatten() for p in self.parts]).requires_grad_()
+        return [torch.optim.AdamW([self.flat, *self.model.head.parameters()], lr=1e-6)]
+
+    def before_step(self):
+        self.flat.grad = torch.cat([p.grad.float().flatten() for p in self.parts])
+
+    def after_step(self):
+        with torch.no_grad():
+            for p, part in zip(self.parts, self.flat.split([p.numel() for p in self.parts]), strict=True):
+                p.copy_(part.view_as(p))
+
+    def clear(self, _):
+        self.model.zero_grad()
+
+
+class GroupOfRate0InBfloat16(Bfloat16):
+    def optimizers(self):
+        return GroupOfRate0.optimizers(self)
+
+    rates = 0.05, 0.0
+
+
+class LaterRates(GroupOfRate0):
+    """The second group gets another learning rate in a step."""
+
+    at, later = 8, 0.0
+    rates = 0.05, 0.05
+
+    def after_step(self):
+        if self.number == self.at:
+            self.known[0].param_groups[1]["lr"] = self.later
+
+
+class TinyThenRate0(LaterRates):
+    at, rates = 5, (0.05, 1e-12)
+
+
+class Rate0ThenTiny(LaterRates):
+    at, rates, later = 11, (0.05, 0.0), 1e-12
+
+
+class OtherRateNoted(EveryRate0):
+    """A scalar that is not the learning rate of a group, though its name contains lr."""
+
+    def watch(self):
+        self.known = self.optimizers()
+        with gm.watch(self.model, self.known, **self.options) as monitor:
+            self.train(lambda loss: monitor.note(loss=loss, base_lr=3e-4), lambda: None)
+        return monitor
+
+
+class Unfrozen(Loop):
+    at = 15
+
+    def build(self):
+        model = Net()
+        model.body.requires_grad_(False)
+        return model
+
+    def before_step(self):
+        if self.number == self.at:
+            self.model.body.requires_grad_(True)
+
+
+class Rate0ThenUnfrozen(Unfrozen):
+    """The rate falls to 0; later, a part is thawed that no optimizer holds."""
+
+    at = 9
+
+    def optimizers(self):
+        groups = [{"params": [p]} for p in self.model.head.parameters()]
+        return [torch.optim.SGD(groups, lr=0.05)]
+
+    def after_step(self):
+        if self.number == 5:
+            self.known[0].param_groups[0]["lr"] = 0.0
+
+
+class ForgottenAndNotCleared(Forgotten):
+    lr = 1e-3
+
+    def clear(self, _):
+        pass
+
+
+class NaNThenDetached(Loop):
+    """A step with a NaN is skipped; later, the gradient of other tensors is lost."""
+
+    def before_step(self):
+        if self.number == 4:
+            self.model.head.weight.grad[0, 0] = float("nan")
+
+    def step(self, optimizers):
+        if self.number != 4:
+            super().step(optimizers)
+
+    def loss(self, x):
+        hidden = torch.tanh(self.model.body(x))
+        return (self.model.head(hidden if self.number < 13 else hidden.detach()) - x).square().mean()
+
+
 class StochasticRounding(Bfloat16):
     def optimizers(self):
         (optimizer,) = super().optimizers()
@@ -509,6 +678,50 @@ SITUATIONS = [
     (MastersInside, "watch", {}, "rounding|master"),
     (MastersInside, "trainer", {}, "rounding|master"),
     (StochasticRounding, "watch", {}, "rounding|master"),
+    *[
+        (loop, how, {"not_updated": ("warning", "master weights are not written to these parameters")}, HELD)
+        for loop in (MastersNotWritten, MastersInsideNotWritten)
+        for how in ("watch", "trainer")
+    ],
+    (MastersOfRareChanges, "watch", {}, "rounding|master"),
+    (MastersNotCleared, "watch", {"accumulating": ("warning", "gradients add up since step 0")}, "!"),
+    (Lookahead, "watch", {"stuck": ("warning", "rounding of bfloat16", "unless float32 master")}, HELD),
+    (
+        OthersOfTheSameShapes,
+        "watch",
+        {"stuck": ("warning", "no optimizer holds this", "unless the optimizer holds a copy of them, pass")},
+        "; pass",
+    ),
+    (
+        FlatMasters,
+        "watch",
+        {"stuck": ("warning", "no optimizer holds this", "unless the optimizer")},
+        "; pass",
+    ),
+    *[
+        (GroupOfRate0InBfloat16, how, {"not_updated": ("info", "head (2 tensors)", "param group is 0")}, HELD)
+        for how in ("watch", "trainer")
+    ],
+    (LaterRates, "watch", {"not_updated": ("warning", "since step 10", "param group has fallen to 0")}, HELD),
+    (TinyThenRate0, "watch", {"not_updated": ("warning", "since step 6", "has fallen to 0")}, HELD),
+    (Rate0ThenTiny, "watch", {"not_updated": ("warning", "since step 12", "optimizer holds them")}, HELD),
+    (OtherRateNoted, "watch", {"learning_rate": ("warning", "lr is 0 since step 0")}, "while others"),
+    *[
+        (Unfrozen, how, {"no_gradient_flow": ("info", "body (2 tensors): frozen")}, "no gradient flows")
+        for how in ("watch", "monitor")
+    ],
+    (
+        ForgottenAndNotCleared,
+        "watch",
+        {"not_updated": ("warning", "no watched optimizer"), "accumulating": ("warning", "add up")},
+        "step.. is not",
+    ),
+    (
+        NaNThenDetached,
+        "monitor",
+        {"nonfinite": ("error", "1 NaN"), "no_gradient_flow": ("warning", "flows to body", "since step 13")},
+        "!",
+    ),
     (
         AlternateOptimizers,
         "watch",
@@ -558,10 +771,38 @@ def test_without_weights_the_message_names_what_else_may_take_the_gradients(loop
     assert "another model" not in found.message
 
 
+def test_what_rounding_of_the_optimizer_keeps_needs_no_master_weights():
+    (found,) = StochasticRounding(updates=False).watch().findings
+    assert (found.rule, found.severity) == ("not_updated", Severity.WARNING)
+    assert "which the optimizer makes up for, or other code writes the weights" in found.message
+    assert "master" not in f"{found.message} {found.advice}"
+
+
+def test_master_weights_of_which_some_have_a_learning_rate_of_0():
+    class SomeOfRate0(MastersNotWritten):
+        def optimizers(self):
+            (optimizer,) = super().optimizers()
+            optimizer.add_param_group({"params": [torch.zeros(3)], "lr": 0.0})
+            return [optimizer]
+
+    (found,) = SomeOfRate0().trainer().findings
+    assert found.message.endswith("not written to these parameters, or have a learning rate of 0")
+
+
 def test_adapters_that_start_at_0_do_not_explain_that_the_base_is_frozen():
     found = headlines(Adapters().watch().findings)
     assert {one.rule for one in found} >= {"initialization", "no_gradient_flow"}
     assert {one.rule: one.explained for one in found}["initialization"] == ()
+
+
+def test_a_rate_of_0_explains_what_stays_the_same_in_its_group_alone():
+    found = {one.message: one for one in headlines(Rate0ThenUnfrozen().watch().findings)}
+    (rate,) = [one for one in found.values() if one.rule == "learning_rate"]
+    (of_group,) = rate.explained
+    assert of_group.message.endswith("the learning rate of their param group has fallen to 0")
+    (left_out,) = [one for one in found.values() if one.rule == "not_updated"]
+    assert left_out.message.startswith("body (2 tensors)")
+    assert "no watched optimizer holds these" in left_out.message
 
 
 def test_a_step_that_a_scaler_skips_needs_no_advice_to_skip_it():

@@ -126,9 +126,13 @@ class ModelReader:
         return ", ".join([f"{count} {name}" for name, count in found.items()])
 
     def _grad_writes(self, optimizers: OptimizerState | None) -> int:
-        # nobody clears the gradients of what no optimizer holds
-        kept = None if optimizers is None else optimizers.groups
-        grads = (p.grad for i, p in enumerate(self._parameters) if kept is None or kept[i] >= 0)
+        # nobody clears the gradients of what no optimizer holds, nor a copy of it
+        state = optimizers
+        grads = (
+            parameter.grad
+            for i, parameter in enumerate(self._parameters)
+            if state is None or state.groups[i] >= 0 or state.rounded_well[i]
+        )
         grad = next((grad for grad in grads if grad is not None), None)
         known, version = self._gradient
         is_kept = grad is not None and known() is grad

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradiometer.recorder import OptimizerState, master_copies
+from gradiometer.recorder import OptimizerState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +19,11 @@ __all__ = ["OptimizerReader"]
 
 # a state or option of an optimizer by which it keeps updates that are too small for a parameter's dtype
 _KEEPS: Final = ("master", "stochastic", "kahan")
+# part of the name of an attribute that holds master weights
+_MASTERS: Final = ("master", "fp32", "float32")
+# parameters with master weights whose writes are counted, and the writes after which these are written back:
+# more than a checkpoint that is loaded makes
+_SAMPLED, _WRITES = 8, 3
 # bytes of an element of a dtype in which small updates are lost
 _SHORT: Final = 2
 
@@ -34,15 +39,20 @@ class OptimizerReader:
     >>> layer = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD([layer.weight], lr=0.1)
     >>> OptimizerReader([optimizer], list(layer.parameters())).read(afresh=True)
-    OptimizerState(groups=(0, -1), rates=(0.1,), owners=(0,), rounded_well=(False, False))
+    OptimizerState(groups=(0, -1), rates=(0.1,), owners=(0,), rounded_well=(False, False), \
+copied=(False, False), has_others=False, writes_back=False)
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> None:
         known = list(optimizers)
         self._optimizers = [weakref.ref(optimizer) for optimizer in known]
         self._copied = {id(p) for optimizer in known for p in _copied_in(optimizer)}
+        self._copied |= {id(p) for p in _copied_by(known, parameters)}
         self._parameters = parameters
         self._state: OptimizerState | None = None
+        self._versions: list[int] = []
+        self._sampled: list[Tensor] = []
+        self._writes = 0
 
     def read(self, *, afresh: bool) -> OptimizerState | None:
         """Return what the optimizers hold; the same object if nothing has changed.
@@ -54,46 +64,85 @@ class OptimizerReader:
         if not alive or len(alive) < len(self._optimizers):
             return None
         rates = tuple([_rate(group.get("lr")) for optimizer in alive for group in optimizer.param_groups])
+        writes_back = self._writes_back()
         old = self._state
         if old is None or afresh or len(rates) != len(old.rates):
-            new = self._whole(alive, rates)
+            new = replace(self._whole(alive, rates), writes_back=writes_back)
             self._state = old if new == old else new
-        elif rates != old.rates:
-            self._state = replace(old, rates=rates)
+        elif (rates, writes_back) != (old.rates, old.writes_back):
+            self._state = replace(old, rates=rates, writes_back=writes_back)
         return self._state
+
+    def _writes_back(self) -> bool:
+        if self._writes < _WRITES:
+            versions = [p._version for p in self._sampled]  # noqa: SLF001
+            self._writes += versions != self._versions
+            self._versions = versions
+        return self._writes >= _WRITES
 
     def _whole(self, optimizers: Sequence[Optimizer], rates: tuple[float | None, ...]) -> OptimizerState:
         place_of = {id(p): place for place, p in enumerate(self._parameters)}
-        held, keeps = [-1] * len(place_of), [id(p) in self._copied for p in self._parameters]
+        held, copied = [-1] * len(place_of), [id(p) in self._copied for p in self._parameters]
+        keeps = list(copied)
         owners: list[int] = []
-        others: list[Tensor] = []
+        has_others = False
         for owner, optimizer in enumerate(optimizers):
             for group in optimizer.param_groups:
-                is_kept = any(value is True and _is_kept(name) for name, value in group.items())
+                options = [name for name, value in group.items() if value is True]
                 for parameter in group["params"]:
                     place = place_of.get(id(parameter))
                     if place is None:
-                        others.append(parameter)
+                        has_others = True
                     elif held[place] < 0:
                         held[place] = len(owners)
-                        state = optimizer.state.get(parameter) or {}
-                        keeps[place] |= is_kept or any(_is_kept(name) for name in state)
+                        names = [*options, *(optimizer.state.get(parameter) or ())]
+                        keeps[place] |= any(_has_word(name, _KEEPS) for name in names)
+                        copied[place] |= any(_has_word(name, _MASTERS[:1]) for name in names)
                 owners.append(owner)
-        left = [p for p, group in zip(self._parameters, held, strict=True) if group < 0]
-        copied = {id(p) for p in master_copies(others, left)}
-        keeps = [keep or id(p) in copied for keep, p in zip(keeps, self._parameters, strict=True)]
-        return OptimizerState(tuple(held), rates, tuple(owners), tuple(keeps))
+        sampled = [p for p, has in zip(self._parameters, copied, strict=True) if has][:_SAMPLED]
+        if len(sampled) != len(self._sampled):
+            self._sampled, self._versions = sampled, [p._version for p in sampled]  # noqa: SLF001
+        return OptimizerState(tuple(held), rates, tuple(owners), tuple(keeps), tuple(copied), has_others)
+
+
+def _copied_by(optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the parameters that no optimizer holds, but a copy in a wider dtype.
+
+    It compares their values, which may wait for the device.
+    """
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    own = {id(p) for p in parameters}
+    others: dict[torch.Size, dict[int, Tensor]] = {}
+    for p in held:
+        if id(p) not in own:
+            others.setdefault(p.shape, {})[id(p)] = p
+    is_held = {id(p) for p in held}
+    for parameter in parameters:
+        if id(parameter) not in is_held:
+            alike = others.get(parameter.shape, {})
+            found = (p for p in alike.values() if _is_wider(p, parameter) and _are_copies([p], [parameter]))
+            copy = next(found, None)
+            if copy is not None:
+                del alike[id(copy)]
+                yield parameter
+
+
+def _is_wider(copy: Tensor, parameter: Tensor) -> bool:
+    is_floating = copy.is_floating_point() and parameter.is_floating_point()
+    return is_floating and copy.element_size() > parameter.element_size()
 
 
 def _copied_in(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of 16 bits or less of which an attribute of the optimizer has wider copies.
+    """Return the parameters of 16 bits or less of which an attribute of the optimizer has master weights.
 
-    It compares their values, which may wait for the device.
+    These are copies in a wider dtype, which another optimizer inside holds, or which the name calls so: other
+    copies, such as the slow weights of Lookahead, keep no small updates. It compares their values, which may
+    wait for the device.
     """
     held = [p for group in optimizer.param_groups for p in group["params"]]
     short = [p for p in held if p.is_floating_point() and p.element_size() <= _SHORT]
     for name, value in vars(optimizer).items() if short else ():
-        if name not in {"state", "param_groups"}:
+        if isinstance(value, Optimizer) or _has_word(name, _MASTERS):
             tensors = list(_tensors_in(value))
             if _are_copies(tensors, short) or (len(held) > len(short) and _are_copies(tensors, held)):
                 return short
@@ -127,8 +176,8 @@ def _tensors_in(value: object, depth: int = 3) -> Iterator[Tensor]:
             yield from _tensors_in(part, depth - 1)
 
 
-def _is_kept(name: object) -> bool:
-    return isinstance(name, str) and any(word in name for word in _KEEPS)
+def _has_word(name: object, words: Iterable[str]) -> bool:
+    return isinstance(name, str) and any(word in name for word in words)
 
 
 def _rate(value: object) -> float | None:

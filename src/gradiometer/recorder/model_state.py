@@ -44,8 +44,11 @@ class OptimizerState:
         owners: the number of the optimizer of each param group.
         rounded_well: for each parameter, whether an update that is too small for its dtype is kept: by a copy
             in a wider dtype that an optimizer holds, by stochastic rounding or by Kahan summation.
+        copied: for each parameter, whether such a copy, its master weights, is what keeps it.
+        writes_back: whether parameters that have master weights were seen to be written in place.
+        has_others: whether an optimizer holds other tensors, such as copies of the parameters in one buffer.
 
-    >>> state = OptimizerState((0, 1, -1), (0.1, 0.0), (0, 0), (False,) * 3)
+    >>> state = OptimizerState((0, 1, -1), (0.1, 0.0), (0, 0), (False,) * 3, (False,) * 3)
     >>> state.held.tolist(), state.is_frozen.tolist()
     ([True, True, False], [False, True, False])
     """
@@ -54,6 +57,9 @@ class OptimizerState:
     rates: tuple[float | None, ...]
     owners: tuple[int, ...]
     rounded_well: tuple[bool, ...]
+    copied: tuple[bool, ...]
+    has_others: bool = False
+    writes_back: bool = False
 
     @cached_property
     def held(self) -> Tensor:
@@ -80,6 +86,16 @@ class OptimizerState:
     def keeps_small_updates(self) -> Tensor:
         """`rounded_well` as a tensor, ``(N,) bool``."""
         return torch.tensor(self.rounded_well, dtype=torch.bool, device="cpu")
+
+    @cached_property
+    def has_masters(self) -> Tensor:
+        """`copied` as a tensor, ``(N,) bool``."""
+        return torch.tensor(self.copied, dtype=torch.bool, device="cpu")
+
+    @property
+    def unwritten(self) -> Tensor:
+        """Which parameters have master weights, but were not seen to be written, ``(N,) bool``."""
+        return self.has_masters & (not self.writes_back)
 
     @property
     def highest_rate(self) -> float | None:

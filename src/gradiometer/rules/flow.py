@@ -155,18 +155,21 @@ class NoGradientFlow(WholeRule):
     """
 
     name = "no_gradient_flow"
-    kept = (*WholeRule.kept, "row", "since")
+    kept = (*WholeRule.kept, "row", "since", "state")
 
     def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
         super().__init__(severity)
         self.patience = patience
         self.row = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
+        # 2 for parameters that are meant to get a gradient, 1 for those that no optimizer holds, 0 for frozen
+        self.state = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._holds = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
         self.row, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
+        self.state = torch.zeros(size, dtype=torch.int64, device="cpu")
 
     def prepare(self, roster: Roster) -> None:
         """Find the tensors with elements."""
@@ -184,11 +187,6 @@ class NoGradientFlow(WholeRule):
             return []
         if not measured.any() or record.model is None or len(record.model.requires_grad) != len(measured):
             return []
-        self.row = (self.row + 1.0).mul_(missing)
-        self.since = torch.where(self.row == 1.0, float(record.step), self.since)
-        lasting = self.row >= self.patience
-        if not lasting.any():
-            return []
         wanted = torch.tensor(record.model.requires_grad, dtype=torch.bool, device="cpu")
         names, known = record.roster.names, optimizers_of(record)
         left_out = torch.zeros_like(wanted)
@@ -196,6 +194,13 @@ class NoGradientFlow(WholeRule):
             # a target network or a teacher, which is not meant to get a gradient
             left_out = wanted & ~(known.held | known.keeps_small_updates)
             wanted = wanted & ~left_out
+        before, self.state = self.state, 2 * wanted + 1 * left_out
+        # steps in which a parameter was frozen do not count after it is not
+        self.row = (self.row * (self.state == before) + 1.0).mul_(missing)
+        self.since = torch.where(self.row == 1.0, float(record.step), self.since)
+        lasting = self.row >= self.patience
+        if not lasting.any():
+            return []
         found = []
         routed = torch.tensor([ROUTED in name for name in names], dtype=torch.bool, device="cpu")
         for which, severity in ((wanted & ~routed, self.severity), (wanted & routed, Severity.INFO)):

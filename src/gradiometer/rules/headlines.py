@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.flow import ROUTED
+from gradiometer.rules.not_updated import LEFT_OUT, MAY_LACK, OF_GROUP
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
@@ -233,6 +234,8 @@ def _explains(cause: Sequence[Finding], finding: Finding) -> bool:
     # updates that are too small are no sign of divergence
     if finding.rule == "update_ratio" and finding.value < finding.threshold and not (is_0 or rule in _STOPS):
         return False
+    if not _may_set_up(cause, finding):
+        return False
     if rule == "learning_rate":
         return finding.rule in (_NOT_LEARNING if is_0 else _DIVERGED)
     if rule == "update_ratio" and cause[0].value < cause[0].threshold:
@@ -240,9 +243,30 @@ def _explains(cause: Sequence[Finding], finding: Finding) -> bool:
     if finding.rule in _SET_UP and finding.severity < Severity.WARNING and rule != "collapsing_router":
         # nothing else causes that a part is frozen, or not passed to the optimizer
         return False
-    if finding.rule in _SET_UP and finding.first_step == first and rule in _WHOLE:
-        return False
     return _is_connected(cause, finding)
+
+
+def _may_set_up(cause: Sequence[Finding], finding: Finding) -> bool:
+    """Return whether the cause may explain a finding about how a loop or a model is set up.
+
+    Any other finding it may. The text of `NotUpdated` tells whether the optimizers are known.
+    """
+    rule = cause[0].rule
+    if finding.rule == "accumulating" and rule == "not_updated":
+        return any(text in cause[0].message for text in MAY_LACK)
+    if any(text in finding.message for text in LEFT_OUT):
+        return rule == "collapsing_router"
+    if finding.rule not in _SET_UP:
+        return True
+    first, last = min(one.first_step for one in cause), max(one.last_step for one in cause)
+    if rule == "learning_rate":
+        # that of the same group falls in about the same step
+        is_of_group = OF_GROUP in finding.message and finding.first_step <= first + _TOGETHER
+        return is_of_group or any(text in finding.message for text in MAY_LACK)
+    if rule == "nonfinite" and last + _TOGETHER < finding.first_step:
+        # a step that was skipped, for example
+        return finding.tensor is not None and any(one.tensor == finding.tensor for one in cause)
+    return finding.first_step > first or rule not in _WHOLE
 
 
 def _is_connected(cause: Sequence[Finding], finding: Finding) -> bool:

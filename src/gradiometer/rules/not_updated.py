@@ -10,7 +10,7 @@ import torch
 from gradiometer.rules.base import WholeRule, modules_text
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.known import driver_of, optimizers_of
-from gradiometer.rules.optimizer import RATE_OF_GROUP, learning_rates
+from gradiometer.rules.optimizer import RATE_OF_GROUP, SCHEDULE, learning_rates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,13 +19,23 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import OptimizerState, Roster, StepRecord
 
-__all__ = ["ADD", "SHORT", "SMALL", "NotUpdated", "small_updates_advice"]
+__all__ = [
+    "LEFT_OUT",
+    "MAY_LACK",
+    "OF_GROUP",
+    "SHORT",
+    "SMALL",
+    "NotUpdated",
+    "add_advice",
+    "small_updates_advice",
+]
 
 STEP: Final = (
     "call optimizer.step() in each step, and create the optimizer with the parameters of this model, after "
     "they have been moved or replaced"
 )
 ADD: Final = "pass these parameters to the optimizer, or freeze them with requires_grad_(False)"
+UNLESS_COPIED: Final = "unless the optimizer holds a copy of them, "
 ROUNDED: Final = (
     "unless float32 master weights, stochastic rounding or Kahan summation keep such updates, keep the "
     "weights in float32 (autocast computes in half precision) or use an optimizer with one of these; a "
@@ -40,6 +50,11 @@ WRITE_BACK: Final = (
     "is done, small updates change the parameters only from time to time"
 )
 
+# parts of messages: no optimizer holds the parameters, it is not known whether one does, and their group
+LEFT_OUT: Final = ("no watched optimizer holds", "no optimizer holds")
+MAY_LACK: Final = ("does not hold these parameters", "holds other parameters", "leaves these weights out")
+OF_GROUP: Final = "the learning rate of their param group"
+
 # share of the total norm below which a gradient's update need not change a weight
 SMALL: Final = 1e-6
 # the beginnings of dtypes in which an update of less than a few thousandths of a weight is lost
@@ -53,11 +68,13 @@ class NotUpdated(WholeRule):
     optimizer's step may be missing; if it holds for some, these may be missing from the optimizer. With
     `gradiometer.watch` and trainers the rule knows which parameters the optimizers hold, and with which
     learning rates, so the message says which of these is the cause. Parameters of a group whose learning
-    rate is 0, while that of others is not, have severity info; so have those of an optimizer with master
-    weights, unless no weight changes.
+    rate is 0 from the start, while that of others is not, have severity info; so have those of an optimizer
+    with master weights, unless none of these parameters changes.
 
-    Skipped steps, and steps with a learning rate of 0, which `LearningRate` reports, do not count. With
-    ``updates=True``, `Stuck` reports tensors of 16 bits or less, which may stay the same because of rounding.
+    Skipped steps, and steps with a learning rate of 0, which `LearningRate` reports, do not count; steps
+    before the cause changes count for its finding alone. With ``updates=True``, `Stuck` reports tensors of 16
+    bits or less, which may stay the same because of rounding, but for those whose learning rate is 0, and
+    those with master weights, if none of them changes and nothing is seen to write them.
 
     Args:
         patience: number of recorded steps in a row.
@@ -65,34 +82,44 @@ class NotUpdated(WholeRule):
     """
 
     name = "not_updated"
-    kept = (*WholeRule.kept, "row", "since")
+    kept = (*WholeRule.kept, "row", "since", "cause", "has_learned")
 
     def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
         super().__init__(severity)
         self.patience = patience
         self.row = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
-        self._counts = torch.zeros(0, dtype=torch.bool, device="cpu")
+        self.cause = torch.zeros(0, dtype=torch.int64, device="cpu")
+        # whether the learning rate of its group was above 0
+        self.has_learned = torch.zeros(0, dtype=torch.bool, device="cpu")
+        self._counts = self._short = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
         self.row, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
+        self.cause = torch.zeros(size, dtype=torch.int64, device="cpu")
+        self.has_learned = torch.zeros(size, dtype=torch.bool, device="cpu")
 
     def prepare(self, roster: Roster) -> None:
-        """Leave out single numbers, whose updates may be lost in rounding."""
+        """Leave out single numbers, whose updates may be lost in rounding, and find what `Stuck` reports."""
         self._counts = torch.tensor(
             [math.prod(shape) > 1 for shape in roster.shapes], dtype=torch.bool, device="cpu"
         )
-        if "updates" in roster.kinds:
-            short = [dtype.startswith(SHORT) for dtype in roster.dtypes]
-            self._counts &= ~torch.tensor(short, dtype=torch.bool, device="cpu")
+        short = ["updates" in roster.kinds and dtype.startswith(SHORT) for dtype in roster.dtypes]
+        self._short = torch.tensor(short, dtype=torch.bool, device="cpu")
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding about the weights that have stayed the same for ``patience`` steps."""
         moved, known = self.moved(record), optimizers_of(record)
+        if known is not None:
+            self.has_learned = self.has_learned | (known.held & ~known.is_frozen)
         if moved is None or record.skipped or _stands_still(record, known):
             return []
-        still = self._counts & ~moved
+        counts = self._counts & ~self._short
+        if known is not None:
+            masters = known.unwritten
+            counts |= self._counts & (known.is_frozen | (masters & ~(moved & masters).any()))
+        still = counts & ~moved
         if still.any():
             # an update by a vanishing gradient may be lost in rounding
             norm = record.value("norm")
@@ -105,15 +132,20 @@ class NotUpdated(WholeRule):
             if self.row.any():
                 self.row = torch.zeros_like(self.row)
             return []
-        self.row = torch.where(active | moved, (self.row + 1.0).mul_(still), self.row)
+        before, self.cause = self.cause, self._causes(known)
+        # a finding is about the steps in which its cause held
+        row = self.row * (self.cause == before)
+        self.row = torch.where(active | moved, (row + 1.0).mul_(still), row)
         self.since = torch.where(still & (self.row == 1.0), float(record.step), self.since)
         lasting = still & (self.row >= self.patience)
         if not lasting.any():
             return []
-        is_all = not moved.any() and bool((lasting == (active & self._counts)).all())
         if known is None:
+            is_all = not moved.any() and bool((lasting == (active & counts)).all())
             return [self._guess(record, lasting, is_all=is_all)]
-        return self._explained(record, lasting, known, any_moved=bool(moved.any()))
+        # whether some weights that have master weights change, or any weight
+        written = bool((counts & known.unwritten & active & ~lasting).any())
+        return self._explained(record, lasting, known, written=written, moved=bool(moved.any()))
 
     def _guess(self, record: StepRecord, lasting: Tensor, *, is_all: bool) -> Finding:
         """Return a finding that lists what may be the cause, if the optimizer is not known."""
@@ -122,7 +154,7 @@ class NotUpdated(WholeRule):
         if small_updates_advice(dtypes) is ROUNDED:
             # the optimizer may have moved them, by less than a rounding error
             text = f"the updates are smaller than the rounding of {dtypes}, or optimizer.step() leaves these "
-            return self._finding(record, lasting, f"{text}weights out", f"{ROUNDED}; {ADD}")
+            return self._finding(record, lasting, f"{text}weights out", f"{ROUNDED}; {add_advice(None)}")
         if is_all:
             rate = "" if learning_rates(record) else ", its learning rate is 0"
             text = f"optimizer.step() is not called, the optimizer holds other parameters{rate}, or {small}"
@@ -132,26 +164,30 @@ class NotUpdated(WholeRule):
         return self._finding(record, lasting, text, ADD)
 
     def _explained(
-        self, record: StepRecord, lasting: Tensor, known: OptimizerState, *, any_moved: bool
+        self, record: StepRecord, lasting: Tensor, known: OptimizerState, *, written: bool, moved: bool
     ) -> list[Finding]:
         """Return a finding for each cause, if it is known what the optimizers hold."""
         found, info = [], min(self.severity, Severity.INFO)
-        held, copied = known.held, known.keeps_small_updates
-        left_out = lasting & ~held & ~copied
+        left_out, frozen, fallen, kept, copies, small = [lasting & (self.cause == i) for i in range(1, 7)]
         if left_out.any():
-            which = "no watched optimizer holds" if driver_of(record) == "watch" else "no optimizer holds"
-            found.append(self._finding(record, left_out, f"{which} these parameters", ADD))
-        frozen = lasting & known.is_frozen
+            text = f"{LEFT_OUT[driver_of(record) != 'watch']} these parameters"
+            found.append(self._finding(record, left_out, text, add_advice(known)))
         if frozen.any():
-            text = "the learning rate of their param group is 0"
-            found.append(self._finding(record, frozen, text, RATE_OF_GROUP, info))
-        copies = lasting & copied & ~frozen
+            found.append(self._finding(record, frozen, f"{OF_GROUP} is 0", RATE_OF_GROUP, info))
+        if fallen.any():
+            found.append(self._finding(record, fallen, f"{OF_GROUP} has fallen to 0", SCHEDULE))
+        if kept.any():
+            text = f"the updates are smaller than the rounding of {self._dtypes(record, kept)}, which the "
+            text += "optimizer makes up for, or other code writes the weights"
+            severity = info if moved else self.severity
+            found.append(self._finding(record, kept, text, SMALL_UPDATES, severity))
         if copies.any():
             text = f"the updates are smaller than the rounding of {self._dtypes(record, copies)}, but the "
             text += "optimizer keeps them; or its master weights are not written to these parameters"
-            severity = info if any_moved else self.severity
+            if not all(known.rates):
+                text += ", or have a learning rate of 0"
+            severity = info if written else self.severity
             found.append(self._finding(record, copies, text, WRITE_BACK, severity))
-        small = lasting & held & ~copied & ~frozen
         if small.any():
             rates = [known.rates[known.groups[place]] for place in small.nonzero().flatten().tolist()]
             rate = ", its learning rate is 0" if None in rates else ""
@@ -162,6 +198,17 @@ class NotUpdated(WholeRule):
             advice = small_updates_advice(self._dtypes(record, small))
             found.append(self._finding(record, small, text, advice))
         return found
+
+    def _causes(self, known: OptimizerState | None) -> Tensor:
+        """Return why each parameter would stay the same, ``(N,)``; 0 if that is not known."""
+        if known is None:
+            return torch.zeros_like(self.cause)
+        causes = torch.where(known.held, 6, 1)
+        causes[known.keeps_small_updates] = 4
+        causes[known.unwritten] = 5
+        causes[known.is_frozen] = 2
+        causes[known.is_frozen & self.has_learned] = 3
+        return causes
 
     def _dtypes(self, record: StepRecord, which: Tensor) -> str:
         dtypes = {record.roster.dtypes[place] for place in which.nonzero().flatten().tolist()}
@@ -191,6 +238,11 @@ class NotUpdated(WholeRule):
 def small_updates_advice(dtypes: str) -> str:
     """Return what to try if updates are too small for these dtypes, which are joined by " and "."""
     return ROUNDED if all([dtype.startswith(SHORT) for dtype in dtypes.split(" and ")]) else SMALL_UPDATES
+
+
+def add_advice(known: OptimizerState | None) -> str:
+    """Return the advice to pass parameters to the optimizer, which may hold copies of them already."""
+    return ADD if known is not None and not known.has_others else f"{UNLESS_COPIED}{ADD}"
 
 
 def _stands_still(record: StepRecord, known: OptimizerState | None) -> bool:

@@ -82,8 +82,8 @@ class Accumulating(WholeRule):
         known = (self.first_norms > 0) & norms.isfinite()
         optimizers = optimizers_of(record)
         if optimizers is not None:
-            # nobody needs to clear the gradients of what no optimizer holds
-            known &= optimizers.held
+            # nobody needs to clear the gradients of what no optimizer holds, nor a copy of it
+            known &= optimizers.held | optimizers.keeps_small_updates
         writes = 0 if record.model is None else record.model.grad_writes
         self.is_exact = self.is_exact and writes == 1
         has_risen = bool(norms[known].norm() > before[known].norm())
@@ -152,7 +152,7 @@ class LearningRate(BaseRule):
         found = []
         rates = learning_rates(record)
         # of other parameters, which still learn
-        others = any(rates.values()) or _other_groups_learn(record)
+        others = _any_learn(record)
         for name, rate in rates.items():
             seen = self.state.setdefault(name, dict(_START))
             if not rate >= 0.0 or rate == math.inf:
@@ -268,10 +268,12 @@ class UpdateSpike(SpikeRule):
         return [Finding(self.name, severity, step, step, "updates", None, norm, limit, text, STATE)]
 
 
-def _other_groups_learn(record: StepRecord) -> bool:
-    # scalars have the first group of each optimizer
+def _any_learn(record: StepRecord) -> bool:
+    """Return whether a learning rate is above 0: of the optimizers, if these are known, or of the scalars."""
     optimizers = optimizers_of(record)
-    return optimizers is not None and any(optimizers.rates)
+    if optimizers is None or None in optimizers.rates:
+        return any(learning_rates(record).values())
+    return any(optimizers.rates)
 
 
 def learning_rates(record: StepRecord) -> dict[str, float]:

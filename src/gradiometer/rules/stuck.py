@@ -10,7 +10,7 @@ import torch
 from gradiometer.rules.base import MOST, LastingRule, Sight
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.known import optimizers_of
-from gradiometer.rules.not_updated import ADD, SHORT, SMALL, small_updates_advice
+from gradiometer.rules.not_updated import SHORT, SMALL, add_advice, small_updates_advice
 from gradiometer.rules.optimizer import learning_rates
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Stuck(LastingRule):
 
     Master weights, which are copies in float32, keep small updates, and stochastic rounding loses nothing on
     average, though both leave most elements unchanged. With `gradiometer.watch` and trainers, the rule leaves
-    out the parameters of optimizers that are known to use one of these, and those whose learning rate is 0.
+    out the parameters of optimizers that are known to use one of these, and those whose learning rate is 0;
+    `NotUpdated` reports them if none of them changes.
     Otherwise it cannot tell: leave it out then, or raise ``fraction``.
 
     Args:
@@ -122,10 +123,10 @@ class Stuck(LastingRule):
             if moves[place] or (optimizers is not None and optimizers.held[place]):
                 message += small
             elif optimizers is not None:
-                message, advice = f"{message}no optimizer holds this tensor", ADD
+                message, advice = f"{message}no optimizer holds this tensor", add_advice(optimizers)
             else:
                 message += f"{small}, or optimizer.step() is not called or leaves this tensor out"
-                advice = f"{advice}; {ADD}"
+                advice = f"{advice}; {add_advice(None)}"
             severity = self.severity if severe[place] else min(self.severity, Severity.INFO)
             return Sight(value, self.fraction, message, advice, severity)
 
