@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ChangedOutside"]
 
-# relative difference of two sums of squares that the alignment of the memory alone does not make
+# Above this relative difference of sums of squares, weights differ: equal ones at other addresses differ less
 ROUNDING: Final = 1e-12
-# share of the steps up to which a change is an exception and not a part of the training loop
+# A tensor that changes in a larger share of the steps is changed by the training loop on purpose
 RARE: Final = 0.1
 
 ADVICE: Final = (
@@ -92,7 +92,7 @@ class ChangedOutside(TensorRule):
         found = (before - last).abs() > ROUNDING * torch.maximum(before, last)
         optimizers = optimizers_of(record)
         if optimizers is not None:
-            # others, such as a target network, have no other way to change
+            # target networks and averages have no optimizer: only other code changes them
             found &= optimizers.held
         self.compared = self.compared + (before - last).isfinite()
         if not found.any():

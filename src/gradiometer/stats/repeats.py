@@ -29,7 +29,7 @@ class _Owner(Protocol):
 
 
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
-# The parameters of each repeat: hooks may run on a thread of a device, while another model trains
+# The parameters of each repeat. The thread is not enough: on a GPU, hooks run on a thread of autograd
 _repeated: list[set[int]] = []
 _of_thread = threading.local()
 
