@@ -28,7 +28,7 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer import ops
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.ops import library, packing
 from kernels_bench import scripts
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import gradiometer as gm
-from gradiometer.columns.schema import COLUMN_INDEX
+from gradiometer.columns import COLUMN_INDEX
 from support.oracle import COUNTS, exact
 from support.rank_models import CASES, KINDS, Collectives, alone, names_and_parameters
 from support.rank_pool import RankPool

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
-from gradiometer.columns.schema import NUM_COLUMNS
+from gradiometer.columns import NUM_COLUMNS
 from support.compiling import (
     Kept,
     batch,

@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
-from gradiometer.columns import NUM_PAIR_COLUMNS, PAIR_DERIVED, PAIR_INDEX, derived
+from gradiometer.columns import COLUMN_NAMES, NUM_COLUMNS, NUM_PAIR_COLUMNS, PAIR_DERIVED, PAIR_INDEX, derived
 from gradiometer.columns.health import HEALTH
-from gradiometer.columns.schema import COLUMN_NAMES, NUM_COLUMNS
 from gradiometer.stats import pair_stats, tensor_stats
 from support.fake_device import (
     DEVICES,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradiometer import ops
-from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS
+from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS
 from gradiometer.kernels import tuning
 from gradiometer.ops import packing
 from kernels_bench import machine, scripts

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
 from gradiometer.runs.parquet import tensors_table, to_parquet

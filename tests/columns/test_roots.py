@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
 from gradiometer import Flag, Thresholds
-from gradiometer.columns import derived, roots
-from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, derived, roots
 from support.compiling import inductor, needs_compiler
 
 pytestmark = pytest.mark.usefixtures("_dynamo")

@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 
 import gradiometer as gm
 from gradiometer import collect_and_clip_
-from gradiometer.columns.schema import COLUMN_NAMES
+from gradiometer.columns import COLUMN_NAMES
 from support.fake_device import HostWaitError, device_of, watch
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import gradiometer as gm
-from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS, NUM_SUM_COLUMNS
+from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, NUM_SUM_COLUMNS
 from support.rank_equality import SLACK, assert_equal, expected_of, seen
 from support.rank_models import (
     CASES,

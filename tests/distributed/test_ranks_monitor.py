@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradiometer as gm
 from gradiometer import distributed
-from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.distributed.global_plan import Member, make_global_plan
 from gradiometer.distributed.sharding import Mesh, Sharding, ShardSpec
 from gradiometer.monitor import rank_merger, setup

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradiometer as gm
-from gradiometer.columns.schema import NUM_SUM_COLUMNS
+from gradiometer.columns import NUM_SUM_COLUMNS
 from support import rank_models
 from support.pair_oracle import exact_pair
 from support.rank_models import TENSORS, Collectives

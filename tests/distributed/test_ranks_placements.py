@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import gradiometer as gm
-from gradiometer.columns.schema import COLUMN_INDEX
+from gradiometer.columns import COLUMN_INDEX
 from support.oracle import assert_same_counts, assert_within_bounds, exact
 from support.rank_models import Collectives, mesh_of
 from support.strategies import FLOATS, Recipe

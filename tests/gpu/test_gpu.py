@@ -22,7 +22,7 @@ from torch.nn.functional import mse_loss
 
 import gradiometer as gm
 from gradiometer import clip_grad_norm_, collect_and_clip_, ops
-from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.ops import packing
 from support.gpu import (
     DEVICE,

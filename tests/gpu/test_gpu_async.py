@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gradiometer as gm
-from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS
 from gradiometer.monitor.capture_mode import beside_captures
 from support.gpu import (
     DEVICE,

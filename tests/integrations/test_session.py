@@ -66,7 +66,7 @@ def test_a_step_without_gradients_measured_is_none():
 
 
 def test_of_some_parameters_the_others_keep_what_was_measured_and_thresholds_hold():
-    from gradiometer.columns.schema import Flag, Thresholds
+    from gradiometer.columns import Flag, Thresholds
 
     model = nn.Linear(2, 1)
     session, sink = watching(model, thresholds=Thresholds(exploding=0.5), fingerprint=True)

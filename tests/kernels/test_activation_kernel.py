@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conftest import INTERPRETED
-from gradiometer.columns.activations import ACTIVATION_COLUMNS, ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS
+from gradiometer.columns import ACTIVATION_COLUMNS, ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS
 from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
 
 if TYPE_CHECKING:

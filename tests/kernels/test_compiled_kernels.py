@@ -18,11 +18,10 @@ import torch
 
 from conftest import INTERPRETED
 from gradiometer import PerTensorClip, Thresholds, ZScoreClip
-from gradiometer.columns import PAIR_COLUMNS
+from gradiometer.columns import COLUMN_INDEX, COLUMNS, DEFAULT_THRESHOLDS, NUM_COLUMNS, PAIR_COLUMNS
 from gradiometer.columns.derived import compute_flags
 from gradiometer.columns.fingerprint import Fingerprint, geometric, power
 from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
-from gradiometer.columns.schema import COLUMN_INDEX, COLUMNS, DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.control import per_tensor_clip, z_score_clip
 from gradiometer.control import scale as eager_scale
 from gradiometer.control.adaptive_clip import AdaptiveClip

@@ -21,9 +21,8 @@ from unittest import mock
 import pytest
 import torch
 
-from gradiometer.columns.exponents import NUM_EXPONENT_COLUMNS
+from gradiometer.columns import NUM_COLUMNS, NUM_EXPONENT_COLUMNS, Thresholds
 from gradiometer.columns.ring_layout import CURSOR_SIZE
-from gradiometer.columns.schema import NUM_COLUMNS, Thresholds
 from gradiometer.kernels import tuning
 from gradiometer.ops import exponents, library, packing
 

@@ -18,7 +18,7 @@ import torch
 
 import gradiometer as gm
 from gradiometer import ops
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.ops import reference
 from gradiometer.recorder import StepRecord
 from kernels_bench import machine, scripts

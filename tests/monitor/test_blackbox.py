@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS
 from gradiometer.monitor import signals
 from gradiometer.monitor.blackbox import BlackBox
 from gradiometer.monitor.failures import reason_of

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.monitor.blackbox import BlackBox
 from gradiometer.monitor.dispatcher import Dispatcher
 from gradiometer.monitor.failures import Failures

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
+from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.columns.fingerprint import Fingerprint
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS
 from gradiometer.ops import eager_plan, openmp, reference
 from gradiometer.ops import fingerprint as bits
 from gradiometer.recorder.recorder import Recorder

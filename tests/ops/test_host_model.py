@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from gradiometer import ops
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.ops import library, packing, warm_up
 
 pytest.importorskip("triton", reason="the kernels' path")

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradiometer as gm
 from conftest import INTERPRETED
 from gradiometer import ops
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS
 from gradiometer.ops import guards as tensor_guards
 from gradiometer.ops import library, packing, warm_up
 from kernels_bench import host_path as bench

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gradiometer as gm
 from conftest import KERNELS
 from gradiometer import ops
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.ops import reference
 from support import oracle, strategies
 from support.gradients import bit_patterns

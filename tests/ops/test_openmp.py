@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 import torch
 
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.ops import openmp, reference
 
 
@@ -108,7 +108,7 @@ WITHOUT_OPENMP = """
 import ctypes
 import torch
 from gradiometer.ops import openmp, reference
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns import DEFAULT_THRESHOLDS
 
 class Nothing:
     def __init__(self, name):

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradiometer.columns import Flag, Thresholds
-from gradiometer.columns.schema import COLUMN_NAMES, DEFAULT_THRESHOLDS
+from gradiometer.columns import COLUMN_NAMES, DEFAULT_THRESHOLDS, Flag, Thresholds
 from gradiometer.ops import eager_plan, reference
 from kernels_bench import scripts
 

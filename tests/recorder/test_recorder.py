@@ -19,8 +19,8 @@ from torch._inductor.utils import run_and_get_code
 
 import gradiometer as gm
 from conftest import KERNELS
+from gradiometer.columns import NUM_COLUMNS
 from gradiometer.columns.ring_layout import Cursor
-from gradiometer.columns.schema import NUM_COLUMNS
 from gradiometer.ops import reference
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.updates import Updates

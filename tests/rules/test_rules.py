@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from gradiometer import rules as all_rules
-from gradiometer.columns import derived
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns import DEFAULT_THRESHOLDS, derived
 from gradiometer.recorder.step_record import Roster, StepRecord
 from gradiometer.rules import (
     Dead,

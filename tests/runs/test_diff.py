@@ -12,8 +12,7 @@ import torch
 
 pytest.importorskip("pyarrow")
 
-from gradiometer.columns import RING_WIDTH
-from gradiometer.columns.schema import COLUMN_INDEX
+from gradiometer.columns import COLUMN_INDEX, RING_WIDTH
 from gradiometer.runs import diff
 from gradiometer.runs.diff import BitDifference, compare_runs, compared
 from gradiometer.runs.reader import RunError, read_run

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from conftest import PROFILE
-from gradiometer.columns.schema import NUM_COLUMNS
+from gradiometer.columns import NUM_COLUMNS
 from gradiometer.recorder.step_record import StepRecord
 from gradiometer.runs import journal, open_segment, verify
 from gradiometer.runs.files import RunError

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import gradiometer as gm
-from gradiometer.columns import derived
-from gradiometer.columns.schema import COLUMN_NAMES, Thresholds
+from gradiometer.columns import COLUMN_NAMES, Thresholds, derived
 from gradiometer.recorder.step_record import StepRecord
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import format as run_format

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS
 from gradiometer.recorder.step_record import Roster, StepRecord
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import verify

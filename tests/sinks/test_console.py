@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS, Flag
+from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, Flag
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from support.synthetic_run import make_info, make_records, make_roster

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from gradiometer import kernels
-from gradiometer.columns.schema import NUM_COLUMNS
+from gradiometer.columns import NUM_COLUMNS
 from gradiometer.ops import library, packing
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import INTERPRETED
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS, Thresholds
+from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.kernels import tuning
 from gradiometer.ops import library, packing
 from kernels_bench.machine_code.compile import launching_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradiometer.columns.schema import COLUMN_INDEX
+from gradiometer.columns import COLUMN_INDEX
 from support.oracle import assert_same_counts, assert_within_bounds, exact
 
 # gradients of the same weights and data in float64, with sums in another order

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from gradiometer.columns.schema import DEFAULT_THRESHOLDS
+from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.runs.reader import Run
 from gradiometer.web import write_page
 from support.synthetic_run import make_info, make_roster

@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from gradiometer.columns import derived
-from gradiometer.columns.schema import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS, derived
 from gradiometer.extras import require
 from gradiometer.recorder.step_record import Roster, RunInfo, StepRecord
 from gradiometer.runs import open_segment, writer

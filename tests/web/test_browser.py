@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("pyarrow")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 
-from gradiometer.columns.schema import COLUMN_INDEX, Thresholds  # noqa: E402
+from gradiometer.columns import COLUMN_INDEX, Thresholds  # noqa: E402
 from gradiometer.monitor.monitor import Monitor  # noqa: E402
 from gradiometer.rules.finding import Finding, Severity  # noqa: E402
 from gradiometer.runs.reader import read_run  # noqa: E402

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("pyarrow")
 
-from gradiometer.columns.schema import COLUMN_INDEX
+from gradiometer.columns import COLUMN_INDEX
 from gradiometer.rules.fault import Fault
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs.reader import Run, RunError, read_run

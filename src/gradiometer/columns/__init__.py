@@ -9,6 +9,7 @@ from gradiometer.columns.activations import (
     ACTIVATION_COLUMNS,
     ACTIVATION_DERIVED,
     ACTIVATION_INDEX,
+    ACTIVATIONS,
     NUM_ACTIVATION_COLUMNS,
     NUM_ACTIVATION_SUMS,
     activation_value,
@@ -17,6 +18,7 @@ from gradiometer.columns.activations import (
 from gradiometer.columns.derived import DERIVED, compute_flags, rescale
 from gradiometer.columns.exponents import (
     EXPONENT_EDGES,
+    EXPONENTS,
     FORMATS,
     HIGHEST_BINADE,
     LOWEST_BINADE,
@@ -55,20 +57,20 @@ from gradiometer.columns.pairs import (
     PAIR_COLUMNS,
     PAIR_DERIVED,
     PAIR_INDEX,
+    PAIRS,
     pair_value,
 )
 from gradiometer.columns.ring_layout import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, RING_WIDTH, Cursor
 from gradiometer.columns.schema import (
-    COLUMN_INDEX,
-    COLUMN_NAMES,
-    COLUMNS,
     DEFAULT_DEAD_THRESHOLD,
     DEFAULT_EXPLODING_THRESHOLD,
     DEFAULT_THRESHOLDS,
     DEFAULT_VANISHING_THRESHOLD,
-    NUM_COLUMNS,
-    NUM_SUM_COLUMNS,
+    Column,
+    Derived,
     Flag,
+    Row,
+    Schema,
     Thresholds,
 )
 from gradiometer.columns.tap_rows import (
@@ -82,6 +84,14 @@ from gradiometer.columns.tap_rows import (
     tap_flags,
     tap_value,
 )
+from gradiometer.columns.tensors import (
+    COLUMN_INDEX,
+    COLUMN_NAMES,
+    COLUMNS,
+    NUM_COLUMNS,
+    NUM_SUM_COLUMNS,
+    TENSORS,
+)
 from gradiometer.columns.updates import (
     NUM_UPDATE_COLUMNS,
     UPDATE_COLUMNS,
@@ -93,6 +103,7 @@ from gradiometer.columns.updates import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
     "ACTIVATION_COLUMNS",
     "ACTIVATION_DERIVED",
     "ACTIVATION_INDEX",
@@ -106,6 +117,7 @@ __all__ = [
     "DEFAULT_VANISHING_THRESHOLD",
     "DERIVED",
     "EXPLODING_WEIGHT",
+    "EXPONENTS",
     "EXPONENT_EDGES",
     "FINGERPRINT_COLUMNS",
     "FORMATS",
@@ -128,6 +140,7 @@ __all__ = [
     "NUM_SUM_COLUMNS",
     "NUM_TAP_COLUMNS",
     "NUM_UPDATE_COLUMNS",
+    "PAIRS",
     "PAIR_COLUMNS",
     "PAIR_DERIVED",
     "PAIR_INDEX",
@@ -135,15 +148,20 @@ __all__ = [
     "TAP_COLUMNS",
     "TAP_NAMES",
     "TAP_STATISTICS",
+    "TENSORS",
     "UPDATE_COLUMNS",
     "UPDATE_NAMES",
     "UPDATE_STATISTICS",
     "VANISHING_WEIGHT",
     "WORD_BYTES",
+    "Column",
     "Cursor",
+    "Derived",
     "Fingerprint",
     "Flag",
     "Format",
+    "Row",
+    "Schema",
     "Thresholds",
     "activation_value",
     "best_scales",

@@ -13,32 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "EXPONENT_EDGES",
-    "FORMATS",
-    "HIGHEST_BINADE",
-    "LOWEST_BINADE",
-    "MAX_SCALE",
-    "MIN_SCALE",
-    "NUM_EXPONENT_COLUMNS",
-    "Format",
-    "best_scales",
-    "bin_of",
-    "format_of",
-    "log2_of",
-    "losses",
-    "numbers_of",
-    "of_binades",
-    "power_of_two",
-    "quantile",
-    "tiny_of",
-    "top_of",
-]
+from gradiometer.columns.schema import Column, Derived, Schema
+
+if TYPE_CHECKING:
+    from gradiometer.columns.schema import Row
 
 MIN_SCALE: Final = -32
 """log2 of the smallest scale for which counts are exact."""
@@ -263,3 +246,51 @@ def quantile(columns: Tensor, q: float) -> Tensor:
     place = (finite.cumsum(-1) <= rank).sum(-1)
     value = torch.where(place > 0, power_of_two(place + (LOWEST_BINADE - 2)), 0.0)
     return torch.where(total.squeeze(-1) > 0, value, torch.nan)
+
+
+def min_exponent(columns: Tensor) -> Tensor:
+    """Return floor(log2 |x|) of the smallest nonzero finite element, ``(..., C) -> (...)``; 0 without."""
+    found = of_binades(columns) > 0
+    first = found.to(torch.int8).argmax(-1) + (LOWEST_BINADE - 1)
+    return torch.where(found.any(-1), first, 0)
+
+
+def max_exponent(columns: Tensor) -> Tensor:
+    """Return floor(log2 |x|) of the largest finite element, ``(..., C) -> (...)``; 0 if there is none."""
+    found = of_binades(columns) > 0
+    last = found.shape[-1] - 1 - found.flip(-1).to(torch.int8).argmax(-1) + (LOWEST_BINADE - 1)
+    return torch.where(found.any(-1), last, 0)
+
+
+def _numel(row: Row) -> Tensor:
+    return row.columns.sum(-1)
+
+
+EXPONENTS: Final = Schema(
+    "exponents",
+    (
+        Column("n_zero", "sum", "1", "elements equal to 0", "zeros", "count", "elements"),
+        *[
+            Column(f"bin_{i}", "sum", "1", "finite elements in this bin", "", "count", "elements")
+            for i in range(1, _INF)
+        ],
+        Column("n_inf", "sum", "1", "+Inf and -Inf elements", "±Inf", "rare", "elements"),
+        Column("n_nan", "sum", "1", "NaN elements", "NaN", "rare", "elements"),
+    ),
+    (
+        Derived("numel", _numel, "elements", "elements", "count"),
+        Derived(
+            "n_nonfinite", lambda row: row("n_nan") + row("n_inf"), "NaN and infinite elements", style="rare"
+        ),
+        Derived(
+            "min_exponent", lambda row: min_exponent(row.columns), "of the smallest element", "min log2 |x|"
+        ),
+        Derived(
+            "max_exponent", lambda row: max_exponent(row.columns), "of the largest element", "max log2 |x|"
+        ),
+    ),
+    dtype=torch.int64,
+    storage="sparse",
+    shown=("numel", "n_zero", "min_exponent", "max_exponent", "n_nan", "n_inf"),
+)
+"""The schema of `gradiometer.ExponentStats`. Multiplication by s moves elements to other bins."""

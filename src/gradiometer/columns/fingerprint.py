@@ -22,21 +22,6 @@ from typing import Final, NamedTuple, Self
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FINGERPRINT_COLUMNS",
-    "MIX_SHIFT",
-    "MULTIPLIER",
-    "NUM_FINGERPRINT_COLUMNS",
-    "POSITION_BITS",
-    "WORD_BYTES",
-    "Fingerprint",
-    "geometric",
-    "merge_fingerprints",
-    "mix",
-    "power",
-    "signed",
-]
-
 # m is 1 modulo 4: for i > j, the difference of the weights of two words, m**(j + 1) + ... + m**i, is then
 # divisible by the same powers of two as i - j. As the multiplier of a congruential generator it passes the
 # spectral test in 2 to 8 dimensions (normalized figures of merit above 0.7). m**-256 mod 2**64 is below

@@ -12,21 +12,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns import derived
 from gradiometer.columns.schema import Flag
+from gradiometer.columns.tensors import TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = [
-    "EXPLODING_WEIGHT",
-    "HEALTH",
-    "MAX_NORM_RATIO",
-    "MAX_ZERO_FRACTION",
-    "VANISHING_WEIGHT",
-    "is_healthy",
-    "score",
-]
 
 # weights of the shares of vanishing and of exploding tensors in the health score
 VANISHING_WEIGHT: Final = 0.5
@@ -68,19 +58,19 @@ def _count(flags: Tensor, flag: Flag) -> Tensor:
 
 
 def _total(columns: Tensor, name: str) -> Tensor:
-    return derived.value(derived.merge_rows(columns), name)
+    return TENSORS.value(TENSORS.merge_rows(columns), name)
 
 
 def _min_norm(columns: Tensor) -> Tensor:
     if columns.shape[0] == 0:
         return columns.new_zeros(())
-    filled = derived.value(columns, "numel") > 0
-    least = torch.where(filled, derived.value(columns, "norm"), torch.inf).amin()
+    filled = TENSORS.value(columns, "numel") > 0
+    least = torch.where(filled, TENSORS.value(columns, "norm"), torch.inf).amin()
     return torch.where(filled.any(), least, 0.0)
 
 
 def _max_norm(columns: Tensor) -> Tensor:
-    return derived.value(columns, "norm").amax() if columns.shape[0] else columns.new_zeros(())
+    return TENSORS.value(columns, "norm").amax() if columns.shape[0] else columns.new_zeros(())
 
 
 def _norm_ratio(columns: Tensor) -> Tensor:

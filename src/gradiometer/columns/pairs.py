@@ -13,67 +13,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import Tensor
 
 from gradiometer.columns.roots import sqrt
-from gradiometer.columns.schema import Column
+from gradiometer.columns.schema import Column, Derived, Flag, Schema
+from gradiometer.columns.tensors import STATISTICS, share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "NUM_PAIR_COLUMNS",
-    "NUM_PAIR_SUMS",
-    "PAIR_COLUMNS",
-    "PAIR_DERIVED",
-    "PAIR_INDEX",
-    "pair_value",
-]
+    from torch import Tensor
 
-# Those that merge by sum come first. ``scaling`` is for a and b times s, and the same g.
-PAIR_COLUMNS: Final = (
-    Column("numel", "sum", "1", "elements"),
-    Column("sumsq_a", "sum", "s*s", "sum of a**2"),
-    Column("sumsq_b", "sum", "s*s", "sum of b**2"),
-    Column("dot_ab", "sum", "s*s", "sum of a * b"),
-    Column("sumsq_u", "sum", "s*s", "sum of u**2, where u = a - b"),
-    Column("sum_u", "sum", "s", "sum of u"),
-    Column("n_unchanged", "sum", "1", "elements that have the same bits in a and b"),
-    Column("sumsq_g", "sum", "1", "sum of g**2"),
-    Column("dot_ug", "sum", "s", "sum of u * g"),
-    Column("n_nonzero_g", "sum", "1", "elements whose g is not 0"),
-    Column("n_stuck", "sum", "1", "unchanged elements whose g is not 0"),
-    Column("n_nan", "sum", "1", "elements that are NaN in a or b"),
-    Column("n_posinf", "sum", "1", "elements that are +Inf in a, or -Inf in b and finite in a; without NaN"),
-    Column("n_neginf", "sum", "1", "elements that are -Inf in a, or +Inf in b and finite in a; without NaN"),
-    Column("abs_max_u", "max", "|s|", "largest |u|"),
-)
-"""The raw columns of ``PairStats.columns``, in order: name, merge, scaling and meaning of each."""
-PAIR_INDEX: Final = {column.name: index for index, column in enumerate(PAIR_COLUMNS)}
-NUM_PAIR_COLUMNS: Final = len(PAIR_COLUMNS)
-NUM_PAIR_SUMS: Final = sum(column.merge == "sum" for column in PAIR_COLUMNS)
+    from gradiometer.columns.schema import Row, Style
 
 
-def pair_value(columns: Tensor, name: str) -> Tensor:
-    """Return a raw column or derived value by name. ``(..., P) -> (...) float64``."""
-    if name in PAIR_INDEX:
-        return columns.select(-1, PAIR_INDEX[name])
-    return PAIR_DERIVED[name](columns)
+def _root_of(name: str) -> Callable[[Row], Tensor]:
+    return lambda row: sqrt(row(name))
 
 
-def _root_of(name: str) -> Callable[[Tensor], Tensor]:
-    return lambda columns: sqrt(pair_value(columns, name))
+def _same_as(name: str) -> Callable[[Row], Tensor]:
+    return lambda row: row(name)
 
 
-def _rms(columns: Tensor) -> Tensor:
-    finite = pair_value(columns, "numel") - pair_value(columns, "n_nonfinite")
-    return sqrt(pair_value(columns, "sumsq_u") / finite.clamp(min=1.0))
-
-
-def _update_ratio(columns: Tensor) -> Tensor:
-    norm, reference = pair_value(columns, "norm_u"), pair_value(columns, "norm_b")
+def _update_ratio(row: Row) -> Tensor:
+    change, reference = row("norm_u"), row("norm_b")
     # no change of nothing is no change; any other change of zeros is infinite
-    return torch.where(norm > 0, norm / reference, torch.zeros_like(norm))
+    return torch.where(change > 0, change / reference, torch.zeros_like(change))
 
 
 def _cosine(dot: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -81,37 +45,103 @@ def _cosine(dot: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (dot / a / b).clamp(-1.0, 1.0)
 
 
-def _cosine_ab(columns: Tensor) -> Tensor:
-    return _cosine(*[pair_value(columns, name) for name in ("dot_ab", "norm_a", "norm_b")])
+def _count(name: str, meaning: str, heading: str = "", style: Style = "count") -> Column:
+    return Column(name, "sum", "1", meaning, heading, style, "elements")
 
 
-def _descent_cosine(columns: Tensor) -> Tensor:
-    return _cosine(*[pair_value(columns, name) for name in ("dot_ug", "norm_u", "norm_g")]).neg()
+# `scaling` is for a and b times s, and the same g
+PAIRS: Final = Schema(
+    "pairs",
+    (
+        _count("numel", "elements", "elements"),
+        Column("sumsq_a", "sum", "s*s", "sum of a**2"),
+        Column("sumsq_b", "sum", "s*s", "sum of b**2"),
+        Column("dot_ab", "sum", "s*s", "sum of a * b", signed=True),
+        Column("sumsq_u", "sum", "s*s", "sum of u**2, where u = a - b"),
+        Column("sum_u", "sum", "s", "sum of u", signed=True),
+        _count("n_unchanged", "elements that have the same bits in a and b", "unchanged"),
+        Column("sumsq_g", "sum", "1", "sum of g**2"),
+        Column("dot_ug", "sum", "s", "sum of u * g", signed=True),
+        _count("n_nonzero_g", "elements whose g is not 0"),
+        _count("n_stuck", "unchanged elements whose g is not 0", "stuck"),
+        _count("n_nan", "elements that are NaN in a or b", "NaN", "rare"),
+        _count(
+            "n_posinf",
+            "elements that are +Inf in a, or -Inf in b and finite in a; without NaN",
+            "+Inf",
+            "rare",
+        ),
+        _count(
+            "n_neginf",
+            "elements that are -Inf in a, or +Inf in b and finite in a; without NaN",
+            "-Inf",
+            "rare",
+        ),
+        Column("abs_max_u", "max", "|s|", "largest |u|", "abs max", "finite"),
+    ),
+    (
+        # those that every tensor has, of u
+        Derived("sumsq", _same_as("sumsq_u"), "sum of u**2"),
+        Derived("sum", _same_as("sum_u"), "sum of u"),
+        Derived("abs_max", _same_as("abs_max_u"), "largest |u|", "abs max", "finite"),
+        *STATISTICS,
+        Derived("norm_a", _root_of("sumsq_a"), "L2 norm of a"),
+        Derived("norm_b", _root_of("sumsq_b"), "L2 norm of b"),
+        Derived("norm_u", _root_of("sumsq_u"), "L2 norm of u"),
+        Derived("norm_g", _root_of("sumsq_g"), "L2 norm of g"),
+        Derived("rms_u", _same_as("rms"), "root mean square of u", "rms", "finite"),
+        Derived("update_ratio", _update_ratio, "norm_u / norm_b", "update ratio"),
+        Derived(
+            "cosine",
+            lambda row: _cosine(row("dot_ab"), row("norm_a"), row("norm_b")),
+            "of a and b",
+            style="cosine",
+        ),
+        Derived(
+            "descent_cosine",
+            lambda row: _cosine(row("dot_ug"), row("norm_u"), row("norm_g")).neg(),
+            "cosine of u and -g",
+            "cos(u,-g)",
+            "cosine",
+        ),
+        Derived(
+            "unchanged_fraction",
+            lambda row: share(row("n_unchanged"), row("numel")),
+            "n_unchanged / numel",
+            "unchanged %",
+            "fraction",
+        ),
+        Derived(
+            "stuck_fraction",
+            lambda row: share(row("n_stuck"), row("n_nonzero_g")),
+            "n_stuck / n_nonzero_g",
+            "stuck %",
+            "fraction",
+        ),
+    ),
+    flags=Flag.NAN | Flag.INF | Flag.VANISHING | Flag.EXPLODING,
+    shown=(
+        *("numel", "update_ratio", "rms_u", "abs_max_u", "descent_cosine", "unchanged_fraction"),
+        *("stuck_fraction", "n_nan", "n_inf"),
+    ),
+    drawn=(
+        "norm",
+        "rms",
+        "abs_max",
+        "unchanged_fraction",
+        "update_ratio",
+        "descent_cosine",
+        "stuck_fraction",
+    ),
+)
+"""The schema of `gradiometer.PairStats`."""
 
-
-def _share(count: str, of: str) -> Callable[[Tensor], Tensor]:
-    return lambda columns: pair_value(columns, count) / pair_value(columns, of).clamp(min=1.0)
-
-
-def _n_inf(columns: Tensor) -> Tensor:
-    return pair_value(columns, "n_posinf") + pair_value(columns, "n_neginf")
-
-
-def _n_nonfinite(columns: Tensor) -> Tensor:
-    return pair_value(columns, "n_nan") + _n_inf(columns)
-
-
-PAIR_DERIVED: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "n_inf": _n_inf,
-    "n_nonfinite": _n_nonfinite,
-    "norm_a": _root_of("sumsq_a"),
-    "norm_b": _root_of("sumsq_b"),
-    "norm_u": _root_of("sumsq_u"),
-    "norm_g": _root_of("sumsq_g"),
-    "rms_u": _rms,
-    "update_ratio": _update_ratio,
-    "cosine": _cosine_ab,
-    "descent_cosine": _descent_cosine,
-    "unchanged_fraction": _share("n_unchanged", "numel"),
-    "stuck_fraction": _share("n_stuck", "n_nonzero_g"),
+PAIR_COLUMNS: Final = PAIRS.columns
+"""The raw columns of ``PairStats.columns``, in order: name, merge, scaling and meaning of each."""
+PAIR_INDEX: Final = PAIRS.index
+NUM_PAIR_COLUMNS: Final = PAIRS.width
+NUM_PAIR_SUMS: Final = PAIRS.num_sums
+PAIR_DERIVED: Final = {
+    x.name: (lambda columns, name=x.name: PAIRS.value(columns, name)) for x in PAIRS.derived
 }
+pair_value = PAIRS.value

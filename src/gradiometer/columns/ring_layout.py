@@ -5,9 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from gradiometer.columns.schema import NUM_COLUMNS
-
-__all__ = ["CURSOR_SIZE", "HEADER_SKIPPED", "HEADER_STEP", "RING_WIDTH", "Cursor"]
+from gradiometer.columns.tensors import NUM_COLUMNS
 
 # numbers in a row without a fingerprint: raw columns, then flags. The three integers of a fingerprint follow,
 # as float64 with the same bits

@@ -21,8 +21,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["sqrt"]
-
 _LIBRARY: Final = torch.library.Library("gradiometer", "FRAGMENT")
 _LIBRARY.define("sqrt(Tensor x) -> Tensor")
 

@@ -18,7 +18,8 @@ from gradiometer.columns.activations import (
     activation_value,
     tensor_columns,
 )
-from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS, Flag
+from gradiometer.columns.schema import Flag
+from gradiometer.columns.tensors import COLUMN_INDEX, NUM_COLUMNS
 
 if TYPE_CHECKING:
     from torch import Tensor

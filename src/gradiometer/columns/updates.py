@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns.pairs import NUM_PAIR_COLUMNS, PAIR_COLUMNS, PAIR_INDEX, pair_value
-from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns.tensors import COLUMN_INDEX, NUM_COLUMNS
 
 __all__ = [
     "NUM_UPDATE_COLUMNS",

@@ -1,0 +1,98 @@
+"""The columns of tensors: gradients, weights, or any other tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from gradiometer.columns.roots import sqrt
+from gradiometer.columns.schema import Column, Derived, Flag, Schema
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradiometer.columns.schema import Row
+
+
+def _n_inf(row: Row) -> Tensor:
+    return row("n_posinf") + row("n_neginf")
+
+
+def _n_nonfinite(row: Row) -> Tensor:
+    return row("n_nan") + row("n_inf")
+
+
+def _finite_norm(row: Row) -> Tensor:
+    return sqrt(row("sumsq"))
+
+
+def _norm(row: Row) -> Tensor:
+    # like a norm over all elements: NaN if one is NaN, else inf if one is infinite
+    inf = torch.where(row("n_inf") > 0, torch.inf, 0.0)
+    nan = torch.where(row("n_nan") > 0, torch.nan, 0.0)
+    return row("finite_norm") + inf + nan
+
+
+def share(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Return a quotient of counts; 0 where the denominator is 0."""
+    return numerator / denominator.clamp(min=1.0)
+
+
+def _per_finite(row: Row, name: str) -> Tensor:
+    return share(row(name), row("numel") - row("n_nonfinite"))
+
+
+def _mean(row: Row) -> Tensor:
+    return _per_finite(row, "sum")
+
+
+def _rms(row: Row) -> Tensor:
+    return sqrt(_per_finite(row, "sumsq"))
+
+
+def _std(row: Row) -> Tensor:
+    average = row("mean")
+    return sqrt((_per_finite(row, "sumsq") - average * average).clamp(min=0.0))
+
+
+# of every schema with the columns that they need
+STATISTICS: Final = (
+    Derived("n_inf", _n_inf, "infinite elements of either sign", "±Inf", "rare"),
+    Derived("n_nonfinite", _n_nonfinite, "NaN and infinite elements", "NaN, ±Inf", "rare"),
+    Derived("finite_norm", _finite_norm, "L2 norm of the finite elements", "finite norm"),
+    Derived("norm", _norm, "L2 norm; NaN with any NaN, else inf with any Inf"),
+    Derived("rms", _rms, "root mean square of the finite elements", style="finite"),
+    Derived("mean", _mean, "mean of the finite elements", style="finite"),
+    Derived("std", _std, "population standard deviation of the finite elements", style="finite"),
+)
+ZERO_FRACTION: Final = Derived(
+    "zero_fraction", lambda row: share(row("n_zero"), row("numel")), "n_zero / numel", "zero %", "fraction"
+)
+
+TENSORS: Final = Schema(
+    "tensors",
+    (
+        Column("numel", "sum", "1", "elements", "elements", "count", "elements"),
+        Column("sumsq", "sum", "s*s", "sum of x**2 over finite elements, squared and accumulated in fp64"),
+        Column("sum", "sum", "s", "sum of x over finite elements", signed=True),
+        Column("n_zero", "sum", "1", "elements equal to 0, including -0", "zeros", "count", "elements"),
+        Column("n_nan", "sum", "1", "NaN elements", "NaN", "rare", "elements"),
+        Column("n_posinf", "sum", "1", "+Inf elements", "+Inf", "rare", "elements"),
+        Column("n_neginf", "sum", "1", "-Inf elements", "-Inf", "rare", "elements"),
+        Column("abs_max", "max", "|s|", "largest finite magnitude, 0 if there is none", "abs max", "finite"),
+    ),
+    (*STATISTICS, ZERO_FRACTION),
+    flags=~Flag(0),
+    shown=("numel", "norm", "rms", "abs_max", "zero_fraction", "n_nan", "n_inf"),
+    drawn=("norm", "rms", "abs_max", "zero_fraction"),
+)
+"""The schema of `gradiometer.TensorStats`."""
+
+
+COLUMNS: Final = TENSORS.columns
+"""The raw columns, in the order of ``TensorStats.columns``: name, merge, scaling and meaning of each."""
+COLUMN_NAMES: Final = tuple(TENSORS.index)
+COLUMN_INDEX: Final = TENSORS.index
+NUM_COLUMNS: Final = TENSORS.width
+NUM_SUM_COLUMNS: Final = TENSORS.num_sums
