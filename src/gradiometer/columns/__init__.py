@@ -78,6 +78,7 @@ from gradiometer.columns.tap_rows import (
     TAP_COLUMNS,
     TAP_NAMES,
     TAP_STATISTICS,
+    activations_from,
     from_activations,
     has_tap_value,
     scaled_activations,
@@ -99,6 +100,7 @@ from gradiometer.columns.updates import (
     UPDATE_STATISTICS,
     from_pairs,
     has_update_value,
+    pairs_from,
     update_value,
 )
 
@@ -164,6 +166,7 @@ __all__ = [
     "Schema",
     "Thresholds",
     "activation_value",
+    "activations_from",
     "best_scales",
     "bin_of",
     "compute_flags",
@@ -178,6 +181,7 @@ __all__ = [
     "merge_fingerprints",
     "of_binades",
     "pair_value",
+    "pairs_from",
     "power_of_two",
     "quantile",
     "rescale",

@@ -89,3 +89,12 @@ def tap_value(columns: Tensor, further: Tensor, name: str) -> Tensor:
         for c in ACTIVATION_COLUMNS
     ]
     return activation_value(torch.stack(parts, dim=-1), name)
+
+
+def activations_from(columns: Tensor, further: Tensor) -> Tensor:
+    """Interim: the columns of activations from two rows."""
+    parts = [
+        further[..., TAP_NAMES.index(c.name)] if c.name in TAP_NAMES else columns[..., COLUMN_INDEX[c.name]]
+        for c in ACTIVATION_COLUMNS
+    ]
+    return torch.stack(parts, dim=-1)

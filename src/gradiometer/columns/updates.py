@@ -76,3 +76,13 @@ def update_value(columns: Tensor, further: Tensor, name: str) -> Tensor:
     for i, pair in enumerate(UPDATE_NAMES):
         pairs[..., PAIR_INDEX[pair]] = further[..., i]
     return pair_value(pairs, name)
+
+
+def pairs_from(columns: Tensor, further: Tensor) -> Tensor:
+    """Interim: the columns of pairs from two rows."""
+    pairs = further.new_full((*further.shape[:-1], NUM_PAIR_COLUMNS), torch.nan)
+    for pair, of_tensor in _OF_TENSOR.items():
+        pairs[..., PAIR_INDEX[pair]] = columns[..., COLUMN_INDEX[of_tensor]]
+    for i, pair in enumerate(UPDATE_NAMES):
+        pairs[..., PAIR_INDEX[pair]] = further[..., i]
+    return pairs

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gradiometer.monitor.failures import Failures
-    from gradiometer.recorder import ModelState, Recorder, StepExponents, StepRecord
+    from gradiometer.recorder import ModelState, Recorder, StepRecord, Table
 
 __all__ = ["RingReader"]
 
@@ -296,7 +296,7 @@ class RingReader:
                 record,
                 skipped=record.skipped and self.skips,
                 model=models.get(record.step),
-                exponents=exponents.get(record.step),
+                tables={**record.tables, **exponents.get(record.step, {})},
             )
             for record in records
         ]
@@ -311,11 +311,11 @@ class RingReader:
         )
         return records
 
-    def _exponents(self, taken: _Taken) -> StepExponents | None:
+    def _exponents(self, taken: _Taken) -> Mapping[str, Table]:
         stores = self._recorder.exponents
         if stores is None or taken.exponents is None or taken.step in self._refused:
-            return None
-        return stores.step_of([copy.result() for copy in taken.exponents], taken.step)
+            return {}
+        return stores.tables_of([copy.result() for copy in taken.exponents], taken.step)
 
 
 def _slots(ring: Tensor, first: int, new: int) -> list[Tensor]:

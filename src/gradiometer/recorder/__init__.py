@@ -4,27 +4,41 @@ Gradients, weights and updates of a model are recorded inside a compiled or capt
 holds them on the host. Nothing here starts a thread, accesses a disk or judges what it records.
 """
 
+from gradiometer.recorder.catalog import Catalog, Rows
+from gradiometer.recorder.kinds import KINDS, LOSS_ORDER, Kind, kind_named, kinds_of, label, register
 from gradiometer.recorder.model_state import Driver, ModelState, OptimizerState, master_copies
 from gradiometer.recorder.recorder import Recorder
 from gradiometer.recorder.settings import check_integer
-from gradiometer.recorder.step_exponents import StepExponents
-from gradiometer.recorder.step_record import KINDS, TAP_KINDS, Kind, Roster, RunInfo, StepRecord, label
+from gradiometer.recorder.step_record import RunInfo, StepRecord
+from gradiometer.recorder.table import Table
 from gradiometer.recorder.updates import Updates
+
+# interim names, which go when nothing uses them
+Roster = Catalog
+TAP_KINDS = ("activations", "activation_grads")
+StepExponents = dict
 
 __all__ = [
     "KINDS",
+    "LOSS_ORDER",
     "TAP_KINDS",
+    "Catalog",
     "Driver",
     "Kind",
     "ModelState",
     "OptimizerState",
     "Recorder",
     "Roster",
+    "Rows",
     "RunInfo",
     "StepExponents",
     "StepRecord",
+    "Table",
     "Updates",
     "check_integer",
+    "kind_named",
+    "kinds_of",
     "label",
     "master_copies",
+    "register",
 ]

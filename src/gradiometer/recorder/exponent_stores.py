@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +11,7 @@ from gradiometer import ops
 from gradiometer.columns import CURSOR_SIZE, NUM_EXPONENT_COLUMNS, Cursor
 from gradiometer.inputs import Named, present
 from gradiometer.recorder.settings import set_step
-from gradiometer.recorder.step_exponents import StepExponents
-from gradiometer.recorder.step_record import label
+from gradiometer.recorder.table import Table
 from gradiometer.stats import Float64Module, Pending, plain
 
 if TYPE_CHECKING:
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradiometer.recorder.step_record import Kind
-
-__all__ = ["ExponentStores"]
+    from gradiometer.recorder.catalog import Rows
+    from gradiometer.recorder.kinds import Kind
 
 
 class ExponentStores(Float64Module):
@@ -32,19 +31,17 @@ class ExponentStores(Float64Module):
     device, so that no device waits for another.
 
     Args:
-        names: of the N parameters.
+        rows: the rows of the N parameters.
         parameters: these.
         kinds: K kinds; the tensors of each kind are on the devices of the parameters.
         every: steps divisible by this are due.
     """
 
-    def __init__(
-        self, names: tuple[str, ...], parameters: Sequence[Tensor], kinds: tuple[Kind, ...], every: int
-    ) -> None:
+    def __init__(self, rows: Rows, parameters: Sequence[Tensor], kinds: tuple[Kind, ...], every: int) -> None:
         super().__init__()
         self.every = every
-        self._names, self._kinds = names, kinds
-        self._labels = tuple([label(kind, name) for kind in kinds for name in names])
+        self._table_rows, self._kinds = rows, kinds
+        self._labels = tuple([kind.label(name) for kind in kinds for name in rows.names])
         devices = [p.device for p in parameters] * len(kinds)
         self._rows = [[i for i, x in enumerate(devices) if x == device] for device in dict.fromkeys(devices)]
         for place, (device, rows) in enumerate(zip(dict.fromkeys(devices), self._rows, strict=True)):
@@ -101,21 +98,25 @@ class ExponentStores(Float64Module):
         """Start to copy the stores to the host, each on the current stream of its device, and return."""
         return [Pending([store], _same) for _, store, _ in self._each()]
 
-    def step_of(self, copies: Sequence[Sequence[Tensor]], step: int) -> StepExponents | None:
-        """Return the histograms of a step from copies that have arrived; None if it was not measured."""
+    def tables_of(self, copies: Sequence[Sequence[Tensor]], step: int) -> dict[str, Table]:
+        """Return the tables of a step from copies that have arrived; none if it was not measured."""
         if not any([store[-1, -1].item() == step for (store,) in copies]):
-            return None
+            return {}
+        size = len(self._table_rows)
 
-        def counts() -> Tensor:
-            size = len(self._kinds), len(self._names), NUM_EXPONENT_COLUMNS
-            whole = torch.zeros(size, dtype=torch.int64, device="cpu")
-            flat = whole.view(-1, NUM_EXPONENT_COLUMNS)
+        def counts(first: int) -> Tensor:
+            found = torch.zeros((size, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu")
             for rows, (store,) in zip(self._rows, copies, strict=True):
-                flat[rows] = torch.where(store[:-1, -1:] == step, store[:-1, :-1], 0)
-            return whole
+                places = torch.tensor(rows, device="cpu") - first
+                own = (places >= 0) & (places < size)
+                found[places[own]] = torch.where(store[:-1, -1:] == step, store[:-1, :-1], 0)[own]
+            return found
 
-        # later, and not on the thread that trains
-        return StepExponents(self._kinds, self._names, counts)
+        # computed later, and not on the thread that trains
+        return {
+            kind.name: Table(kind, self._table_rows, partial(counts, i * size))
+            for i, kind in enumerate(self._kinds)
+        }
 
 
 def _same(copies: list[Tensor]) -> list[Tensor]:

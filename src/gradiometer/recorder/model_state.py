@@ -38,7 +38,7 @@ class OptimizerState:
     """Which parameters the known optimizers hold, and with which learning rates.
 
     Attributes:
-        groups: for each parameter of the roster, its param group, counted over all optimizers; -1 if none of
+        groups: for each parameter of the catalog, its param group, counted over all optimizers; -1 if none of
             them holds it.
         rates: the learning rate of each param group; None if it is on a device, or not a number.
         owners: the number of the optimizer of each param group.
@@ -109,7 +109,7 @@ class ModelState:
     """The state of a model at the end of a step, which costs no wait for the device.
 
     Attributes:
-        requires_grad: for each parameter of the roster, whether it requires a gradient.
+        requires_grad: for each parameter of the catalog, whether it requires a gradient.
         reached: whether the autograd graph of the loss leads to any of these parameters; None if the loss was
             given without its graph.
         evaluating: the layers that behave differently in evaluation mode, if the model is in that mode, such

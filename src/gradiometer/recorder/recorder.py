@@ -17,16 +17,19 @@ from gradiometer.columns import (
     DEFAULT_THRESHOLDS,
     HEADER_SKIPPED,
     HEADER_STEP,
+    NUM_COLUMNS,
     NUM_FINGERPRINT_COLUMNS,
     NUM_TAP_COLUMNS,
     NUM_UPDATE_COLUMNS,
     RING_WIDTH,
     Cursor,
     Thresholds,
+    activations_from,
     compute_flags,
     derived,
     from_activations,
     from_pairs,
+    pairs_from,
     scaled_activations,
     tap_flags,
 )
@@ -43,11 +46,14 @@ from gradiometer.inputs import (
     present,
     tracked_parameters,
 )
+from gradiometer.recorder.catalog import Catalog
 from gradiometer.recorder.exponent_stores import ExponentStores
+from gradiometer.recorder.kinds import KINDS, label
 from gradiometer.recorder.settings import check_cursor, check_integer, check_skips, set_step
 from gradiometer.recorder.skip_consensus import SkipConsensus
-from gradiometer.recorder.step_record import KINDS, TAP_KINDS, Kind, Roster, StepRecord, label
+from gradiometer.recorder.step_record import StepRecord
 from gradiometer.recorder.stream_order import StreamOrder
+from gradiometer.recorder.table import Table
 from gradiometer.stats import (
     Float64Module,
     PairStats,
@@ -66,9 +72,6 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-    from gradiometer.recorder.step_exponents import StepExponents
-
-__all__ = ["Recorder"]
 
 _Stats = TypeVar("_Stats", TensorStats, PairStats)
 
@@ -114,7 +117,7 @@ class Recorder(Float64Module):
             gradients that are still partial sums are added up before they are measured.
 
     Attributes:
-        roster: the recorded tensors; shapes are those of whole tensors.
+        catalog: the tables of a recorded step; shapes are those of whole tensors.
         is_released: whether `release` was called.
         ring, cursor: the buffers, see `gradiometer.ops.ring`.
 
@@ -171,17 +174,20 @@ class Recorder(Float64Module):
             msg = f"Recorder: thresholds must be gm.Thresholds(...), got {thresholds!r}"
             raise TypeError(msg)
         devices = check(Named(names, parameters), "Recorder").devices
-        asked = {"grads": True, "weights": weights, "updates": updates}
-        roster = Roster(
-            names,
-            tuple([tuple(p.shape) for p in parameters]),
-            tuple([str(p.dtype).removeprefix("torch.") for p in parameters]),
-            tuple([kind for kind in KINDS if asked.get(kind)]),
-        )
         taps_names = _names_of(taps, names)
-        self.roster = roster if taps is None else roster.with_taps(taps_names)
-        # what the ring has of parameters. Dynamo cannot trace the lock of a cached property
-        self._own, self._places = roster, roster.index
+        asked = {"grads": True, "weights": weights, "updates": updates}
+        asked |= dict.fromkeys(("activations", "activation_grads"), taps is not None)
+        asked |= {"grad_exponents": precision, "weight_exponents": precision and weights}
+        self.catalog = Catalog.of(
+            names,
+            [tuple(p.shape) for p in parameters],
+            [str(p.dtype).removeprefix("torch.") for p in parameters],
+            [kind for kind in KINDS if asked.get(kind)],
+            taps_names,
+        )
+        # Dynamo cannot trace the lock of a cached property
+        self._places = self.catalog.index
+        self._num_rows = (1 + bool(weights) + bool(updates)) * len(names)
         self.thresholds = thresholds
         # in a list of its own, since these are not parameters of this module
         self._tracked = [list(parameters)]
@@ -189,8 +195,8 @@ class Recorder(Float64Module):
         self.fingerprint = bool(fingerprint)
         width = RING_WIDTH + NUM_FINGERPRINT_COLUMNS * self.fingerprint
         # where the rows of taps begin
-        self._taps_at = roster.num_rows + updates * len(names)
-        rows = self._taps_at + 2 * len(TAP_KINDS) * len(taps_names)
+        self._taps_at = self._num_rows + bool(updates) * len(names)
+        rows = self._taps_at + 4 * len(taps_names)
         size = (capacity, rows + 1, width)
         try:
             # -1 marks an empty slot: step numbers are not negative
@@ -214,14 +220,20 @@ class Recorder(Float64Module):
         self._cleared_for = -1
         self.exponents: ExponentStores | None = None
         if precision is not None:
-            measured: tuple[Kind, ...] = ("grads", "weights") if weights else ("grads",)
-            self.exponents = ExponentStores(names, parameters, measured, precision)
+            self.exponents = ExponentStores(
+                self.catalog.parameters, parameters, self.catalog.sparse, precision
+            )
         self.configure_(step=0, every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)
         # what was measured before belongs to no step
         self._clear_taps(0.0)
         self._gated = not skip_nonfinite and skip_above == math.inf
         self._one_device = len(devices) == 1
         keep_in_repeats(self)
+
+    @property
+    def roster(self) -> Catalog:
+        """Interim name."""
+        return self.catalog
 
     @property
     def capacity(self) -> int:
@@ -235,8 +247,8 @@ class Recorder(Float64Module):
 
     @property
     def names_tracked(self) -> tuple[str, ...]:
-        """The names of the parameters; those of the roster without taps."""
-        return self._own.names
+        """The names of the parameters; those without taps."""
+        return self.catalog.names
 
     def configure_(
         self,
@@ -303,7 +315,7 @@ class Recorder(Float64Module):
                 self._append_taps(taps, inv_scale)
             if self.exponents is not None:
                 tensors = self._tensors("grads") if grads is None else grads
-                if "weights" in self.roster.kinds:
+                if "weights" in self.catalog.kinds:
                     tensors = [*tensors, *self._tensors("weights")]
                 self.exponents.record(tensors)
 
@@ -315,17 +327,19 @@ class Recorder(Float64Module):
             self._verdict.begin()
         if stats is not None:
             self._append("grads", _of_this_rank(stats, TensorStats, "collect_grads"))
-            if "weights" in self.roster.kinds:
+            if "weights" in self.catalog.kinds:
                 self._append("weights", self._collect("weights", self._tensors("weights")))
             return None
         ring, parameters = self.ring, self._tracked[0]
         # the scale applies to gradients only
-        plain_scale = inv_scale is None or ("weights" not in self.roster.kinds and _is_scale(inv_scale, ring))
+        plain_scale = inv_scale is None or (
+            "weights" not in self.catalog.kinds and _is_scale(inv_scale, ring)
+        )
         grads = self._tensors("grads")
         if plain_scale and self._one_device and not (self._verdict is not None and self._verdict.adds_up):
             nothing = ring.new_empty(0)
             tensors = [nothing if grad is None else grad for grad in grads]
-            if "weights" in self.roster.kinds:
+            if "weights" in self.catalog.kinds:
                 tensors += self._tensors("weights")  # type: ignore[arg-type] # none is missing
             # recognized: the list is like one that was measured before, so it is not checked again
             known = ops.recognize(tensors)
@@ -342,7 +356,7 @@ class Recorder(Float64Module):
                 )
                 return grads
         self._append("grads", self._collect("grads", grads, inv_scale))
-        if "weights" in self.roster.kinds:
+        if "weights" in self.catalog.kinds:
             self._append("weights", self._collect("weights", self._tensors("weights")))
         return grads
 
@@ -415,7 +429,7 @@ class Recorder(Float64Module):
         columns, further = from_pairs(stats.columns)
         flags = compute_flags(columns, self.thresholds)
         places = self._rows("updates", stats.names)
-        rows = [*places, *[place + len(self._own.names) for place in places]]
+        rows = [*places, *[place + len(self.catalog.names) for place in places]]
         measured = [torch.cat([columns, further]), torch.cat([flags, torch.zeros_like(flags)])]
         if self.fingerprint:
             # those of the weights determine them
@@ -495,62 +509,83 @@ class Recorder(Float64Module):
         )
         return [self.as_record(step, now, {}, ring[i]) for step, i in written]
 
-    def read_exponents(self, step: int) -> StepExponents | None:
-        """Return the histograms of a step, if no later step has overwritten them. Waits for the device.
+    def read_exponents(self, step: int) -> Mapping[str, Table]:
+        """Return the tables of exponents of a step, if no later step has overwritten them, by kind.
+
+        Waits for the device.
 
         >>> import torch, gradiometer as gm
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> recorder = gm.Recorder(model, precision=100)
         >>> model(torch.tensor([[1e-6, 4.0]])).sum().backward()
         >>> recorder.record()
-        >>> recorder.read_exponents(0).stats("grads").n_flushed("float8_e5m2")
+        >>> recorder.read_exponents(0)["grad_exponents"].stats().n_flushed("float8_e5m2")
         tensor([1])
         """
         if self.exponents is None:
-            return None
+            return {}
         with self.in_order():
             copies = self.exponents.copy()
-        return self.exponents.step_of([copy.result() for copy in copies], step)
+        return self.exponents.tables_of([copy.result() for copy in copies], step)
 
     def as_record(
         self, step: int, when: float, scalars: Mapping[str, float], slot: Tensor | None
     ) -> StepRecord:
         """Return the record of a slot that was copied to the host; ``slot=None`` for a step without one."""
+        catalog = self.catalog
         if slot is None:
-            return StepRecord(step, when, scalars, self.roster, None, thresholds=self.thresholds)
-        end, start = self._own.num_rows + 1, self._taps_at + 1
-        values = slot[1:end].view(len(self._own.kinds), len(self._own.names), slot.shape[1])
+            return StepRecord(step, when, scalars, catalog, thresholds=self.thresholds)
+        n, width = len(catalog.names), slot.shape[1]
         skipped = bool(slot[0, HEADER_SKIPPED] > 0)
-        # without the number of elements
-        further = slot[end:start, 1 : 1 + NUM_UPDATE_COLUMNS] if "updates" in self.roster.kinds else None
-        record = StepRecord(step, when, scalars, self._own, values, skipped, self.thresholds, further=further)
-        if not self._taps:
-            return record
-        rows = slot[start:].view(2, len(TAP_KINDS), -1, slot.shape[1])
-        return record.with_taps(self.roster, rows[0], rows[1, ..., :NUM_TAP_COLUMNS])
+        rows = slot[1:]
+        tables = {}
+        for i, kind in enumerate(catalog.dense):
+            if kind.rows == "tap":
+                continue
+            own = rows[i * n : (i + 1) * n]
+            values, bits = own[:, :NUM_COLUMNS], None
+            flags = own[:, NUM_COLUMNS].to(torch.int32)
+            if kind.name == "updates":
+                more = rows[self._num_rows : self._taps_at]
+                values = pairs_from(values, more[:, 1 : 1 + NUM_UPDATE_COLUMNS])
+            elif width > RING_WIDTH:
+                bits = own[:, RING_WIDTH:].clone().view(torch.int64)
+            tables[kind.name] = Table(
+                kind, catalog.parameters, values, flags, thresholds=self.thresholds, fingerprints=bits
+            )
+        if self._taps:
+            m = len(catalog.taps)
+            rows = rows[self._taps_at :].view(2, 2, m, width)
+            for i, name in enumerate(("activations", "activation_grads")):
+                first, second = rows[0, i], rows[1, i]
+                values = activations_from(first[:, :NUM_COLUMNS], second[:, :NUM_TAP_COLUMNS])
+                kind = catalog.kinds[name]
+                tables[name] = Table(kind, catalog.taps, values, thresholds=self.thresholds)
+        tables = {name: table for name, table in tables.items() if table.measured.any()}
+        return StepRecord(step, when, scalars, catalog, tables, skipped, self.thresholds)
 
-    def _tensors(self, kind: Kind) -> list[Tensor | None]:
-        """Return this rank's part of the gradients or weights, in the order of the roster."""
+    def _tensors(self, kind: str) -> list[Tensor | None]:
+        """Return this rank's part of the gradients or weights, in the order of the catalog."""
         parameters = self._tracked[0]
         tensors = [p.grad if kind == "grads" else p for p in parameters]
         if not self._has_dtensors:
             return tensors
-        found = present(self._own.names, tensors)
+        found = present(self.catalog.names, tensors)
         if kind == "grads":
-            found = settled(found, Named(self._own.names, parameters), self._ranks, "Recorder")
+            found = settled(found, Named(self.catalog.names, parameters), self._ranks, "Recorder")
         shards = iter(local_shards(found, "Recorder").tensors)
         return [None if tensor is None else next(shards) for tensor in tensors]
 
     def _collect(
-        self, kind: Kind, tensors: list[Tensor | None], inv_scale: Tensor | float | None = None
+        self, kind: str, tensors: list[Tensor | None], inv_scale: Tensor | float | None = None
     ) -> TensorStats:
-        found = [(name, x) for name, x in zip(self._own.names, tensors, strict=True) if x is not None]
+        found = [(name, x) for name, x in zip(self.catalog.names, tensors, strict=True) if x is not None]
         named = Named(tuple([label(kind, name) for name, _ in found]), [x for _, x in found])
         options: dict[str, Any] = {"home": self.ring.device, "fingerprint": self.fingerprint}
         stats = measure(named, "Recorder", self.thresholds, inv_scale, **options)
         return replace(stats, names=tuple([name for name, _ in found]))
 
-    def _append(self, kind: Kind, stats: TensorStats) -> None:
+    def _append(self, kind: str, stats: TensorStats) -> None:
         """Write statistics into the rows of their names; the other rows of the step do not change."""
         measured = [stats.columns, stats.flags]
         if self.fingerprint:
@@ -562,12 +597,12 @@ class Recorder(Float64Module):
                 raise ValueError(msg + "collect_grads")
             measured.append(bits)
         # only gradients decide about skipping
-        grads = len(self._own.names) if kind == "grads" else 0
-        self._write(measured, self._rows(kind, stats.names), self._own.num_rows, grads)
+        grads = len(self.catalog.names) if kind == "grads" else 0
+        self._write(measured, self._rows(kind, stats.names), self._num_rows, grads)
 
-    def _rows(self, kind: Kind, names: tuple[str, ...]) -> list[int]:
+    def _rows(self, kind: str, names: tuple[str, ...]) -> list[int]:
         """Return the rows of these tensors."""
-        first = self._own.place(kind) * len(self._own.names)
+        first = list(self.catalog.kinds).index(kind) * len(self.catalog.names)
         rows = []
         for name in names:
             if name not in self._places:

@@ -14,7 +14,7 @@ from gradiometer.stats import EXPERT_LOAD, MAX_LOGIT, MAX_LOGIT_BOUND, ROUTER_EN
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.recorder import Rows, StepRecord
     from gradiometer.rules.finding import Finding
 
 __all__ = ["CollapsingRouter", "DeadUnits", "GrowingLogits"]
@@ -45,7 +45,7 @@ class DeadUnits(LastingRule):
     """
 
     name = "dead_units"
-    sees_taps: ClassVar[bool] = True
+    kind: ClassVar[str] = "activations"
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DeadUnits(LastingRule):
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about taps with dead units for ``patience`` steps."""
-        if "activations" not in record.roster.kinds:
+        if not record.has("activations"):
             return []
         share, channels = (record.value(x, "activations") for x in ("zero_channel_fraction", "n_channels"))
         # NaN, which compares as false, if these columns are not known
@@ -77,7 +77,7 @@ class DeadUnits(LastingRule):
             value = float(share[place])
             part = "all channels are" if value == 1.0 else f"{value:.1%} of its channels are"
             message = f"{part} 0 in every sample, since step {int(self.since[place])}"
-            is_routed = ROUTED in record.roster.names[place]
+            is_routed = ROUTED in record.names("activations")[place]
             severity = min(self.severity, Severity.INFO) if is_routed else self.severity
             return Sight(value, self.fraction, message, REVIVE, severity)
 
@@ -116,7 +116,7 @@ class GrowingLogits(LastingRule):
 
     name = "growing_logits"
     kept: ClassVar[tuple[str, ...]] = (*LastingRule.kept, "lowest")
-    sees_taps: ClassVar[bool] = True
+    kind: ClassVar[str] = "activations"
 
     def __init__(
         self,
@@ -139,16 +139,16 @@ class GrowingLogits(LastingRule):
         super().restart(size)
         self.lowest = torch.full((size,), torch.inf, dtype=torch.float64, device="cpu")
 
-    def prepare(self, roster: Roster) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Find the taps of logits and of bounds; other rows have an infinite limit."""
-        super().prepare(roster)
+        super().prepare(rows)
         ends = {MAX_LOGIT: self.limit, MAX_LOGIT_BOUND: LOOSENESS * self.limit}
-        limits = [next((ends[end] for end in ends if name.endswith(end)), torch.inf) for name in roster.names]
+        limits = [next((ends[end] for end in ends if name.endswith(end)), torch.inf) for name in rows.names]
         self.limits = torch.tensor(limits, dtype=torch.float64, device="cpu")
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about logits that have been too large for ``patience`` steps."""
-        if "activations" not in record.roster.kinds:
+        if not record.has("activations"):
             return []
         top = record.value("abs_max", "activations")
         known = record.measured("activations") & (record.value("n_nonfinite", "activations") == 0)
@@ -160,7 +160,7 @@ class GrowingLogits(LastingRule):
 
         def describe(place: int) -> Sight:
             value, limit, lowest = (float(x[place]) for x in (top, self.limits, self.lowest))
-            is_bound = record.roster.names[place].endswith(MAX_LOGIT_BOUND)
+            is_bound = record.names("activations")[place].endswith(MAX_LOGIT_BOUND)
             what = "attention logits may reach" if is_bound else "attention logits reach"
             growth = f", {times(value / lowest)} the lowest value before" if lowest else ""
             message = f"{what} {value:,.0f}{growth}, since step {int(self.since[place])}"
@@ -198,7 +198,7 @@ class CollapsingRouter(LastingRule):
     """
 
     name = "collapsing_router"
-    sees_taps: ClassVar[bool] = True
+    kind: ClassVar[str] = "activations"
 
     def __init__(
         self,
@@ -215,14 +215,14 @@ class CollapsingRouter(LastingRule):
         self.limit = limit
         self.pairs: list[tuple[int, int]] = []
 
-    def prepare(self, roster: Roster) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Find the two rows of each router."""
-        super().prepare(roster)
-        ends = {name: name.removesuffix(EXPERT_LOAD) + ROUTER_ENTROPY for name in roster.names}
+        super().prepare(rows)
+        ends = {name: name.removesuffix(EXPERT_LOAD) + ROUTER_ENTROPY for name in rows.names}
         self.pairs = [
-            (place, roster.index[ends[name]])
-            for name, place in roster.index.items()
-            if name.endswith(EXPERT_LOAD) and ends[name] in roster.index
+            (place, rows.index[ends[name]])
+            for name, place in rows.index.items()
+            if name.endswith(EXPERT_LOAD) and ends[name] in rows.index
         ]
 
     def look(self, record: StepRecord) -> Iterable[Finding]:

@@ -16,7 +16,7 @@ from gradiometer.rules.history import FLOOR, History, NormHistory, SpikeHistory,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from gradiometer.recorder import Kind, Roster, StepRecord
+    from gradiometer.recorder import Rows, StepRecord
 
 __all__ = ["MOST", "BaseRule", "LastingRule", "Sight", "SpikeRule", "TensorRule", "WholeRule", "modules_text"]
 
@@ -110,8 +110,8 @@ class TensorRule(BaseRule):
     # `names` are the tensors that the history is about
     kept: ClassVar[tuple[str, ...]] = ("names", "named")
 
-    # whether it also checks taps; other rules get a record without them
-    sees_taps: ClassVar[bool] = False
+    # the kind whose rows it is about; kinds of parameters have the same rows
+    kind: ClassVar[str] = "grads"
 
     def __init__(self, severity: Severity, most: int = MOST) -> None:
         super().__init__(severity)
@@ -121,33 +121,32 @@ class TensorRule(BaseRule):
         self.most = most
         self.names: list[str] = []
         self.named = torch.zeros(0, dtype=torch.bool, device="cpu")
-        self._roster: Roster | None = None
+        self._rows: Rows | None = None
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return the findings of this step; none if it was not recorded."""
-        if not self.sees_taps:
-            record = record.of_parameters
-        if record.values is None:
+        if not record.recorded or self.kind not in record.catalog.kinds:
             return []
-        if record.roster is not self._roster:
-            self._roster = record.roster
-            if self.names != list(record.roster.names):  # other tensors need a new history
-                self.names = list(record.roster.names)
+        rows = record.catalog.rows(self.kind)
+        if rows is not self._rows:
+            self._rows = rows
+            if self.names != list(rows.names):  # other tensors need a new history
+                self.names = list(rows.names)
                 self.named = torch.zeros(len(self.names), dtype=torch.bool, device="cpu")
                 self.restart(len(self.names))
-            self.prepare(record.roster)
+            self.prepare(rows)
         return self.look(record)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a history; the next `check` compares its tensors with the roster again."""
+        """Restore a history; the next `check` compares its names again."""
         super().load_state_dict(state)
-        self._roster = None
+        self._rows = None
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
 
-    def prepare(self, roster: Roster) -> None:
-        """Prepare for a new roster, or for a restored history."""
+    def prepare(self, rows: Rows) -> None:
+        """Prepare for other rows, or for a restored history."""
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Return the findings of a recorded step."""
@@ -156,7 +155,7 @@ class TensorRule(BaseRule):
     def findings(
         self,
         record: StepRecord,
-        kind: Kind,
+        kind: str,
         found: Tensor,
         badness: Tensor,
         describe: Callable[[int], Sight],
@@ -184,7 +183,7 @@ class TensorRule(BaseRule):
         others = f"; {more:,} more {'tensor is' if more == 1 else 'tensors are'} affected" if more else ""
         made: list[Finding] = []
         for place in chosen.tolist():
-            name, sight = record.roster.names[place], describe(place)
+            name, sight = record.names(kind)[place], describe(place)
             begun = record.step if since is None else int(since[place])
             suffix = "" if made else others
             made.append(
@@ -258,9 +257,9 @@ class WholeRule(TensorRule):
 
     def keep(self, record: StepRecord) -> None:
         """Keep what is known of the weights before the update, to compare that of the next step with."""
-        if "updates" in record.roster.kinds:
+        if record.has("updates"):
             self.before = record.value("sumsq_b", "updates").unsqueeze(1)
-        elif "weights" in record.roster.kinds:
+        elif record.has("weights"):
             self.before = record.columns("weights")
 
     def moved(self, record: StepRecord) -> Tensor | None:
@@ -269,15 +268,15 @@ class WholeRule(TensorRule):
         None if neither updates nor weights are recorded, or if there was no step before. A change that
         leaves sum, sum of squares and largest magnitude as they were is not noticed.
         """
-        kinds, before = record.roster.kinds, self.before
+        before = self.before
         self.keep(record)
         is_known = before.shape == self.before.shape
-        if "updates" in kinds:
+        if record.has("updates"):
             # by an update, or between two of them, such as by an optimizer that steps in the backward
             moved = record.value("abs_max", "updates") + record.value("n_nonfinite", "updates") > 0
             moved |= ~record.measured("updates")
             return moved | ((self.before - before).abs() > 0).any(dim=1) if is_known else moved
-        return (self.before != before).any(dim=1) if "weights" in kinds and is_known else None
+        return (self.before != before).any(dim=1) if record.has("weights") and is_known else None
 
     def finding(
         self,
@@ -289,7 +288,7 @@ class WholeRule(TensorRule):
         message: str,
         advice: str,
         severity: Severity,
-        kind: Kind | None = "grads",
+        kind: str | None = "grads",
     ) -> Finding:
         """Return a finding from step ``since`` to this one."""
         fields = severity, since, record.step, kind, tensor, value, threshold, message, advice
@@ -320,10 +319,10 @@ class LastingRule(TensorRule):
         self.row, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.counting = False
 
-    def prepare(self, roster: Roster) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Find the tensors with at least ``min_dims`` dimensions."""
         self.wide = torch.tensor(
-            [len(shape) >= self.min_dims for shape in roster.shapes], dtype=torch.bool, device="cpu"
+            [len(shape) >= self.min_dims for shape in rows.shapes], dtype=torch.bool, device="cpu"
         )
 
     def lasting(self, now: Tensor, known: Tensor, step: int) -> Tensor | None:

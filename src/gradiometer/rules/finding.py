@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from gradiometer.recorder import KINDS
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gradiometer.recorder import Kind
 
 __all__ = ["Finding", "Severity", "checked", "times"]
 
@@ -60,7 +58,7 @@ class Finding:
     severity: Severity
     first_step: int
     last_step: int
-    kind: Kind | None
+    kind: str | None
     tensor: str | None
     value: float
     threshold: float
@@ -165,10 +163,6 @@ def _str(value: Any) -> str:
     return value
 
 
-def _kind(value: Any) -> Kind:
-    return KINDS[KINDS.index(_str(value))]
-
-
 def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else convert(value)
 
@@ -180,7 +174,7 @@ _FIELDS: Final[Mapping[str, tuple[Callable[[Any], Any], str]]] = {
     "severity": (_severity, "a Severity"),
     "first_step": (_count, _INTEGER),
     "last_step": (_count, _INTEGER),
-    "kind": (_or_none(_kind), f"one of {', '.join(KINDS)}, or None"),
+    "kind": (_or_none(_str), "a str or None"),
     "tensor": (_or_none(_str), "a str or None"),
     "value": (_float, "a number"),
     "threshold": (_float, "a number"),

@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradiometer.columns import COLUMN_INDEX
-from gradiometer.recorder import TAP_KINDS, label
+from gradiometer.recorder import label
 from gradiometer.stats import amount
 
 if TYPE_CHECKING:
@@ -23,18 +22,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradiometer.recorder import Kind, StepRecord
+    from gradiometer.recorder import StepRecord
 
 __all__ = ["FirstNonfinite", "first_nonfinite", "first_nonfinite_text", "nonfinite"]
-
-# in the order in which a step makes them
-_ORDER: tuple[Kind, ...] = ("weights", "activations", "activation_grads", "grads", "updates")
 
 
 class FirstNonfinite(NamedTuple):
     """Where the non-finite values of a step began: the tensor, the counts of its elements, and the rank."""
 
-    kind: Kind
+    kind: str
     name: str
     n_nan: int
     n_inf: int
@@ -42,7 +38,7 @@ class FirstNonfinite(NamedTuple):
     where: str | None = None
 
 
-def nonfinite(record: StepRecord, kind: Kind = "grads") -> Tensor:
+def nonfinite(record: StepRecord, kind: str = "grads") -> Tensor:
     """Return the number of NaN or Inf elements of each parameter, ``(N,) float64``."""
     return record.value("n_nonfinite", kind)
 
@@ -58,31 +54,30 @@ def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
     >>> first_nonfinite(recorder.read()[-1])
     FirstNonfinite(kind='grads', name='1.bias', n_nan=1, n_inf=0, numel=1, where=None)
     """
-    for kind in _ORDER:
-        if kind not in record.roster.kinds or not record.total("n_nonfinite", kind):
+    # in the order in which a step computes them
+    for table in sorted(record.tables.values(), key=lambda table: table.kind.order):
+        kind, schema = table.kind.name, table.kind.schema
+        if schema.storage != "columns" or "n_nonfinite" not in schema or not table.total("n_nonfinite"):
             continue
-        bad = nonfinite(record, kind).nonzero()
-        place = int(bad[-1 if kind == "grads" else 0])
-        if kind in TAP_KINDS:
-            place = _first_tap(record.roster.names, bad.flatten().tolist(), kind)
-        row = record.columns(kind)[place].tolist()
-        n_nan, n_posinf, n_neginf, numel = (
-            int(row[COLUMN_INDEX[name]]) for name in ("n_nan", "n_posinf", "n_neginf", "numel")
-        )
-        name = record.roster.names[place]
+        bad = table.value("n_nonfinite").nonzero().flatten().tolist()
+        place = bad[-1 if table.kind.is_backward else 0]
+        if table.kind.rows == "tap":
+            place = _first_tap(table.rows.names, bad, is_backward=table.kind.is_backward)
+        n_nan, n_inf, numel = [int(table.value(name)[place]) for name in ("n_nan", "n_inf", "numel")]
+        name = table.rows.names[place]
         # summed gradients spread a rank's non-finite loss to all ranks: the first need not be the cause
         where = record.where(name, kind) if record.loss_rank is None else None
-        return FirstNonfinite(kind, name, n_nan, n_posinf + n_neginf, numel, where)
+        return FirstNonfinite(kind, name, n_nan, n_inf, numel, where)
     return None
 
 
-def _first_tap(names: Sequence[str], places: list[int], kind: Kind) -> int:
+def _first_tap(names: Sequence[str], places: list[int], *, is_backward: bool) -> int:
     """Return the place of the tap that comes first, in the forward or in the backward pass."""
     order = _forward_order(names)
     roots = [name.partition(".")[0] for name in names]
     # a call of `tap` whose name is not that of a part of the model may be anywhere
     known = [i for i in places if names[i].endswith(".out") or roots.count(roots[i]) > 1]
-    return (max if kind == "activation_grads" else min)(known or places, key=order.__getitem__)
+    return (max if is_backward else min)(known or places, key=order.__getitem__)
 
 
 def _forward_order(names: Sequence[str]) -> list[tuple[float, ...]]:

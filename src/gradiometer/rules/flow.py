@@ -14,7 +14,7 @@ from gradiometer.rules.known import driver_of, optimizers_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.recorder import Rows, StepRecord
 
 __all__ = ["NoGradientFlow", "NoGradients"]
 
@@ -171,10 +171,10 @@ class NoGradientFlow(WholeRule):
         self.row, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.state = torch.zeros(size, dtype=torch.int64, device="cpu")
 
-    def prepare(self, roster: Roster) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Find the tensors with elements."""
         self._holds = torch.tensor(
-            [math.prod(shape) > 0 for shape in roster.shapes], dtype=torch.bool, device="cpu"
+            [math.prod(shape) > 0 for shape in rows.shapes], dtype=torch.bool, device="cpu"
         )
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
@@ -188,7 +188,7 @@ class NoGradientFlow(WholeRule):
         if not measured.any() or record.model is None or len(record.model.requires_grad) != len(measured):
             return []
         wanted = torch.tensor(record.model.requires_grad, dtype=torch.bool, device="cpu")
-        names, known = record.roster.names, optimizers_of(record)
+        names, known = record.catalog.names, optimizers_of(record)
         left_out = torch.zeros_like(wanted)
         if known is not None:
             # a target network or a teacher, which is not meant to get a gradient
@@ -224,5 +224,5 @@ class NoGradientFlow(WholeRule):
     def _finding(
         self, record: StepRecord, since: int, places: list[int], text: str, advice: str, severity: Severity
     ) -> Finding:
-        first, share = record.roster.names[places[0]], len(places) / len(record.roster.names)
+        first, share = record.catalog.names[places[0]], len(places) / len(record.catalog.names)
         return self.finding(record, since, first, share, 0.0, text, advice, min(severity, self.severity))

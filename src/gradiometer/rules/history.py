@@ -29,7 +29,7 @@ from gradiometer.columns import derived
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.recorder import Rows, StepRecord
 
 __all__ = [
     "FLOOR",
@@ -243,7 +243,7 @@ class NormHistory:
         self.history = History(warmup, window, FLOOR)
         self.names: list[str] = []
         self._last: tuple[StepRecord, Norms] | None = None
-        self._roster: Roster | None = None
+        self._rows: Rows | None = None
 
     @property
     def settled(self) -> Tensor:
@@ -259,10 +259,10 @@ class NormHistory:
         """Return this step's norms; the first call for a step adds them to the history."""
         if self._last is not None and self._last[0] is record:
             return self._last[1]
-        if record.roster is not self._roster:
-            self._roster = record.roster
-            if self.names != list(record.roster.names):
-                self.names = list(record.roster.names)
+        if record.catalog.parameters is not self._rows:
+            self._rows = record.catalog.parameters
+            if self.names != list(record.catalog.names):
+                self.names = list(record.catalog.names)
                 self.history.restart(len(self.names))
         # nearly every step is finite, so its norms are just square roots
         norm = derived.sqrt(record.value("sumsq")) if record.is_finite else record.value("norm")
@@ -291,7 +291,7 @@ class NormHistory:
         """
         self.check_state(state)
         self.names = list(state["names"])
-        self._roster = None
+        self._rows = None
         self.history.load_state_dict(state)
         self._last = None
 

@@ -83,7 +83,7 @@ class Initialization(WholeRule):
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Look at the weights of the first step, and at those of 0 later again."""
-        if "weights" not in record.roster.kinds or self.count > self.patience:
+        if not record.has("weights") or self.count > self.patience:
             return []
         self.count += 1
         if self.count == 1:
@@ -98,15 +98,15 @@ class Initialization(WholeRule):
             return []
         begun = record.step - self.patience
         text = (
-            f"{modules_text(record.roster.names, places)}: weights are still 0, as at the start, and so are "
+            f"{modules_text(record.catalog.names, places)}: weights are still 0, as at the start, and so are "
         )
         text += "their gradients"
-        name = record.roster.names[places[0]]
+        name = record.catalog.names[places[0]]
         return [self.finding(record, begun, name, 0.0, 0.0, text, ZERO, self.severity, "weights")]
 
     def _first(self, record: StepRecord) -> list[Finding]:
-        roster, columns = record.roster, record.columns("weights")
-        wide = [len(shape) >= 2 for shape in roster.shapes]
+        rows, columns = record.catalog.parameters, record.columns("weights")
+        wide = [len(shape) >= 2 for shape in rows.shapes]
         matrix = torch.tensor(wide, dtype=torch.bool, device="cpu") & (columns[:, COLUMN_INDEX["numel"]] > 1)
         squares, total = columns[:, COLUMN_INDEX["sumsq"]], columns[:, COLUMN_INDEX["sum"]]
         numel = columns[:, COLUMN_INDEX["numel"]]
@@ -114,7 +114,7 @@ class Initialization(WholeRule):
         found = []
         for place in (matrix & ~self.zero).nonzero().flatten().tolist():
             # scales of channels or heads are no neurons
-            if sum(size > 1 for size in roster.shapes[place]) < 2 or _SCALES.search(roster.names[place]):
+            if sum(size > 1 for size in rows.shapes[place]) < 2 or _SCALES.search(rows.names[place]):
                 continue
             if total[place] ** 2 >= squares[place] * numel[place] * (1 - 1e-12):
                 text = (
@@ -125,29 +125,29 @@ class Initialization(WholeRule):
         zeros = self.zero.nonzero().flatten().tolist()
         # in an adapter or a branch that starts at 0 this is on purpose
         if zeros and len(zeros) <= max(2, int(matrix.sum()) // 4):
-            text = f"{modules_text(roster.names, zeros)}: weights start at 0"
-            severity, name = min(self.severity, Severity.INFO), roster.names[zeros[0]]
+            text = f"{modules_text(rows.names, zeros)}: weights start at 0"
+            severity, name = min(self.severity, Severity.INFO), rows.names[zeros[0]]
             found.append(self.finding(record, record.step, name, 0.0, 0.0, text, ZERO, severity, "weights"))
         return found
 
     def _large(self, record: StepRecord, which: Tensor, rms: Tensor) -> list[Finding]:
-        roster = record.roster
+        rows = record.catalog.parameters
         # for convolutions, too, dimension 0 is that of the output
-        fan_in = [math.prod(shape[1:]) if shape else 1 for shape in roster.shapes]
+        fan_in = [math.prod(shape[1:]) if shape else 1 for shape in rows.shapes]
         gain = rms * torch.tensor(fan_in, dtype=torch.float64, device="cpu").sqrt()
         places = which.nonzero().flatten().tolist()
         families: dict[str, list[int]] = {}
         for place in places:
-            pattern = re.sub(r"\d+", "#", roster.names[place]) + str(roster.shapes[place])
+            pattern = re.sub(r"\d+", "#", rows.names[place]) + str(rows.shapes[place])
             families.setdefault(pattern, []).append(place)
         found = []
         for place in places:
-            pattern = re.sub(r"\d+", "#", roster.names[place]) + str(roster.shapes[place])
+            pattern = re.sub(r"\d+", "#", rows.names[place]) + str(rows.shapes[place])
             like = [other for other in families[pattern] if other != place]
             if like and gain[place] > LARGE:
                 ratio = float(rms[place] / rms[like].median())
                 against = "that of the corresponding weights of other layers"
-            elif len(places) >= 3 and not _LOOKED_UP.search(roster.names[place]):
+            elif len(places) >= 3 and not _LOOKED_UP.search(rows.names[place]):
                 others = [other for other in places if other != place]
                 # an initialization for one layer alone, such as N(0, 1), is not a mistake yet
                 ratio = min(float(gain[place] / gain[others].median()), float(gain[place]))
@@ -163,7 +163,7 @@ class Initialization(WholeRule):
     def _about(
         self, record: StepRecord, place: int, value: float, limit: float, text: str, advice: str
     ) -> Finding:
-        name = record.roster.names[place]
+        name = record.catalog.names[place]
         text = f"{name}: {text}"
         return self.finding(record, record.step, name, value, limit, text, advice, self.severity, "weights")
 
@@ -205,10 +205,10 @@ class Untied(WholeRule):
                 self.told.append(second)
                 text = f"{first} and {second} were one parameter, and are two now: they are tied no more"
                 found.append(self._about(record, second, text))
-        if "weights" not in record.roster.kinds:
+        if not record.has("weights"):
             return found
         self.count += 1
-        columns, index = record.columns("weights"), record.roster.index
+        columns, index = record.columns("weights"), record.catalog.index
         if self.count == 1:
             self.pairs = self._copies(record, columns)
         learns = record.measured()
@@ -229,19 +229,19 @@ class Untied(WholeRule):
         return found
 
     def _copies(self, record: StepRecord, columns: Tensor) -> list[str]:
-        roster = record.roster
+        rows = record.catalog.parameters
         groups: dict[tuple[Any, ...], list[int]] = {}
         for place, row in enumerate(columns.tolist()):
             # equal sums of unequal elements: a matrix of one value, such as 0, is no copy
             varied = row[COLUMN_INDEX["sumsq"]] * row[COLUMN_INDEX["numel"]] > row[COLUMN_INDEX["sum"]] ** 2
-            if len(roster.shapes[place]) >= 2 and varied:
-                groups.setdefault((roster.shapes[place], *row), []).append(place)
+            if len(rows.shapes[place]) >= 2 and varied:
+                groups.setdefault((rows.shapes[place], *row), []).append(place)
         pairs = [group for group in groups.values() if len(group) == 2]
-        named = [(roster.names[first], roster.names[second]) for first, second in pairs]
+        named = [(rows.names[first], rows.names[second]) for first, second in pairs]
         return [name for pair in named if _differ(*pair) for name in pair]
 
     def _about(self, record: StepRecord, name: str, text: str) -> Finding:
-        known = name if name in record.roster.index else None
+        known = name if name in record.catalog.index else None
         return self.finding(record, record.step, known, 1.0, 0.0, text, TIE, self.severity, "weights")
 
     def check_value(self, key: str, value: Any) -> None:

@@ -22,9 +22,7 @@ def driver_of(record: StepRecord) -> str:
 def optimizers_of(record: StepRecord) -> OptimizerState | None:
     """Return what the optimizers hold; None if that is not known of all parameters of the record."""
     known = None if record.model is None else record.model.optimizers
-    return (
-        known if known is not None and len(known.groups) == len(record.of_parameters.roster.names) else None
-    )
+    return known if known is not None and len(known.groups) == len(record.catalog.names) else None
 
 
 def by_optimizers(record: StepRecord, changes: Tensor) -> Tensor:

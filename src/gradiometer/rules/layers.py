@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.recorder import Rows, StepRecord
     from gradiometer.rules.finding import Finding
 
 __all__ = ["Dead", "LayerImbalance"]
@@ -74,7 +74,7 @@ class Dead(LastingRule):
             zeros = float(record.value("zero_fraction")[place])
             share = "all elements are 0" if zeros == 1.0 else f"{zeros:.1%} of its elements are 0"
             message = f"{share}, since step {int(self.since[place])}"
-            is_routed = ROUTED in record.roster.names[place]
+            is_routed = ROUTED in record.catalog.names[place]
             severity = min(self.severity, Severity.INFO) if is_routed else self.severity
             return Sight(zeros, record.thresholds.dead, message, REVIVE, severity)
 
@@ -119,11 +119,11 @@ class LayerImbalance(TensorRule):
         self.family = torch.zeros(0, dtype=torch.int64, device="cpu")
         self.families: list[str] = []
 
-    def prepare(self, roster: Roster) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Find the families; tensors without a family get the last index."""
         patterns = [
             re.sub(r"\d+", "#", name) if len(shape) >= 2 else None
-            for name, shape in zip(roster.names, roster.shapes, strict=True)
+            for name, shape in zip(rows.names, rows.shapes, strict=True)
         ]
         self.families = sorted({p for p in patterns if p is not None and patterns.count(p) > 1})
         number = {pattern: i for i, pattern in enumerate(self.families)}
@@ -132,7 +132,7 @@ class LayerImbalance(TensorRule):
         )
 
         self.related = self.family < len(number)
-        numel = torch.tensor([math.prod(shape) for shape in roster.shapes], dtype=torch.float64, device="cpu")
+        numel = torch.tensor([math.prod(shape) for shape in rows.shapes], dtype=torch.float64, device="cpu")
         self.half_log_numel = numel.clamp_(min=1.0).log_().mul_(0.5)
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
@@ -163,7 +163,7 @@ class LayerImbalance(TensorRule):
             side = "smaller" if level[place] < level[other] else "larger"
             message = (
                 f"rms {float(level[place].exp()):.2g} is {side} than that of "
-                f"{label('grads', record.roster.names[other])}, {float(level[other].exp()):.2g}, "
+                f"{label('grads', record.catalog.names[other])}, {float(level[other].exp()):.2g}, "
                 f"by a factor of {ratio:.2g} ({size} layers have such a tensor)"
             )
             return Sight(ratio, self.limit, message, REBALANCE, self.severity)

@@ -147,4 +147,5 @@ class NonFinite(BaseRule):
 
 
 def _has_finite_grads(record: StepRecord) -> bool:
-    return record.of_parameters.is_finite and record.total("n_nonfinite", "activation_grads") == 0
+    others = [table for table in record.tables.values() if table.kind.name != "activations"]
+    return not any([x.total("n_nonfinite") for x in others if "n_nonfinite" in x.kind.schema])

@@ -223,6 +223,6 @@ class NormSpike(SpikeRule):
         total, usual, limit, place = spike
         message = f"total gradient norm {total:.3g}, {times(total / usual)} its usual {usual:.3g}; "
         message += f"{float(squares[place]) / total**2:.0%} of its square comes from "
-        message += label("grads", record.roster.names[place])
+        message += label("grads", record.catalog.names[place])
         step = record.step
         return [Finding(self.name, self.severity, step, step, "grads", None, total, limit, message, LOWER_LR)]

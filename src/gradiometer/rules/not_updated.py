@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradiometer.recorder import OptimizerState, Roster, StepRecord
+    from gradiometer.recorder import OptimizerState, Rows, StepRecord
 
 __all__ = [
     "LEFT_OUT",
@@ -100,12 +100,12 @@ class NotUpdated(WholeRule):
         self.cause = torch.zeros(size, dtype=torch.int64, device="cpu")
         self.has_learned = torch.zeros(size, dtype=torch.bool, device="cpu")
 
-    def prepare(self, roster: Roster) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Leave out single numbers, whose updates may be lost in rounding, and find what `Stuck` reports."""
         self._counts = torch.tensor(
-            [math.prod(shape) > 1 for shape in roster.shapes], dtype=torch.bool, device="cpu"
+            [math.prod(shape) > 1 for shape in rows.shapes], dtype=torch.bool, device="cpu"
         )
-        short = ["updates" in roster.kinds and dtype.startswith(SHORT) for dtype in roster.dtypes]
+        short = [dtype.startswith(SHORT) for dtype in rows.dtypes]
         self._short = torch.tensor(short, dtype=torch.bool, device="cpu")
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
@@ -115,7 +115,7 @@ class NotUpdated(WholeRule):
             self.has_learned = self.has_learned | (known.held & ~known.is_frozen)
         if moved is None or record.skipped or _stands_still(record, known):
             return []
-        counts = self._counts & ~self._short
+        counts = self._counts & ~self._short if record.has("updates") else self._counts
         if known is not None:
             masters = known.unwritten
             counts |= self._counts & (known.is_frozen | (masters & ~(moved & masters).any()))
@@ -211,7 +211,7 @@ class NotUpdated(WholeRule):
         return causes
 
     def _dtypes(self, record: StepRecord, which: Tensor) -> str:
-        dtypes = {record.roster.dtypes[place] for place in which.nonzero().flatten().tolist()}
+        dtypes = {record.catalog.dtypes[place] for place in which.nonzero().flatten().tolist()}
         return " and ".join(sorted(dtypes))
 
     def _finding(
@@ -224,7 +224,7 @@ class NotUpdated(WholeRule):
         *,
         is_all: bool = False,
     ) -> Finding:
-        places, names = which.nonzero().flatten().tolist(), record.roster.names
+        places, names = which.nonzero().flatten().tolist(), record.catalog.names
         since, share = int(self.since[places].min()), len(places) / len(names)
         text = f"{modules_text(names, places)}: the weights stay exactly the same since step {since}, though "
         text += f"their gradients are not 0: {cause}"

@@ -244,8 +244,7 @@ class UpdateSpike(SpikeRule):
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's updates with the history."""
-        record = record.of_parameters
-        if record.values is None or "updates" not in record.roster.kinds or record.skipped:
+        if not record.has("updates") or record.skipped:
             return []
         total, before = record.total("finite_norm"), self.gradients.usual
         if total > 0.0:
@@ -263,7 +262,7 @@ class UpdateSpike(SpikeRule):
         severity = min(self.severity, Severity.INFO) if has_risen else self.severity
         text = f"the update's norm is {norm:.3g}, {times(norm / usual)} its usual {usual:.3g}; "
         text += f"{float(squares[place]) / norm**2:.0%} of its square comes from "
-        text += label("updates", record.roster.names[place])
+        text += label("updates", record.catalog.names[place])
         step = record.step
         return [Finding(self.name, severity, step, step, "updates", None, norm, limit, text, STATE)]
 

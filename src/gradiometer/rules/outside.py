@@ -13,7 +13,7 @@ from gradiometer.rules.known import optimizers_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.recorder import Rows, StepRecord
     from gradiometer.rules.finding import Finding
 
 __all__ = ["ChangedOutside"]
@@ -73,14 +73,14 @@ class ChangedOutside(TensorRule):
             3, size, dtype=torch.float64, device="cpu"
         ).unbind()
 
-    def prepare(self, roster: Roster) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Compare with no step of other tensors."""
-        if len(self.after) != len(roster.names):
-            self.restart(len(roster.names))
+        if len(self.after) != len(rows.names):
+            self.restart(len(rows.names))
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about the weights that have changed since the last step."""
-        if "updates" not in record.roster.kinds:
+        if not record.has("updates"):
             return []
         known = record.measured("updates") & (record.value("n_nonfinite", "updates") == 0)
         before = torch.where(known, record.value("sumsq_b", "updates"), torch.nan)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradiometer.inputs import Parameters
-    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.recorder import Rows, StepRecord
     from gradiometer.stats import GroupRule
 
 __all__ = ["GroupRatio", "UpdateRatio"]
@@ -104,20 +104,18 @@ class UpdateRatio(TensorRule):
         self.before_step = None
         self.row = self.since = 0
 
-    def prepare(self, roster: Roster) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Find the tensors of at least two dimensions."""
-        self.wide = torch.tensor([len(shape) >= 2 for shape in roster.shapes], dtype=torch.bool, device="cpu")
+        self.wide = torch.tensor([len(shape) >= 2 for shape in rows.shapes], dtype=torch.bool, device="cpu")
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Add this step's ratios to the averages, and compare these with the band."""
-        kinds = record.roster.kinds
-        # a run of an earlier release has updates without the weights before them
-        exact = "updates" in kinds and (record.further is not None or "weights" in kinds)
-        if not exact and "weights" not in kinds:
+        exact = record.has("updates")
+        if not exact and not record.has("weights"):
             return []
         # squares of the norms of finite elements; NonFinite reports the others
         if exact:
-            square, change = self._before(record), record.value("sumsq", "updates")
+            square, change = record.value("sumsq_b", "updates"), record.value("sumsq", "updates")
         else:
             square = record.value("sumsq", "weights")
             change = self._change(derived.sqrt(square), record.step)
@@ -151,19 +149,13 @@ class UpdateRatio(TensorRule):
         badness = torch.where(above, mean - math.log(self.high), -1 / (1 + mean.abs()))
         return whole + self.findings(record, "updates" if exact else "weights", found, badness, describe)
 
-    def _before(self, record: StepRecord) -> Tensor:
-        """Return the squares of the weights' norms before the step."""
-        if record.further is None:
-            return record.value("sumsq", "weights")
-        return record.value("sumsq_b", "updates")
-
     def _whole(self, record: StepRecord, change: Tensor) -> list[Finding]:
         """Return a finding if all updates together are about as large as all weights, for a few steps."""
-        if "weights" in record.roster.kinds:
+        if record.has("weights"):
             # also those that are frozen: an adapter that starts at 0 is small against them
             square = record.total("sumsq", "weights")
         elif record.measured("updates").all():
-            square = float(self._before(record).sum())
+            square = record.total("sumsq_b", "updates")
         else:
             return []
         ratio = math.sqrt(float(change.sum()) / max(square, 1e-300))
@@ -241,10 +233,10 @@ class GroupRatio(TensorRule):
         del size
         self.row = self.since = 0
 
-    def prepare(self, roster: Roster) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Find the groups' tensors."""
         for name, rule in self.groups.items():
-            self._rows[name] = grouping.members(roster.names, name, rule, self._model)
+            self._rows[name] = grouping.members(rows.names, name, rule, self._model)
             if not self._rows[name]:
                 msg = f"GroupRatio: no tensor belongs to the group {name!r}; change its rule, {rule!r}"
                 raise ValueError(msg)
@@ -271,7 +263,7 @@ class GroupRatio(TensorRule):
         side, limit = ("above", self.high) if ratio > self.high else ("below", self.low)
         message = f"rms gradient of {above!r} is {ratio:.3g} times that of {below!r}, {side} {limit:g}"
         # a group is not a tensor, but two such rules need separate findings
-        tensor = record.roster.names[self._rows[above][0]]
+        tensor = record.catalog.names[self._rows[above][0]]
         step = record.step
         return [
             Finding(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradiometer.recorder import Roster, StepRecord
+    from gradiometer.recorder import Rows, StepRecord
     from gradiometer.rules.finding import Finding
 
 __all__ = ["Stuck"]
@@ -79,18 +79,18 @@ class Stuck(LastingRule):
         super().restart(size)
         self.rate = self.highest = 0.0
 
-    def prepare(self, roster: Roster) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Leave out single numbers, and find the tensors of 16 bits or less."""
         self.wide = torch.tensor(
-            [math.prod(shape) > 1 for shape in roster.shapes], dtype=torch.bool, device="cpu"
+            [math.prod(shape) > 1 for shape in rows.shapes], dtype=torch.bool, device="cpu"
         )
         self._is_short = torch.tensor(
-            [dtype.startswith(SHORT) for dtype in roster.dtypes], dtype=torch.bool, device="cpu"
+            [dtype.startswith(SHORT) for dtype in rows.dtypes], dtype=torch.bool, device="cpu"
         )
 
     def look(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about the tensors that have been stuck for ``patience`` steps."""
-        if "updates" not in record.roster.kinds or record.skipped:
+        if not record.has("updates") or record.skipped:
             return []
         rates, optimizers = learning_rates(record).values(), optimizers_of(record)
         highest = None if optimizers is None else optimizers.highest_rate
@@ -114,7 +114,7 @@ class Stuck(LastingRule):
             severe = torch.zeros_like(severe)
 
         def describe(place: int) -> Sight:
-            value, dtype = float(share[place]), record.roster.dtypes[place]
+            value, dtype = float(share[place]), record.catalog.dtypes[place]
             part = "all" if value == 1.0 else f"{math.floor(100 * value)}%"
             message = f"{part} of the elements whose gradient is not 0 stay the same since step "
             message += f"{int(self.since[place])}: "
@@ -141,7 +141,7 @@ def stuck_share(record: StepRecord) -> tuple[Tensor, Tensor]:
     exact = nonzero > 0
     # an element with a gradient of 0 may stay the same
     zeros = record.value("n_zero")
-    bound = (record.value("n_zero", "updates") - zeros).clamp(min=0.0)
+    bound = (record.value("n_unchanged", "updates") - zeros).clamp(min=0.0)
     nonzero = torch.where(exact, nonzero, record.value("numel") - zeros)
     share = torch.where(exact, stuck, bound) / nonzero.clamp(min=1.0)
     return share, (nonzero > 0) & record.measured("updates") & record.measured()

@@ -35,6 +35,7 @@ from gradiometer.stats.precision import precision_report
 from gradiometer.stats.precision_report import FormatFit, PrecisionReport, PrecisionRow
 from gradiometer.stats.repeats import is_repeating, keep_in_repeats, repeating
 from gradiometer.stats.report import ModuleReports, Report
+from gradiometer.stats.report_of import TableReport, report_of, stats_of
 from gradiometer.stats.snapshot import Snapshot
 from gradiometer.stats.taps import Taps, tap
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
@@ -67,6 +68,7 @@ __all__ = [
     "Report",
     "Smoothed",
     "Snapshot",
+    "TableReport",
     "Taps",
     "TensorReport",
     "TensorStats",
@@ -103,8 +105,10 @@ __all__ = [
     "plain",
     "precision_report",
     "repeating",
+    "report_of",
     "row_to_dict",
     "settled",
+    "stats_of",
     "tap",
     "tap_attention",
     "tap_router",

@@ -1,0 +1,148 @@
+"""What a step records: a kind for each table of a step, and the registry of these kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+from gradiometer.columns import ACTIVATIONS, EXPONENTS, PAIRS, TENSORS, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+RowSpace = Literal["parameter", "tap"]
+
+LOSS_ORDER: Final = 2.0
+"""The place of the loss in the order in which a step computes its kinds."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One table of a recorded step: what it measures, and of which tensors.
+
+    Attributes:
+        name: such as ``"grads"``.
+        schema: the columns of a row.
+        noun: of one tensor, such as ``"gradient"``.
+        suffix: of a tensor's display name, such as ``".grad"``.
+        rows: ``"parameter"``: a row for each parameter; ``"tap"``: for each tap.
+        order: the place in the order in which a step computes its kinds; that of the loss is `LOSS_ORDER`.
+        is_backward: whether the tensors are computed from the model's last to its first.
+        has_fingerprints: whether fingerprints of the same tensors can be recorded.
+        option: the argument that makes a Monitor or Recorder record it, such as ``"weights=True"``.
+        of: the kind whose tensors ``measure`` gets, ``"grads"`` or ``"weights"``.
+        measure: of a kind of your own: a function from T tensors on one device to their raw columns,
+            ``(T, C)`` on that device. It runs in each `gradiometer.Recorder.record`, also in compiled steps.
+
+    >>> KINDS["updates"].label("blocks.3.w")
+    'blocks.3.w.update'
+    """
+
+    name: str
+    schema: Schema
+    noun: str
+    suffix: str = ""
+    rows: RowSpace = "parameter"
+    order: float = 6.0
+    is_backward: bool = False
+    has_fingerprints: bool = False
+    option: str = "kinds=[...]"
+    of: Literal["grads", "weights"] = "grads"
+    measure: Callable[[Sequence[Tensor]], Tensor] | None = field(default=None, compare=False, repr=False)
+
+    def label(self, name: str) -> str:
+        """Return a tensor's display name."""
+        return name + self.suffix
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, with the name of the schema only."""
+        values = {key: getattr(self, key) for key in self.__dataclass_fields__ if key != "measure"}
+        return values | {"schema": self.schema.name}
+
+    @classmethod
+    def from_dict(cls, values: Any, schemas: Mapping[str, Schema]) -> Kind:
+        """Return the registered kind of this name and schema, or one without functions.
+
+        Raises:
+            ValueError, TypeError, KeyError: for anything but what `to_dict` returns.
+        """
+        found = cls(**{**values, "schema": schemas[values["schema"]]})
+        texts = (found.name, found.noun, found.suffix, found.option)
+        if (
+            not all([isinstance(text, str) for text in texts])
+            or found.rows not in get_args(RowSpace)
+            or found.of not in {"grads", "weights"}
+            or not isinstance(found.order, (int, float))
+            or found.measure is not None
+            or not {found.is_backward, found.has_fingerprints} <= {True, False}
+        ):
+            msg = f"kind {found.name!r:.40}"
+            raise ValueError(msg)
+        known = KINDS.get(found.name)
+        return known if known is not None and known.schema == found.schema else found
+
+    def __reduce__(self) -> Any:
+        # functions of schemas cannot be pickled
+        return (kind_named, (self.name,)) if KINDS.get(self.name) is self else super().__reduce__()
+
+
+KINDS: Final[dict[str, Kind]] = {
+    kind.name: kind
+    for kind in (
+        Kind("grads", TENSORS, "gradient", ".grad", order=4.0, is_backward=True, has_fingerprints=True),
+        Kind("weights", TENSORS, "weight", order=0.0, has_fingerprints=True, option="weights=True"),
+        Kind("updates", PAIRS, "update", ".update", option="updates=True"),
+        Kind("activations", ACTIVATIONS, "activation", rows="tap", order=1.0, option="taps=..."),
+        Kind(
+            "activation_grads",
+            ACTIVATIONS,
+            "activation's gradient",
+            ".grad",
+            rows="tap",
+            order=3.0,
+            is_backward=True,
+            option="taps=...",
+        ),
+        Kind("grad_exponents", EXPONENTS, "gradient", ".grad", option="precision=100"),
+        Kind("weight_exponents", EXPONENTS, "weight", option="precision=100", of="weights"),
+    )
+}
+"""The kinds by name, in the order of a record's tables; `register` adds others."""
+
+
+def register(kind: Kind) -> None:
+    """Add a kind, so that its derived values are known where a run is read.
+
+    Raises:
+        ValueError: if there is another kind of this name.
+    """
+    if KINDS.setdefault(kind.name, kind) != kind:
+        msg = f"there is another kind {kind.name!r} of schema {KINDS[kind.name].schema.name}; rename one"
+        raise ValueError(msg)
+
+
+def kind_named(name: str) -> Kind:
+    """Return a registered kind; a KeyError if there is none."""
+    if name not in KINDS:
+        msg = f"there is no kind {name!r}; choose from {', '.join(KINDS)}"
+        raise KeyError(msg)
+    return KINDS[name]
+
+
+def kinds_of(names: Iterable[str | Kind]) -> dict[str, Kind]:
+    """Return kinds by name, in the order of the registry."""
+    found = [kind_named(kind) if isinstance(kind, str) else kind for kind in names]
+    order = list(KINDS)
+    found.sort(key=lambda kind: order.index(kind.name) if kind.name in KINDS else len(order))
+    return {kind.name: kind for kind in found}
+
+
+def label(kind: str, name: str) -> str:
+    """Return a tensor's display name.
+
+    ``blocks.3.w.grad``, ``blocks.3.w`` and ``blocks.3.w.update`` of a parameter; ``blocks.3.mlp.out`` and
+    ``blocks.3.mlp.out.grad`` of a tap.
+    """
+    return KINDS[kind].label(name) if kind in KINDS else f"{name}.{kind}"
