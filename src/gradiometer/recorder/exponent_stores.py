@@ -40,14 +40,12 @@ class ExponentStores(Float64Module):
     def __init__(self, rows: Rows, parameters: Sequence[Tensor], kinds: tuple[Kind, ...], every: int) -> None:
         super().__init__()
         self.every = every
-        self._table_rows, self._kinds = rows, kinds
+        self._parameters, self._kinds = rows, kinds
         self._labels = tuple([kind.label(name) for kind in kinds for name in rows.names])
         devices = [p.device for p in parameters] * len(kinds)
         self._rows = [[i for i, x in enumerate(devices) if x == device] for device in dict.fromkeys(devices)]
-        for place, (device, rows) in enumerate(zip(dict.fromkeys(devices), self._rows, strict=True)):
-            store = torch.full(
-                (len(rows) + 1, NUM_EXPONENT_COLUMNS + 1), -1, dtype=torch.int64, device=device
-            )
+        for place, (device, own) in enumerate(zip(dict.fromkeys(devices), self._rows, strict=True)):
+            store = torch.full((len(own) + 1, NUM_EXPONENT_COLUMNS + 1), -1, dtype=torch.int64, device=device)
             cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=device)
             cursor[Cursor.EVERY].fill_(float(every))
             self.register_buffer(f"store_{place}", store, persistent=False)
@@ -102,7 +100,7 @@ class ExponentStores(Float64Module):
         """Return the tables of a step from copies that have arrived; none if it was not measured."""
         if not any([store[-1, -1].item() == step for (store,) in copies]):
             return {}
-        size = len(self._table_rows)
+        size = len(self._parameters)
 
         def counts(first: int) -> Tensor:
             found = torch.zeros((size, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu")
@@ -114,7 +112,7 @@ class ExponentStores(Float64Module):
 
         # computed later, and not on the thread that trains
         return {
-            kind.name: Table(kind, self._table_rows, partial(counts, i * size))
+            kind.name: Table(kind, self._parameters, partial(counts, i * size))
             for i, kind in enumerate(self._kinds)
         }
 

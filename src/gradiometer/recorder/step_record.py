@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -105,13 +106,11 @@ class StepRecord:
 
     def total(self, statistic: str = "norm", kind: str = "grads") -> float:
         """Return a raw column or derived value, by name, of all rows together; NaN without a table."""
-        return (
-            self.tables[kind].total(statistic) if kind in self.tables else float(self._nothing(kind, one=1))
-        )
+        self.catalog.kind(kind)
+        return self.tables[kind].total(statistic) if kind in self.tables else math.nan
 
-    def _nothing(self, kind: str, fill: float = torch.nan, one: int | None = None) -> Tensor:
-        rows = self.catalog.rows(kind)
-        return torch.full((len(rows) if one is None else one,), fill, dtype=torch.float64, device="cpu")
+    def _nothing(self, kind: str, fill: float = math.nan) -> Tensor:
+        return torch.full((len(self.catalog.rows(kind)),), fill, dtype=torch.float64, device="cpu")
 
     @property
     def is_finite(self) -> bool:

@@ -33,8 +33,8 @@ class Table:
         flags: ``(N,) int32``, bits of `gradiometer.Flag`; None: computed from the columns.
         thresholds: the limits of the flags.
         fingerprints: ``(N, 3) int64``, as in `gradiometer.TensorStats`, if they were recorded.
-        origin: ``(N,) int64``, for a step merged over several ranks: the first rank, by its index in the group,
-            whose part has a NaN or Inf; -1 if none has.
+        origin: ``(N,) int64``, for a step merged over several ranks: the first rank, by its index in the
+            group, whose part has a NaN or Inf; -1 if none has.
 
     >>> import torch, gradiometer as gm
     >>> model = torch.nn.Linear(2, 1)

@@ -1,3 +1,4 @@
+# ruff: noqa: PLC0415 interim
 """The report of a table of any schema."""
 
 from __future__ import annotations
