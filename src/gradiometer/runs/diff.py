@@ -19,7 +19,7 @@ from gradiometer.recorder import KINDS, TAP_KINDS, Kind, Roster, label
 from gradiometer.runs.files import RunError
 from gradiometer.runs.format import pyarrow
 from gradiometer.runs.reader import Run, read_run
-from gradiometer.runs.tables import scalars_of
+from gradiometer.runs.steps_table import scalars_of
 from gradiometer.terminal import shortened
 
 if TYPE_CHECKING:
