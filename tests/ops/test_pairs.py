@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
 from gradiometer.columns import pair_value
-from gradiometer.ops import eager_plan, openmp, pair_reference, reference
+from gradiometer.ops import eager_plan, openmp, pair_reference, streaming
 from support import pair_oracle, strategies
 from support.gradients import bit_patterns
 from support.oracle import numbers
@@ -537,7 +537,7 @@ def test_the_number_of_threads_does_not_matter(threads):
 @only_eager
 def test_where_threads_cannot_be_limited_pieces_are_smaller(monkeypatch):
     monkeypatch.setattr(openmp, "can_run_alone", lambda: False)
-    monkeypatch.setattr(reference, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(streaming, "MOST_BLOCKS", 2)
     for n in (3 * eager_plan.BATCH, 9 * eager_plan.BATCH + 5, 100):
         check(*[[torch.randn(n)] for _ in range(3)])
 

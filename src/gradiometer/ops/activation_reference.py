@@ -14,7 +14,7 @@ import torch
 from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH
-from gradiometer.ops.reference import by_tensor, convertible, cut, fsum
+from gradiometer.ops.streaming import by_tensor, convertible, cut, fsum
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,7 @@ from gradiometer.columns import NUM_EXPONENT_COLUMNS, bin_of
 from gradiometer.inputs import as_real
 from gradiometer.ops import exponent_codes as codes
 from gradiometer.ops import openmp
-from gradiometer.ops.reference import MOST_THREADS, by_tensor, cut, piece_length
+from gradiometer.ops.streaming import MOST_THREADS, by_tensor, cut, piece_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -18,8 +18,8 @@ from gradiometer.columns import NUM_PAIR_COLUMNS
 from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, WIDTH_OF
-from gradiometer.ops.reference import by_tensor, convertible, cut, fsum
 from gradiometer.ops.row_sums import row_sums, sum_of_small
+from gradiometer.ops.streaming import by_tensor, convertible, cut, fsum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,22 +12,15 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import NUM_FINGERPRINT_COLUMNS, RING_WIDTH, Thresholds
-from gradiometer.ops import library, ring
-from gradiometer.ops.library import LIBRARY, for_a_graph, is_plain, launching_on
+from gradiometer.ops import dispatch, ring
+from gradiometer.ops.dispatch import for_a_graph, is_plain
+from gradiometer.ops.library import by_device, define
+from gradiometer.ops.tensors import measure_now
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradiometer.ops.packing import LaunchPlan
-
-LIBRARY.define(
-    "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
-    " bool gated, Tensor(a!) steps, Tensor(b!) cursor) -> ()"
-)
-LIBRARY.define(
-    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor,"
-    " Tensor? fingerprints=None) -> ()"
-)
+    from gradiometer.ops.launch_plans import LaunchPlan
 
 
 def record_(
@@ -94,22 +87,16 @@ def _record(
     plan: LaunchPlan | None = None,
 ) -> None:
     fingerprint = steps.shape[2] == RING_WIDTH + NUM_FINGERPRINT_COLUMNS
-    if library.uses_kernels(steps.device):
-        with torch.no_grad(), launching_on(steps.device):
-            gate = cursor if gated else None
-            measured = library.run_kernels(
-                tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint
-            )
-    elif gated and not ring.is_due(cursor):
+    if gated and not dispatch.uses_kernels(steps.device) and not ring.is_due(cursor):
         return
-    else:
-        measured = library.measure_now(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
+    gate = cursor if gated else None
+    measured = measure_now(tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint)
     columns, flags, fingerprints = measured
     # if the gate is closed, the rows come from uninitialized memory: do not decide from them
     _append(columns, flags, -1 if gated else grads, steps, cursor, fingerprints)
 
 
-def _append(
+def _append_by_kernels(
     columns: Tensor,
     flags: Tensor,
     grads: int,
@@ -117,16 +104,14 @@ def _append(
     cursor: Tensor,
     fingerprints: Tensor | None = None,
 ) -> None:
-    with torch.no_grad():
-        if not library.uses_kernels(steps.device):
-            ring.append_(columns, flags, grads, steps, cursor, fingerprints)
-            return
-        with launching_on(steps.device):
-            from gradiometer import kernels  # noqa: PLC0415 as in library.py
+    from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
-            # the kernels read rows one after the other
-            bits = None if fingerprints is None else fingerprints.contiguous()
-            kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, bits)
+    # the kernels read rows one after the other
+    bits = None if fingerprints is None else fingerprints.contiguous()
+    kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, bits)
+
+
+_append = by_device(ring.append_, _append_by_kernels)
 
 
 def _record_op(
@@ -143,8 +128,13 @@ def _record_op(
     _record(tensors, Thresholds(vanishing, exploding, dead), inv_scale, grads, gated, steps, cursor)
 
 
-LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")
-LIBRARY.impl("append_", _append, "CompositeExplicitAutograd")
-for _name in ("record_", "append_"):
-    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"gradiometer::{_name}", lambda *_: None, lib=LIBRARY)
+define(
+    "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
+    " bool gated, Tensor(a!) steps, Tensor(b!) cursor) -> ()",
+    _record_op,
+)
+define(
+    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor,"
+    " Tensor? fingerprints=None) -> ()",
+    _append,
+)
