@@ -409,7 +409,7 @@ def borders():
             eager_plan.SMALL,
             eager_plan.FEW,
             eager_plan.BATCH,
-            pair_reference.PIECE,
+            streaming.PIECE,
         )
     from gradiometer.kernels import tuning
 
@@ -506,7 +506,7 @@ def test_memory_in_other_orders(n):
 @only_eager
 @pytest.mark.parametrize("other", ["the same", "transposed", "every other row", "bfloat16"])
 def test_large_tensors_go_through_pieces(other):
-    shape = 3 * 128 + 1, pair_reference.PIECE // 128
+    shape = 3 * 128 + 1, streaming.PIECE // 128
     a, b, g = (small_integers(math.prod(shape), torch.float32, 0, seed).view(shape) for seed in range(3))
     if other == "transposed":
         b = b.t().contiguous().t()

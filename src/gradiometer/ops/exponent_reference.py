@@ -27,8 +27,6 @@ from gradiometer.ops.streaming import MOST_THREADS, by_tensor, cut, piece_length
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Plan", "exponent_stats", "plan_of"]
-
 # larger tensors are cut into pieces, smaller ones are put together
 _LARGE: Final = 2**18
 # elements that a thread reads at once, in buffers of 8 bytes for each. The calls for them take 50 us, and

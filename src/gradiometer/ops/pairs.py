@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from gradiometer.ops.launch_plans import LaunchPlan
 
+    Tensors = Sequence[Tensor]
 
-def recognize_pairs(
-    a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | None = None
-) -> LaunchPlan | None:
+
+def recognize_pairs(a: Tensors, b: Tensors, g: Tensors | None = None) -> LaunchPlan | None:
     """Return the plan of pairs like these that were measured, if the dispatcher is not needed."""
     plan = recognize([*a, *b, *(g or ())])
     # the same tensors in one list, or cut in another way, need not have had the same shapes
@@ -31,11 +31,7 @@ def recognize_pairs(
 
 
 def measure_pairs(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    g: Sequence[Tensor] | None = None,
-    *,
-    plan: LaunchPlan | None = None,
+    a: Tensors, b: Tensors, g: Tensors | None = None, *, plan: LaunchPlan | None = None
 ) -> Tensor:
     """Measure pairs of tensors of one device in one read.
 
@@ -54,12 +50,7 @@ def measure_pairs(
         return torch.ops.gradiometer.pair_stats(a, b, g, REVISION)  # type: ignore[no-any-return]
 
 
-def _by_reference(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    g: Sequence[Tensor] | None = None,
-    plan: LaunchPlan | None = None,
-) -> Tensor:
+def _by_reference(a: Tensors, b: Tensors, g: Tensors | None = None, plan: LaunchPlan | None = None) -> Tensor:
     columns = pair_reference.pair_stats(a, b, g)
     if plan is None:
         # let `recognize_pairs` find this list, as a launch of the kernels does
@@ -69,12 +60,7 @@ def _by_reference(
     return columns
 
 
-def _by_kernels(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    g: Sequence[Tensor] | None = None,
-    plan: LaunchPlan | None = None,
-) -> Tensor:
+def _by_kernels(a: Tensors, b: Tensors, g: Tensors | None = None, plan: LaunchPlan | None = None) -> Tensor:
     from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
     sides = [a, b] if g is None else [a, b, g]

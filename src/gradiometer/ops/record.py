@@ -6,7 +6,7 @@ result. Both change their arguments, so they stay in a graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,17 +50,9 @@ def record_(
         if plan is not None and (inv_scale is None or is_plain(inv_scale)):
             _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, plan)
             return
-        torch.ops.gradiometer.record_(
-            for_a_graph(tensors),
-            thresholds.vanishing,
-            thresholds.exploding,
-            thresholds.dead,
-            inv_scale,
-            grads,
-            gated,
-            steps,
-            cursor,
-        )
+        limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
+        given = for_a_graph(tensors)
+        torch.ops.gradiometer.record_(given, *limits, inv_scale, grads, gated, steps, cursor)
 
 
 def append_(
@@ -90,8 +82,9 @@ def _record(
     if gated and not dispatch.uses_kernels(steps.device) and not ring.is_due(cursor):
         return
     gate = cursor if gated else None
-    measured = measure_now(tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint)
-    columns, flags, fingerprints = measured
+    columns, flags, fingerprints = measure_now(
+        tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint
+    )
     # if the gate is closed, the rows come from uninitialized memory: do not decide from them
     _append(columns, flags, -1 if gated else grads, steps, cursor, fingerprints)
 
@@ -114,18 +107,8 @@ def _append_by_kernels(
 _append = by_device(ring.append_, _append_by_kernels)
 
 
-def _record_op(
-    tensors: list[Tensor],
-    vanishing: float,
-    exploding: float,
-    dead: float,
-    inv_scale: Tensor | None,
-    grads: int,
-    gated: bool,  # noqa: FBT001 in the order of the schema
-    steps: Tensor,
-    cursor: Tensor,
-) -> None:
-    _record(tensors, Thresholds(vanishing, exploding, dead), inv_scale, grads, gated, steps, cursor)
+def _record_op(tensors: list[Tensor], vanishing: float, exploding: float, dead: float, *rest: Any) -> None:
+    _record(tensors, Thresholds(vanishing, exploding, dead), *rest)
 
 
 define(

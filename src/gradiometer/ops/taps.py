@@ -49,7 +49,7 @@ def tap(
         row: the row in both stores.
         channel_dim: the dimension of the channels.
         fused: whether a compiled graph gets plain operators, where they can be fused, instead of the op
-            alone; None for what costs less.
+            alone; None for the one that costs less.
     """
     if torch.compiler.is_compiling():
         torch.ops.gradiometer.tap(x, values, grads, cursor, row, channel_dim, fused, REVISION)

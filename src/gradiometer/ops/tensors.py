@@ -134,16 +134,9 @@ measure_now = by_device(_by_reference, _by_kernels)
 
 
 def _op(
-    tensors: list[Tensor],
-    vanishing: float,
-    exploding: float,
-    dead: float,
-    inv_scale: Tensor | None = None,
-    *,
-    fingerprint: bool = False,
+    tensors: list[Tensor], vanishing: float, exploding: float, dead: float, *inv_scale: Any, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    limits = Thresholds(vanishing, exploding, dead)
-    return measure_now(tensors, limits, inv_scale, fingerprint=fingerprint)
+    return measure_now(tensors, Thresholds(vanishing, exploding, dead), *inv_scale, **options)
 
 
 def _fake(tensors: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
