@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 _HAS_TRITON: Final = is_installed("triton")
 _KERNEL_DEVICES: Final = {"cuda", "xpu"}
+# it has no state, so all calls share it
+_NOTHING: Final = nullcontext()
 INSTALL_COMPILER: Final = (
     "install a C compiler (on Debian and Ubuntu: apt-get install gcc libc6-dev), or set CC to the path of one"
 )
@@ -97,17 +99,17 @@ def for_a_graph(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     """Make the tensors' device current, so that kernels are launched on it."""
-    return nullcontext() if device.type == "cpu" else torch.get_device_module(device.type).device(device)
+    return _NOTHING if device.type == "cpu" else torch.get_device_module(device.type).device(device)
 
 
 def without_grad() -> AbstractContextManager[None]:
     """Disable grad mode."""
     # no_grad takes 2.5 us: skip it if grad mode is already off
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Disable autocast for this kind of device."""
     # autocast would change the dtypes of the reference's own operators
     is_on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+    return torch.autocast(device.type, enabled=False) if is_on else _NOTHING

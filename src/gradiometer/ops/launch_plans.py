@@ -136,6 +136,7 @@ def host_plan(
     ``plan``: the result of `recognize`, if it was called.
     """
     plan = plan or recognize(tensors) or remember(tensors)
-    if plan.direct and plan_of not in plan.host_plans:
-        plan.host_plans[plan_of] = plan_of(tensors)
-    return plan.host_plans.get(plan_of)
+    found: Plan | None = plan.host_plans.get(plan_of)
+    if found is None and plan.direct:
+        found = plan.host_plans[plan_of] = plan_of(tensors)
+    return found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.ops import dispatch
+from gradiometer.ops.dispatch import without_autocast, without_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +77,7 @@ def by_device(reference: Callable[Args, Result], kernels: Callable[Args, Result]
     def run(*args: Args.args, **options: Args.kwargs) -> Result:
         first: Any = args[0]
         device = (first if isinstance(first, Tensor) else first[0]).device
-        with dispatch.without_grad(), dispatch.without_autocast(device):
+        with without_grad(), without_autocast(device):
             if not dispatch.uses_kernels(device):
                 return reference(*args, **options)
             with dispatch.launching_on(device):
