@@ -10,8 +10,6 @@ from torch import Tensor
 from gradiometer.columns import derived
 from gradiometer.inputs import on_device
 
-__all__ = ["EPS", "LARGEST", "arrived", "coefficient_of", "unscaled"]
-
 # as in torch: added to a norm before dividing by it
 EPS: Final = 1e-6
 LARGEST: Final = torch.finfo(torch.float64).max

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
     from gradiometer.stats import Norms, TensorStats
 
-__all__ = ["PerTensorClip"]
-
 # n_nan, n_posinf and n_neginf
 _NONFINITE = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_nan"] + 3)
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from gradiometer.ops import LaunchPlan
 
-__all__ = ["Part", "is_watched", "limit_of", "memory_of", "parts_of", "real_memory", "scale_", "scale_by_"]
-
 # the least normal number of fp32
 TINY: Final = 2.0**-126
 # partial placements whose parts can be scaled one by one

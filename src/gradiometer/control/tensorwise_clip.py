@@ -16,8 +16,6 @@ from gradiometer.inputs import check_names, has_float64, named_parameters
 if TYPE_CHECKING:
     from gradiometer.inputs import Named, Parameters
 
-__all__ = ["TensorwiseClip"]
-
 
 class TensorwiseClip(AdaptiveClip):
     """A clip module with a row per tensor; a tensor without a gradient has factor 1 and changes nothing.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Named, Parameters
     from gradiometer.stats import Norms, TensorStats
 
-__all__ = ["WeightNormClip"]
-
 # as in the authors' code: the least norm of a gradient that is divided by
 _LEAST: Final = 1e-6
 # number of elements converted to fp64 at a time

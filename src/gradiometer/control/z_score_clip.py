@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from gradiometer.stats import Norms, TensorStats
 
-__all__ = ["ZScoreClip"]
-
 
 class ZScoreClip(AdaptiveClip):
     """Clip the total norm where it is an outlier among the norms of earlier steps (ZClip).

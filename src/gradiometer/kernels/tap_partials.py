@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import Cursor
-from gradiometer.columns.activations import ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS
+from gradiometer.columns import ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS, Cursor
 from gradiometer.kernels import tuning
 from gradiometer.kernels.primitives import add_to, is_due, is_finite
 
