@@ -9,8 +9,8 @@ from gradiometer.monitor.construction import build
 from gradiometer.monitor.failures import Failures, is_quiet, remember_handlers
 from gradiometer.monitor.setup import check_state
 from gradiometer.monitor.signals import subscribe
-from gradiometer.monitor.summary import Summary, counts_text
 from gradiometer.recorder import check_integer
+from gradiometer.rules import counts_text
 from gradiometer.stats import is_repeating
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from gradiometer.monitor.settings import Settings
+    from gradiometer.monitor.summary import Summary
     from gradiometer.recorder import StepRecord
     from gradiometer.rules import Finding
 

@@ -45,8 +45,8 @@ def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
     given = list(rules) if isinstance(rules, Iterable) and not isinstance(rules, str) else [rules]
     for rule in given:
         if isinstance(rule, type) or not isinstance(rule, Rule):
-            what = f"the class {rule.__name__}" if isinstance(rule, type) else repr(rule)
-            msg = f"Monitor(rules=...): got {what}, not a rule; pass an object with name, check, state_dict "
+            shown = f"the class {rule.__name__}" if isinstance(rule, type) else repr(rule)
+            msg = f"Monitor(rules=...): got {shown}, not a rule; pass an object with name, check, state_dict "
             raise TypeError(msg + "and load_state_dict")
     return given
 
@@ -141,8 +141,8 @@ def rank_here(ranks: Ranks | None) -> int | None:
         return ranks.global_ranks[ranks.rank] if ranks.size > 1 else None
     if not distributed.is_active():
         return None
-    place, all_ranks = distributed.ranks_of(distributed.group_of(None))
-    return all_ranks[place]
+    index, all_ranks = distributed.ranks_of(distributed.group_of(None))
+    return all_ranks[index]
 
 
 @contextmanager
@@ -177,13 +177,13 @@ def together(ranks: Ranks | None, settings: Mapping[str, Any]) -> Iterator[Any]:
         raise
 
 
-def _compare(told: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequence[int]) -> None:
-    for rank, (problem, _) in zip(ranks, told, strict=True):
+def _compare(answers: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequence[int]) -> None:
+    for rank, (problem, _) in zip(ranks, answers, strict=True):
         if problem is not None:
             msg = f"Monitor: rank {rank} could not create its Monitor: {problem}"
             raise RankError(msg)
-    first = told[0][1]
-    for rank, (_, settings) in zip(ranks, told, strict=True):
+    first = answers[0][1]
+    for rank, (_, settings) in zip(ranks, answers, strict=True):
         for name, value in settings.items():
             if value != first[name]:
                 msg = f"Monitor({name}={value!r}) on rank {rank}, but {first[name]!r} on rank {ranks[0]}: "
