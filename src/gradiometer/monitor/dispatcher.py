@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from gradiometer.rules import Fault, Rule
     from gradiometer.sinks import Sink
 
-__all__ = ["Dispatcher"]
-
 
 class Dispatcher:
     """Runs rules and the black box on one thread, in the order of the steps, and each sink on its own.
@@ -72,7 +70,7 @@ class Dispatcher:
         self._sink_threads = list(threads.values())
         # those that get steps before the rules
         self._ahead = [threads[name] for name in named if getattr(named[name], "before_rules", False)]
-        own = Calls(self._open_sinks, self._look, self._tell_made, self._close_sinks)
+        own = Calls(self._open_sinks, self._check_batch, self._build_fault, self._close_sinks)
         # all steps pass this thread first; it counts its errors and goes on
         self._first = SinkThread("the rules", own, limit, failures)
 
@@ -133,15 +131,15 @@ class Dispatcher:
             ValueError: for a state that does not fit, or that a rule refuses; nothing has changed then.
         """
         histories: dict[str, list[Any]] = {}
-        what = "rules"
+        part = "rules"
         try:
             for name, history in state["rules"]:
                 histories.setdefault(name, []).append(history)
-            what = "findings"
+            part = "findings"
             findings = [checked(Finding.from_dict(values)) for values in state["findings"]]
         except Exception as error:
             msg = (
-                f"the state's {what} do not fit ({describe(error)}); pass the result of Monitor.state_dict()"
+                f"the state's {part} do not fit ({describe(error)}); pass the result of Monitor.state_dict()"
             )
             raise ValueError(msg) from error
         with self._state:
@@ -161,7 +159,7 @@ class Dispatcher:
             self.ledger.load(findings)
             self.finding_log.load(findings)
 
-    def _look(self, batch: Sequence[StepRecord], _: Sequence[Finding]) -> None:
+    def _check_batch(self, batch: Sequence[StepRecord], _: Sequence[Finding]) -> None:
         steps: list[tuple[StepRecord, Sequence[Finding]]] = []
         faults: list[Fault] = []
         with self._state:
@@ -190,7 +188,7 @@ class Dispatcher:
             else:
                 thread.put(steps)
         for fault in faults:
-            self._tell(fault)
+            self._send_fault(fault)
 
     def _check(self, record: StepRecord) -> list[Finding]:
         changed: list[Finding] = []
@@ -212,15 +210,15 @@ class Dispatcher:
             self.finding_log.see(self.ledger.findings, changed)
         return changed
 
-    def _tell_made(self, make: Callable[[], Fault]) -> None:
+    def _build_fault(self, make: Callable[[], Fault]) -> None:
         try:
             fault = make()
         except BaseException as error:  # noqa: BLE001 the thread goes on
             self._failures.add("black box", error)
         else:
-            self._tell(fault)
+            self._send_fault(fault)
 
-    def _tell(self, fault: Fault) -> None:
+    def _send_fault(self, fault: Fault) -> None:
         for thread in self._sink_threads:
             thread.put_fault(fault)
         # a process that exits, with any status, without a non-finite value logs nothing

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gradiometer.columns import Thresholds
     from gradiometer.distributed import Ranks
 
-__all__ = ["MergeWindow", "Told"]
+__all__ = ["MergeWindow"]
 
 # scalars that are merged by name, at most; further ones keep the first rank's value
 _SCALARS: Final = 256
@@ -41,22 +41,6 @@ _BYTES: Final = 1 << 24
 # marks of a step, in addition to its scalars, that are summed and that are maximized
 _SUMMED: Final = 1  # the number of ranks that recorded it
 _MAXIMIZED: Final = 4  # whether it was skipped, a rank with a non-finite loss, the step's number, minus that
-
-
-class Told(NamedTuple):
-    """The numbers that a rank sends in addition to its steps; ranks receive the maximum over all ranks.
-
-    A rank is encoded as ``size - rank``, so that the maximum is the first such rank; 0 stands for none.
-    """
-
-    fewest: float  # minus the number of waiting steps
-    most: float  # the number of waiting steps
-    behind: float  # a rank without waiting steps
-    leaves: float  # a rank that no longer takes part
-    fault: float  # a rank that ends with a fault
-    is_closing: float
-    is_flooded: float  # more steps wait than the limit
-    is_unplaced: float  # a scalar has no place yet
 
 
 class MergeWindow:
