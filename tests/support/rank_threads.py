@@ -7,14 +7,15 @@ from types import SimpleNamespace
 
 import torch
 
-from gradiometer.columns.schema import COLUMN_INDEX, NUM_COLUMNS
+from gradiometer.columns import TENSORS
+from gradiometer.distributed import NUM_SUMMED
 from gradiometer.distributed.global_plan import Member, make_global_plan
 from gradiometer.distributed.sharding import Mesh, Sharding, ShardSpec
-from gradiometer.recorder.step_record import Roster, StepRecord
+from gradiometer.recorder import Catalog, StepRecord, Table
 
 
-def roster_of(size):
-    return Roster(("w", "b"), ((size, 2), (3,)), ("float32",) * 2)
+def catalog_of(size, kinds=("grads",), taps=()):
+    return Catalog.of(("w", "b"), ((size, 2), (3,)), ("float32",) * 2, kinds, taps)
 
 
 class Side:
@@ -66,23 +67,35 @@ class Agreed:
         self.plan = make_global_plan(members, {shardings[0].digest: shardings[0]})
         self.names, self.rank, self.size, self.timeout = ("w", "b"), rank, size, timeout
         self.global_ranks = list(range(size))
-        self.counted = torch.tensor(self.plan.counts(rank)).unsqueeze(1)
+        self.counted = torch.tensor(self.plan.counts(rank))
 
     def to_rows(self, _, columns):
-        return torch.where(self.counted, columns, 0.0)
+        return torch.where(self.counted.view(-1, *[1] * (columns.ndim - 1)), columns, 0)
+
+    def bits_of(self, _, fingerprints):
+        """Add up fingerprints, and one number with coefficients that add up to 0 over equal copies."""
+        bits = torch.where(fingerprints[:, :1] < 0, 0, fingerprints).double()
+        coefficients = [1.0 if index else 1.0 - count for index, count in self.plan.copies(self.rank)]
+        differences = bits[:, 1:2] * torch.tensor(coefficients, dtype=torch.float64).unsqueeze(1)
+        return torch.cat([self.to_rows(None, bits), differences, bits.new_zeros(2, NUM_SUMMED - 4)], dim=1)
+
+    def merged_bits(self, sums):
+        return sums[..., :3].long(), sums[..., 3] != 0
 
     def where(self, name, rank):
         return self.plan.where(self.names.index(name), rank)
 
 
 def step_of(rank, size, number, every, bad):
-    values = torch.zeros(1, 2, NUM_COLUMNS + 1, dtype=torch.float64)
-    values[0, 0, :2] = torch.tensor([2.0, 2.0 * (number + rank)])
-    values[0, 1, :2] = torch.tensor([3.0, 3.0 * number])
-    is_bad = bad.get(number) == rank
-    values[0, 0, COLUMN_INDEX["n_nan"]] = float(is_bad)
+    catalog, is_bad = catalog_of(size), bad.get(number) == rank
+    values = torch.zeros(2, TENSORS.width, dtype=torch.float64)
+    values[0, :2] = torch.tensor([2.0, 2.0 * (number + rank)])
+    values[1, :2] = torch.tensor([3.0, 3.0 * number])
+    values[0, TENSORS.index["n_nan"]] = float(is_bad)
     scalars = {"loss": float(number + rank), "same": 0.1 * number}
     if rank == size - 1 and number % 2:
         scalars["last"] = 1.0
-    there = number % every == 0 or is_bad
-    return StepRecord(number, 0.0, scalars, roster_of(size), values if there else None)
+    tables = {}
+    if number % every == 0 or is_bad:
+        tables["grads"] = Table(catalog.kind("grads"), catalog.parameters, values)
+    return StepRecord(number, 0.0, scalars, catalog, tables)

@@ -72,7 +72,7 @@ def build(model: Any, settings: Settings, failures: Failures) -> Parts:
         if ranks is not None and group is not None:
             merger = RankMerger(
                 ranks,
-                recorder.roster,
+                recorder.catalog,
                 settings.thresholds,
                 settings.queue,
                 failures,

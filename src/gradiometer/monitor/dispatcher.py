@@ -42,12 +42,12 @@ class Dispatcher:
     >>> from gradiometer.monitor.blackbox import BlackBox
     >>> from gradiometer.columns import DEFAULT_THRESHOLDS
     >>> from gradiometer.sinks import Function
-    >>> from gradiometer.recorder import Roster, RunInfo, StepRecord
-    >>> roster, losses = Roster(("w",), ((2,),), ("float32",)), []
+    >>> from gradiometer.recorder import Catalog, RunInfo, StepRecord
+    >>> catalog, losses = Catalog.of(("w",), ((2,),), ("float32",)), []
     >>> sink = Function(lambda record: losses.append(record.loss))
     >>> dispatcher = Dispatcher((), [sink], 16, BlackBox(), Failures())
-    >>> dispatcher.start(RunInfo(roster, DEFAULT_THRESHOLDS, 1, 8, "Linear", 0.0, 0, {}, "cpu"))
-    >>> dispatcher.put([StepRecord(step, 0.0, {"loss": 3.0 - step}, roster, None) for step in range(2)])
+    >>> dispatcher.start(RunInfo(catalog, DEFAULT_THRESHOLDS, 1, 8, "Linear", 0.0, 0, {}, "cpu"))
+    >>> dispatcher.put([StepRecord(step, 0.0, {"loss": 3.0 - step}, catalog) for step in range(2)])
     >>> dispatcher.wait(10), losses
     (True, [3.0, 2.0])
     >>> dispatcher.stop(10), dispatcher.dropped
@@ -164,9 +164,10 @@ class Dispatcher:
         faults: list[Fault] = []
         with self._state:
             for record in batch:
-                if record.exponents is not None:
-                    # here, so that neither the training nor a full queue has to keep all counts
-                    record.exponents.sparse()
+                for table in record.tables.values():
+                    if table.kind.schema.storage == "sparse":
+                        # here, so that neither the training nor a full queue has to keep all counts
+                        table.sparse()
                 steps.append((record, self._check(record)))
                 try:
                     self._box.see(record)

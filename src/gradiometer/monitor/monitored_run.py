@@ -54,7 +54,7 @@ class MonitoredRun:
 
     def __repr__(self) -> str:
         """Return one line. Never waits."""
-        tensors = self._recorder.roster.num_tensors
+        tensors = self._recorder.catalog.num_tensors
         return f"<Monitor: step {self.step}, {tensors} tensors, {counts_text(self.findings)}>"
 
     @property

@@ -15,7 +15,6 @@ import torch
 from gradiometer import distributed
 from gradiometer.distributed import RankError
 from gradiometer.monitor.failures import describe
-from gradiometer.monitor.merge_exponents import ExponentMerger
 from gradiometer.monitor.merge_state import MergeState, Phase
 from gradiometer.monitor.merge_window import MergeWindow
 from gradiometer.monitor.rank_comparison import differing_copies, step_difference
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from gradiometer.columns import Thresholds
     from gradiometer.distributed import Ranks
     from gradiometer.monitor.failures import Failures
-    from gradiometer.recorder import Roster, StepExponents, StepRecord
+    from gradiometer.recorder import Catalog, StepRecord
 
 # seconds between two windows, while few steps wait
 _INTERVAL = 0.2
@@ -58,24 +57,24 @@ class RankMerger:
 
     Args:
         ranks: the agreement of the ranks.
-        local: the roster of this rank.
+        local: the catalog of this rank.
         thresholds: the thresholds of the flags.
         limit: steps that may wait; beyond that the oldest lose their tensors.
         failures: counts failures.
         group: a separate process group on the CPU.
         fingerprint: whether the steps have fingerprints.
-        precision: steps divisible by this have histograms of exponents, which take one more all-reduce each;
-            None: none has.
+        precision: steps divisible by this have tables of sparse schemas, which take a SUM and a MAX of their
+            own; None: none has.
 
     Attributes:
-        roster: the roster of the job's steps.
+        catalog: the catalog of the job's steps.
         news: why another rank ended or does not respond.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        local: Roster,
+        local: Catalog,
         thresholds: Thresholds,
         limit: int,
         failures: Failures,
@@ -86,9 +85,8 @@ class RankMerger:
     ) -> None:
         self.news: str | None = None
         self._ranks, self._limit, self._failures, self._group = ranks, limit, failures, group
-        self._window = MergeWindow(ranks, local, thresholds, fingerprint=fingerprint)
-        self._exponents = None if precision is None else ExponentMerger(ranks, local, precision)
-        self.roster = self._window.roster
+        self._window = MergeWindow(ranks, local, thresholds, fingerprint=fingerprint, precision=precision)
+        self.catalog = self._window.catalog
         self._schedule = WindowSchedule(self._window.most)
         # the callbacks of `start`
         self._deliver: Callable[[list[StepRecord]], None] = _to_nobody
@@ -223,7 +221,7 @@ class RankMerger:
             steps, waiting = self._queue.first(_AHEAD), len(self._queue)
             closes, fault = self._state.phase is Phase.CLOSING, self._state.fault_to_share
             leaves = closes and (not waiting or now >= self._state.deadline)
-        names = self._window.unplaced(steps)
+        names = self._window.new_scalars(steps)
         me = self._ranks.size - self._ranks.rank
         status = RankStatus(
             fewest=-waiting,
@@ -243,7 +241,7 @@ class RankMerger:
             self._poll()
         if ranks.has_new_scalars:
             found = distributed.share(names, self._group)
-            self._window.place(itertools.chain(*found))
+            self._window.add_scalars(itertools.chain(*found))
             return None
         fewest, most = -int(ranks.fewest), int(ranks.most)
         if self._schedule.observe(fewest):
@@ -289,8 +287,7 @@ class RankMerger:
         extra = torch.tensor([*status, *ahead], dtype=torch.float64, device="cpu")
         tops = torch.cat([tops, extra])
         if window:
-            parts = [(sums, "sum"), (tops, "max")]
-            sums, tops = distributed.all_reduce_pair(parts, self._group, self._ranks.timeout)
+            sums, tops = self._all_reduce(sums, tops)
         else:
             tops = distributed.all_reduce(tops, "max", self._group, self._ranks.timeout)
         tops, extra = tops.split([len(tops) - len(extra), len(extra)])
@@ -301,31 +298,24 @@ class RankMerger:
     def _merge(self, sums: Tensor, tops: Tensor, steps: Sequence[StepRecord]) -> None:
         """Deliver a window to which all ranks contributed their steps."""
         window = self._schedule.recorded
-        if self._window.differ(tops, len(window)):
+        numbers = self._window.numbers_of(sums, tops, window)
+        if numbers is None:
             raise step_difference(self._ranks, self._group, steps)
-        diverged = self._window.diverged(sums, window)
+        diverged = self._window.diverged(sums, tops, window)
         texts = differing_copies(self._ranks, self._group, diverged, steps)
-        exponents = self._merge_exponents([step.step for step in steps], steps)
-        merged = self._window.unpack(sums, tops, window, steps) if self.is_first else []
+        sparse = self._window.merge_sparse(numbers, steps, self._all_reduce)
+        merged = self._window.unpack(sums, tops, window, steps, sparse) if self.is_first else []
         for index, found in texts.items() if merged else ():
             merged[index] = replace(merged[index], diverged=found)
-        merged = _with_exponents(merged, exponents)
         with self._changed:
             self._queue.remove(len(steps))
             if merged:
                 self._deliver(merged)
             self._changed.notify_all()
 
-    def _merge_exponents(
-        self, numbers: Sequence[int], steps: Sequence[StepRecord]
-    ) -> dict[int, StepExponents]:
-        """Return the histograms of all ranks, by the index of their step. All ranks call this."""
-        if self._exponents is None:
-            return {}
-        group, timeout = self._group, self._ranks.timeout
-        return self._exponents.merge(
-            numbers, steps, lambda x: distributed.all_reduce(x, "sum", group, timeout)
-        )
+    def _all_reduce(self, sums: Tensor, tops: Tensor) -> list[Tensor]:
+        parts = [(sums, "sum"), (tops, "max")]
+        return distributed.all_reduce_pair(parts, self._group, self._ranks.timeout)
 
     def _merge_last(self) -> None:
         """Merge the remaining steps one last time, from the ranks that have them."""
@@ -340,11 +330,12 @@ class RankMerger:
         size = self._schedule.choose_last(most)
         steps = queue[most - size : most]
         sums, tops, _, _ = self._exchange(steps, status)
-        if self._window.differ(tops, size):
+        window = self._schedule.recorded
+        numbers = self._window.numbers_of(sums, tops, window)
+        if numbers is None:
             return
-        merged = self._window.unpack(sums, tops, self._schedule.recorded, steps)
-        exponents = self._merge_exponents(self._window.numbers_of(tops, size), steps)
-        merged = _with_exponents(merged, exponents)
+        sparse = self._window.merge_sparse(numbers, steps, self._all_reduce)
+        merged = self._window.unpack(sums, tops, window, steps, sparse)
         with self._changed:
             before = queue[: most - size]
             self._queue.lost += sum([step.recorded for step in before])
@@ -373,14 +364,6 @@ class RankMerger:
 
     def _rank(self, code: float) -> int:
         return self._ranks.global_ranks[self._ranks.size - int(code)]
-
-
-def _with_exponents(records: list[StepRecord], exponents: dict[int, StepExponents]) -> list[StepRecord]:
-    """Return the records with the histograms of those that have any, by index."""
-    return [
-        replace(record, exponents=exponents[i]) if i in exponents else record
-        for i, record in enumerate(records)
-    ]
 
 
 def _to_nobody(*_: Any) -> None:

@@ -200,7 +200,7 @@ def run_info(
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return RunInfo(
-        recorder.roster if merger is None else merger.roster,
+        recorder.catalog if merger is None else merger.catalog,
         recorder.thresholds,
         every,
         recorder.capacity,

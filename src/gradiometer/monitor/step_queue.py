@@ -49,7 +49,7 @@ class StepQueue:
         before = self.lost
         while len(self._steps) - self._stripped > self._limit:
             self.lost += self._steps[self._stripped].recorded
-            self._steps[self._stripped] = replace(self._steps[self._stripped], values=None)
+            self._steps[self._stripped] = replace(self._steps[self._stripped], tables={})
             self._stripped += 1
         return self.lost - before
 
