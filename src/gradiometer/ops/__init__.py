@@ -11,12 +11,10 @@ from gradiometer.ops.in_graph import is_exporting, tensor_stats_in_graph
 from gradiometer.ops.library import (
     INSTALL_COMPILER,
     INTERPRETED,
-    append_,
     driver_error,
     measure,
     norm_on_host,
     recognize,
-    record_,
     scale_,
     tensor_stats,
     uses_kernels,
@@ -24,6 +22,7 @@ from gradiometer.ops.library import (
 )
 from gradiometer.ops.packing import LaunchPlan, is_capturing
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
+from gradiometer.ops.record import append_, record_
 from gradiometer.ops.ring import numbers
 from gradiometer.ops.taps import may_measure, new_store, tap
 

@@ -3,8 +3,7 @@
 ``gradiometer::tensor_stats`` is opaque to the compiler, because it reads ``data_ptr()``. It is not
 differentiable. It is functional, so the compiler removes it from the graph if its result is unused.
 ``gradiometer::tensor_stats_fingerprints`` also returns fingerprints, from the same read.
-``gradiometer::record_`` also writes the result into a ring of steps, and ``gradiometer::append_`` writes an
-earlier result there; both change their arguments, so they stay in the graph. The ops are defined through
+The ops are defined through
 `torch.library.Library`, which costs two to three times less per call with many tensors than the
 ``custom_op`` decorator.
 """
@@ -22,9 +21,9 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 
-from gradiometer.columns import NUM_COLUMNS, NUM_FINGERPRINT_COLUMNS, RING_WIDTH, Thresholds
+from gradiometer.columns import NUM_COLUMNS, NUM_FINGERPRINT_COLUMNS, Thresholds
 from gradiometer.extras import is_installed
-from gradiometer.ops import eager_plan, packing, reference, ring, warm_up
+from gradiometer.ops import eager_plan, packing, reference, warm_up
 from gradiometer.ops.revision import REVISION
 from gradiometer.terminal import printable
 
@@ -33,13 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INSTALL_COMPILER",
-    "append_",
     "driver_error",
     "for_a_graph",
     "measure",
     "norm_on_host",
     "recognize",
-    "record_",
     "scale_",
     "tensor_stats",
     "uses_kernels",
@@ -51,14 +48,6 @@ LIBRARY: Final = torch.library.Library("gradiometer", "DEF")
 LIBRARY.define(
     "tensor_stats(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale=None,"
     " str revision='') -> (Tensor columns, Tensor flags)"
-)
-LIBRARY.define(
-    "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
-    " bool gated, Tensor(a!) steps, Tensor(b!) cursor) -> ()"
-)
-LIBRARY.define(
-    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor,"
-    " Tensor? fingerprints=None) -> ()"
 )
 LIBRARY.define(
     "tensor_stats_fingerprints(Tensor[] tensors, float vanishing, float exploding, float dead,"
@@ -134,8 +123,8 @@ def measure(
     ``plan`` is the result of `recognize` for these tensors. Fingerprints are those of the tensors' own bits,
     whatever ``inv_scale`` is.
     """
-    if plan is not None and (inv_scale is None or _is_plain(inv_scale)):
-        return _eager(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
+    if plan is not None and (inv_scale is None or is_plain(inv_scale)):
+        return measure_now(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
     limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
     with torch.no_grad():
         if fingerprint:
@@ -177,7 +166,8 @@ def norm_on_host(tensors: Sequence[Tensor]) -> float | None:
             return math.sqrt(reference.sumsq(tensors))
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
+    """Return whether code that bypasses the dispatcher can read a tensor."""
     # the dispatcher allocates memory for zero tensors, and resolves lazy negation
     return type(x) is Tensor and not (x.is_neg() or x._is_zerotensor())  # noqa: SLF001 it has no public name
 
@@ -185,16 +175,16 @@ def _is_plain(x: Tensor) -> bool:
 def _tensor_stats(
     tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Any = None, *_: str
 ) -> tuple[Tensor, Tensor]:
-    return _eager(tensors, Thresholds(vanishing, exploding, dead), inv_scale)[:2]
+    return measure_now(tensors, Thresholds(vanishing, exploding, dead), inv_scale)[:2]
 
 
 def _tensor_stats_fingerprints(
     tensors: list[Tensor], vanishing: float, exploding: float, dead: float, inv_scale: Any = None, *_: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    return _eager(tensors, Thresholds(vanishing, exploding, dead), inv_scale, fingerprint=True)
+    return measure_now(tensors, Thresholds(vanishing, exploding, dead), inv_scale, fingerprint=True)
 
 
-def _eager(
+def measure_now(
     tensors: Sequence[Tensor],
     thresholds: Thresholds,
     inv_scale: Tensor | None,
@@ -211,7 +201,7 @@ def _eager(
                 plan.eager = eager_plan.plan_of(tensors)
             return reference.tensor_stats(tensors, thresholds, inv_scale, plan.eager, fingerprint=fingerprint)
         with launching_on(device):
-            return _run_kernels(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
+            return run_kernels(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -230,7 +220,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
-def _run_kernels(
+def run_kernels(
     tensors: Sequence[Tensor],
     thresholds: Thresholds,
     inv_scale: Tensor | None,
@@ -279,46 +269,6 @@ def _run_kernels(
     return columns[:count], flags[:count], fingerprints[:count]
 
 
-def record_(
-    tensors: Sequence[Tensor],
-    thresholds: Thresholds,
-    inv_scale: Tensor | None,
-    grads: int,
-    steps: Tensor,
-    cursor: Tensor,
-    plan: packing.LaunchPlan | None,
-    *,
-    gated: bool = False,
-) -> None:
-    """Measure tensors of one device and write them into the current step of a ring.
-
-    Args:
-        tensors: R tensors; one without elements stands for a tensor that is not measured.
-        thresholds: the limits for the flags.
-        inv_scale: as for `tensor_stats`.
-        grads: the number of gradients, which come first and decide whether to skip the step.
-        steps: the ring, see `gradiometer.ops.ring`; its width tells whether to record fingerprints.
-        cursor: its state, ``(6,) float64``.
-        plan: the result of `recognize` for the tensors.
-        gated: do not read the tensors in a step that is not due. A gated call never decides to skip a step.
-    """
-    with torch.no_grad():
-        if plan is not None and (inv_scale is None or _is_plain(inv_scale)):
-            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, plan)
-            return
-        torch.ops.gradiometer.record_(
-            for_a_graph(tensors),
-            thresholds.vanishing,
-            thresholds.exploding,
-            thresholds.dead,
-            inv_scale,
-            grads,
-            gated,
-            steps,
-            cursor,
-        )
-
-
 def for_a_graph(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the arguments of an op that changes a tensor; in a graph, complex ones as their real views.
 
@@ -327,19 +277,6 @@ def for_a_graph(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if not torch.compiler.is_compiling():
         return tensors
     return [torch.view_as_real(x.resolve_conj().resolve_neg()) if x.is_complex() else x for x in tensors]
-
-
-def append_(
-    columns: Tensor,
-    flags: Tensor,
-    grads: int,
-    steps: Tensor,
-    cursor: Tensor,
-    fingerprints: Tensor | None = None,
-) -> None:
-    """Write the result of `measure` into the current step of a ring, as `record_` does."""
-    with torch.no_grad():
-        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor, fingerprints)
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: packing.LaunchPlan) -> None:
@@ -372,64 +309,6 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, plan: packing.LaunchPlan) 
             )
 
 
-def _record(
-    tensors: Sequence[Tensor],
-    thresholds: Thresholds,
-    inv_scale: Tensor | None,
-    grads: int,
-    gated: bool,  # noqa: FBT001 in the order of the schema
-    steps: Tensor,
-    cursor: Tensor,
-    plan: packing.LaunchPlan | None = None,
-) -> None:
-    fingerprint = steps.shape[2] == RING_WIDTH + NUM_FINGERPRINT_COLUMNS
-    if uses_kernels(steps.device):
-        with torch.no_grad(), launching_on(steps.device):
-            gate = cursor if gated else None
-            measured = _run_kernels(tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint)
-    elif gated and not ring.is_due(cursor):
-        return
-    else:
-        measured = _eager(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
-    columns, flags, fingerprints = measured
-    # if the gate is closed, the rows come from uninitialized memory: do not decide from them
-    _append(columns, flags, -1 if gated else grads, steps, cursor, fingerprints)
-
-
-def _append(
-    columns: Tensor,
-    flags: Tensor,
-    grads: int,
-    steps: Tensor,
-    cursor: Tensor,
-    fingerprints: Tensor | None = None,
-) -> None:
-    with torch.no_grad():
-        if not uses_kernels(steps.device):
-            ring.append_(columns, flags, grads, steps, cursor, fingerprints)
-            return
-        with launching_on(steps.device):
-            from gradiometer import kernels  # noqa: PLC0415 as above
-
-            # the kernels read rows one after the other
-            bits = None if fingerprints is None else fingerprints.contiguous()
-            kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, bits)
-
-
-def _record_op(
-    tensors: list[Tensor],
-    vanishing: float,
-    exploding: float,
-    dead: float,
-    inv_scale: Tensor | None,
-    grads: int,
-    gated: bool,  # noqa: FBT001 in the order of the schema
-    steps: Tensor,
-    cursor: Tensor,
-) -> None:
-    _record(tensors, Thresholds(vanishing, exploding, dead), inv_scale, grads, gated, steps, cursor)
-
-
 def _tensor_stats_fake(tensors: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     first = tensors[0]
     columns = first.new_empty((len(tensors), NUM_COLUMNS), dtype=torch.float64)
@@ -444,14 +323,10 @@ def _tensor_stats_fingerprints_fake(tensors: list[Tensor], *_: Any) -> tuple[Ten
 
 LIBRARY.impl("tensor_stats", _tensor_stats, "CompositeExplicitAutograd")
 LIBRARY.impl("tensor_stats_fingerprints", _tensor_stats_fingerprints, "CompositeExplicitAutograd")
-LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")
-LIBRARY.impl("append_", _append, "CompositeExplicitAutograd")
 # not differentiable: autograd passes the calls on and records nothing
-for _name in ("tensor_stats", "tensor_stats_fingerprints", "record_", "append_"):
+for _name in ("tensor_stats", "tensor_stats_fingerprints"):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("gradiometer::tensor_stats", _tensor_stats_fake, lib=LIBRARY)
 torch.library.register_fake(
     "gradiometer::tensor_stats_fingerprints", _tensor_stats_fingerprints_fake, lib=LIBRARY
 )
-torch.library.register_fake("gradiometer::record_", lambda *_: None, lib=LIBRARY)
-torch.library.register_fake("gradiometer::append_", lambda *_: None, lib=LIBRARY)
