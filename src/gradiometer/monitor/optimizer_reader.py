@@ -33,7 +33,7 @@ class OptimizerReader:
 
     Args:
         optimizers: the optimizers that update the model; empty if they are not known.
-        parameters: the parameters of the roster.
+        parameters: the parameters of the catalog.
 
     >>> import torch
     >>> layer = torch.nn.Linear(2, 1)
