@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds
+from gradiometer.monitor.failures import remember_handlers
 from gradiometer.monitor.monitored_run import MonitoredRun
 from gradiometer.monitor.settings import Settings
 from gradiometer.ops import is_capturing
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from gradiometer.rules import Rule
     from gradiometer.sinks import Sink
     from gradiometer.stats import Taps, TensorStats
+
+# seconds between checks for replaced parameters
+_PARAMETER_CHECK = 1.0
 
 
 class Monitor(MonitoredRun):
@@ -163,6 +168,7 @@ class Monitor(MonitoredRun):
         )
         super().__init__(model, settings)
         self.skips = self._has_loss_scale = False
+        self._next_check = 0.0
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
         """Measure the gradients, and the weights if requested, into the current step's row.
@@ -190,7 +196,7 @@ class Monitor(MonitoredRun):
         self._is_captured |= is_capturing(self._recorder.ring.device)
         self._current.is_recorded = True
         try:
-            self._model.reader.note()
+            self._model_reader.note()
             self._recorder.record(stats, inv_scale=inv_scale)
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add("record", error)
@@ -200,7 +206,7 @@ class Monitor(MonitoredRun):
 
         `gradiometer.watch` and the callbacks of trainers do this; your own loop need not.
         """
-        self._failures.attempt("model", self._model.reader.set_driver, driver)
+        self._failures.attempt("model", self._model_reader.set_driver, driver)
 
     @property
     def skip_step(self) -> Tensor:
@@ -237,7 +243,16 @@ class Monitor(MonitoredRun):
             self._current.noted = {}
             return
         self._current.begin_end(scalars, self._every, self.skips)
-        self._current.commit(self._model.read(loss, has_loss_scale=self._has_loss_scale))
+        now = time.monotonic()
+        is_due = now >= self._next_check
+        if is_due:
+            self._next_check = now + _PARAMETER_CHECK
+            remember_handlers()
+            self._failures.attempt("parameters", self._parameter_check)
+        state = self._failures.attempt(
+            "model", self._model_reader.read, loss, afresh=is_due, has_loss_scale=self._has_loss_scale
+        )
+        self._current.commit(state)
 
     def keep(self, *args: Any, **kwargs: Any) -> None:
         """Keep the random numbers and the batch of the step that begins now. Never waits and never raises.
@@ -331,7 +346,7 @@ class Monitor(MonitoredRun):
             return
         self._current.complete()
         if "loss" in scalars:
-            self._failures.attempt("model", self._model.reader.look_at, scalars["loss"])
+            self._failures.attempt("model", self._model_reader.look_at, scalars["loss"])
         self._current.noted |= {
             name: x.detach() if isinstance(x, Tensor) else x for name, x in scalars.items()
         }
