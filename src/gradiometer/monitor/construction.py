@@ -54,20 +54,7 @@ def build(model: Any, settings: Settings, failures: Failures) -> Parts:
     with together(ranks, settings.shared()) as group:
         folder = choose_run_dir(settings.run_dir, rank, ranks, group)
         settings.check(folder)
-        recorder = Recorder(
-            model,
-            weights=settings.weights,
-            updates=settings.updates,
-            capacity=settings.capacity,
-            every=settings.every,
-            skip_nonfinite=settings.skip_nonfinite,
-            skip_above=settings.skip_above,
-            thresholds=settings.thresholds,
-            fingerprint=bool(settings.fingerprint),
-            ranks=ranks,
-            taps=settings.taps,
-            precision=settings.precision,
-        )
+        recorder = Recorder(model, ranks=ranks, **settings.of_recorder())
         merger = None
         if ranks is not None and group is not None:
             merger = RankMerger(

@@ -16,12 +16,12 @@ from gradiometer.monitor.settings import Settings
 from gradiometer.ops import is_capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-    from gradiometer.recorder import Driver
+    from gradiometer.recorder import Driver, Kind
     from gradiometer.rules import Rule
     from gradiometer.sinks import Sink
     from gradiometer.stats import Taps, TensorStats
@@ -64,8 +64,8 @@ class Monitor(MonitoredRun):
             ``runs/2026-11-23-calm-river``. It needs ``gradiometer[monitor]``.
         every: record steps divisible by this, and steps with a NaN, an Inf or a norm above ``skip_above``.
             Every step has a `StepRecord` with its scalars.
-        capacity: steps in the ring buffer on the device, of ``(R + 1) * 72`` bytes each for R tensors, or 96
-            with fingerprints; an update counts as two, and a tap as four.
+        capacity: steps in the ring buffer on the device; each takes 72 bytes for a gradient or weight, 96
+            with fingerprints, 128 for an update, and 104 for an activation or its gradient.
         weights: also measure the parameters.
         updates: also measure the change of the parameters in each due step, see `record_updates`; this keeps
             a copy of the parameters that require a gradient.
@@ -75,7 +75,7 @@ class Monitor(MonitoredRun):
         skip_nonfinite: whether `skip_step` is true after a NaN or Inf in a gradient.
         skip_above: `skip_step` is also true if the total gradient norm, over all ranks, exceeds this. (Each
             rank uses its own part to decide whether to record a step that ``every`` leaves out.)
-        queue: steps that may wait on the host for each sink, of ``R * 72`` or 96 bytes each. A full queue
+        queue: steps that may wait on the host for each sink, each as large as in the ring buffer. A full queue
             drops its oldest steps, and `dropped` counts them for each sink. The same number may wait for
             slower ranks; beyond that the oldest steps lose their tensors and are counted too.
         ranks: whether to merge the ranks of a job; may be a `gradiometer.Ranks` that they agreed on. With
@@ -95,6 +95,8 @@ class Monitor(MonitoredRun):
             what a cast to fp16, bf16 or fp8 would lose, see ``gradiometer precision``. The histograms take
             7.5 KiB of device memory for each tensor. They are of gradients as they are in memory when
             `record` is called: with a loss scale, of scaled ones.
+        kinds: kinds of your own, `gradiometer.recorder.Kind`: each is measured in every `record`, and has a
+            table in the steps, the run record, sinks and the page of the run.
         keep_weights: keep a copy of the weights and buffers at the start of the step, so that a step that is
             not finite can be repeated, see `keep`; needs ``run_dir``, and ``skip_nonfinite``, which tells the
             device when to stop copying.
@@ -146,26 +148,10 @@ class Monitor(MonitoredRun):
         keep_weights: bool = False,
         taps: Taps | None = None,
         precision: int | None = None,
+        kinds: Sequence[Kind] = (),
     ) -> None:
-        settings = Settings(
-            run_dir=run_dir,
-            every=every,
-            capacity=capacity,
-            weights=weights,
-            updates=updates,
-            rules=rules,
-            sinks=sinks,
-            thresholds=thresholds,
-            skip_nonfinite=skip_nonfinite,
-            skip_above=skip_above,
-            queue=queue,
-            ranks=ranks,
-            redact=redact,
-            fingerprint=fingerprint,
-            keep_weights=keep_weights,
-            taps=taps,
-            precision=precision,
-        )
+        given = locals()
+        settings = Settings(**{name: given[name] for name in Settings.__dataclass_fields__})
         super().__init__(model, settings)
         self.skips = self._has_loss_scale = False
         self._next_check = 0.0
