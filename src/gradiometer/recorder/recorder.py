@@ -561,7 +561,8 @@ class Recorder(Float64Module):
                 values = activations_from(first[:, :NUM_COLUMNS], second[:, :NUM_TAP_COLUMNS])
                 kind = catalog.kinds[name]
                 tables[name] = Table(kind, catalog.taps, values, thresholds=self.thresholds)
-        tables = {name: table for name, table in tables.items() if table.measured.any()}
+        # `record` always measures gradients: a table without any tells that no parameter has one
+        tables = {name: table for name, table in tables.items() if name == "grads" or table.measured.any()}
         return StepRecord(step, when, scalars, catalog, tables, skipped, self.thresholds)
 
     def _tensors(self, kind: str) -> list[Tensor | None]:

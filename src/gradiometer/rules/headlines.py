@@ -15,7 +15,6 @@ from gradiometer.terminal import printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Headline", "counts_text", "headlines"]
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
