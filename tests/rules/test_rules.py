@@ -240,12 +240,12 @@ def test_a_group_ratio_leaves_out_a_step_that_is_not_finite():
 
 
 def test_the_worst_step_of_a_finding_is_that_of_its_value():
-    def sighting(step, value):
+    def vanishing(step, value):
         return Finding("vanishing", Severity.WARNING, step - 9, step, "grads", "w", value, 1e-7, "small", "")
 
     ledger = Ledger()
     for step, value in ((9, 1e-8), (10, 1e-9), (11, 1e-8)):
-        ledger.add([sighting(step, value)])
+        ledger.add([vanishing(step, value)])
     (found,) = ledger.findings
     assert (found.first_step, found.last_step, found.value, found.worst_step) == (0, 11, 1e-9, 10)
 

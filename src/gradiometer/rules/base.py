@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _HISTORIES = (History, NormHistory, SpikeHistory)
 # maximum number of tensors that one rule names in one step
 MOST = 5
-# the kinds that show whether weights change: updates exactly
+# the kinds that show how weights change, the exact one first
 CHANGES = ("updates", "weights")
 
 

@@ -134,13 +134,12 @@ class Initialization(WholeRule):
         fan_in = [math.prod(shape[1:]) if shape else 1 for shape in rows.shapes]
         gain = rms * torch.tensor(fan_in, dtype=torch.float64, device="cpu").sqrt()
         places = which.nonzero().flatten().tolist()
+        patterns = [re.sub(r"\d+", "#", rows.names[place]) + str(rows.shapes[place]) for place in places]
         families: dict[str, list[int]] = {}
-        for place in places:
-            pattern = re.sub(r"\d+", "#", rows.names[place]) + str(rows.shapes[place])
+        for place, pattern in zip(places, patterns, strict=True):
             families.setdefault(pattern, []).append(place)
         found = []
-        for place in places:
-            pattern = re.sub(r"\d+", "#", rows.names[place]) + str(rows.shapes[place])
+        for place, pattern in zip(places, patterns, strict=True):
             like = [other for other in families[pattern] if other != place]
             if like and gain[place] > LARGE:
                 ratio = float(rms[place] / rms[like].median())
