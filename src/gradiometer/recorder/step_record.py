@@ -113,10 +113,19 @@ class StepRecord:
         return torch.full((len(self.catalog.rows(kind)),), fill, dtype=torch.float64, device="cpu")
 
     @property
+    def nonfinite(self) -> list[Table]:
+        """The tables with a NaN or Inf, in the order in which a step computes their kinds.
+
+        Kinds that are stored sparse repeat what others count, so they are left out.
+        """
+        dense = [table for table in self.tables.values() if table.kind.schema.storage == "columns"]
+        found = [x for x in dense if "n_nonfinite" in x.kind.schema and x.total("n_nonfinite")]
+        return sorted(found, key=lambda table: table.kind.order)
+
+    @property
     def is_finite(self) -> bool:
         """Whether no tensor of any kind has a NaN or Inf."""
-        dense = [table for table in self.tables.values() if "n_nonfinite" in table.kind.schema]
-        return all([not table.total("n_nonfinite") for table in dense])
+        return not self.nonfinite
 
     def where(self, name: str, kind: str = "grads") -> str | None:
         """Return the first rank with a NaN or Inf in this tensor: ``rank 5, dp_shard 1 of 4``.
