@@ -76,8 +76,8 @@ class Monitor(MonitoredRun):
         skip_above: `skip_step` is also true if the total gradient norm, over all ranks, exceeds this. (Each
             rank uses its own part to decide whether to record a step that ``every`` leaves out.)
         queue: steps that may wait on the host for each sink, each as large as in the ring buffer. A full
-            queue drops its oldest steps, and `dropped` counts them for each sink. The same number may wait for
-            slower ranks; beyond that the oldest steps lose their tensors and are counted too.
+            queue drops its oldest steps, and `dropped` counts them for each sink. The same number may wait
+            for slower ranks; beyond that the oldest steps lose their tensors and are counted too.
         ranks: whether to merge the ranks of a job; may be a `gradiometer.Ranks` that they agreed on. With
             False each rank is watched separately, with a run record in ``run_dir/rank-00005``.
         redact: whether to leave the text of the exception that ends a run, which may quote data, paths or
