@@ -365,9 +365,13 @@ class StepRecord:
         keep = self.measured(kind)
         bits = self.fingerprints(kind)
         names = tuple(itertools.compress(self.roster.names, keep.tolist()))
-        flags = self.flags(kind).to(torch.float64).unsqueeze(1)
-        packed = torch.cat([self.columns(kind), flags], dim=1)[keep]
-        return Report(names, packed, self.thresholds, fingerprints=None if bits is None else bits[keep])
+        return Report(
+            names,
+            self.columns(kind)[keep],
+            flags=self.flags(kind)[keep],
+            thresholds=self.thresholds,
+            fingerprints=None if bits is None else bits[keep],
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from gradiometer.stats.group_ratio import group_ratio
 from gradiometer.stats.grouping import GroupRule, pairs_of
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.materialize import materialize, materialize_async
-from gradiometer.stats.measure import grads_of, measure, over_ranks, plain, settled
+from gradiometer.stats.measure import grads_of, measure, over_ranks, over_ranks_with, plain, settled
+from gradiometer.stats.named_stats import NamedStats, stats_of
 from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.pair_report import PairReport, PairRow
 from gradiometer.stats.pair_stats import PairStats
@@ -36,6 +37,7 @@ from gradiometer.stats.precision_report import FormatFit, PrecisionReport, Preci
 from gradiometer.stats.repeats import is_repeating, keep_in_repeats, repeating
 from gradiometer.stats.report import ModuleReports, Report
 from gradiometer.stats.snapshot import Snapshot
+from gradiometer.stats.table_report import TableReport, report_of
 from gradiometer.stats.taps import Taps, tap
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
 from gradiometer.stats.tensor_stats import TensorStats
@@ -57,6 +59,7 @@ __all__ = [
     "FormatFit",
     "GroupRule",
     "ModuleReports",
+    "NamedStats",
     "Norms",
     "PairReport",
     "PairRow",
@@ -67,6 +70,7 @@ __all__ = [
     "Report",
     "Smoothed",
     "Snapshot",
+    "TableReport",
     "Taps",
     "TensorReport",
     "TensorStats",
@@ -98,13 +102,16 @@ __all__ = [
     "order_of",
     "outside_of_a_graph",
     "over_ranks",
+    "over_ranks_with",
     "pairs_of",
     "percent",
     "plain",
     "precision_report",
     "repeating",
+    "report_of",
     "row_to_dict",
     "settled",
+    "stats_of",
     "tap",
     "tap_attention",
     "tap_router",
