@@ -154,8 +154,7 @@ class TableReport(Mapping[str, Row]):
     def _values(self) -> tuple[str, ...]:
         """The names of the rows' values, in order."""
         if self._row_class is None:
-            # sparse columns are too many for attributes
-            return self.schema.names[self.schema.width if self.schema.storage == "sparse" else 0 :]
+            return self.schema.attributes
         return tuple([field.name for field in fields(self._row_class) if field.name not in _OTHERS])
 
     def _lists(self, columns: Tensor) -> list[list[Any]]:
