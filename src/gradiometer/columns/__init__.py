@@ -5,58 +5,37 @@ and scores are functions of columns. The layout of the recorder's ring is here t
 user's tensors or their names.
 """
 
-from gradiometer.columns import (
+from gradiometer.columns import rows as rows
+from gradiometer.columns.activations import (
     ACTIVATION_COLUMNS,
     ACTIVATION_DERIVED,
     ACTIVATION_INDEX,
     ACTIVATIONS,
-    CURSOR_SIZE,
-    DEFAULT_DEAD_THRESHOLD,
-    DEFAULT_EXPLODING_THRESHOLD,
-    DEFAULT_THRESHOLDS,
-    DEFAULT_VANISHING_THRESHOLD,
+    NUM_ACTIVATION_COLUMNS,
+    NUM_ACTIVATION_SUMS,
+    activation_value,
+    tensor_columns,
+)
+from gradiometer.columns.derived import DERIVED, compute_flags, rescale
+from gradiometer.columns.exponents import (
     EXPONENT_EDGES,
     EXPONENTS,
     FORMATS,
-    HEADER_SECTIONS,
-    HEADER_SKIPPED,
-    HEADER_STEP,
     HIGHEST_BINADE,
     LOWEST_BINADE,
     MAX_SCALE,
     MIN_SCALE,
-    NUM_ACTIVATION_COLUMNS,
-    NUM_ACTIVATION_SUMS,
     NUM_EXPONENT_COLUMNS,
-    NUM_PAIR_COLUMNS,
-    NUM_PAIR_SUMS,
-    PAIR_COLUMNS,
-    PAIR_DERIVED,
-    PAIR_INDEX,
-    PAIRS,
-    Column,
-    Cursor,
-    Derived,
-    Flag,
     Format,
-    Row,
-    Schema,
-    Section,
-    Thresholds,
-    activation_value,
     best_scales,
     bin_of,
     format_of,
     log2_of,
     losses,
     of_binades,
-    pair_value,
     power_of_two,
     quantile,
-    tensor_columns,
 )
-from gradiometer.columns import rows as rows
-from gradiometer.columns.derived import DERIVED, compute_flags, rescale
 from gradiometer.columns.fingerprint import (
     FINGERPRINT_COLUMNS,
     NUM_FINGERPRINT_COLUMNS,
@@ -72,6 +51,35 @@ from gradiometer.columns.health import (
     VANISHING_WEIGHT,
     is_healthy,
     score,
+)
+from gradiometer.columns.pairs import (
+    NUM_PAIR_COLUMNS,
+    NUM_PAIR_SUMS,
+    PAIR_COLUMNS,
+    PAIR_DERIVED,
+    PAIR_INDEX,
+    PAIRS,
+    pair_value,
+)
+from gradiometer.columns.ring_layout import (
+    CURSOR_SIZE,
+    HEADER_SECTIONS,
+    HEADER_SKIPPED,
+    HEADER_STEP,
+    Cursor,
+    Section,
+)
+from gradiometer.columns.schema import (
+    DEFAULT_DEAD_THRESHOLD,
+    DEFAULT_EXPLODING_THRESHOLD,
+    DEFAULT_THRESHOLDS,
+    DEFAULT_VANISHING_THRESHOLD,
+    Column,
+    Derived,
+    Flag,
+    Row,
+    Schema,
+    Thresholds,
 )
 from gradiometer.columns.tap_rows import (
     NUM_TAP_COLUMNS,

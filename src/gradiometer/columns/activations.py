@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.columns import Column, Derived, Flag, Schema
+from gradiometer.columns.schema import Column, Derived, Flag, Schema
 from gradiometer.columns.tensors import STATISTICS, TENSORS, ZERO_FRACTION, share
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradiometer.columns import Row
+    from gradiometer.columns.schema import Row
 
 
 def _outlier_ratio(row: Row) -> Tensor:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns import Column, Derived, Schema
+from gradiometer.columns.schema import Column, Derived, Schema
 
 if TYPE_CHECKING:
-    from gradiometer.columns import Row
+    from gradiometer.columns.schema import Row
 
 MIN_SCALE: Final = -32
 """log2 of the smallest scale for which counts are exact."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns import Flag
+from gradiometer.columns.schema import Flag
 from gradiometer.columns.tensors import TENSORS
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.columns import Column, Derived, Flag, Schema
 from gradiometer.columns.roots import sqrt
+from gradiometer.columns.schema import Column, Derived, Flag, Schema
 from gradiometer.columns.tensors import STATISTICS, share
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gradiometer.columns import Row, Style
+    from gradiometer.columns.schema import Row, Style
 
 
 def _root_of(name: str) -> Callable[[Row], Tensor]:

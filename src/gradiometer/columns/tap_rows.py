@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.columns import (
+from gradiometer.columns import derived
+from gradiometer.columns.activations import (
     ACTIVATION_COLUMNS,
     ACTIVATION_DERIVED,
     ACTIVATION_INDEX,
-    Flag,
     activation_value,
-    derived,
     tensor_columns,
 )
+from gradiometer.columns.schema import Flag
 from gradiometer.columns.tensors import COLUMN_INDEX, NUM_COLUMNS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradiometer.columns import Thresholds
+    from gradiometer.columns.schema import Thresholds
 
 __all__ = [
     "NUM_TAP_COLUMNS",

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.columns import Column, Derived, Flag, Schema
 from gradiometer.columns.roots import sqrt
+from gradiometer.columns.schema import Column, Derived, Flag, Schema
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradiometer.columns import Row
+    from gradiometer.columns.schema import Row
 
 
 def _n_inf(row: Row) -> Tensor:

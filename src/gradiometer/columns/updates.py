@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_PAIR_COLUMNS, PAIR_COLUMNS, PAIR_INDEX, pair_value
+from gradiometer.columns.pairs import NUM_PAIR_COLUMNS, PAIR_COLUMNS, PAIR_INDEX, pair_value
 from gradiometer.columns.tensors import COLUMN_INDEX, NUM_COLUMNS
 
 __all__ = [
