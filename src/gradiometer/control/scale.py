@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from gradiometer import ops
-from gradiometer.columns import derived
+from gradiometer.columns import realized, take
 from gradiometer.inputs import (
     Named,
     as_flat,
@@ -141,7 +141,7 @@ def scale_(part: Part, factors: Tensor) -> None:
     own = _own(factors, rows)
     high, low = _factors(own)
     if torch.compiler.is_compiling():
-        own, high, low = derived.realized(own), derived.realized(high), derived.realized(low)
+        own, high, low = realized(own), realized(high), realized(low)
     # one for each tensor: the same, or views
     each, highs, lows = [list(x.unbind()) if x.dim() else [x] * len(tensors) for x in (own, high, low)]
     left: Sequence[int] = range(len(tensors))
@@ -172,7 +172,7 @@ def scale_by_(x: Tensor, factors: Tensor) -> None:
 
 def _own(factors: Tensor, rows: Sequence[int]) -> Tensor:
     """Return the factors of these gradients, or the one of all."""
-    return derived.take(factors, rows) if factors.dim() and len(rows) < len(factors) else factors
+    return take(factors, rows) if factors.dim() and len(rows) < len(factors) else factors
 
 
 def _held(grad: Any, name: str, what: str) -> Tensor:

@@ -125,7 +125,7 @@ def _finalize_kernel(
     vanishing = vanishing.to(tl.int64).to(tl.float64, bitcast=True)
     exploding = exploding.to(tl.int64).to(tl.float64, bitcast=True)
     dead = dead.to(tl.int64).to(tl.float64, bitcast=True)
-    # the same comparisons as in derived.compute_flags
+    # the same comparisons as in TENSORS.flags_of
     norm = tl.sqrt(tl.sum(tl.where(part == SUMSQ, values, 0.0)))
     row_zeros = tl.sum(tl.where(part == ZEROS, values, 0.0))
     has_nan = row_nan > 0
