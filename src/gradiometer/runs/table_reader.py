@@ -103,7 +103,7 @@ class TableReader(OpenedRun):
             last: only up to and including this step.
 
         Returns:
-            S steps, ascending, and ``(S, N) float64``, for the names ``catalog.names_of(kind)``. NaN where the
+            S steps, ascending, and ``(S, N) float64``, of ``catalog.names_of(kind)``. NaN where the
             tensor was not measured in that step. A norm is also NaN or inf where the tensor has a NaN or Inf;
             ``matrix("n_nan")`` distinguishes the cases, and ``matrix("finite_norm")`` is the norm of the
             finite elements. Of a kind that is stored sparsely, only steps that have it.
