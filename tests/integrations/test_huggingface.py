@@ -354,7 +354,7 @@ def test_after_the_training_nothing_of_the_monitor_is_left(tmp_path):
     callback, _ = watched(trainer, updates=True, weights=True)
     trainer.train()
     assert callback.monitor._recorder.is_released
-    assert callback.monitor._updates == []
+    assert callback.monitor._updates.parts == []
     refs = [weakref.ref(callback), weakref.ref(callback.monitor)]
     del trainer, callback
     gc.collect()

@@ -430,7 +430,7 @@ def test_after_the_training_nothing_of_the_monitor_is_left(tmp_path, monkeypatch
     module = make_module()
     trainer = fit(module, tmp_path, [callback])
     assert callback.monitor._recorder.is_released
-    assert callback.monitor._updates == []
+    assert callback.monitor._updates.parts == []
     assert not any(each._optimizer_step_post_hooks for each in trainer.optimizers)
     weight = weakref.ref(module.net[0].weight)
     del module, trainer

@@ -5,6 +5,8 @@ and scores are functions of columns. The layout of the recorder's ring is here t
 user's tensors or their names.
 """
 
+from gradiometer.columns import derived as derived
+from gradiometer.columns import rows as rows
 from gradiometer.columns.activations import (
     ACTIVATION_COLUMNS,
     ACTIVATION_DERIVED,
@@ -60,7 +62,16 @@ from gradiometer.columns.pairs import (
     PAIRS,
     pair_value,
 )
-from gradiometer.columns.ring_layout import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, RING_WIDTH, Cursor
+from gradiometer.columns.ring_layout import (
+    CURSOR_SIZE,
+    HEADER_SECTIONS,
+    HEADER_SKIPPED,
+    HEADER_STEP,
+    Cursor,
+    Section,
+)
+from gradiometer.columns.roots import sqrt
+from gradiometer.columns.rows import first_rank, merge_groups, number, realized, spread, take
 from gradiometer.columns.schema import (
     DEFAULT_DEAD_THRESHOLD,
     DEFAULT_EXPLODING_THRESHOLD,
@@ -104,6 +115,8 @@ from gradiometer.columns.updates import (
     update_value,
 )
 
+RING_WIDTH = NUM_COLUMNS + 1
+
 __all__ = [
     "ACTIVATIONS",
     "ACTIVATION_COLUMNS",
@@ -123,6 +136,7 @@ __all__ = [
     "EXPONENT_EDGES",
     "FINGERPRINT_COLUMNS",
     "FORMATS",
+    "HEADER_SECTIONS",
     "HEADER_SKIPPED",
     "HEADER_STEP",
     "HEALTH",
@@ -164,12 +178,14 @@ __all__ = [
     "Format",
     "Row",
     "Schema",
+    "Section",
     "Thresholds",
     "activation_value",
     "activations_from",
     "best_scales",
     "bin_of",
     "compute_flags",
+    "first_rank",
     "format_of",
     "from_activations",
     "from_pairs",
@@ -179,14 +195,20 @@ __all__ = [
     "log2_of",
     "losses",
     "merge_fingerprints",
+    "merge_groups",
+    "number",
     "of_binades",
     "pair_value",
     "pairs_from",
     "power_of_two",
     "quantile",
+    "realized",
     "rescale",
     "scaled_activations",
     "score",
+    "spread",
+    "sqrt",
+    "take",
     "tap_flags",
     "tap_value",
     "tensor_columns",

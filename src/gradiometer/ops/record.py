@@ -6,28 +6,21 @@ result. Both change their arguments, so they stay in a graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_FINGERPRINT_COLUMNS, RING_WIDTH, Thresholds
-from gradiometer.ops import library, ring
-from gradiometer.ops.library import LIBRARY, for_a_graph, is_plain, launching_on
+from gradiometer.columns import Section, Thresholds
+from gradiometer.ops import dispatch, ring
+from gradiometer.ops.dispatch import for_a_graph, is_plain
+from gradiometer.ops.library import by_device, define
+from gradiometer.ops.tensors import measure_now
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradiometer.ops.packing import LaunchPlan
-
-LIBRARY.define(
-    "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
-    " bool gated, Tensor(a!) steps, Tensor(b!) cursor) -> ()"
-)
-LIBRARY.define(
-    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor,"
-    " Tensor? fingerprints=None) -> ()"
-)
+    from gradiometer.ops.launch_plans import LaunchPlan
 
 
 def record_(
@@ -37,9 +30,11 @@ def record_(
     grads: int,
     steps: Tensor,
     cursor: Tensor,
+    section: Section,
     plan: LaunchPlan | None,
     *,
     gated: bool = False,
+    fingerprint: bool = False,
 ) -> None:
     """Measure tensors of one device and write them into the current step of a ring.
 
@@ -48,26 +43,21 @@ def record_(
         thresholds: the limits for the flags.
         inv_scale: as for `tensor_stats`.
         grads: the number of gradients, which come first and decide whether to skip the step.
-        steps: the ring, see `gradiometer.ops.ring`; its width tells whether to record fingerprints.
+        steps: the ring, see `gradiometer.ops.ring`.
         cursor: its state, ``(6,) float64``.
+        section: where the rows are.
         plan: the result of `recognize` for the tensors.
         gated: do not read the tensors in a step that is not due. A gated call never decides to skip a step.
+        fingerprint: whether to record fingerprints, too.
     """
     with torch.no_grad():
         if plan is not None and (inv_scale is None or is_plain(inv_scale)):
-            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, plan)
+            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, section, fingerprint, plan)
             return
-        torch.ops.gradiometer.record_(
-            for_a_graph(tensors),
-            thresholds.vanishing,
-            thresholds.exploding,
-            thresholds.dead,
-            inv_scale,
-            grads,
-            gated,
-            steps,
-            cursor,
-        )
+        limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
+        given = for_a_graph(tensors)
+        options = grads, gated, steps, cursor, section, fingerprint
+        torch.ops.gradiometer.record_(given, *limits, inv_scale, *options)
 
 
 def append_(
@@ -76,11 +66,12 @@ def append_(
     grads: int,
     steps: Tensor,
     cursor: Tensor,
+    section: Section,
     fingerprints: Tensor | None = None,
 ) -> None:
     """Write the result of `measure` into the current step of a ring, as `record_` does."""
     with torch.no_grad():
-        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor, fingerprints)
+        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor, section, fingerprints)
 
 
 def _record(
@@ -91,42 +82,37 @@ def _record(
     gated: bool,  # noqa: FBT001 in the order of the schema
     steps: Tensor,
     cursor: Tensor,
+    section: Section,
+    fingerprint: bool,  # noqa: FBT001
     plan: LaunchPlan | None = None,
 ) -> None:
-    fingerprint = steps.shape[2] == RING_WIDTH + NUM_FINGERPRINT_COLUMNS
-    if library.uses_kernels(steps.device):
-        with torch.no_grad(), launching_on(steps.device):
-            gate = cursor if gated else None
-            measured = library.run_kernels(
-                tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint
-            )
-    elif gated and not ring.is_due(cursor):
+    if gated and not dispatch.uses_kernels(steps.device) and not ring.is_due(cursor):
         return
-    else:
-        measured = library.measure_now(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
-    columns, flags, fingerprints = measured
+    gate = cursor if gated else None
+    columns, flags, fingerprints = measure_now(
+        tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint
+    )
     # if the gate is closed, the rows come from uninitialized memory: do not decide from them
-    _append(columns, flags, -1 if gated else grads, steps, cursor, fingerprints)
+    _append(columns, flags, -1 if gated else grads, steps, cursor, section, fingerprints)
 
 
-def _append(
+def _append_by_kernels(
     columns: Tensor,
     flags: Tensor,
     grads: int,
     steps: Tensor,
     cursor: Tensor,
+    section: Section,
     fingerprints: Tensor | None = None,
 ) -> None:
-    with torch.no_grad():
-        if not library.uses_kernels(steps.device):
-            ring.append_(columns, flags, grads, steps, cursor, fingerprints)
-            return
-        with launching_on(steps.device):
-            from gradiometer import kernels  # noqa: PLC0415 as in library.py
+    from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
-            # the kernels read rows one after the other
-            bits = None if fingerprints is None else fingerprints.contiguous()
-            kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, bits)
+    # the kernels read rows one after the other
+    bits = None if fingerprints is None else fingerprints.contiguous()
+    kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, section, bits)
+
+
+_append = by_device(ring.append_, _append_by_kernels)
 
 
 def _record_op(
@@ -134,17 +120,24 @@ def _record_op(
     vanishing: float,
     exploding: float,
     dead: float,
-    inv_scale: Tensor | None,
-    grads: int,
-    gated: bool,  # noqa: FBT001 in the order of the schema
-    steps: Tensor,
-    cursor: Tensor,
+    *rest: Any,
 ) -> None:
-    _record(tensors, Thresholds(vanishing, exploding, dead), inv_scale, grads, gated, steps, cursor)
+    *others, section, fingerprint = rest
+    _record(tensors, Thresholds(vanishing, exploding, dead), *others, Section(*section), fingerprint)
 
 
-LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")
-LIBRARY.impl("append_", _append, "CompositeExplicitAutograd")
-for _name in ("record_", "append_"):
-    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"gradiometer::{_name}", lambda *_: None, lib=LIBRARY)
+def _append_op(*args: Any) -> None:
+    *others, section, bits = args if isinstance(args[-1], Tensor | None) else (*args, None)
+    _append(*others, Section(*section), bits)
+
+
+define(
+    "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
+    " bool gated, Tensor(a!) steps, Tensor(b!) cursor, int[] section, bool fingerprint) -> ()",
+    _record_op,
+)
+define(
+    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor, int[] section,"
+    " Tensor? fingerprints=None) -> ()",
+    _append_op,
+)

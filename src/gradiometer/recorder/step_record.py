@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -159,7 +159,7 @@ class StepRecord:
         """Return the fingerprints of those of these tensors that have one, as text."""
         return self.tables[kind].fingerprints_of(names) if kind in self.tables else {}
 
-    def report(self, kind: str = "grads", names: Iterable[str] | None = None) -> TableReport:
+    def report(self, kind: str = "grads", names: Iterable[str] | None = None) -> TableReport[Any]:
         """Return the report of the measured tensors of a kind, or of those among ``names``."""
         if kind in self.tables:
             return self.tables[kind].report(names)
