@@ -12,7 +12,7 @@ from gradiometer.columns import COLUMN_INDEX, COLUMN_NAMES, NUM_COLUMNS, derived
 from gradiometer.extras import require
 from gradiometer.runs.comparison import BitDifference, Difference
 from gradiometer.runs.format import pyarrow
-from gradiometer.runs.tables import scalars_of
+from gradiometer.runs.steps_table import scalars_of
 
 if TYPE_CHECKING:
     import re
