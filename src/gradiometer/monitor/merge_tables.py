@@ -131,7 +131,8 @@ class TableMerger:
                     sections.sums[f"fingerprints {kind.name}"][i] = self._ranks.bits_of(names, bits)
             if kind.rows == "parameter":
                 # copies count once
-                columns = self._ranks.to_rows(names, columns)
+                shape = columns.shape[1:]
+                columns = self._ranks.to_rows(names, columns.flatten(1)).unflatten(1, shape)
             for section, part in zip((added, largest), schema.by_merge(columns), strict=True):
                 section.copy_(part)
             bad = _is_nonfinite(kind, columns)
