@@ -18,14 +18,26 @@ import torch
 
 from conftest import INTERPRETED
 from gradiometer import PerTensorClip, Thresholds, ZScoreClip
-from gradiometer.columns import COLUMN_INDEX, COLUMNS, DEFAULT_THRESHOLDS, NUM_COLUMNS, PAIR_COLUMNS
+from gradiometer.columns import (
+    COLUMN_INDEX,
+    COLUMNS,
+    CURSOR_SIZE,
+    DEFAULT_THRESHOLDS,
+    HEADER_SECTIONS,
+    NUM_COLUMNS,
+    PAIR_COLUMNS,
+    TENSORS,
+    Cursor,
+    Section,
+)
 from gradiometer.columns.derived import compute_flags
 from gradiometer.columns.fingerprint import Fingerprint, geometric, power
-from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
 from gradiometer.control import per_tensor_clip, z_score_clip
 from gradiometer.control import scale as eager_scale
 from gradiometer.control.adaptive_clip import AdaptiveClip
-from gradiometer.ops import library, packing
+from gradiometer.ops import clipping, dispatch, launch_plans
+from gradiometer.ops import tensors as tensor_ops
+from gradiometer.ops.chunk_map import chunk_map_of
 from gradiometer.stats import norms_of
 from support import fingerprints, oracle, pair_oracle
 
@@ -125,9 +137,7 @@ def test_the_partials_of_thousands_of_chunks_are_merged(target):
 
     tile = tuning.FINALIZE.tile
     counts = [2 * tile + 5, tile, 0, *[tile] * (tile.bit_length() - 1)]
-    chunk_map = packing.chunk_map_of(
-        tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20
-    )
+    chunk_map = chunk_map_of(tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20)
     g = torch.Generator().manual_seed(0)
     names = launchers.PARTIALS
     partials = torch.randint(1, 9, (len(names), chunk_map.num_chunks), generator=g).to(torch.float64)
@@ -251,7 +261,7 @@ def test_flags_compare_with_thresholds_in_fp64(target):
 
 def assert_fingerprints(tensors: Sequence[Tensor]) -> None:
     """Check fingerprints, and that the statistics are those without them."""
-    columns, flags, rows = library.measure(tensors, DEFAULT_THRESHOLDS, None, None, fingerprint=True)
+    columns, flags, rows = tensor_ops.measure(tensors, DEFAULT_THRESHOLDS, None, None, fingerprint=True)
     assert rows is not None
     assert rows.tolist() == fingerprints.rows_of(tensors)
     expected = tensor_stats(tensors)
@@ -285,7 +295,7 @@ def test_the_fingerprints_of_thousands_of_chunks_are_merged(target):
 
     tile, chunk = tuning.FINALIZE.tile, 16
     counts = [2 * tile + 5, tile, 0, 1]
-    chunk_map = packing.chunk_map_of(
+    chunk_map = chunk_map_of(
         tuple(count * chunk for count in counts), (torch.float32,) * len(counts), chunk, 2**20
     )
     parts = [
@@ -385,9 +395,7 @@ def test_the_partials_of_thousands_of_chunks_of_pairs_are_merged(target):
 
     tile = tuning.FINALIZE_PAIRS.tile
     counts = [2 * tile + 5, tile, 0, *[tile] * (tile.bit_length() - 1)]
-    chunk_map = packing.chunk_map_of(
-        tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20
-    )
+    chunk_map = chunk_map_of(tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20)
     g = torch.Generator().manual_seed(0)
     names = launchers.PAIR_PARTIALS
     partials = torch.randint(1, 2**20, (len(names), sum(counts)), generator=g).double()
@@ -416,12 +424,15 @@ class Ring(SimpleNamespace):
         values = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
         for name, value in ({"EVERY": 1, "SKIP_ABOVE": math.inf} | cursor).items():
             values[Cursor[name]] = value
-        steps = torch.full((3, rows + 1, NUM_COLUMNS + 1), -1.0, dtype=torch.float64)
-        super().__init__(steps=steps, cursor=values)
+        section = Section(HEADER_SECTIONS, 1, HEADER_SECTIONS + 1, rows, HEADER_SECTIONS + 1)
+        size = section.offset + rows * (TENSORS.width + 1)
+        steps = torch.full((3, size), -1.0, dtype=torch.float64)
+        super().__init__(steps=steps, cursor=values, section=section)
 
     def record(self, tensors: Sequence[Tensor], grads: int, *, gated: bool) -> None:
         limits = (DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead)
-        torch.ops.gradiometer.record_(list(tensors), *limits, None, grads, gated, self.steps, self.cursor)
+        ring = self.steps, self.cursor, self.section, False
+        torch.ops.gradiometer.record_(list(tensors), *limits, None, grads, gated, *ring)
 
     def advance(self) -> None:
         self.cursor[Cursor.STEP] += 1
@@ -460,7 +471,7 @@ def test_a_ring_has_the_same_bits_as_in_eager(target, case, gated):
     with kernels(target):
         fill(executed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "uses_kernels", lambda _: False)
+        patch.setattr(dispatch, "uses_kernels", lambda _: False)
         fill(expected)
     assert same_bits(executed.cursor, expected.cursor)
     # what a header does not use is not written
@@ -475,7 +486,8 @@ def test_a_ring_of_many_rows_has_them_all(target):
     ring = Ring(rows)
     with kernels(target):
         ring.record(tensors, rows, gated=False)
-    assert_exact(tensors, ring.steps[0, 1:, :NUM_COLUMNS].contiguous(), ring.steps[0, 1:, NUM_COLUMNS].int())
+    found = ring.steps[0, ring.section.offset :].view(rows, -1)
+    assert_exact(tensors, found[:, :NUM_COLUMNS].contiguous(), found[:, NUM_COLUMNS].int())
 
 
 # scaling
@@ -499,8 +511,8 @@ def test_scaling_has_the_same_bits_as_in_eager(target, dtype):
         c = torch.tensor(factor, dtype=torch.float64)
         eager_scale.scale_(eager_scale.Part(expected, range(len(expected)), None), c)
         with kernels(target) as launches:
-            plan = library.writable(tensors) or packing.remember(tensors)
-            library.scale_(tensors, c, plan)
+            plan = dispatch.writable(tensors) or launch_plans.remember(tensors)
+            clipping.scale_(tensors, c, plan)
         for x, y in zip(tensors, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
             assert torch.equal(x.signbit() & ~x.isnan(), y.signbit() & ~y.isnan())
@@ -530,7 +542,7 @@ def test_scaling_begins_with_what_was_measured_last():
     half = torch.tensor(0.5, dtype=torch.float64)
     with kernels("sm_90"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ptx.Block, "load_global", noted)
-        for call in (tensor_stats, lambda x: library.scale_(x, half, library.writable(x))):
+        for call in (tensor_stats, lambda x: clipping.scale_(x, half, dispatch.writable(x))):
             pieces.clear()
             call(tensors)
             orders.append(list(pieces))
@@ -657,7 +669,7 @@ def test_a_view_that_begins_anywhere_costs_little_more(dtype):
     for x in (aligned, elsewhere):
         with kernels("sm_90") as launches:
             columns, _ = tensor_stats([x])
-            library.scale_([x], half, library.writable([x]))
+            clipping.scale_([x], half, dispatch.writable([x]))
         assert columns[0, COLUMN_INDEX["sumsq"]] == n
         assert (x == 0.5).all()
         moments.append(launches[0].instructions)

@@ -29,7 +29,6 @@ FILES = tuple(
         "monitor/pipeline",
         "monitor/ring_reader",
         "monitor/monitored_run",
-        "monitor/model_checks",
         "monitor/update_tracker",
         "monitor/failures",
         "monitor/dispatcher",

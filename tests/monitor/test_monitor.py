@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.columns.ring_layout import Cursor
+from gradiometer.columns import Cursor
 from gradiometer.monitor import pipeline, ring_reader
 from gradiometer.monitor.monitor import Monitor
 from gradiometer.runs.reader import read_run
@@ -608,7 +608,7 @@ def test_updates_after_weights_got_another_shape_are_said_once_and_go_on(caplog)
 
 
 def test_parameters_replaced_after_the_monitor_was_made_are_named_once(caplog, monkeypatch):
-    monkeypatch.setattr("gradiometer.monitor.model_checks._INTERVAL", 0.0)
+    monkeypatch.setattr("gradiometer.monitor.monitor._PARAMETER_CHECK", 0.0)
     model = small()
     monitor, _ = monitor_of(model)
     model[1].weight = nn.Parameter(torch.zeros(2, 3))

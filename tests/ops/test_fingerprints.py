@@ -20,7 +20,7 @@ import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.columns.fingerprint import Fingerprint
-from gradiometer.ops import eager_plan, openmp, reference
+from gradiometer.ops import eager_plan, openmp, streaming
 from gradiometer.ops import fingerprint as bits
 from gradiometer.recorder.recorder import Recorder
 from support import strategies
@@ -49,7 +49,7 @@ def near(*borders: int) -> list[int]:
 # sizes at which an implementation changes its method
 BORDERS = (512, 2048) if INTERPRETED else (512, 1024, 2048, 4096, 2**15)
 if not KERNELS:
-    BORDERS = (*eager_plan.WIDTHS[:5], eager_plan.SMALL, eager_plan.BATCH, reference.PIECE)
+    BORDERS = (*eager_plan.WIDTHS[:5], eager_plan.SMALL, eager_plan.BATCH, streaming.PIECE)
 SIZES = [*near(*BORDERS), 2**15 + 3000]
 
 
@@ -72,7 +72,7 @@ def test_few_elements_of_every_dtype_have_the_fingerprint_of_their_bits(dtype):
     assert [found([x])[0] for x in tensors[:4]] == rows_of(tensors[:4])
 
 
-@pytest.mark.parametrize("n", SIZES if KERNELS else [*SIZES, 3 * reference.PIECE + 5])
+@pytest.mark.parametrize("n", SIZES if KERNELS else [*SIZES, 3 * streaming.PIECE + 5])
 def test_every_size_has_the_fingerprint_of_its_bits(n):
     # one of each width; the others only with large pieces and chunks
     dtypes = (torch.float32, torch.bfloat16) if INTERPRETED else strategies.FLOATS[:1] + strategies.FLOATS[2:]
@@ -186,7 +186,7 @@ def test_the_number_of_threads_does_not_matter(threads):
 @pytest.mark.skipif(KERNELS, reason="the kernels use no threads of the host")
 def test_blocks_end_with_whole_words_where_threads_cannot_be_limited(dtype, monkeypatch):
     monkeypatch.setattr(openmp, "can_run_alone", lambda: False)
-    monkeypatch.setattr(reference, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(streaming, "MOST_BLOCKS", 2)
     tensors = [random_bits(dtype, n) for n in (3 * eager_plan.BATCH, 9 * eager_plan.BATCH + 5)]
     assert found(tensors) == rows_of(tensors)
 
@@ -284,7 +284,7 @@ def test_collect_returns_them_if_asked():
     assert plain.materialize()["a"].fingerprint is None
     assert bit_patterns([plain.columns, plain.flags]) == bit_patterns([stats.columns, stats.flags])
     assert gm.collect({}, fingerprint=True).fingerprints.shape == (0, 3)
-    assert list(gm.collect({}, fingerprint=True).materialize()) == []
+    assert gm.collect({}, fingerprint=True).materialize().rows() == []
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -292,7 +292,7 @@ def test_a_report_can_be_saved(count, tmp_path):
     report = gm.collect([base(torch.float32)] * count, fingerprint=True).materialize()
     torch.save(report, tmp_path / "report.pt")
     loaded = torch.load(tmp_path / "report.pt", weights_only=False)
-    assert [row.fingerprint for row in loaded] == [row.fingerprint for row in report]
+    assert [row.fingerprint for row in loaded.rows()] == [row.fingerprint for row in report.rows()]
 
 
 def test_the_other_functions_return_them_too():
@@ -380,7 +380,7 @@ def test_reports_keep_them():
     stats = gm.collect(tensors, fingerprint=True)
     texts = {name: str(of_tensor(x)) for name, x in tensors.items()}
     report = stats.materialize_async().result()
-    assert {row.name: str(row.fingerprint) for row in report} == texts
+    assert {row.name: str(row.fingerprint) for row in report.rows()} == texts
     assert {name: row["fingerprint"] for name, row in report.to_dict()["tensors"].items()} == texts
     assert all(
         "fingerprint" not in row for row in gm.collect(tensors).materialize().to_dict()["tensors"].values()
@@ -429,7 +429,7 @@ def test_a_ring_holds_what_collect_returns():
         assert measured == [[0, 0, 0] if x is None else x.row for x in grads]
         assert record.fingerprints("weights").tolist() == weights
         report = record.report("grads")
-        assert [row.fingerprint for row in report] == [x for x in grads if x is not None]
+        assert [row.fingerprint for row in report.rows()] == [x for x in grads if x is not None]
     # an update has none
     assert records[-1].fingerprints("updates").tolist() == [[-1, 0, 0], [0, 0, 0], [0, 0, 0]]
 
@@ -543,7 +543,7 @@ def test_any_change_of_one_or_two_elements_changes_the_fingerprint(change):
     dtype, before, after = change
     tensors = [tensor_of(dtype, elements) for elements in (before, after, before)]
     stats = gm.collect(tensors, fingerprint=True).materialize()
-    first, second, same = [row.fingerprint for row in stats]
+    first, second, same = [row.fingerprint for row in stats.rows()]
     assert first == same == of_tensor(tensors[0])
     assert (first == second) == (before == after)
 

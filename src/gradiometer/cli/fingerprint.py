@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-__all__ = ["Check", "check", "look", "render", "render_check", "stored"]
-
 # characters of a value that are shown; the text of a tensor is shorter, unless it has many dimensions
 _LONG: Final = 96
 # a sparse tensor takes at most _LARGEST bytes of memory, or _RATIO times the size of the file

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from gradiometer.runs import Attempt, Run
     from gradiometer.stats import Report
 
-__all__ = ["Shown", "look"]
-
 
 @dataclass(frozen=True)
 class Shown:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from gradiometer.runs import Run
     from gradiometer.stats import TensorReport
 
-__all__ = ["Frame", "look", "render", "sparkline", "watch"]
-
 # number of last steps in the curves, and for steps per second
 _CURVE: Final = 2000
 _PACE: Final = 50

@@ -5,6 +5,7 @@ and scores are functions of columns. The layout of the recorder's ring is here t
 user's tensors or their names.
 """
 
+from gradiometer.columns import derived as derived
 from gradiometer.columns import rows as rows
 from gradiometer.columns.activations import (
     ACTIVATION_COLUMNS,
@@ -69,6 +70,8 @@ from gradiometer.columns.ring_layout import (
     Cursor,
     Section,
 )
+from gradiometer.columns.roots import sqrt
+from gradiometer.columns.rows import first_rank, merge_groups, number, realized, spread, take
 from gradiometer.columns.schema import (
     DEFAULT_DEAD_THRESHOLD,
     DEFAULT_EXPLODING_THRESHOLD,
@@ -182,6 +185,7 @@ __all__ = [
     "best_scales",
     "bin_of",
     "compute_flags",
+    "first_rank",
     "format_of",
     "from_activations",
     "from_pairs",
@@ -191,14 +195,20 @@ __all__ = [
     "log2_of",
     "losses",
     "merge_fingerprints",
+    "merge_groups",
+    "number",
     "of_binades",
     "pair_value",
     "pairs_from",
     "power_of_two",
     "quantile",
+    "realized",
     "rescale",
     "scaled_activations",
     "score",
+    "spread",
+    "sqrt",
+    "take",
     "tap_flags",
     "tap_value",
     "tensor_columns",

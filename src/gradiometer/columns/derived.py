@@ -9,31 +9,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from gradiometer.columns import rows
-from gradiometer.columns.roots import sqrt
-from gradiometer.columns.rows import first_rank, number, realized, spread, take
 from gradiometer.columns.tensors import NUM_SUM_COLUMNS, TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-__all__ = [
-    "DERIVED",
-    "by_merge",
-    "compute_flags",
-    "first_rank",
-    "merge",
-    "merge_groups",
-    "merge_rows",
-    "number",
-    "realized",
-    "rescale",
-    "spread",
-    "sqrt",
-    "take",
-    "value",
-]
 
 value = TENSORS.value
 compute_flags = TENSORS.flags_of

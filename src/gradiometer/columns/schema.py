@@ -218,6 +218,16 @@ class Schema:
         return (*self.index, *self._functions)
 
     @property
+    def attributes(self) -> tuple[str, ...]:
+        """The names of the values that stats and rows have as attributes.
+
+        They are all names but those of sparse columns that are not shown, which are too many.
+        """
+        if self.storage == "columns":
+            return self.names
+        return (*self.shown, *[name for name in self._functions if name not in self.shown])
+
+    @property
     def width(self) -> int:
         """The number of columns."""
         return len(self.columns)

@@ -26,18 +26,6 @@ if TYPE_CHECKING:
 
     from gradiometer.columns.schema import Thresholds
 
-__all__ = [
-    "NUM_TAP_COLUMNS",
-    "TAP_COLUMNS",
-    "TAP_NAMES",
-    "TAP_STATISTICS",
-    "from_activations",
-    "has_tap_value",
-    "scaled_activations",
-    "tap_flags",
-    "tap_value",
-]
-
 # the number of calls comes first: it marks a second row as measured
 TAP_NAMES: Final = ("n_calls", "sum4", "n_channels", "n_zero_channels")
 TAP_COLUMNS: Final = tuple(ACTIVATION_COLUMNS[ACTIVATION_INDEX[name]] for name in TAP_NAMES)

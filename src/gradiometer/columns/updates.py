@@ -15,16 +15,6 @@ from torch import Tensor
 from gradiometer.columns.pairs import NUM_PAIR_COLUMNS, PAIR_COLUMNS, PAIR_INDEX, pair_value
 from gradiometer.columns.tensors import COLUMN_INDEX, NUM_COLUMNS
 
-__all__ = [
-    "NUM_UPDATE_COLUMNS",
-    "UPDATE_COLUMNS",
-    "UPDATE_NAMES",
-    "UPDATE_STATISTICS",
-    "from_pairs",
-    "has_update_value",
-    "update_value",
-]
-
 UPDATE_NAMES: Final = ("sumsq_b", "sumsq_g", "dot_ug", "n_nonzero_g", "n_stuck", "sumsq_a")
 UPDATE_COLUMNS: Final = tuple(PAIR_COLUMNS[PAIR_INDEX[name]] for name in UPDATE_NAMES)
 """The further columns of an update: name, merge, scaling and meaning of each."""

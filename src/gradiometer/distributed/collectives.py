@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradiometer.distributed.calls import SAME_CALLS
 from gradiometer.distributed.process_groups import PRESENCE_TIMEOUT, Group, listed, one_line, ranks_of
 from gradiometer.distributed.rendezvous import (
+    SAME_CALLS,
     SLACK,
     STORE_HOLDER,
     RankError,
@@ -33,9 +33,6 @@ from gradiometer.distributed.rendezvous import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = ["all_reduce", "all_reduce_pair", "rendezvous", "share", "tell", "whole"]
-
 
 # seconds between polls of a collective in a background thread, at first and at most
 _PAUSE: Final = 0.0005

@@ -100,12 +100,12 @@ def _open_kernel(
         tl.store(cursor_ptr + COUNT, (count + (is_open == 0).to(tl.int64)).to(tl.float64))
         tl.store(plan_ptr, slot)
         for i in range(HEADER_SECTIONS, header_size):
-            last = tl.load(head + i)
+            written = tl.load(head + i)
             own = (i >= header) & (i < header + tables)
-            tl.store(plan_ptr + 1 + i - header, (is_open & (last == step)).to(tl.int64), mask=own)
+            tl.store(plan_ptr + 1 + i - header, (is_open & (written == step)).to(tl.int64), mask=own)
             # what an earlier step has left in a new slot is no table of this one
-            last = tl.where(is_open, last, -1.0)
-            tl.store(head + i, tl.where(own, step, last))
+            written = tl.where(is_open, written, -1.0)
+            tl.store(head + i, tl.where(own, step, written))
     else:
         tl.store(plan_ptr, slot * 0 - 1)
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradiometer.monitor.current_step import CurrentStep
 from gradiometer.monitor.kept_steps import KeptSteps
-from gradiometer.monitor.model_checks import ModelChecks
+from gradiometer.monitor.model_reader import ModelReader
+from gradiometer.monitor.parameter_check import ParameterCheck
 from gradiometer.monitor.pipeline import Pipeline
 from gradiometer.monitor.rank_merger import RankMerger
 from gradiometer.monitor.run_names import choose_run_dir
@@ -35,16 +36,15 @@ class Parts(NamedTuple):
 
     run_dir: Path | None
     recorder: Recorder
-    model: ModelChecks
+    parameter_check: ParameterCheck
+    model_reader: ModelReader
     updates: UpdateTracker
     pipeline: Pipeline
     current: CurrentStep
 
 
 def build(model: Any, settings: Settings, failures: Failures) -> Parts:
-    """Build the parts of a monitor.
-
-    If this raises on one rank, it raises on all; only the last parts start threads or hold buffers.
+    """Build the parts of a monitor; arguments that one rank refuses are refused on all.
 
     Raises:
         TypeError, ValueError, ImportError, RankError: as `Monitor`.
@@ -54,20 +54,7 @@ def build(model: Any, settings: Settings, failures: Failures) -> Parts:
     with together(ranks, settings.shared()) as group:
         folder = choose_run_dir(settings.run_dir, rank, ranks, group)
         settings.check(folder)
-        recorder = Recorder(
-            model,
-            weights=settings.weights,
-            updates=settings.updates,
-            capacity=settings.capacity,
-            every=settings.every,
-            skip_nonfinite=settings.skip_nonfinite,
-            skip_above=settings.skip_above,
-            thresholds=settings.thresholds,
-            fingerprint=bool(settings.fingerprint),
-            ranks=ranks,
-            taps=settings.taps,
-            precision=settings.precision,
-        )
+        recorder = Recorder(model, ranks=ranks, **settings.of_recorder())
         merger = None
         if ranks is not None and group is not None:
             merger = RankMerger(
@@ -86,7 +73,8 @@ def build(model: Any, settings: Settings, failures: Failures) -> Parts:
             rank = None
         rules = prepare_rules(settings.rules)
         sinks = prepare_sinks(settings.sinks, folder, rank, is_merged=merger is not None)
-    checks = ModelChecks(model, recorder, failures)
+    parameter_check = ParameterCheck(model, recorder, failures)
+    model_reader = ModelReader(model, recorder)
     updates = UpdateTracker(recorder, failures, is_enabled=bool(settings.updates))
     pipeline = Pipeline(
         recorder,
@@ -106,4 +94,4 @@ def build(model: Any, settings: Settings, failures: Failures) -> Parts:
         weights = bool(settings.keep_weights)
         pipeline.box.kept = KeptSteps(path, recorder, model, weights=weights, failures=failures)
     current = CurrentStep(recorder, pipeline, updates, failures)
-    return Parts(run_dir, recorder, checks, updates, pipeline, current)
+    return Parts(run_dir, recorder, parameter_check, model_reader, updates, pipeline, current)

@@ -29,14 +29,6 @@ class MergeState:
         fault: the fault with which this rank ends; None without one.
         is_fault_shared: whether the other ranks know the fault.
         reason: why merging has ended; empty until then.
-
-    >>> state = MergeState()
-    >>> state.close("exception, ValueError: no", patience=60.0)
-    >>> state.phase, state.fault_to_share
-    (<Phase.CLOSING: 2>, 'exception, ValueError: no')
-    >>> state.end("another rank has closed its Monitor")
-    >>> state.phase
-    <Phase.ENDED: 3>
     """
 
     phase: Phase = Phase.MERGING

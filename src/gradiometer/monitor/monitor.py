@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds
+from gradiometer.monitor.failures import remember_handlers
 from gradiometer.monitor.monitored_run import MonitoredRun
 from gradiometer.monitor.settings import Settings
 from gradiometer.ops import is_capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-    from gradiometer.recorder import Driver
+    from gradiometer.recorder import Driver, Kind
     from gradiometer.rules import Rule
     from gradiometer.sinks import Sink
     from gradiometer.stats import Taps, TensorStats
+
+# seconds between checks for replaced parameters
+_PARAMETER_CHECK = 1.0
 
 
 class Monitor(MonitoredRun):
@@ -59,8 +64,8 @@ class Monitor(MonitoredRun):
             ``runs/2026-11-23-calm-river``. It needs ``gradiometer[monitor]``.
         every: record steps divisible by this, and steps with a NaN, an Inf or a norm above ``skip_above``.
             Every step has a `StepRecord` with its scalars.
-        capacity: steps in the ring buffer on the device, of ``(R + 1) * 72`` bytes each for R tensors, or 96
-            with fingerprints; an update counts as two, and a tap as four.
+        capacity: steps in the ring buffer on the device; each takes 72 bytes for a gradient or weight, 96
+            with fingerprints, 128 for an update, and 104 for an activation or its gradient.
         weights: also measure the parameters.
         updates: also measure the change of the parameters in each due step, see `record_updates`; this keeps
             a copy of the parameters that require a gradient.
@@ -70,9 +75,9 @@ class Monitor(MonitoredRun):
         skip_nonfinite: whether `skip_step` is true after a NaN or Inf in a gradient.
         skip_above: `skip_step` is also true if the total gradient norm, over all ranks, exceeds this. (Each
             rank uses its own part to decide whether to record a step that ``every`` leaves out.)
-        queue: steps that may wait on the host for each sink, of ``R * 72`` or 96 bytes each. A full queue
-            drops its oldest steps, and `dropped` counts them for each sink. The same number may wait for
-            slower ranks; beyond that the oldest steps lose their tensors and are counted too.
+        queue: steps that may wait on the host for each sink, each as large as in the ring buffer. A full
+            queue drops its oldest steps, and `dropped` counts them for each sink. The same number may wait
+            for slower ranks; beyond that the oldest steps lose their tensors and are counted too.
         ranks: whether to merge the ranks of a job; may be a `gradiometer.Ranks` that they agreed on. With
             False each rank is watched separately, with a run record in ``run_dir/rank-00005``.
         redact: whether to leave the text of the exception that ends a run, which may quote data, paths or
@@ -90,6 +95,8 @@ class Monitor(MonitoredRun):
             what a cast to fp16, bf16 or fp8 would lose, see ``gradiometer precision``. The histograms take
             7.5 KiB of device memory for each tensor. They are of gradients as they are in memory when
             `record` is called: with a loss scale, of scaled ones.
+        kinds: kinds of your own, `gradiometer.recorder.Kind`: each is measured in every `record`, and has a
+            table in the steps, the run record, sinks and the page of the run.
         keep_weights: keep a copy of the weights and buffers at the start of the step, so that a step that is
             not finite can be repeated, see `keep`; needs ``run_dir``, and ``skip_nonfinite``, which tells the
             device when to stop copying.
@@ -141,28 +148,13 @@ class Monitor(MonitoredRun):
         keep_weights: bool = False,
         taps: Taps | None = None,
         precision: int | None = None,
+        kinds: Sequence[Kind] = (),
     ) -> None:
-        settings = Settings(
-            run_dir=run_dir,
-            every=every,
-            capacity=capacity,
-            weights=weights,
-            updates=updates,
-            rules=rules,
-            sinks=sinks,
-            thresholds=thresholds,
-            skip_nonfinite=skip_nonfinite,
-            skip_above=skip_above,
-            queue=queue,
-            ranks=ranks,
-            redact=redact,
-            fingerprint=fingerprint,
-            keep_weights=keep_weights,
-            taps=taps,
-            precision=precision,
-        )
+        given = locals()
+        settings = Settings(**{name: given[name] for name in Settings.__dataclass_fields__})
         super().__init__(model, settings)
         self.skips = self._has_loss_scale = False
+        self._next_check = 0.0
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
         """Measure the gradients, and the weights if requested, into the current step's row.
@@ -190,7 +182,7 @@ class Monitor(MonitoredRun):
         self._is_captured |= is_capturing(self._recorder.ring.device)
         self._current.is_recorded = True
         try:
-            self._model.reader.note()
+            self._model_reader.note()
             self._recorder.record(stats, inv_scale=inv_scale)
         except Exception as error:  # noqa: BLE001 training goes on
             self._failures.add("record", error)
@@ -200,7 +192,7 @@ class Monitor(MonitoredRun):
 
         `gradiometer.watch` and the callbacks of trainers do this; your own loop need not.
         """
-        self._failures.attempt("model", self._model.reader.set_driver, driver)
+        self._failures.attempt("model", self._model_reader.set_driver, driver)
 
     @property
     def skip_step(self) -> Tensor:
@@ -237,7 +229,16 @@ class Monitor(MonitoredRun):
             self._current.noted = {}
             return
         self._current.begin_end(scalars, self._every, self.skips)
-        self._current.commit(self._model.read(loss, has_loss_scale=self._has_loss_scale))
+        now = time.monotonic()
+        is_due = now >= self._next_check
+        if is_due:
+            self._next_check = now + _PARAMETER_CHECK
+            remember_handlers()
+            self._failures.attempt("parameters", self._parameter_check)
+        state = self._failures.attempt(
+            "model", self._model_reader.read, loss, afresh=is_due, has_loss_scale=self._has_loss_scale
+        )
+        self._current.commit(state)
 
     def keep(self, *args: Any, **kwargs: Any) -> None:
         """Keep the random numbers and the batch of the step that begins now. Never waits and never raises.
@@ -331,7 +332,7 @@ class Monitor(MonitoredRun):
             return
         self._current.complete()
         if "loss" in scalars:
-            self._failures.attempt("model", self._model.reader.look_at, scalars["loss"])
+            self._failures.attempt("model", self._model_reader.look_at, scalars["loss"])
         self._current.noted |= {
             name: x.detach() if isinstance(x, Tensor) else x for name, x in scalars.items()
         }

@@ -43,8 +43,8 @@ class MonitoredRun:
         self.run_dir = parts.run_dir
         # the only part that is used inside a compiled step, except for updates
         self._recorder = parts.recorder
-        self._model, self._updates = parts.model, parts.updates
-        self._pipeline, self._current = parts.pipeline, parts.current
+        self._parameter_check, self._model_reader = parts.parameter_check, parts.model_reader
+        self._updates, self._pipeline, self._current = parts.updates, parts.pipeline, parts.current
         self._every = settings.every
         # whether a step may be skipped, and whether a graph that records steps was captured
         self._is_skip_read = self._is_captured = False
@@ -218,7 +218,8 @@ class MonitoredRun:
     def _release(self) -> None:
         """Free what only recording needs, so that a closed monitor costs no memory."""
         self._updates.release()
-        self._model.release()
+        self._parameter_check.release()
+        self._model_reader.release()
         # a graph may still write into the ring, and the loop may still ask whether to skip a step
         if not self._is_captured:
             self._failures.attempt(

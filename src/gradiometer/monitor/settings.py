@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from gradiometer.columns import Thresholds
     from gradiometer.distributed import Ranks
+    from gradiometer.recorder import Kind
     from gradiometer.rules import Rule
     from gradiometer.sinks import Sink
     from gradiometer.stats import Taps
@@ -37,6 +38,7 @@ class Settings:
     keep_weights: bool
     taps: Taps | None
     precision: int | None
+    kinds: Sequence[Kind]
 
     def shared(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks, as plain values."""
@@ -52,7 +54,15 @@ class Settings:
             "keep_weights": bool(self.keep_weights),
             "precision": self.precision,
             "taps": getattr(self.taps, "names", None),
+            "kinds": [getattr(kind, "name", None) for kind in self.kinds],
         }
+
+    def of_recorder(self) -> dict[str, Any]:
+        """Return the arguments of the recorder, except the model and the ranks."""
+        names = (
+            "every weights updates capacity skip_nonfinite skip_above thresholds fingerprint taps precision"
+        )
+        return {name: getattr(self, name) for name in (*names.split(), "kinds")}
 
     def check(self, folder: str | Path | None) -> None:
         """Check the settings that no part of the monitor checks itself.

@@ -123,7 +123,7 @@ class Table:
         Raises:
             KeyError: for an unknown name.
         """
-        found: Tensor = self._cached(name, lambda: self.kind.schema.value(self.values, name))
+        found: Tensor = self._cached(f"value {name}", lambda: self.kind.schema.value(self.values, name))
         return found
 
     @property
@@ -156,7 +156,7 @@ class Table:
         }
         return {name: str(bits) for name, bits in found.items() if bits is not None}
 
-    def report(self, names: Iterable[str] | None = None) -> TableReport:
+    def report(self, names: Iterable[str] | None = None) -> TableReport[Any]:
         """Return the report of the measured rows, or of those among ``names``."""
         keep = self.measured
         if names is not None:

@@ -14,8 +14,6 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Claims", "DamageError", "json_digest", "pop_digest", "read_claims", "with_claims"]
-
 _MAGIC: Final = b"GRADDIG1"
 _PARQUET: Final = b"PAR1"
 _SIZE: Final = 32

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import StepExponents, StepRecord
 
-__all__ = ["check_histograms", "exponents_table", "histograms"]
-
 # the bins of finite numbers that are not 0
 _BINS: Final = slice(1, NUM_EXPONENT_COLUMNS - 2)
 

@@ -12,8 +12,6 @@ from gradiometer.terminal import one_line
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["RunError", "file_error", "open_file", "stamp", "stamp_of", "summary", "unfit"]
-
 # a file of more bytes takes this part of it on disk, at least
 _LARGEST_HOLE: Final = 1 << 30
 _HOLES: Final = 100

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from gradiometer.rules import Finding
 
-__all__ = ["FOREVER", "load_findings"]
-
 FOREVER: Final = 2**63 - 1
 
 

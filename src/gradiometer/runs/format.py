@@ -18,29 +18,6 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-__all__ = [
-    "EXPONENTS",
-    "FINGERPRINTS",
-    "FORMAT",
-    "LARGEST_ATTEMPT",
-    "NAMES",
-    "STEPS",
-    "TAPS",
-    "TENSORS",
-    "UPDATES",
-    "VERSION",
-    "Field",
-    "arrow_schema",
-    "finding_of",
-    "has_digests",
-    "list_segments",
-    "load_roster",
-    "pyarrow",
-    "read_findings",
-    "read_info",
-    "segment_path",
-]
-
 FORMAT: Final = "gradiometer-run"
 VERSION: Final = 1
 LARGEST_ATTEMPT: Final = 2**31 - 1

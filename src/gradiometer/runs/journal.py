@@ -54,16 +54,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = [
-    "Journal",
-    "JournalWriter",
-    "journal_path",
-    "keep_damaged",
-    "list_damaged",
-    "list_journals",
-    "read_journal",
-]
-
 _MAGIC: Final = b"GRADJNL1"
 _SIZES: Final = struct.Struct("<8sQQ")
 # with the digest and the CRC

@@ -13,17 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = [
-    "encodable",
-    "from_json",
-    "json_file",
-    "parse_json",
-    "plain",
-    "read_json",
-    "read_with_digest",
-    "to_json",
-]
-
 # digits of an integer, which those of int64 do not exceed, and levels
 _DIGITS: Final = 19
 _DEPTH: Final = 50

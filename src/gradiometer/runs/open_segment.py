@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Roster, StepRecord
 
-__all__ = ["OpenSegment"]
-
 # the rows of so many steps are made at once
 _BATCH: Final = 64
 

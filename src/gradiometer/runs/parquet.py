@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Kind, Roster, StepRecord
 
-__all__ = ["array", "steps_table", "tensors_table", "to_parquet", "words"]
-
 # a measured tensor has elements, and a flagged one has flags
 _COUNTED: Final = [COLUMN_INDEX["numel"], NUM_COLUMNS]
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import Kind, Roster
     from gradiometer.runs.segments import Segments
 
-__all__ = ["ExponentReader", "StepPrecision"]
-
 
 class StepPrecision(PrecisionReport):
     """Which tensors of a recorded step fit which format: a `gradiometer.PrecisionReport` of one step.

@@ -34,14 +34,11 @@ from gradiometer.runs.attempts import Attempt, as_of, list_attempts
 from gradiometer.runs.files import RunError, stamp, unfit
 from gradiometer.runs.findings import FOREVER, load_findings
 from gradiometer.runs.format import (
-    EXPONENTS,
     FINGERPRINTS,
-    FORMAT,
     STEPS,
     TAPS,
     TENSORS,
     UPDATES,
-    VERSION,
     arrow_schema,
     has_digests,
     list_segments,
@@ -77,20 +74,6 @@ if TYPE_CHECKING:
     from gradiometer.rules import Finding
     from gradiometer.runs.format import Field
     from gradiometer.runs.journal import Journal
-
-__all__ = [
-    "EXPONENTS",
-    "FINGERPRINTS",
-    "FORMAT",
-    "STEPS",
-    "TAPS",
-    "TENSORS",
-    "UPDATES",
-    "VERSION",
-    "Run",
-    "RunError",
-    "read_run",
-]
 
 _LOG = logging.getLogger("gradiometer")
 # the columns of `TENSORS` that identify a row

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Roster
 
-__all__ = ["earlier_findings", "earlier_info", "recover", "roster_of"]
-
 _LOG = logging.getLogger("gradiometer")
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import StepRecord
     from gradiometer.runs.journal import Journal
 
-__all__ = ["Segments"]
-
 # a matrix takes at most _LARGEST bytes of memory, or _RATIO times the size of the files that it is read from;
 # a tensor that was not measured has a value in the matrix, but no row in a file
 _LARGEST: Final = 1 << 28

@@ -32,22 +32,6 @@ if TYPE_CHECKING:
     from gradiometer.runs.files import RunError
     from gradiometer.runs.format import Field
 
-__all__ = [
-    "MOST",
-    "check_steps",
-    "codes",
-    "cut",
-    "filtered",
-    "fingerprints",
-    "further",
-    "numbers",
-    "put",
-    "read_table",
-    "scalars_of",
-    "unreadable",
-    "within",
-]
-
 # the rows of a file take at most _LARGEST bytes of memory, or _RATIO times the size of the file; and a larger
 # file takes at most twice the bytes of its rows
 _LARGEST: Final = 290 * 10**6

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from gradiometer.runs.digest import Claims
 
-__all__ = ["File", "Verification", "verify"]
-
 _State = Literal["whole", "no digest", "damaged", "missing"]
 _JSON: Final = ("findings.json", "blackbox.json")
 _MORE_JSON: Final = ("blackbox-[0-9]*.json", "blackbox.rank-*.json")

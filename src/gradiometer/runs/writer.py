@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
 
-__all__ = ["RunRecord"]
-
 _LOG = logging.getLogger("gradiometer")
 _TABLES: Final = ("steps", "tensors")
 # a histogram takes about so many rows' memory
