@@ -179,7 +179,7 @@ def test_a_round_trip_through_pytree_gives_the_same_stats(kind, stats):
         assert same(pytree.tree_unflatten(leaves, spec), each)
         assert_plain(spec.context)
     assert pytree.tree_structure(stats) == pytree.tree_structure(stats_of_kind(kind, 1))
-    assert pytree.tree_structure(stats) != pytree.tree_structure(stats.group({name: "" for name in "xyz"}))
+    assert pytree.tree_structure(stats) != pytree.tree_structure(stats.group(dict.fromkeys("xyz", "")))
     keys = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path({"s": reduced(stats)})]
     assert [key for key in keys if "columns" in key] == ["['s'].columns", "['s'].local.columns"]
 
@@ -245,9 +245,10 @@ def test_the_report_is_that_of_the_columns(kind, stats):
         assert type(each) is type(expected)
         assert (each.names, each.is_reduced, each.is_local, each.ranks) == (NAMES, False, False, {})
         if kind == "tensors":
-            assert each["a.w"].fingerprint == gm.collect(TENSORS_BY_NAME[0], fingerprint=True).materialize()[
-                "a.w"
-            ].fingerprint
+            assert (
+                each["a.w"].fingerprint
+                == gm.collect(TENSORS_BY_NAME[0], fingerprint=True).materialize()["a.w"].fingerprint
+            )
         else:
             assert repr(each.to_dict()) == repr(expected.to_dict())
     if kind in CLASSES:
@@ -264,7 +265,7 @@ def test_a_report_of_all_ranks_leaves_out_what_no_rank_has_measured(stats):
 def test_a_report_of_different_calls_is_an_error(stats, origin):
     different = reduced(stats, (origin,) * 3)
     for each in (different, different.group({"all": "."})):
-        with pytest.raises(gm.RankError, match="^reduce: "):
+        with pytest.raises(gm.RankError, match=r"^reduce: "):
             each.materialize()
 
 
@@ -284,5 +285,5 @@ def test_one_rank_has_the_statistics_of_all(kind, stats):
     assert found.columns.dtype == SCHEMAS[kind].dtype
     assert same(found.local, stats)
     assert found.reduce(ranks) is found
-    with pytest.raises(ValueError, match="'other' is not among the tensors that gm.Ranks was created with"):
+    with pytest.raises(ValueError, match="'other' is not among the tensors that gm"):
         COLLECT[kind]({"other": torch.ones(1)}).reduce(ranks)
