@@ -264,13 +264,16 @@ class TableReport(Mapping[str, Row]):
         Raises:
             ImportError: without pandas; ``pip install 'gradiometer[frame]'`` installs it.
         """
-        values = self._own_dicts()
-        columns = [*self._values]
-        columns += ["flags"] * (self._flags is not None) + ["fingerprint"] * (self._fingerprints is not None)
+        values, columns = self._flat()
         if self.is_reduced:
             columns.append("rank")
             values = {name: row | {"rank": self.ranks.get(name, -1)} for name, row in values.items()}
         return frame(values, "name", columns)
+
+    def _flat(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """Return plain values of each row by name, and the names of the values."""
+        more = ["flags"] * (self._flags is not None) + ["fingerprint"] * (self._fingerprints is not None)
+        return self._own_dicts(), [*self._values, *more]
 
     # the printed table
 
