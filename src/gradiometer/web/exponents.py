@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from gradiometer.columns import FORMATS, LOWEST_BINADE, NUM_EXPONENT_COLUMNS, of_binades
+from gradiometer.columns import EXPONENTS, FORMATS, LOWEST_BINADE, NUM_EXPONENT_COLUMNS, of_binades
 from gradiometer.extras import require
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Kind
     from gradiometer.runs import Run
-
-__all__ = ["DECADES", "exponents_of"]
 
 MOST_COLUMNS: Final = 250
 LEAST_COLUMNS: Final = 16
@@ -33,16 +31,18 @@ _LARGEST: Final = 255
 
 
 def exponents_of(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values for the page, by kind, and the cells by their id; empty without histograms."""
+    """Return the values for the page, and the cells by their id; empty without histograms."""
     steps = run.precision_steps
-    kinds = [kind for kind in ("grads", "weights") if steps and kind in run.roster.kinds]
+    kinds = [kind for kind in run.catalog.kinds.values() if steps and kind.schema == EXPONENTS]
     values: dict[str, Any] = {}
     cells: dict[str, str] = {}
     for kind in kinds:
         found = _picture(run, kind, steps, MOST_CELLS // len(kinds))
         if found is not None:
-            name = f"exponents-{kind}"
-            values[kind], cells[name] = found[0] | {"id": name}, found[1]
+            name = f"exponents-{kind.name}"
+            entry = {"kind": kind.name, "of": kind.of, "noun": kind.noun, "id": name}
+            values.setdefault("pictures", []).append(entry | found[0])
+            cells[name] = found[1]
     if values:
         values["limits"] = [
             # of the smallest subnormal number and of the largest number
@@ -59,20 +59,19 @@ def _picture(run: Run, kind: Kind, steps: list[int], most: int) -> tuple[dict[st
     if ends is None:
         return None
     low, high = ends
-    rows, names = high - low + 3, len(run.roster.names)
+    rows, index = high - low + 3, run.catalog.rows(kind.name).index
     # of too many tensors, only the total is drawn
-    tensors = names + 1 if (names + 1) * rows * LEAST_COLUMNS <= most else 1
+    tensors = len(index) + 1 if (len(index) + 1) * rows * LEAST_COLUMNS <= most else 1
     binned = max(1, math.ceil(len(steps) / min(MOST_COLUMNS, most // (tensors * rows))))
     counts = torch.zeros((tensors, math.ceil(len(steps) / binned), rows), dtype=torch.float64, device="cpu")
     place = {step: i // binned for i, step in enumerate(steps)}
-    for step, stats in run.precisions(kind):
+    for step, stats in run.precisions(kind.of):
         columns = stats.columns
         inner = of_binades(columns)[:, low : high + 1]
         found = torch.cat([columns[:, :1], inner, columns[:, -2:].sum(dim=1, keepdim=True)], dim=1).double()
         if tensors > 1:
-            index = [run.roster.index.get(name, -1) for name in stats.names]
-            kept = [i for i, row in enumerate(index) if row >= 0]
-            counts[[index[i] for i in kept], place[step]] += found[kept]
+            kept = [i for i, name in enumerate(stats.names) if name in index]
+            counts[[index[stats.names[i]] for i in kept], place[step]] += found[kept]
         counts[-1, place[step]] += found.sum(dim=0)
     values = {
         "first": steps[::binned],
