@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import webbrowser
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from rich.console import Console
 
 import gradiometer as gm
 from gradiometer import demo, web
-from gradiometer.cli import Exit, doctor, show, tables
+from gradiometer.cli import Exit, commands, doctor, show, tables
 from gradiometer.cli import app as cli
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs.reader import read_run
@@ -238,7 +239,7 @@ def test_diff_compares_bits_if_both_runs_have_fingerprints(call, call_json, tmp_
 
 def test_report_writes_the_page_and_prints_where(call, call_json, run, tmp_path, monkeypatch):
     opened = []
-    monkeypatch.setattr(cli.webbrowser, "open", lambda address: bool(opened.append(address) or True))
+    monkeypatch.setattr(webbrowser, "open", lambda address: bool(opened.append(address) or True))
     monkeypatch.setattr(web, "write_page", write_small_page)
     page = tmp_path / "page.html"
 
@@ -573,12 +574,12 @@ def _sigint():
 
 
 @pytest.mark.usefixtures("_sigint")
-@pytest.mark.parametrize("where", ["_app", "read_run", "_console"])
-def test_ctrl_c_is_quiet_wherever_it_comes(call, run, monkeypatch, where):
+@pytest.mark.parametrize(("module", "name"), [(cli, "_app"), (commands, "read_run"), (commands, "_console")])
+def test_ctrl_c_is_quiet_wherever_it_comes(call, run, monkeypatch, module, name):
     def interrupt(*_):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(cli, where, interrupt)
+    monkeypatch.setattr(module, name, interrupt)
 
     assert call("watch", run) == (Exit.INTERRUPTED, "", "")
 
@@ -587,7 +588,7 @@ def test_ctrl_c_while_the_arguments_are_read_is_quiet(call, monkeypatch):
     def interrupt(_wanted):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_version", interrupt)
+    monkeypatch.setattr(commands, "_version", interrupt)
     code, out, err = call("--version")
 
     assert (code, out, err.strip()) == (Exit.INTERRUPTED, "", "")

@@ -51,15 +51,15 @@ def test_help_needs_no_torch(arguments):
     ("words", "completions"),
     [
         ("gradiometer d", ["demo", "diff", "doctor"]),
-        (
-            "gradiometer show x --kind ",
-            ["grads", "weights", "updates", "activations", "activation_grads"],
-        ),
-        ("gradiometer precision x --kind ", ["grads", "weights"]),
+        ("gradiometer show RUN --kind ", ["grads", "weights", "updates"]),
+        ("gradiometer precision RUN --kind w", ["weights"]),
+        ("gradiometer show none --kind ", []),
         ("gradiometer precision x --format ", ["fp16", "bf16", "e4m3", "e5m2"]),
     ],
 )
-def test_completion_needs_no_torch(words, completions):
+def test_completion_needs_no_torch(words, completions, tmp_path):
+    (tmp_path / "run.json").write_text('{"roster": {"kinds": ["grads", "weights", "updates"]}}')
+    words = words.replace("RUN", str(tmp_path))
     words = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     out, modules = imported(_GRADIOMETER_COMPLETE="complete_bash", **words)
 

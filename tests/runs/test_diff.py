@@ -13,8 +13,9 @@ import torch
 pytest.importorskip("pyarrow")
 
 from gradiometer.columns import COLUMN_INDEX, RING_WIDTH
-from gradiometer.runs import diff
-from gradiometer.runs.diff import BitDifference, compare_runs, compared
+from gradiometer.runs import step_diff
+from gradiometer.runs.comparison import BitDifference
+from gradiometer.runs.diff import compare_runs, compared
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
 from support.synthetic_run import make_info, make_records, make_roster, write_run
@@ -151,9 +152,9 @@ def test_scalars_are_compared_step_by_step_only_where_they_differ(tmp_path, monk
         record = change(record)
         return replace(record, scalars=record.scalars | ({"x": 2.0} if record.step >= 13 else {}))
 
-    monkeypatch.setattr(diff, "_BLOCK", 5)
-    looked, real = [], diff._given
-    monkeypatch.setattr(diff, "_given", lambda rows: (looked.append(len(rows)), real(rows))[1])
+    monkeypatch.setattr(step_diff, "_BLOCK", 5)
+    looked, real = [], step_diff._given
+    monkeypatch.setattr(step_diff, "_given", lambda rows: (looked.append(len(rows)), real(rows))[1])
     a, same = write(tmp_path / "a"), write(tmp_path / "b")
     assert compared(a, same).same
     assert looked == []

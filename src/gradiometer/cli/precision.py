@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from gradiometer.runs import Run, StepPrecision
     from gradiometer.stats import ExponentStats
 
-__all__ = ["Course", "Looked", "Loss", "look", "render"]
-
 
 @dataclass
 class Loss:
@@ -36,7 +34,7 @@ class Loss:
 
 
 @dataclass
-class Course:
+class Trend:
     """A tensor over the measured steps.
 
     Attributes:
@@ -52,20 +50,20 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Looked:
+class PrecisionOverRun:
     """What the command shows.
 
     Attributes:
         run: the run's folder.
         report: of the step.
         steps: all steps with histograms.
-        courses: each tensor over these steps.
+        trends: each tensor over these steps.
     """
 
     run: str
     report: StepPrecision
     steps: Sequence[int]
-    courses: dict[str, Course]
+    trends: dict[str, Trend]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -78,11 +76,11 @@ class Looked:
             "formats": list(report.formats),
             "tensors": {row.name: asdict(row) for row in report.values()},
             "total": asdict(report.total),
-            "over_run": {name: asdict(course) for name, course in self.courses.items()},
+            "over_run": {name: asdict(trend) for name, trend in self.trends.items()},
         }
 
 
-def look(run: Run, step: int | None, kind: Kind, formats: Sequence[str] | None) -> Looked:
+def look(run: Run, step: int | None, kind: Kind, formats: Sequence[str] | None) -> PrecisionOverRun:
     """Return what a run says about formats.
 
     Args:
@@ -98,16 +96,16 @@ def look(run: Run, step: int | None, kind: Kind, formats: Sequence[str] | None) 
     if step is not None and -len(steps) <= step < 0:
         step = steps[step]
     report = run.precision(step, kind, formats)
-    courses: dict[str, Course] = {}
+    trends: dict[str, Trend] = {}
     for number, stats in run.precisions(kind):
-        _follow(courses, number, stats, report.formats)
-    if not courses:
+        _add_step(trends, number, stats, report.formats)
+    if not trends:
         raise RunError(f"{run.path} has no histograms of {kind}")
-    return Looked(str(run.path), report, steps, courses)
+    return PrecisionOverRun(str(run.path), report, steps, trends)
 
 
-def _follow(courses: dict[str, Course], step: int, stats: ExponentStats, formats: Sequence[str]) -> None:
-    """Add a step to the courses of its tensors."""
+def _add_step(trends: dict[str, Trend], step: int, stats: ExponentStats, formats: Sequence[str]) -> None:
+    """Add a step to the trends of its tensors."""
     numel = stats.numel.clamp(min=1)
     found = {}
     for name in formats:
@@ -117,16 +115,16 @@ def _follow(courses: dict[str, Course], step: int, stats: ExponentStats, formats
     nonfinite = (stats.n_nan + stats.n_inf).tolist()
     for row, name in enumerate(stats.names):
         shares = {form: values[row] for form, values in found.items()}
-        if name not in courses:
+        if name not in trends:
             losses_ = {form: Loss(share, share, share, step) for form, share in shares.items()}
-            courses[name] = Course([medians[row], medians[row]], losses_, step if nonfinite[row] else None)
+            trends[name] = Trend([medians[row], medians[row]], losses_, step if nonfinite[row] else None)
             continue
-        course = courses[name]
-        if nonfinite[row] and course.first_nonfinite is None:
-            course.first_nonfinite = step
-        course.median[1] = medians[row]
+        trend = trends[name]
+        if nonfinite[row] and trend.first_nonfinite is None:
+            trend.first_nonfinite = step
+        trend.median[1] = medians[row]
         for form, share in shares.items():
-            loss = course.formats[form]
+            loss = trend.formats[form]
             loss.last = share
             if share > loss.worst:
                 loss.worst, loss.worst_step = share, step
@@ -143,29 +141,29 @@ def _medians(stats: ExponentStats) -> list[int | None]:
     ]
 
 
-def render(found: Looked, top: int | None) -> str:
+def render(found: PrecisionOverRun, top: int | None) -> str:
     """Return the report of the step, and below it what changed over the run."""
     report = found.report.to_string(top)
     return report if len(found.steps) < 2 else f"{report}\n\n{_over_run(found, top)}"
 
 
-def _over_run(found: Looked, top: int | None) -> str:
+def _over_run(found: PrecisionOverRun, top: int | None) -> str:
     formats = {name: format_of(name, "precision").short for name in found.report.formats}
     # formats in which nothing is ever lost need no column
-    lossy = [name for name in formats if any(course.formats[name].worst for course in found.courses.values())]
+    lossy = [name for name in formats if any(trend.formats[name].worst for trend in found.trends.values())]
     headline = f"over {len(found.steps)} measured steps, from {found.steps[0]} to {found.steps[-1]}: "
-    steps = [x.first_nonfinite for x in found.courses.values() if x.first_nonfinite is not None]
+    steps = [x.first_nonfinite for x in found.trends.values() if x.first_nonfinite is not None]
     tensors = f"{len(steps)} tensor{'s' * (len(steps) != 1)}"
     counted = "only finite elements are counted as lost"
     bad = [f"NaN or Inf in {tensors}, first in step {min(steps)}: {counted}"] if steps else []
     if not lossy:
         return "\n".join([f"{headline}nothing is lost in {', '.join(formats.values())}", *bad])
     headline += "% lost at first → at last, and the largest % with its step"
-    rows = sorted(found.courses.items(), key=lambda item: _worst(item[1]), reverse=True)
+    rows = sorted(found.trends.items(), key=lambda item: _worst(item[1]), reverse=True)
     shown = rows if top is None else rows[:top]
     cells = [
-        (printable(name), _median(course), *[_cell(course.formats[form]) for form in lossy])
-        for name, course in shown
+        (printable(name), _median(trend), *[_cell(trend.formats[form]) for form in lossy])
+        for name, trend in shown
     ]
     header = ("name", "median log2 |x|", *[formats[name] for name in lossy])
     lines, rule = aligned([header, *with_short_names(cells)])
@@ -175,12 +173,12 @@ def _over_run(found: Looked, top: int | None) -> str:
     return "\n".join([headline, rule, lines[0], rule, *lines[1:], *more, rule, *note, *bad])
 
 
-def _worst(course: Course) -> float:
-    return max(loss.worst for loss in course.formats.values())
+def _worst(trend: Trend) -> float:
+    return max(loss.worst for loss in trend.formats.values())
 
 
-def _median(course: Course) -> str:
-    first, last = ["-" if x is None else str(x) for x in course.median]
+def _median(trend: Trend) -> str:
+    first, last = ["-" if x is None else str(x) for x in trend.median]
     return first if first == last else f"{first} → {last}"
 
 

@@ -26,23 +26,6 @@ if TYPE_CHECKING:
     from gradiometer.runs import Comparison, Difference, Side, Verification
     from gradiometer.stats import TensorReport
 
-__all__ = [
-    "comparison",
-    "cut",
-    "doctor",
-    "findings",
-    "grid",
-    "group",
-    "line",
-    "number",
-    "scalars_text",
-    "shown",
-    "span",
-    "tensors",
-    "text",
-    "verification",
-]
-
 _STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
 _BAD: Final = Flag.NAN | Flag.INF | Flag.EXPLODING
 # number of lines above the first tensor in the table of a report

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradiometer.distributed.calls import SAME_CALLS
 from gradiometer.distributed.process_groups import PRESENCE_TIMEOUT, Group, listed, one_line, ranks_of
 from gradiometer.distributed.rendezvous import (
+    SAME_CALLS,
     SLACK,
     STORE_HOLDER,
     RankError,

@@ -17,8 +17,7 @@ from gradiometer.terminal import one_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["SLACK", "STORE_HOLDER", "RankError", "exchange", "in_time", "missing_ranks"]
-
+SAME_CALLS: Final = "every rank must make the same calls in the same order"
 # where init_process_group starts the store; torchrun keeps it in its own process
 STORE_HOLDER: Final = (
     "torchrun's first node"

@@ -9,6 +9,7 @@ differences cancel after multiplication by different pseudorandom numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -17,14 +18,13 @@ from torch import Tensor
 
 from gradiometer.columns import WORD_BYTES
 from gradiometer.columns.fingerprint import geometric, power, signed
+from gradiometer.distributed.process_groups import listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradiometer.distributed.global_plan import GlobalPlan
+    from gradiometer.distributed.agreement import Agreement
     from gradiometer.distributed.sharding import Sharding, ShardSpec
-
-__all__ = ["NUM_SUMMED", "Replicas"]
 
 # columns in the sum: bytes and halves of the whole, then presence and halves of the copies
 _EACH: Final = 5
@@ -60,18 +60,16 @@ class Replicas:
     """What a rank adds for the fingerprints of all rows, and what their sums mean.
 
     Args:
-        plan: the ranks' plan.
-        rank: this rank's place.
-        sharding: this rank's sharding, with its own coordinates.
-        device: of the columns.
+        agreement: what the ranks agree on.
     """
 
-    def __init__(self, plan: GlobalPlan, rank: int, sharding: Sharding, device: torch.device) -> None:
+    def __init__(self, agreement: Agreement) -> None:
+        plan, sharding = agreement.plan, agreement.sharding
         parts = [_part(sharding, spec) for spec in sharding.specs]
         offsets = [0 if part is None else part.offset for part in parts]
         n_bytes = [-1 if part is None else part.n_bytes for part in parts]
         bits = max(1, _EXACT_BITS - (len(plan.members) - 1).bit_length())
-        coefficients = [_coefficient(place, count, bits) for place, count in plan.copies(rank)]
+        coefficients = [_coefficient(place, count, bits) for place, count in plan.copies(agreement.rank)]
         total = [float(_bytes_of(spec)) for spec in plan.specs]
         self._on_host = _Known(
             torch.tensor([signed(geometric(n)) for n in offsets], dtype=torch.int64, device="cpu"),
@@ -80,21 +78,21 @@ class Replicas:
             torch.tensor(coefficients, dtype=torch.float64, device="cpu").unsqueeze(1),
             torch.tensor(total, dtype=torch.float64, device="cpu"),
         )
-        self._on_device = self._on_host.on(device)
+        self._on_device = self._on_host.on(agreement.device)
 
     def _at(self, device: torch.device) -> _Known:
         return self._on_host if device.type == "cpu" else self._on_device
 
-    def parts(self, places: Sequence[int] | None, fingerprints: Tensor) -> tuple[Tensor, Tensor]:
+    def parts(self, indices: Sequence[int] | None, fingerprints: Tensor) -> tuple[Tensor, Tensor]:
         """Return what this rank adds to the whole tensors and to the copies, each ``(L, 5) float64``.
 
         Args:
-            places: the tensors' indices in this rank's sharding; None: all of them.
+            indices: the tensors' indices in this rank's sharding; None: all of them.
             fingerprints: ``(L, 3) int64``; a row with -1 bytes adds nothing.
         """
         totals, powers, n_bytes, coefficients, _ = self._at(fingerprints.device)
-        if places is not None:
-            index = torch.tensor(places, dtype=torch.int64, device=powers.device)
+        if indices is not None:
+            index = torch.tensor(indices, dtype=torch.int64, device=powers.device)
             totals, powers, n_bytes = totals[index], powers[index], n_bytes[index]
             coefficients = coefficients[index]
         measured = fingerprints[:, 0]
@@ -123,6 +121,39 @@ class Replicas:
         found = torch.cat([n_bytes, torch.where(complete, bits, 0)], dim=-1)
         # with a copy that was not measured, nothing is known
         return found, (copies[..., 1:] != 0).any(dim=-1) & (copies[..., 0] == 0)
+
+
+def minority(ranks: Agreement, name: str, texts: Sequence[str | None]) -> tuple[int, ...]:
+    """Return the global ranks whose copy of a tensor differs from that of most ranks with the same part.
+
+    Args:
+        ranks: what the ranks agree on.
+        name: of the tensor.
+        texts: describes the copy of each rank, in the order of the group; None: it has none.
+    """
+    pattern = ranks.plan.patterns[ranks.plan.rows[name]]
+    odd: set[int] = set()
+    for rank in range(ranks.size):
+        held = {
+            other: texts[other] for other in ranks.plan.holders(rank, pattern) if texts[other] is not None
+        }
+        if held and rank == min(held):
+            # of versions that are equally common, the one of the lowest rank
+            (most, _), *_ = Counter(held.values()).most_common()
+            odd.update([other for other, text in held.items() if text != most])
+    return tuple([ranks.global_ranks[rank] for rank in sorted(odd)])
+
+
+def divergence_text(ranks: Agreement, name: str, texts: Sequence[str | None]) -> str:
+    """Return a text that names the ranks of `minority`, such as ``rank 5 differs from 7 others``."""
+    odd = minority(ranks, name, texts)
+    if not odd:
+        return "copies differ between ranks"
+    pattern = ranks.plan.patterns[ranks.plan.rows[name]]
+    holders = ranks.plan.holders(ranks.global_ranks.index(odd[0]), pattern)
+    others = len([rank for rank in holders if ranks.global_ranks[rank] not in odd])
+    verb = "rank {} differs" if len(odd) == 1 else "ranks {} differ"
+    return f"{verb.format(listed(odd))} from {others} other{'s' * (others != 1)}"
 
 
 def _halves(sums: Tensor) -> Tensor:

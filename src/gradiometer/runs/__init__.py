@@ -5,7 +5,8 @@ run is still going. This package does not use devices or threads.
 """
 
 from gradiometer.runs.attempts import Attempt
-from gradiometer.runs.diff import BitDifference, Comparison, Difference, Side, compare_runs, compared
+from gradiometer.runs.comparison import BitDifference, Comparison, Difference, Side
+from gradiometer.runs.diff import compare_runs, compared
 from gradiometer.runs.directory import is_taken
 from gradiometer.runs.files import open_file
 from gradiometer.runs.json_files import encodable, parse_json, to_json

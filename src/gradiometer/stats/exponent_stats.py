@@ -22,7 +22,7 @@ from gradiometer.columns import (
     power_of_two,
     quantile,
 )
-from gradiometer.distributed import differing_calls
+from gradiometer.distributed import EXPONENTS, differing_calls
 from gradiometer.inputs import check_names, local_shards, named_tensors
 from gradiometer.stats import stats_pytree
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
@@ -205,7 +205,8 @@ class ExponentStats(NamedStats):
     def reduced_by(self, ranks: Ranks, what: str, **arguments: Any) -> ExponentStats:
         """Do the work of `reduce`; the calling function is the same on all ranks."""
         del arguments
-        columns, origin = ranks.reduce_histograms(self.names, self.columns, what=what)
+        caller = f"{what} of histograms"
+        columns, origin, *_ = ranks.reduce(self.names, self.columns, layout=EXPONENTS, caller=caller)
         return ExponentStats(ranks.names, columns, origin=origin, local=self)
 
     def report(self, formats: Iterable[Any] | None = None) -> PrecisionReport:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import NUM_PAIR_COLUMNS, NUM_PAIR_SUMS, derived, pair_value
-from gradiometer.distributed import Sharding, differing_calls
+from gradiometer.distributed import PAIRS, Sharding, differing_calls
 from gradiometer.stats import stats_pytree
 from gradiometer.stats.device_values import DeviceValue
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
@@ -201,7 +201,7 @@ class PairStats(NamedStats):
     def reduced_by(self, ranks: Ranks, what: str, **arguments: Any) -> PairStats:
         """Do the work of `reduce`; the calling function and its arguments are the same on all ranks."""
         columns, origin, *_ = ranks.reduce(
-            self.names, self.columns, pairs=True, what=f"{what} of pairs", arguments=arguments
+            self.names, self.columns, layout=PAIRS, caller=f"{what} of pairs", arguments=arguments
         )
         return PairStats(ranks.names, columns, origin=origin, local=self)
 

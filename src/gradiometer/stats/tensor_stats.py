@@ -121,7 +121,7 @@ class TensorStats(NamedStats, DeviceValues):
         arguments |= {"vanishing": limits.vanishing, "exploding": limits.exploding, "dead": limits.dead}
         arguments["skip_nonfinite"] = self.skip_nonfinite
         columns, origin, bits, diverged = ranks.reduce(
-            self.names, self.columns, self.fingerprints, what=what, arguments=arguments
+            self.names, self.columns, self.fingerprints, caller=what, arguments=arguments
         )
         flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
         # replicas disagree; only the presence of a non-finite value is known
