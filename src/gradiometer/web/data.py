@@ -216,4 +216,3 @@ def _ranges(step: Tensor, where: Tensor) -> list[list[int]]:
             return torch.stack([step[firsts], step[lasts]], dim=1).tolist()
         gap *= 2
     return []
-
