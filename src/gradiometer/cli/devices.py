@@ -15,8 +15,6 @@ import torch
 from gradiometer import ops
 from gradiometer.stats import collect
 
-__all__ = ["Device", "Problem", "examine", "first_line", "fp64_rate"]
-
 # float32 elements that are read to measure the rate: on a GPU (far more than its caches hold), on the CPU
 _ELEMENTS: Final = (2**26, 2**22)
 

@@ -21,8 +21,6 @@ from gradiometer.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["EXTRAS", "Doctor", "examine"]
-
 OLDEST_TORCH: Final = (2, 11)
 _NVIDIA: Final = Path("/proc/driver/nvidia/version")
 _NO_DRIVER: Final = "no driver"

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-__all__ = ["Check", "check", "look", "render", "render_check", "stored"]
-
 # characters of a value that are shown; the text of a tensor is shorter, unless it has many dimensions
 _LONG: Final = 96
 # a sparse tensor takes at most _LARGEST bytes of memory, or _RATIO times the size of the file
@@ -102,8 +100,8 @@ def _read_torch(file: Path) -> Any:
 
 def _reason(error: Exception) -> str:
     """Return the first sentence of torch's reason."""
-    said = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
-    return re.split(r"\.\s|\n", said)[0].rstrip(".") or type(error).__name__
+    reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+    return re.split(r"\.\s|\n", reason)[0].rstrip(".") or type(error).__name__
 
 
 def stored(file: Path) -> dict[str, str]:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from gradiometer.runs import Run
 
-__all__ = ["Listed", "look", "render", "to_dict"]
-
 _STYLES: Final = {"running": "cyan", "closed": "green", "killed": "yellow", "damaged": "bold red"}
 
 

@@ -11,8 +11,6 @@ from gradiometer.web import PageServer
 if TYPE_CHECKING:
     from gradiometer.runs import Run
 
-__all__ = ["serve"]
-
 
 def serve(run: Run, *, port: int = 0, as_json: bool = False) -> None:
     """Print the address of a run's page, and serve it until Ctrl-C.

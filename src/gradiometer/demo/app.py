@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from gradiometer.demo.training import Step
 
-__all__ = ["main"]
-
 LR_JUMP = 1000
 MAX_THREADS: Final = 4
 MIN_STEPS, MAX_STEPS_AFTER_JUMP = 10, 60

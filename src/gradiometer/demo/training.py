@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from gradiometer.monitor import Monitor
 
-__all__ = ["Backend", "Probe", "Step", "Training", "corpus"]
-
 VOCABULARY, CHARACTERS = 128, 2**20
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 3, 192, 6, 64, 16
 LR = 1e-3

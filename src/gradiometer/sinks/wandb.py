@@ -37,7 +37,7 @@ class WeightsAndBiases:
         commit: if False, steps do not become rows. The newest step is added to the next row that you log,
             and steps between are left out. Use it with code that passes ``step=``.
         alerts: also call ``run.alert`` for findings of at least this severity; None for no alerts.
-        init: further arguments of ``wandb.init`` for a new run.
+        init: more arguments of ``wandb.init`` for a new run.
         **options: which steps and values to log, as for `gradiometer.sinks.Selection`.
 
     Raises:

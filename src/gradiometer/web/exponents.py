@@ -33,7 +33,7 @@ _LARGEST: Final = 255
 def exponents_of(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values for the page, and the cells by their id; empty without histograms."""
     steps = run.precision_steps
-    kinds = [kind for kind in run.catalog.kinds.values() if steps and kind.schema == EXPONENTS]
+    kinds = [kind for kind in run.catalog.kinds.values() if steps and kind.schema is EXPONENTS]
     values: dict[str, Any] = {}
     cells: dict[str, str] = {}
     for kind in kinds:

@@ -103,7 +103,7 @@ function chooseFinding(k) {
   }
   say(`${finding.severity}: ${finding.message}`);
 }
-const say = (text) => { $("said").textContent = text; };
+const say = (text) => { $("announcement").textContent = text; };
 function matching(text, kind = state.kind) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   const all = rowsOf(kind).names;
