@@ -61,7 +61,7 @@ def measured(rank, kind, size):
     return {
         "names": report.names,
         "columns": dict(zip(stats.names, stats.columns.tolist(), strict=True)),
-        "flags": [int(row.flags) for row in report],
+        "flags": [int(row.flags) for row in report.rows()],
         "norm": report.total_norm,
         "collectives": collectives.calls,
         "local": local_norm(grads),
@@ -86,7 +86,7 @@ def compare(kind, size, found):
             worst_sum = max(worst_sum, abs(row["sum"] - true.sum) / true.abs_sum)
         worst = max(worst, abs(one["norm"] / report.total_norm - 1))
     calls = found[0]["collectives"]
-    flags = [int(row.flags) for row in report]
+    flags = [int(row.flags) for row in report.rows()]
     same = all(one["names"] == report.names and one["flags"] == flags for one in found)
     return {
         "kind": kind,

@@ -84,7 +84,7 @@ def test_tensor_parallelism(tmp_path):
     model(torch.randn(4, 8, 16)).square().mean().backward()
     alone = gm.collect_grads(model).materialize()
     assert f"total norm {alone.total_norm:.3f}, clipped 0.100" in printed
-    for row in alone:
+    for row in alone.rows():
         assert re.search(rf"^{row.name} +{row.numel:,} +{row.norm:.3e} ", printed, flags=re.MULTILINE), (
             row.name
         )
@@ -147,7 +147,7 @@ def fsdp_1(_):
     for one in (model, alone):
         one(x).square().mean().backward()
     report = gm.collect_grads(model, reduce=ranks).materialize()
-    assert [row.numel for row in report] == [p.numel() for p in alone.parameters()]
+    assert [row.numel for row in report.rows()] == [p.numel() for p in alone.parameters()]
     assert report.total_norm == pytest.approx(gm.grad_norm(alone), rel=1e-6)
 
 

@@ -91,7 +91,7 @@ def test_gradients_are_those_of_one_process(pool, kind, size):
     assert_equal(found, expected_of(model), SLACK)
     report = gm.collect_grads(model).materialize()
     for one in found:
-        assert one["flags"] == [int(row.flags) for row in report]
+        assert one["flags"] == [int(row.flags) for row in report.rows()]
         assert one["total_norm"] == pytest.approx(report.total_norm, rel=SLACK)
         assert one["ranks"] == {}
         assert set(one["origin"].values()) == {-1}

@@ -133,7 +133,7 @@ def other_calls(rank, size):
 
 def test_ranks_that_make_different_calls_learn_of_it(two_ranks):
     for said, numel in two_ranks.run(other_calls, 2):
-        assert "collect_exponents of histograms" in said[0]
+        assert "collect_exponents of exponents" in said[0]
         assert "collect_weights" in said[0]
         assert "'w' has dtype torch.int64" in said[1]
         assert "'v' is not among the tensors" in said[2]

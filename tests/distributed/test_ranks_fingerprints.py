@@ -35,7 +35,7 @@ def build(rank, size, how, dtype):
 
 
 def bits_of(report):
-    return {row.name: row.fingerprint for row in report}
+    return {row.name: row.fingerprint for row in report.rows()}
 
 
 def wholes(rank, size, how, dtype):

@@ -319,8 +319,8 @@ def test_what_training_does_next_changes_nothing(side):
     found = pending.result()
     for report, columns in ((found["grads"], grads), (found["weights"], weights)):
         for name in ("sumsq", "sum", "abs_max"):
-            assert [getattr(row, name) for row in report] == columns[:, COLUMN_INDEX[name]].tolist()
-    assert [row.norm for row in found["grads"]] == near(found["first"])
+            assert [getattr(row, name) for row in report.rows()] == columns[:, COLUMN_INDEX[name]].tolist()
+    assert [row.norm for row in found["grads"].rows()] == near(found["first"])
     assert 0 < found["grads"].total_norm < math.inf
 
 
@@ -417,7 +417,7 @@ def test_reports_of_a_compiled_step_are_those_of_their_step(mode):
         del stats, loss
     for pending, (norm, loss) in zip(pendings, expected, strict=True):
         found = pending.result()
-        assert [row.norm for row in found["stats"]] == near(norm)
+        assert [row.norm for row in found["stats"].rows()] == near(norm)
         assert found["loss"].item() == loss.item()
     assert len({loss.item() for _, loss in expected}) == 15
 

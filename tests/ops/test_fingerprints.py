@@ -284,7 +284,7 @@ def test_collect_returns_them_if_asked():
     assert plain.materialize()["a"].fingerprint is None
     assert bit_patterns([plain.columns, plain.flags]) == bit_patterns([stats.columns, stats.flags])
     assert gm.collect({}, fingerprint=True).fingerprints.shape == (0, 3)
-    assert list(gm.collect({}, fingerprint=True).materialize()) == []
+    assert gm.collect({}, fingerprint=True).materialize().rows() == []
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -292,7 +292,7 @@ def test_a_report_can_be_saved(count, tmp_path):
     report = gm.collect([base(torch.float32)] * count, fingerprint=True).materialize()
     torch.save(report, tmp_path / "report.pt")
     loaded = torch.load(tmp_path / "report.pt", weights_only=False)
-    assert [row.fingerprint for row in loaded] == [row.fingerprint for row in report]
+    assert [row.fingerprint for row in loaded.rows()] == [row.fingerprint for row in report.rows()]
 
 
 def test_the_other_functions_return_them_too():
@@ -380,7 +380,7 @@ def test_reports_keep_them():
     stats = gm.collect(tensors, fingerprint=True)
     texts = {name: str(of_tensor(x)) for name, x in tensors.items()}
     report = stats.materialize_async().result()
-    assert {row.name: str(row.fingerprint) for row in report} == texts
+    assert {row.name: str(row.fingerprint) for row in report.rows()} == texts
     assert {name: row["fingerprint"] for name, row in report.to_dict()["tensors"].items()} == texts
     assert all(
         "fingerprint" not in row for row in gm.collect(tensors).materialize().to_dict()["tensors"].values()
@@ -429,7 +429,7 @@ def test_a_ring_holds_what_collect_returns():
         assert measured == [[0, 0, 0] if x is None else x.row for x in grads]
         assert record.fingerprints("weights").tolist() == weights
         report = record.report("grads")
-        assert [row.fingerprint for row in report] == [x for x in grads if x is not None]
+        assert [row.fingerprint for row in report.rows()] == [x for x in grads if x is not None]
     # an update has none
     assert records[-1].fingerprints("updates").tolist() == [[-1, 0, 0], [0, 0, 0], [0, 0, 0]]
 
@@ -543,7 +543,7 @@ def test_any_change_of_one_or_two_elements_changes_the_fingerprint(change):
     dtype, before, after = change
     tensors = [tensor_of(dtype, elements) for elements in (before, after, before)]
     stats = gm.collect(tensors, fingerprint=True).materialize()
-    first, second, same = [row.fingerprint for row in stats]
+    first, second, same = [row.fingerprint for row in stats.rows()]
     assert first == same == of_tensor(tensors[0])
     assert (first == second) == (before == after)
 

@@ -41,7 +41,7 @@ def test_stats_become_reports_wherever_they_stand(fetch):
         (found["slots"][1]["again"], grads),
     ):
         assert type(report) is gm.Report
-        assert repr(list(report)) == repr(list(stats.materialize()))
+        assert repr(report.rows()) == repr(stats.materialize().rows())
         assert report.thresholds == stats.thresholds
     assert type(found["slots"][0]) is Slots
     assert type(found["slots"][1]) is OrderedDict
@@ -73,7 +73,7 @@ def test_stats_of_each_kind_alone(fetch, kind):
     stats = make()
     for found in (fetch(stats), stats.materialize(), stats.materialize_async().result()):
         assert type(found) is report
-        assert repr(list(found)) == repr(list(stats.materialize()))
+        assert repr(found.rows()) == repr(stats.materialize().rows())
         assert str(found) == str(stats.materialize())
 
 

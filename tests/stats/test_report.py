@@ -72,7 +72,7 @@ def test_a_report_holds_what_the_stats_hold() -> None:
     assert report.names == stats.names
     assert report.thresholds == stats.thresholds
     assert len(report) == len(MIXED)
-    for i, row in enumerate(report):
+    for i, row in enumerate(report.rows()):
         assert type(row) is gm.TensorReport
         assert row.name == stats.names[i]
         assert row.flags == stats.flags[i].item()
@@ -94,7 +94,7 @@ def test_the_asynchronous_report_is_the_same(tensors: dict[str, torch.Tensor]) -
     assert pending.ready() is True
     report = pending.result()
     assert type(report) is gm.Report
-    assert repr(list(report)) == repr(list(stats.materialize()))
+    assert repr(report.rows()) == repr(stats.materialize().rows())
     assert str(report) == str(stats.materialize())
     assert report.thresholds == stats.thresholds
     # a result can be requested again
@@ -112,7 +112,7 @@ def test_a_pending_report_is_that_of_the_moment_it_was_started() -> None:
 def test_a_report_from_a_gpu_arrives_without_waiting_for_later_work() -> None:
     stats = gm.collect({name: tensor.cuda() for name, tensor in MIXED.items()})
     pending = stats.materialize_async()
-    assert repr(list(pending.result())) == repr(list(stats.materialize()))
+    assert repr(pending.result().rows()) == repr(stats.materialize().rows())
     assert pending.ready() is True
     busy = torch.zeros(1, device="cuda")
     torch.cuda._sleep(2_000_000_000)
@@ -148,9 +148,9 @@ def test_a_name_that_was_not_measured_is_a_key_error_that_says_so() -> None:
 def test_iteration_is_in_the_order_of_the_model() -> None:
     names = ["z", "a", "m", "10", "9"]
     report = report_of({name: torch.ones(1) for name in names})
-    assert [row.name for row in report] == names
+    assert [row.name for row in report.rows()] == names
     assert list(report.names) == names
-    assert [row.name for row in report] == names  # repeatable
+    assert [row.name for row in report.rows()] == names  # repeatable
 
 
 def test_rows_are_frozen() -> None:
@@ -278,7 +278,7 @@ def test_the_worst_come_first() -> None:
     report = report_of({name: expected[name] for name in shuffled})
     assert [row.name for row in report.worst_first()] == list(expected)
     # ties keep the order of the model, and the call does not change the report
-    assert [row.name for row in report] == shuffled
+    assert [row.name for row in report.rows()] == shuffled
     ones = report_of({name: torch.ones(1) for name in "cabd"})
     assert "".join(row.name for row in ones.worst_first()) == "cabd"
 
@@ -325,7 +325,7 @@ def test_a_report_as_a_dict_has_the_rows_that_iteration_gives() -> None:
     # without NaN, which does not equal itself
     finite = report_of({name: x for name, x in MIXED.items() if bool(x.isfinite().all())})
     rows = finite.to_dict()["tensors"]
-    assert rows == {row.name: row_to_dict(row) for row in finite}
+    assert rows == {row.name: row_to_dict(row) for row in finite.rows()}
     assert [list(row) for row in rows.values()] == [list(FIELDS[1:])] * len(rows)
 
 
@@ -595,7 +595,7 @@ def test_every_line_of_a_table_has_the_same_columns(seed: int) -> None:
 )
 def test_names_in_any_script_keep_the_columns(names: list[str]) -> None:
     report = report_of({name: torch.full((i + 2,), 3.0) for i, name in enumerate(names)})
-    assert [row.name for row in report] == names
+    assert [row.name for row in report.rows()] == names
     assert_aligned(str(report))
     assert all(name in str(report) for name in names)
 

@@ -382,7 +382,7 @@ def test_later_changes_of_gradients_change_neither_stats_nor_report() -> None:
     now = [grads.columns, grads.flags, weights.columns, weights.flags]
     assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
     for later in (report, pending.result(), grads.materialize()):
-        assert [row.norm for row in later] == norms
+        assert [row.norm for row in later.rows()] == norms
         assert later.found_inf is False
     assert not torch.equal(gm.collect_weights(model).columns, weights.columns)
 
@@ -571,7 +571,7 @@ def test_stats_and_reports_survive_copies_and_files(again: object) -> None:
     assert twin.names == report.names
     assert twin.thresholds == report.thresholds
     assert twin.exploding == report.exploding == ["host.0.weight", "seed.weight", "seed.bias"]
-    assert repr(list(twin)) == repr(list(report))
+    assert repr(twin.rows()) == repr(report.rows())
     assert repr(twin.total) == repr(report.total)
 
 

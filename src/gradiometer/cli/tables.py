@@ -173,7 +173,8 @@ def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
             lines.append(text((part, style)))
     else:
         table = found.report.table(top)
-        lines += [text(table.headline), rows(found.report, top, console.width), text((table.more, "dim"))]
+        lines += [text(table.headline), rows(found.report, top, console.width)]
+        lines += [text((table.more, "dim"))] * bool(table.more)
     if len(found.attempts) > 1:
         lines.append(text((_attempts(found), "dim")))
     if record.recorded and len(found.report) < found.measured:

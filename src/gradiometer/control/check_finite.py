@@ -131,11 +131,12 @@ def _together(parts: dict[str, Named]) -> dict[str, Report]:
             groups = [model, {"loss": parts["loss"]}]
     stats = [_measure(group) for group in groups]
     reports = {}
-    for group, one, rows in zip(groups, stats, fetch([one.packed() for one in stats]), strict=True):
-        done = 0
-        for kind, (names, _) in group.items():
-            reports[kind] = Report(names, rows[done : done + len(names)], one.thresholds)
-            done += len(names)
+    found = fetch([x for one in stats for x in (one.columns, one.flags)])
+    for group, columns, flags in zip(groups, found[::2], found[1::2], strict=True):
+        sizes = [len(part.names) for part in group.values()]
+        rows = zip(group.items(), columns.split(sizes), flags.split(sizes), strict=True)
+        for (kind, (names, _)), own, bits in rows:
+            reports[kind] = Report(names, own, flags=bits)
     return reports
 
 

@@ -32,6 +32,7 @@ from gradiometer.stats import (
     norms_of,
     order_of,
     over_ranks,
+    over_ranks_with,
     settled,
 )
 
@@ -298,40 +299,36 @@ def _clip(
         raise RuntimeError(msg + "omit it, and check the norm or stats.found_inf outside")
     parameters = named_parameters(model, what)
     grads, home = grads_of(parameters, what)
-    parts: list[Part] = []
-    finite: Tensor | None = None
-    over: Ranks | None = None
 
-    def measured(ranks: Ranks | None) -> TensorStats:
+    def measured(ranks: Ranks | None) -> tuple[TensorStats, tuple[list[Part], Tensor | None]]:
         # all local checks come before the reduction over ranks
-        nonlocal parts, finite, over
-        if ranks is not None and ranks.size > 1:
-            over = ranks
         if clip is not None:
             clip.check(parameters, ranks, order, what)
         local = settled(grads, parameters, ranks, what)
         options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
         stats = measure(local, what, thresholds, inv_scale, home=home, **options)
         parts = parts_of(grads, what)
-        finite = finite_norm(local, order, over, stats.columns.device)
+        finite = finite_norm(local, order, ranks, stats.columns.device)
         if finite is not None and inv_scale is not None:
             finite = unscaled(finite, inv_scale)
-        return stats
+        return stats, (parts, finite)
 
     if clip is not None and is_active():
         limit = clip.digest()
     agreed = {"max_norm": limit, "norm_type": order, "inv_scale": 1.0 if inv_scale is None else inv_scale}
-    stats = over_ranks(reduce, parameters, what, measured, is_wide=fingerprint, **agreed)
+    stats, (parts, finite), ranks = over_ranks_with(
+        reduce, parameters, what, measured, fingerprint=fingerprint, **agreed
+    )
     known: list[Norms] = []
 
     def norms() -> Norms:
         # a module may not need them
         if not known:
-            known.append(norms_of(stats.columns, order, finite, over))
+            known.append(norms_of(stats.columns, order, finite, ranks))
         return known[0]
 
     if error_if_nonfinite:
-        _refuse_nonfinite(stats, norms().said, order, over)
+        _refuse_nonfinite(stats, norms().said, order, ranks)
     if isinstance(clip, WeightNormClip) and clip.unitwise:
         held = {name: p for name, p in zip(*parameters, strict=True) if p.grad is not None}
         clip.scale_units_(grads.names, parts, list(held.values()), inv_scale)
@@ -364,9 +361,9 @@ def _refuse_nonfinite(stats: TensorStats, norm: Tensor, order: float, ranks: Ran
     report, said = materialize((stats, norm))
     if said.isfinite():
         return
-    rows = [row for row in report if row.n_nonfinite]
+    rows = [row for row in report.rows() if row.n_nonfinite]
     found = [f"{row.name!r} has {row.n_nan} NaN and {row.n_inf} Inf of {row.numel}" for row in rows[:_NAMES]]
-    if ranks is not None:
+    if ranks is not None and ranks.size > 1:
         where = [ranks.where(row.name, report.ranks[row.name]) for row in rows[:_NAMES]]
         found = [f"{text} (first on {place})" for text, place in zip(found, where, strict=True)]
     if len(rows) > _NAMES:

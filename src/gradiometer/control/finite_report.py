@@ -149,7 +149,7 @@ def _kinds(report: FiniteReport) -> Iterable[tuple[str, Report]]:
 
 
 def _bad(report: Report) -> list[TensorReport]:
-    return [row for row in report if row.n_nonfinite or row.name in report.ranks]
+    return [row for row in report.rows() if row.n_nonfinite or row.name in report.ranks]
 
 
 def _met(name: str, kind: Report) -> list[TensorReport]:
@@ -165,7 +165,7 @@ def _summary(report: FiniteReport, *, with_largest: bool) -> list[str]:
             f"{len(kind)} {name}s" if len(kind) > 1 else f"1 {name}" if len(kind) else f"no {name}s"
         )
         if with_largest and kind.total.numel:
-            largest = max(kind, key=lambda row: row.abs_max)
+            largest = max(kind.rows(), key=lambda row: row.abs_max)
             phrases[-1] += f", largest {largest.abs_max:.3g} in {printable(largest.name)}"
     return ["all finite: " + phrases[0], *phrases[1:]]
 

@@ -17,16 +17,14 @@ from gradiometer.distributed.comm_hook import register_bucket_hook
 from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_for, sharding_here
 from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
 from gradiometer.distributed.ranks import Ranks
-from gradiometer.distributed.reduction import EXPONENTS, PAIRS
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.replicas import NUM_SUMMED, divergence_text, minority
 from gradiometer.distributed.settle import settle
+from gradiometer.distributed.shard_patterns import with_shards
 from gradiometer.distributed.sharding import UNKNOWN, Sharding, plain_sharding
 
 __all__ = [
-    "EXPONENTS",
     "NUM_SUMMED",
-    "PAIRS",
     "UNKNOWN",
     "RankError",
     "Ranks",
@@ -52,4 +50,5 @@ __all__ = [
     "side_group",
     "tell",
     "whole",
+    "with_shards",
 ]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_FINGERPRINT_COLUMNS
+from gradiometer.columns import NUM_FINGERPRINT_COLUMNS, TENSORS
 from gradiometer.distributed import collectives, reduction
 from gradiometer.distributed.agreement import Agreement
 from gradiometer.distributed.calls import Call, CallChecker
-from gradiometer.distributed.reduction import EXPONENTS, TENSORS, Layout, Reduced
+from gradiometer.distributed.reduction import Reduced
 from gradiometer.distributed.replicas import Replicas
 from gradiometer.distributed.shard_patterns import check_matches, check_patterns, with_shards
 from gradiometer.distributed.sharding import Sharding, sharding_of
@@ -22,6 +22,7 @@ from gradiometer.inputs import check_names, has_float64, named_parameters
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gradiometer.columns import Schema
     from gradiometer.inputs import Parameters
 
 # seconds
@@ -101,8 +102,9 @@ class Ranks(Agreement):
         super().__init__(sharding, group, timeout, home)
         self._replicas = Replicas(self)
         self._calls = CallChecker()
-        # whether all ranks have made their first call with fingerprints or pairs, and with integers
-        self._is_wide = self._has_integers = False
+        # whether all ranks have made their first call with fingerprints or pairs; the same of other schemas
+        self._is_wide = False
+        self._met_apart: set[str] = set()
 
     def __copy__(self) -> Ranks:
         return self
@@ -120,18 +122,16 @@ class Ranks(Agreement):
         here = len(self.local_names)
         return f"<Ranks: rank {self.rank} of {self.size}, {len(self.names)} tensors, {here} of them here>"
 
-    def fail(self, error: Exception, *, is_wide: bool = False, is_histogram: bool = False) -> None:
+    def fail(self, error: Exception, *, schema: Schema = TENSORS, fingerprint: bool = False) -> None:
         """Tell the other ranks, which wait for this one in `reduce`, that it has failed.
 
-        ``is_wide``: whether they reduce fingerprints or pairs. ``is_histogram``: whether they wait in
-        `reduce` of exponents.
+        ``schema``, ``fingerprint``: the schema that they reduce, and whether with fingerprints.
         """
         if self.size > 1 and not torch.compiler.is_compiling():
-            layout = EXPONENTS if is_histogram else TENSORS
-            none = torch.zeros((0, layout.num_columns), dtype=layout.dtype, device=self.device)
-            bits = none.new_zeros((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if is_wide else None
+            none = torch.zeros((0, schema.width), dtype=schema.dtype, device=self.device)
+            bits = none.new_zeros((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if fingerprint else None
             with suppress(Exception):
-                self.reduce((), none, bits, layout=layout, failure=error)
+                self.reduce((), none, bits, schema=schema, failure=error)
 
     def reduce(
         self,
@@ -139,24 +139,26 @@ class Ranks(Agreement):
         columns: Tensor,
         fingerprints: Tensor | None = None,
         *,
-        layout: Layout = TENSORS,
+        schema: Schema = TENSORS,
         failure: Exception | None = None,
         caller: str = "reduce",
         arguments: Mapping[str, Any] = _NOTHING,
     ) -> Reduced:
         """Return the columns of all rows, merged over the ranks, and where a non-finite value was found.
 
-        It makes at most two collectives, and a third for exponents. Every rank has to call it, in the same
-        order, with the same arguments. If one calls something else, it is an error on every rank: at once in
-        eager mode on the CPU; in compiled functions and on other devices, where nothing waits, the columns
-        are NaN, and ``materialize`` raises.
+        It makes at most two collectives, and more for schemas such as that of exponents. Every rank has to
+        call it, in the same order, with the same arguments. If one calls something else, it is an error on
+        every rank: at once in eager mode on the CPU; in compiled functions and on other devices, where
+        nothing waits, the columns are NaN, and ``materialize`` raises.
 
         Args:
             names: the names of the rows of ``columns``; this rank's other tensors add nothing.
-            columns: their ``(len(names), C)``, of the layout's dtype.
+            columns: their ``(len(names), C)``, of the schema's dtype.
             fingerprints: their ``(len(names), 3) int64``, on all ranks or on none.
-            layout: how the columns merge. On devices other than the CPU, a rank that makes a different call
-                than ranks that reduce exponents may leave them to the timeout of the group.
+            schema: how the columns merge. Columns of another dtype than float64, or with more sums or maxima
+                than those of fingerprints and pairs, merge after the calls were compared. On devices other
+                than the CPU, a rank that makes a different call may leave the others to the timeout of the
+                group then.
             failure: the error because of which this rank has no columns.
             caller: the name of the call, the same on all ranks; not checked in compiled functions.
             arguments: those of its arguments that are among `calls.ARGUMENTS`.
@@ -168,6 +170,8 @@ class Ranks(Agreement):
             RankError: if a rank makes a different call, or does not respond.
             ValueError: if a name is not one of this rank's.
         """
+        if schema is not TENSORS:
+            caller = f"{caller} of {schema.name}"
         if fingerprints is not None:
             caller = f"{caller} with fingerprint=True"
         if self.device.type != "cpu":
@@ -177,50 +181,59 @@ class Ranks(Agreement):
             if fingerprints is not None:
                 fingerprints = fingerprints.to(self.device, non_blocking=True)
         call = Call(caller, arguments, failure)
-        if layout.dtype == torch.float64:
-            return self._reduced(call, layout, names, columns, fingerprints)
+        if not reduction.is_apart(schema):
+            return self._reduced(call, schema, names, columns, fingerprints)
         # nothing waits in the reduction, whose result another call would leave to the timeout of the group
         is_async = self.device.type != "cpu" and self.size > 1 and not torch.compiler.is_compiling()
-        if is_async and not self._has_integers:
-            collectives.rendezvous(self.group, self.timeout, "reduce of histograms")
-            self._has_integers = True
+        if is_async and schema.name not in self._met_apart:
+            collectives.rendezvous(self.group, self.timeout, f"reduce of {schema.name}")
+            self._met_apart.add(schema.name)
         try:
-            origin = self._reduced(call, layout, names, columns, None).origin
+            origin = self._reduced(call, schema, names, columns, None).origin
         except Exception:
             if is_async:
                 # the others do not know yet, and go on
-                none = columns.new_zeros((len(self.names), layout.num_columns))
                 with suppress(Exception):
-                    collectives.all_reduce(none, "sum", self.group, self.timeout)
+                    self._merged_apart(schema, columns.new_zeros((len(self.names), schema.width)))
             raise
         merged = self.to_rows(names, columns)
-        if self.size > 1:
-            merged = collectives.all_reduce(merged, "sum", self.group, self.timeout)
-        return Reduced(merged, origin)
+        return Reduced(merged if self.size == 1 else self._merged_apart(schema, merged), origin)
+
+    def _merged_apart(self, schema: Schema, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks, merged in collectives of their own."""
+        parts = zip(schema.by_merge(rows), ("sum", "max"), strict=True)
+        return torch.cat(
+            [
+                collectives.all_reduce(part, how, self.group, self.timeout)
+                for part, how in parts
+                if part.shape[1]
+            ],
+            dim=1,
+        )
 
     def _reduced(
-        self, call: Call, layout: Layout, names: tuple[str, ...], columns: Tensor, fingerprints: Tensor | None
+        self, call: Call, schema: Schema, names: tuple[str, ...], columns: Tensor, fingerprints: Tensor | None
     ) -> Reduced:
         try:
-            rows = reduction.pack(self, layout, names, columns)
+            rows = reduction.pack(self, schema, names, columns)
             bits = None if fingerprints is None else self.bits_of(names, fingerprints)
         except ValueError as error:
             if torch.compiler.is_compiling() or self.size == 1:
                 raise
             # the others wait for this rank
             call = call._replace(failure=error)
-            rows = reduction.pack(self, layout, (), columns[:0])
+            rows = reduction.pack(self, schema, (), columns[:0])
             bits = None if fingerprints is None else self.bits_of((), fingerprints[:0])
         if self.size == 1:
             found = (None, None) if bits is None else self.merged_bits(bits)
             return Reduced(rows[:, :-1], reduction.origins(1, rows[:, -1]), *found)
-        is_wide = layout.is_wide or bits is not None
-        if is_wide and not self._is_wide and not torch.compiler.is_compiling():
+        widened = reduction.is_wide(schema) or bits is not None
+        if widened and not self._is_wide and not torch.compiler.is_compiling():
             # sizes are the same from then on
             collectives.rendezvous(self.group, self.timeout, "reduce with fingerprint=True, or of pairs")
             self._is_wide = True
-        is_wide |= self._is_wide
-        merged, origin, summed = reduction.merge(self, self._calls, call, layout, rows, bits, is_wide=is_wide)
+        widened |= self._is_wide
+        merged, origin, summed = reduction.merge(self, self._calls, call, schema, rows, bits, widened=widened)
         found = (None, None) if bits is None else self.merged_bits(summed)
         return Reduced(merged, origin, *found)
 

@@ -27,7 +27,8 @@ from gradiometer.stats.group_ratio import group_ratio
 from gradiometer.stats.grouping import GroupRule, pairs_of
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.materialize import materialize, materialize_async
-from gradiometer.stats.measure import grads_of, measure, over_ranks, plain, settled
+from gradiometer.stats.measure import grads_of, measure, over_ranks, over_ranks_with, plain, settled
+from gradiometer.stats.named_stats import NamedStats, stats_of
 from gradiometer.stats.norms import Norms, finite_norm, norms_of, order_of
 from gradiometer.stats.pair_report import PairReport, PairRow
 from gradiometer.stats.pair_stats import PairStats
@@ -35,8 +36,8 @@ from gradiometer.stats.precision import precision_report
 from gradiometer.stats.precision_report import FormatFit, PrecisionReport, PrecisionRow
 from gradiometer.stats.repeats import is_repeating, keep_in_repeats, repeating
 from gradiometer.stats.report import ModuleReports, Report
-from gradiometer.stats.report_of import TableReport, report_of, stats_of
 from gradiometer.stats.snapshot import Snapshot
+from gradiometer.stats.table_report import TableReport, report_of
 from gradiometer.stats.taps import Taps, tap
 from gradiometer.stats.tensor_report import TensorReport, row_to_dict
 from gradiometer.stats.tensor_stats import TensorStats
@@ -58,6 +59,7 @@ __all__ = [
     "FormatFit",
     "GroupRule",
     "ModuleReports",
+    "NamedStats",
     "Norms",
     "PairReport",
     "PairRow",
@@ -100,6 +102,7 @@ __all__ = [
     "order_of",
     "outside_of_a_graph",
     "over_ranks",
+    "over_ranks_with",
     "pairs_of",
     "percent",
     "plain",

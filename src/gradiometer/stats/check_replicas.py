@@ -8,14 +8,12 @@ import torch
 
 from gradiometer.distributed import minority, share
 from gradiometer.inputs import named_parameters
-from gradiometer.stats.measure import measure, over_ranks
+from gradiometer.stats.measure import measure, over_ranks_with
 
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
     from gradiometer.stats.tensor_stats import TensorStats
-
-__all__ = ["check_replicas"]
 
 
 def check_replicas(model: Parameters, *, reduce: bool | Ranks = True) -> dict[str, tuple[int, ...]]:
@@ -48,20 +46,18 @@ def check_replicas(model: Parameters, *, reduce: bool | Ranks = True) -> dict[st
         msg = "check_replicas waits for the result, which a compiled function cannot do; call it outside, or "
         raise RuntimeError(msg + "use collect_weights(model, fingerprint=True, reduce=ranks).diverged")
     named = named_parameters(model, "check_replicas")
-    over: Ranks | None = None
 
-    def measured(ranks: Ranks | None) -> TensorStats:
-        nonlocal over
-        over = ranks
-        return measure(named, "check_replicas", fingerprint=True)
+    def measured(ranks: Ranks | None) -> tuple[TensorStats, None]:
+        del ranks
+        return measure(named, "check_replicas", fingerprint=True), None
 
-    stats = over_ranks(reduce, named, "check_replicas", measured, is_wide=True)
-    if over is None or over.size == 1 or stats.local is None:
+    stats, _, ranks = over_ranks_with(reduce, named, "check_replicas", measured, fingerprint=True)
+    if ranks is None or ranks.size == 1 or stats.local is None:
         return {}
     names = stats.materialize().diverged
     if not names:
         return {}
     own = stats.local.materialize()
     bits = {name: str(own[name].fingerprint) for name in names if name in own}
-    told = share(bits, over.group, over.timeout, "check_replicas")
-    return {name: minority(over, name, [each.get(name) for each in told]) for name in names}
+    told = share(bits, ranks.group, ranks.timeout, "check_replicas")
+    return {name: minority(ranks, name, [each.get(name) for each in told]) for name in names}

@@ -11,7 +11,7 @@ from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.inputs import check_names, named_parameters, named_tensors, present
 from gradiometer.stats.in_graph import grads_in_graph
-from gradiometer.stats.measure import measure, measure_grads, over_ranks
+from gradiometer.stats.measure import measure, measure_grads, over_ranks, over_ranks_with
 from gradiometer.stats.norms import finite_norm, norms_of, order_of
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def collect_weights(
         named,
         "collect_weights",
         lambda _: measure(named, "collect_weights", thresholds, fingerprint=fingerprint),
-        is_wide=fingerprint,
+        fingerprint=fingerprint,
     )
 
 
@@ -152,7 +152,7 @@ def collect(
         return measure(named, "collect", thresholds, inv_scale, **options)
 
     agreed: dict[str, Any] = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
-    return over_ranks(reduce, named, "collect", measured, is_wide=fingerprint, **agreed)
+    return over_ranks(reduce, named, "collect", measured, fingerprint=fingerprint, **agreed)
 
 
 @overload
@@ -259,15 +259,10 @@ def total_norm(
         return over_ranks(
             reduce, named, "total_norm", lambda _: measure(named, "total_norm"), norm_type=order
         ).total_norm
-    finite: Tensor | None = None
-    over: Ranks | None = None
 
-    def measured(ranks: Ranks | None) -> TensorStats:
-        nonlocal finite, over
-        over = ranks
+    def measured(ranks: Ranks | None) -> tuple[TensorStats, Tensor | None]:
         stats = measure(named, "total_norm")
-        finite = finite_norm(named, order, ranks, stats.columns.device)
-        return stats
+        return stats, finite_norm(named, order, ranks, stats.columns.device)
 
-    stats = over_ranks(reduce, named, "total_norm", measured, norm_type=order)
-    return norms_of(stats.columns, order, finite, over).said
+    stats, finite, ranks = over_ranks_with(reduce, named, "total_norm", measured, norm_type=order)
+    return norms_of(stats.columns, order, finite, ranks).said

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer import ops
-from gradiometer.columns import NUM_PAIR_COLUMNS, derived
+from gradiometer.columns import PAIRS
+from gradiometer.columns.rows import take
 from gradiometer.inputs import (
     Named,
     check_names,
@@ -23,8 +24,6 @@ from gradiometer.stats.snapshot import Snapshot
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-
-__all__ = ["collect_updates", "compare", "updates_of"]
 
 
 def compare(a: Parameters, b: Parameters, *, reduce: bool | Ranks = False) -> PairStats:
@@ -65,7 +64,7 @@ def compare(a: Parameters, b: Parameters, *, reduce: bool | Ranks = False) -> Pa
                 msg = f"{what}: {missing[0]!r} is not in {name}; pass the same names in a and b"
                 raise ValueError(msg)
         right = Named(left.names, [there[name] for name in left.names])
-    return over_ranks(reduce, left, what, lambda _: _measure(left, right, None, what), is_wide=True)
+    return over_ranks(reduce, left, what, lambda _: _measure(left, right, None, what), schema=PAIRS)
 
 
 def collect_updates(model: Parameters, snapshot: Snapshot, *, reduce: bool | Ranks = False) -> PairStats:
@@ -110,7 +109,7 @@ def collect_updates(model: Parameters, snapshot: Snapshot, *, reduce: bool | Ran
         grads = Named(tuple([name for name, _ in found]), [grad for _, grad in found])
         return updates_of(parameters, snapshot, settled(grads, parameters, ranks, what), what)
 
-    return over_ranks(reduce, parameters, what, measured, is_wide=True)
+    return over_ranks(reduce, parameters, what, measured, schema=PAIRS)
 
 
 def updates_of(parameters: Named, snapshot: Snapshot, grads: Named, what: str) -> PairStats:
@@ -123,8 +122,8 @@ def updates_of(parameters: Named, snapshot: Snapshot, grads: Named, what: str) -
 
 
 def _scaled(stats: PairStats, scale: Tensor) -> PairStats:
-    # all columns but the maximum
-    return PairStats(stats.names, torch.cat([stats.columns[:, :-1] * scale, stats.columns[:, -1:]], dim=1))
+    sums, maxima = PAIRS.by_merge(stats.columns)
+    return PairStats(stats.names, torch.cat([sums * scale, maxima], dim=1))
 
 
 def _named(source: Parameters, what: str) -> Named:
@@ -152,7 +151,7 @@ def _measure(a: Named, b: Named, g: list[Tensor | None] | None, what: str) -> Pa
             msg = f"{what}: {name!r} is {_described(x)} in a, but {_described(y)} in b; pass tensors of the "
             raise ValueError(msg + "same shape on the same device, both real or both complex")
     if not names:
-        return PairStats(names, torch.empty((0, NUM_PAIR_COLUMNS), dtype=torch.float64, device="cpu"))
+        return PairStats(names, torch.empty((0, PAIRS.width), dtype=torch.float64, device="cpu"))
     # the first device that is not the CPU: copying to the CPU would wait for it
     devices = sorted(dict.fromkeys([x.device for x in left]), key=lambda device: device.type == "cpu")
     found: list[Tensor] = []
@@ -163,7 +162,7 @@ def _measure(a: Named, b: Named, g: list[Tensor | None] | None, what: str) -> Pa
         found.append(ops.measure_pairs(*own).to(devices[0], non_blocking=True))  # type: ignore[arg-type]
         order += rows
     columns = torch.cat(found) if len(found) > 1 else found[0]
-    return PairStats(names, derived.take(columns, sorted(range(len(order)), key=order.__getitem__)))
+    return PairStats(names, take(columns, sorted(range(len(order)), key=order.__getitem__)))
 
 
 def _described(x: Tensor) -> str:

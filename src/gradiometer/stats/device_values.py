@@ -1,4 +1,4 @@
-"""The values of `TensorStats` as tensors on the device of its columns."""
+"""The values of statistics as tensors on the device of their columns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gradiometer.columns import (
     HEALTH,
     MAX_NORM_RATIO,
     MAX_ZERO_FRACTION,
+    TENSORS,
     VANISHING_WEIGHT,
-    derived,
     is_healthy,
     score,
 )
@@ -22,13 +22,23 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["DeviceValue", "DeviceValues"]
+
+def _of_rows(name: str, stats: Any) -> Tensor:
+    value: Tensor = stats.schema.value(stats.columns, name)
+    return value
+
+
+def _of_all(name: str, stats: Any) -> Tensor:
+    return HEALTH[name](stats.columns, stats.flags)
 
 
 class DeviceValue:
-    """A read-only attribute that is computed from the columns of stats under its own name."""
+    """A read-only attribute that is computed from the columns of stats under its own name.
 
-    def __init__(self, compute: Callable[[str, Any], Tensor]) -> None:
+    Without a function it is the column or derived value of that name, of each row.
+    """
+
+    def __init__(self, compute: Callable[[str, Any], Tensor] = _of_rows) -> None:
         self._compute = compute
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -44,77 +54,71 @@ class DeviceValue:
         return self if stats is None else self._compute(self._name, stats)
 
 
-def _of_rows(name: str, stats: DeviceValues) -> Tensor:
-    return derived.value(stats.columns, name)
+class ElementValues:
+    """Raw columns and derived values of the elements of each tensor, by name."""
 
+    # raw columns
 
-def _of_all(name: str, stats: DeviceValues) -> Tensor:
-    return HEALTH[name](stats.columns, stats.flags)
-
-
-class DeviceValues:
-    """Raw columns and derived values by name, of each of T tensors and of all tensors together."""
-
-    columns: Tensor
-    flags: Tensor
-    origin: Tensor | None
-
-    # per row: raw columns
-
-    numel = DeviceValue(_of_rows)
+    numel = DeviceValue()
     """Elements, ``(T,) float64``."""
 
-    sumsq = DeviceValue(_of_rows)
+    sumsq = DeviceValue()
     """Sum of squares of the finite elements, ``(T,) float64``."""
 
-    sum = DeviceValue(_of_rows)
+    sum = DeviceValue()
     """Sum of the finite elements, ``(T,) float64``."""
 
-    n_zero = DeviceValue(_of_rows)
+    n_zero = DeviceValue()
     """Elements equal to 0, including -0, ``(T,) float64``."""
 
-    n_nan = DeviceValue(_of_rows)
+    n_nan = DeviceValue()
     """NaN elements, ``(T,) float64``."""
 
-    n_posinf = DeviceValue(_of_rows)
+    n_posinf = DeviceValue()
     """+Inf elements, ``(T,) float64``."""
 
-    n_neginf = DeviceValue(_of_rows)
+    n_neginf = DeviceValue()
     """-Inf elements, ``(T,) float64``."""
 
-    abs_max = DeviceValue(_of_rows)
+    abs_max = DeviceValue()
     """Largest finite magnitude, 0 if there is none, ``(T,) float64``."""
 
-    # per row: derived values
+    # derived values
 
-    n_inf = DeviceValue(_of_rows)
+    n_inf = DeviceValue()
     """Infinite elements of either sign, ``(T,) float64``."""
 
-    n_nonfinite = DeviceValue(_of_rows)
+    n_nonfinite = DeviceValue()
     """NaN and infinite elements, ``(T,) float64``."""
 
-    finite_norm = DeviceValue(_of_rows)
+    finite_norm = DeviceValue()
     """L2 norm of the finite elements, ``sqrt(sumsq)``, ``(T,) float64``."""
 
-    norm = DeviceValue(_of_rows)
+    norm = DeviceValue()
     """L2 norm as torch defines it: NaN with any NaN, inf with any Inf, ``(T,) float64``."""
 
-    rms = DeviceValue(_of_rows)
+    rms = DeviceValue()
     """Root mean square of the finite elements, ``(T,) float64``."""
 
-    mean = DeviceValue(_of_rows)
+    mean = DeviceValue()
     """Mean of the finite elements, ``(T,) float64``."""
 
-    std = DeviceValue(_of_rows)
+    std = DeviceValue()
     """Population standard deviation of the finite elements (no correction), ``(T,) float64``.
 
     Computed as ``sqrt(sumsq/n - mean**2)``, which loses digits if the mean is much larger than the spread.
     """
 
-    zero_fraction = DeviceValue(_of_rows)
+    zero_fraction = DeviceValue()
     """Share of elements equal to 0, ``(T,) float64``."""
 
-    # of all rows together, for decisions on the device
+
+class HealthValues:
+    """Values of all tensors together, for decisions on the device."""
+
+    columns: Tensor
+    flags: Tensor
+    origin: Tensor | None
 
     total_zero_fraction = DeviceValue(_of_all)
     """Share of all elements equal to 0; 0-d float64."""
@@ -144,14 +148,9 @@ class DeviceValues:
     """Whether all elements are finite, nothing explodes, norm ratio < 1000, zero share < 0.5; 0-d bool."""
 
     @property
-    def total(self) -> Tensor:
-        """All rows merged into one, ``(C,) float64``."""
-        return derived.merge_rows(self.columns)
-
-    @property
     def total_norm(self) -> Tensor:
         """L2 norm of all tensors together, 0-d float64; 0 with none."""
-        return derived.value(self.total, "norm")
+        return TENSORS.value(TENSORS.merge_rows(self.columns), "norm")
 
     @property
     def found_inf(self) -> Tensor:
@@ -160,7 +159,7 @@ class DeviceValues:
         GradScaler and fused optimizers accept it as ``found_inf``.
         """
         # true for NaN too: the columns are NaN if the ranks' reductions did not match
-        found = derived.value(self.total, "n_nonfinite") != 0
+        found = TENSORS.value(TENSORS.merge_rows(self.columns), "n_nonfinite") != 0
         if self.origin is not None:
             # a replica that is not counted may have a NaN or Inf, too
             found = found | (self.origin >= 0).any()

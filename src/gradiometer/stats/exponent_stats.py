@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import compress
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from gradiometer import ops
 from gradiometer.columns import (
-    LOWEST_BINADE,
-    NUM_EXPONENT_COLUMNS,
+    EXPONENTS,
     best_scales,
-    derived,
     format_of,
     log2_of,
     losses,
@@ -22,33 +18,25 @@ from gradiometer.columns import (
     power_of_two,
     quantile,
 )
-from gradiometer.distributed import EXPONENTS, differing_calls
+from gradiometer.columns.rows import take
 from gradiometer.inputs import check_names, local_shards, named_tensors
-from gradiometer.stats import stats_pytree
-from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
+from gradiometer.stats.device_values import DeviceValue
+from gradiometer.stats.host_copy import fetch, outside_of_a_graph
 from gradiometer.stats.measure import over_ranks, plain
 from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.precision_report import PrecisionReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
 
-    from gradiometer.distributed import Ranks, Sharding
+    from torch import Tensor
+
+    from gradiometer.distributed import Ranks
     from gradiometer.inputs import Named, Tensors
-
-__all__ = ["ExponentStats", "collect_exponents", "exponents_of"]
-
-# of `Ranks.reduce`
-_NOT_MEASURED: Final = -2
-_DIFFERENT: Final = -3
-
-
-def _merge_rows(columns: Tensor) -> Tensor:
-    return derived.merge_rows(columns, NUM_EXPONENT_COLUMNS)
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class ExponentStats(NamedStats):
+class ExponentStats(NamedStats[PrecisionReport]):
     """Histograms of the magnitudes of T named tensors, on their device. Only a report waits for the device.
 
     They tell, without another read, how many elements a cast to a narrower format would lose, for every
@@ -68,46 +56,29 @@ class ExponentStats(NamedStats):
     (tensor([1]), tensor([1]))
     """
 
-    names: tuple[str, ...]
-    columns: Tensor
-    sharding: Sharding | None = None
-    origin: Tensor | None = None
-    local: ExponentStats | None = None
+    schema = EXPONENTS
+    _noun = "tensor"
 
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        columns: Tensor,
-        sharding: Sharding | None = None,
-        origin: Tensor | None = None,
-        local: ExponentStats | None = None,
-    ) -> None:
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "columns", columns)
-        # None stays on the class, see TensorStats
-        for name, value in (("sharding", sharding), ("origin", origin), ("local", local)):
-            if value is not None:
-                object.__setattr__(self, name, value)
+    numel = DeviceValue()
+    """Elements, ``(T,) int64``."""
 
-    @property
-    def numel(self) -> Tensor:
-        """Elements, ``(T,) int64``."""
-        return self.columns.sum(-1)
+    n_zero = DeviceValue()
+    """Elements equal to 0, including -0, ``(T,) int64``."""
 
-    @property
-    def n_zero(self) -> Tensor:
-        """Elements equal to 0, including -0, ``(T,) int64``."""
-        return self.columns[:, 0]
+    n_inf = DeviceValue()
+    """Infinite elements, ``(T,) int64``."""
 
-    @property
-    def n_inf(self) -> Tensor:
-        """Infinite elements, ``(T,) int64``."""
-        return self.columns[:, -2]
+    n_nan = DeviceValue()
+    """NaN elements, ``(T,) int64``."""
 
-    @property
-    def n_nan(self) -> Tensor:
-        """NaN elements, ``(T,) int64``."""
-        return self.columns[:, -1]
+    n_nonfinite = DeviceValue()
+    """NaN and infinite elements, ``(T,) int64``."""
+
+    min_exponent = DeviceValue()
+    """floor(log2 |x|) of the smallest nonzero finite element, ``(T,) int64``; 0 if there is none."""
+
+    max_exponent = DeviceValue()
+    """floor(log2 |x|) of the largest finite element, ``(T,) int64``; 0 if there is none."""
 
     @property
     def binades(self) -> Tensor:
@@ -117,20 +88,6 @@ class ExponentStats(NamedStats):
         Magnitudes are rounded to float32's 24 bits first.
         """
         return of_binades(self.columns)
-
-    @property
-    def min_exponent(self) -> Tensor:
-        """floor(log2 |x|) of the smallest nonzero finite element, ``(T,) int64``; 0 if there is none."""
-        found = self.binades > 0
-        first = found.to(torch.int8).argmax(-1) + (LOWEST_BINADE - 1)
-        return torch.where(found.any(-1), first, 0)
-
-    @property
-    def max_exponent(self) -> Tensor:
-        """floor(log2 |x|) of the largest finite element, ``(T,) int64``; 0 if there is none."""
-        found = self.binades > 0
-        last = found.shape[-1] - 1 - found.flip(-1).to(torch.int8).argmax(-1) + (LOWEST_BINADE - 1)
-        return torch.where(found.any(-1), last, 0)
 
     def n_flushed(self, format: object, scale: float = 1.0) -> Tensor:  # noqa: A002
         """Return how many nonzero elements a cast of ``x * scale`` makes 0, ``(T,) int64``.
@@ -156,8 +113,8 @@ class ExponentStats(NamedStats):
         """
         return self._losses("n_overflowed", format, scale)[2]
 
-    def _losses(self, what: str, form: object, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        return losses(self.columns, format_of(form, what), log2_of(scale, what))
+    def _losses(self, caller: str, form: object, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        return losses(self.columns, format_of(form, caller), log2_of(scale, caller))
 
     def best_scale(self, format: object) -> Tensor:  # noqa: A002
         """Return the power of two by which to multiply each tensor before a cast, ``(T,) float64``.
@@ -180,35 +137,6 @@ class ExponentStats(NamedStats):
             raise ValueError(msg)
         return quantile(self.columns, q)
 
-    @property
-    def total(self) -> Tensor:
-        """All rows merged into one, ``(C,) int64``."""
-        return _merge_rows(self.columns)
-
-    def _grouped(self, indices: Mapping[str, Sequence[int]]) -> ExponentStats:
-        groups = list(indices.values())
-        columns = derived.merge_groups(self.columns, groups, _merge_rows)
-        origin = (
-            None if self.origin is None else derived.merge_groups(self.origin, groups, derived.first_rank)
-        )
-        return replace(self, names=tuple(indices), columns=columns, origin=origin, local=None)
-
-    def merge(self, other: ExponentStats) -> ExponentStats:
-        """Merge with stats of the same names, as if tensors of the same name were concatenated.
-
-        Raises:
-            ValueError: if the names differ, or if only one of the two is reduced.
-            TypeError: if ``other`` is not ExponentStats.
-        """
-        return self._merged(other, NUM_EXPONENT_COLUMNS)
-
-    def reduced_by(self, ranks: Ranks, what: str, **arguments: Any) -> ExponentStats:
-        """Do the work of `reduce`; the calling function is the same on all ranks."""
-        del arguments
-        caller = f"{what} of histograms"
-        columns, origin, *_ = ranks.reduce(self.names, self.columns, layout=EXPONENTS, caller=caller)
-        return ExponentStats(ranks.names, columns, origin=origin, local=self)
-
     def report(self, formats: Iterable[Any] | None = None) -> PrecisionReport:
         """Copy everything to the host and return a table of which tensors fit which format.
 
@@ -222,43 +150,7 @@ class ExponentStats(NamedStats):
             RankError: if the ranks made different calls, and that was not an error there.
         """
         outside_of_a_graph("report")
-        (packed,) = fetch([self.packed()])
-        return self.unpacked(packed, formats)
-
-    def materialize(self) -> PrecisionReport:
-        """Return the same as `report` of all formats. Waits for the device.
-
-        Raises:
-            RuntimeError: inside a compiled function, or while a CUDA graph is captured.
-            RankError: as for `report`.
-        """
-        outside_of_a_graph("materialize")
-        return self.unpacked(*fetch([self.packed()]))
-
-    def materialize_async(self) -> Pending[PrecisionReport]:
-        """Start the copy that `materialize` makes, and return at once; as `TensorStats.materialize_async`."""
-        outside_of_a_graph("materialize_async")
-        return Pending([self.packed()], lambda copies: self.unpacked(*copies))
-
-    def packed(self) -> Tensor:
-        """Return columns and, after `reduce`, origins as one matrix, ``(T, C ... C + 1) int64``."""
-        if self.origin is None:
-            return self.columns
-        return torch.cat([self.columns, self.origin.to(torch.int64).unsqueeze(1)], dim=1)
-
-    def unpacked(self, packed: Tensor, formats: Iterable[Any] | None = None) -> PrecisionReport:
-        """Return the `PrecisionReport` of a `packed` matrix that was copied to the host."""
-        names, columns = self.names, packed[:, :NUM_EXPONENT_COLUMNS]
-        if self.origin is not None:
-            origin = packed[:, -1]
-            if (origin <= _DIFFERENT).any():
-                raise differing_calls(int(origin[0]))
-            measured = origin > _NOT_MEASURED
-            names, columns = tuple(compress(names, measured.tolist())), columns[measured]
-        return PrecisionReport(names, columns, formats)
-
-
-stats_pytree.register(ExponentStats)
+        return self.unpacked(*fetch([self.packed()])).in_formats(formats)
 
 
 def collect_exponents(tensors: Tensors, *, reduce: bool | Ranks = False) -> ExponentStats:
@@ -286,23 +178,23 @@ def collect_exponents(tensors: Tensors, *, reduce: bool | Ranks = False) -> Expo
     >>> stats.n_zero, stats.n_flushed("float16"), stats.best_scale("float16")
     (tensor([1]), tensor([1]), tensor([8192.], dtype=torch.float64))
     """
-    what = "collect_exponents"
-    named = named_tensors(tensors, what)
-    return over_ranks(reduce, named, what, lambda _: exponents_of(named, what), is_histogram=True)
+    caller = "collect_exponents"
+    named = named_tensors(tensors, caller)
+    return over_ranks(reduce, named, caller, lambda _: exponents_of(named, caller), schema=EXPONENTS)
 
 
 @torch.no_grad()
-def exponents_of(named: Named, what: str) -> ExponentStats:
-    """Measure named tensors as `collect_exponents` does; ``what`` names the caller in error messages."""
-    check_names(named.names, what)
-    named = local_shards(named, what)
+def exponents_of(named: Named, caller: str) -> ExponentStats:
+    """Measure named tensors as `collect_exponents` does; ``caller`` names the caller in error messages."""
+    check_names(named.names, caller)
+    named = local_shards(named, caller)
     plan = ops.recognize(named.tensors)
     if plan is not None:
         # the list is like one that was measured before, so it is not checked again
         return ExponentStats(named.names, ops.measure_exponents(named.tensors, plan))
-    names, tensors = named.names, plain(named, what)
+    names, tensors = named.names, plain(named, caller)
     if not tensors:
-        return ExponentStats(names, torch.empty((0, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu"))
+        return ExponentStats(names, torch.empty((0, EXPONENTS.width), dtype=torch.int64, device="cpu"))
     # the first device that is not the CPU: copying to the CPU would wait for it
     devices = sorted(dict.fromkeys([x.device for x in tensors]), key=lambda device: device.type == "cpu")
     if len(devices) == 1:
@@ -310,9 +202,9 @@ def exponents_of(named: Named, what: str) -> ExponentStats:
     found: list[Tensor] = []
     order: list[int] = []
     for device in devices:
-        rows = [i for i, x in enumerate(tensors) if x.device == device]
-        own = ops.measure_exponents([tensors[i] for i in rows])
+        here = [i for i, x in enumerate(tensors) if x.device == device]
+        own = ops.measure_exponents([tensors[i] for i in here])
         found.append(own.to(devices[0], non_blocking=True))
-        order += rows
+        order += here
     columns = torch.cat(found) if len(found) > 1 else found[0]
-    return ExponentStats(names, derived.take(columns, sorted(range(len(order)), key=order.__getitem__)))
+    return ExponentStats(names, take(columns, sorted(range(len(order)), key=order.__getitem__)))

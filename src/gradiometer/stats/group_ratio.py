@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, overload
 import torch
 from torch import Tensor
 
-from gradiometer.columns import derived
+from gradiometer.columns.roots import sqrt
+from gradiometer.columns.rows import take
 from gradiometer.inputs import on_device
 from gradiometer.stats.tensor_stats import TensorStats
 
@@ -105,9 +106,7 @@ def _of_groups(grouped: TensorStats, numerator: Any, denominator: Any, floor: fl
     above = [_row(grouped, name) for name in ([numerator] if one else numerator)]
     below = _row(grouped, denominator)
     norms, sizes = grouped.norm, grouped.numel
-    ratios = _ratio(
-        derived.take(norms, above), derived.take(sizes, above), norms[below], sizes[below], floor=floor
-    )
+    ratios = _ratio(take(norms, above), take(sizes, above), norms[below], sizes[below], floor=floor)
     return ratios[0] if one else ratios
 
 
@@ -118,7 +117,7 @@ def _ratio(norm_a: Tensor, n_a: Tensor, norm_b: Tensor, n_b: Tensor, *, floor: f
 
 
 def _rms(norm: Tensor, n: Tensor) -> Tensor:
-    return norm / derived.sqrt(n.clamp(min=1.0))
+    return norm / sqrt(n.clamp(min=1.0))
 
 
 def _as_tensor(name: str, x: Any, home: torch.device) -> Tensor:

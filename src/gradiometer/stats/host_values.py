@@ -2,70 +2,31 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING
-
-import torch
 
 from gradiometer.columns import (
     EXPLODING_WEIGHT,
     HEALTH,
     MAX_NORM_RATIO,
     MAX_ZERO_FRACTION,
-    NUM_COLUMNS,
+    TENSORS,
     VANISHING_WEIGHT,
     Flag,
-    derived,
     is_healthy,
     score,
 )
-from gradiometer.stats.tensor_report import TensorReport, rows
+from gradiometer.stats.table_report import TableReport
+from gradiometer.stats.tensor_report import TensorReport
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradiometer.columns import Thresholds
 
-__all__ = ["HostValues"]
-
-
-class HostValues:
+class HostValues(TableReport[TensorReport]):
     """Names of tensors by flag, and values of all tensors together."""
 
-    names: tuple[str, ...]
     skip_nonfinite: bool
-    thresholds: Thresholds
-    ranks: dict[str, int]
-    _packed: Tensor
-
-    @cached_property
-    def _columns(self) -> Tensor:
-        return self._packed[:, :NUM_COLUMNS]
-
-    @cached_property
-    def _flags(self) -> Tensor:
-        return self._packed[:, NUM_COLUMNS].to(torch.int32)
-
-    @cached_property
-    def total(self) -> TensorReport:
-        """All tensors together."""
-        merged = self._merged.unsqueeze(0)
-        flags = derived.compute_flags(merged, self.thresholds, skip_nonfinite=self.skip_nonfinite)
-        (row,) = rows(("total",), merged, flags.tolist())
-        return row
-
-    @cached_property
-    def _merged(self) -> Tensor:
-        return derived.merge_rows(self._columns)
-
-    def flagged(self, flag: Flag) -> list[str]:
-        """Return the names of tensors with any of the given flags, in the order of the model."""
-        if not isinstance(flag, Flag):
-            msg = f"flagged: flag must be a gm.Flag, such as gm.Flag.NAN, got {flag!r}"
-            raise TypeError(msg)
-        # as an int: an IntFlag would create an object for each result
-        mask = int(flag)
-        return [name for name, bits in zip(self.names, self._flags.tolist(), strict=True) if bits & mask]
+    _flags: Tensor
 
     @property
     def nan(self) -> list[str]:
@@ -93,20 +54,15 @@ class HostValues:
         return self.flagged(Flag.DEAD)
 
     @property
-    def measured(self) -> bool:
-        """Whether any tensor was measured."""
-        return len(self.names) > 0
-
-    @property
     def total_norm(self) -> float:
         """L2 norm of all tensors together; 0.0 with none."""
-        return derived.value(self._merged, "norm").item()
+        return TENSORS.value(self._merged, "norm").item()
 
     @property
     def found_inf(self) -> bool:
         """Whether any element of any tensor is NaN or infinite."""
         # a replica that is not counted may have a NaN or Inf, too
-        return derived.value(self._merged, "n_nonfinite").item() > 0 or bool(self.ranks)
+        return TENSORS.value(self._merged, "n_nonfinite").item() > 0 or bool(self.ranks)
 
     @property
     def skipped(self) -> bool:
@@ -158,7 +114,7 @@ class HostValues:
     @property
     def zero_fraction(self) -> float:
         """Share of all elements equal to 0."""
-        return derived.value(self._merged, "zero_fraction").item()
+        return TENSORS.value(self._merged, "zero_fraction").item()
 
     @property
     def n_nan(self) -> int:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gradiometer.stats.activation_stats import ActivationStats
 from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
 from gradiometer.stats.named_stats import NamedStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["materialize", "materialize_async"]
-
-_STATS: Final = (NamedStats, ActivationStats)
-
 
 def materialize(tree: Any) -> Any:
     """Copy all stats and tensors in a tree to the host in one transfer. Waits for the device.
 
     Args:
-        tree: any nesting of dicts, lists and tuples of `TensorStats`, `PairStats`, `ExponentStats`,
-            `ActivationStats` and strided tensors, on any number of devices. Anything else stays as it is.
+        tree: any nesting of dicts, lists and tuples of stats, such as `TensorStats`, and strided tensors, on
+            any number of devices. Anything else stays as it is.
 
     Returns:
-        The same nesting, with a `Report` for each TensorStats, a `PairReport` for each PairStats, a
-        `PrecisionReport` for each ExponentStats, an `ActivationReport` for each ActivationStats, and for each
-        tensor a copy on the CPU, of the same dtype and shape.
+        The same nesting, with a report for each of the stats, such as a `Report` for TensorStats, and for
+        each tensor a copy on the CPU, of the same dtype and shape.
 
     Raises:
         RuntimeError: inside a compiled function; return the tree and materialize it outside.
@@ -75,9 +69,9 @@ def materialize_async(tree: Any) -> Pending[Any]:
 def _plan(tree: Any, what: str) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
     """Return the tensors to copy, and a function that builds the result from their copies."""
     outside_of_a_graph(what)
-    leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, _STATS))
-    moved = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (*_STATS, Tensor))]
-    tensors = [leaves[i].packed() if isinstance(leaves[i], _STATS) else leaves[i] for i in moved]
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, NamedStats))
+    moved = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (NamedStats, Tensor))]
+    tensors = [leaves[i].packed() if isinstance(leaves[i], NamedStats) else leaves[i] for i in moved]
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_nested:
             msg = (
@@ -93,7 +87,7 @@ def _plan(tree: Any, what: str) -> tuple[list[Tensor], Callable[[list[Tensor]], 
     def build(copies: list[Tensor]) -> Any:
         done = list(leaves)
         for i, copy in zip(moved, copies, strict=True):
-            done[i] = leaves[i].unpacked(copy) if isinstance(leaves[i], _STATS) else copy
+            done[i] = leaves[i].unpacked(copy) if isinstance(leaves[i], NamedStats) else copy
         return pytree.tree_unflatten(done, structure)
 
     return tensors, build

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gradiometer import ops
-from gradiometer.columns import (
-    COLUMN_INDEX,
-    DEFAULT_THRESHOLDS,
-    NUM_COLUMNS,
-    NUM_FINGERPRINT_COLUMNS,
-    Thresholds,
-    derived,
-)
+from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_FINGERPRINT_COLUMNS, TENSORS, Thresholds
+from gradiometer.columns.rows import number
 from gradiometer.distributed import UNKNOWN, given_ranks, implicit_ranks_for, is_active, settle, sharding_here
 from gradiometer.inputs import (
     Named,
@@ -35,31 +29,29 @@ from gradiometer.inputs import (
     placed_like,
     present,
 )
+from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.tensor_stats import TensorStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from gradiometer.columns import Schema
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
     from gradiometer.ops import LaunchPlan
-    from gradiometer.stats.exponent_stats import ExponentStats
-    from gradiometer.stats.pair_stats import PairStats
 
-# what is measured: of tensors, of pairs, or histograms
-Stats = TypeVar("Stats", "TensorStats", "PairStats", "ExponentStats")
-
-__all__ = ["dense", "grads_of", "measure", "measure_grads", "over_ranks", "plain", "settled"]
+Stats = TypeVar("Stats", bound=NamedStats[Any])
+Other = TypeVar("Other")
 
 
-def grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
+def grads_of(named: Named, caller: str) -> tuple[Named, torch.device | None]:
     """Return the gradients; without any, also the device on which their statistics would be."""
     names, parameters = named
     grads = present(names, [p.grad for p in parameters])
     if grads.tensors:
         return grads, None
     if parameters and not any([isinstance(p, nn.Parameter) or p.requires_grad for p in parameters]):
-        msg = f"{what}: none of these {len(parameters)} tensors is a parameter or has a .grad; "
+        msg = f"{caller}: none of these {len(parameters)} tensors is a parameter or has a .grad; "
         raise TypeError(msg + "pass parameters, or pass the gradients themselves to collect or total_norm")
     devices = [device for device in dict.fromkeys([p.device for p in parameters]) if has_float64(device)]
     # the first that is not the CPU, as with gradients
@@ -69,7 +61,7 @@ def grads_of(named: Named, what: str) -> tuple[Named, torch.device | None]:
 
 def measure_grads(
     model: Parameters,
-    what: str,
+    caller: str,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
     *,
@@ -78,19 +70,19 @@ def measure_grads(
     reduce: bool | Ranks | None = False,
 ) -> tuple[Named, TensorStats]:
     """Return a model's gradients and their statistics, merged over the ranks as in `over_ranks`."""
-    parameters = named_parameters(model, what)
-    grads, home = grads_of(parameters, what)
+    parameters = named_parameters(model, caller)
+    grads, home = grads_of(parameters, caller)
 
     def measured(ranks: Ranks | None) -> TensorStats:
-        local = settled(grads, parameters, ranks, what)
+        local = settled(grads, parameters, ranks, caller)
         options: dict[str, Any] = {"skip_nonfinite": skip_nonfinite, "fingerprint": fingerprint}
-        return measure(local, what, thresholds, inv_scale, home=home, **options)
+        return measure(local, caller, thresholds, inv_scale, home=home, **options)
 
     agreed: dict[str, Any] = {"inv_scale": 1.0 if inv_scale is None else inv_scale}
-    return grads, over_ranks(reduce, parameters, what, measured, is_wide=fingerprint, **agreed)
+    return grads, over_ranks(reduce, parameters, caller, measured, fingerprint=fingerprint, **agreed)
 
 
-def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> Named:
+def settled(grads: Named, parameters: Named, ranks: Ranks | None, caller: str) -> Named:
     """Return the gradients, placed like their parameters; with ranks, as `distributed.settle` does.
 
     ``parameters``: all of them, in order.
@@ -99,33 +91,59 @@ def settled(grads: Named, parameters: Named, ranks: Ranks | None, what: str) -> 
         return grads
     kept = [p for p in parameters.tensors if p.grad is not None]
     if ranks is not None:
-        return Named(grads.names, settle(grads, kept, ranks.timeout, what))
-    placed = [placed_like(*each, what) for each in zip(*grads, kept, strict=True)]
+        return Named(grads.names, settle(grads, kept, ranks.timeout, caller))
+    placed = [placed_like(*each, caller) for each in zip(*grads, kept, strict=True)]
     return Named(grads.names, placed)
 
 
 def over_ranks(
     reduce: bool | Ranks | None,  # noqa: FBT001
     parameters: Named,
-    what: str,
+    caller: str,
     measured: Callable[[Ranks | None], Stats],
     *,
-    is_wide: bool = False,
-    is_histogram: bool = False,
+    schema: Schema = TENSORS,
+    fingerprint: bool = False,
     **arguments: Any,
 ) -> Stats:
-    """Return the result of ``measured``, merged over the ranks if ``reduce`` asks for that.
+    """Return the stats that ``measured`` returns, merged over the ranks; see `over_ranks_with`."""
+    options: dict[str, Any] = {"schema": schema, "fingerprint": fingerprint, **arguments}
+    stats, _, _ = over_ranks_with(
+        reduce, parameters, caller, lambda ranks: (measured(ranks), None), **options
+    )
+    return stats
 
-    ``is_wide``: whether ``measured`` returns fingerprints or pairs. ``is_histogram``: whether it returns
-    histograms. ``arguments``: those of ``what`` that
-    must be the same on all ranks; None stands for none.
+
+def over_ranks_with(
+    reduce: bool | Ranks | None,  # noqa: FBT001
+    parameters: Named,
+    caller: str,
+    measured: Callable[[Ranks | None], tuple[Stats, Other]],
+    *,
+    schema: Schema = TENSORS,
+    fingerprint: bool = False,
+    **arguments: Any,
+) -> tuple[Stats, Other, Ranks | None]:
+    """Return the stats that ``measured`` returns, merged over the ranks if ``reduce`` asks for that.
 
     If ``measured`` fails on a rank, that rank tells the others, which would otherwise wait for it, and then
-    raises. With ``reduce=None`` the ranks merge if there is a DTensor.
+    raises. So it also does what may fail beside the measurement.
+
+    Args:
+        reduce: as for `collect`. None merges if there is a DTensor.
+        parameters: all tensors on which the ranks agree.
+        caller: the name of the calling function, the same on all ranks.
+        measured: returns the stats of this rank, of the schema, and any other value.
+        schema: the schema of the stats.
+        fingerprint: whether they have fingerprints.
+        arguments: those of the caller's that must be the same on all ranks; None stands for none.
+
+    Returns:
+        the merged stats, the other value, and the ranks; None if the stats are not merged.
     """
     if reduce is None:
         reduce = _any_dtensor(parameters)
-    ranks = given_ranks(reduce, what)
+    ranks = given_ranks(reduce, caller)
     sharding = sharding_here(*parameters)
     if ranks is None and reduce and sharding is not None:
         devices = [p.device for p in parameters.tensors]
@@ -135,15 +153,16 @@ def over_ranks(
     if ranks is None:
         if torch.compiler.is_compiling() and is_active() and _any_dtensor(parameters):
             sharding = UNKNOWN
-        stats = measured(None)
-        return stats if sharding is None else replace(stats, sharding=sharding)
+        stats, other = measured(None)
+        return stats if sharding is None else replace(stats, sharding=sharding), other, None
     try:
-        ranks.check(sharding, what)
-        stats = replace(measured(ranks), sharding=ranks.sharding)
+        ranks.check(sharding, caller)
+        stats, other = measured(ranks)
+        stats = replace(stats, sharding=ranks.sharding)
     except Exception as error:
-        ranks.fail(error, is_wide=is_wide, is_histogram=is_histogram)
+        ranks.fail(error, schema=schema, fingerprint=fingerprint)
         raise
-    return stats.reduced_by(ranks, what, **arguments)
+    return stats.reduced_by(ranks, caller, **arguments), other, ranks
 
 
 def _any_dtensor(named: Named) -> bool:
@@ -152,7 +171,7 @@ def _any_dtensor(named: Named) -> bool:
 
 def measure(
     named: Named,
-    what: str,
+    caller: str,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     inv_scale: Tensor | float | None = None,
     *,
@@ -160,12 +179,12 @@ def measure(
     fingerprint: bool = False,
     home: torch.device | None = None,
 ) -> TensorStats:
-    """Measure named tensors as `collect` does; ``what`` names the caller in error messages."""
+    """Measure named tensors as `collect` does; ``caller`` names the caller in error messages."""
     with torch.no_grad():
-        stats = _measure_named(named, thresholds, inv_scale, what, home, fingerprint=fingerprint)
+        stats = _measure_named(named, thresholds, inv_scale, caller, home, fingerprint=fingerprint)
     if not skip_nonfinite:
         return stats
-    flags = derived.compute_flags(stats.columns, thresholds, skip_nonfinite=True)
+    flags = TENSORS.flags_of(stats.columns, thresholds, skip_nonfinite=True)
     return replace(stats, flags=flags, skip_nonfinite=True)
 
 
@@ -173,23 +192,23 @@ def _measure_named(
     named: Named,
     thresholds: Thresholds,
     inv_scale: Tensor | float | None,
-    what: str,
+    caller: str,
     home: torch.device | None,
     *,
     fingerprint: bool,
 ) -> TensorStats:
     if not isinstance(thresholds, Thresholds):
-        msg = f"{what}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
+        msg = f"{caller}: thresholds must be gm.Thresholds(...), got {thresholds!r}"
         raise TypeError(msg)
-    named = local_shards(named, what)
+    named = local_shards(named, caller)
     names, tensors = named
     plan = ops.recognize(tensors)
     # recognized: the list is like one that was measured before, so it is not checked again
-    traits = check(named, what) if plan is None else Traits({Tensor}, {torch.strided}, [plan.device])
-    check_names(names, what)
-    _check_scale(inv_scale, what)
+    traits = check(named, caller) if plan is None else Traits({Tensor}, {torch.strided}, [plan.device])
+    check_names(names, caller)
+    _check_scale(inv_scale, caller)
     if not tensors:
-        columns = torch.empty((0, NUM_COLUMNS), dtype=torch.float64, device=home or "cpu")
+        columns = torch.empty((0, TENSORS.width), dtype=torch.float64, device=home or "cpu")
         bits = columns.new_empty((0, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64) if fingerprint else None
         flags = columns.new_empty((0,), dtype=torch.int32)
         return TensorStats(names, columns, flags, thresholds, fingerprints=bits)
@@ -205,7 +224,7 @@ def _measure_named(
     )
     if sparse:
         columns = _add_implicit_zeros(columns, tensors, stored)
-        flags = derived.compute_flags(columns, thresholds)
+        flags = TENSORS.flags_of(columns, thresholds)
     return TensorStats(names, columns, flags, thresholds, fingerprints=bits)
 
 
@@ -248,8 +267,8 @@ def _measure_tensors(
         )
         rows, flags, *bits = [x.to(home, non_blocking=True) for x in part if x is not None]
         if late and factor is not None:
-            rows = derived.rescale(rows, factor.reshape(()).to(rows))
-            flags = derived.compute_flags(rows, thresholds)
+            rows = TENSORS.scaled(rows, factor.reshape(()).to(rows))
+            flags = TENSORS.flags_of(rows, thresholds)
         # slices, so that no index tensor is copied
         sizes = [len(run) for run in own]
         found[device] = zip(*[x.split(sizes) for x in (rows, flags, *bits)], strict=True)
@@ -259,7 +278,7 @@ def _measure_tensors(
     return columns, flags, bits[0] if bits else None
 
 
-def _check_scale(inv_scale: Tensor | float | None, what: str) -> None:
+def _check_scale(inv_scale: Tensor | float | None, caller: str) -> None:
     if inv_scale is None:
         return
     if isinstance(inv_scale, Tensor):
@@ -268,7 +287,7 @@ def _check_scale(inv_scale: Tensor | float | None, what: str) -> None:
     elif isinstance(inv_scale, (int, float)) and 0 < inv_scale <= sys.float_info.max:
         return
     msg = (
-        f"{what}: inv_scale must be a positive finite number, such as 1 / scaler.get_scale(), "
+        f"{caller}: inv_scale must be a positive finite number, such as 1 / scaler.get_scale(), "
         f"or a one-element floating-point tensor, got {describe(inv_scale)}"
     )
     raise ValueError(msg)
@@ -279,7 +298,7 @@ def _on(scale: Tensor | float | None, device: torch.device) -> Tensor | None:
         return None
     if isinstance(scale, Tensor):
         return on_device(scale.detach(), device)
-    return derived.number(scale, device)
+    return number(scale, device)
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -305,14 +324,14 @@ def _add_implicit_zeros(columns: Tensor, tensors: list[Tensor], dense: list[Tens
     for i, (tensor, values) in enumerate(zip(tensors, dense, strict=True)):
         missing = (tensor.numel() - values.numel()) * (2 if tensor.is_complex() else 1)
         if missing:
-            columns[i, COLUMN_INDEX["numel"]] += missing
-            columns[i, COLUMN_INDEX["n_zero"]] += missing
+            columns[i, TENSORS.index["numel"]] += missing
+            columns[i, TENSORS.index["n_zero"]] += missing
     return columns
 
 
-def plain(named: Named, what: str) -> list[Tensor]:
+def plain(named: Named, caller: str) -> list[Tensor]:
     """Return the tensors, after a check, as dense ones of no subclass with its own operators."""
-    traits = check(named, what)
+    traits = check(named, caller)
     tensors = named.tensors
     if any([is_plain_subclass(kind) for kind in traits.types]):
         tensors = [x.as_subclass(Tensor) if is_plain_subclass(type(x)) else x for x in tensors]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from gradiometer.columns import derived
+from gradiometer.columns import TENSORS
+from gradiometer.columns.roots import sqrt
 from gradiometer.inputs import Named, is_plain_subclass, local_shards
 
 if TYPE_CHECKING:
@@ -82,21 +83,21 @@ def norms_of(
         ranks: over which ``columns`` were merged; None for a single rank.
     """
     if order == 0.0:
-        filled = derived.value(columns, "numel") - derived.value(columns, "n_zero")
-        finite = filled - derived.value(columns, "n_nonfinite")
+        filled = TENSORS.value(columns, "numel") - TENSORS.value(columns, "n_zero")
+        finite = filled - TENSORS.value(columns, "n_nonfinite")
         return Norms(*((x > 0).sum(dtype=torch.float64) for x in (filled, finite)))
-    total = derived.merge_rows(columns)
+    total = TENSORS.merge_rows(columns)
     if finite is not None:
         norm = finite if ranks is None else ranks.norm_of(finite, order)
         if order < 0:
-            norm = torch.where(derived.value(total, "numel") > 0, norm, 0.0)
+            norm = torch.where(TENSORS.value(total, "numel") > 0, norm, 0.0)
         return Norms(_as_torch_says(total, norm, order), norm)
-    top = derived.value(total, "abs_max")
+    top = TENSORS.value(total, "abs_max")
     if order == math.inf:
         return Norms(_as_torch_says(total, top, order), top)
-    norm = derived.value(total, "finite_norm")
+    norm = TENSORS.value(total, "finite_norm")
     # squares overflow fp64 beyond 1e154; this bound is not less than the norm
-    bound = top * derived.sqrt(derived.value(total, "numel"))
+    bound = top * sqrt(TENSORS.value(total, "numel"))
     return Norms(_as_torch_says(total, norm, order), torch.where(norm < math.inf, norm, bound))
 
 
@@ -104,8 +105,8 @@ def _as_torch_says(total: Tensor, norm: Tensor, order: float) -> Tensor:
     """Return torch's norm of all elements, given the norm of the finite ones."""
     if order > 0:
         # with a negative order Inf adds nothing
-        norm = norm + torch.where(derived.value(total, "n_inf") > 0, math.inf, 0.0)
-    return norm + torch.where(derived.value(total, "n_nan") > 0, math.nan, 0.0)
+        norm = norm + torch.where(TENSORS.value(total, "n_inf") > 0, math.inf, 0.0)
+    return norm + torch.where(TENSORS.value(total, "n_nan") > 0, math.nan, 0.0)
 
 
 def _any_complex(named: Named, ranks: Ranks | None) -> bool:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer.columns import FORMATS, LOWEST_BINADE, best_scales, derived, format_of, losses, of_binades
+from gradiometer.columns import (
+    EXPONENTS,
+    FORMATS,
+    LOWEST_BINADE,
+    Format,
+    best_scales,
+    format_of,
+    losses,
+    of_binades,
+)
 from gradiometer.stats import text_table
-from gradiometer.terminal import printable
+from gradiometer.stats.table_report import TableReport, frame
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    import pandas as pd
     from torch import Tensor
 
-    from gradiometer.columns import Format
+    from gradiometer.stats.text_table import Table
 
-__all__ = ["FormatFit", "PrecisionReport", "PrecisionRow"]
-
-_NOTHING: Final = "nothing measured: no tensors"
 _NOTES: Final = (
     "ok: nothing is lost   a → b ×2ⁿ: % lost as it is → % lost when multiplied by 2ⁿ before the cast",  # noqa: RUF001
     "lost: rounded to 0 (↓), or beyond the largest number (↑)",
@@ -68,7 +74,7 @@ class PrecisionRow:
     formats: dict[str, FormatFit]
 
 
-class PrecisionReport(Mapping[str, PrecisionRow]):
+class PrecisionReport(TableReport[PrecisionRow]):
     """Which tensors fit which format: a mapping from names to `PrecisionRow`.
 
     ``print(report)`` shows a table, the tensors that lose most first.
@@ -85,40 +91,62 @@ class PrecisionReport(Mapping[str, PrecisionRow]):
     (1, 32.0, 0)
     """
 
-    def __init__(self, names: tuple[str, ...], columns: Tensor, formats: Iterable[Any] | None = None) -> None:
-        """Create a report from ``columns``, ``(T, C) int64`` on the host."""
-        self.names = names
+    schema = EXPONENTS
+    _row_class = PrecisionRow
+    _noun = "tensor"
+    _nothing = "nothing measured: no tensors"
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        columns: Tensor,
+        formats: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Create a report of columns on the host; ``options`` are those of `TableReport`."""
+        super().__init__(names, columns, **options)
         given = FORMATS if formats is None else formats
         given = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
         self._formats = list(dict.fromkeys([format_of(x, "precision_report") for x in given]))
         self.formats = tuple([form.name for form in self._formats])
-        self._columns = columns
 
-    @cached_property
-    def _rows(self) -> dict[str, PrecisionRow]:
-        return {row.name: row for row in _rows_of(self.names, self._columns, self._formats)}
+    def in_formats(self, formats: Iterable[Any] | None) -> PrecisionReport:
+        """Return this report with other formats; None: all.
 
-    @cached_property
-    def total(self) -> PrecisionRow:
-        """All tensors together, with one scale for all."""
-        merged = derived.merge_rows(self._columns, self._columns.shape[1]).unsqueeze(0)
-        return _rows_of(("total",), merged, self._formats)[0]
+        Raises:
+            ValueError: for another format.
+        """
+        ranks = self.ranks if self.is_reduced else None
+        return PrecisionReport(self.names, self._columns, formats, ranks=ranks, is_local=self.is_local)
 
-    def __getitem__(self, name: str) -> PrecisionRow:
-        """Return one tensor's row."""
-        try:
-            return self._rows[name]
-        except KeyError:
-            msg = f"no tensor {name!r} in this report; see report.names"
-            raise KeyError(msg) from None
+    def _make_rows(
+        self, names: Sequence[str], columns: Tensor, flags: Tensor | None, fingerprints: Tensor | None
+    ) -> Iterator[PrecisionRow]:
+        del flags, fingerprints
+        return iter(_rows_of(names, columns, self._formats))
 
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, in order."""
-        return iter(self.names)
+    def _dicts(
+        self, names: Sequence[str], columns: Tensor, flags: Tensor | None, fingerprints: Tensor | None
+    ) -> dict[str, dict[str, Any]]:
+        found = {}
+        for row in self._make_rows(names, columns, flags, fingerprints):
+            values = asdict(row)
+            found[values.pop("name")] = values
+        return found
 
-    def __len__(self) -> int:
-        """Return the number of tensors."""
-        return len(self.names)
+    def to_frame(self) -> pd.DataFrame:
+        """Return a pandas DataFrame, a row per tensor; ``float16.n_flushed`` is a value of a format.
+
+        Raises:
+            ImportError: without pandas; ``pip install 'gradiometer[frame]'`` installs it.
+        """
+        found = {}
+        for name, values in self._own_dicts().items():
+            formats = values.pop("formats").items()
+            found[name] = values | {f"{form}.{key}": x for form, fit in formats for key, x in fit.items()}
+        own = [field.name for field in fields(PrecisionRow) if field.name not in {"name", "formats"}]
+        own += [f"{form}.{field.name}" for form in self.formats for field in fields(FormatFit)]
+        return frame(found, "name", own)
 
     def to_string(self, max_rows: int | None = 40) -> str:
         """Return the table that ``print`` shows: tensors that lose most, at their best scales, first.
@@ -126,39 +154,40 @@ class PrecisionReport(Mapping[str, PrecisionRow]):
         Args:
             max_rows: maximum number of tensors; None for all.
         """
-        if not self.names:
-            return _NOTHING
-        rows = sorted(self.values(), key=_worst, reverse=True)
-        shown = rows if max_rows is None else rows[:max_rows]
-        header = ("name", "elements", "zero %", "log2 |x|", *[form.short for form in self._formats])
-        body = text_table.with_short_names([_cells(row) for row in shown])
-        padded = _left_aligned([header, *body, _cells(self.total)], first=4)
-        lines, rule = text_table.aligned(padded)
-        more = [f"… {len(rows) - len(shown)} more"] if len(shown) < len(rows) else []
-        table = [self._headline(), rule, lines[0], rule, *lines[1:-1], *more, rule, lines[-1]]
-        return "\n".join([*table, *_NOTES])
+        return super().to_string(max_rows)
 
-    def __str__(self) -> str:
-        """Return the table."""
-        return self.to_string()
+    def ordered(self) -> list[PrecisionRow]:
+        """Return the rows in the order of the printed table: those that lose most first."""
+        return sorted(self.rows(), key=_worst, reverse=True)
 
-    def __repr__(self) -> str:
-        """Return a one-line summary."""
-        return f"<PrecisionReport: {self._headline()}>"
+    def table(self, max_rows: int | None = 20) -> Table:
+        """Return the printed table as text cells."""
+        table = super().table(max_rows)
+        header, *cells, total = _left_aligned([table.header, *table.rows, table.total], first=4)
+        return table._replace(header=header, rows=cells, total=total, notes=_NOTES)
+
+    def _header(self) -> list[str]:
+        return ["elements", "zero %", "log2 |x|", *[form.short for form in self._formats]]
+
+    def _cells(self, row: PrecisionRow) -> list[str]:
+        return _cells(row)
 
     def _headline(self) -> str:
+        headline = super()._headline()
         if not self.names:
-            return _NOTHING
-        rows = [row for row in self.values() if _has_finite(row)]
-        whole = [sum(row.formats[form.name].fits for row in rows) for form in self._formats]
+            return headline
+        found = [row for row in self.rows() if _has_finite(row)]
+        whole = [sum(row.formats[form.name].fits for row in found) for form in self._formats]
         fits = ", ".join(f"{form.short} {n}" for form, n in zip(self._formats, whole, strict=True))
-        tensors = f"{len(self)} tensor{'s' * (len(self) != 1)}"
-        nonfinite = sum(row.n_nan + row.n_inf > 0 for row in self.values())
+        return f"{headline}; nothing is lost in {fits}"
+
+    def _subject(self) -> str:
+        nonfinite = sum(row.n_nan + row.n_inf > 0 for row in self.rows())
         more = f", {nonfinite} of them with NaN or Inf" if nonfinite else ""
-        return f"{tensors}{more}, {text_table.count(self.total.numel)} elements; nothing is lost in {fits}"
+        return super()._subject() + more
 
 
-def _rows_of(names: tuple[str, ...], columns: Tensor, formats: list[Format]) -> list[PrecisionRow]:
+def _rows_of(names: Sequence[str], columns: Tensor, formats: Sequence[Format]) -> list[PrecisionRow]:
     fits: list[list[tuple[str, FormatFit]]] = [[] for _ in names]
     for form in formats:
         plain = [x.tolist() for x in losses(columns, form)]
@@ -187,18 +216,17 @@ def _worst(row: PrecisionRow) -> tuple[float, float]:
     return max(scaled, default=0) / of, max(plain, default=0) / of
 
 
-def _cells(row: PrecisionRow) -> tuple[str, ...]:
+def _cells(row: PrecisionRow) -> list[str]:
     exponents = "-" if row.min_exponent is None else f"{row.min_exponent} … {row.max_exponent}"
     for count, kind in ((row.n_nan, "NaN"), (row.n_inf, "Inf")):
         if count:
             exponents += f", {text_table.count(count)} {kind}"
-    return (
-        printable(row.name),
+    return [
         text_table.count(row.numel),
         text_table.percent(row.n_zero / max(1, row.numel)),
         exponents,
         *[_fit(fit, row.numel) if _has_finite(row) else "-" for fit in row.formats.values()],
-    )
+    ]
 
 
 def _has_finite(row: PrecisionRow) -> bool:
@@ -221,7 +249,7 @@ def _superscript(n: int) -> str:
     return str(n).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def _left_aligned(cells: list[tuple[str, ...]], first: int) -> list[tuple[str, ...]]:
+def _left_aligned(cells: list[Sequence[str]], first: int) -> list[tuple[str, ...]]:
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [
         (*row[:first], *[cell.ljust(width) for cell, width in zip(row[first:], widths[first:], strict=True)])

@@ -5,30 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import Tensor
-
-from gradiometer.columns import Flag, Thresholds
+from gradiometer.columns import TENSORS, Flag
 from gradiometer.stats import grouping, text_table
 from gradiometer.stats.host_values import HostValues
-from gradiometer.stats.tensor_report import TensorReport, dicts, frame, row_to_dict, rows
+from gradiometer.stats.table_report import frame
+from gradiometer.stats.tensor_report import TensorReport
+from gradiometer.stats.text_table import Table
 from gradiometer.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import pandas as pd
-
-__all__ = ["ModuleReports", "Report"]
+    from torch import Tensor
 
 _LOCAL: Final = "this rank's shards only (TensorStats.reduce() merges them)"
-_NOTHING: Final = "nothing measured: no tensors"
-_WHEN: Final = f"{_NOTHING} (gradients exist after backward() and before zero_grad())"
-_MODULES_HEADER: Final = (
+_WHEN: Final = "nothing measured: no tensors (gradients exist after backward() and before zero_grad())"
+_MODULES_HEADER: Final[tuple[str, ...]] = (
     "module",
     "tensors",
     "elements",
@@ -45,8 +41,6 @@ _MODULES_HEADER: Final = (
 # values of all tensors together, in Report.to_dict
 _SUMMARY: Final = (
     "measured",
-    "is_reduced",
-    "is_local",
     "skipped",
     "total_norm",
     "min_norm",
@@ -63,10 +57,10 @@ _SUMMARY: Final = (
 
 
 class Report(HostValues):
-    """Statistics of named tensors at one moment, on the host.
+    """Statistics of named tensors at one moment, on the host: a mapping from names to `TensorReport`.
 
-    ``report["layer.0.weight"]`` is one tensor's `TensorReport`; iteration goes over all of them, in
-    the order of the model. ``print(report)`` shows a table, worst first.
+    ``report["layer.0.weight"]`` is one tensor's row; ``report.rows()`` are all of them, in the order of the
+    model. ``print(report)`` shows a table, worst first.
 
     Attributes:
         names: the tensors' names.
@@ -88,57 +82,30 @@ class Report(HostValues):
     (['b'], ['b'], [])
     """
 
+    schema = TENSORS
+    _row_class = TensorReport
+    _noun = "tensor"
+    _nothing = _WHEN
+    _local = _LOCAL
+
     def __init__(
         self,
         names: tuple[str, ...],
-        packed: Tensor,
-        thresholds: Thresholds,
+        columns: Tensor,
         *,
         skip_nonfinite: bool = False,
-        ranks: Mapping[str, int] | None = None,
-        is_local: bool = False,
-        fingerprints: Tensor | None = None,
         diverged: Sequence[str] = (),
+        **options: Any,
     ) -> None:
-        """Create a report from ``packed``, ``(T, C + 1) float64`` on the host: raw columns, then flags.
-
-        ``ranks`` is None if the statistics are not those of all ranks. ``fingerprints``: ``(T, 3) int64``.
-        """
-        self.names = names
-        self.thresholds = thresholds
+        """Create a report of columns on the host; ``options`` are those of `TableReport`."""
+        super().__init__(names, columns, **options)
         self.skip_nonfinite = skip_nonfinite
-        self.is_reduced = ranks is not None
-        self.is_local = is_local
-        self.ranks = dict(ranks or {})
-        self._packed = packed
-        self._fingerprints = fingerprints
         self.diverged = list(diverged)
+        if self._flags is None:
+            self._flags = self._flags_of(columns)
 
-    # created on demand: the Python values of a thousand rows take milliseconds
-    @cached_property
-    def _by_name(self) -> dict[str, TensorReport]:
-        found = rows(self.names, self._columns, self._flags.tolist(), self._fingerprints)
-        return {row.name: row for row in found}
-
-    def __getitem__(self, name: str) -> TensorReport:
-        """Return one tensor's statistics."""
-        try:
-            return self._by_name[name]
-        except KeyError:
-            msg = f"no tensor {name!r} in this report; see report.names"
-            raise KeyError(msg) from None
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether a tensor of this name was measured."""
-        return name in self.names
-
-    def __iter__(self) -> Iterator[TensorReport]:
-        """Iterate over the tensors in the order of the model."""
-        return iter(self._by_name.values())
-
-    def __len__(self) -> int:
-        """Return the number of tensors."""
-        return len(self.names)
+    def _flags_of(self, columns: Tensor) -> Tensor:
+        return TENSORS.flags_of(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
 
     def by_module(self, depth: int | None = None) -> ModuleReports:
         """Merge tensors by module: module name -> `Report` of the tensors below it.
@@ -153,13 +120,13 @@ class Report(HostValues):
         >>> mlp.total_norm, mlp.min_norm, mlp.max_norm, mlp.total.mean
         (5.0, 3.0, 4.0, 1.0)
         """
-        packed = torch.cat([self._columns, self._flags.to(torch.float64).unsqueeze(1)], dim=1)
         return ModuleReports(
             {
                 module: Report(
                     tuple(self.names[i] for i in indices),
-                    packed[indices],
-                    self.thresholds,
+                    self._columns[indices],
+                    flags=self._flags[indices],
+                    thresholds=self.thresholds,
                     skip_nonfinite=self.skip_nonfinite,
                     ranks=self._ranks_of([self.names[i] for i in indices]),
                     is_local=self.is_local,
@@ -185,69 +152,35 @@ class Report(HostValues):
             norm = row.finite_norm if row.flags & Flag.VANISHING else -row.finite_norm
             return rank, -row.n_nonfinite, norm
 
-        return sorted(self, key=key)
+        return sorted(self.rows(), key=key)
+
+    def ordered(self) -> list[TensorReport]:
+        """Return the rows in the order of the printed table, see `worst_first`."""
+        return self.worst_first()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python values: totals, and a dict per tensor. Norms may be NaN or inf."""
-        return {
-            **{name: getattr(self, name) for name in _SUMMARY},
-            "ranks": dict(self.ranks),
-            "thresholds": asdict(self.thresholds),
-            "total": row_to_dict(self.total),
-            "tensors": self._dicts(),
-        }
+        summary = {name: getattr(self, name) for name in _SUMMARY}
+        return {**summary, "thresholds": asdict(self.thresholds), **super().to_dict()}
 
-    def _dicts(self) -> dict[str, dict[str, Any]]:
-        return dicts(self.names, self._columns, self._flags.tolist(), self._fingerprints)
-
-    def to_frame(self) -> pd.DataFrame:
-        """Return a pandas DataFrame, a row per tensor, indexed by name.
-
-        Statistics of all ranks have one more column, ``rank``, as in ``ranks``; -1 if the tensor is finite.
-
-        Raises:
-            ImportError: without pandas; ``pip install 'gradiometer[frame]'`` installs it.
-        """
-        values = self._dicts()
-        left_out = {"name"} if self._fingerprints is not None else {"name", "fingerprint"}
-        fields = [field for field in TensorReport.__dataclass_fields__ if field not in left_out]
-        if self.is_reduced:
-            fields.append("rank")
-            values = {name: row | {"rank": self.ranks.get(name, -1)} for name, row in values.items()}
-        return frame(values, "name", fields)
-
-    def to_string(self, max_rows: int | None = 20) -> str:
-        """Return the table that ``print`` shows, worst first.
-
-        Args:
-            max_rows: maximum number of tensors; None for all.
-        """
-        if not self.measured:
-            return _WHEN
-        return text_table.render(self._headline(), self.worst_first(), self.total, max_rows, self.ranks)
-
-    def __str__(self) -> str:
-        """Return a table, worst first, truncated for long models."""
-        return self.to_string()
-
-    def __repr__(self) -> str:
-        """Return a one-line summary."""
-        return f"<Report: {self._headline()}>"
-
-    def _headline(self) -> str:
-        if not self.measured:
-            return _NOTHING
+    def _facts(self) -> list[str]:
         # rounded down, so that 1.00 means that nothing vanishes or explodes
         health = math.floor(100 * self.health) / 100
-        where = " of all ranks" if self.is_reduced else f", {_LOCAL}" if self.is_local else ""
-        return (
-            f"{len(self)} {'tensor' if len(self) == 1 else 'tensors'}{where}, "
-            f"{text_table.count(self.total.numel)} elements, "
-            f"total norm {text_table.number(self.total_norm)}, "
-            f"health {health:.2f}, "
-            + ("step skipped: " if self.skipped else "")
-            + (", ".join(_found(self)) or "no flags")
-        )
+        flags = ", ".join(_found(self)) or "no flags"
+        return [
+            f"total norm {text_table.number(self.total_norm)}",
+            f"health {health:.2f}",
+            f"step skipped: {flags}" if self.skipped else flags,
+        ]
+
+    def _rest(self, rows: Sequence[TensorReport]) -> str:
+        norms = [row.norm for row in rows if row.numel and not row.n_nonfinite]
+        bad = sum(row.n_nonfinite > 0 for row in rows)
+        flagged = sum(bool(row.flags) for row in rows)
+        notes = [f"norm {text_table.number(min(norms))} to {text_table.number(max(norms))}"] if norms else []
+        notes += [f"{bad} not finite"] if bad else []
+        notes.append(f"{flagged} of them flagged" if flagged else "no flags")
+        return f"… {len(rows)} more, " + ", ".join(notes)
 
 
 def _found(report: Report) -> list[str]:
@@ -305,17 +238,21 @@ class ModuleReports(Mapping[str, Report]):
         """Return a table, a row per module."""
         if not self:
             return _WHEN
-        cells = [
-            _MODULES_HEADER,
-            *text_table.with_short_names([_module_cells(*each) for each in self.items()]),
-        ]
+        table = self._table()
+        lines, rule = text_table.aligned([table.header, *text_table.with_short_names(table.rows)])
+        return "\n".join([*[table.headline] * bool(table.headline), lines[0], rule, *lines[1:]])
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return text_table.html(self._table() if self else Table(_WHEN))
+
+    def _table(self) -> Table:
+        cells = [_MODULES_HEADER, *[_module_cells(*each) for each in self.items()]]
         if any(report.ranks for report in self.values()):
-            cells = text_table.with_ranks(
-                cells, [text_table.named_ranks(each.ranks) for each in self.values()]
-            )
-        lines, rule = text_table.aligned(cells)
-        local = [_LOCAL] if any(report.is_local for report in self.values()) else []
-        return "\n".join([*local, lines[0], rule, *lines[1:]])
+            ranks = [text_table.named_ranks(each.ranks) for each in self.values()]
+            cells = text_table.with_ranks(cells, ranks)
+        headline = _LOCAL if any(report.is_local for report in self.values()) else ""
+        return Table(headline, cells[0], cells[1:])
 
     def __repr__(self) -> str:
         """Return a one-line summary."""

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import compress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from gradiometer.columns import (
+    DEFAULT_THRESHOLDS,
     NUM_FINGERPRINT_COLUMNS,
-    NUM_SUM_COLUMNS,
-    RING_WIDTH,
+    TENSORS,
     Flag,
     Thresholds,
-    derived,
     merge_fingerprints,
 )
-from gradiometer.distributed import Sharding, differing_calls
-from gradiometer.stats import stats_pytree
-from gradiometer.stats.device_values import DeviceValues
-from gradiometer.stats.host_copy import Pending, fetch, outside_of_a_graph
+from gradiometer.stats.device_values import ElementValues, HealthValues
 from gradiometer.stats.named_stats import NamedStats
 from gradiometer.stats.report import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from gradiometer.distributed import Ranks
+    from torch import Tensor
 
-__all__ = ["TensorStats"]
+    from gradiometer.distributed import Ranks, Sharding
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class TensorStats(NamedStats, DeviceValues):
+class TensorStats(ElementValues, HealthValues, NamedStats[Report]):
     """Statistics of T named tensors, on their device. Only `materialize` waits for the device.
 
     It is a pytree, so compiled functions can take and return it. It is a snapshot: later changes of the
@@ -70,14 +64,13 @@ class TensorStats(NamedStats, DeviceValues):
     tensor(1.)
     """
 
-    names: tuple[str, ...]
-    columns: Tensor
-    flags: Tensor
-    thresholds: Thresholds
+    schema = TENSORS
+    _noun = "tensor"
+
+    # keyword-only for `dataclass`, which would not allow them after fields with defaults
+    flags: Tensor = field(kw_only=True)
+    thresholds: Thresholds = field(kw_only=True)
     skip_nonfinite: bool = False
-    sharding: Sharding | None = None
-    origin: Tensor | None = None
-    local: TensorStats | None = None
     fingerprints: Tensor | None = None
     diverged: Tensor | None = None
 
@@ -85,8 +78,8 @@ class TensorStats(NamedStats, DeviceValues):
         self,
         names: tuple[str, ...],
         columns: Tensor,
-        flags: Tensor,
-        thresholds: Thresholds,
+        flags: Tensor | None = None,
+        thresholds: Thresholds = DEFAULT_THRESHOLDS,
         skip_nonfinite: bool = False,  # noqa: FBT001, FBT002 a field like the others
         sharding: Sharding | None = None,
         origin: Tensor | None = None,
@@ -94,18 +87,11 @@ class TensorStats(NamedStats, DeviceValues):
         fingerprints: Tensor | None = None,
         diverged: Tensor | None = None,
     ) -> None:
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "columns", columns)
-        object.__setattr__(self, "flags", flags)
-        object.__setattr__(self, "thresholds", thresholds)
-        object.__setattr__(self, "skip_nonfinite", skip_nonfinite)
-        # Defaults stay on the class. In a graph of torch 2.12 to 2.14, an attribute that is None may come out
-        # as a gradient: Dynamo shares one None, and takes it for the new value of some ``p.grad``.
-        given = {"sharding": sharding, "origin": origin, "local": local}
-        given |= {"fingerprints": fingerprints, "diverged": diverged}
-        for name, value in given.items():
-            if value is not None:
-                object.__setattr__(self, name, value)
+        super().__init__(names, columns, sharding, origin, local)
+        if flags is None:
+            flags = TENSORS.flags_of(columns, thresholds, skip_nonfinite=skip_nonfinite)
+        self._set(flags=flags, thresholds=thresholds, skip_nonfinite=skip_nonfinite)
+        self._set(fingerprints=fingerprints, diverged=diverged)
 
     @property
     def skipped(self) -> Tensor:
@@ -113,24 +99,19 @@ class TensorStats(NamedStats, DeviceValues):
         found = self.found_inf > 0
         return found if self.skip_nonfinite else torch.zeros_like(found)
 
-    # operations that return stats
-
-    def reduced_by(self, ranks: Ranks, what: str, **arguments: Any) -> TensorStats:
+    def reduced_by(self, ranks: Ranks, caller: str, **arguments: Any) -> TensorStats:
         """Do the work of `reduce`; the calling function and its arguments are the same on all ranks."""
         limits = self.thresholds
         arguments |= {"vanishing": limits.vanishing, "exploding": limits.exploding, "dead": limits.dead}
         arguments["skip_nonfinite"] = self.skip_nonfinite
         columns, origin, bits, diverged = ranks.reduce(
-            self.names, self.columns, self.fingerprints, caller=what, arguments=arguments
+            self.names, self.columns, self.fingerprints, schema=TENSORS, caller=caller, arguments=arguments
         )
-        flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        merged = self._with(columns, names=ranks.names, sharding=None, origin=origin, local=self)
         # replicas disagree; only the presence of a non-finite value is known
-        odd = (origin >= 0) & (derived.value(columns, "n_nonfinite") == 0)
-        flags = torch.where(odd, flags | Flag.NAN, flags)
-        merged = replace(self, columns=columns, flags=flags, origin=origin)
-        return replace(
-            merged, names=ranks.names, sharding=None, local=self, fingerprints=bits, diverged=diverged
-        )
+        odd = (origin >= 0) & (merged.n_nonfinite == 0)
+        flags = torch.where(odd, merged.flags | Flag.NAN, merged.flags)
+        return replace(merged, flags=flags, fingerprints=bits, diverged=diverged)
 
     def merge(self, other: TensorStats) -> TensorStats:
         """Merge with stats of the same names, as if tensors of the same name were concatenated.
@@ -143,88 +124,43 @@ class TensorStats(NamedStats, DeviceValues):
             ValueError: if the names differ, or if only one of the two is reduced.
             TypeError: if ``other`` is not TensorStats.
         """
-        merged = self._merged(other, NUM_SUM_COLUMNS)
-        flags = derived.compute_flags(merged.columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
-        bits = None
-        if self.fingerprints is not None and other.fingerprints is not None:
-            home = merged.columns.device
-            parts = [x.to(home, non_blocking=True) for x in (self.fingerprints, other.fingerprints)]
-            bits = merge_fingerprints(*parts)
-        return replace(merged, flags=flags, fingerprints=bits, diverged=None)
+        merged = super().merge(other)
+        if self.fingerprints is None or other.fingerprints is None:
+            return merged
+        home = merged.columns.device
+        parts = [x.to(home, non_blocking=True) for x in (self.fingerprints, other.fingerprints)]
+        return replace(merged, fingerprints=merge_fingerprints(*parts))
 
-    # copies to the host
+    def _with(self, columns: Tensor, **changes: Any) -> TensorStats:
+        flags = TENSORS.flags_of(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
+        return super()._with(columns, **{"flags": flags, "fingerprints": None, "diverged": None} | changes)
 
-    def materialize(self) -> Report:
-        """Copy everything to the host in one transfer and return it as a `Report`. Waits for the device.
-
-        Raises:
-            RuntimeError: inside a compiled function, or while a CUDA graph is captured; return the
-                stats and materialize them outside.
-        """
-        outside_of_a_graph("materialize")
-        return self.unpacked(*fetch([self.packed()]))
-
-    def materialize_async(self) -> Pending[Report]:
-        """Start the copy that `materialize` makes, and return at once.
-
-        ``pending.ready()`` never waits; ``pending.result()`` returns the `Report` and waits if it must.
-
-        Raises:
-            RuntimeError: inside a compiled function, as for `materialize`.
-        """
-        outside_of_a_graph("materialize_async")
-        return Pending([self.packed()], lambda copies: self.unpacked(*copies))
-
-    def packed(self) -> Tensor:
-        """Return columns, flags, fingerprints, ``diverged`` and, after `reduce`, origins as one matrix.
-
-        A single transfer copies it. ``(T, C + 1 ... C + 6) float64``; fingerprints are three columns with the
-        bits of their integers.
-        """
-        parts = [self.columns, self.flags.to(torch.float64).unsqueeze(1)]
+    def _more_to_pack(self) -> list[Tensor]:
+        found = [self.flags.to(torch.float64).unsqueeze(1)]
         if self.fingerprints is not None:
-            parts.append(self.fingerprints.view(torch.float64))
+            # the bits of their integers
+            found.append(self.fingerprints.view(torch.float64))
         if self.diverged is not None:
-            parts.append(self.diverged.to(torch.float64).unsqueeze(1))
-        if self.origin is not None:
-            parts.append(self.origin.unsqueeze(1))
-        return torch.cat(parts, dim=1)
+            found.append(self.diverged.to(torch.float64).unsqueeze(1))
+        return found
 
-    def unpacked(self, packed: Tensor) -> Report:
-        """Return the `Report` of a `packed` matrix that was copied to the host."""
-        names, ranks = self.names, None
-        if self.origin is not None:
-            if bool(packed[:, 0].isnan().any()):
-                raise differing_calls(int(packed[0, -1]))
-            # a tensor that no rank has measured gets no row, as with one rank
-            keep = packed[:, -1] > -2
-            names, packed = tuple(compress(names, keep.tolist())), packed[keep]
-            ranks = {
-                name: int(rank) for name, rank in zip(names, packed[:, -1].tolist(), strict=True) if rank >= 0
-            }
-        bits = None
-        diverged: tuple[str, ...] = ()
+    def _report(
+        self, names: tuple[str, ...], columns: Tensor, more: Tensor, ranks: Mapping[str, int] | None
+    ) -> Report:
+        bits, diverged = None, None
         if self.fingerprints is not None:
-            after = RING_WIDTH + NUM_FINGERPRINT_COLUMNS
+            end = 1 + NUM_FINGERPRINT_COLUMNS
             # a copy, since torch.save refuses two dtypes in one storage
-            bits = packed[:, RING_WIDTH:after].clone().view(torch.int64)
-            if self.diverged is not None:
-                diverged = tuple(compress(names, packed[:, after].tolist()))
-        kind = {"skip_nonfinite": self.skip_nonfinite, "is_local": self.is_local}
+            bits = more[:, 1:end].clone().view(torch.int64)
+            diverged = None if self.diverged is None else more[:, end].tolist()
         return Report(
-            names, packed, self.thresholds, ranks=ranks, fingerprints=bits, diverged=diverged, **kind
+            names,
+            columns,
+            flags=more[:, 0].to(torch.int32),
+            thresholds=self.thresholds,
+            skip_nonfinite=self.skip_nonfinite,
+            fingerprints=bits,
+            diverged=[name for name, differs in zip(names, diverged or (), strict=False) if differs],
+            ranks=ranks,
+            is_local=self.is_local,
         )
-
-    def _grouped(self, indices: Mapping[str, Sequence[int]]) -> TensorStats:
-        groups = list(indices.values())
-        columns = derived.merge_groups(self.columns, groups)
-        flags = derived.compute_flags(columns, self.thresholds, skip_nonfinite=self.skip_nonfinite)
-        origin = self.origin
-        if origin is not None:
-            origin = derived.merge_groups(origin, groups, derived.first_rank)
-        # the sharding is still that of the tensors: groups of shards count as shards
-        grouped = replace(self, columns=columns, flags=flags, origin=origin)
-        return replace(grouped, names=tuple(indices), local=None, fingerprints=None, diverged=None)
-
-
-stats_pytree.register(TensorStats)

@@ -1,73 +1,64 @@
-"""Text tables with a row per tensor, and the format of their names, counts and numbers."""
+"""Tables with a row per name as text and HTML, and the format of their names, counts and numbers."""
 
 from __future__ import annotations
 
 import unicodedata
-from typing import TYPE_CHECKING, Final
-
-from gradiometer.terminal import printable
+from html import escape
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gradiometer.stats.tensor_report import TensorReport
-
-__all__ = [
-    "aligned",
-    "amount",
-    "count",
-    "named_ranks",
-    "number",
-    "of_finite",
-    "percent",
-    "render",
-    "with_ranks",
-    "with_short_names",
-]
-
-_HEADER: Final = ("name", "elements", "norm", "rms", "abs max", "zero %", "NaN", "±Inf", "flags")
 _LONGEST_NAME: Final = 44
 _UNITS: Final = ((10**3, "k"), (10**6, "M"), (10**9, "B"))
 # maximum number of ranks in one cell
 _RANKS: Final = 3
 
 
-def render(
-    headline: str,
-    rows: Sequence[TensorReport],
-    total: TensorReport,
-    max_rows: int | None,
-    ranks: Mapping[str, int],
-) -> str:
-    """Return the headline, a row for each of at most ``max_rows`` tensors, and a row for all tensors.
+class Table(NamedTuple):
+    """A table as text: a headline, a header, a row for each name, a line about other rows, and a last row."""
 
-    If ranks have non-finite values, a column shows the first such rank of each tensor; the last row lists up
-    to three of these ranks.
-    """
-    if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 0):
-        msg = f"max_rows must be a non-negative integer, or None for all, got {max_rows!r}"
-        raise ValueError(msg)
-    shown = rows if max_rows is None else rows[:max_rows]
-    rest = rows[len(shown) :]
-    flagged = sum(bool(row.flags) for row in rows)
-    # no flags of the merged row, which would compare a whole model with one tensor's thresholds
-    last = (*_cells(total)[:-1], f"{flagged} flagged" if flagged else "")
-    cells = [_HEADER, *with_short_names([_cells(row) for row in shown]), last]
-    if ranks:
-        at = [str(ranks.get(row.name, "-")) for row in shown]
-        cells = with_ranks(cells, [*at, named_ranks(ranks)])
-    lines, rule = aligned(cells)
-    more = [_rest(rest)] if rest else []
-    return "\n".join([headline, rule, lines[0], rule, *lines[1:-1], *more, rule, lines[-1]])
+    headline: str
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    more: str = ""
+    total: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
-def with_short_names(cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def text(table: Table) -> str:
+    """Return a table as aligned lines."""
+    last = [table.total] if table.total else []
+    lines, rule = aligned([table.header, *with_short_names(table.rows), *last])
+    body = lines[1 : len(table.rows) + 1]
+    more = [table.more] if table.more else []
+    end = [rule, lines[-1]] if last else []
+    return "\n".join([table.headline, rule, lines[0], rule, *body, *more, *end, *table.notes])
+
+
+def html(table: Table) -> str:
+    """Return a table in HTML."""
+
+    def line(cells: Sequence[str], kind: str) -> str:
+        return f"<tr>{''.join([f'<{kind}>{escape(cell)}</{kind}>' for cell in cells])}</tr>"
+
+    parts = [f"<p>{escape(table.headline)}</p>"] * bool(table.headline)
+    if table.header:
+        parts += ["<table>", f"<thead>{line(table.header, 'th')}</thead>", "<tbody>"]
+        parts += [line(row, "td") for row in table.rows]
+        if table.more:
+            parts.append(f'<tr><td colspan="{len(table.header)}">{escape(table.more)}</td></tr>')
+        parts += ["</tbody>", *[f"<tfoot>{line(table.total, 'th')}</tfoot>"] * bool(table.total), "</table>"]
+    return "\n".join([*parts, *[f"<p>{escape(note)}</p>" for note in table.notes]])
+
+
+def with_short_names(cells: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """Return the rows with their first cells shortened."""
     short = _shorten([row[0] for row in cells])
     return [(name, *row[1:]) for name, row in zip(short, cells, strict=True)]
 
 
-def with_ranks(cells: Sequence[tuple[str, ...]], at: Sequence[str]) -> list[tuple[str, ...]]:
+def with_ranks(cells: Sequence[Sequence[str]], at: Sequence[str]) -> list[tuple[str, ...]]:
     """Insert a column of ranks before the last column, the flags. The first row is the header."""
     return [(*row[:-1], rank, row[-1]) for row, rank in zip(cells, ["rank", *at], strict=True)]
 
@@ -85,34 +76,10 @@ def aligned(cells: Sequence[Sequence[str]]) -> tuple[list[str], str]:
     return [_line(row, widths) for row in cells], "─" * (sum(widths) + 2 * (len(widths) - 1))
 
 
-def _cells(row: TensorReport) -> tuple[str, ...]:
-    return (
-        printable(row.name),
-        count(row.numel),
-        number(row.norm),
-        of_finite(row, row.rms),
-        of_finite(row, row.abs_max),
-        percent(row.zero_fraction),
-        count(row.n_nan) if row.n_nan else "-",
-        count(row.n_inf) if row.n_inf else "-",
-        " ".join(str(flag.name) for flag in row.flags),
-    )
-
-
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     first, last = cells[0] + " " * (widths[0] - _width(cells[0])), cells[-1]
     middle = [cell.rjust(width) for cell, width in zip(cells[1:-1], widths[1:-1], strict=True)]
     return "  ".join([first, *middle, last]).rstrip()
-
-
-def _rest(rows: Sequence[TensorReport]) -> str:
-    norms = [row.norm for row in rows if row.numel and not row.n_nonfinite]
-    bad = sum(row.n_nonfinite > 0 for row in rows)
-    flagged = sum(bool(row.flags) for row in rows)
-    notes = [f"norm {number(min(norms))} to {number(max(norms))}"] if norms else []
-    notes += [f"{bad} not finite"] if bad else []
-    notes.append(f"{flagged} of them flagged" if flagged else "no flags")
-    return f"… {len(rows)} more, " + ", ".join(notes)
 
 
 def _shorten(names: list[str]) -> list[str]:
@@ -152,9 +119,9 @@ def number(x: float, digits: int = 3) -> str:
     return "0" if x == 0 else f"{x:.{digits}e}"
 
 
-def of_finite(row: TensorReport, x: float, digits: int = 3) -> str:
-    """Return a value of the finite elements, or ``-`` where there is none."""
-    return "-" if row.n_nonfinite == row.numel > 0 else number(x, digits)
+def of_finite(row: Any, x: float, digits: int = 3) -> str:
+    """Return a value of a row's finite elements, or ``-`` where there is none."""
+    return "-" if row.n_nan + row.n_inf == row.numel > 0 else number(x, digits)
 
 
 def amount(n: int, *, exact: int = 10**4, gap: str = " ") -> str:
