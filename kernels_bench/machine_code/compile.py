@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_ACTIVATION_COLUMNS, Thresholds
-from gradiometer.columns.ring_layout import CURSOR_SIZE
+from gradiometer.columns import CURSOR_SIZE, DEFAULT_THRESHOLDS, NUM_ACTIVATION_COLUMNS, Thresholds
 from gradiometer.kernels import ACTIVATION_PARTIALS, activation, tuning
 from gradiometer.ops import exponents, library, pairs
 from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass

@@ -10,8 +10,7 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer import ops
-from gradiometer.columns import COLUMN_INDEX
-from gradiometer.columns.ring_layout import Cursor
+from gradiometer.columns import COLUMN_INDEX, Cursor
 from gradiometer.monitor.failures import Failures
 from gradiometer.monitor.parameter_check import ParameterCheck
 from gradiometer.recorder.recorder import Recorder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradiometer as gm
-from gradiometer.columns.ring_layout import Cursor
+from gradiometer.columns import Cursor
 from gradiometer.recorder.recorder import Recorder
 from support.gpu import DEVICE, LONG, REHEARSED, compiled, no_waits, on_a_gpu, small_model
 from support.gpu import record as capture

@@ -15,8 +15,13 @@ import pytest
 import torch
 
 from conftest import INTERPRETED
-from gradiometer.columns import ACTIVATION_COLUMNS, ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS
-from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
+from gradiometer.columns import (
+    ACTIVATION_COLUMNS,
+    ACTIVATION_INDEX,
+    CURSOR_SIZE,
+    NUM_ACTIVATION_COLUMNS,
+    Cursor,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

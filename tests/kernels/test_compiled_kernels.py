@@ -18,10 +18,20 @@ import torch
 
 from conftest import INTERPRETED
 from gradiometer import PerTensorClip, Thresholds, ZScoreClip
-from gradiometer.columns import COLUMN_INDEX, COLUMNS, DEFAULT_THRESHOLDS, NUM_COLUMNS, PAIR_COLUMNS
+from gradiometer.columns import (
+    COLUMN_INDEX,
+    COLUMNS,
+    CURSOR_SIZE,
+    DEFAULT_THRESHOLDS,
+    HEADER_SECTIONS,
+    NUM_COLUMNS,
+    PAIR_COLUMNS,
+    TENSORS,
+    Cursor,
+    Section,
+)
 from gradiometer.columns.derived import compute_flags
 from gradiometer.columns.fingerprint import Fingerprint, geometric, power
-from gradiometer.columns.ring_layout import CURSOR_SIZE, Cursor
 from gradiometer.control import per_tensor_clip, z_score_clip
 from gradiometer.control import scale as eager_scale
 from gradiometer.control.adaptive_clip import AdaptiveClip
@@ -416,12 +426,15 @@ class Ring(SimpleNamespace):
         values = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
         for name, value in ({"EVERY": 1, "SKIP_ABOVE": math.inf} | cursor).items():
             values[Cursor[name]] = value
-        steps = torch.full((3, rows + 1, NUM_COLUMNS + 1), -1.0, dtype=torch.float64)
-        super().__init__(steps=steps, cursor=values)
+        section = Section(HEADER_SECTIONS, 1, HEADER_SECTIONS + 1, rows, HEADER_SECTIONS + 1)
+        size = section.offset + rows * (TENSORS.width + 1)
+        steps = torch.full((3, size), -1.0, dtype=torch.float64)
+        super().__init__(steps=steps, cursor=values, section=section)
 
     def record(self, tensors: Sequence[Tensor], grads: int, *, gated: bool) -> None:
         limits = (DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_THRESHOLDS.dead)
-        torch.ops.gradiometer.record_(list(tensors), *limits, None, grads, gated, self.steps, self.cursor)
+        ring = self.steps, self.cursor, self.section, False
+        torch.ops.gradiometer.record_(list(tensors), *limits, None, grads, gated, *ring)
 
     def advance(self) -> None:
         self.cursor[Cursor.STEP] += 1
@@ -475,7 +488,8 @@ def test_a_ring_of_many_rows_has_them_all(target):
     ring = Ring(rows)
     with kernels(target):
         ring.record(tensors, rows, gated=False)
-    assert_exact(tensors, ring.steps[0, 1:, :NUM_COLUMNS].contiguous(), ring.steps[0, 1:, NUM_COLUMNS].int())
+    found = ring.steps[0, ring.section.offset :].view(rows, -1)
+    assert_exact(tensors, found[:, :NUM_COLUMNS].contiguous(), found[:, NUM_COLUMNS].int())
 
 
 # scaling

@@ -21,8 +21,15 @@ from unittest import mock
 import pytest
 import torch
 
-from gradiometer.columns import NUM_COLUMNS, NUM_EXPONENT_COLUMNS, Thresholds
-from gradiometer.columns.ring_layout import CURSOR_SIZE
+from gradiometer.columns import (
+    CURSOR_SIZE,
+    HEADER_SECTIONS,
+    NUM_COLUMNS,
+    NUM_EXPONENT_COLUMNS,
+    TENSORS,
+    Section,
+    Thresholds,
+)
 from gradiometer.kernels import tuning
 from gradiometer.ops import exponents, library, packing
 
@@ -393,12 +400,13 @@ def test_the_last_program_of_the_activation_kernel_sees_what_the_others_wrote(ta
 
 
 def record_launches(dtype: torch.dtype, target: str, *, gated: bool = True) -> list[Launch]:
-    ring = torch.zeros(4, 2, NUM_COLUMNS + 1, dtype=torch.float64)
+    section = Section(HEADER_SECTIONS, 1, HEADER_SECTIONS + 1, 1, HEADER_SECTIONS + 1)
+    ring = torch.zeros(4, section.offset + TENSORS.width + 1, dtype=torch.float64)
     cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
     with recorded_launches() as launches, hip, mock.patch.object(library, "uses_kernels", return_value=True):
         torch.ops.gradiometer.record_(
-            [torch.zeros(9, dtype=dtype)], 1e-7, 100.0, 1.0, None, 1, gated, ring, cursor
+            [torch.zeros(9, dtype=dtype)], 1e-7, 100.0, 1.0, None, 1, gated, ring, cursor, section, False
         )
     return launches
 

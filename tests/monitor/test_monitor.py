@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.columns.ring_layout import Cursor
+from gradiometer.columns import Cursor
 from gradiometer.monitor import pipeline, ring_reader
 from gradiometer.monitor.monitor import Monitor
 from gradiometer.runs.reader import read_run

@@ -94,7 +94,7 @@ def test_a_read_comes_after_the_steps_of_another_stream(monkeypatch):
         tensors[0].clone()
         raise EOFError
 
-    monkeypatch.setattr("gradiometer.recorder.recorder.fetch", fetch)
+    monkeypatch.setattr("gradiometer.recorder.step_ring.fetch", fetch)
     with device_of("cuda") as d, streams() as seen:
         recorder = Recorder(Model(d, 1), capacity=2)
         recorder.record()

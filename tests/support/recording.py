@@ -22,6 +22,11 @@ def packed(stats: gm.TensorStats) -> Tensor:
     return torch.cat([stats.columns, stats.flags.double().unsqueeze(1)], dim=1)
 
 
+def written(record: gm.StepRecord, kind: str = "grads") -> Tensor:
+    """Return a table as it is in the ring: columns and flags."""
+    return torch.cat([record.columns(kind), record.flags(kind).double().unsqueeze(1)], dim=1)
+
+
 def step_of(recorder: Recorder, model: nn.Module) -> Any:
     def step(x: Tensor) -> tuple[Tensor, gm.TensorStats]:
         loss = model(x).square().mean()

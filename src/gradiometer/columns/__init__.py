@@ -5,6 +5,7 @@ and scores are functions of columns. The layout of the recorder's ring is here t
 user's tensors or their names.
 """
 
+from gradiometer.columns import rows as rows
 from gradiometer.columns.activations import (
     ACTIVATION_COLUMNS,
     ACTIVATION_DERIVED,
@@ -60,7 +61,14 @@ from gradiometer.columns.pairs import (
     PAIRS,
     pair_value,
 )
-from gradiometer.columns.ring_layout import CURSOR_SIZE, HEADER_SKIPPED, HEADER_STEP, RING_WIDTH, Cursor
+from gradiometer.columns.ring_layout import (
+    CURSOR_SIZE,
+    HEADER_SECTIONS,
+    HEADER_SKIPPED,
+    HEADER_STEP,
+    Cursor,
+    Section,
+)
 from gradiometer.columns.schema import (
     DEFAULT_DEAD_THRESHOLD,
     DEFAULT_EXPLODING_THRESHOLD,
@@ -104,6 +112,8 @@ from gradiometer.columns.updates import (
     update_value,
 )
 
+RING_WIDTH = NUM_COLUMNS + 1
+
 __all__ = [
     "ACTIVATIONS",
     "ACTIVATION_COLUMNS",
@@ -123,6 +133,7 @@ __all__ = [
     "EXPONENT_EDGES",
     "FINGERPRINT_COLUMNS",
     "FORMATS",
+    "HEADER_SECTIONS",
     "HEADER_SKIPPED",
     "HEADER_STEP",
     "HEALTH",
@@ -164,6 +175,7 @@ __all__ = [
     "Format",
     "Row",
     "Schema",
+    "Section",
     "Thresholds",
     "activation_value",
     "activations_from",

@@ -1,19 +1,29 @@
-"""The layout of the ring of recorded steps: a slot's header, and the ring's cursor."""
+"""The layout of the ring of recorded steps: a slot's header and sections, and the ring's cursor."""
 
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import Final, NamedTuple
 
-from gradiometer.columns.tensors import NUM_COLUMNS
-
-# numbers in a row without a fingerprint: raw columns, then flags. The three integers of a fingerprint follow,
-# as float64 with the same bits
-RING_WIDTH: Final = NUM_COLUMNS + 1
-
-# indices in a slot's header: the step, and whether to skip it
+# Indices in a slot's header: the step, and whether to skip it. Then follows, for each section, the step in
+# which it was written last.
 HEADER_STEP: Final = 0
 HEADER_SKIPPED: Final = 1
+HEADER_SECTIONS: Final = 2
+
+
+class Section(NamedTuple):
+    """Where the rows of a table are in a slot, or those of adjacent tables of one schema; for the ops.
+
+    A row has the raw columns of its schema, then the flags and, with fingerprints, their three integers as
+    float64 with the same bits.
+    """
+
+    header: int  # the index in the header; adjacent tables have the next ones
+    tables: int  # number of tables, each with the same number of rows
+    offset: int  # of the first row
+    rows: int  # number of rows of all these tables
+    header_size: int  # of the slot
 
 
 class Cursor(enum.IntEnum):

@@ -1,7 +1,8 @@
-"""Write columns and flags into the current step's slot of a ring, in two small launches.
+"""Write rows into a section of the current step's slot of a ring, in two small launches.
 
-The first runs one program, which decides whether to skip the step and selects its slot. The second writes
-the rows.
+The first runs one program, which decides whether to skip the step, selects its slot and marks the section as
+written. The second writes the rows. Widths and offsets are arguments, so that tables of all schemas share the
+kernels.
 `gradiometer.ops.ring` describes the ring and the cursor, and does the same in eager PyTorch.
 """
 
@@ -9,11 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import COLUMN_INDEX, HEADER_SKIPPED, HEADER_STEP, NUM_COLUMNS, Cursor
+from gradiometer.columns import (
+    HEADER_SECTIONS,
+    HEADER_SKIPPED,
+    HEADER_STEP,
+    NUM_FINGERPRINT_COLUMNS,
+    TENSORS,
+    Cursor,
+    Section,
+)
 from gradiometer.kernels import tuning
 from gradiometer.kernels.primitives import is_due
-
-__all__ = ["append"]
 
 # defaults of arguments, see finalize.py
 _STEP = int(Cursor.STEP)
@@ -21,26 +28,30 @@ _COUNT = int(Cursor.COUNT)
 _SKIP_NONFINITE = int(Cursor.SKIP_NONFINITE)
 _SKIP_ABOVE = int(Cursor.SKIP_ABOVE)
 _SKIP = int(Cursor.SKIP)
-_SUMSQ = COLUMN_INDEX["sumsq"]
-_NAN = COLUMN_INDEX["n_nan"]
-_POSINF = COLUMN_INDEX["n_posinf"]
-_NEGINF = COLUMN_INDEX["n_neginf"]
-_NUMEL = COLUMN_INDEX["numel"]
+_SUMSQ = TENSORS.index["sumsq"]
+_NAN = TENSORS.index["n_nan"]
+_POSINF = TENSORS.index["n_posinf"]
+_NEGINF = TENSORS.index["n_neginf"]
 
 # rows per program
 _ROWS = 64
 
 
-@triton.jit(do_not_specialize=["grads", "capacity", "slot_size"])
+@triton.jit(
+    do_not_specialize=["grads", "capacity", "slot_size", "num_columns", "header", "tables", "header_size"]
+)
 def _open_kernel(
     columns_ptr,  # (M, C) float64
-    ring_ptr,  # (capacity, R + 1, C + 1) float64
+    ring_ptr,  # (capacity, slot_size) float64
     cursor_ptr,  # (6,) float64
-    plan_ptr,  # (2,) int64: the slot to write or -1, and whether it already holds this step
+    plan_ptr,  # (1 + tables,) int64: the slot to write or -1, and whether it already has this step's table
     grads: tl.int32,
     capacity: tl.int64,
-    slot_size: tl.int64,  # (R + 1) * (C + 1)
-    NUM_COLUMNS: tl.constexpr,
+    slot_size: tl.int64,
+    num_columns: tl.int32,
+    header: tl.int32,
+    tables: tl.int32,
+    header_size: tl.int32,
     TILE: tl.constexpr,
     STEP: tl.constexpr = _STEP,
     COUNT: tl.constexpr = _COUNT,
@@ -49,6 +60,7 @@ def _open_kernel(
     SKIP: tl.constexpr = _SKIP,
     HEADER_STEP: tl.constexpr = HEADER_STEP,
     HEADER_SKIPPED: tl.constexpr = HEADER_SKIPPED,
+    HEADER_SECTIONS: tl.constexpr = HEADER_SECTIONS,
     SUMSQ: tl.constexpr = _SUMSQ,
     NAN: tl.constexpr = _NAN,
     POSINF: tl.constexpr = _POSINF,
@@ -62,7 +74,7 @@ def _open_kernel(
         nonfinite = tl.zeros((TILE,), tl.float64)
         for i in range(0, grads, TILE):
             mask = offs < grads - i
-            row = columns_ptr + (i + offs).to(tl.int64) * NUM_COLUMNS
+            row = columns_ptr + (i + offs).to(tl.int64) * num_columns
             sumsq += tl.load(row + SUMSQ, mask=mask, other=0.0)
             nonfinite += tl.load(row + NAN, mask=mask, other=0.0)
             nonfinite += tl.load(row + POSINF, mask=mask, other=0.0)
@@ -81,53 +93,64 @@ def _open_kernel(
     slot = tl.where(is_open, last, count % capacity)
     # grads is -1 in a gated recorder, whose rows are garbage in a step that is not due
     if (is_open & (grads >= 0)) | found | is_due(cursor_ptr):
-        header = ring_ptr + slot * slot_size
-        skipped = tl.load(header + HEADER_SKIPPED)
-        tl.store(header + HEADER_STEP, step)
-        tl.store(header + HEADER_SKIPPED, tl.where(is_open, tl.maximum(skipped, skip), skip))
+        head = ring_ptr + slot * slot_size
+        skipped = tl.load(head + HEADER_SKIPPED)
+        tl.store(head + HEADER_STEP, step)
+        tl.store(head + HEADER_SKIPPED, tl.where(is_open, tl.maximum(skipped, skip), skip))
         tl.store(cursor_ptr + COUNT, (count + (is_open == 0).to(tl.int64)).to(tl.float64))
         tl.store(plan_ptr, slot)
+        for i in range(HEADER_SECTIONS, header_size):
+            written = tl.load(head + i)
+            own = (i >= header) & (i < header + tables)
+            tl.store(plan_ptr + 1 + i - header, (is_open & (written == step)).to(tl.int64), mask=own)
+            # what an earlier step has left in a new slot is no table of this one
+            written = tl.where(is_open, written, -1.0)
+            tl.store(head + i, tl.where(own, step, written))
     else:
         tl.store(plan_ptr, slot * 0 - 1)
-    tl.store(plan_ptr + 1, is_open.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_given", "num_rows"])
+@triton.jit(
+    do_not_specialize=["num_given", "num_rows", "rows_of_table", "num_columns", "slot_size", "offset"]
+)
 def _write_kernel(
     columns_ptr,  # (M, C) float64
     flags_ptr,  # (M,) int32
-    fingerprints_ptr,  # (M, 3) int64; unused without FINGERPRINT
+    fingerprints_ptr,  # (M, 3) int64; unused without FINGERPRINTS
     ring_ptr,
     plan_ptr,
     num_given: tl.int32,  # M
-    num_rows: tl.int32,  # R
-    NUM_COLUMNS: tl.constexpr,
-    RING_WIDTH: tl.constexpr,
-    FINGERPRINT: tl.constexpr,
+    num_rows: tl.int32,  # of all tables
+    rows_of_table: tl.int32,
+    num_columns: tl.int32,
+    slot_size: tl.int64,
+    offset: tl.int64,
+    FINGERPRINTS: tl.constexpr,  # numbers of a fingerprint, 0 or 3
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,  # a power of two, C + 1 or more
-    NUMEL: tl.constexpr = _NUMEL,
+    WIDTH: tl.constexpr,  # a power of two, C or more
 ):
     slot = tl.load(plan_ptr)
     if slot >= 0:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = row < num_rows
         given = row < num_given
-        measured = tl.load(columns_ptr + row * NUM_COLUMNS + NUMEL, mask=given, other=0.0) > 0
-        # a new slot gets zeros in the rows that are not given
-        written = (row < num_rows) & (measured | (tl.load(plan_ptr + 1) == 0))
+        # the number of elements comes first
+        measured = tl.load(columns_ptr + row * num_columns, mask=given, other=0.0) > 0
+        is_written = tl.load(plan_ptr + 1 + row // rows_of_table, mask=inside, other=0)
+        # a table gets zeros in the rows that are not given
+        written = inside & (measured | (is_written == 0))
         column = tl.arange(0, WIDTH)
-        out = ring_ptr + (slot * (num_rows + 1) + 1) * RING_WIDTH + row * RING_WIDTH
-        mask = written[:, None] & (column < NUM_COLUMNS)[None, :]
+        width = num_columns + 1 + FINGERPRINTS
+        out = ring_ptr + slot * slot_size + offset + row * width
+        mask = written[:, None] & (column < num_columns)[None, :]
         read = mask & given[:, None]
-        values = tl.load(columns_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=read, other=0.0)
+        values = tl.load(columns_ptr + row[:, None] * num_columns + column[None, :], mask=read, other=0.0)
         tl.store(out[:, None] + column[None, :], values, mask=mask)
         flags = tl.load(flags_ptr + row, mask=written & given, other=0)
-        tl.store(out + NUM_COLUMNS, flags.to(tl.float64), mask=written)
-        if FINGERPRINT:
-            for i in tl.static_range(RING_WIDTH - NUM_COLUMNS - 1):
-                place = row * (RING_WIDTH - NUM_COLUMNS - 1) + i
-                bits = tl.load(fingerprints_ptr + place, mask=written & given, other=0)
-                tl.store(out + (NUM_COLUMNS + 1 + i), bits.to(tl.float64, bitcast=True), mask=written)
+        tl.store(out + num_columns, flags.to(tl.float64), mask=written)
+        for i in tl.static_range(FINGERPRINTS):
+            bits = tl.load(fingerprints_ptr + row * FINGERPRINTS + i, mask=written & given, other=0)
+            tl.store(out + (num_columns + 1 + i), bits.to(tl.float64, bitcast=True), mask=written)
 
 
 def append(
@@ -136,20 +159,23 @@ def append(
     grads: int,
     ring: torch.Tensor,
     cursor: torch.Tensor,
+    section: Section,
     fingerprints: torch.Tensor | None = None,
 ) -> None:
-    """Write one step's rows, and decide whether to skip the step.
+    """Write rows of one step, and decide whether to skip the step.
 
     Args:
-        columns: ``(M, C) float64``, contiguous, of the first M of the R rows.
+        columns: ``(M, C) float64``, contiguous, of the first M rows of the section.
         flags: ``(M,) int32``, contiguous.
         grads: the number of gradients, which are the first rows.
-        ring: ``(capacity, R + 1, C + 1) float64``, changed in place.
+        ring: ``(capacity, size) float64``, changed in place.
         cursor: ``(6,) float64``, changed in place.
-        fingerprints: ``(M, 3) int64``, contiguous, if the ring has three more columns for them.
+        section: where the rows are.
+        fingerprints: ``(M, 3) int64``, contiguous, if the section has room for them.
     """
-    capacity, size, width = ring.shape
-    plan = torch.empty(2, dtype=torch.int64, device=ring.device)
+    capacity, size = ring.shape
+    given, num_columns = columns.shape
+    plan = torch.empty(1 + section.tables, dtype=torch.int64, device=ring.device)
     tile, threads, registers = tuning.FINALIZE
     options = tuning.options(threads, registers, ring.device)
     _open_kernel[(1,)](
@@ -159,23 +185,29 @@ def append(
         plan,
         grads,
         capacity,
-        size * width,
-        NUM_COLUMNS=NUM_COLUMNS,
+        size,
+        num_columns,
+        section.header,
+        section.tables,
+        section.header_size,
         TILE=tile,
         **options,
     )
-    _write_kernel[(triton.cdiv(size - 1, _ROWS),)](
-        columns,
-        flags,
-        flags if fingerprints is None else fingerprints,
-        ring,
-        plan,
-        columns.shape[0],
-        size - 1,
-        NUM_COLUMNS=NUM_COLUMNS,
-        RING_WIDTH=width,
-        FINGERPRINT=fingerprints is not None,
-        ROWS=_ROWS,
-        WIDTH=triton.next_power_of_2(NUM_COLUMNS + 1),
-        **options,
-    )
+    if section.rows:
+        _write_kernel[(triton.cdiv(section.rows, _ROWS),)](
+            columns,
+            flags,
+            flags if fingerprints is None else fingerprints,
+            ring,
+            plan,
+            given,
+            section.rows,
+            section.rows // section.tables,
+            num_columns,
+            size,
+            section.offset,
+            FINGERPRINTS=0 if fingerprints is None else NUM_FINGERPRINT_COLUMNS,
+            ROWS=_ROWS,
+            WIDTH=triton.next_power_of_2(num_columns),
+            **options,
+        )

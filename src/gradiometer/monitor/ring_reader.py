@@ -209,7 +209,7 @@ class RingReader:
         """Continue at another step; all recorded steps must have been delivered."""
         # a new step may have the same number as an old one in the ring, so clear the numbers
         with self._recorder.in_order():
-            self._recorder.ring[:, 0, HEADER_STEP].fill_(-1)
+            self._recorder.ring[:, HEADER_STEP].fill_(-1)
         self._recorder.configure_(step=step)
         self.step, self._floor, self._refused = step, 0, set()
 
@@ -271,7 +271,7 @@ class RingReader:
         slots: dict[int, Tensor] = {}
         for i in new:
             slot = block[(i - origin) % capacity]
-            step = int(slot[0, HEADER_STEP])
+            step = int(slot[HEADER_STEP])
             if step == current and not cut:
                 count = i  # not ended; a later read delivers it
             elif step in slots:

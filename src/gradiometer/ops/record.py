@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradiometer.columns import NUM_FINGERPRINT_COLUMNS, RING_WIDTH, Thresholds
+from gradiometer.columns import Section, Thresholds
 from gradiometer.ops import library, ring
 from gradiometer.ops.library import LIBRARY, for_a_graph, is_plain, launching_on
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 LIBRARY.define(
     "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
-    " bool gated, Tensor(a!) steps, Tensor(b!) cursor) -> ()"
+    " bool gated, Tensor(a!) steps, Tensor(b!) cursor, int[] section, bool fingerprint) -> ()"
 )
 LIBRARY.define(
-    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor,"
+    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor, int[] section,"
     " Tensor? fingerprints=None) -> ()"
 )
 
@@ -37,9 +37,11 @@ def record_(
     grads: int,
     steps: Tensor,
     cursor: Tensor,
+    section: Section,
     plan: LaunchPlan | None,
     *,
     gated: bool = False,
+    fingerprint: bool = False,
 ) -> None:
     """Measure tensors of one device and write them into the current step of a ring.
 
@@ -48,14 +50,16 @@ def record_(
         thresholds: the limits for the flags.
         inv_scale: as for `tensor_stats`.
         grads: the number of gradients, which come first and decide whether to skip the step.
-        steps: the ring, see `gradiometer.ops.ring`; its width tells whether to record fingerprints.
+        steps: the ring, see `gradiometer.ops.ring`.
         cursor: its state, ``(6,) float64``.
+        section: where the rows are.
         plan: the result of `recognize` for the tensors.
         gated: do not read the tensors in a step that is not due. A gated call never decides to skip a step.
+        fingerprint: whether to record fingerprints, too.
     """
     with torch.no_grad():
         if plan is not None and (inv_scale is None or is_plain(inv_scale)):
-            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, plan)
+            _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, section, fingerprint, plan)
             return
         torch.ops.gradiometer.record_(
             for_a_graph(tensors),
@@ -67,6 +71,8 @@ def record_(
             gated,
             steps,
             cursor,
+            section,
+            fingerprint,
         )
 
 
@@ -76,11 +82,12 @@ def append_(
     grads: int,
     steps: Tensor,
     cursor: Tensor,
+    section: Section,
     fingerprints: Tensor | None = None,
 ) -> None:
     """Write the result of `measure` into the current step of a ring, as `record_` does."""
     with torch.no_grad():
-        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor, fingerprints)
+        torch.ops.gradiometer.append_(columns, flags, grads, steps, cursor, section, fingerprints)
 
 
 def _record(
@@ -91,9 +98,10 @@ def _record(
     gated: bool,  # noqa: FBT001 in the order of the schema
     steps: Tensor,
     cursor: Tensor,
+    section: Section,
+    fingerprint: bool,  # noqa: FBT001
     plan: LaunchPlan | None = None,
 ) -> None:
-    fingerprint = steps.shape[2] == RING_WIDTH + NUM_FINGERPRINT_COLUMNS
     if library.uses_kernels(steps.device):
         with torch.no_grad(), launching_on(steps.device):
             gate = cursor if gated else None
@@ -106,7 +114,7 @@ def _record(
         measured = library.measure_now(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
     columns, flags, fingerprints = measured
     # if the gate is closed, the rows come from uninitialized memory: do not decide from them
-    _append(columns, flags, -1 if gated else grads, steps, cursor, fingerprints)
+    _append(columns, flags, -1 if gated else grads, steps, cursor, section, fingerprints)
 
 
 def _append(
@@ -115,18 +123,20 @@ def _append(
     grads: int,
     steps: Tensor,
     cursor: Tensor,
+    section: Sequence[int],
     fingerprints: Tensor | None = None,
 ) -> None:
+    section = Section(*section)
     with torch.no_grad():
         if not library.uses_kernels(steps.device):
-            ring.append_(columns, flags, grads, steps, cursor, fingerprints)
+            ring.append_(columns, flags, grads, steps, cursor, section, fingerprints)
             return
         with launching_on(steps.device):
             from gradiometer import kernels  # noqa: PLC0415 as in library.py
 
             # the kernels read rows one after the other
             bits = None if fingerprints is None else fingerprints.contiguous()
-            kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, bits)
+            kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, section, bits)
 
 
 def _record_op(
@@ -139,8 +149,11 @@ def _record_op(
     gated: bool,  # noqa: FBT001 in the order of the schema
     steps: Tensor,
     cursor: Tensor,
+    section: list[int],
+    fingerprint: bool,  # noqa: FBT001
 ) -> None:
-    _record(tensors, Thresholds(vanishing, exploding, dead), inv_scale, grads, gated, steps, cursor)
+    limits = Thresholds(vanishing, exploding, dead)
+    _record(tensors, limits, inv_scale, grads, gated, steps, cursor, Section(*section), fingerprint)
 
 
 LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")

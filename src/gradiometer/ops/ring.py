@@ -1,11 +1,10 @@
 """The ring of recorded steps: its layout, and eager PyTorch code that writes one step.
 
-A ring is ``(capacity, R + 1, C + 1) float64``. A slot holds one step: first a header, then R rows of raw
-columns and flags; a row whose ``numel`` is 0 was not measured. With updates, the last rows are the second
-rows of `gradiometer.columns.updates`. With fingerprints it is three numbers wider:
-they follow the flags, as float64 with the bits of the integers. The state of the ring, the cursor, is on the
-same device, so that a compiled or captured step finds both at the same addresses and reads their current
-values.
+A ring is ``(capacity, size) float64``. A slot holds one step: a header, then a section for each table, see
+`gradiometer.columns.Section`. A section whose number in the header is not the slot's step was not written in
+this step, and a row whose first column, the number of elements, is 0 was not measured. The state of the ring,
+the cursor, is on the same device, so that a compiled or captured step finds both at the same addresses and
+reads their current values.
 """
 
 from __future__ import annotations
@@ -16,17 +15,21 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.columns import COLUMN_INDEX, HEADER_SKIPPED, HEADER_STEP, NUM_COLUMNS, RING_WIDTH, Cursor
+from gradiometer.columns import (
+    HEADER_SECTIONS,
+    HEADER_SKIPPED,
+    HEADER_STEP,
+    NUM_FINGERPRINT_COLUMNS,
+    TENSORS,
+    Cursor,
+    Section,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["append_", "is_due", "numbers"]
-
-
-_NONFINITE: Final = [COLUMN_INDEX[name] for name in ("n_nan", "n_posinf", "n_neginf")]
-_SUMSQ: Final = COLUMN_INDEX["sumsq"]
-_NUMEL: Final = COLUMN_INDEX["numel"]
+_NONFINITE: Final = [TENSORS.index[name] for name in ("n_nan", "n_posinf", "n_neginf")]
+_SUMSQ: Final = TENSORS.index["sumsq"]
 
 
 def is_due(cursor: Tensor) -> bool:
@@ -41,27 +44,30 @@ def append_(
     grads: int,
     steps: Tensor,
     cursor: Tensor,
+    section: Section,
     fingerprints: Tensor | None = None,
 ) -> None:
-    """Write one step's rows into the ring in eager PyTorch, as `kernels.append` does on a GPU.
+    """Write rows of one step into the ring in eager PyTorch, as `kernels.append` does on a GPU.
 
     The first call in a step opens a slot if the step is due, its gradients are not finite, or their norm is
-    above the limit. A later call in the same step overwrites the rows that it measured.
+    above the limit. The first call for a section writes all its rows; a later one in the same step overwrites
+    the rows that it measured.
 
     Args:
-        columns: ``(M, C) float64``, of the first M of the R rows.
+        columns: ``(M, C) float64``, of the first M of the section's rows.
         flags: ``(M,) int32``.
         grads: the number of gradients, which come first and decide whether to skip the step; with 0 or -1
             the decision does not change.
         steps: the ring, changed in place.
         cursor: its state, changed in place.
-        fingerprints: ``(M, 3) int64``, if the ring has room for them.
+        section: where the rows are.
+        fingerprints: ``(M, 3) int64``, if the section has room for them.
     """
     if cursor.device.type != "cpu":
         # Triton is not there or cannot launch kernels: go through the host, and wait for the device
         there, state_there = steps.cpu(), cursor.cpu()
         bits = None if fingerprints is None else fingerprints.cpu()
-        append_(columns.cpu(), flags.cpu(), grads, there, state_there, bits)
+        append_(columns.cpu(), flags.cpu(), grads, there, state_there, section, bits)
         steps.copy_(there)
         cursor.copy_(state_there)
         return
@@ -77,29 +83,60 @@ def append_(
 
     # in an empty ring this is the last slot, which holds no step
     slot = steps[int(count - 1) % len(steps)]
-    bits = None if fingerprints is None else fingerprints.view(torch.float64)
-    end = 1 + len(columns)
-    header = numbers(slot[0])
+    header = numbers(slot[: section.header_size])
     if header[HEADER_STEP] == step:
-        rows = slot[1:end]
-        measured = columns[:, _NUMEL] > 0
-        torch.where(measured.unsqueeze(1), columns, rows[:, :NUM_COLUMNS], out=rows[:, :NUM_COLUMNS])
-        torch.where(measured, flags.to(torch.float64), rows[:, NUM_COLUMNS], out=rows[:, NUM_COLUMNS])
-        if bits is not None:
-            kept = rows[:, RING_WIDTH:]
-            kept.copy_(torch.where(measured.unsqueeze(1), bits, kept))
         header[HEADER_SKIPPED] = max(header[HEADER_SKIPPED], state[Cursor.SKIP])
     elif found or step % every == 0:
         slot = steps[int(count) % len(steps)]
-        slot[1:end, :NUM_COLUMNS] = columns
-        slot[1:end, NUM_COLUMNS] = flags
-        if bits is not None:
-            slot[1:end, RING_WIDTH:] = bits
-        if end < len(slot):
-            slot[end:] = 0.0
-        header = numbers(slot[0])
+        header = numbers(slot[: section.header_size])
         header[HEADER_STEP], header[HEADER_SKIPPED] = step, state[Cursor.SKIP]
+        header[HEADER_SECTIONS:] = [-1.0] * (section.header_size - HEADER_SECTIONS)
         state[Cursor.COUNT] += 1
+    else:
+        return
+    own = slice(section.header, section.header + section.tables)
+    is_written = [last == step for last in header[own]]
+    header[own] = [step] * section.tables
+    if len(set(is_written)) == 1:
+        _write(slot, section, columns, flags, fingerprints, is_written=is_written[0])
+        return
+    size = section.rows // section.tables
+    for i, written in enumerate(is_written):
+        rows = slice(i * size, (i + 1) * size)
+        width = columns.shape[1] + 1 + (0 if fingerprints is None else NUM_FINGERPRINT_COLUMNS)
+        part = section._replace(offset=section.offset + i * size * width, rows=size)
+        bits = None if fingerprints is None else fingerprints[rows]
+        _write(slot, part, columns[rows], flags[rows], bits, is_written=written)
+
+
+def _write(
+    slot: Tensor,
+    section: Section,
+    columns: Tensor,
+    flags: Tensor,
+    fingerprints: Tensor | None,
+    *,
+    is_written: bool,
+) -> None:
+    """Write the rows; if the section was written in this step before, only those that were measured."""
+    given, size = columns.shape
+    bits = None if fingerprints is None else fingerprints.view(torch.float64)
+    width = size + 1 + (0 if bits is None else bits.shape[1])
+    rows = slot[section.offset : section.offset + section.rows * width].view(section.rows, width)
+    if not is_written:
+        rows[:given, :size] = columns
+        rows[:given, size] = flags
+        if bits is not None:
+            rows[:given, size + 1 :] = bits
+        rows[given:] = 0.0
+        return
+    measured = (columns[:, 0] > 0).unsqueeze(1)
+    parts = [columns, flags.to(torch.float64).unsqueeze(1), *([] if bits is None else [bits])]
+    start = 0
+    for part in parts:
+        kept = rows[:given, start : start + part.shape[1]]
+        torch.where(measured, part, kept, out=kept)
+        start += part.shape[1]
 
 
 def numbers(tensor: Tensor) -> ctypes.Array[ctypes.c_double]:

@@ -40,7 +40,7 @@ class ExponentStores(Float64Module):
     def __init__(self, rows: Rows, parameters: Sequence[Tensor], kinds: tuple[Kind, ...], every: int) -> None:
         super().__init__()
         self.every = every
-        self._parameters, self._kinds = rows, kinds
+        self._parameter_rows, self._kinds = rows, kinds
         self._labels = tuple([kind.label(name) for kind in kinds for name in rows.names])
         devices = [p.device for p in parameters] * len(kinds)
         self._rows = [[i for i, x in enumerate(devices) if x == device] for device in dict.fromkeys(devices)]
@@ -100,7 +100,7 @@ class ExponentStores(Float64Module):
         """Return the tables of a step from copies that have arrived; none if it was not measured."""
         if not any([store[-1, -1].item() == step for (store,) in copies]):
             return {}
-        size = len(self._parameters)
+        size = len(self._parameter_rows)
 
         def counts(first: int) -> Tensor:
             found = torch.zeros((size, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu")
@@ -112,7 +112,7 @@ class ExponentStores(Float64Module):
 
         # computed later, and not on the thread that trains
         return {
-            kind.name: Table(kind, self._parameters, partial(counts, i * size))
+            kind.name: Table(kind, self._parameter_rows, partial(counts, i * size))
             for i, kind in enumerate(self._kinds)
         }
 

@@ -83,33 +83,61 @@ class Kind:
         known = KINDS.get(found.name)
         return known if known is not None and known.schema == found.schema else found
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         # functions of schemas cannot be pickled
-        return (kind_named, (self.name,)) if KINDS.get(self.name) is self else super().__reduce__()
+        is_registered = KINDS.get(self.name) is self
+        return (kind_named, (self.name,)) if is_registered else super().__reduce_ex__(protocol)
 
+
+GRADS: Final = Kind("grads", TENSORS, "gradient", ".grad", order=4.0, is_backward=True, has_fingerprints=True)
+WEIGHTS: Final = Kind("weights", TENSORS, "weight", order=0.0, has_fingerprints=True, option="weights=True")
+UPDATES: Final = Kind("updates", PAIRS, "update", ".update", option="updates=True")
+ACTIVATION_VALUES: Final = Kind(
+    "activations", ACTIVATIONS, "activation", rows="tap", order=1.0, option="taps=..."
+)
+ACTIVATION_GRADS: Final = Kind(
+    "activation_grads",
+    ACTIVATIONS,
+    "activation's gradient",
+    ".grad",
+    rows="tap",
+    order=3.0,
+    is_backward=True,
+    option="taps=...",
+)
+GRAD_EXPONENTS: Final = Kind("grad_exponents", EXPONENTS, "gradient", ".grad", option="precision=100")
+WEIGHT_EXPONENTS: Final = Kind("weight_exponents", EXPONENTS, "weight", option="precision=100", of="weights")
 
 KINDS: Final[dict[str, Kind]] = {
     kind.name: kind
     for kind in (
-        Kind("grads", TENSORS, "gradient", ".grad", order=4.0, is_backward=True, has_fingerprints=True),
-        Kind("weights", TENSORS, "weight", order=0.0, has_fingerprints=True, option="weights=True"),
-        Kind("updates", PAIRS, "update", ".update", option="updates=True"),
-        Kind("activations", ACTIVATIONS, "activation", rows="tap", order=1.0, option="taps=..."),
-        Kind(
-            "activation_grads",
-            ACTIVATIONS,
-            "activation's gradient",
-            ".grad",
-            rows="tap",
-            order=3.0,
-            is_backward=True,
-            option="taps=...",
-        ),
-        Kind("grad_exponents", EXPONENTS, "gradient", ".grad", option="precision=100"),
-        Kind("weight_exponents", EXPONENTS, "weight", option="precision=100", of="weights"),
+        *(GRADS, WEIGHTS, UPDATES, ACTIVATION_VALUES, ACTIVATION_GRADS),
+        *(GRAD_EXPONENTS, WEIGHT_EXPONENTS),
     )
 }
 """The kinds by name, in the order of a record's tables; `register` adds others."""
+
+
+def requested(
+    *, weights: bool, updates: bool, taps: bool, precision: bool, kinds: Iterable[Kind] = ()
+) -> list[Kind]:
+    """Return the kinds that a recorder with these arguments records; those of your own are registered."""
+    own = tuple(kinds)
+    for kind in own:
+        if not isinstance(kind, Kind) or kind.measure is None or kind.rows != "parameter":
+            msg = "kinds: expected gm.recorder.Kind(..., measure=...) with rows of parameters, got "
+            raise TypeError(f"{msg}{kind!r:.80}")
+        register(kind)
+    asked = {
+        GRADS: True,
+        WEIGHTS: weights,
+        UPDATES: updates,
+        ACTIVATION_VALUES: taps,
+        ACTIVATION_GRADS: taps,
+        GRAD_EXPONENTS: precision,
+        WEIGHT_EXPONENTS: precision and weights,
+    }
+    return [*[kind for kind, is_asked in asked.items() if is_asked], *own]
 
 
 def register(kind: Kind) -> None:

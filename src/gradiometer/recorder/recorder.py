@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradiometer import ops
-from gradiometer.columns import (
-    CURSOR_SIZE,
-    DEFAULT_THRESHOLDS,
-    HEADER_SKIPPED,
-    HEADER_STEP,
-    NUM_COLUMNS,
-    NUM_FINGERPRINT_COLUMNS,
-    NUM_TAP_COLUMNS,
-    NUM_UPDATE_COLUMNS,
-    RING_WIDTH,
-    Cursor,
-    Thresholds,
-    activations_from,
-    compute_flags,
-    derived,
-    from_activations,
-    from_pairs,
-    pairs_from,
-    scaled_activations,
-    tap_flags,
-)
+from gradiometer.columns import ACTIVATIONS, DEFAULT_THRESHOLDS, PAIRS, Cursor, Thresholds, rows
 from gradiometer.inputs import (
     Named,
     check,
     check_names,
     describe,
     is_dtensor,
-    is_one_number,
-    layout,
     local_shards,
     on_device,
     present,
@@ -48,38 +25,30 @@ from gradiometer.inputs import (
 )
 from gradiometer.recorder.catalog import Catalog
 from gradiometer.recorder.exponent_stores import ExponentStores
-from gradiometer.recorder.kinds import KINDS, label
-from gradiometer.recorder.settings import check_cursor, check_integer, check_skips, set_step
-from gradiometer.recorder.skip_consensus import SkipConsensus
-from gradiometer.recorder.step_record import StepRecord
-from gradiometer.recorder.stream_order import StreamOrder
-from gradiometer.recorder.table import Table
-from gradiometer.stats import (
-    Float64Module,
-    PairStats,
-    Taps,
-    TensorStats,
-    fetch,
-    keep_in_repeats,
-    measure,
-    settled,
+from gradiometer.recorder.kinds import (
+    ACTIVATION_VALUES,
+    GRADS,
+    UPDATES,
+    WEIGHTS,
+    Kind,
+    requested,
 )
+from gradiometer.recorder.settings import check_integer, is_ordinary, is_scale, of_this_rank
+from gradiometer.recorder.skip_consensus import SkipConsensus
+from gradiometer.recorder.step_ring import StepRing
+from gradiometer.stats import PairStats, Taps, TensorStats, keep_in_repeats, measure, plain, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
-    from typing import Self
+    from collections.abc import Callable, Mapping, Sequence
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-
-_Stats = TypeVar("_Stats", TensorStats, PairStats)
 
 # which recorder clears these taps
 _owners: weakref.WeakKeyDictionary[Taps, Callable[[], Recorder | None]] = weakref.WeakKeyDictionary()
 
 
-class Recorder(Float64Module):
+class Recorder(StepRing):
     """A flight recorder: the statistics of the last ``capacity`` recorded steps, on the device.
 
     `record` measures the gradients, inside or outside of a compiled step, and writes them into the
@@ -97,15 +66,15 @@ class Recorder(Float64Module):
         model: a model as for `gradiometer.collect_grads`, or a mapping of names to modules.
         weights: whether to measure the parameters themselves too.
         updates: whether to reserve rows for updates, which `record_updates` measures.
-        capacity: number of steps that are kept, ``(R + 1) * 72`` bytes each for R recorded tensors; an update
-            counts as two, and a tap as four.
+        capacity: number of steps that are kept; each takes 72 bytes for a gradient or weight, 128 for an
+            update, and 104 for an activation or its gradient.
         every: record the steps that are multiples of ``every``. A step with a NaN, an Inf or a norm above
             ``skip_above`` is recorded whenever it is measured.
         skip_nonfinite: whether a NaN or Inf in a gradient makes `skip_step` true.
         skip_above: a total gradient norm above it makes `skip_step` true, too.
         thresholds: limits of the flags.
-        fingerprint: whether to record the fingerprints of all these tensors too, in the same read; they take
-            24 bytes more for each tensor.
+        fingerprint: whether to record the fingerprints of gradients and weights too, in the same read; they
+            take 24 bytes more for each.
         taps: taps of the model, whose activations and gradients of activations are recorded, too. `advance`
             then advances them, and their steps have the recorder's numbers; in a step that ``taps.every``
             leaves out, their rows are not measured.
@@ -113,12 +82,15 @@ class Recorder(Float64Module):
             ``weights=True``, by magnitude; None: in none. A store on the device keeps the histograms of the
             last such step, 7.5 KiB for each tensor, see `read_exponents`. They are of gradients as they are
             in memory, so ``inv_scale`` does not apply; with ``stats``, gradients are read for them.
+        kinds: kinds of your own, `gradiometer.recorder.Kind`, which `record` measures with their ``measure``
+            function, also in compiled steps.
         ranks: the ranks' agreement for the same model. `skip_step` is then the same on all of them, and
             gradients that are still partial sums are added up before they are measured.
 
     Attributes:
         catalog: the tables of a recorded step; shapes are those of whole tensors.
         is_released: whether `release` was called.
+        layout: where the tables of a step are in the ring.
         ring, cursor: the buffers, see `gradiometer.ops.ring`.
 
     Raises:
@@ -139,9 +111,6 @@ class Recorder(Float64Module):
     (5, 5.0990195135927845)
     """
 
-    ring: Tensor
-    cursor: Tensor
-
     def __init__(
         self,
         model: Parameters | Mapping[str, nn.Module],
@@ -157,9 +126,8 @@ class Recorder(Float64Module):
         ranks: Ranks | None = None,
         taps: Taps | None = None,
         precision: int | None = None,
+        kinds: Sequence[Kind] = (),
     ) -> None:
-        super().__init__()
-        self.is_released = False
         if precision is not None:
             check_integer("Recorder", "precision", precision, 1)
         names, parameters = tracked_parameters(model)
@@ -174,125 +142,39 @@ class Recorder(Float64Module):
             msg = f"Recorder: thresholds must be gm.Thresholds(...), got {thresholds!r}"
             raise TypeError(msg)
         devices = check(Named(names, parameters), "Recorder").devices
-        taps_names = _names_of(taps, names)
-        asked = {"grads": True, "weights": weights, "updates": updates}
-        asked |= dict.fromkeys(("activations", "activation_grads"), taps is not None)
-        asked |= {"grad_exponents": precision, "weight_exponents": precision and weights}
-        self.catalog = Catalog.of(
-            names,
-            [tuple(p.shape) for p in parameters],
-            [str(p.dtype).removeprefix("torch.") for p in parameters],
-            [kind for kind in KINDS if asked.get(kind)],
-            taps_names,
+        asked = requested(
+            weights=weights,
+            updates=updates,
+            taps=taps is not None,
+            precision=precision is not None,
+            kinds=kinds,
         )
-        # Dynamo cannot trace the lock of a cached property
-        self._places = self.catalog.index
-        self._num_rows = (1 + bool(weights) + bool(updates)) * len(names)
-        self.thresholds = thresholds
-        # in a list of its own, since these are not parameters of this module
-        self._tracked = [list(parameters)]
+        shapes = [tuple(p.shape) for p in parameters]
+        dtypes = [str(p.dtype).removeprefix("torch.") for p in parameters]
+        catalog = Catalog.of(names, shapes, dtypes, asked, _names_of(taps, names))
         home = next((device for device in devices if device.type != "cpu"), devices[0])
-        self.fingerprint = bool(fingerprint)
-        width = RING_WIDTH + NUM_FINGERPRINT_COLUMNS * self.fingerprint
-        # where the rows of taps begin
-        self._taps_at = self._num_rows + bool(updates) * len(names)
-        rows = self._taps_at + 4 * len(taps_names)
-        size = (capacity, rows + 1, width)
-        try:
-            # -1 marks an empty slot: step numbers are not negative
-            ring = torch.full(size, -1.0, dtype=torch.float64, device=home)
-        except (RuntimeError, TypeError) as error:
-            needs = f"{size[1] * size[2] * 8} bytes for each step on {home}, and torch cannot allocate that"
-            msg = f"Recorder(capacity={describe(capacity)}): the ring needs {needs}; use a smaller capacity"
-            raise ValueError(msg) from error
-        self.register_buffer("ring", ring, persistent=False)
-        self.register_buffer("cursor", torch.zeros(CURSOR_SIZE, dtype=torch.float64, device=home))
-        # in a list, since they are not a part of this module
-        self._taps = [] if taps is None else [taps]
-        if taps is not None:
-            _owners[taps] = weakref.ref(self)
+        super().__init__(catalog, thresholds, capacity, home, list(parameters), fingerprint=bool(fingerprint))
+        # Dynamo cannot trace the lock of a cached property
+        self._index = catalog.index
+        self._own = [kind for kind in catalog.dense if kind.measure is not None]
+        self._has_weights = WEIGHTS.name in catalog.kinds
+        # gradients and weights are measured together
+        self._section = self.layout.adjacent(GRADS.name, 1 + self._has_weights)
         self._ranks = ranks
-        self._verdict = None if ranks is None or ranks.size == 1 else SkipConsensus(names, ranks, home)
-        self._order = StreamOrder()
+        if ranks is not None and ranks.size > 1:
+            self._consensus = SkipConsensus(names, ranks, home)
+        if taps is not None:
+            self._taps.append(taps)
+            _owners[taps] = weakref.ref(self)
         self._has_dtensors = any([is_dtensor(type(p)) for p in parameters])
-        self._gated = False
-        # the step that `clear_taps` was called for
-        self._cleared_for = -1
-        self.exponents: ExponentStores | None = None
         if precision is not None:
-            self.exponents = ExponentStores(
-                self.catalog.parameters, parameters, self.catalog.sparse, precision
-            )
+            self.exponents = ExponentStores(catalog.parameters, parameters, catalog.sparse, precision)
         self.configure_(step=0, every=every, skip_nonfinite=skip_nonfinite, skip_above=skip_above)
         # what was measured before belongs to no step
         self._clear_taps(0.0)
         self._gated = not skip_nonfinite and skip_above == math.inf
         self._one_device = len(devices) == 1
         keep_in_repeats(self)
-
-    @property
-    def roster(self) -> Catalog:
-        """Interim name."""
-        return self.catalog
-
-    @property
-    def capacity(self) -> int:
-        """The number of steps that are kept."""
-        return len(self.ring)
-
-    @property
-    def parameters_tracked(self) -> list[Tensor]:
-        """The parameters, in the order of `names_tracked`."""
-        return self._tracked[0]
-
-    @property
-    def names_tracked(self) -> tuple[str, ...]:
-        """The names of the parameters; those without taps."""
-        return self.catalog.names
-
-    def configure_(
-        self,
-        *,
-        step: int | None = None,
-        every: int | None = None,
-        skip_nonfinite: bool | None = None,
-        skip_above: float | None = None,
-    ) -> Self:
-        """Change the current step's number, the cadence or the skip conditions, without recompilation.
-
-        Raises:
-            ValueError: for a number out of range; for a skip condition, if the recorder was created to skip
-                nothing and so reads gradients in recorded steps only.
-        """
-        # check all values before the first change
-        for name, value, least in (("step", step, 0), ("every", every, 1)):
-            if value is not None:
-                check_integer("Recorder", name, value, least)
-        check_skips(skip_nonfinite, skip_above)
-        if self._gated and (skip_nonfinite or (skip_above is not None and skip_above < math.inf)):
-            msg = "Recorder: it was created without a skip condition, so it reads gradients only in the "
-            msg += "steps that it records; create it with skip_nonfinite=True"
-            raise ValueError(msg)
-        given: dict[Cursor, float | None] = {
-            Cursor.STEP: step,
-            Cursor.EVERY: every,
-            Cursor.SKIP_NONFINITE: skip_nonfinite,
-            Cursor.SKIP_ABOVE: skip_above,
-        }
-        new = {place: float(number) for place, number in given.items() if number is not None}
-        if self._verdict is not None and skip_above is not None and skip_above < math.inf:
-            # from now on, the decision needs the squares of all ranks
-            self._verdict.adds_up = True
-        with self.in_order():
-            for place, number in new.items():
-                self.cursor[place].fill_(number)
-            if step is not None:
-                self._cleared_for = -1
-                for taps in self._taps:
-                    taps.configure_(step=step)
-                if self.exponents is not None:
-                    self.exponents.rewind(step)
-        return self
 
     def record(self, stats: TensorStats | None = None, *, inv_scale: Tensor | float | None = None) -> None:
         """Measure the gradients, and the weights if asked, and write them into the current step's slot.
@@ -313,37 +195,38 @@ class Recorder(Float64Module):
             grads = self._record(stats, inv_scale)
             for taps in self._taps:
                 self._append_taps(taps, inv_scale)
+            if self.exponents is None and not self._own:
+                return
+            tensors = {"grads": self._tensors("grads") if grads is None else grads}
+            if self._has_weights or any([kind.of == WEIGHTS.name for kind in self._own]):
+                tensors["weights"] = self._tensors("weights")
+            for kind in self._own:
+                self._append_own(kind, tensors[kind.of])
             if self.exponents is not None:
-                tensors = self._tensors("grads") if grads is None else grads
-                if "weights" in self.catalog.kinds:
-                    tensors = [*tensors, *self._tensors("weights")]
-                self.exponents.record(tensors)
+                self.exponents.record([x for kind in self.catalog.sparse for x in tensors[kind.of]])
 
     def _record(
         self, stats: TensorStats | None, inv_scale: Tensor | float | None
     ) -> list[Tensor | None] | None:
         """Record the statistics; return this rank's gradients, if they were read."""
-        if self._verdict is not None:
-            self._verdict.begin()
+        if self._consensus is not None:
+            self._consensus.begin()
         if stats is not None:
-            self._append("grads", _of_this_rank(stats, TensorStats, "collect_grads"))
-            if "weights" in self.catalog.kinds:
-                self._append("weights", self._collect("weights", self._tensors("weights")))
+            self._append(GRADS, of_this_rank(stats, TensorStats, "collect_grads"))
+            self._append_weights()
             return None
         ring, parameters = self.ring, self._tracked[0]
         # the scale applies to gradients only
-        plain_scale = inv_scale is None or (
-            "weights" not in self.catalog.kinds and _is_scale(inv_scale, ring)
-        )
+        plain_scale = inv_scale is None or ("weights" not in self.catalog.kinds and is_scale(inv_scale, ring))
         grads = self._tensors("grads")
-        if plain_scale and self._one_device and not (self._verdict is not None and self._verdict.adds_up):
+        if plain_scale and self._one_device and not (self._consensus is not None and self._consensus.adds_up):
             nothing = ring.new_empty(0)
             tensors = [nothing if grad is None else grad for grad in grads]
-            if "weights" in self.catalog.kinds:
+            if self._has_weights:
                 tensors += self._tensors("weights")  # type: ignore[arg-type] # none is missing
             # recognized: the list is like one that was measured before, so it is not checked again
             known = ops.recognize(tensors)
-            if known is not None or all([_is_ordinary(tensor, ring) for tensor in tensors]):
+            if known is not None or all([is_ordinary(tensor, ring) for tensor in tensors]):
                 ops.record_(
                     tensors,
                     self.thresholds,
@@ -351,55 +234,55 @@ class Recorder(Float64Module):
                     len(parameters),
                     ring,
                     self.cursor,
+                    self._section,
                     known,
                     gated=self._gated,
+                    fingerprint=self.fingerprint,
                 )
                 return grads
-        self._append("grads", self._collect("grads", grads, inv_scale))
-        if "weights" in self.catalog.kinds:
-            self._append("weights", self._collect("weights", self._tensors("weights")))
+        self._append(GRADS, self._collect(GRADS, grads, inv_scale))
+        self._append_weights()
         return grads
+
+    def _append_weights(self) -> None:
+        if self._has_weights:
+            self._append(WEIGHTS, self._collect(WEIGHTS, self._tensors("weights")))
 
     def _append_taps(self, taps: Taps, inv_scale: Tensor | float | None) -> None:
         # after the gradients, which open a slot if the step is due
-        names = len(taps.names)
-        values, grads = taps.values[:names], taps.grads[:names]
+        size = len(taps.names)
+        values, grads = taps.values[:size], taps.grads[:size]
         if inv_scale is not None:
             if not isinstance(inv_scale, Tensor):
-                inv_scale = derived.number(inv_scale, grads.device)
+                inv_scale = rows.number(inv_scale, grads.device)
             scale = on_device(inv_scale.detach(), grads.device).to(torch.float64).reshape(())
-            grads = scaled_activations(grads, scale)
-        columns, further = from_activations(torch.cat([values, grads]))
-        flags = tap_flags(columns, self.thresholds)
-        measured = [torch.cat([columns, further]), torch.cat([flags, torch.zeros_like(flags)])]
-        size = self.ring.shape[1] - 1
-        if self.fingerprint:
-            measured.append(_no_fingerprints(flags, size - self._taps_at))
-        self._write(measured, list(range(self._taps_at, size)), size, 0)
+            grads = ACTIVATIONS.scaled(grads, scale)
+        columns = torch.cat([values, grads])
+        section = self.layout.adjacent(ACTIVATION_VALUES.name, 2)
+        columns = on_device(columns, self.ring.device)
+        ops.append_(
+            columns, ACTIVATIONS.flags_of(columns, self.thresholds), 0, self.ring, self.cursor, section
+        )
 
-    def clear_taps(self, step: int) -> None:
-        """Clear what the taps have measured, and set them to this step; `advance` to it leaves them then."""
-        with self.in_order():
-            self._clear_taps(float(step))
-        self._cleared_for = step
-
-    def _clear_taps(self, step: float | Tensor) -> None:
-        for taps in self._taps:
-            taps.advance()
-            # one step number for both
-            set_step(taps.cursor, step)
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        cursor = state_dict.get(f"{prefix}cursor")
-        if isinstance(cursor, Tensor) and cursor.shape == self.cursor.shape and not cursor.is_meta:
-            check_cursor(cursor)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        with torch.no_grad(), self.in_order():
-            self._clear_taps(self.cursor[Cursor.STEP])
-            if self.exponents is not None:
-                self.exponents.rewind(self.cursor[Cursor.STEP])
+    def _append_own(self, kind: Kind, tensors: list[Tensor | None]) -> None:
+        """Measure a kind of the user's own."""
+        found = present(self.catalog.names, tensors)
+        measured = plain(Named(tuple([kind.label(name) for name in found.names]), found.tensors), "Recorder")
+        schema, home = kind.schema, self.ring.device
+        columns = torch.zeros((len(measured), schema.width), dtype=schema.dtype, device=home)
+        for device in dict.fromkeys([x.device for x in measured]):
+            places = [i for i, x in enumerate(measured) if x.device == device]
+            own = kind.measure([measured[i] for i in places])  # type: ignore[misc] # checked by `requested`
+            if not isinstance(own, Tensor) or own.shape != (len(places), schema.width):
+                shape = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
+                msg = f"Recorder: measure of kind {kind.name!r} must return columns of shape "
+                raise ValueError(msg + f"{(len(places), schema.width)}, got {shape}")
+            own = on_device(own.detach(), home).to(schema.dtype)
+            if len(places) == len(measured):
+                columns = own
+            else:
+                columns = columns + rows.spread(own, places, len(measured))
+        self._write(kind, found.names, columns, schema.flags_of(columns, self.thresholds))
 
     def record_updates(self, stats: PairStats) -> None:
         """Write measured updates into the current step's slot; inside or outside of a compiled step.
@@ -423,18 +306,10 @@ class Recorder(Float64Module):
         0.25
         """
         with self.in_order():
-            self._append_updates(_of_this_rank(stats, PairStats, "collect_updates"))
-
-    def _append_updates(self, stats: PairStats) -> None:
-        columns, further = from_pairs(stats.columns)
-        flags = compute_flags(columns, self.thresholds)
-        places = self._rows("updates", stats.names)
-        rows = [*places, *[place + len(self.catalog.names) for place in places]]
-        measured = [torch.cat([columns, further]), torch.cat([flags, torch.zeros_like(flags)])]
-        if self.fingerprint:
-            # those of the weights determine them
-            measured.append(_no_fingerprints(flags, len(rows)))
-        self._write(measured, rows, self._taps_at, 0)
+            found = of_this_rank(stats, PairStats, "collect_updates")
+            self.catalog.kind(UPDATES.name)
+            flags = PAIRS.flags_of(found.columns, self.thresholds)
+            self._write(UPDATES, found.names, found.columns, flags)
 
     @property
     def skip_step(self) -> Tensor:
@@ -444,125 +319,9 @@ class Recorder(Float64Module):
         compared with the norm of all ranks' gradients. The first read after each `record` takes one
         collective of two numbers, which the step waits for; every rank has to read it then.
         """
-        if self._verdict is None or self._gated or self.is_released:
+        if self._consensus is None or self._gated or self.is_released:
             return self.cursor[Cursor.SKIP] > 0
-        return self._verdict.give(self.ring, self.cursor)
-
-    def advance(self, to: int | None = None) -> None:
-        """Advance to the next step, inside or outside of a compiled function.
-
-        Args:
-            to: the number of that step. None: the device adds 1 to its own number, as a compiled or captured
-                step needs it.
-        """
-        if self._verdict is not None:
-            self._verdict.begin()
-        with self.in_order():
-            if to is None:
-                self.cursor[Cursor.STEP : Cursor.STEP + 1].add_(1)
-            step = self.cursor[Cursor.STEP] if to is None else float(to)
-            if to is None or to != self._cleared_for:
-                self._clear_taps(step)
-            if self.exponents is not None:
-                self.exponents.advance(step)
-            if to is not None:
-                # last: if an exception interrupts this, the ring is still in the step before
-                set_step(self.cursor, step)
-
-    def repeated(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters, and the buffers that steps write."""
-        return self._tracked[0], list(self.buffers())
-
-    def step_if_known(self) -> int | None:
-        """Return the number of the current step; None if only a device other than the CPU has it."""
-        return int(ops.numbers(self.cursor)[Cursor.STEP]) if self.cursor.device.type == "cpu" else None
-
-    def shrink(self) -> None:
-        """Free the histograms and all slots but one, which `skip_step` needs, and forget the taps."""
-        self._taps.clear()
-        self.exponents = None
-        self.ring = self.ring[:1].clone()
-
-    def release(self) -> None:
-        """Free the ring and the histograms, and forget parameters and taps; nothing is recorded any more."""
-        self.is_released = True
-        self._tracked[0].clear()
-        self._taps.clear()
-        self.exponents = None
-        self.ring = self.ring.new_empty((0, *self.ring.shape[1:]))
-        self.cursor[Cursor.SKIP].fill_(0.0)
-
-    def in_order(self) -> AbstractContextManager[None]:
-        """Return a context for a use of the buffers: the current stream waits for uses on other streams.
-
-        All methods use it. Uses in compiled functions and captured graphs are not seen; see `StreamOrder`.
-        """
-        return self._order.on(self.ring.device)
-
-    def read(self) -> list[StepRecord]:
-        """Return the records in the ring, oldest first. Waits for the device."""
-        with self.in_order():
-            (ring,) = fetch([self.ring])
-        now = time.time()
-        written = sorted(
-            (int(step), i) for i, step in enumerate(ring[:, 0, HEADER_STEP].tolist()) if step >= 0
-        )
-        return [self.as_record(step, now, {}, ring[i]) for step, i in written]
-
-    def read_exponents(self, step: int) -> Mapping[str, Table]:
-        """Return the tables of exponents of a step, if no later step has overwritten them, by kind.
-
-        Waits for the device.
-
-        >>> import torch, gradiometer as gm
-        >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> recorder = gm.Recorder(model, precision=100)
-        >>> model(torch.tensor([[1e-6, 4.0]])).sum().backward()
-        >>> recorder.record()
-        >>> recorder.read_exponents(0)["grad_exponents"].stats().n_flushed("float8_e5m2")
-        tensor([1])
-        """
-        if self.exponents is None:
-            return {}
-        with self.in_order():
-            copies = self.exponents.copy()
-        return self.exponents.tables_of([copy.result() for copy in copies], step)
-
-    def as_record(
-        self, step: int, when: float, scalars: Mapping[str, float], slot: Tensor | None
-    ) -> StepRecord:
-        """Return the record of a slot that was copied to the host; ``slot=None`` for a step without one."""
-        catalog = self.catalog
-        if slot is None:
-            return StepRecord(step, when, scalars, catalog, thresholds=self.thresholds)
-        n, width = len(catalog.names), slot.shape[1]
-        skipped = bool(slot[0, HEADER_SKIPPED] > 0)
-        rows = slot[1:]
-        tables = {}
-        for i, kind in enumerate(catalog.dense):
-            if kind.rows == "tap":
-                continue
-            own = rows[i * n : (i + 1) * n]
-            values, bits = own[:, :NUM_COLUMNS], None
-            flags = own[:, NUM_COLUMNS].to(torch.int32)
-            if kind.name == "updates":
-                more = rows[self._num_rows : self._taps_at]
-                values = pairs_from(values, more[:, 1 : 1 + NUM_UPDATE_COLUMNS])
-            elif width > RING_WIDTH:
-                bits = own[:, RING_WIDTH:].clone().view(torch.int64)
-            tables[kind.name] = Table(
-                kind, catalog.parameters, values, flags, thresholds=self.thresholds, fingerprints=bits
-            )
-        if self._taps:
-            m = len(catalog.taps)
-            rows = rows[self._taps_at :].view(2, 2, m, width)
-            for i, name in enumerate(("activations", "activation_grads")):
-                first, second = rows[0, i], rows[1, i]
-                values = activations_from(first[:, :NUM_COLUMNS], second[:, :NUM_TAP_COLUMNS])
-                kind = catalog.kinds[name]
-                tables[name] = Table(kind, catalog.taps, values, thresholds=self.thresholds)
-        tables = {name: table for name, table in tables.items() if table.measured.any()}
-        return StepRecord(step, when, scalars, catalog, tables, skipped, self.thresholds)
+        return self._consensus.decide(self.ring, self.cursor, self.layout)
 
     def _tensors(self, kind: str) -> list[Tensor | None]:
         """Return this rank's part of the gradients or weights, in the order of the catalog."""
@@ -577,51 +336,50 @@ class Recorder(Float64Module):
         return [None if tensor is None else next(shards) for tensor in tensors]
 
     def _collect(
-        self, kind: str, tensors: list[Tensor | None], inv_scale: Tensor | float | None = None
+        self, kind: Kind, tensors: list[Tensor | None], inv_scale: Tensor | float | None = None
     ) -> TensorStats:
         found = [(name, x) for name, x in zip(self.catalog.names, tensors, strict=True) if x is not None]
-        named = Named(tuple([label(kind, name) for name, _ in found]), [x for _, x in found])
+        named = Named(tuple([kind.label(name) for name, _ in found]), [x for _, x in found])
         options: dict[str, Any] = {"home": self.ring.device, "fingerprint": self.fingerprint}
         stats = measure(named, "Recorder", self.thresholds, inv_scale, **options)
         return replace(stats, names=tuple([name for name, _ in found]))
 
-    def _append(self, kind: str, stats: TensorStats) -> None:
+    def _append(self, kind: Kind, stats: TensorStats) -> None:
         """Write statistics into the rows of their names; the other rows of the step do not change."""
-        measured = [stats.columns, stats.flags]
-        if self.fingerprint:
-            bits = stats.fingerprints
-            if bits is None:
-                msg = (
-                    "Recorder: it records fingerprints, but these stats have none; pass fingerprint=True to "
-                )
-                raise ValueError(msg + "collect_grads")
-            measured.append(bits)
+        if self.fingerprint and stats.fingerprints is None:
+            msg = "Recorder: it records fingerprints, but these stats have none; pass fingerprint=True to "
+            raise ValueError(msg + "collect_grads")
+        bits = stats.fingerprints if self.fingerprint else None
         # only gradients decide about skipping
-        grads = len(self.catalog.names) if kind == "grads" else 0
-        self._write(measured, self._rows(kind, stats.names), self._num_rows, grads)
+        decides = kind is GRADS
+        self._write(kind, stats.names, stats.columns, stats.flags, bits, decides=decides)
 
-    def _rows(self, kind: str, names: tuple[str, ...]) -> list[int]:
-        """Return the rows of these tensors."""
-        first = list(self.catalog.kinds).index(kind) * len(self.catalog.names)
-        rows = []
+    def _write(
+        self,
+        kind: Kind,
+        names: tuple[str, ...],
+        columns: Tensor,
+        flags: Tensor,
+        fingerprints: Tensor | None = None,
+        *,
+        decides: bool = False,
+    ) -> None:
+        """Write rows of a table into the current step's slot."""
         for name in names:
-            if name not in self._places:
-                msg = (
-                    f"Recorder: {name!r} is not among the parameters it was created with; pass stats of those"
-                )
-                raise ValueError(msg)
-            rows.append(first + self._places[name])
-        return rows
-
-    def _write(self, measured: list[Tensor], rows: list[int], size: int, grads: int) -> None:
-        """Write columns, flags and fingerprints into these of the first ``size`` rows."""
-        measured = [on_device(x, self.ring.device) for x in measured]
-        if rows != list(range(size)):
-            measured = [derived.spread(x, rows, size) for x in measured]
-        columns, flags, *more = measured
-        if grads and self._verdict is not None:
-            self._verdict.hear(columns[:grads])
-        ops.append_(columns, flags, grads, self.ring, self.cursor, more[0] if more else None)
+            if name not in self._index:
+                msg = f"Recorder: {name!r} is not among the parameters it was created with; pass stats of "
+                raise ValueError(msg + "those")
+        home, size = self.ring.device, len(self.catalog.names)
+        columns, flags = on_device(columns, home), on_device(flags, home)
+        bits = None if fingerprints is None else on_device(fingerprints, home)
+        places = [self._index[name] for name in names]
+        if places != list(range(size)):
+            columns, flags = rows.spread(columns, places, size), rows.spread(flags, places, size)
+            bits = None if bits is None else rows.spread(bits, places, size)
+        if decides and self._consensus is not None:
+            self._consensus.observe(columns)
+        section = self.layout.sections[kind.name]
+        ops.append_(columns, flags, size if decides else 0, self.ring, self.cursor, section, bits)
 
 
 def _nobody() -> None:
@@ -646,42 +404,3 @@ def _names_of(taps: Taps | None, parameters: tuple[str, ...]) -> tuple[str, ...]
         msg = f"Recorder(taps=...): {min(twice)!r} is the name of a tap and of a parameter; rename the tap"
         raise ValueError(msg)
     return taps.names
-
-
-def _no_fingerprints(like: Tensor, rows: int) -> Tensor:
-    """Return ``(rows, 3) int64`` that stands for no fingerprint."""
-    none = like.new_zeros((rows, NUM_FINGERPRINT_COLUMNS), dtype=torch.int64)
-    return torch.cat([none[:, :1] - 1, none[:, 1:]], dim=1)
-
-
-def _of_this_rank(stats: _Stats, kind: type[_Stats], function: str) -> _Stats:
-    if not isinstance(stats, kind):
-        msg = f"Recorder: stats must be the {kind.__name__} that {function} returns, "
-        raise TypeError(msg + f"got {type(stats).__name__}")
-    if stats.origin is None:
-        return stats
-    if stats.local is None:
-        msg = "Recorder: groups that are merged over ranks do not keep this rank's values; "
-        raise ValueError(msg + f"pass the stats that {function}(..., reduce=ranks) returns")
-    return stats.local
-
-
-def _is_ordinary(tensor: Tensor, ring: Tensor) -> bool:
-    """Return whether the op accepts the tensor as it is."""
-    kind = type(tensor)
-    return (
-        (kind is Tensor or kind is nn.Parameter)
-        and layout(tensor) == torch.strided
-        and tensor.device == ring.device
-        and (torch.compiler.is_compiling() or not tensor.is_neg())
-    )
-
-
-def _is_scale(inv_scale: Tensor | float, ring: Tensor) -> bool:
-    """Return whether the op accepts the scale as it is."""
-    return (
-        isinstance(inv_scale, Tensor)
-        and is_one_number(inv_scale)
-        and inv_scale.is_floating_point()
-        and inv_scale.device == ring.device
-    )

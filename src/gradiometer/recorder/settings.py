@@ -1,15 +1,17 @@
-"""The numbers in a recorder's cursor: checks before any of them is changed, and the current step."""
+"""Checks of what a recorder gets: numbers for its cursor before any of them is changed, stats and tensors."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gradiometer.columns import Cursor
-from gradiometer.inputs import describe, is_limit
+from gradiometer.inputs import describe, is_limit, is_one_number, layout
+from gradiometer.stats import PairStats, TensorStats
 
-__all__ = ["check_cursor", "check_integer", "check_skips", "set_step"]
+_Stats = TypeVar("_Stats", TensorStats, PairStats)
 
 # the cursor is float64, which holds every integer up to here
 _MOST: Final = 2**53
@@ -48,3 +50,37 @@ def set_step(cursor: Tensor, step: float | Tensor) -> None:
         place.copy_(step)
     else:
         place.fill_(step)
+
+
+def of_this_rank(stats: _Stats, kind: type[_Stats], function: str) -> _Stats:
+    """Return the statistics of this rank, without those of others."""
+    if not isinstance(stats, kind):
+        msg = f"Recorder: stats must be the {kind.__name__} that {function} returns, "
+        raise TypeError(msg + f"got {type(stats).__name__}")
+    if stats.origin is None:
+        return stats
+    if stats.local is None:
+        msg = "Recorder: groups that are merged over ranks do not keep this rank's values; "
+        raise ValueError(msg + f"pass the stats that {function}(..., reduce=ranks) returns")
+    return stats.local
+
+
+def is_ordinary(tensor: Tensor, ring: Tensor) -> bool:
+    """Return whether the op accepts the tensor as it is."""
+    kind = type(tensor)
+    return (
+        (kind is Tensor or kind is nn.Parameter)
+        and layout(tensor) == torch.strided
+        and tensor.device == ring.device
+        and (torch.compiler.is_compiling() or not tensor.is_neg())
+    )
+
+
+def is_scale(inv_scale: Tensor | float, ring: Tensor) -> bool:
+    """Return whether the op accepts the scale as it is."""
+    return (
+        isinstance(inv_scale, Tensor)
+        and is_one_number(inv_scale)
+        and inv_scale.is_floating_point()
+        and inv_scale.device == ring.device
+    )

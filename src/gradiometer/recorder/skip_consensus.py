@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from gradiometer import distributed, ops
-from gradiometer.columns import NUM_COLUMNS, Cursor, derived
+from gradiometer.columns import TENSORS, Cursor
+from gradiometer.columns.roots import sqrt
 from gradiometer.stats import Float64Module
 
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
-
-__all__ = ["SkipConsensus"]
+    from gradiometer.recorder.store import RingLayout
 
 
 class SkipConsensus(Float64Module):
@@ -51,33 +51,34 @@ class SkipConsensus(Float64Module):
         self._ranks = ranks
         self.adds_up = False
         # the decision since the last measurement, if any; in a list, which is not part of a module's state
-        self._given: list[Tensor] = []
+        self._decided: list[Tensor] = []
 
     def begin(self) -> None:
         """Forget the decision on earlier measurements."""
-        self._given.clear()
+        self._decided.clear()
 
-    def hear(self, columns: Tensor) -> None:
+    def observe(self, columns: Tensor) -> None:
         """If ``adds_up``, store the sum of squares of this rank's gradients; ``columns (N, C) float64``."""
         if self.adds_up:
             # not a product with the mask: a sum of squares may be inf
-            self._sumsq.fill_(torch.where(self._counted > 0, derived.value(columns, "sumsq"), 0.0).sum())
+            self._sumsq.fill_(torch.where(self._counted > 0, TENSORS.value(columns, "sumsq"), 0.0).sum())
 
-    def give(self, ring: Tensor, cursor: Tensor) -> Tensor:
+    def decide(self, ring: Tensor, cursor: Tensor, layout: RingLayout) -> Tensor:
         """Return the decision, 0-d bool. It takes one collective, once after each `begin`.
 
         Args:
             ring: the ring; the decision is written into the header of its current step.
             cursor: the ring's state; this rank's decision in it is replaced by that of all ranks.
+            layout: of the ring.
         """
-        if not self._given:
+        if not self._decided:
             skip = cursor[Cursor.SKIP : Cursor.SKIP + 1]
-            heard = torch.cat([skip, self._sumsq])
-            heard = distributed.all_reduce(heard, "sum", self._ranks.group, self._ranks.timeout)
-            skips = (heard[0] > 0) | (derived.sqrt(heard[1]) > cursor[Cursor.SKIP_ABOVE])
+            both = torch.cat([skip, self._sumsq])
+            both = distributed.all_reduce(both, "sum", self._ranks.group, self._ranks.timeout)
+            skips = (both[0] > 0) | (sqrt(both[1]) > cursor[Cursor.SKIP_ABOVE])
             skip.fill_(skips)
             # without rows this only writes the header
-            nothing = ring.new_zeros(ring.shape[1] - 1, NUM_COLUMNS)
-            ops.append_(nothing, nothing[:, 0].to(torch.int32), 0, ring, cursor)
-            self._given.append(skips)
-        return self._given[0]
+            nothing = ring.new_zeros(0, TENSORS.width)
+            ops.append_(nothing, nothing[:, 0].to(torch.int32), 0, ring, cursor, layout.header_only)
+            self._decided.append(skips)
+        return self._decided[0]

@@ -123,7 +123,7 @@ class Table:
         Raises:
             KeyError: for an unknown name.
         """
-        found: Tensor = self._cached(name, lambda: self.kind.schema.value(self.values, name))
+        found: Tensor = self._cached(f"value {name}", lambda: self.kind.schema.value(self.values, name))
         return found
 
     @property
