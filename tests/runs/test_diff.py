@@ -18,7 +18,7 @@ from gradiometer.runs.comparison import BitDifference
 from gradiometer.runs.diff import compare_runs, compared
 from gradiometer.runs.reader import RunError, read_run
 from gradiometer.runs.writer import RunRecord
-from support.synthetic_run import make_info, make_records, make_roster, write_run
+from support.synthetic_run import make_catalog, make_info, make_records, write_run
 
 KINDS = ("grads", "weights", "updates")
 
@@ -26,10 +26,10 @@ KINDS = ("grads", "weights", "updates")
 def write(path, change=None, *, steps=20, kinds=("grads",), names=None, first=0, keep=None, **options):
     """Write a run; ``change(record)`` may alter each step."""
     every, fingerprint = options.get("every", 1), options.get("fingerprint", False)
-    roster = options.get("roster") or make_roster(4, kinds, names)
+    catalog = options.get("catalog") or make_catalog(4, kinds, names)
     sink = RunRecord(path, segment_steps=7, segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(roster, first, every=every, fingerprint=fingerprint))
-    for record in make_records(roster, steps, first=first, every=every, fingerprint=fingerprint):
+    sink.start(make_info(catalog, first, every=every, fingerprint=fingerprint))
+    for record in make_records(catalog, steps, first=first, every=every, fingerprint=fingerprint):
         if keep is not None and record.step not in keep:
             continue
         sink.write([record if change is None else change(record)], [])
@@ -44,7 +44,7 @@ def at(step, kind, place, column, factor):
         if record.step < step or record.values is None:
             return record
         values = record.values.clone()
-        values[record.roster.place(kind), place, COLUMN_INDEX[column]] *= factor
+        values[record.catalog.place(kind), place, COLUMN_INDEX[column]] *= factor
         return replace(record, values=values)
 
     return change
@@ -249,7 +249,7 @@ def flip(step, *places, bit=0):
             return record
         values = record.values.clone()
         for kind, place in places:
-            values[record.roster.place(kind), place, RING_WIDTH + 2 :].view(torch.int64)[...] ^= 1 << bit
+            values[record.catalog.place(kind), place, RING_WIDTH + 2 :].view(torch.int64)[...] ^= 1 << bit
         return replace(record, values=values)
 
     return change
@@ -405,10 +405,10 @@ def test_the_bits_of_common_steps_are_compared_and_the_others_counted(printed, t
 
 
 def test_bits_of_tensors_with_other_names_shapes_or_dtypes_are_left_out(tmp_path):
-    roster = make_roster(4)
+    catalog = make_catalog(4)
     a = write(tmp_path / "a", fingerprint=True)
-    narrow = replace(roster, dtypes=("float32", "float32", "bfloat16", "float32"))
-    other = write(tmp_path / "b", flip(4, ("grads", 2)), roster=narrow, fingerprint=True)
+    narrow = replace(catalog, dtypes=("float32", "float32", "bfloat16", "float32"))
+    other = write(tmp_path / "b", flip(4, ("grads", 2)), catalog=narrow, fingerprint=True)
     names = ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "head"]
     renamed = write(tmp_path / "c", flip(7, ("grads", 3), ("grads", 0)), names=names, fingerprint=True)
 

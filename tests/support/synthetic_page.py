@@ -13,15 +13,15 @@ import torch
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.runs.reader import Run
 from gradiometer.web import write_page
-from support.synthetic_run import make_info, make_roster
+from support.synthetic_run import make_catalog, make_info
 
 
 class Dense(Run):
     """A run of noise with every tensor measured at every step, as if it had been read from disk."""
 
     def __init__(self, path, tensors, steps, kinds=("grads",)):
-        info = make_info(make_roster(tensors, kinds))
-        self.path, self.roster, self.thresholds = Path(path), info.roster, DEFAULT_THRESHOLDS
+        info = make_info(make_catalog(tensors, kinds))
+        self.path, self.catalog, self.thresholds = Path(path), info.catalog, DEFAULT_THRESHOLDS
         self.info = {"model": info.model, "device": info.device, "closed": True, "versions": {}}
         random = torch.Generator().manual_seed(0)
         # 20 decades of independent noise: the worst case for compression
@@ -41,7 +41,7 @@ class Dense(Run):
         )
 
     def matrices(self, statistics, *_, first, last):
-        size = last - first + 1, len(self.roster.names)
+        size = last - first + 1, len(self.catalog.names)
         # continues from one read to the next: noise repeated every few columns would compress
         place = torch.arange(first * size[1], (last + 1) * size[1]) % len(self._noise)
         noise = self._noise[place].view(size)

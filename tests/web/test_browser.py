@@ -23,7 +23,7 @@ from gradiometer.runs.reader import read_run  # noqa: E402
 from gradiometer.runs.writer import RunRecord  # noqa: E402
 from gradiometer.web import PageServer, server, write_page  # noqa: E402
 from support.synthetic_page import Dense, dense_page  # noqa: E402
-from support.synthetic_run import make_info, make_records, make_roster, write_run  # noqa: E402
+from support.synthetic_run import make_catalog, make_info, make_records, write_run  # noqa: E402
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -385,10 +385,10 @@ def test_names_stay_text(opened, odd):
 
 def write_changed(path, change, steps=20, **info):
     """Write a run in which ``change`` has altered each record."""
-    roster = make_roster(3)
+    catalog = make_catalog(3)
     sink = RunRecord(path, segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(roster, **info))
-    for record in make_records(roster, steps):
+    sink.start(make_info(catalog, **info))
+    for record in make_records(catalog, steps):
         sink.write([change(record)], [])
     sink.close()
     return path

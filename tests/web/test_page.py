@@ -22,7 +22,7 @@ from gradiometer.runs.reader import Run, RunError, read_run
 from gradiometer.runs.writer import RunRecord
 from gradiometer.web import data, write_page
 from support.synthetic_page import Dense, dense_page, read_cells
-from support.synthetic_run import make_info, make_records, make_roster, write_run
+from support.synthetic_run import make_catalog, make_info, make_records, write_run
 
 NAMES = (
     "<b>x</b>",
@@ -69,7 +69,7 @@ def held(path):
     return whole(path)["runs"][0]
 
 
-PAIR = make_roster(2)
+PAIR = make_catalog(2)
 
 
 def record(path, records, first_step=0, fault=None, **info):
@@ -204,7 +204,7 @@ def test_findings_come_by_headline_with_the_place_of_their_tensor(tmp_path):
         finding(Severity.INFO, 1, "blocks.0.weight"),
         finding(Severity.ERROR, 7, "blocks.0.bias"),
         finding(Severity.ERROR, 3, None),
-        finding(Severity.WARNING, 2, "not.in.the.roster"),
+        finding(Severity.WARNING, 2, "not.in.the.catalog"),
     ]
     values = held(write_page(write_run(tmp_path / "run", tensors=2, steps=9, findings=found)))
     assert [(f["severity"], f["first_step"], f["tensor"], f["under"]) for f in values["findings"]] == [
@@ -436,10 +436,10 @@ def test_a_run_of_too_many_scalars_says_how_many_are_not_drawn(tmp_path):
 
 @pytest.mark.parametrize("binned", [1, 3])
 def test_the_ratio_of_update_and_weight_is_that_of_each_step(tmp_path, monkeypatch, binned):
-    roster = make_roster(4, ("grads", "weights", "updates"))
+    catalog = make_catalog(4, ("grads", "weights", "updates"))
     sink = RunRecord(tmp_path / "run", segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(roster))
-    for one in make_records(roster, 48):
+    sink.start(make_info(catalog))
+    for one in make_records(catalog, 48):
         values = one.values.clone()
         weight, update = values[1], values[2]
         if one.step == 20:
@@ -469,10 +469,10 @@ def test_the_ratio_of_update_and_weight_is_that_of_each_step(tmp_path, monkeypat
 
 def test_the_statistics_of_updates_are_those_of_each_step(tmp_path):
     nonfinite = {7: "n_nan", 8: "n_posinf", 9: "n_neginf"}
-    roster = make_roster(3, ("grads", "updates"))
+    catalog = make_catalog(3, ("grads", "updates"))
     sink = RunRecord(tmp_path / "run", segment_seconds=math.inf, fsync=False)
-    sink.start(make_info(roster))
-    for one in make_records(roster, 20):
+    sink.start(make_info(catalog))
+    for one in make_records(catalog, 20):
         squares = one.value("sumsq", "updates")
         # columns of which the values are 1 / 4 of the weight, cosines 1 to -1, and some stuck elements
         cosine = 1.0 - one.step / 10.0

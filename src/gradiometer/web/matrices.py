@@ -148,22 +148,21 @@ class _Window:
         self.numel = read["numel"].nan_to_num(nan=0.0)
         self.measured = self.numel > 0
         self.flags = read["flags"].nan_to_num(nan=0.0).to(torch.int32)
-        # a tensor that is not finite is so in every statistic
         norm = read.get("norm", torch.zeros_like(self.numel))
         self.broken = self.measured & ~norm.isfinite()
         self.cells = {}
         for name in names:
-            value = read[name]
-            if schema[name].style == "cosine":
+            value, style = read[name], schema[name].style
+            if style == "cosine":
                 # a code of 0 would be an exact 0
                 value = ((1.0 - value) / 2.0).clamp(min=1e-9)
-            is_known = self.measured
-            if name in known:
-                is_known = is_known & (read[known[name]] > 0)
-            if schema[name].style in {"fraction", "cosine"}:
+            elif name not in known:
+                # a tensor that is not finite is so in every statistic of all its elements
+                value = torch.where(self.broken, norm, value.abs())
+            is_known = self.measured & (read[known[name]] > 0) if name in known else self.measured
+            if style == "cosine":
                 is_known = is_known & ~value.isnan()
-            value = torch.where(is_known, value.abs(), _UNMEASURED)
-            self.cells[name] = torch.where(self.broken, norm, value)
+            self.cells[name] = torch.where(is_known, value, _UNMEASURED)
 
 
 def _windows(recorded: Tensor, binned: int, n: int) -> Iterator[Tensor]:
