@@ -76,7 +76,7 @@ class Selection:
         self.tensors = _compiled("tensors", tensors)
         self.scalars = _compiled("scalars", scalars)
         self.kinds = None if kinds is None else _known("kinds", kinds, tuple(KINDS), KINDS)
-        schemas = [kind.schema for kind in KINDS.values() if self._selects(kind)]
+        schemas = [kind.schema for kind in KINDS.values()]
         self.statistics = _statistics("statistics", statistics, schemas)
         self.totals = _names("totals", totals, schemas)
         self._is_default = statistics == ("norm",), totals == ("norm", "n_nonfinite")
