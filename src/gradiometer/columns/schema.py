@@ -234,6 +234,17 @@ class Schema:
             return self.columns[self.index[name]]
         return next(value for value in self.derived if value.name == self._known(name))
 
+    def stores_the_same(self, other: Schema) -> bool:
+        """Return whether the raw columns have the same names, merges and types, whatever their headings."""
+        mine, others = [
+            (
+                *(schema.name, schema.dtype, schema.storage, bool(schema.flags)),
+                *[(x.name, x.merge, x.is_count, x.unit, x.signed) for x in schema.columns],
+            )
+            for schema in (self, other)
+        ]
+        return mine == others
+
     def _known(self, name: str) -> str:
         if name not in self._functions:
             msg = f"there is no {name!r} of {self.name}; choose from {', '.join(self.names)}"

@@ -10,12 +10,10 @@ from gradiometer.runs.json_files import plain
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Attempt", "as_of", "keep_changed", "list_attempts"]
-
 # the keys of run.json that another attempt may change
 _CHANGING: Final = (
     "model",
-    "roster",
+    "catalog",
     "thresholds",
     "every",
     "capacity",

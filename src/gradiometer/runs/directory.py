@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["is_at", "is_locked", "is_taken", "prepare", "release", "remove_leftovers", "take"]
-
 # folders that this process writes; a process's locks do not exclude the process itself
 _ours: set[Path] = set()
 

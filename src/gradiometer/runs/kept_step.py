@@ -23,8 +23,6 @@ from gradiometer.runs.files import RunError, open_file, stamp, summary
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["KeptStep", "kept_path", "load_kept_step", "move_kept", "plain_batch", "write_kept_steps"]
-
 _FORMAT: Final = "gradiometer kept steps"
 _VERSION: Final = 1
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))

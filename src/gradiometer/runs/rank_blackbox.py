@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Fault, Finding
 
-__all__ = ["RankBlackbox"]
-
 
 class RankBlackbox:
     """A sink that writes only faults, to ``blackbox.rank-00005.json``.

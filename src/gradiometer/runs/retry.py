@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Retry"]
-
 # seconds between two tries, at most
 _LONGEST_PAUSE: Final = 60.0
 

@@ -11,7 +11,7 @@ import torch
 from gradiometer.extras import require
 from gradiometer.runs.comparison import BitDifference, Difference
 from gradiometer.runs.format import pyarrow
-from gradiometer.runs.tables import scalars_of
+from gradiometer.runs.steps_table import scalars_of
 
 if TYPE_CHECKING:
     import re
