@@ -86,20 +86,17 @@ def _picture(run: Run, kind: Kind, steps: list[int], most: int) -> tuple[dict[st
 
 def _binades(run: Run, kind: Kind) -> tuple[int, int] | None:
     """Return the indices of the lowest and highest binade with elements; None without any histogram."""
-    table = run.exponents(kind, columns=["first_bin", "counts"])
+    table = run.exponents(kind.of, columns=["positions"])
     if not len(table):
         return None
     compute = require("pyarrow.compute", "monitor", "A run record")
-    sizes = compute.list_value_length(table["counts"])
-    some = compute.greater(sizes, 0)
-    first, sizes = compute.filter(table["first_bin"], some), compute.filter(sizes, some)
-    if not len(first):
+    positions = torch.tensor(compute.list_flatten(table["positions"]).unique().to_pylist(), dtype=torch.int64)
+    inner = positions[(positions > 0) & (positions < NUM_EXPONENT_COLUMNS - 2)]
+    if not len(inner):
         # nothing but zeros: one binade, which stays empty
         return 1 - LOWEST_BINADE, 1 - LOWEST_BINADE
     found = torch.zeros((1, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device="cpu")
-    ends = compute.min(first).as_py(), compute.max(compute.add(first, sizes)).as_py() - 1
-    for end in ends:
-        found[0, 1 + end] = 1
+    found[0, inner] = 1
     present = of_binades(found)[0].nonzero().view(-1)
     return int(present[0]), int(present[-1])
 

@@ -141,13 +141,13 @@ class _Window:
     def __init__(self, run: Run, kind: Kind, names: tuple[str, ...], window: Tensor) -> None:
         schema = kind.schema
         known = {name: x.per for name in names if not isinstance(x := schema[name], Column) and x.per}
-        wanted = dict.fromkeys(["numel", "flags", *names, *known.values()])
-        wanted |= {"norm": None} if "norm" in schema else {}
+        wanted = dict.fromkeys(["numel", *names, *known.values()])
+        wanted |= dict.fromkeys(["norm"] * ("norm" in schema) + ["flags"] * bool(schema.flags))
         _, read = run.matrices(tuple(wanted), kind.name, first=int(window[0]), last=int(window[-1]))
         # NaN where nothing was measured
         self.numel = read["numel"].nan_to_num(nan=0.0)
         self.measured = self.numel > 0
-        self.flags = read["flags"].nan_to_num(nan=0.0).to(torch.int32)
+        self.flags = read.get("flags", torch.zeros_like(self.numel)).nan_to_num(nan=0.0).to(torch.int32)
         norm = read.get("norm", torch.zeros_like(self.numel))
         self.broken = self.measured & ~norm.isfinite()
         self.cells = {}
