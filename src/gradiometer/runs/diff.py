@@ -100,10 +100,12 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
     steps = [_steps(run) for run in (a, b)]
     common = sorted(steps[0].keys() & steps[1].keys())
     recorded = [s for s in common if steps[0][s] and steps[1][s]]
+    # histograms may be recorded in other steps
+    measured = sorted(here.steps & there.steps)
     scalars = step_diff.scalars(a, b, common, rtol, ignore)
     # scalars are cheap to read, so no tensor is read after the first step where a scalar differs
     stop = min((d.step for d in scalars), default=None)
-    upto = [s for s in recorded if stop is None or s <= stop]
+    upto = [s for s in measured if stop is None or s <= stop]
     bits, fingerprinted = None, 0
     unknown: tuple[str, ...] = ()
     if rtol == 0 and a.has_fingerprints and b.has_fingerprints:
@@ -113,12 +115,12 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
     if bits is None and fingerprinted == len(recorded) and not shapes and not unknown:
         # of equal bits, statistics are equal up to rounding
         found: list[Difference] = []
-        compared = len(upto)
+        num_steps = len(upto)
         without_bits = [key for key in shared if not a.catalog.kinds[key[0]].has_fingerprints]
         if without_bits:
-            found, compared = step_diff.tensors(here, there, upto, without_bits, rtol, is_unrounded=True)
+            found, num_steps = step_diff.tensors(here, there, upto, without_bits, rtol, is_unrounded=True)
     else:
-        found, compared = step_diff.tensors(here, there, upto, shared, rtol)
+        found, num_steps = step_diff.tensors(here, there, upto, shared, rtol)
     step = min((d.step for d in (*found, *scalars)), default=None)
     first = [d for d in found if d.step == step] + [d for d in scalars if d.step == step]
     first.sort(key=lambda difference: _order(difference, kinds))
@@ -128,7 +130,7 @@ def compared(a: Run, b: Run, *, rtol: float = 0.0, ignore: re.Pattern[str] | Non
         rtol=rtol,
         common=len(common),
         recorded=len(recorded),
-        compared=compared,
+        compared=len({*upto[:num_steps]} & {*recorded}),
         fingerprinted=fingerprinted,
         bits=bits,
         unknown=unknown,

@@ -42,6 +42,13 @@ class RunTensors(NamedTuple):
         rows, row = self.run.catalog.rows(key[0]), self.rows[key]
         return f"{rows.dtypes[row]} {list(rows.shapes[row])}" if rows.shapes else ""
 
+    @property
+    def steps(self) -> set[int]:
+        """The steps with tables."""
+        rows = self.run.steps
+        pairs = zip(rows["step"].to_pylist(), rows["kinds"].to_pylist(), strict=True)
+        return {step for step, kinds in pairs if kinds}
+
     def indices(self, keys: list[Key]) -> dict[str, Tensor]:
         """Return, for each kind, the rows of its tensors."""
         found: dict[str, list[int]] = {}
