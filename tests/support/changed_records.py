@@ -8,7 +8,7 @@ from gradiometer.recorder import Table
 
 
 def changed(record, change, *kinds):
-    """Return a record with copies of the tables of these kinds, or of all, that ``change(table)`` wrote to."""
+    """Return a record with copies of tables, those of these kinds or all, that ``change(table)`` wrote to."""
     tables = dict(record.tables)
     for name in kinds or record.tables:
         if name not in tables:
