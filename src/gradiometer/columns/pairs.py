@@ -117,6 +117,7 @@ PAIRS: Final = Schema(
             "n_stuck / n_nonzero_g",
             "stuck %",
             "fraction",
+            per="n_nonzero_g",
         ),
     ),
     flags=Flag.NAN | Flag.INF | Flag.VANISHING | Flag.EXPLODING,

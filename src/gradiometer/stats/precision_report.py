@@ -150,11 +150,13 @@ class PrecisionReport(TableReport[PrecisionRow]):
         """
         return super().to_string(max_rows)
 
-    def _ordered(self) -> list[PrecisionRow]:
+    def ordered(self) -> list[PrecisionRow]:
+        """Return the rows in the order of the printed table: those that lose most first."""
         return sorted(self.rows(), key=_worst, reverse=True)
 
-    def _table(self, max_rows: int | None) -> Table:
-        table = super()._table(max_rows)
+    def table(self, max_rows: int | None = 20) -> Table:
+        """Return the printed table as text cells."""
+        table = super().table(max_rows)
         header, *cells, total = _left_aligned([table.header, *table.rows, table.total], first=4)
         return table._replace(header=header, rows=cells, total=total, notes=_NOTES)
 
