@@ -17,6 +17,7 @@ from gradiometer.monitor.dispatcher import Dispatcher
 from gradiometer.monitor.failures import Failures
 from gradiometer.recorder import Catalog, RunInfo
 from gradiometer.rules.finding import Finding, Severity
+from support.recording import record_of
 
 CATALOG = Catalog.of(("w",), ((2,),), ("float32",))
 INFO = RunInfo(CATALOG, DEFAULT_THRESHOLDS, 1, 8, "Made", 0.0, 0, {}, "cpu")
