@@ -82,6 +82,7 @@ class Derived:
         style: how tables write it: ``"count"``; ``"rare"``, a count that is usually 0; ``"number"``;
             ``"finite"``, a number about the finite elements, if there are any; ``"fraction"``, from 0 to 1;
             ``"cosine"``, from -1 to 1, of which 1 is the best.
+        per: the count that a share is of, if it may be 0 in a row that was measured: the share is not known.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Derived:
     meaning: str
     heading: str = ""
     style: Style = "number"
+    per: str = ""
 
     @property
     def is_count(self) -> bool:
