@@ -89,10 +89,10 @@ def load_catalog(values: Any) -> Catalog:
         if odd or "grads" not in found.kinds:
             msg = f"kind {odd[0]} is another one" if odd else "there is no kind grads"
             raise ValueError(msg)  # noqa: TRY301 as for other content
-        return found
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         msg = f"catalog: {error!s:.80}" if isinstance(error, ValueError) else f"catalog: {error!r:.80}"
         raise ValueError(msg) from None
+    return found
 
 
 def checked_catalog(catalog: Catalog) -> Catalog:
