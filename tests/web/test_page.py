@@ -208,7 +208,9 @@ def test_kinds_rows_and_statistics_are_those_of_the_run(tmp_path, monkeypatch):
         found[name] = statistics_of(page)["negatives"]
         assert statistics_of(page)["activations"] == list(ACTIVATIONS.drawn)
         assert {kind["name"]: kind["rows"] for kind in page.values["kinds"]} == {
-            "grads": "parameter", "activations": "tap", "negatives": "parameter",
+            "grads": "parameter",
+            "activations": "tap",
+            "negatives": "parameter",
         }
         rows = page.values["rows"]
         assert (rows["parameter"]["names"], rows["tap"]["names"]) == (read_run(run).catalog.names, TAPS)
@@ -221,7 +223,10 @@ def test_kinds_rows_and_statistics_are_those_of_the_run(tmp_path, monkeypatch):
     kurtosis = next(x for x in page.values["kinds"][1]["statistics"] if x["name"] == "kurtosis")
     schema = ACTIVATIONS["kurtosis"]
     assert kurtosis == {
-        "name": "kurtosis", "heading": "kurtosis", "meaning": schema.meaning, "style": schema.style
+        "name": "kurtosis",
+        "heading": "kurtosis",
+        "meaning": schema.meaning,
+        "style": schema.style,
     }
     assert page.values["kinds"][1]["flags"] == ["NaN", "Inf", "dead"]
 
