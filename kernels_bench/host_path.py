@@ -29,7 +29,7 @@ from torch import nn
 import gradiometer as gm
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS
-from gradiometer.ops import library, packing
+from gradiometer.ops import dispatch, launch_plans, uploads
 from kernels_bench import scripts
 
 COUNTS = (1, 148, 1000, 2000)
@@ -68,7 +68,7 @@ def stubbed(count, device):
         patch.object(kernels, "finalize", stub),
         patch.object(kernels, "scale", stub),
         patch.object(kernels, "clip_factors", stub.clip_factors),
-        patch.object(library, "uses_kernels", lambda _: True),
+        patch.object(dispatch, "uses_kernels", lambda _: True),
         patch.object(ops, "uses_kernels", lambda _: True),
     ):
         yield stub
@@ -111,7 +111,7 @@ def contenders_of(tensors):
         BARE: (None, lambda: [tensor.data_ptr() for tensor in tensors]),
         OURS: (ours, ours),
         "  other addresses": (moved, ours),
-        "  a first call": (packing.clear, ours),
+        "  a first call": (launch_plans.clear, ours),
         OP: (op, op),
         "  through it, other addresses": (op_moved, op),
         "gm.collect of a list": (ours, lambda: gm.collect(tensors)),
@@ -145,7 +145,7 @@ def measure(count, device, rounds):
             before, run = contenders[name]
             before()
             stub.launches = 0
-            with patch.object(packing, "_upload", wraps=packing._upload) as upload:
+            with patch.object(uploads, "_upload", wraps=uploads._upload) as upload:
                 run()
             copied = sum(call.args[0].nbytes for call in upload.call_args_list)
             counted[name.strip()] = {"launches": stub.launches, "copies": upload.call_count, "bytes": copied}

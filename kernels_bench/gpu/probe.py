@@ -22,7 +22,7 @@ import torch._dynamo.config
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.ops import packing
+from gradiometer.ops import launch_plans
 from kernels_bench import scripts
 from kernels_bench.gpu.odd_sizes import WRONG, differences
 
@@ -81,9 +81,9 @@ def fill_pinned(device):
 
 
 def evict(device):
-    for i in range(2 * packing.LISTS_KEPT):
+    for i in range(2 * launch_plans.LISTS_KEPT):
         gm.collect([torch.ones(i + 1, device=device), torch.ones(3, device=device)])
-    packing.clear()
+    launch_plans.clear()
     gc.collect()
 
 

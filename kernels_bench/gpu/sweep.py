@@ -24,7 +24,7 @@ import torch
 from gradiometer import ops
 from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS
 from gradiometer.kernels import tuning
-from gradiometer.ops import packing
+from gradiometer.ops import launch_plans
 from kernels_bench import machine, scripts
 from kernels_bench.cases import CASES, shapes
 
@@ -74,7 +74,7 @@ def _set(dtype: torch.dtype, chunk: int, moments: tuning.Moments, finalize: tuni
     tuning.CHUNK = chunk
     tuning.MOMENTS[dtype] = moments
     tuning.FINALIZE = finalize
-    packing.clear()
+    launch_plans.clear()
 
 
 def steps(dtype: torch.dtype):

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gradiometer.columns import CURSOR_SIZE, DEFAULT_THRESHOLDS, NUM_ACTIVATION_COLUMNS, Thresholds
 from gradiometer.kernels import ACTIVATION_PARTIALS, activation, tuning
-from gradiometer.ops import exponents, library, pairs
+from gradiometer.ops import dispatch
 from kernels_bench.machine_code.disassembly import Listing, Loop, is_spill, parse_amdgcn, parse_sass
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def launches_of(
         torch.ops.gradiometer.tensor_stats_fingerprints if fingerprint else torch.ops.gradiometer.tensor_stats
     )
     limits = (thresholds.vanishing, thresholds.exploding, thresholds.dead)
-    uses_kernels = mock.patch.object(library, "uses_kernels", return_value=True)
+    uses_kernels = mock.patch.object(dispatch, "uses_kernels", return_value=True)
     with recorded_launches() as launches, launching_for(target), uses_kernels:
         op(list(tensors), *limits, inv_scale)
     return launches
@@ -146,7 +146,7 @@ def launches_of(
 
 def pair_launches_of(sides: Sequence[Sequence[torch.Tensor]], target: str = "sm_90") -> list[Launch]:
     """Return the launches that measuring these pairs makes on such a GPU; ``sides``: all a, b and g."""
-    uses_kernels = mock.patch.object(pairs, "uses_kernels", return_value=True)
+    uses_kernels = mock.patch.object(dispatch, "uses_kernels", return_value=True)
     with recorded_launches() as launches, launching_for(target), uses_kernels:
         torch.ops.gradiometer.pair_stats(*map(list, sides))
     return launches
@@ -154,7 +154,7 @@ def pair_launches_of(sides: Sequence[Sequence[torch.Tensor]], target: str = "sm_
 
 def exponent_launches_of(tensors: Sequence[torch.Tensor], target: str = "sm_90") -> list[Launch]:
     """Return the launches that counting these tensors' elements by magnitude makes on such a GPU."""
-    uses_kernels = mock.patch.object(exponents, "uses_kernels", return_value=True)
+    uses_kernels = mock.patch.object(dispatch, "uses_kernels", return_value=True)
     with recorded_launches() as launches, launching_for(target), uses_kernels:
         torch.ops.gradiometer.exponent_stats(list(tensors))
     return launches

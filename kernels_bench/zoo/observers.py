@@ -38,7 +38,7 @@ class Ours:
     name = "gradiometer"
 
     def __init__(self, t):
-        self.sightings = {}
+        self.steps_seen = {}
         watched = t.model if t.watched is None else t.watched
         self.taps = taps_of(t.model)
         self.monitor = gm.Monitor(watched, weights=True, updates=True, taps=self.taps, sinks=[self])
@@ -59,7 +59,7 @@ class Ours:
 
     def write(self, _, findings):
         for finding in findings:
-            self.sightings.setdefault(finding.key, []).append(finding.last_step)
+            self.steps_seen.setdefault(finding.key, []).append(finding.last_step)
 
     def fault(self, fault):
         pass
@@ -82,7 +82,7 @@ class Ours:
         steps = [
             step
             for f in findings
-            for step in self.sightings.get(f.key, [f.last_step])
+            for step in self.steps_seen.get(f.key, [f.last_step])
             if f.first_step <= step <= f.last_step
         ]
         text = [head.message, *(f"{f.message}. {f.advice} {f.tensor or ''}" for f in findings)]

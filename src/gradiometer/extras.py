@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 from typing import Any
 
-__all__ = ["is_installed", "require"]
-
 
 def is_installed(module: str) -> bool:
     """Return whether a module can be found; packages that contain it are imported."""

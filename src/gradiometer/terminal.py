@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["one_line", "printable", "shortened"]
-
 
 def printable(text: str) -> str:
     r"""Return text with each character that is not printable replaced by its escape.

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
 from gradiometer import Flag, Thresholds
-from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, derived, roots
+from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, TENSORS, roots, sqrt
 from support.compiling import inductor, needs_compiler
 
 pytestmark = pytest.mark.usefixtures("_dynamo")
@@ -60,7 +60,7 @@ def assert_same(found, wanted):
 
 class Root(torch.nn.Module):
     def forward(self, x):
-        return derived.sqrt(x)
+        return sqrt(x)
 
 
 def exported(strict):
@@ -68,12 +68,12 @@ def exported(strict):
 
 
 PATHS = {
-    "eager": derived.sqrt,
-    "vmap": torch.vmap(derived.sqrt),
-    "inductor": torch.compile(derived.sqrt, fullgraph=True),
-    "aot_eager, vmap": torch.compile(torch.vmap(derived.sqrt), fullgraph=True, backend="aot_eager"),
-    "aot_eager": torch.compile(derived.sqrt, fullgraph=True, backend="aot_eager"),
-    "dynamo": torch.compile(derived.sqrt, fullgraph=True, backend="eager"),
+    "eager": sqrt,
+    "vmap": torch.vmap(sqrt),
+    "inductor": torch.compile(sqrt, fullgraph=True),
+    "aot_eager, vmap": torch.compile(torch.vmap(sqrt), fullgraph=True, backend="aot_eager"),
+    "aot_eager": torch.compile(sqrt, fullgraph=True, backend="aot_eager"),
+    "dynamo": torch.compile(sqrt, fullgraph=True, backend="eager"),
     "exported": exported(strict=True),
     "exported without Dynamo": exported(strict=False),
 }
@@ -103,7 +103,7 @@ def test_strided_and_empty_tensors_have_roots_too(path):
 
 def test_a_number_has_a_root():
     x = torch.tensor(2.0, dtype=torch.float64)
-    for root in (derived.sqrt(x), torch.compile(derived.sqrt, backend="aot_eager")(x)):
+    for root in (sqrt(x), torch.compile(sqrt, backend="aot_eager")(x)):
         assert (root.item(), root.shape) == (math.sqrt(2.0), ())
 
 
@@ -135,7 +135,7 @@ def test_where_inductor_learns_nothing_it_calls_the_op(monkeypatch):
 
 def test_a_root_is_one_node_of_a_graph():
     counter = CompileCounterWithBackend("eager")
-    torch.compile(derived.sqrt, fullgraph=True, backend=counter)(values()[:5])
+    torch.compile(sqrt, fullgraph=True, backend=counter)(values()[:5])
     (graph,) = counter.graphs
     assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [
         torch.ops.gradiometer.sqrt
@@ -152,16 +152,16 @@ def test_the_op_is_one_that_torch_approves_of():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_tensors_without_values_have_roots_of_the_same_form(device):
     with FakeTensorMode():
-        root = derived.sqrt(torch.empty(3, 2, dtype=torch.float64, device=device))
+        root = sqrt(torch.empty(3, 2, dtype=torch.float64, device=device))
     assert (root.shape, root.dtype, root.device.type) == ((3, 2), torch.float64, device)
-    assert derived.sqrt(torch.empty(3, dtype=torch.float64, device="meta")).shape == (3,)
+    assert sqrt(torch.empty(3, dtype=torch.float64, device="meta")).shape == (3,)
 
 
 def test_a_build_without_vector_math_takes_the_plain_root(monkeypatch):
     monkeypatch.setattr(roots, "_VECTOR_MATH", False)
     calls = []
     monkeypatch.setattr(torch.Tensor, "to", lambda *args: calls.append(args))
-    assert derived.sqrt(torch.tensor([4.0], dtype=torch.float64)).tolist() == [2.0]
+    assert sqrt(torch.tensor([4.0], dtype=torch.float64)).tolist() == [2.0]
     assert calls == []
 
 
@@ -258,7 +258,7 @@ def test_a_norm_at_its_threshold_has_no_flag_and_its_neighbours_have(grouped):
 def test_a_graph_compares_the_same_root_with_a_threshold(compiler):
     for square in (2.0, 3.0):
         limit = Thresholds(math.sqrt(square), math.sqrt(square))
-        flags = torch.compile(derived.compute_flags, fullgraph=True, backend=compiler)
+        flags = torch.compile(TENSORS.flags_of, fullgraph=True, backend=compiler)
         assert flags(stats_of(torch.tensor([square], dtype=torch.float64)).columns, limit).tolist() == [0]
 
 

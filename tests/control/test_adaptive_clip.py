@@ -20,7 +20,7 @@ from torch import nn
 
 import gradiometer as gm
 from conftest import KERNELS
-from gradiometer.ops import packing
+from gradiometer.ops import launch_plans
 from support.compiling import needs_compiler
 from support.fake_device import DEVICES, Model, device_of, watch
 from support.gradients import bits, with_grads
@@ -536,7 +536,7 @@ def test_the_kernel_takes_a_factor_for_each_tensor_and_touches_none_of_factor_1(
         inner(pointers, table, factor, dtype, *args)
 
     monkeypatch.setattr(kernels, "scale", noted)
-    packing.clear()
+    launch_plans.clear()
     # a signalling NaN, which any multiplication makes a quiet one
     quiet = torch.full((5000,), 0x7FA00001, dtype=torch.int32).view(torch.float32)
     sizes = [1, 7, 2049, 2**15 + 5]
@@ -556,7 +556,7 @@ def test_the_kernel_takes_a_factor_for_each_tensor_and_touches_none_of_factor_1(
     for i, (grad, wide) in enumerate(zip(grads, expected, strict=True)):
         assert torch.equal(grad, (wide * clip.factor[i].float()).to(grad.dtype))
     assert clip.factor[0] == 1
-    packing.clear()
+    launch_plans.clear()
 
 
 def test_a_shared_gradient_is_scaled_once():

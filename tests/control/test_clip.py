@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 import gradiometer as gm
 from conftest import KERNELS
 from gradiometer import clip_coefficient, clip_grad_norm_, clip_grads_with_norm_, collect_and_clip_, ops
-from gradiometer.ops import packing
+from gradiometer.ops import launch_plans
 from support.compiling import inductor_if_deep, needs_compiler
 from support.fake_device import DEVICES, HostWaitError, Model, device_of, watch
 from support.gradients import assert_unchanged, bits, grads_of, real, with_grads
@@ -1036,9 +1036,9 @@ def scalings(monkeypatch):
         inner(pointers, table, factor, dtype, *args)
 
     monkeypatch.setattr(kernels, "scale", noted)
-    packing.clear()
+    launch_plans.clear()
     yield seen
-    packing.clear()
+    launch_plans.clear()
 
 
 needs_kernels = pytest.mark.skipif(not KERNELS, reason="needs kernels")

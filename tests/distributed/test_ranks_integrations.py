@@ -191,7 +191,7 @@ def recorded(folder):
         "totals": [record.total() for record in records],
         "numel": [record.total("numel") for record in records],
         "losses": [record.loss for record in records],
-        "names": run.roster.names,
+        "names": run.catalog.names,
     }
 
 
@@ -361,14 +361,14 @@ def hurry(patch):
 
 def break_one(rank, trainer, patch):
     """Make the monitor of the second rank fail at construction."""
-    from gradiometer.monitor import monitor
+    from gradiometer.monitor import construction
 
     def broken(*args, **kwargs):
         msg = "out of telemetry"
         raise RuntimeError(msg)
 
     if rank == 1:
-        patch.setattr(monitor, "Recorder", broken)
+        patch.setattr(construction, "Recorder", broken)
 
 
 def forget_one(rank, trainer, patch):

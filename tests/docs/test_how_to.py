@@ -111,7 +111,7 @@ def test_compiled_steps():
     run(LOOPS, "A compiled step")
     for path in ("runs/compiled", "runs/compiled-model"):
         recorded = read_run(path)
-        assert recorded.roster.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+        assert recorded.catalog.names == ("0.weight", "0.bias", "2.weight", "2.bias")
         assert recorded.steps["step"].to_pylist() == list(range(20))
         losses = recorded.steps["loss"].to_pylist()
         assert losses[-1] < losses[0]
@@ -181,7 +181,7 @@ def test_mixed_precision():
 def test_several_models_and_optimizers():
     run(LOOPS, "Several models and optimizers")
     recorded = read_run("runs/gan")
-    assert recorded.roster.names == ("maker.weight", "maker.bias", "judge.weight", "judge.bias")
+    assert recorded.catalog.names == ("maker.weight", "maker.bias", "judge.weight", "judge.bias")
     for record in recorded.records():
         assert record.measured().all()
         assert set(record.scalars) == {"loss", "judged"}
@@ -210,7 +210,7 @@ def test_lightning():
     scope = run("docs/how-to/lightning.md")
     recorded = read_run("runs/lightning")
     assert recorded.steps.num_rows == 8
-    assert recorded.roster.names == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
+    assert recorded.catalog.names == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
     assert scope["callback"].monitor.failures == {}
 
 

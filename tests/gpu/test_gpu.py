@@ -23,7 +23,7 @@ from torch.nn.functional import mse_loss
 import gradiometer as gm
 from gradiometer import clip_grad_norm_, collect_and_clip_, ops
 from gradiometer.columns import COLUMN_INDEX, DEFAULT_THRESHOLDS, NUM_COLUMNS
-from gradiometer.ops import packing
+from gradiometer.ops import launch_plans, uploads
 from support.gpu import (
     DEVICE,
     DTYPES,
@@ -332,26 +332,26 @@ def test_pending_reports_are_those_of_their_step():
 
 
 def test_tables_are_uploaded_when_an_address_changed_and_only_then(monkeypatch):
-    packing.clear()
-    uploads, upload = [], packing._upload
+    launch_plans.clear()
+    pinned, upload = [], uploads._upload
     monkeypatch.setattr(
-        packing, "_upload", lambda host, device: (uploads.append(host.is_pinned()), upload(host, device))[1]
+        uploads, "_upload", lambda host, device: (pinned.append(host.is_pinned()), upload(host, device))[1]
     )
     tensors = {str(size): values(size) for size in SIZES}
     # the first call meets the list, the second one keeps its table
     gm.collect(tensors)
     gm.collect(tensors)
-    assert uploads
-    assert all(uploads)
-    uploads.clear()
+    assert pinned
+    assert all(pinned)
+    pinned.clear()
     for _ in range(3):
         for x in tensors.values():
             x.mul_(2.0)
         assert_measured(gm.collect(tensors), tensors)
-    assert uploads == []
+    assert pinned == []
     tensors["7"] = values(8)[:7]
     assert_measured(gm.collect(tensors), tensors)
-    assert uploads == [True]
+    assert pinned == [True]
 
 
 def test_addresses_that_are_used_again_are_read_again():
@@ -386,7 +386,7 @@ def test_a_steady_call_copies_nothing_and_launches_twice(monkeypatch):
         monkeypatch.setattr(
             kernels, name, lambda *args, launch=launch: (launches.append(launch), launch(*args))[1]
         )
-    monkeypatch.setattr(packing, "_upload", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(uploads, "_upload", lambda *_: pytest.fail("copied"))
     again = ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)
     assert len(launches) == 2
     assert torch.equal(again[0], measured[0])
@@ -582,7 +582,7 @@ def test_replays_are_not_changed_by_calls_in_between(tensors):
         assert_measured(gm.collect(others), others)
         del others
         rubbish = [torch.full((n,), -1, dtype=torch.int64, device=DEVICE) for n in (8, 16, 32, 64, 128)]
-        packing.clear()
+        launch_plans.clear()
         gc.collect()
         stats.columns.zero_()
         graph.replay()
@@ -597,7 +597,7 @@ def test_a_graph_recorded_after_steady_calls_has_tables_of_its_own():
         gm.collect(fixed)
     graph, stats = record(lambda: gm.collect(fixed))
     # drop and overwrite everything that steady calls have left
-    packing.clear()
+    launch_plans.clear()
     gc.collect()
     rubbish = [
         torch.full((n,), -1, dtype=torch.int64, device=DEVICE) for n in (5, 8, 16, 30, 32, 64, 128) * 4

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import gradiometer as gm
-from gradiometer.ops import library, reference
+from gradiometer import kernels
+from gradiometer.ops import reference
 from gradiometer.recorder.recorder import Recorder
 from support.gpu import DTYPES, SIZES, keep_busy, no_waits, on_a_gpu, queued, values
 
@@ -139,10 +140,10 @@ def test_the_gpu_is_at_work_while_the_host_measures_its_own():
     # the CPU's tensors come first in the list, and are measured last
     tensors = {"host": values(1_000_003, device=HOST), "device": values(1_000_003, device=FIRST)}
     order = []
-    on_host, on_device = reference.tensor_stats, library.run_kernels
+    on_host, on_device = reference.tensor_stats, kernels.finalize
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "tensor_stats", lambda *a, **o: (order.append("host"), on_host(*a, **o))[1])
-        patch.setattr(library, "run_kernels", lambda *a, **o: (order.append("device"), on_device(*a, **o))[1])
+        patch.setattr(kernels, "finalize", lambda *a, **o: (order.append("device"), on_device(*a, **o))[1])
         gm.collect(tensors)
     assert order == ["device", "host"]
 

@@ -117,8 +117,8 @@ def test_it_records_what_the_trainer_does(tmp_path, accumulate, backend):
     trainer.add_callback(clipped)
     trainer.train()
     assert (trainer.model_wrapped is trainer.model) == (backend is None)
-    assert sink.info.roster.names == tuple([name for name, _ in trainer.model.named_parameters()])
-    assert set(NAMES) <= set(sink.info.roster.names)
+    assert sink.info.catalog.names == tuple([name for name, _ in trainer.model.named_parameters()])
+    assert set(NAMES) <= set(sink.info.catalog.names)
     assert sink.steps == [0, 1, 2, 3]
     # the Trainer logs the norm before clipping, which is also what the monitor measures
     assert sink.totals == pytest.approx(logs(trainer, "grad_norm"), rel=1e-5)
@@ -302,8 +302,8 @@ def test_quantized_and_frozen_weights_are_no_obstacle(tmp_path):
     _, sink = watched(trainer)
     trainer.train()
     (record,) = sink.records
-    assert "codes" not in record.roster.names
-    unmeasured = [n for n, m in zip(record.roster.names, record.measured().tolist(), strict=True) if not m]
+    assert "codes" not in record.catalog.names
+    unmeasured = [n for n, m in zip(record.catalog.names, record.measured().tolist(), strict=True) if not m]
     assert unmeasured == ["transformer.wpe.weight"]
 
 
@@ -354,7 +354,7 @@ def test_after_the_training_nothing_of_the_monitor_is_left(tmp_path):
     callback, _ = watched(trainer, updates=True, weights=True)
     trainer.train()
     assert callback.monitor._recorder.is_released
-    assert callback.monitor._updates == []
+    assert callback.monitor._updates.parts == []
     refs = [weakref.ref(callback), weakref.ref(callback.monitor)]
     del trainer, callback
     gc.collect()

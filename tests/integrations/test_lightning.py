@@ -93,7 +93,7 @@ def test_it_records_what_the_trainer_does(tmp_path, accumulate, backend):
     whole = module if backend is None else torch.compile(module, backend=backend)
     # 8 batches per epoch: with 3 per step, the last step of an epoch has 2
     fit(whole, tmp_path, [callback], accumulate_grad_batches=accumulate, gradient_clip_val=0.01)
-    assert sink.info.roster.names == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
+    assert sink.info.catalog.names == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
     assert sink.steps == [0, 1, 2, 3]
     assert sink.totals == pytest.approx(module.before, rel=1e-5)
     assert min(sink.totals) > 1
@@ -177,7 +177,7 @@ def test_each_of_several_optimizers_is_measured_before_its_own_update(tmp_path):
     callback, sink = watching()
     fit(module, tmp_path, [callback], max_steps=6)
     assert sink.steps == [0, 1, 2]
-    names = sink.info.roster.names
+    names = sink.info.catalog.names
     for part, norms in module.norms.items():
         rows = [i for i, name in enumerate(names) if name.startswith(part)]
         measured = [record.value("sumsq")[rows].sum().sqrt().item() for record in sink.records]
@@ -430,7 +430,7 @@ def test_after_the_training_nothing_of_the_monitor_is_left(tmp_path, monkeypatch
     module = make_module()
     trainer = fit(module, tmp_path, [callback])
     assert callback.monitor._recorder.is_released
-    assert callback.monitor._updates == []
+    assert callback.monitor._updates.parts == []
     assert not any(each._optimizer_step_post_hooks for each in trainer.optimizers)
     weight = weakref.ref(module.net[0].weight)
     del module, trainer
@@ -502,6 +502,6 @@ def test_optimizers_that_toggle_their_parameters_have_updates_of_their_own(tmp_p
     assert callback.monitor.failures == {}
     assert callback.monitor.findings == []
     for i, norms in true.items():
-        place = sink.info.roster.names.index(f"net.{i}.weight")
+        place = sink.info.catalog.names.index(f"net.{i}.weight")
         recorded = [float(record.value("norm", "updates")[place]) for record in sink.records]
         assert recorded == pytest.approx(norms, rel=1e-4)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
+from gradiometer.columns import PAIRS
 from support.compiling import graphs
 from support.watching import Sink
 
@@ -76,7 +77,14 @@ def test_a_plain_loop_is_recorded_as_by_a_monitor_and_trains_the_same():
     assert sink.scalars("lr") == theirs.scalars("lr") == [0.1, 0.05, 0.025, 0.0125, 0.00625]
     assert sink.scalars("loss") == theirs.scalars("loss")
     for a, b in zip(sink.records, theirs.records, strict=True):
-        torch.testing.assert_close(a.values, b.values, rtol=0, atol=0)
+        for record in (a, b):
+            assert set(record.tables) == {"grads", "updates"}
+        torch.testing.assert_close(a.columns(), b.columns(), rtol=0, atol=0)
+        for name in {*PAIRS.index} - {"sumsq_g", "dot_ug", "n_nonzero_g", "n_stuck"}:
+            pair = a.value(name, "updates"), b.value(name, "updates")
+            torch.testing.assert_close(*pair, rtol=0, atol=0, equal_nan=True)
+        for kind in a.tables:
+            assert torch.equal(a.flags(kind), b.flags(kind))
         # before the gradients are cleared, and after it
         assert a.total("descent_cosine", "updates") > 0
         assert b.total("n_nonzero_g", "updates") == 0

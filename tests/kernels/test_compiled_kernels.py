@@ -35,7 +35,9 @@ from gradiometer.columns.fingerprint import Fingerprint, geometric, power
 from gradiometer.control import per_tensor_clip, z_score_clip
 from gradiometer.control import scale as eager_scale
 from gradiometer.control.adaptive_clip import AdaptiveClip
-from gradiometer.ops import library, packing
+from gradiometer.ops import clipping, dispatch, launch_plans
+from gradiometer.ops import tensors as tensor_ops
+from gradiometer.ops.chunk_map import chunk_map_of
 from gradiometer.stats import norms_of
 from support import fingerprints, oracle, pair_oracle
 
@@ -135,9 +137,7 @@ def test_the_partials_of_thousands_of_chunks_are_merged(target):
 
     tile = tuning.FINALIZE.tile
     counts = [2 * tile + 5, tile, 0, *[tile] * (tile.bit_length() - 1)]
-    chunk_map = packing.chunk_map_of(
-        tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20
-    )
+    chunk_map = chunk_map_of(tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20)
     g = torch.Generator().manual_seed(0)
     names = launchers.PARTIALS
     partials = torch.randint(1, 9, (len(names), chunk_map.num_chunks), generator=g).to(torch.float64)
@@ -261,7 +261,7 @@ def test_flags_compare_with_thresholds_in_fp64(target):
 
 def assert_fingerprints(tensors: Sequence[Tensor]) -> None:
     """Check fingerprints, and that the statistics are those without them."""
-    columns, flags, rows = library.measure(tensors, DEFAULT_THRESHOLDS, None, None, fingerprint=True)
+    columns, flags, rows = tensor_ops.measure(tensors, DEFAULT_THRESHOLDS, None, None, fingerprint=True)
     assert rows is not None
     assert rows.tolist() == fingerprints.rows_of(tensors)
     expected = tensor_stats(tensors)
@@ -295,7 +295,7 @@ def test_the_fingerprints_of_thousands_of_chunks_are_merged(target):
 
     tile, chunk = tuning.FINALIZE.tile, 16
     counts = [2 * tile + 5, tile, 0, 1]
-    chunk_map = packing.chunk_map_of(
+    chunk_map = chunk_map_of(
         tuple(count * chunk for count in counts), (torch.float32,) * len(counts), chunk, 2**20
     )
     parts = [
@@ -395,9 +395,7 @@ def test_the_partials_of_thousands_of_chunks_of_pairs_are_merged(target):
 
     tile = tuning.FINALIZE_PAIRS.tile
     counts = [2 * tile + 5, tile, 0, *[tile] * (tile.bit_length() - 1)]
-    chunk_map = packing.chunk_map_of(
-        tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20
-    )
+    chunk_map = chunk_map_of(tuple(count * 16 for count in counts), (torch.float32,) * len(counts), 16, 2**20)
     g = torch.Generator().manual_seed(0)
     names = launchers.PAIR_PARTIALS
     partials = torch.randint(1, 2**20, (len(names), sum(counts)), generator=g).double()
@@ -473,7 +471,7 @@ def test_a_ring_has_the_same_bits_as_in_eager(target, case, gated):
     with kernels(target):
         fill(executed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "uses_kernels", lambda _: False)
+        patch.setattr(dispatch, "uses_kernels", lambda _: False)
         fill(expected)
     assert same_bits(executed.cursor, expected.cursor)
     # what a header does not use is not written
@@ -513,8 +511,8 @@ def test_scaling_has_the_same_bits_as_in_eager(target, dtype):
         c = torch.tensor(factor, dtype=torch.float64)
         eager_scale.scale_(eager_scale.Part(expected, range(len(expected)), None), c)
         with kernels(target) as launches:
-            plan = library.writable(tensors) or packing.remember(tensors)
-            library.scale_(tensors, c, plan)
+            plan = dispatch.writable(tensors) or launch_plans.remember(tensors)
+            clipping.scale_(tensors, c, plan)
         for x, y in zip(tensors, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
             assert torch.equal(x.signbit() & ~x.isnan(), y.signbit() & ~y.isnan())
@@ -544,7 +542,7 @@ def test_scaling_begins_with_what_was_measured_last():
     half = torch.tensor(0.5, dtype=torch.float64)
     with kernels("sm_90"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ptx.Block, "load_global", noted)
-        for call in (tensor_stats, lambda x: library.scale_(x, half, library.writable(x))):
+        for call in (tensor_stats, lambda x: clipping.scale_(x, half, dispatch.writable(x))):
             pieces.clear()
             call(tensors)
             orders.append(list(pieces))
@@ -671,7 +669,7 @@ def test_a_view_that_begins_anywhere_costs_little_more(dtype):
     for x in (aligned, elsewhere):
         with kernels("sm_90") as launches:
             columns, _ = tensor_stats([x])
-            library.scale_([x], half, library.writable([x]))
+            clipping.scale_([x], half, dispatch.writable([x]))
         assert columns[0, COLUMN_INDEX["sumsq"]] == n
         assert (x == 0.5).all()
         moments.append(launches[0].instructions)

@@ -31,10 +31,11 @@ from gradiometer.columns import (
     Thresholds,
 )
 from gradiometer.kernels import tuning
-from gradiometer.ops import exponents, library, packing
+from gradiometer.ops import clipping, dispatch, launch_plans, uploads
+from gradiometer.ops import tensors as tensor_ops
 
 pytest.importorskip("triton")
-if library.INTERPRETED:
+if dispatch.INTERPRETED:
     pytest.skip("interpreted kernels have no machine code", allow_module_level=True)
 if os.name != "posix" or os.uname().machine != "x86_64":
     pytest.skip("triton brings its disassembler for x86-64 Linux", allow_module_level=True)
@@ -297,11 +298,11 @@ def test_the_finalize_kernel_takes_an_inv_scale_of_any_float_dtype(target, dtype
 def scale_launch(dtype: torch.dtype, target: str, *, per_tensor: bool = False) -> Launch:
     x = torch.zeros(9, dtype=dtype)
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
-    packing.clear()
-    with recorded_launches() as launches, hip, mock.patch.object(library, "uses_kernels", return_value=True):
-        library.tensor_stats([x], Thresholds())
+    launch_plans.clear()
+    with recorded_launches() as launches, hip, mock.patch.object(dispatch, "uses_kernels", return_value=True):
+        tensor_ops.tensor_stats([x], Thresholds())
         factors = torch.ones((1,) if per_tensor else (), dtype=torch.float64)
-        library.scale_([x], factors, library.writable([x]))
+        clipping.scale_([x], factors, dispatch.writable([x]))
     return launches[-1]
 
 
@@ -404,7 +405,7 @@ def record_launches(dtype: torch.dtype, target: str, *, gated: bool = True) -> l
     ring = torch.zeros(4, section.offset + TENSORS.width + 1, dtype=torch.float64)
     cursor = torch.zeros(CURSOR_SIZE, dtype=torch.float64)
     hip = mock.patch.object(torch.version, "hip", "7.0" if target in HIP_TARGETS else None)
-    with recorded_launches() as launches, hip, mock.patch.object(library, "uses_kernels", return_value=True):
+    with recorded_launches() as launches, hip, mock.patch.object(dispatch, "uses_kernels", return_value=True):
         torch.ops.gradiometer.record_(
             [torch.zeros(9, dtype=dtype)], 1e-7, 100.0, 1.0, None, 1, gated, ring, cursor, section, False
         )
@@ -498,8 +499,8 @@ def test_a_graph_captures_the_kernels_that_the_warm_up_compiled(monkeypatch, ten
     # compiling during a stream capture takes seconds, and loads a module, which a capture may refuse
     inputs = [torch.zeros(9)] * tensors
     eager = [launch.variant_of("sm_90") for launch in launches_of(inputs)]
-    monkeypatch.setattr(packing, "is_capturing", lambda _: True)
-    monkeypatch.setattr(packing, "_captured", [])
+    monkeypatch.setattr(uploads, "is_capturing", lambda _: True)
+    monkeypatch.setattr(uploads, "_captured", [])
     assert [launch.variant_of("sm_90") for launch in launches_of(inputs)] == eager
 
 
@@ -876,7 +877,7 @@ def test_a_recorded_histogram_needs_one_more_launch_and_spills_nothing(target, d
     store = torch.zeros((3, NUM_EXPONENT_COLUMNS + 1), dtype=torch.int64)
     cursor = torch.ones(CURSOR_SIZE, dtype=torch.float64)
     tensors = [torch.zeros(9, dtype=dtype), torch.zeros(5, dtype=dtype)]
-    uses_kernels = mock.patch.object(exponents, "uses_kernels", return_value=True)
+    uses_kernels = mock.patch.object(dispatch, "uses_kernels", return_value=True)
     with recorded_launches() as launches, launching_for(target), uses_kernels:
         torch.ops.gradiometer.record_exponents_(tensors, store, cursor)
     # one that clears the rows, and one for the dtype

@@ -25,8 +25,12 @@ FILES = tuple(
     f"{SOURCE}/{name}.py"
     for name in (
         "monitor/monitor",
+        "monitor/current_step",
         "monitor/pipeline",
         "monitor/ring_reader",
+        "monitor/monitored_run",
+        "monitor/update_tracker",
+        "monitor/failures",
         "monitor/dispatcher",
         "recorder/recorder",
         "recorder/updates",
@@ -163,7 +167,7 @@ def test_an_exception_at_any_line_of_advance_shifts_no_step(watch, monkeypatch):
 def test_an_exception_at_any_line_of_the_first_advance_shifts_no_step(watch):
     for line in count():
         run = Run(watch)
-        is_done = interrupted(partial(run.end, run.step(1)), line, FILES[:3])
+        is_done = interrupted(partial(run.end, run.step(1)), line, FILES[:4])
         for scale in (2, 3):
             run.end(run.step(scale))
         run.monitor.close()
@@ -456,7 +460,7 @@ def test_an_interrupted_advance_leaves_the_activations_of_the_next_step(monkeypa
         loss = run.step(scale)
         with monkeypatch.context() as patch, suppress(Interrupt):
             if scale == 3:
-                patch.setattr(run.monitor, "_end_updates", _interrupted)
+                patch.setattr(run.monitor._updates, "end_step", _interrupted)
             run.end(loss)
     run.monitor.close()
     assert run.check() == 5

@@ -298,7 +298,7 @@ def test_a_batch_that_is_overwritten_is_not_written(tmp_path):
 def test_memory_is_bounded_while_the_rules_are_behind(tmp_path):
     loop = Loop()
     monitor = gm.Monitor(loop.model, run_dir=tmp_path, rules=())
-    kept = monitor._kept
+    kept = monitor._pipeline.box.kept
     for step in range(300):
         kept.keep(step, (torch.zeros(1),), {})
     assert len(kept._waiting) == kept_steps._STEPS

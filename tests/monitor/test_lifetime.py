@@ -35,7 +35,7 @@ def train(model, optimizer, steps=3, monitor=None):
 def buffers_of(monitor):
     """Return weak references to what a monitor keeps on the device: ring, histograms, copies of weights."""
     recorder = monitor._recorder
-    kept = [recorder.ring, *recorder.exponents.buffers(), *monitor._updates[0].snapshot.buffers()]
+    kept = [recorder.ring, *recorder.exponents.buffers(), *monitor._updates.parts[0].snapshot.buffers()]
     return [weakref.ref(x) for x in kept]
 
 

@@ -164,8 +164,8 @@ def bad_states(state):
     # the last rule refuses, after the others have loaded other histories
     other = copy.deepcopy(state)
     for _, history in other["rules"]:
-        if "row" in history and isinstance(history["row"], int):
-            history["row"] = 77
+        if "streak" in history and isinstance(history["streak"], int):
+            history["streak"] = 77
     last = part(state, "custom")
     said = "the rule custom does not accept its part of the state .RuntimeError: not a list"
     yield changed(other, "rules", last, to=("custom", {"seen": "refused"})), said
@@ -220,7 +220,7 @@ OTHERS = {
     "dispatcher": (
         lambda: Dispatcher(rules(), (), 4, BlackBox(), Failures()),
         load,
-        {"rules": [("nonfinite", {"row": 3, "first": {"rule": 1}})], "findings": []},
+        {"rules": [("nonfinite", {"streak": 3, "first": {"rule": 1}})], "findings": []},
         "the rule nonfinite does not accept .*NonFinite: first in the state does not fit",
     ),
     "skip_nonfinite": (

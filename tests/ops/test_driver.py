@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gradiometer as gm
 from gradiometer.cli import devices, doctor
-from gradiometer.ops import library, ring
+from gradiometer.ops import dispatch, ring
 
 kernels = pytest.importorskip("gradiometer.kernels", reason="needs triton")
 
@@ -29,27 +29,27 @@ def _no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
     # Triton's own object, which has not made a driver yet
     monkeypatch.setattr(kernels.driver, "driver", type(kernels.driver.driver)())
-    library.driver_error.cache_clear()
+    dispatch.driver_error.cache_clear()
     yield
-    library.driver_error.cache_clear()
+    dispatch.driver_error.cache_clear()
 
 
 @pytest.mark.usefixtures("_no_compiler")
 def test_without_a_c_compiler_one_warning_names_the_cure():
     with pytest.warns(UserWarning, match="Triton cannot build its driver") as warned:
-        assert not library.uses_kernels(CUDA)
+        assert not dispatch.uses_kernels(CUDA)
     text = str(warned[0].message)
     assert "(Failed to find C compiler" in text
     assert "apt-get install gcc" in text
     assert "eager PyTorch" in text
     with warnings.catch_warnings(action="error"):
-        assert not library.uses_kernels(CUDA)
+        assert not dispatch.uses_kernels(CUDA)
 
 
 @pytest.mark.usefixtures("_no_compiler")
 def test_the_doctor_names_it_and_does_not_warn(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(devices, "_problem", lambda device: str(library.uses_kernels(device)))
+    monkeypatch.setattr(devices, "_problem", lambda device: str(dispatch.uses_kernels(device)))
     monkeypatch.setattr(devices, "_device", lambda device, works: (device, works))
     with warnings.catch_warnings(action="error"):
         devices.examine()
@@ -61,9 +61,9 @@ def test_the_doctor_names_it_and_does_not_warn(monkeypatch):
 def test_a_driver_that_was_built_launches_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "load_driver", object)
-    library.driver_error.cache_clear()
-    assert library.uses_kernels(CUDA)
-    library.driver_error.cache_clear()
+    dispatch.driver_error.cache_clear()
+    assert dispatch.uses_kernels(CUDA)
+    dispatch.driver_error.cache_clear()
 
 
 class Away(Tensor):

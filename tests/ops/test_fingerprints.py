@@ -20,7 +20,7 @@ import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.columns.fingerprint import Fingerprint
-from gradiometer.ops import eager_plan, openmp, reference
+from gradiometer.ops import eager_plan, openmp, streaming
 from gradiometer.ops import fingerprint as bits
 from gradiometer.recorder.recorder import Recorder
 from support import strategies
@@ -49,7 +49,7 @@ def near(*borders: int) -> list[int]:
 # sizes at which an implementation changes its method
 BORDERS = (512, 2048) if INTERPRETED else (512, 1024, 2048, 4096, 2**15)
 if not KERNELS:
-    BORDERS = (*eager_plan.WIDTHS[:5], eager_plan.SMALL, eager_plan.BATCH, reference.PIECE)
+    BORDERS = (*eager_plan.WIDTHS[:5], eager_plan.SMALL, eager_plan.BATCH, streaming.PIECE)
 SIZES = [*near(*BORDERS), 2**15 + 3000]
 
 
@@ -72,7 +72,7 @@ def test_few_elements_of_every_dtype_have_the_fingerprint_of_their_bits(dtype):
     assert [found([x])[0] for x in tensors[:4]] == rows_of(tensors[:4])
 
 
-@pytest.mark.parametrize("n", SIZES if KERNELS else [*SIZES, 3 * reference.PIECE + 5])
+@pytest.mark.parametrize("n", SIZES if KERNELS else [*SIZES, 3 * streaming.PIECE + 5])
 def test_every_size_has_the_fingerprint_of_its_bits(n):
     # one of each width; the others only with large pieces and chunks
     dtypes = (torch.float32, torch.bfloat16) if INTERPRETED else strategies.FLOATS[:1] + strategies.FLOATS[2:]
@@ -186,7 +186,7 @@ def test_the_number_of_threads_does_not_matter(threads):
 @pytest.mark.skipif(KERNELS, reason="the kernels use no threads of the host")
 def test_blocks_end_with_whole_words_where_threads_cannot_be_limited(dtype, monkeypatch):
     monkeypatch.setattr(openmp, "can_run_alone", lambda: False)
-    monkeypatch.setattr(reference, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(streaming, "MOST_BLOCKS", 2)
     tensors = [random_bits(dtype, n) for n in (3 * eager_plan.BATCH, 9 * eager_plan.BATCH + 5)]
     assert found(tensors) == rows_of(tensors)
 

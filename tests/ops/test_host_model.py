@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS
-from gradiometer.ops import library, packing, warm_up
+from gradiometer.ops import clipping, dispatch, launch_plans, packing, uploads, warm_up
+from gradiometer.ops.chunk_map import chunk_map_of
 
 pytest.importorskip("triton", reason="the kernels' path")
 
@@ -53,12 +54,12 @@ class Training:
         sizes, dtypes = SIZES[which], (torch.float32,) * len(tensors)
         from gradiometer.kernels import tuning
 
-        static = packing.chunk_map_of(sizes, dtypes, tuning.CHUNK, tuning.MAX_CHUNKS).table.tolist()
+        static = chunk_map_of(sizes, dtypes, tuning.CHUNK, tuning.MAX_CHUNKS).table.tolist()
         with self.model.on(stream), self.model.expecting([x.data_ptr() for x in tensors], static):
             if how == "op":
                 torch.ops.gradiometer.tensor_stats(tensors, *LIMITS)
-            elif how == "scale" and (plan := library.writable(tensors)) is not None:
-                library.scale_(tensors, torch.ones((), dtype=torch.float64), plan)
+            elif how == "scale" and (plan := dispatch.writable(tensors)) is not None:
+                clipping.scale_(tensors, torch.ones((), dtype=torch.float64), plan)
             else:
                 ops.tensor_stats(tensors, DEFAULT_THRESHOLDS)
 
@@ -93,7 +94,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def interrupted_clear(self):
-        self.model.interruption = packing.clear
+        self.model.interruption = launch_plans.clear
 
     @precondition(lambda self: not self.model.captures)
     @rule(stream=streams, which=lists, pool=st.integers(0, 1))
@@ -134,7 +135,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        packing.clear()
+        launch_plans.clear()
 
     def teardown(self):
         try:
@@ -187,7 +188,7 @@ def test_no_pinned_memory_is_released_into_a_capture(model, training, how, let_g
     training.call(1, 0, how)
     graph = model.capture(1)
     if let_go == "cleared":
-        packing.clear()
+        launch_plans.clear()
     elif let_go == "evicted":
         evict(training)
     else:
@@ -214,10 +215,10 @@ def test_recordings_with_the_same_addresses_share_pinned_memory(model, training)
         graphs.append(record(model, training, 2))
         training.move(1, i % 2)
         graphs.append(record(model, training, 1))
-    pointers = [host for host in packing._captured if host.numel() in (1, 3)]
+    pointers = [host for host in uploads._captured if host.numel() in (1, 3)]
     assert len(pointers) == PLACES + 2
     # the static tables of both lists
-    assert len(packing._captured) == len(pointers) + 2
+    assert len(uploads._captured) == len(pointers) + 2
     for graph in graphs:
         model.replay(graph, 2)
     model.synchronize()
@@ -235,7 +236,7 @@ def test_gradients_that_move_before_every_recording_are_reported_once(model):
             graphs += [record(model, training, 2), record(model, training, 2)]
             assert len(caught) == (place >= most - 1)
     assert f"3 tensors were recorded in CUDA graphs at {most} sets of addresses" in str(caught[0].message)
-    assert len(packing._captured) == most + 20 + 1
+    assert len(uploads._captured) == most + 20 + 1
     for graph in graphs:
         model.replay(graph, 1)
     model.synchronize()
@@ -247,18 +248,18 @@ MUTANTS = {
     "tables that eager calls keep are used in a capture": (
         packing,
         "_packed",
-        "is_capturing(device)",
+        "uploads.is_capturing(device)",
         "False",
     ),
-    "captured memory is released": (packing, "_lasting", "    _captured.append(host)", "    pass"),
+    "captured memory is released": (uploads, "_lasting", "    _captured.append(host)", "    pass"),
     "captured memory is released later": (
-        packing,
+        launch_plans,
         "clear",
         "    _plans.clear()",
-        "    _plans.clear()\n    _captured.clear()",
+        "    _plans.clear()\n    from gradiometer.ops import uploads\n    uploads._captured.clear()",
     ),
     "captured memory is written again": (
-        packing,
+        uploads,
         "_lasting",
         "if torch.equal(host, values):",
         "if host.shape == values.shape:\n            host.copy_(values)",
@@ -272,15 +273,15 @@ MUTANTS = {
     "addresses are not compared": (packing, "_keep", "kept.addresses == addresses", "True"),
     "tables are kept in a warm-up": (warm_up, "is_possible", "return True", "return False"),
     "pinned memory is released later": (
-        packing,
-        "_copy",
+        uploads,
+        "copy",
         "return _upload(_pinned(host, device), device)",
-        "_copy.host = _pinned(host, device)\n    return _upload(_copy.host, device)",
+        "copy.host = _pinned(host, device)\n    return _upload(copy.host, device)",
     ),
-    "pinned memory is not pinned": (packing, "_copy", "_pinned(host, device)", "host"),
+    "pinned memory is not pinned": (uploads, "copy", "_pinned(host, device)", "host"),
     "one pinned buffer is written for each copy": (
-        packing,
-        "_copy",
+        uploads,
+        "copy",
         "return _upload(_pinned(host, device), device)",
         """_captured[:1] = [x for x in _captured if x.shape == host.shape][:1] or [_pinned(host, device)]
     return _upload(_captured[0].copy_(host), device)""",

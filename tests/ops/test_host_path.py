@@ -29,8 +29,9 @@ import gradiometer as gm
 from conftest import INTERPRETED
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS, NUM_COLUMNS
+from gradiometer.ops import dispatch, launch_plans, packing, uploads, warm_up
 from gradiometer.ops import guards as tensor_guards
-from gradiometer.ops import library, packing, warm_up
+from gradiometer.ops import tensors as tensor_ops
 from kernels_bench import host_path as bench
 from support.gradients import bit_patterns
 from support.strategies import lists
@@ -48,9 +49,9 @@ LIMITS = (DEFAULT_THRESHOLDS.vanishing, DEFAULT_THRESHOLDS.exploding, DEFAULT_TH
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    packing.clear()
+    launch_plans.clear()
     yield
-    packing.clear()
+    launch_plans.clear()
 
 
 STRANGERS = {
@@ -67,7 +68,7 @@ STRANGERS = {
 
 
 def measure(tensors, inv_scale=None):
-    return library.tensor_stats(tensors, DEFAULT_THRESHOLDS, inv_scale)
+    return tensor_ops.tensor_stats(tensors, DEFAULT_THRESHOLDS, inv_scale)
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(kernels, "moments", moments)
     monkeypatch.setattr(kernels, "finalize", finalize)
-    monkeypatch.setattr(library, "uses_kernels", lambda _: True)
+    monkeypatch.setattr(dispatch, "uses_kernels", lambda _: True)
     return seen
 
 
@@ -96,14 +97,14 @@ def launches(monkeypatch):
 def direct(monkeypatch):
     """Count the calls that bypass the dispatcher."""
     calls = []
-    inner = library.measure_now
+    inner = tensor_ops.measure_now
 
     def noted(tensors, thresholds, inv_scale, known=None, **options):
         if known is not None:
             calls.append(len(tensors))
         return inner(tensors, thresholds, inv_scale, known, **options)
 
-    monkeypatch.setattr(library, "measure_now", noted)
+    monkeypatch.setattr(tensor_ops, "measure_now", noted)
     return calls
 
 
@@ -222,15 +223,15 @@ def test_other_views_of_the_same_memory_are_measured_as_what_they_are(sequence, 
     expected = []
     for tensors in calls:
         # not seen before
-        packing.clear()
+        launch_plans.clear()
         expected.append(collect(tensors))
-    packing.clear()
+    launch_plans.clear()
     for _ in range(2):
         assert [result(tensors) for tensors in calls] == expected
     # in place, without new tensor objects
     memory.mul_(-2.0)
     again = [result(tensors) for tensors in calls]
-    packing.clear()
+    launch_plans.clear()
     assert again == [collect(tensors) for tensors in calls]
 
 
@@ -260,7 +261,7 @@ def test_zeros_without_memory_are_measured():
 def test_calls_past_the_dispatcher_give_the_same_bits(some, scale):
     tensors = [recipe.tensor() for recipe in some]
     inv_scale = SCALES[scale]()
-    packing.clear()
+    launch_plans.clear()
     expected = bit_patterns(torch.ops.gradiometer.tensor_stats(tensors, *LIMITS, inv_scale))
     for _ in range(3):
         assert bit_patterns(measure(tensors, inv_scale)) == expected
@@ -271,16 +272,16 @@ def test_calls_past_the_dispatcher_give_the_same_bits(some, scale):
 def test_a_tensor_that_changes_in_place_is_seen(launches):
     x, y = torch.ones(6, 4), torch.ones(5)
     measure([x, y])
-    (before,) = packing._plans
+    (before,) = launch_plans._plans
     x.t_()
     measure([x, y])
     y.resize_(3)
     measure([x, y])
     x.data = x.t().data.view(torch.float64)
     measure([x, y])
-    assert len(packing._plans) == 4
-    assert next(iter(packing._plans)) is before
-    numels = [one.chunk_map.table[:2].tolist() for one in packing._plans]
+    assert len(launch_plans._plans) == 4
+    assert next(iter(launch_plans._plans)) is before
+    numels = [one.chunk_map.table[:2].tolist() for one in launch_plans._plans]
     assert numels == [[24, 5], [24, 5], [24, 3], [12, 3]]
     assert [dtype for _, dtype in launches[-2:]] == [torch.float64, torch.float32]
 
@@ -320,17 +321,19 @@ def test_unchanged_addresses_make_nothing_new(launches, direct, monkeypatch):
     tensors = kinds(9)
     measure(tensors)
     measure(tensors)
-    (known,) = packing._plans
+    (known,) = launch_plans._plans
     kept = known.kept
-    for name in ("remember", "chunk_map_of", "_int64", "_upload", "_pinned", "_flat"):
+    for name in ("remember", "chunk_map_of", "int64", "_flat"):
         monkeypatch.setattr(packing, name, lambda *_: pytest.fail("made anew"))
+    for name in ("_upload", "_pinned"):
+        monkeypatch.setattr(uploads, name, lambda *_: pytest.fail("made anew"))
     launches.clear()
     for _ in range(3):
         measure(tensors)
         gm.collect(tensors)
         gm.collect({f"layer.{i}": tensor for i, tensor in enumerate(tensors)})
     assert len(direct) == 10
-    assert list(packing._plans) == [known]
+    assert list(launch_plans._plans) == [known]
     assert known.kept is kept
     # one launch per dtype, all with the same table
     assert len(launches) == 9 * 3
@@ -341,11 +344,11 @@ def test_a_changed_address_copies_pointers_and_nothing_else(launches, monkeypatc
     tensors = kinds(9)
     measure(tensors)
     measure(tensors)
-    (known,) = packing._plans
+    (known,) = launch_plans._plans
     first = known.kept
     copied = []
-    upload = packing._upload
-    monkeypatch.setattr(packing, "_upload", lambda host, device: copied.append(host) or upload(host, device))
+    upload = uploads._upload
+    monkeypatch.setattr(uploads, "_upload", lambda host, device: copied.append(host) or upload(host, device))
     moved = [*tensors[:4], tensors[4].clone(), *tensors[5:]]
     measure(moved)
     assert [host.numel() for host in copied] == [9]
@@ -362,11 +365,11 @@ def test_gradients_and_weights_of_the_same_shapes_keep_a_table_each(launches, di
     grads = [torch.ones(4) for _ in range(3)]
     for tensors in (weights, grads) * 2:
         measure(tensors)
-    kept = {id(one.kept) for one in packing._plans}
+    kept = {id(one.kept) for one in launch_plans._plans}
     for tensors in (weights, grads) * 3:
         measure(tensors)
         assert launches[-1][0].tolist() == [tensor.data_ptr() for tensor in tensors]
-    assert {id(one.kept) for one in packing._plans} == kept
+    assert {id(one.kept) for one in launch_plans._plans} == kept
     assert len(kept) == 2
     assert len(direct) == 8
 
@@ -517,9 +520,9 @@ def test_a_graph_holds_the_op_of_a_known_list(direct):
         return graph.forward
 
     torch._dynamo.reset()
-    torch.compile(lambda ts: library.tensor_stats(ts, DEFAULT_THRESHOLDS), backend=backend, fullgraph=True)(
-        tensors
-    )
+    torch.compile(
+        lambda ts: tensor_ops.tensor_stats(ts, DEFAULT_THRESHOLDS), backend=backend, fullgraph=True
+    )(tensors)
     (graph,) = graphs
     assert [str(node.target) for node in graph.graph.nodes if "tensor_stats" in str(node.target)] == [
         "gradiometer.tensor_stats"
@@ -549,7 +552,7 @@ def test_calls_through_the_dispatcher_keep_tables_where_no_graph_can_be_warmed_u
     tensors = kinds(3)
     for _ in range(3):
         torch.ops.gradiometer.tensor_stats(tensors, *LIMITS)
-    (known,) = packing._plans
+    (known,) = launch_plans._plans
     assert (known.kept is not None) == (graph_trees == "not imported")
 
 
@@ -596,17 +599,17 @@ def test_no_call_is_direct_while_inductor_allocates_from_a_graphs_pool(direct, m
 def elsewhere(monkeypatch):
     """A device with streams that receives copies; the stream numbers are in a list, the current one last."""
     streams = [0]
-    monkeypatch.setattr(packing, "_pinned", lambda host, _: host.clone())
-    monkeypatch.setattr(packing, "_upload", lambda host, _: host.clone())
-    monkeypatch.setattr(packing, "is_capturing", lambda _: streams[-1] is None)
-    monkeypatch.setattr(packing, "_stream_of", lambda _: streams[-1])
+    monkeypatch.setattr(uploads, "_pinned", lambda host, _: host.clone())
+    monkeypatch.setattr(uploads, "_upload", lambda host, _: host.clone())
+    monkeypatch.setattr(uploads, "is_capturing", lambda _: streams[-1] is None)
+    monkeypatch.setattr(uploads, "stream_of", lambda _: streams[-1])
     return streams
 
 
 def known_elsewhere(tensors, device):
     with torch.no_grad():
         packing.pack(tensors, 1024, 64)
-    return replace(next(iter(packing._plans)), device=torch.device(device))
+    return replace(next(iter(launch_plans._plans)), device=torch.device(device))
 
 
 def keep(tensors, known):
@@ -629,7 +632,7 @@ def test_tables_on_the_device_belong_to_a_stream(elsewhere):
 
 
 def test_a_captured_call_neither_reads_nor_leaves_what_is_kept(elsewhere, monkeypatch):
-    monkeypatch.setattr(packing, "_captured", [])
+    monkeypatch.setattr(uploads, "_captured", [])
     tensors = [torch.ones(5), torch.ones(7)]
     known = known_elsewhere(tensors, "cuda:0")
     kept = keep(tensors, known)
@@ -638,7 +641,7 @@ def test_a_captured_call_neither_reads_nor_leaves_what_is_kept(elsewhere, monkey
     elsewhere.append(0)
     assert captured.pointers is not kept.pointers
     assert captured.table is not kept.table
-    assert len(packing._captured) == 2
+    assert len(uploads._captured) == 2
     assert keep(tensors, known).pointers is kept.pointers
 
 
@@ -653,12 +656,12 @@ def test_captures_and_streams_are_those_of_the_device(kind, monkeypatch):
     monkeypatch.setattr(module, "current_stream", lambda of: SimpleNamespace(stream_id=7 + of.index))
     for answer in (True, False):
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda answer=answer: answer)
-        assert packing.is_capturing(device) is answer
-    assert packing._stream_of(device) == 7
+        assert uploads.is_capturing(device) is answer
+    assert uploads.stream_of(device) == 7
     # asking would initialize the device
     monkeypatch.setattr(module, "is_initialized", lambda: False)
     monkeypatch.setattr(module, "is_current_stream_capturing", lambda: pytest.fail("initialized"))
-    assert packing.is_capturing(device) is False
+    assert uploads.is_capturing(device) is False
 
 
 def test_threads_do_not_mix_their_addresses():
@@ -709,9 +712,9 @@ def test_without_torchs_guards_all_is_compared_in_python(direct):
         for _ in range(2):
             measure([VIEWS[name](memory), memory])
     # the dispatcher has resolved the lazy sign: the path sees a contiguous copy
-    assert len(packing._plans) == 7
+    assert len(launch_plans._plans) == 7
     assert direct == []
-    for one in packing._plans:
+    for one in launch_plans._plans:
         assert one.chunk_map.table[1].item() == 24
 
 

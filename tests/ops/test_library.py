@@ -16,6 +16,7 @@ from conftest import KERNELS
 from gradiometer import ops
 from gradiometer.columns import DEFAULT_THRESHOLDS
 from gradiometer.ops import reference
+from gradiometer.ops.chunk_map import chunk_map_of
 from support import oracle, strategies
 from support.gradients import bit_patterns
 from support.strategies import Recipe, lists
@@ -234,11 +235,10 @@ def test_kernels_and_reference_agree(some, scale):
 def test_finalize_adds_up_all_chunks_of_a_tensor(chunks, nonfinite):
     from gradiometer import kernels
     from gradiometer.kernels import tuning
-    from gradiometer.ops import packing
 
     # the middle one of three tensors has this many chunks; partials are given, so no such tensor is needed
     sizes = (5, chunks * tuning.CHUNK, 7)
-    layout = packing.chunk_map_of(sizes, (torch.float32,) * 3, tuning.CHUNK, tuning.MAX_CHUNKS)
+    layout = chunk_map_of(sizes, (torch.float32,) * 3, tuning.CHUNK, tuning.MAX_CHUNKS)
     assert layout.num_chunks == chunks + 2
     g = torch.Generator().manual_seed(chunks)
     partials = torch.randint(1, 2**20, (len(kernels.PARTIALS), chunks + 2), generator=g).double()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradiometer.columns import DEFAULT_THRESHOLDS
-from gradiometer.ops import openmp, reference
+from gradiometer.ops import openmp, reference, streaming
 
 
 @pytest.fixture
@@ -89,9 +89,9 @@ def test_threads_that_cannot_start_are_done_without(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_number_of_threads_changes_no_bit(dtype):
-    x = torch.randn(3 * reference.WORTH_A_THREAD + 5).to(dtype)
+    x = torch.randn(3 * streaming.WORTH_A_THREAD + 5).to(dtype)
     x[::1001] = 0
-    x[reference.PIECE + 1] = torch.nan
+    x[streaming.PIECE + 1] = torch.nan
     rows = []
     before = torch.get_num_threads()
     try:
@@ -107,7 +107,7 @@ def test_the_number_of_threads_changes_no_bit(dtype):
 WITHOUT_OPENMP = """
 import ctypes
 import torch
-from gradiometer.ops import openmp, reference
+from gradiometer.ops import openmp, reference, streaming
 from gradiometer.columns import DEFAULT_THRESHOLDS
 
 class Nothing:
@@ -116,7 +116,7 @@ class Nothing:
 
 ctypes.CDLL = Nothing
 assert not openmp.can_run_alone()
-x = torch.ones(3 * reference.WORTH_A_THREAD)
+x = torch.ones(3 * streaming.WORTH_A_THREAD)
 rows = []
 for threads in (1, 2, 4):
     torch.set_num_threads(threads)
@@ -131,7 +131,7 @@ def test_a_torch_whose_threads_cannot_be_set_gives_the_same_bits_with_any_number
 
 
 def test_inference_mode_reads_tensors_of_either_kind():
-    outside = torch.randn(2 * reference.WORTH_A_THREAD)
+    outside = torch.randn(2 * streaming.WORTH_A_THREAD)
     with torch.inference_mode():
         inside = outside.clone()
         rows = reference.tensor_stats([outside, inside], DEFAULT_THRESHOLDS)[0].tolist()

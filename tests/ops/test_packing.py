@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import gradiometer as gm
 from gradiometer.columns import DEFAULT_THRESHOLDS
-from gradiometer.ops import packing
+from gradiometer.ops import launch_plans, packing, uploads
+from gradiometer.ops.chunk_map import chunk_map_of
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,11 +23,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    packing.clear()
-    captured = list(packing._captured)
+    launch_plans.clear()
+    captured = list(uploads._captured)
     yield
-    packing._captured[:] = captured
-    packing.clear()
+    uploads._captured[:] = captured
+    launch_plans.clear()
 
 
 # the chunk map
@@ -40,7 +41,7 @@ most_chunks = st.sampled_from([1, 2, 3, 8, 10**6])
 
 
 def layout_of(items, chunk, most=10**6):
-    return packing.chunk_map_of(tuple(n for n, _ in items), tuple(dtype for _, dtype in items), chunk, most)
+    return chunk_map_of(tuple(n for n, _ in items), tuple(dtype for _, dtype in items), chunk, most)
 
 
 def parts(layout):
@@ -105,7 +106,7 @@ def test_each_dtype_with_elements_is_one_contiguous_group(items, chunk):
 
 
 def test_offsets_are_those_of_tensors_beyond_2_to_the_31_elements():
-    layout = packing.chunk_map_of((3, 2**33 + 1), (torch.bfloat16,) * 2, 2**30, 2**13)
+    layout = chunk_map_of((3, 2**33 + 1), (torch.bfloat16,) * 2, 2**30, 2**13)
     numel, lengths, first, counts, rows, starts = parts(layout)
     assert (numel, lengths) == ([3, 2**33 + 1], [2**30, 2**30])
     assert (first, counts) == ([0, 1], [1, 9])
@@ -115,7 +116,7 @@ def test_offsets_are_those_of_tensors_beyond_2_to_the_31_elements():
 
 def test_the_largest_tensors_have_no_more_chunks_than_allowed():
     sizes = (2**28, 2**28 + 1, 2**34, 2**40 + 1)
-    _, lengths, _, counts, _, _ = parts(packing.chunk_map_of(sizes, (torch.float32,) * 4, 2**15, 2**13))
+    _, lengths, _, counts, _, _ = parts(chunk_map_of(sizes, (torch.float32,) * 4, 2**15, 2**13))
     assert lengths == [2**15, 2**16, 2**21, 2**28]
     assert counts == [2**13, 2**12 + 1, 2**13, 2**12 + 1]
 
@@ -167,7 +168,7 @@ def test_a_copy_is_pointed_to_and_kept_where_the_memory_is_not_what_is_measured(
 
 def known():
     """Return the known lists, the most recently used last."""
-    return list(packing._plans)
+    return list(launch_plans._plans)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -245,18 +246,18 @@ def test_a_list_in_which_a_tensor_occurs_again_is_recognized_by_its_places():
     def again(x, y, places):
         return [(x, y)[place] for place in places]
 
-    packing.clear()
+    launch_plans.clear()
     x, y = torch.randn(3), torch.randn(3)
-    plan = packing.remember(again(x, y, [0, 1, 0, 0]))
+    plan = launch_plans.remember(again(x, y, [0, 1, 0, 0]))
     others = torch.randn(3), torch.randn(3)
-    assert packing.recognize(again(*others, [0, 1, 0, 0])) is plan
-    assert packing.recognize(again(*others, [0, 1, 1, 0])) is None
-    assert packing.recognize([torch.randn(3) for _ in range(4)]) is None
-    assert packing.recognize(again(torch.randn(3), torch.randn(4), [0, 1, 0, 0])) is None
+    assert launch_plans.recognize(again(*others, [0, 1, 0, 0])) is plan
+    assert launch_plans.recognize(again(*others, [0, 1, 1, 0])) is None
+    assert launch_plans.recognize([torch.randn(3) for _ in range(4)]) is None
+    assert launch_plans.recognize(again(torch.randn(3), torch.randn(4), [0, 1, 0, 0])) is None
     # the list that was met without repeats does not stand for one with repeats either
-    distinct = packing.remember([torch.randn(3) for _ in range(4)])
-    assert packing.recognize([torch.randn(3) for _ in range(4)]) is distinct
-    assert packing.recognize(again(*others, [0, 1, 0, 0])) is plan
+    distinct = launch_plans.remember([torch.randn(3) for _ in range(4)])
+    assert launch_plans.recognize([torch.randn(3) for _ in range(4)]) is distinct
+    assert launch_plans.recognize(again(*others, [0, 1, 0, 0])) is plan
 
 
 def test_parameters_without_a_gradient_are_recognized_in_the_next_step():
@@ -264,13 +265,13 @@ def test_parameters_without_a_gradient_are_recognized_in_the_next_step():
     for layer in model[:2]:
         layer.requires_grad_(requires_grad=False)
     recorder = gm.Recorder(model, updates=True)
-    packing.clear()
+    launch_plans.clear()
     for _ in range(5):
         for parameter in model[2:].parameters():
             parameter.grad = torch.randn_like(parameter)
         recorder.record()
         recorder.advance()
-    assert len(packing._plans) == 1
+    assert len(launch_plans._plans) == 1
 
 
 def test_known_lists_and_layouts_are_bounded_and_the_oldest_goes_first():
@@ -278,13 +279,13 @@ def test_known_lists_and_layouts_are_bounded_and_the_oldest_goes_first():
     pack_of(first)
     pack_of(used)
     (_, known_used) = known()
-    for n in range(3, packing.LISTS_KEPT + 30):
+    for n in range(3, launch_plans.LISTS_KEPT + 30):
         pack_of(torch.ones(n))
         # used at each step, so it is kept
         pack_of(used)
         assert known()[-1] is known_used
-        assert len(known()) <= packing.LISTS_KEPT
-    assert packing.chunk_map_of.cache_info().currsize <= packing.LISTS_KEPT
+        assert len(known()) <= launch_plans.LISTS_KEPT
+    assert chunk_map_of.cache_info().currsize <= launch_plans.LISTS_KEPT
     sizes = {one.chunk_map.table[0].item() for one in known()}
     assert 1 not in sizes
     assert 2 in sizes
@@ -304,11 +305,11 @@ def test_no_tensor_is_kept_alive():
 
 
 def test_clear_forgets_tables_and_layouts_but_not_those_of_captured_graphs():
-    packing._captured.append(torch.ones(1))
+    uploads._captured.append(torch.ones(1))
     layout = pack_of(torch.ones(3)).chunk_map
-    packing.clear()
-    assert not packing._plans
-    assert packing._captured
+    launch_plans.clear()
+    assert not launch_plans._plans
+    assert uploads._captured
     assert pack_of(torch.ones(3)).chunk_map is not layout
 
 
@@ -318,7 +319,7 @@ def test_clear_forgets_tables_and_layouts_but_not_those_of_captured_graphs():
 @pytest.fixture
 def capturing(monkeypatch):
     def switch(on):
-        monkeypatch.setattr(packing, "is_capturing", lambda _: on)
+        monkeypatch.setattr(uploads, "is_capturing", lambda _: on)
 
     return switch
 
@@ -346,7 +347,7 @@ def test_what_captured_graphs_are_filled_from_is_kept_as_long_as_the_process(cap
         return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(packing, "_captured", [])
+    monkeypatch.setattr(uploads, "_captured", [])
     tensors, others = [torch.ones(5)], [torch.ones(5)]
     pack_of(*tensors)
     # as if the list had been seen on that device
@@ -357,18 +358,18 @@ def test_what_captured_graphs_are_filled_from_is_kept_as_long_as_the_process(cap
             return packing.pack(tensors, CHUNK, MAX_CHUNKS, one)
 
     pack_there(tensors)
-    assert packing._captured == []
+    assert uploads._captured == []
     pinned.clear()
     capturing(True)
     packed = pack_there(tensors)
     for again in (others, tensors, others):
         pack_there(again)
     capturing(False)
-    packing.clear()
+    launch_plans.clear()
     assert {packed.pointers.device, packed.table.device} == {one.device}
     assert (packed.pointers.shape, packed.table.shape) == ((1,), one.chunk_map.table.shape)
     # captures with the same addresses share them, all captures of a list share its static table
-    assert [id(host) for host in packing._captured] == [id(host) for host in pinned]
+    assert [id(host) for host in uploads._captured] == [id(host) for host in pinned]
     addresses = [[x.data_ptr() for x in each] for each in (tensors, others)]
     assert [host.tolist() for host in pinned] == [addresses[0], one.chunk_map.table.tolist(), addresses[1]]
 
@@ -524,7 +525,7 @@ def test_captured_pairs_keep_pinned_memory_as_long_as_the_process(capturing, mon
         return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(packing, "_captured", [])
+    monkeypatch.setattr(uploads, "_captured", [])
     sides = [[torch.ones(5)], [torch.ones(5)]]
     pairs_of(*sides)
     one = replace(known()[0], device=torch.device("meta"))
@@ -533,8 +534,8 @@ def test_captured_pairs_keep_pinned_memory_as_long_as_the_process(capturing, mon
     with torch.no_grad():
         packed = packing.pack_pairs(sides, CHUNK, MAX_CHUNKS, one)
     capturing(False)
-    packing.clear()
+    launch_plans.clear()
     assert {packed.pointers.device, packed.table.device} == {one.device}
-    assert [id(host) for host in packing._captured] == [id(host) for host in pinned]
+    assert [id(host) for host in uploads._captured] == [id(host) for host in pinned]
     assert pinned[0].tolist() == [x.data_ptr() for side in sides for x in side]
     assert pinned[1].tolist() == one.chunk_map.table.tolist()

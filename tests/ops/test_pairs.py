@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gradiometer as gm
 from conftest import INTERPRETED, KERNELS
 from gradiometer.columns import pair_value
-from gradiometer.ops import eager_plan, openmp, pair_reference, reference
+from gradiometer.ops import eager_plan, openmp, pair_reference, streaming
 from support import pair_oracle, strategies
 from support.gradients import bit_patterns
 from support.oracle import numbers
@@ -409,7 +409,7 @@ def borders():
             eager_plan.SMALL,
             eager_plan.FEW,
             eager_plan.BATCH,
-            pair_reference.PIECE,
+            streaming.PIECE,
         )
     from gradiometer.kernels import tuning
 
@@ -506,7 +506,7 @@ def test_memory_in_other_orders(n):
 @only_eager
 @pytest.mark.parametrize("other", ["the same", "transposed", "every other row", "bfloat16"])
 def test_large_tensors_go_through_pieces(other):
-    shape = 3 * 128 + 1, pair_reference.PIECE // 128
+    shape = 3 * 128 + 1, streaming.PIECE // 128
     a, b, g = (small_integers(math.prod(shape), torch.float32, 0, seed).view(shape) for seed in range(3))
     if other == "transposed":
         b = b.t().contiguous().t()
@@ -537,7 +537,7 @@ def test_the_number_of_threads_does_not_matter(threads):
 @only_eager
 def test_where_threads_cannot_be_limited_pieces_are_smaller(monkeypatch):
     monkeypatch.setattr(openmp, "can_run_alone", lambda: False)
-    monkeypatch.setattr(reference, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(streaming, "MOST_BLOCKS", 2)
     for n in (3 * eager_plan.BATCH, 9 * eager_plan.BATCH + 5, 100):
         check(*[[torch.randn(n)] for _ in range(3)])
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from gradiometer.columns import COLUMN_NAMES, DEFAULT_THRESHOLDS, Flag, Thresholds
-from gradiometer.ops import eager_plan, reference
+from gradiometer.ops import eager_plan, reference, reference_blocks, streaming
 from kernels_bench import scripts
 
 LIMIT_MIB = 4.0
 
 
 def awkward_tensors():
-    n = reference.piece_length()
+    n = streaming.piece_length()
     return {
         "below a piece": torch.randn(n - 1),
         "one piece": torch.randn(n),
@@ -35,8 +35,8 @@ def awkward_tensors():
 @pytest.mark.parametrize("name", awkward_tensors())
 def test_pieces_cover_every_element_once_in_views_of_bounded_size(name):
     x = awkward_tensors()[name]
-    pieces = list(reference._pieces(x, reference.piece_length()))
-    assert all(piece.numel() <= reference.piece_length() for piece in pieces)
+    pieces = list(reference_blocks._pieces(x, streaming.piece_length()))
+    assert all(piece.numel() <= streaming.piece_length() for piece in pieces)
     assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in pieces)
     together = torch.cat([piece.reshape(-1) for piece in pieces]).sort().values
     assert torch.equal(together, x.reshape(-1).sort().values)
@@ -59,7 +59,7 @@ def test_long_and_strided_tensors_agree_with_plain_pytorch(name):
 
 
 def test_zeros_nan_and_inf_are_counted_where_they_are():
-    piece = reference.piece_length()
+    piece = streaming.piece_length()
     n = 2 * piece + 5
     x = torch.ones(n)
     x[[0, piece - 1, n - 1]] = torch.nan
@@ -72,7 +72,7 @@ def test_zeros_nan_and_inf_are_counted_where_they_are():
 
 
 def test_sums_of_doubles_that_overflow_are_infinite_and_raise_nothing():
-    piece = reference.piece_length()
+    piece = streaming.piece_length()
     x = torch.full((3 * piece,), 1e308, dtype=torch.float64)
     x[piece:] *= -1
     columns, _, _ = reference.tensor_stats([x, x[:10]], DEFAULT_THRESHOLDS)
@@ -95,10 +95,10 @@ def test_collection_grows_resident_memory_by_at_most_four_mebibytes(tmp_path):
 
 
 def test_tensors_may_span_several_waves_of_blocks(monkeypatch):
-    sizes = (10, 5000, 2 * reference.piece_length(), 9 * reference.piece_length() + 1, 7000)
+    sizes = (10, 5000, 2 * streaming.piece_length(), 9 * streaming.piece_length() + 1, 7000)
     tensors = [torch.randn(size) for size in sizes]
     whole = reference.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0], reference.sumsq(tensors)
-    monkeypatch.setattr(reference, "WAVE", 2)
+    monkeypatch.setattr(streaming, "WAVE", 2)
     cut = reference.tensor_stats(tensors, DEFAULT_THRESHOLDS)[0], reference.sumsq(tensors)
     assert torch.equal(whole[0], cut[0])
     assert whole[1] == cut[1]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradiometer.recorder import Roster, StepRecord
+from gradiometer.recorder import Catalog, StepRecord
 from gradiometer.rules import Finding, LearningRate, LossSpike, Severity, headlines
 
-ROSTER = Roster(("w",), ((2,),), ("float32",))
+CATALOG = Catalog.of(("w",), ((2,),), ("float32",))
 
 
 def finding(rule, step, tensor=None, *, severity=Severity.WARNING, last=None, kind="grads", value=1.0):
@@ -191,7 +191,7 @@ def test_every_finding_is_in_exactly_one_headline(found):
 
 def of_losses(losses):
     rule = LossSpike()
-    records = (StepRecord(step, 0.0, {"loss": loss}, ROSTER, None) for step, loss in enumerate(losses))
+    records = (StepRecord(step, 0.0, {"loss": loss}, CATALOG) for step, loss in enumerate(losses))
     return [one for record in records for one in rule.check(record) if one.severity > Severity.INFO]
 
 
@@ -220,7 +220,7 @@ def test_a_slow_descent_and_a_loss_of_single_examples_are_quiet():
 
 def rates(values, name="lr"):
     rule = LearningRate()
-    records = (StepRecord(step, 0.0, {name: value}, ROSTER, None) for step, value in enumerate(values))
+    records = (StepRecord(step, 0.0, {name: value}, CATALOG) for step, value in enumerate(values))
     return [one for record in records for one in rule.check(record)]
 
 

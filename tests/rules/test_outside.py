@@ -213,7 +213,7 @@ def test_each_of_several_optimizers_has_updates_of_its_own(between):
                     model["d"].weight.data.clamp_(-0.1, 0.1)
     assert monitor.failures == {}
     for i, record in enumerate(records):
-        for place, name in enumerate(record.roster.names):
+        for place, name in enumerate(record.names()):
             change = true[name[0]][i][name.endswith("bias")]
             assert float(record.value("norm", "updates")[place]) == pytest.approx(
                 change.norm().item(), rel=1e-5

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from gradiometer import rules as all_rules
-from gradiometer.columns import DEFAULT_THRESHOLDS, derived
-from gradiometer.recorder.step_record import Roster, StepRecord
+from gradiometer.columns import TENSORS
+from gradiometer.recorder import Catalog, StepRecord
 from gradiometer.rules import (
     Dead,
     Exploding,
@@ -33,6 +33,7 @@ from gradiometer.rules.ledger import Ledger
 from gradiometer.rules.protocol import Rule
 from support.pages import blocks, text
 from support.real_runs import Run, batches, perceptron
+from support.recording import record_of
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -54,14 +55,14 @@ def put(model, name, value, at):
     return before
 
 
-ROSTER = Roster(tuple(f"l.{i}.w" for i in range(1000)), ((8, 8),) * 1000, ("float32",) * 1000)
+CATALOG = Catalog.of(tuple(f"l.{i}.w" for i in range(1000)), ((8, 8),) * 1000, ("float32",) * 1000)
 
 
-def synthetic(step, norms, n_nan=0, loss=1.0):
-    values = torch.zeros(1, 1000, 9, dtype=torch.float64)
-    values[0, :, 0], values[0, :, 1], values[0, :, 4] = 64.0, norms**2, n_nan
-    values[0, :, 8] = derived.compute_flags(values[0, :, :8], DEFAULT_THRESHOLDS)
-    return StepRecord(step, 0.0, {"loss": loss}, ROSTER, values)
+def synthetic(step, norms, n_nan=0, scalars=None, **fields):
+    columns = torch.zeros(1000, TENSORS.width, dtype=torch.float64)
+    for name, value in (("numel", 64.0), ("sumsq", norms**2), ("n_nan", n_nan)):
+        columns[:, TENSORS.index[name]] = value
+    return record_of(step, CATALOG, {"grads": columns}, scalars or {"loss": 1.0}, **fields)
 
 
 def test_an_inf_is_one_finding_that_names_the_culprit_and_histories_stay_clean():
@@ -84,15 +85,12 @@ def test_a_nan_that_is_not_skipped_is_an_error_and_stays_one_finding():
 
 def test_a_thousand_nans_are_one_finding_and_skips_in_a_row_become_an_error():
     rule = NonFinite()
-    sightings = [
-        list(rule.check(StepRecord(i, 0.0, {}, ROSTER, synthetic(i, torch.ones(1000), 3).values, True)))
-        for i in range(12)
-    ]
-    assert [len(seen) for seen in sightings] == [1] * 12
-    assert [seen[0].severity for seen in sightings] == [Severity.WARNING] * 9 + [Severity.ERROR] * 3
-    assert "all 999 others" in sightings[0][0].message
+    found = [list(rule.check(synthetic(i, torch.ones(1000), 3, skipped=True))) for i in range(12)]
+    assert [len(seen) for seen in found] == [1] * 12
+    assert [seen[0].severity for seen in found] == [Severity.WARNING] * 9 + [Severity.ERROR] * 3
+    assert "all 999 others" in found[0][0].message
     assert not list(rule.check(synthetic(12, torch.ones(1000))))
-    (alone,) = rule.check(StepRecord(13, 0.0, {"loss": math.nan}, ROSTER, None))
+    (alone,) = rule.check(StepRecord(13, 0.0, {"loss": math.nan}, CATALOG))
     assert alone.message == "the loss is nan"
     assert alone.tensor is None
 
@@ -242,12 +240,12 @@ def test_a_group_ratio_leaves_out_a_step_that_is_not_finite():
 
 
 def test_the_worst_step_of_a_finding_is_that_of_its_value():
-    def sighting(step, value):
+    def vanishing(step, value):
         return Finding("vanishing", Severity.WARNING, step - 9, step, "grads", "w", value, 1e-7, "small", "")
 
     ledger = Ledger()
     for step, value in ((9, 1e-8), (10, 1e-9), (11, 1e-8)):
-        ledger.add([sighting(step, value)])
+        ledger.add([vanishing(step, value)])
     (found,) = ledger.findings
     assert (found.first_step, found.last_step, found.value, found.worst_step) == (0, 11, 1e-9, 10)
 
@@ -282,10 +280,8 @@ def test_a_history_that_is_taken_up_goes_on_identically(name):
     two = make()
     two.load_state_dict(torch.load(file, weights_only=True))
     for record in run.records[41:]:
-        fresh = StepRecord(
-            record.step, record.time, record.scalars, copy.copy(record.roster), record.values, record.skipped
-        )
-        fresh = replace(fresh, further=record.further)
+        parameters = copy.copy(record.catalog.parameters)
+        fresh = replace(record, catalog=replace(record.catalog, parameters=parameters))
         assert list(two.check(fresh)) == list(one.check(record))
     with pytest.raises(ValueError, match="the state of another rule"):
         two.load_state_dict({"other": 1})
@@ -337,12 +333,12 @@ def test_a_spike_hides_neither_the_next_one_nor_a_nearly_constant_norm():
 def test_the_loss_of_steps_that_are_not_recorded_counts():
     rule = LossSpike()
     for step in range(40):
-        assert not list(rule.check(StepRecord(step, 0.0, {"loss": 2.0 + 0.05 * (step % 3)}, ROSTER, None)))
-    (found,) = rule.check(StepRecord(40, 0.0, {"loss": 4.0}, ROSTER, None))
+        assert not list(rule.check(StepRecord(step, 0.0, {"loss": 2.0 + 0.05 * (step % 3)}, CATALOG)))
+    (found,) = rule.check(StepRecord(40, 0.0, {"loss": 4.0}, CATALOG))
     assert found.value == 4.0
     assert found.tensor is None
-    assert not list(rule.check(StepRecord(41, 0.0, {}, ROSTER, None)))
-    assert not list(Vanishing().check(StepRecord(41, 0.0, {}, ROSTER, None)))
+    assert not list(rule.check(StepRecord(41, 0.0, {}, CATALOG)))
+    assert not list(Vanishing().check(StepRecord(41, 0.0, {}, CATALOG)))
 
 
 def test_the_page_runs_and_prints_what_it_says(capsys):

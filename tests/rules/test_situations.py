@@ -746,17 +746,17 @@ SITUATIONS = [
 def test_the_messages_fit_the_situation(loop, how, wanted, never):
     monitor = getattr(loop(), how)()
     assert monitor.failures == {}
-    told = {finding: f"{finding} || {finding.advice}" for finding in monitor.findings}
+    shown = {finding: f"{finding} || {finding.advice}" for finding in monitor.findings}
     for rule, (severity, *texts) in wanted.items():
-        of_rule = [text for finding, text in told.items() if finding.rule == rule]
-        assert of_rule, list(told.values())
+        of_rule = [text for finding, text in shown.items() if finding.rule == rule]
+        assert of_rule, list(shown.values())
         assert of_rule[0].startswith(severity), of_rule
         for text in texts:
             assert text in of_rule[0]
-    assert [text for text in told.values() if re.search(never, text)] == []
-    problems = {headline.rule for headline in headlines(told) if headline.severity > Severity.INFO}
+    assert [text for text in shown.values() if re.search(never, text)] == []
+    problems = {headline.rule for headline in headlines(shown) if headline.severity > Severity.INFO}
     assert problems == {rule for rule, (severity, *_) in wanted.items() if severity != "info"}, list(
-        told.values()
+        shown.values()
     )
 
 

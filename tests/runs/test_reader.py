@@ -15,7 +15,6 @@ from gradiometer.columns import COLUMN_NAMES, Thresholds, derived
 from gradiometer.recorder.step_record import StepRecord
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs import format as run_format
-from gradiometer.runs import reader as run_module
 from gradiometer.runs import segments
 from gradiometer.runs.digest import Claims, with_claims
 from gradiometer.runs.format import arrow_schema
@@ -98,7 +97,7 @@ def test_a_range_of_steps_is_read_whichever_segments_it_is_in(path, first, last)
 def test_rows_of_tensors_are_in_order_and_picked_by_kind_name_and_column(path):
     run = read_run(path)
     everything = run.tensors()
-    assert everything.schema.equals(arrow_schema(run_module.TENSORS))
+    assert everything.schema.equals(arrow_schema(run_format.TENSORS))
     places = [(row["step"], row["kind"], row["name"]) for row in everything.to_pylist()]
     assert places == [(s, k, n) for s in range(0, 50, 2) for k in run.roster.kinds for n in run.roster.names]
     some = run.tensors(columns=["norm", "name"], kind="weights", names=["blocks.1.bias", "blocks.0.weight"])
@@ -223,7 +222,7 @@ def test_columns_that_are_younger_or_older_than_the_reader(own):
     table = pq.read_table(file).drop_columns(["updates_norm", "n_flagged"])
     pq.write_table(table.append_column("later", pa.array(["x"] * 16)), file)
     run = read_run(own)
-    assert run.steps.column_names == arrow_schema(run_module.STEPS).names
+    assert run.steps.column_names == arrow_schema(run_format.STEPS).names
     assert run.steps["n_flagged"].to_pylist()[14:18] == [0, None, None, None]
     assert len(list(run.records())) == 50
 
@@ -375,12 +374,12 @@ PAGE = text("docs/reference/run-record.md")
 @pytest.mark.parametrize(
     ("table", "fields"),
     [
-        ("`steps`", run_module.STEPS),
-        ("`tensors`", run_module.TENSORS),
-        ("Updates", run_module.UPDATES),
-        ("Activations", run_module.TAPS),
-        ("Fingerprints", run_module.FINGERPRINTS),
-        ("Exponents", run_module.EXPONENTS),
+        ("`steps`", run_format.STEPS),
+        ("`tensors`", run_format.TENSORS),
+        ("Updates", run_format.UPDATES),
+        ("Activations", run_format.TAPS),
+        ("Fingerprints", run_format.FINGERPRINTS),
+        ("Exponents", run_format.EXPONENTS),
     ],
 )
 def test_the_page_documents_every_column(table, fields):

@@ -1,6 +1,6 @@
 """A model of a device: its streams, PyTorch's two caching allocators, and CUDA graphs.
 
-It takes the place of pinning, uploads, launches and stream queries in `gradiometer.ops.packing`, and runs
+It takes the place of pinning, uploads, launches and stream queries in `gradiometer.ops.uploads`, and runs
 queued work only when it is told to. Each launch checks, when it runs, and at each replay, that the memory it
 reads holds what its call was made with. The rules are those of PyTorch 2.11 to 2.14:
 
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from gradiometer import kernels
 from gradiometer.columns import NUM_COLUMNS
-from gradiometer.ops import library, packing
+from gradiometer.ops import dispatch, launch_plans, uploads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -321,21 +321,21 @@ def installed(lists_kept: int) -> Iterator[HostModel]:
         return torch.zeros(count, NUM_COLUMNS, dtype=torch.float64), torch.zeros(count, dtype=torch.int32)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_pinned", model.pin)
-        patch.setattr(packing, "_upload", model.upload)
-        patch.setattr(packing, "_stream_of", model.stream_of)
-        patch.setattr(packing, "is_capturing", model.is_capturing)
-        patch.setattr(packing, "LISTS_KEPT", lists_kept)
-        patch.setattr(packing, "_captured", [])
+        patch.setattr(uploads, "_pinned", model.pin)
+        patch.setattr(uploads, "_upload", model.upload)
+        patch.setattr(uploads, "stream_of", model.stream_of)
+        patch.setattr(uploads, "is_capturing", model.is_capturing)
+        patch.setattr(launch_plans, "LISTS_KEPT", lists_kept)
+        patch.setattr(uploads, "_captured", [])
         # put back at the end
         patch.delitem(sys.modules, GRAPH_TREES, raising=False)
-        patch.setattr(library, "uses_kernels", lambda _: True)
+        patch.setattr(dispatch, "uses_kernels", lambda _: True)
         patch.setattr(kernels, "moments", moments)
         patch.setattr(kernels, "scale", moments)
         patch.setattr(kernels, "finalize", finalize)
-        packing.clear()
+        launch_plans.clear()
         try:
             yield model
         finally:
-            packing.clear()
+            launch_plans.clear()
             sys.modules.pop(GRAPH_TREES, None)

@@ -12,7 +12,8 @@ import torch
 from conftest import INTERPRETED
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds
 from gradiometer.kernels import tuning
-from gradiometer.ops import library, packing
+from gradiometer.ops import dispatch, launch_plans
+from gradiometer.ops import tensors as tensor_ops
 from kernels_bench.machine_code.compile import launching_for
 from support.unwritten import unwritten_is_nan
 
@@ -27,7 +28,7 @@ SPECIAL = (math.nan, math.inf, -math.inf)
 @contextmanager
 def kernels(target: str, change: Callable[[str, str], str] | None = None) -> Iterator[Any]:
     """Measure on the kernels of a target; return its last launches, if they are executed."""
-    packing.clear()
+    launch_plans.clear()
     if INTERPRETED:
         with launching_for(target):
             yield None
@@ -36,18 +37,18 @@ def kernels(target: str, change: Callable[[str, str], str] | None = None) -> Ite
 
         with unwritten_is_nan(), ptx.executed_kernels(target, *([change] if change else [])) as launches:
             yield launches
-    packing.clear()
+    launch_plans.clear()
 
 
 def tensor_stats(
     tensors: Sequence[Tensor], thresholds: Thresholds = DEFAULT_THRESHOLDS, inv_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return library.tensor_stats(list(tensors), thresholds, inv_scale)
+    return tensor_ops.tensor_stats(list(tensors), thresholds, inv_scale)
 
 
 def in_eager(*args: Any) -> tuple[Tensor, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "uses_kernels", lambda _: False)
+        patch.setattr(dispatch, "uses_kernels", lambda _: False)
         return tensor_stats(*args)
 
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
-from gradiometer.ops import library, packing
+from gradiometer.ops import dispatch, packing
 from kernels_bench.machine_code.compile import Launch, launching_for
 from support import arithmetic
 from support.arithmetic import Invalid
@@ -714,7 +714,7 @@ def executed_kernels(
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(packing, "pack", noting(packing.pack)),
         mock.patch.object(packing, "pack_pairs", noting(packing.pack_pairs)),
-        mock.patch.object(library, "INTERPRETED", True),
+        mock.patch.object(dispatch, "INTERPRETED", True),
     ):
         yield launches
 

@@ -8,14 +8,29 @@ import torch
 from torch import Tensor, nn
 
 import gradiometer as gm
+from gradiometer.recorder import Catalog, StepRecord, Table
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gradiometer.recorder.recorder import Recorder
 
 
 def new_gradients(model: nn.Module, *, scale: float = 1.0) -> None:
     for p in model.parameters():
         p.grad = torch.randn_like(p) * scale
+
+
+def record_of(
+    step: int, catalog: Catalog, columns: Mapping[str, Tensor], scalars: Any = None, **fields: Any
+) -> StepRecord:
+    """Return a record with a table of each of these kinds: its raw columns, ``(N, C)``."""
+    options = {"thresholds": fields["thresholds"]} if "thresholds" in fields else {}
+    tables = {
+        name: Table(catalog.kind(name), catalog.rows(name), values, **options)
+        for name, values in columns.items()
+    }
+    return StepRecord(step, 0.0, scalars or {}, catalog, tables, **fields)
 
 
 def packed(stats: gm.TensorStats) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from conftest import INTERPRETED, KERNELS
-from gradiometer.ops import eager_plan, reference
+from gradiometer.ops import eager_plan, streaming
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128, torch.complex32)
@@ -42,7 +42,7 @@ LAYOUTS = (
 
 
 def _borders():
-    borders = {*eager_plan.WIDTHS, reference.piece_length()}
+    borders = {*eager_plan.WIDTHS, streaming.piece_length()}
     if find_spec("triton") is not None:
         from gradiometer.kernels import tuning
 

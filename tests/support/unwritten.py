@@ -10,29 +10,26 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
 @contextmanager
 def unwritten_is_nan() -> Iterator[None]:
     """Fill the kernels' output buffers; integers are filled with the least one."""
-    from gradiometer.ops import library, pairs
+    from gradiometer.ops import dispatch
 
-    empty = torch.empty
+    empty, launching_on = torch.empty, dispatch.launching_on
 
     def filled(*args: Any, **options: Any) -> torch.Tensor:
         made = empty(*args, **options)
         return made.fill_(math.nan if made.is_floating_point() else -(2**31))
 
-    def filling(run_kernels: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch, "empty", filled)
-                return run_kernels(*args, **options)
-
-        return run
+    @contextmanager
+    def launching(device: torch.device) -> Iterator[None]:
+        with launching_on(device), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", filled)
+            yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "run_kernels", filling(library.run_kernels))
-        patch.setattr(pairs, "_run_kernels", filling(pairs._run_kernels))
+        patch.setattr(dispatch, "launching_on", launching)
         yield

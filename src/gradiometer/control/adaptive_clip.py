@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Named
     from gradiometer.stats import Norms
 
-__all__ = ["AdaptiveClip", "is_on_host", "require", "stats_given"]
-
 _LOW_BITS: Final = 0xFFFFFFFF
 # what the arguments of the modules have to be
 _KINDS: Final = {

@@ -20,8 +20,6 @@ from gradiometer.stats import NOT_COMPARED, leaves, outside_of_a_graph, repeatin
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Determinism", "check_deterministic"]
-
 _WHAT = "check_deterministic"
 
 

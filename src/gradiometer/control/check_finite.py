@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
     from gradiometer.stats import TensorReport, TensorStats
 
-__all__ = ["check_finite"]
-
 
 def check_finite(
     model: Parameters,

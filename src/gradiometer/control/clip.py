@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, derived
+from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, take
 from gradiometer.control.adaptive_clip import AdaptiveClip, stats_given
 from gradiometer.control.coefficient import coefficient_of, unscaled
 from gradiometer.control.scale import Part, limit_of, parts_of, scale_
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Named, Parameters
-
-__all__ = ["clip_coefficient", "clip_grad_norm_", "clip_grads_with_norm_", "collect_and_clip_"]
 
 # maximum number of names in an error message
 _NAMES: Final = 10
@@ -340,7 +338,7 @@ def _clip(
         factors = clip.decide(stats.names, stats.columns, order, norms, weights)
         if stats.local is not None and factors.dim():
             rows = {name: row for row, name in enumerate(stats.names)}
-            factors = derived.take(factors, [rows[name] for name in grads.names])
+            factors = take(factors, [rows[name] for name in grads.names])
     for part in parts:
         scale_(part, factors)
     return stats, norms

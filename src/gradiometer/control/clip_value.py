@@ -14,8 +14,6 @@ from gradiometer.stats import grads_of
 if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
 
-__all__ = ["ElementCounts", "clip_grad_value_"]
-
 
 class ElementCounts(NamedTuple):
     """The number of elements that `clip_grad_value_` clipped, by gradient.

@@ -7,10 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns import derived
+from gradiometer.columns import number, realized
 from gradiometer.inputs import on_device
-
-__all__ = ["EPS", "LARGEST", "arrived", "coefficient_of", "unscaled"]
 
 # as in torch: added to a norm before dividing by it
 EPS: Final = 1e-6
@@ -27,10 +25,10 @@ def coefficient_of(norm: Tensor, limit: float | Tensor) -> Tensor:
     if isinstance(limit, Tensor):
         limit = arrived(limit, norm.device).reshape(())
     else:
-        limit = derived.number(limit, norm.device)
+        limit = number(limit, norm.device)
     ratio = limit / (norm + EPS).clamp(max=LARGEST)
     # the value of a tensor was not checked: NaN clips nothing
-    return derived.realized(torch.where(ratio < 1.0, ratio, 1.0)).clamp(min=0.0)
+    return realized(torch.where(ratio < 1.0, ratio, 1.0)).clamp(min=0.0)
 
 
 def unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:

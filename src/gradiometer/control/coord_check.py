@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from gradiometer.stats import GroupRule
 
-__all__ = ["coord_check"]
-
 _WHAT: Final = "coord_check"
 _LEAST_WIDTHS: Final = 3
 # the forward passes' random numbers differ from those of the initialization

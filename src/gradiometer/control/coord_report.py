@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-__all__ = ["CoordCheck", "CoordRow", "Slope"]
-
 # standard errors by which a slope has to exceed the tolerance
 _ERRORS: Final = 2.0
 # the exponent with which outputs and attention logits may shrink at first

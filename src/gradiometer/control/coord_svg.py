@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Line", "draw"]
-
 # in pixels
 _PANEL: Final = (190, 180)
 _GAP: Final = (14, 46)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from gradiometer.stats import Report, TensorReport
 
-__all__ = ["FiniteReport"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FiniteReport:

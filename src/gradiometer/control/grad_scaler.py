@@ -15,8 +15,6 @@ from gradiometer.stats import TensorStats
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-__all__ = ["inverse_scale", "is_still_scaled", "share_found_inf_"]
-
 _ELSEWHERE: Final = object()
 
 

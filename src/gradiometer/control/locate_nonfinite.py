@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from gradiometer.control.located import Located
 
-__all__ = ["Block", "locate_nonfinite"]
-
 
 class Block:
     """A ``with`` block in which `locate_nonfinite` looks for the operation."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from gradiometer.inputs import is_dtensor, local_shard
 
-__all__ = ["Located", "Operand", "describe", "extremes", "values_of"]
-
 # operands of one operation that are shown, at most
 _SHOWN: Final = 8
 _COMPRESSED: Final = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}

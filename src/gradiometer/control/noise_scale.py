@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from gradiometer.stats import GroupRule
 
-__all__ = ["NoiseScale"]
-
 # rows of the sums over a step
 _ROWS: Final = 6
 

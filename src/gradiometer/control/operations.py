@@ -17,23 +17,6 @@ from gradiometer.control.located import extremes, values_of
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = [
-    "Argument",
-    "Source",
-    "arguments_of",
-    "float_range",
-    "has_nan",
-    "is_finite",
-    "key_of",
-    "name_of",
-    "next_number",
-    "nonfinite_scalars",
-    "outputs_of",
-    "source_of",
-    "storage_of",
-    "tensors_in",
-]
-
 # operations in place that do not read what they overwrite
 _OVERWRITE = frozenset(
     f"{prefix}{name}_"
@@ -45,6 +28,10 @@ _OVERWRITE = frozenset(
 )
 
 
+# minimum and maximum, see `extremes`; None if there is no value
+Range = tuple[float, float] | None
+
+
 class Source(NamedTuple):
     """A line of the user's code."""
 
@@ -53,11 +40,11 @@ class Source(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A tensor argument: its name, its place in a list, whether it is written, and whether it is read."""
+    """A tensor argument: its name, its position in a list, whether it is written, and whether it is read."""
 
     name: str
     tensor: Tensor
-    place: int | None
+    position: int | None
     written: bool
     read: bool
 
@@ -98,11 +85,11 @@ def arguments_of(func: Any, args: Any, kwargs: Any) -> list[Argument]:
 
 
 def outputs_of(output: Any, arguments: list[Argument]) -> list[tuple[int | None, Tensor]]:
-    """Return the tensors that an operation has written, each once, with the place in a list."""
+    """Return the tensors that an operation has written, each once, with the position in a list."""
     found: dict[int, tuple[int | None, Tensor]] = {}
     for argument in arguments:
         if argument.written:
-            found[id(argument.tensor)] = argument.place, argument.tensor
+            found[id(argument.tensor)] = argument.position, argument.tensor
     if isinstance(output, Tensor):
         found.setdefault(id(output), (None, output))
     elif isinstance(output, list | tuple):
@@ -139,22 +126,27 @@ def key_of(tensor: Tensor) -> int:
     return 0 if storage is None else int(storage._cdata)  # noqa: SLF001
 
 
-def float_range(tensor: Tensor) -> tuple[float, float] | None:
+def float_range(tensor: Tensor) -> Range:
     """Return the `extremes` of a floating-point or complex tensor, or None."""
     return extremes(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
 
 
-def is_finite(range_: tuple[float, float] | None) -> bool:
+def is_finite(range_: Range) -> bool:
     """Return whether a range is finite; None, of no floats, is."""
     return range_ is None or (math.isfinite(range_[0]) and math.isfinite(range_[1]))
 
 
-def has_nan(range_: tuple[float, float] | None) -> bool:
+def has_nan(range_: Range) -> bool:
     """Return whether a range has NaN."""
     return range_ is not None and (math.isnan(range_[0]) or math.isnan(range_[1]))
 
 
 # the stack
+
+
+def is_backward() -> bool:
+    """Return whether a backward is running."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
 
 def next_number() -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradiometer import ops
-from gradiometer.columns import COLUMN_INDEX, derived
+from gradiometer.columns import COLUMN_INDEX, TENSORS, realized
 from gradiometer.control.adaptive_clip import is_on_host, require, stats_given
 from gradiometer.control.coefficient import LARGEST, coefficient_of
 from gradiometer.control.tensorwise_clip import TensorwiseClip
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
     from gradiometer.stats import Norms, TensorStats
-
-__all__ = ["PerTensorClip"]
 
 # n_nan, n_posinf and n_neginf
 _NONFINITE = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_nan"] + 3)
@@ -156,7 +154,7 @@ class PerTensorClip(TensorwiseClip):
             buffers = self.average, self.count, self.record
             settings = self.max_ratio, self.decay, self.warmup_steps, self.max_norm, self.eps
             return self._gathered(names, ops.clip_factors_(columns, buffers, settings, per_tensor=True))
-        norm = derived.value(columns, "finite_norm")
+        norm = TENSORS.value(columns, "finite_norm")
         nonfinite = columns[:, _NONFINITE]
         # the host takes one of two ways, and the short one if every norm enters the average
         is_host = is_on_host(columns.device)
@@ -183,7 +181,7 @@ class PerTensorClip(TensorwiseClip):
         if not is_done:
             self.count.copy_((self.count + enters.any()).clamp(max=self.warmup_steps))
         self._note(factor, is_known, factor < 1.0)
-        return derived.realized(self._gathered(names, factor))
+        return realized(self._gathered(names, factor))
 
     def _later(self, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors after the warm-up, and the new averages."""

@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["random_state", "restore_random_state"]
-
 
 def random_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """Return the states of the global generators of this process, for the CPU and these devices.

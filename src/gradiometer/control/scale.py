@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from gradiometer import ops
-from gradiometer.columns import derived
+from gradiometer.columns import realized, take
 from gradiometer.inputs import (
     Named,
     as_flat,
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradiometer.ops import LaunchPlan
-
-__all__ = ["Part", "is_watched", "limit_of", "memory_of", "parts_of", "real_memory", "scale_", "scale_by_"]
 
 # the least normal number of fp32
 TINY: Final = 2.0**-126
@@ -143,7 +141,7 @@ def scale_(part: Part, factors: Tensor) -> None:
     own = _own(factors, rows)
     high, low = _factors(own)
     if torch.compiler.is_compiling():
-        own, high, low = derived.realized(own), derived.realized(high), derived.realized(low)
+        own, high, low = realized(own), realized(high), realized(low)
     # one for each tensor: the same, or views
     each, highs, lows = [list(x.unbind()) if x.dim() else [x] * len(tensors) for x in (own, high, low)]
     left: Sequence[int] = range(len(tensors))
@@ -174,7 +172,7 @@ def scale_by_(x: Tensor, factors: Tensor) -> None:
 
 def _own(factors: Tensor, rows: Sequence[int]) -> Tensor:
     """Return the factors of these gradients, or the one of all."""
-    return derived.take(factors, rows) if factors.dim() and len(rows) < len(factors) else factors
+    return take(factors, rows) if factors.dim() and len(rows) < len(factors) else factors
 
 
 def _held(grad: Any, name: str, what: str) -> Tensor:

@@ -21,8 +21,6 @@ from gradiometer.inputs import is_dtensor, unwrapped
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["StepCopy", "find_parts"]
-
 _DEPTH = 5
 _KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Generator)
 

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradiometer.columns import derived
+from gradiometer.columns import spread, take
 from gradiometer.control.adaptive_clip import AdaptiveClip
 from gradiometer.distributed import Ranks
 from gradiometer.inputs import check_names, has_float64, named_parameters
 
 if TYPE_CHECKING:
     from gradiometer.inputs import Named, Parameters
-
-__all__ = ["TensorwiseClip"]
 
 
 class TensorwiseClip(AdaptiveClip):
@@ -77,12 +75,12 @@ class TensorwiseClip(AdaptiveClip):
         if names == self.names:
             return columns
         rows = self._rows(names, type(self).__name__)
-        return derived.spread(columns, rows, len(self.names))
+        return spread(columns, rows, len(self.names))
 
     def _gathered(self, names: tuple[str, ...], factors: Tensor) -> Tensor:
         if names == self.names:
             return factors
-        return derived.take(factors, self._rows(names, type(self).__name__))
+        return take(factors, self._rows(names, type(self).__name__))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         key = state_dict.get(f"{prefix}key")

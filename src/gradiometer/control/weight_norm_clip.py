@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from gradiometer.columns import derived
+from gradiometer.columns import TENSORS, number, realized, spread, take
 from gradiometer.control.adaptive_clip import require, stats_given
 from gradiometer.control.coefficient import LARGEST, unscaled
 from gradiometer.control.scale import real_memory, scale_by_
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Named, Parameters
     from gradiometer.stats import Norms, TensorStats
-
-__all__ = ["WeightNormClip"]
 
 # as in the authors' code: the least norm of a gradient that is divided by
 _LEAST: Final = 1e-6
@@ -130,7 +128,7 @@ class WeightNormClip(TensorwiseClip):
             if missing:
                 msg = f"{what}: {missing[0]!r} has a gradient, but weights have no such row; pass "
                 raise ValueError(msg + "gm.collect_weights(model) of the same model")
-            columns = derived.take(columns, [rows[name] for name in stats.names])
+            columns = take(columns, [rows[name] for name in stats.names])
         return self.decide(stats.names, stats.columns, 2.0, lambda: norms_of(stats.columns, 2.0), columns)
 
     def extra_repr(self) -> str:
@@ -171,10 +169,10 @@ class WeightNormClip(TensorwiseClip):
             raise ValueError(msg + "clip(stats, gm.collect_weights(model)), or use collect_and_clip_")
         # one call for both
         columns = torch.stack([self._spread(names, columns), self._spread(names, weights)])
-        norm, size = derived.value(columns, "finite_norm").unbind()
+        norm, size = TENSORS.value(columns, "finite_norm").unbind()
         factor = self._factor(norm, size)
         self._note(factor, norm > 0.0, factor < 1.0)
-        return derived.realized(self._gathered(names, factor))
+        return realized(self._gathered(names, factor))
 
     @torch.no_grad()
     def scale_units_(
@@ -200,8 +198,8 @@ class WeightNormClip(TensorwiseClip):
         # least factor, number of units, and of clipped ones; nothing of a gradient that another row has
         rows = [self._rows(names, "WeightNormClip")[row] for row in found]
         every = torch.stack(list(found.values())) if found else self.record.new_zeros((0, 3))
-        spread = derived.spread(every, rows, len(self.names))
-        factor, units, clipped = spread.unbind(dim=1)
+        whole = spread(every, rows, len(self.names))
+        factor, units, clipped = whole.unbind(dim=1)
         self._note(torch.where(units > 0.0, factor, 1.0), units, clipped)
 
     def _scale_units_of(self, grad: Tensor, weight: Tensor, inv_scale: Tensor | float | None) -> Tensor:
@@ -220,7 +218,7 @@ class WeightNormClip(TensorwiseClip):
             factor = self._factor(norm if inv_scale is None else unscaled(norm, inv_scale), size)
             scale_by_(g, factor)
             is_clipped = (factor < 1.0).sum()
-            noted.append(torch.stack([factor.amin(), derived.number(factor.numel(), g.device), is_clipped]))
+            noted.append(torch.stack([factor.amin(), number(factor.numel(), g.device), is_clipped]))
         every = torch.stack(noted)
         return torch.cat([every[:, :1].amin(dim=0), every[:, 1:].sum(dim=0)])
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradiometer import ops
-from gradiometer.columns import derived
+from gradiometer.columns import number, realized, sqrt
 from gradiometer.control.adaptive_clip import AdaptiveClip, is_on_host, require, stats_given
 from gradiometer.control.coefficient import EPS, LARGEST
 from gradiometer.inputs import is_limit
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gradiometer.stats import Norms, TensorStats
-
-__all__ = ["ZScoreClip"]
 
 
 class ZScoreClip(AdaptiveClip):
@@ -108,7 +106,7 @@ class ZScoreClip(AdaptiveClip):
     @property
     def std(self) -> Tensor:
         """Their standard deviation, 0-d float64."""
-        return derived.sqrt(self.state[1])
+        return sqrt(self.state[1])
 
     def forward(self, stats: TensorStats) -> Tensor:
         """Count these statistics as a step, and return its factor; nothing is scaled.
@@ -158,11 +156,11 @@ class ZScoreClip(AdaptiveClip):
         said, finite = norms()
         if not is_on_host(columns.device):
             mean, variance, count = self.state.unbind()
-            factor, enters, after = self._step(said, finite, mean, variance, count, torch.where, derived.sqrt)
+            factor, enters, after = self._step(said, finite, mean, variance, count, torch.where, sqrt)
             self.state.copy_(torch.where(enters, torch.stack(after), self.state))
             # a step without gradients is none
             self._note(factor.reshape(1), (said != 0.0).reshape(1), (factor < 1.0).reshape(1))
-            return derived.realized(factor)
+            return realized(factor)
         # the same with the host's numbers, which takes less time than operators on tensors of one element
         mean, variance, count = self.state.tolist()
         norm = said.item()
@@ -172,7 +170,7 @@ class ZScoreClip(AdaptiveClip):
         self.record.copy_(torch.tensor(record, dtype=torch.float64, device="cpu"))
         if is_entered:
             self.state.copy_(torch.tensor(after, dtype=torch.float64, device="cpu"))
-        return derived.number(value, columns.device)
+        return number(value, columns.device)
 
     def _step(
         self, norm: Any, finite: Any, mean: Any, variance: Any, count: Any, where: Any, root: Any

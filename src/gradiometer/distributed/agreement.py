@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradiometer.columns import derived
 from gradiometer.distributed import process_groups
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.sharding_exchange import exchange_shardings
@@ -111,7 +110,7 @@ class Agreement:
                 spread = columns.new_zeros((len(self.names), *columns.shape[1:]))
                 columns = spread.index_copy_(0, torch.tensor(rows, dtype=torch.int64, device="cpu"), columns)
             else:
-                columns = derived.spread(columns, rows, len(self.names))
+                columns = spread(columns, rows, len(self.names))
         return columns
 
     def _rows_of(self, names: tuple[str, ...]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.columns import derived
+from gradiometer.columns import number
 from gradiometer.distributed import collectives
 from gradiometer.distributed.rendezvous import SAME_CALLS, RankError
 
@@ -115,7 +115,7 @@ def _number(value: Any, like: Tensor) -> Tensor:
     if isinstance(value, StateDigest):
         value = value.number
     if not isinstance(value, Tensor):
-        return derived.number(value, like.device)
+        return number(value, like.device)
     value = value.detach().to(like.device, like.dtype, non_blocking=True).reshape(())
     # a maximum may drop NaN
     return torch.where(value.isnan(), torch.finfo(like.dtype).min, value)

@@ -34,9 +34,6 @@ from gradiometer.distributed.rendezvous import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["all_reduce", "all_reduce_pair", "rendezvous", "share", "tell", "whole"]
-
-
 # seconds between polls of a collective in a background thread, at first and at most
 _PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.02

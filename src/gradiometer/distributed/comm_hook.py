@@ -10,8 +10,6 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["register_bucket_hook"]
-
 
 def register_bucket_hook(
     model: nn.Module, measure: Callable[[Any], None], state: Any, hook: Callable[..., Any] | None

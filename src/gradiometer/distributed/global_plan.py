@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed.sharding import Sharding, ShardSpec
 
-__all__ = ["DisagreementError", "GlobalPlan", "Member", "make_global_plan"]
-
 
 class DisagreementError(ValueError):
     """Ranks disagree; the message describes the first difference."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from gradiometer.distributed.process_groups import Group
 from gradiometer.distributed.ranks import Ranks
 
-__all__ = ["given_ranks", "implicit_ranks_for", "sharding_here"]
-
 
 def implicit_ranks_for(sharding: Sharding, home: torch.device | None, group: Any = None) -> Ranks:
     """Return the `Ranks` of a sharding, created at the first call, which all ranks make at the same time.

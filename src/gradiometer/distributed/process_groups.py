@@ -14,18 +14,6 @@ from gradiometer.distributed.rendezvous import SLACK, RankError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "PRESENCE_TIMEOUT",
-    "Group",
-    "close",
-    "group_of",
-    "is_active",
-    "listed",
-    "one_line",
-    "ranks_of",
-    "side_group",
-]
-
 # a ProcessGroup; a build of torch without torch.distributed has none
 Group: TypeAlias = Any
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from gradiometer.inputs import Named, Place
 
-__all__ = ["settle"]
-
 
 def settle(grads: Named, parameters: Sequence[Tensor], timeout: float, what: str) -> list[Tensor]:
     """Return this rank's shard of each gradient, placed like its parameter.

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-__all__ = ["check_matches", "check_patterns", "with_shards"]
-
-
 def check_patterns(shards: Any) -> None:
     """Raise an error unless ``shards`` is a mapping whose keys are regular expressions."""
     if not isinstance(shards, Mapping):

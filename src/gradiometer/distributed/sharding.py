@@ -14,8 +14,6 @@ from gradiometer.inputs import is_dtensor, is_whole
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["UNKNOWN", "Mesh", "ShardSpec", "Sharding", "plain_sharding", "sharding_of"]
-
 
 class Mesh(NamedTuple):
     """A mesh of ranks: its dimensions, and this rank's coordinate; None: outside."""

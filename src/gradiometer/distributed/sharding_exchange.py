@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed.process_groups import Group
 
-__all__ = ["exchange_shardings"]
-
 
 def exchange_shardings(
     sharding: Sharding, home: torch.device | None, group: Group, size: int, timeout: float

@@ -14,18 +14,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 if TYPE_CHECKING:
     from gradiometer.inputs.named import Named
 
-__all__ = [
-    "Traits",
-    "check",
-    "describe",
-    "has_float64",
-    "is_limit",
-    "is_one_number",
-    "is_plain_subclass",
-    "layout",
-    "refusal",
-]
-
 _DTYPES: Final = frozenset(
     {
         torch.float64,

@@ -9,18 +9,6 @@ from torch import Tensor
 
 from gradiometer.inputs.named import Named
 
-__all__ = [
-    "Place",
-    "is_dtensor",
-    "is_partial",
-    "is_whole",
-    "local_shard",
-    "local_shards",
-    "placed_like",
-    "places",
-    "reduction_of",
-]
-
 
 def is_dtensor(kind: type) -> bool:
     """Return whether a type is DTensor, without importing it."""

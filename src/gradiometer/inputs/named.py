@@ -9,8 +9,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Named", "Tensors", "check_names", "named_tensors", "present", "with_names"]
-
 Tensors = Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 # distinct lists of names kept; a training step has one or two

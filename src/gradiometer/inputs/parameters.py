@@ -13,8 +13,6 @@ from gradiometer.inputs.named import Named, Tensors, named_tensors, present, wit
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Parameters", "named_parameters", "tracked_parameters", "unwrapped"]
-
 Parameters = nn.Module | Tensors
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_flat", "as_real", "on_device"]
-
 
 def as_real(tensor: Tensor) -> Tensor:
     """Return the real view ``(..., 2)`` of a complex tensor, and others as they are.

@@ -176,5 +176,5 @@ class MonitorCallback(Callback):  # type: ignore[misc]
 
 def _lr_name(optimizers: list[Any], optimizer: Any) -> str:
     """Return ``lr`` for the first optimizer, ``lr_1`` for the second."""
-    place = next((i for i, other in enumerate(optimizers) if other is optimizer), 0)
-    return f"lr_{place}" if place else "lr"
+    index = next((i for i, other in enumerate(optimizers) if other is optimizer), 0)
+    return f"lr_{index}" if index else "lr"

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from gradiometer.inputs import Parameters
 
-__all__ = ["watch"]
-
 _LOG = logging.getLogger("gradiometer")
 _NOT_COMPILED: Final = "gm.watch records a step in optimizer.step(): use gm.Monitor in a fullgraph step"
 _TRAINERS: Final = {"transformers": "huggingface", "lightning": "lightning", "pytorch_lightning": "lightning"}
@@ -274,7 +272,7 @@ class _Loop:
 
     def _begin(self, optimizer: Optimizer) -> None:
         if not self._is_over:
-            self._monitor.begin_updates(self._place(optimizer))
+            self._monitor.begin_updates(self._index(optimizer))
 
     def _record(self, optimizer: Optimizer, inv_scale: Tensor | None) -> None:
         if self._is_over:
@@ -283,7 +281,7 @@ class _Loop:
             if len(self._optimizers) == 1:
                 self._monitor.record(inv_scale=inv_scale)
                 return
-            part = self._parts[self._place(optimizer)]
+            part = self._parts[self._index(optimizer)]
             stats = collect_grads(part, inv_scale=inv_scale, **self._measured)
             self._monitor.record(stats)
         except Exception as error:  # noqa: BLE001 training goes on
@@ -295,7 +293,7 @@ class _Loop:
             return
         if self._has_updates and len(self._optimizers) > 1:
             # now: the loop may change its weights before the others step
-            self._monitor.record_updates(self._place(optimizer))
+            self._monitor.record_updates(self._index(optimizer))
         if optimizer is not self._optimizers[-1]:
             return
         rates = [each.param_groups[0].get("lr") for each in self._optimizers]
@@ -303,7 +301,7 @@ class _Loop:
         known = {name: rate for name, rate in zip(names, rates, strict=True) if rate is not None}
         self._monitor.advance(**known)
 
-    def _place(self, optimizer: Optimizer) -> int:
+    def _index(self, optimizer: Optimizer) -> int:
         return next(i for i, each in enumerate(self._optimizers) if each is optimizer)
 
     @property

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Session", "has_whole_gradients", "is_first", "scaler_of", "while_running"]
-
 _LOG = logging.getLogger("gradiometer")
 
 # seconds to wait for other ranks to create their Monitor, which may itself wait a minute for other ranks
@@ -65,7 +63,7 @@ class Session:
     """Watches consecutive training runs, each with its own `Monitor`.
 
     Args:
-        what: the name of the callback, for messages.
+        caller: the name of the callback, for messages.
         options: arguments of `Monitor`, except the model.
         logger: the trainer's logger, for findings.
 
@@ -77,12 +75,12 @@ class Session:
         TypeError: for an unknown option.
     """
 
-    def __init__(self, what: str, options: Mapping[str, Any], logger: logging.Logger = _LOG) -> None:
+    def __init__(self, caller: str, options: Mapping[str, Any], logger: logging.Logger = _LOG) -> None:
         # report a misspelt option here, not when training begins
         inspect.signature(Monitor).bind(None, **options)
         self.monitor: Monitor | None = None
         self.running = False
-        self._what, self._logger = what, logger
+        self._caller, self._logger = caller, logger
         self._options = dict(options)
         self._names: dict[Tensor, str] = {}
         self._hooks: dict[Optimizer, RemovableHandle] = {}
@@ -149,9 +147,9 @@ class Session:
         # a rank that has already waited for others in vain waits only briefly now
         timeout = _MOMENT if isinstance(failure, RankError) else _TIMEOUT
         try:
-            distributed.rendezvous(group, timeout, self._what)
-            told = distributed.share(_description(failure), group)
-            failed = [(of_all, rank, text) for rank, (text, of_all) in enumerate(told) if text]
+            distributed.rendezvous(group, timeout, self._caller)
+            answers = distributed.share(_description(failure), group)
+            failed = [(of_all, rank, text) for rank, (text, of_all) in enumerate(answers) if text]
             if failed:
                 # prefer the rank that failed itself: most ranks only know that another one failed
                 of_all, rank, text = min(failed)
@@ -160,9 +158,9 @@ class Session:
             if is_first():
                 state = self._resume(state, step)
             mine = (None if state is None else _for_others(state), self.monitor.step) if is_first() else None
-            told_state, step = distributed.tell(mine, 0, group)
+            state_of_first, step = distributed.tell(mine, 0, group)
             if not is_first():
-                self._resume(told_state, step)
+                self._resume(state_of_first, step)
         except Exception as error:  # noqa: BLE001 such as a lost store; training goes on
             raise_of_handlers(error)
             return failure or error
@@ -171,21 +169,21 @@ class Session:
     def _resume(self, state: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
         """Load a state and return it; without one, or if that fails, set the step and return None."""
         assert self.monitor is not None  # noqa: S101 for the type checker
-        if state is not None and self._take_up(state):
+        if state is not None and self._load(state):
             return state
         if step:
             self.monitor.step = step
         return None
 
-    def _take_up(self, state: Mapping[str, Any]) -> bool:
+    def _load(self, state: Mapping[str, Any]) -> bool:
         assert self.monitor is not None  # noqa: S101 for the type checker
         try:
             self.monitor.load_state_dict(state)
         except Exception as error:  # noqa: BLE001 a foreign state may hold anything
             raise_of_handlers(error)
-            what = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"
             self.say(
-                f"the state in the checkpoint cannot be loaded ({what}); the rules start without a history"
+                f"the state in the checkpoint cannot be loaded ({text}); the rules start without a history"
             )
             return False
         return True
@@ -246,7 +244,7 @@ class Session:
         del args, kwargs
         # after a compiled step, `advance` measures the updates
         if not torch.compiler.is_compiling() and self._measured and self.monitor is not None:
-            # again after each further step of a batch, up to the last one
+            # again after each later step of a batch, up to the last one
             self.monitor.record_updates(self._part_of(optimizer), again=True)
 
     def note(self, **scalars: Any) -> None:
@@ -311,11 +309,11 @@ class Session:
 
     def say(self, message: str) -> None:
         """Log a warning. `warnings` is not used, because a filter may turn its warnings into errors."""
-        _LOG.warning("%s: %s", self._what, one_line(message))
+        _LOG.warning("%s: %s", self._caller, one_line(message))
 
 
 def _for_others(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ranks without rules need of a monitor's state, as plain values."""
+    """Return the part of a monitor's state that ranks without rules need, as plain values."""
     box = state["black_box"]
     return {
         "step": int(state["step"]),

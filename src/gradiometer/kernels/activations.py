@@ -16,12 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import Cursor
-from gradiometer.columns.activations import ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS
+from gradiometer.columns import ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS, Cursor
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import halves, is_due, is_finite
-
-__all__ = ["ACTIVATION_PARTIALS", "activation"]
+from gradiometer.kernels.primitives import add_to, halves, is_due, is_finite
 
 # those that merge by sum, as adjacent columns of the store do, and the channels that the program marked
 _SUMS = ("sumsq", "sum", "n_zero", "n_nan", "n_posinf", "n_neginf", "sum4", "n_marked")
@@ -122,11 +119,6 @@ def _recount(
         tl.sum(sum4),
         tl.max(top).to(tl.float64),
     )
-
-
-@triton.jit
-def _merge(pointer, value):
-    tl.store(pointer, tl.load(pointer) + value)
 
 
 @triton.jit(do_not_specialize=["row", "numel", "channels", "inner", "strips", "periods", "work"])
@@ -285,10 +277,10 @@ def _activation_kernel(
         # the others have no value but 0
         is_marked = part == NUM_SUMS - 1
         values = tl.where(is_marked, channels.to(tl.float64) - values, values)
-        _merge(columns + tl.where(is_marked, ZERO_CHANNELS, FIRST + part), values)
-        _merge(columns + NUMEL, numel.to(tl.float64))
-        _merge(columns + NUM_CHANNELS, channels.to(tl.float64))
-        _merge(columns + CALLS, 1.0)
+        add_to(columns + tl.where(is_marked, ZERO_CHANNELS, FIRST + part), values)
+        add_to(columns + NUMEL, numel.to(tl.float64))
+        add_to(columns + NUM_CHANNELS, channels.to(tl.float64))
+        add_to(columns + CALLS, 1.0)
         tl.store(columns + TOP, tl.maximum(tl.load(columns + TOP), tl.max(tops)))
 
         # for the next launch
@@ -311,7 +303,7 @@ def activation(
 ) -> None:
     """Measure an activation in a step that is due, and merge its columns into a row.
 
-    Launches on one stream can use the same three scratch tensors. A launch on a gate that is closed reads
+    Launches on one stream can use the same three scratch tensors. In a step that is not due a launch reads
     only the cursor, and writes nothing. An empty tensor is not measured.
 
     Args:

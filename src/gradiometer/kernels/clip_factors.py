@@ -17,8 +17,6 @@ from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS
 from gradiometer.kernels import tuning
 from gradiometer.kernels.finalize import bits
 
-__all__ = ["clip_factors"]
-
 # defaults of arguments, see finalize.py
 _NUMEL = COLUMN_INDEX["numel"]
 _SUMSQ = COLUMN_INDEX["sumsq"]

@@ -4,8 +4,6 @@ from typing import Any
 
 from triton.runtime import driver
 
-__all__ = ["load_driver"]
-
 
 def load_driver() -> Any:
     """Return the driver of this machine's GPU; build it if necessary. Any exception may be raised."""

@@ -15,17 +15,7 @@ import triton.language as tl
 
 from gradiometer.columns import HIGHEST_BINADE, LOWEST_BINADE, NUM_EXPONENT_COLUMNS, Cursor, bin_of
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import is_due, locate
-
-__all__ = ["begin_exponents", "classes", "exponents"]
-
-_DTYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
-_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16}
+from gradiometer.kernels.primitives import DTYPES, WORDS, is_due, locate
 
 # intervals of mantissas that bins may tell apart, by their first mantissa in units of 2**-23: 0, the rest up
 # to 2**-16, up to 0.8125, below 0.875, below 1 - 2**-8, below 1 - 2**-11, and the rest
@@ -134,7 +124,7 @@ def _near(word, start, DTYPE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.conste
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors"])
 def _exponents_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
+    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
     classes_ptr,  # int32, the column of each class
     rows_ptr,  # (T, COLUMNS) int64
     gate_ptr,  # a cursor; unused without GATED
@@ -214,7 +204,7 @@ def exponents(
 
     Args:
         pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
+        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
         columns: `classes` of this dtype, on the device.
         rows: ``(T, C) int64``, or wider.
         dtype: the dtype of these chunks' tensors.
@@ -235,8 +225,8 @@ def exponents(
         num_tensors,
         GATED=gate is not None,
         COLUMNS=rows.shape[1],
-        DTYPE=_DTYPES[dtype],
-        WORD=_WORDS[dtype.itemsize],
+        DTYPE=DTYPES[dtype],
+        WORD=WORDS[dtype.itemsize],
         ITEMSIZE=dtype.itemsize,
         FIRST=LOWEST_BINADE - 1 if is_double else _LEAST_FIELD - 127,
         LAST=HIGHEST_BINADE + 1 if is_double else 127,
@@ -248,7 +238,7 @@ def exponents(
 
 @triton.jit(do_not_specialize=["num_tensors"])
 def _begin_kernel(
-    table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
+    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
     rows_ptr,  # (T + 1, WIDTH) int64
     gate_ptr,  # a cursor
     num_tensors: tl.int32,
@@ -270,7 +260,7 @@ def begin_exponents(table: torch.Tensor, rows: torch.Tensor, gate: torch.Tensor,
     """Clear the rows of tensors that have elements, and the last row, and write the step, if it is due.
 
     Args:
-        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
+        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
         rows: ``(T + 1, C + 1) int64``; the last column of these rows gets the step.
         gate: a cursor.
         num_tensors: T.

@@ -14,8 +14,6 @@ from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, Flag, Thresholds
 from gradiometer.kernels import tuning
 from gradiometer.kernels.moments import PARTIALS
 
-__all__ = ["bits", "finalize"]
-
 # These are defaults of arguments and not global constants: at every launch Triton compares each of those that
 # a kernel uses with the value that was compiled, which takes the host time.
 
@@ -35,7 +33,7 @@ _POSINF_COLUMN = COLUMN_INDEX["n_posinf"]
 _NEGINF_COLUMN = COLUMN_INDEX["n_neginf"]
 _TOP_COLUMN = COLUMN_INDEX["abs_max"]
 
-# rows of packing.ChunkMap's table, whose first row is numel
+# rows of a ChunkMap's table, whose first row is numel
 _FIRST_CHUNK = 2
 _NUM_CHUNKS = 3
 
@@ -48,7 +46,7 @@ _DEAD = int(Flag.DEAD)
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks", "vanishing", "exploding", "dead"])
 def _finalize_kernel(
-    table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
+    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
     partials_ptr,  # (7, N) float64, see moments.PARTIALS
     columns_ptr,  # (T, C) float64
     flags_ptr,  # (T,) int32
@@ -127,7 +125,7 @@ def _finalize_kernel(
     vanishing = vanishing.to(tl.int64).to(tl.float64, bitcast=True)
     exploding = exploding.to(tl.int64).to(tl.float64, bitcast=True)
     dead = dead.to(tl.int64).to(tl.float64, bitcast=True)
-    # the same comparisons as in derived.compute_flags
+    # the same comparisons as in TENSORS.flags_of
     norm = tl.sqrt(tl.sum(tl.where(part == SUMSQ, values, 0.0)))
     row_zeros = tl.sum(tl.where(part == ZEROS, values, 0.0))
     has_nan = row_nan > 0
@@ -158,7 +156,7 @@ def finalize(
     """Merge all chunks' partials into a row for each tensor.
 
     Args:
-        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
+        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
         partials: ``(7, N) float64``.
         num_tensors: T.
         thresholds: the limits for the flags.

@@ -20,14 +20,6 @@ from gradiometer.columns.fingerprint import (
 )
 from gradiometer.kernels import tuning
 
-__all__ = [
-    "NUM_FINGERPRINT_PARTIALS",
-    "add_words",
-    "chunk_sums",
-    "finalize_fingerprints",
-    "split_words",
-]
-
 # of a chunk: the position of its last tile, in words, its number of bytes, and both sums
 NUM_FINGERPRINT_PARTIALS = 4
 
@@ -97,7 +89,7 @@ def chunk_sums(lanes, sums, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
 def _merge_kernel(
-    table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
+    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
     partials_ptr,  # (4, N) int64
     out_ptr,  # (T, 3) int64
     num_tensors: tl.int32,
@@ -132,7 +124,7 @@ def finalize_fingerprints(table: torch.Tensor, partials: torch.Tensor, num_tenso
     """Merge the partials of all chunks into a fingerprint for each tensor.
 
     Args:
-        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
+        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
         partials: ``(4, N) int64``.
         num_tensors: T.
 

@@ -21,22 +21,13 @@ import triton.language as tl
 from gradiometer.columns.fingerprint import WORD_BYTES, power, signed
 from gradiometer.kernels import tuning
 from gradiometer.kernels.fingerprint import add_words, chunk_sums, split_words
-from gradiometer.kernels.primitives import accumulate, halves, is_due, is_finite, locate
-
-__all__ = ["PARTIALS", "moments"]
+from gradiometer.kernels.primitives import DTYPES, accumulate, halves, is_due, is_finite, locate
 
 # The last two are read only if n_nonfinite is not 0. The other non-finite elements are -Inf.
 PARTIALS = ("sumsq", "sum", "n_zero", "abs_max", "n_nonfinite", "n_nan", "n_posinf")
 
 # the least mean square that a compensated sum holds to 2**-46
 _LEAST_SQUARE = 2.0**-103
-
-_DTYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
 
 
 @triton.jit
@@ -96,7 +87,7 @@ def _joined(parts):
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _moments_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
+    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
     partials_ptr,  # (7, N) float64
     gate_ptr,  # the cursor of a ring; unused without GATED
     fingerprints_ptr,  # (4, N) int64, see fingerprint.py; unused without FINGERPRINT
@@ -249,7 +240,7 @@ def moments(
 
     Args:
         pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
+        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
         partials: ``(7, N) float64``, written at columns ``first_chunk ... first_chunk + num_chunks - 1``.
         dtype: the dtype of these chunks' tensors.
         first_chunk: the group's first chunk.
@@ -277,7 +268,7 @@ def moments(
         partials.shape[1],
         GATED=gate is not None,
         FINGERPRINT=fingerprints is not None,
-        DTYPE=_DTYPES[dtype],
+        DTYPE=DTYPES[dtype],
         ITEMSIZE=dtype.itemsize,
         TILE=tile,
         WORD_BITS=words.bit_length() - 1,

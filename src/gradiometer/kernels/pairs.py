@@ -1,6 +1,6 @@
 """Statistics of pairs of tensors, in one pass over both, and over a gradient too.
 
-For a chunk: the `PARTIALS` of b, of a later a, of u = a - b and of g, in fp64; see
+For a chunk: the `PAIR_PARTIALS` of b, of a later a, of u = a - b and of g, in fp64; see
 `gradiometer.columns.pairs`. The main loop has no mask and no check for NaN or Inf. fp64 holds the squares of
 all differences of narrower formats, so a chunk whose sums are finite has no NaN or Inf; any other chunk is
 read again. On GPUs with few fp64 units the arithmetic, rather than memory, limits this kernel.
@@ -12,24 +12,12 @@ import triton.language as tl
 
 from gradiometer.columns import NUM_PAIR_COLUMNS, PAIR_INDEX
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import halves, is_finite
-
-__all__ = ["PAIR_PARTIALS", "finalize_pairs", "pairs"]
+from gradiometer.kernels.primitives import DTYPES, WORDS, halves, is_finite
 
 # all columns but numel, in their order; the last is a maximum
 PAIR_PARTIALS = tuple(PAIR_INDEX)[1:]
 # their number, as a power of two
 _PARTS = 16
-
-_TYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    None: None,
-}
-# the integers whose bits a dtype is read as
-_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 0: None}
 
 
 @triton.jit
@@ -60,7 +48,7 @@ def _same(word_a, word_b, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _add(a, b, g, same, totals, HAS_G: tl.constexpr):
-    """Add a tile to the lane-wise totals, in the order of PARTIALS without NaN and Inf; top first."""
+    """Add a tile to the lane-wise totals, in the order of PAIR_PARTIALS without NaN and Inf; top first."""
     top, sumsq_a, sumsq_b, dot_ab, sumsq_u, sum_u, unchanged, sumsq_g, dot_ug, nonzero, stuck = totals
     wide_a, wide_b = a.to(tl.float64), b.to(tl.float64)
     u = wide_a - wide_b
@@ -86,7 +74,7 @@ def _add(a, b, g, same, totals, HAS_G: tl.constexpr):
 def _read_again(
     base_a, base_b, base_g, n, A: tl.constexpr, B: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr
 ):
-    """Read a chunk with NaN or Inf again; return its PARTIALS."""
+    """Read a chunk with NaN or Inf again; return its totals, and the counts of NaN, +Inf and -Inf."""
     lanes = tl.arange(0, TILE)
     wide = tl.zeros((TILE,), tl.float64)
     none = tl.zeros((TILE,), tl.float32)
@@ -98,7 +86,7 @@ def _read_again(
         word_b = tl.load(base_b + (i + lanes), mask=mask, other=0)
         a, b = _number(word_a, A), _number(word_b, B)
         finite = is_finite(a) & is_finite(b)
-        # what the element counts as, see columns/pairs.py; in fp32, which takes fewer registers
+        # the element counts as this, see columns/pairs.py; in fp32, which takes fewer registers
         x = tl.where(b != b, b, tl.where(is_finite(a), -b, a))
         x = tl.where(finite, 0.0, x).to(tl.float32)
         nan += (x != x).to(tl.int32)
@@ -146,8 +134,8 @@ def _sums(totals):
 @triton.jit(do_not_specialize=["first_chunk", "num_tensors", "num_chunks"])
 def _pairs_kernel(
     pointers_ptr,  # (3 * T,) int64, of a, b and g; (2 * T,) without G
-    table_ptr,  # (7 * T + N,) int64, see packing.PairMap; (6 * T + N,) without G
-    partials_ptr,  # (14, N) float64, see PARTIALS
+    table_ptr,  # (7 * T + N,) int64, see ops/chunk_map.py; (6 * T + N,) without G
+    partials_ptr,  # (14, N) float64, see PAIR_PARTIALS
     first_chunk: tl.int32,
     num_tensors: tl.int32,
     num_chunks: tl.int32,
@@ -249,7 +237,7 @@ def _pairs_kernel(
         again, nan, posinf, neginf = _read_again(base_a, base_b, base_g, n, A, B, G, LANES // 2)
         top, saa, sbb, sab, suu, su, unchanged, sgg, sug, nonzero, stuck = _sums(again)
 
-    # the order of PARTIALS
+    # the order of PAIR_PARTIALS
     out = partials_ptr + chunk
     stride = num_chunks.to(tl.int64)
     tl.store(out, saa)
@@ -270,7 +258,7 @@ def _pairs_kernel(
 
 @triton.jit(do_not_specialize=["num_tensors", "num_chunks"])
 def _finalize_pairs_kernel(
-    table_ptr,  # see packing.PairMap
+    table_ptr,  # as above
     partials_ptr,  # (14, N) float64
     columns_ptr,  # (T, P) float64
     num_tensors: tl.int32,
@@ -309,7 +297,7 @@ def pairs(
 
     Args:
         pointers: ``(3 * T,) int64``, the addresses of all a, b and g; ``(2 * T,)`` without any g.
-        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table, with pitches.
+        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table, with pitches.
         partials: ``(14, N) float64``, written at columns ``first_chunk ... first_chunk + num_chunks - 1``.
         dtypes: of a, b and g; None or nothing for no g.
         first_chunk: the group's first chunk.
@@ -326,15 +314,15 @@ def pairs(
         first_chunk,
         num_tensors,
         partials.shape[1],
-        A=_TYPES[a],
-        B=_TYPES[b],
-        G=_TYPES[g],
+        A=DTYPES.get(a),
+        B=DTYPES.get(b),
+        G=DTYPES.get(g),
         SIZE_A=sizes[0],
         SIZE_B=sizes[1],
         SIZE_G=sizes[2],
-        BITS_A=_WORDS[sizes[0]],
-        BITS_B=_WORDS[sizes[1]],
-        BITS_G=_WORDS[sizes[2]],
+        BITS_A=WORDS.get(sizes[0]),
+        BITS_B=WORDS.get(sizes[1]),
+        BITS_G=WORDS.get(sizes[2]),
         TILE=tile,
         UNROLL=unroll,
         **tuning.options(threads, registers, partials.device),
@@ -345,7 +333,7 @@ def finalize_pairs(table: torch.Tensor, partials: torch.Tensor, num_tensors: int
     """Merge the partials of all chunks into a row for each pair.
 
     Args:
-        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
+        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
         partials: ``(14, N) float64``.
         num_tensors: T.
 

@@ -1,11 +1,21 @@
 """Device functions that the kernels share."""
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 from gradiometer.columns import Cursor
 
-__all__ = ["accumulate", "halves", "is_due", "is_finite", "locate", "row_of"]
+DTYPES: dict[Any, Any] = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+# integers with the bits of an element, by its size in bytes
+WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16}
 
 _STEP = tl.constexpr(int(Cursor.STEP))
 _EVERY = tl.constexpr(int(Cursor.EVERY))
@@ -21,7 +31,7 @@ def row_of(chunk, table_ptr, num_tensors):
 def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
     """Return the address of a chunk's first element, and the number of its elements.
 
-    table: see packing.ChunkMap. The first chunk also has the elements before the first 16-byte boundary of a
+    table: see ops/chunk_map.py. The first chunk also has the elements before the first 16-byte boundary of a
     view that begins elsewhere, so that all others begin at a boundary. The last chunk may then be empty.
     """
     row = row_of(chunk, table_ptr, num_tensors)
@@ -36,9 +46,15 @@ def locate(chunk, pointers_ptr, table_ptr, num_tensors, ITEMSIZE: tl.constexpr):
 
 @triton.jit
 def is_due(cursor_ptr):
-    """Return whether the current step is due; see gradiometer.ops.ring for the cursor."""
+    """Return whether the current step is due; see gradiometer.columns.Cursor."""
     every = tl.load(cursor_ptr + _EVERY).to(tl.int64)
     return tl.load(cursor_ptr + _STEP).to(tl.int64) % every == 0
+
+
+@triton.jit
+def add_to(pointer, value):
+    """Add to numbers in memory that no other program changes."""
+    tl.store(pointer, tl.load(pointer) + value)
 
 
 @triton.jit

@@ -14,8 +14,6 @@ import triton.language as tl
 from gradiometer.kernels import tuning
 from gradiometer.kernels.primitives import locate, row_of
 
-__all__ = ["scale"]
-
 _READ_AS = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -47,7 +45,7 @@ def _scaled(x, factor, high, low):
 @triton.jit(do_not_specialize=["last_chunk", "num_tensors"])
 def _scale_kernel(
     pointers_ptr,  # (T,) int64
-    table_ptr,  # (4 * T + N,) int64, see packing.ChunkMap
+    table_ptr,  # (4 * T + N,) int64, see ops/chunk_map.py
     factor_ptr,  # () float64, or (T,) if PER_TENSOR
     last_chunk: tl.int32,
     num_tensors: tl.int32,
@@ -106,7 +104,7 @@ def scale(
 
     Args:
         pointers: ``(T,) int64``, the tensors' addresses.
-        table: int64, a `gradiometer.ops.packing.ChunkMap`'s table.
+        table: int64, a `gradiometer.ops.chunk_map.ChunkMap`'s table.
         factor: 0-d float64 on their device, at most 1; or ``(T,)``, contiguous.
         dtype: the dtype of these chunks' tensors.
         first_chunk: the group's first chunk.

@@ -8,12 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gradiometer.columns import Cursor
-from gradiometer.columns.activations import ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS
+from gradiometer.columns import ACTIVATION_INDEX, NUM_ACTIVATION_COLUMNS, Cursor
 from gradiometer.kernels import tuning
-from gradiometer.kernels.primitives import is_due, is_finite
-
-__all__ = ["merge_partials"]
+from gradiometer.kernels.primitives import add_to, is_due, is_finite
 
 # partials that the program reads at a time
 _BLOCK = 2048
@@ -29,11 +26,6 @@ _SUM4 = ACTIVATION_INDEX["sum4"]
 _TOP = ACTIVATION_INDEX["abs_max"]
 _CALLS = ACTIVATION_INDEX["n_calls"]
 _NUM_CHANNELS = ACTIVATION_INDEX["n_channels"]
-
-
-@triton.jit
-def _merge(pointer, value):
-    tl.store(pointer, tl.load(pointer) + value)
 
 
 @triton.jit(do_not_specialize=["row", "count", "numel", "channels", "most"])
@@ -98,13 +90,13 @@ def _merge_partials_kernel(
     if must_read:
         return
     columns = store_ptr + row.to(tl.int64) * NUM_COLUMNS
-    _merge(columns + NUMEL, numel.to(tl.float64))
-    _merge(columns + SUMSQ, tl.sum(sumsq))
-    _merge(columns + SUM, tl.sum(total))
-    _merge(columns + ZEROS, tl.sum(zeros))
-    _merge(columns + SUM4, tl.sum(sum4))
-    _merge(columns + NUM_CHANNELS, channels.to(tl.float64))
-    _merge(columns + CALLS, 1.0)
+    add_to(columns + NUMEL, numel.to(tl.float64))
+    add_to(columns + SUMSQ, tl.sum(sumsq))
+    add_to(columns + SUM, tl.sum(total))
+    add_to(columns + ZEROS, tl.sum(zeros))
+    add_to(columns + SUM4, tl.sum(sum4))
+    add_to(columns + NUM_CHANNELS, channels.to(tl.float64))
+    add_to(columns + CALLS, 1.0)
     tl.store(columns + TOP, tl.maximum(tl.load(columns + TOP), tl.max(top).to(tl.float64)))
 
 

@@ -1,4 +1,4 @@
-"""Chunks, tiles, threads and registers of the kernels: the only table to tune.
+"""Chunks, tiles, threads and registers of the kernels that read tensors or partials: the table to tune.
 
 Launchers read it at every call. `CHUNK`, `MAX_CHUNKS` and the tiles also determine the order of additions,
 and so the last bits of a norm.
@@ -9,40 +9,18 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-__all__ = [
-    "ACTIVATIONS",
-    "CHUNK",
-    "COMPENSATED_REGISTERS",
-    "EXPONENTS",
-    "FEW_FP64_UNITS",
-    "FINALIZE",
-    "FINALIZE_PAIRS",
-    "FINGERPRINT_REGISTERS",
-    "MAX_CHUNKS",
-    "MAX_PROGRAMS",
-    "MERGED_PROGRAMS",
-    "MOMENTS",
-    "PAIRS",
-    "SCALE",
-    "Finalize",
-    "Moments",
-    "Scale",
-    "has_few_fp64_units",
-    "options",
-]
-
 # compute capabilities with 2 fp64 units per multiprocessor, beside 64 or 128 for fp32 (NVIDIA, CUDA C++
 # Programming Guide, table "Throughput of Native Arithmetic Instructions")
 FEW_FP64_UNITS: Final = {(7, 5), (8, 6), (8, 7), (8, 9), (10, 3), (12, 0), (12, 1)}
 
-# elements per program of the moments and scale kernels, if a tensor has at most MAX_CHUNKS such chunks
+# elements per program of kernels that read lists, if a tensor has at most MAX_CHUNKS such chunks
 CHUNK: Final = 2**15
 # one program of the finalize kernel adds up a tensor's chunks: beyond this number, chunks get longer
 MAX_CHUNKS: Final = 2**12
 
 
 class Moments(NamedTuple):
-    """How the moments kernel reads a chunk."""
+    """How a kernel that measures reads a chunk."""
 
     # elements that all threads read with one 16-byte load each
     tile: int
@@ -88,7 +66,7 @@ class Finalize(NamedTuple):
     registers: int
 
 
-# the append kernels use it too
+# also for the kernels that merge fingerprints, decide how to clip, write into a ring or clear histograms
 FINALIZE: Final = Finalize(tile=512, threads=128, registers=128)
 
 # the pairs kernel, by the bytes of the widest element and whether there is a gradient
@@ -104,7 +82,7 @@ PAIRS: Final = {
 FINALIZE_PAIRS: Final = Finalize(tile=128, threads=128, registers=128)
 
 
-# the exponents kernel
+# the exponents kernel; all threads read a tile of fp64 or fp32 elements with two loads each
 EXPONENTS: Final = {
     torch.float64: Moments(tile=512, unroll=1, threads=128, registers=128),
     torch.float32: Moments(tile=1024, unroll=1, threads=128, registers=128),

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import StepRecord
     from gradiometer.rules import Finding
 
-__all__ = ["BlackBox"]
-
 # steps in a fault: the last ones, and those up to the first non-finite one
 _LAST: Final = 64
 _BEFORE: Final = 16
@@ -35,7 +33,7 @@ class BlackBox:
 
     Attributes:
         lost_the_loss: whether the last record is the first of the run with a non-finite loss.
-        kept: what it takes to repeat the last steps; None without a folder for it.
+        kept: the data to repeat the last steps; None without a folder for it.
     """
 
     def __init__(self, rank: int | None = None) -> None:
@@ -68,7 +66,7 @@ class BlackBox:
             self._before = list(self._recent)[-_BEFORE:]
 
     def fault(self, reason: str, message: str, step: int, findings: Sequence[Finding]) -> Fault:
-        """Return a fault with all that is known now; write what it takes to repeat the step."""
+        """Return a fault with all that is known now; write the data to repeat the step."""
         if self.kept is not None:
             self.kept.write(reason)
         steps = {record.step: record for record in [*self._before, *self._recent]}

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["beside_captures"]
-
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: captures of other threads do not concern this one
 _THREAD_LOCAL: Final = 1
 

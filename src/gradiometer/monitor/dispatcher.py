@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from gradiometer.rules import Fault, Rule
     from gradiometer.sinks import Sink
 
-__all__ = ["Dispatcher"]
-
 
 class Dispatcher:
     """Runs rules and the black box on one thread, in the order of the steps, and each sink on its own.
@@ -44,12 +42,12 @@ class Dispatcher:
     >>> from gradiometer.monitor.blackbox import BlackBox
     >>> from gradiometer.columns import DEFAULT_THRESHOLDS
     >>> from gradiometer.sinks import Function
-    >>> from gradiometer.recorder import Roster, RunInfo, StepRecord
-    >>> roster, losses = Roster(("w",), ((2,),), ("float32",)), []
+    >>> from gradiometer.recorder import Catalog, RunInfo, StepRecord
+    >>> catalog, losses = Catalog.of(("w",), ((2,),), ("float32",)), []
     >>> sink = Function(lambda record: losses.append(record.loss))
     >>> dispatcher = Dispatcher((), [sink], 16, BlackBox(), Failures())
-    >>> dispatcher.start(RunInfo(roster, DEFAULT_THRESHOLDS, 1, 8, "Linear", 0.0, 0, {}, "cpu"))
-    >>> dispatcher.put([StepRecord(step, 0.0, {"loss": 3.0 - step}, roster, None) for step in range(2)])
+    >>> dispatcher.start(RunInfo(catalog, DEFAULT_THRESHOLDS, 1, 8, "Linear", 0.0, 0, {}, "cpu"))
+    >>> dispatcher.put([StepRecord(step, 0.0, {"loss": 3.0 - step}, catalog) for step in range(2)])
     >>> dispatcher.wait(10), losses
     (True, [3.0, 2.0])
     >>> dispatcher.stop(10), dispatcher.dropped
@@ -72,7 +70,7 @@ class Dispatcher:
         self._sink_threads = list(threads.values())
         # those that get steps before the rules
         self._ahead = [threads[name] for name in named if getattr(named[name], "before_rules", False)]
-        own = Calls(self._open_sinks, self._look, self._tell_made, self._close_sinks)
+        own = Calls(self._open_sinks, self._check_batch, self._build_fault, self._close_sinks)
         # all steps pass this thread first; it counts its errors and goes on
         self._first = SinkThread("the rules", own, limit, failures)
 
@@ -133,15 +131,15 @@ class Dispatcher:
             ValueError: for a state that does not fit, or that a rule refuses; nothing has changed then.
         """
         histories: dict[str, list[Any]] = {}
-        what = "rules"
+        part = "rules"
         try:
             for name, history in state["rules"]:
                 histories.setdefault(name, []).append(history)
-            what = "findings"
+            part = "findings"
             findings = [checked(Finding.from_dict(values)) for values in state["findings"]]
         except Exception as error:
             msg = (
-                f"the state's {what} do not fit ({describe(error)}); pass the result of Monitor.state_dict()"
+                f"the state's {part} do not fit ({describe(error)}); pass the result of Monitor.state_dict()"
             )
             raise ValueError(msg) from error
         with self._state:
@@ -161,14 +159,15 @@ class Dispatcher:
             self.ledger.load(findings)
             self.finding_log.load(findings)
 
-    def _look(self, batch: Sequence[StepRecord], _: Sequence[Finding]) -> None:
+    def _check_batch(self, batch: Sequence[StepRecord], _: Sequence[Finding]) -> None:
         steps: list[tuple[StepRecord, Sequence[Finding]]] = []
         faults: list[Fault] = []
         with self._state:
             for record in batch:
-                if record.exponents is not None:
-                    # here, so that neither the training nor a full queue has to keep all counts
-                    record.exponents.sparse()
+                for table in record.tables.values():
+                    if table.kind.schema.storage == "sparse":
+                        # here, so that neither the training nor a full queue has to keep all counts
+                        table.sparse()
                 steps.append((record, self._check(record)))
                 try:
                     self._box.see(record)
@@ -190,7 +189,7 @@ class Dispatcher:
             else:
                 thread.put(steps)
         for fault in faults:
-            self._tell(fault)
+            self._send_fault(fault)
 
     def _check(self, record: StepRecord) -> list[Finding]:
         changed: list[Finding] = []
@@ -212,15 +211,15 @@ class Dispatcher:
             self.finding_log.see(self.ledger.findings, changed)
         return changed
 
-    def _tell_made(self, make: Callable[[], Fault]) -> None:
+    def _build_fault(self, make: Callable[[], Fault]) -> None:
         try:
             fault = make()
         except BaseException as error:  # noqa: BLE001 the thread goes on
             self._failures.add("black box", error)
         else:
-            self._tell(fault)
+            self._send_fault(fault)
 
-    def _tell(self, fault: Fault) -> None:
+    def _send_fault(self, fault: Fault) -> None:
         for thread in self._sink_threads:
             thread.put_fault(fault)
         # a process that exits, with any status, without a non-finite value logs nothing

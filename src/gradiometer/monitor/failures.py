@@ -8,11 +8,14 @@ import signal
 import threading
 import traceback
 from types import CodeType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradiometer.terminal import one_line, printable
 
-__all__ = ["LOG", "Failures", "describe", "is_quiet", "raise_of_handlers", "reason_of"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_T = TypeVar("_T")
 
 
 def reason_of(error: BaseException, *, redact: bool = False) -> tuple[str, str]:
@@ -96,7 +99,15 @@ class Failures:
         self.counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def add(self, what: str, error: BaseException | str, times: int = 1) -> None:
+    def attempt(self, kind: str, call: Callable[..., _T], *args: object, **options: object) -> _T | None:
+        """Call a function and return its result; after an exception, count the failure and return None."""
+        try:
+            return call(*args, **options)
+        except Exception as error:  # noqa: BLE001 training goes on
+            self.add(kind, error)
+            return None
+
+    def add(self, kind: str, error: BaseException | str, times: int = 1) -> None:
         """Count a failure; log it if it is the first of its kind.
 
         An exception that a signal handler has raised is not a failure: it propagates.
@@ -104,12 +115,12 @@ class Failures:
         if isinstance(error, BaseException):
             raise_of_handlers(error)
         with self._lock:
-            first = what not in self.counts
-            self.counts[what] = self.counts.get(what, 0) + times
+            first = kind not in self.counts
+            self.counts[kind] = self.counts.get(kind, 0) + times
         if first:
             text = one_line(error if isinstance(error, str) else describe(error))
             once = "(logged once, later ones only counted; training continues)"
-            LOG.warning("%s: %s %s", printable(what), text, once)
+            LOG.warning("%s: %s %s", printable(kind), text, once)
             if not isinstance(error, str) and LOG.isEnabledFor(logging.DEBUG):
                 trace = "".join(traceback.format_exception(error)).splitlines()
                 LOG.debug("traceback of this failure:\n%s", "\n".join(map(printable, trace)))

@@ -1,4 +1,4 @@
-"""Keep what it takes to repeat the last steps, until the rules have seen that they were finite."""
+"""Keep the data to repeat the last steps, until the rules have seen that they were finite."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from gradiometer.monitor.failures import Failures
     from gradiometer.recorder import Recorder
-
-__all__ = ["KeptSteps"]
 
 # steps whose random numbers, and whose batches, wait for the rules
 _STEPS: Final = 256
@@ -164,7 +162,7 @@ def _weights_of(recorder: Recorder, model: Any) -> dict[str, Tensor]:
 
 
 def _entry(kept: _Step) -> dict[str, Any]:
-    """Return what the file has of a step."""
+    """Return a step as it is in the file."""
     entry: dict[str, Any] = {"step": kept.step, "random": kept.random}
     if kept.batch is None:
         return entry

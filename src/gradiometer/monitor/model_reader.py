@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import OptimizerState, Recorder
 
-__all__ = ["ModelReader"]
-
 # at least every so many steps everything is looked at: fewer than the patience of the rules that need it
 _OFTEN = 8
 # nodes of an autograd graph that are visited at most: some 20 ms

@@ -15,8 +15,6 @@ from gradiometer.recorder import OptimizerState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["OptimizerReader"]
-
 # a state or option of an optimizer by which it keeps updates that are too small for a parameter's dtype
 _KEEPS: Final = ("master", "stochastic", "kahan")
 # part of the name of an attribute that holds master weights
@@ -33,7 +31,7 @@ class OptimizerReader:
 
     Args:
         optimizers: the optimizers that update the model; empty if they are not known.
-        parameters: the parameters of the roster.
+        parameters: the parameters of the catalog.
 
     >>> import torch
     >>> layer = torch.nn.Linear(2, 1)

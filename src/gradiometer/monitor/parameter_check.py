@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from gradiometer.monitor.failures import Failures
     from gradiometer.recorder import Recorder
 
-__all__ = ["ParameterCheck", "modules_of"]
-
 
 class ParameterCheck:
     """Reports once which parameters were replaced, added, removed or moved to another device.
@@ -46,11 +44,11 @@ class ParameterCheck:
         self._recorder = recorder
         self._failures = failures
         self._devices = [parameter.device for parameter in recorder.parameters_tracked]
-        self._has_told = False
+        self._has_reported = False
 
     def __call__(self) -> None:
         """Check the parameters, and report the first change."""
-        if self._has_told:
+        if self._has_reported:
             return
         tracked = self._recorder.parameters_tracked
         names = self._recorder.names_tracked
@@ -60,27 +58,27 @@ class ParameterCheck:
             len(now) == len(tracked) and all([a is b for (_, a), b in zip(now, tracked, strict=True)])
         ):
             ids = {id(parameter) for parameter in tracked}
-            self._tell([name for name, parameter in now if id(parameter) not in ids], "replaced or added")
+            self._report([name for name, parameter in now if id(parameter) not in ids], "replaced or added")
             present = {id(parameter) for _, parameter in now}
             gone = [name for name, p in zip(names, tracked, strict=True) if id(p) not in present]
-            self._tell(gone, "removed or replaced")
+            self._report(gone, "removed or replaced")
         moved = [
             name for name, p, device in zip(names, tracked, self._devices, strict=True) if p.device != device
         ]
-        self._tell(moved, "moved to another device")
+        self._report(moved, "moved to another device")
 
     def release(self) -> None:
         """Forget the model; there is nothing to check any more."""
-        self._has_told = True
+        self._has_reported = True
         self._modules.clear()
 
-    def _tell(self, names: list[str], what: str) -> None:
-        if not names or self._has_told:
+    def _report(self, names: list[str], change: str) -> None:
+        if not names or self._has_reported:
             return
-        self._has_told = True
+        self._has_reported = True
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         verb = "was" if len(names) == 1 else "were"
-        text = f"{some} {verb} {what} after the monitor was created, so the monitor is out of date: "
+        text = f"{some} {verb} {change} after the monitor was created, so the monitor is out of date: "
         text += "create it after such changes"
         self._failures.add("parameters", text)
 

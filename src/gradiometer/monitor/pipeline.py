@@ -19,9 +19,9 @@ from gradiometer.monitor.dispatcher import Dispatcher
 from gradiometer.monitor.failures import reason_of
 from gradiometer.monitor.ring_reader import RingReader
 from gradiometer.monitor.signals import record_only, subscribe, unsubscribe
-from gradiometer.monitor.summary import Summary, counts_text
+from gradiometer.monitor.summary import Summary
 from gradiometer.ops import is_capturing
-from gradiometer.rules import Severity
+from gradiometer.rules import Severity, counts_text
 from gradiometer.runs import RunRecord
 from gradiometer.terminal import printable
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import ModelState, Recorder, RunInfo, StepRecord
     from gradiometer.rules import Rule
     from gradiometer.sinks import Sink
-
-__all__ = ["Pipeline"]
 
 # seconds between two copies to the host, unless the ring fills earlier
 INTERVAL = 0.2
@@ -78,7 +76,7 @@ class Pipeline:
     ) -> None:
         sinks = list(sinks)
         path = next((sink.path for sink in sinks if isinstance(sink, RunRecord)), None)
-        # what to run to see more
+        # the command that shows more
         self.command = "" if path is None else printable(f"gradiometer show {shlex.quote(str(path))}")
         self.box = BlackBox(rank)
         self.dispatcher = Dispatcher(rules, sinks, queue, self.box, failures)
@@ -97,12 +95,12 @@ class Pipeline:
         self._signal: str | None = None
         self._pid = os.getpid()
         self._is_started = self._is_ended = False
-        self._has_told_signal = self._has_told_end = False
+        self._has_reported_signal = self._has_reported_end = False
         self._deadline: float | None = None
         if merger is not None:
             # the other ranks wait for answers of this one, even if it takes no steps
             _open[self] = None
-            merger.start(self._put, partial(self._tell, "other rank"), self._poll)
+            merger.start(self._put, partial(self._report_fault, "other rank"), self._poll)
 
     def is_open(self) -> bool:
         """Return whether steps are accepted; report those of a fork, in a capture or after the end."""
@@ -135,10 +133,10 @@ class Pipeline:
                 reader.start()
             if reader.under_way:
                 reader.poll()
-        if self._signal is not None and not self._has_told_signal:
+        if self._signal is not None and not self._has_reported_signal:
             # the previous handler returned, so training goes on
-            self._has_told_signal = True
-            self._tell(self._signal, "")
+            self._has_reported_signal = True
+            self._report_fault(self._signal, "")
 
     def flush(self, timeout: float | None) -> bool:
         """Wait until all steps so far have been written; return whether they have."""
@@ -175,9 +173,9 @@ class Pipeline:
         if self.merger is not None:
             fault = self._end_merger(self.merger, fault, self._deadline)
         if self._is_started:
-            if fault is not None and not self._has_told_end:
-                self._has_told_end = True
-                self._tell(*fault)
+            if fault is not None and not self._has_reported_end:
+                self._has_reported_end = True
+                self._report_fault(*fault)
             if not self.dispatcher.stop(max(0.0, self._deadline - time.monotonic())):
                 self._failures.add(
                     "close", f"a sink has not finished after {PATIENCE:g} s: its last steps may be missing"
@@ -186,7 +184,7 @@ class Pipeline:
         self._is_ended = True
         _open.pop(self, None)
         unsubscribe(self)
-        # what it held of the model
+        # references to the model
         self.box.kept = None
         self._describe = _nothing_to_describe
 
@@ -214,14 +212,14 @@ class Pipeline:
     ) -> tuple[str, str] | None:
         """Stop merging with other ranks; return the fault, with the news of another rank's fault added."""
         left = max(0.0, deadline - time.monotonic())
-        said = None if fault is None or fault[0] == "exit" else f"{fault[0]}, {fault[1]}".removesuffix(", ")
-        merger.finish(said, left / 2)
+        text = None if fault is None or fault[0] == "exit" else f"{fault[0]}, {fault[1]}".removesuffix(", ")
+        merger.finish(text, left / 2)
         # keep a quarter for the sinks
         if not merger.join(left * 3 / 4):
             self._failures.add(
                 "ranks", "another rank does not respond at the end: the last steps may be missing"
             )
-        if fault is not None and merger.news is not None and (said or fault[0]) not in merger.news:
+        if fault is not None and merger.news is not None and (text or fault[0]) not in merger.news:
             return fault[0], f"{fault[1]} (before that, {merger.news})".lstrip()
         return fault
 
@@ -233,12 +231,12 @@ class Pipeline:
         if not bad and self.merger is not None and not self.merger.is_first:
             return  # the first rank says it for all
         who = "the run" if self._rank is None else f"the run on rank {self._rank}"
-        failed = ", ".join([f"{what} ({count})" for what, count in failures.items()]) or "none"
+        failed = ", ".join([f"{kind} ({count})" for kind, count in failures.items()]) or "none"
         text = "%s ended: %d steps, %d of them with tensors; %s; dropped: %d; failures: %s%s"
         level = logging.WARNING if bad else logging.INFO
-        told, more = counts_text(findings), f"; {self.command}" if self.command else ""
+        found, more = counts_text(findings), f"; {self.command}" if self.command else ""
         self.dispatcher.finding_log.logger.log(
-            level, text, who, self._steps, self._recorded, told, dropped, failed, more
+            level, text, who, self._steps, self._recorded, found, dropped, failed, more
         )
 
     def summary(self) -> Summary:
@@ -269,12 +267,12 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run. First waits as `rewind` does."""
-        self._settle()
+        self._flush_briefly()
         return {"step": self.reader.step, "black_box": self.box.state_dict(), **self.dispatcher.state_dict()}
 
     def rewind(self, step: int) -> None:
         """Continue at another step. First waits, for a limited time, until sinks have all steps so far."""
-        self._settle()
+        self._flush_briefly()
         self.reader.rewind(step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -284,13 +282,13 @@ class Pipeline:
             ValueError: for a state that does not fit; nothing has changed then.
         """
         self.box.check_state(state["black_box"])
-        self._settle()
+        self._flush_briefly()
         if self.merger is None or self.merger.is_first:
             self.dispatcher.load_state_dict(state)
         self.box.load_state_dict(state["black_box"])
         self.reader.rewind(state["step"])
 
-    def _settle(self) -> None:
+    def _flush_briefly(self) -> None:
         if self._is_started:
             self.flush(PATIENCE if self.merger is None else RANKS_PATIENCE)
 
@@ -328,7 +326,7 @@ class Pipeline:
         # last: after an interrupt, the next call starts what is not started
         self._is_started = True
 
-    def _tell(self, reason: str, message: str) -> None:
+    def _report_fault(self, reason: str, message: str) -> None:
         box, ledger, step = self.box, self.dispatcher.ledger, self.reader.step
         self.dispatcher.put_fault(lambda: box.fault(reason, message, step, ledger.findings))
 

@@ -6,7 +6,6 @@ import itertools
 import math
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -16,31 +15,30 @@ import torch
 from gradiometer import distributed
 from gradiometer.distributed import RankError
 from gradiometer.monitor.failures import describe
-from gradiometer.monitor.merge_exponents import ExponentMerger
-from gradiometer.monitor.merge_window import MergeWindow, Told
+from gradiometer.monitor.merge_state import MergeState, Phase
+from gradiometer.monitor.merge_window import MergeWindow
+from gradiometer.monitor.rank_comparison import differing_copies, step_difference
+from gradiometer.monitor.rank_status import RankStatus
+from gradiometer.monitor.step_queue import StepQueue
+from gradiometer.monitor.window_schedule import MAX_STEPS, WindowSchedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from gradiometer.columns import Thresholds
     from gradiometer.distributed import Ranks
     from gradiometer.monitor.failures import Failures
-    from gradiometer.recorder import Roster, StepExponents, StepRecord
+    from gradiometer.recorder import Catalog, StepRecord
 
-__all__ = ["RankMerger"]
-
-# steps of a window, at most
-_STEPS: Final = 64
-# tensors of a step of which ranks exchange fingerprints, at most, if copies differ
-_COMPARED: Final = 64
 # seconds between two windows, while few steps wait
 _INTERVAL = 0.2
 # seconds after which a rank without a step signals that it is alive
 _BEAT = 1.0
-# seconds that a rank which ends with a fault waits for others to merge its last steps
-_GRACE = 2.0
+# waiting steps of which ranks exchange whether they were recorded
+_AHEAD: Final = 2 * MAX_STEPS
+_CLOSED: Final = "another rank has closed its Monitor"
 _WITHOUT: Final = "; later steps have no tensors"
 
 
@@ -59,25 +57,24 @@ class RankMerger:
 
     Args:
         ranks: the agreement of the ranks.
-        local: the roster of this rank.
+        local: the catalog of this rank.
         thresholds: the thresholds of the flags.
         limit: steps that may wait; beyond that the oldest lose their tensors.
         failures: counts failures.
         group: a separate process group on the CPU.
         fingerprint: whether the steps have fingerprints.
-        precision: steps divisible by this have histograms of exponents, which take one more all-reduce each;
-            None: none has.
+        precision: steps divisible by this have tables of sparse schemas, which take a SUM and a MAX of their
+            own; None: none has.
 
     Attributes:
-        lost: the number of recorded steps of this rank that were not merged.
-        roster: the roster of the job's steps.
+        catalog: the catalog of the job's steps.
         news: why another rank ended or does not respond.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        local: Roster,
+        local: Catalog,
         thresholds: Thresholds,
         limit: int,
         failures: Failures,
@@ -86,35 +83,29 @@ class RankMerger:
         fingerprint: bool = False,
         precision: int | None = None,
     ) -> None:
-        self.lost = 0
         self.news: str | None = None
         self._ranks, self._limit, self._failures, self._group = ranks, limit, failures, group
-        self._window = MergeWindow(ranks, local, thresholds, fingerprint=fingerprint)
-        self._exponents = None if precision is None else ExponentMerger(ranks, local, precision)
-        self.roster = self._window.roster
+        self._window = MergeWindow(ranks, local, thresholds, fingerprint=fingerprint, precision=precision)
+        self.catalog = self._window.catalog
+        self._schedule = WindowSchedule(self._window.most)
         # the callbacks of `start`
         self._deliver: Callable[[list[StepRecord]], None] = _to_nobody
-        self._tell: Callable[[str], None] = _to_nobody
+        self._report: Callable[[str], None] = _to_nobody
         self._poll: Callable[[], None] = _to_nobody
-        self._queue: deque[StepRecord] = deque()
-        self._stripped = 0  # steps at the head of the queue that have lost their tensors
-        self._missed = 0  # steps that the last window merged before this rank had them
-        self._given = self._done = 0
-        self._hurried = 0  # callers that wait for steps to be merged
-        self._leaves_at = math.inf
-        self._fault: str | None = None
-        self._has_fault = False
-        # the reason if merging stops; and the reason once it has stopped
-        self._why = "another rank has closed its Monitor"
-        self._over: str | None = None
+        # with the lock: the steps, the state, and the number of callers that wait for steps to be merged
         self._changed = threading.Condition()
+        self._queue = StepQueue(limit)
+        self._state = MergeState()
+        self._waiters = 0
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-        # for each step of the next window, whether its tensors are included; at first one step
-        self._carried: tuple[bool, ...] = (True,)
-        # whether ranks wait long for a step; whether this is the first round since the last window
-        self._is_slow, self._is_first_try = False, True
+        # when the next window is due, and when a rank that has no step is reported
         self._next = self._stalls_at = 0.0
+
+    @property
+    def lost(self) -> int:
+        """The number of recorded steps of this rank that were not merged."""
+        return self._queue.lost
 
     @property
     def is_first(self) -> bool:
@@ -129,57 +120,49 @@ class RankMerger:
     def start(
         self,
         deliver: Callable[[list[StepRecord]], None],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         poll: Callable[[], None],
     ) -> None:
         """Start the thread that answers the other ranks.
 
         Args:
             deliver: called on the first rank with the job's steps, in order.
-            tell: called on the first rank with `news`, unless this rank ends with a fault itself.
+            report: called on the first rank with `news`, unless this rank ends with a fault itself.
             poll: called when another rank is closing, while this one may wait for it inside a step; it must
                 `put` the steps that have arrived.
         """
         self._poll = poll
         if self.is_first:
-            self._deliver, self._tell = deliver, tell
+            self._deliver, self._report = deliver, report
         self._thread = threading.Thread(target=self._run, name="gradiometer ranks", daemon=True)
         self._thread.start()
 
     def put(self, records: Sequence[StepRecord]) -> None:
         """Add this rank's steps, in order and without gaps. Never waits for other ranks."""
         with self._changed:
-            # steps that the last window merged without this rank are not delivered again
-            missed, self._missed = self._missed, max(0, self._missed - len(records))
-            records = records[missed:]
-            self._given += len(records)
-            self._queue.extend(records)
-            if self._over is not None:
-                if records:
-                    self._failures.add("ranks", self._over)
+            are_new = self._queue.add(records)
+            if self._state.phase is Phase.ENDED:
+                if are_new:
+                    self._failures.add("ranks", self._state.reason)
                 self._deliver_alone()
                 return
-            before = self.lost
-            while len(self._queue) - self._stripped > self._limit:
-                self.lost += self._queue[self._stripped].recorded
-                self._queue[self._stripped] = replace(self._queue[self._stripped], values=None)
-                self._stripped += 1
+            lost = self._queue.strip()
             self._changed.notify_all()
-        if self.lost > before:
+        if lost:
             text = f"other ranks cannot keep up: more than {self._limit} steps are waiting, so the "
             text += "tensors of the oldest are dropped"
-            self._failures.add("queue for other ranks", text, self.lost - before)
+            self._failures.add("queue for other ranks", text, lost)
 
     def wait(self, timeout: float) -> bool:
         """Wait until all steps so far have been merged; return whether they have."""
         with self._changed:
-            goal = self._given
-            self._hurried += 1
+            goal = self._queue.num_added
+            self._waiters += 1
             self._changed.notify_all()
             try:
-                return self._changed.wait_for(lambda: self._done >= goal, timeout)
+                return self._changed.wait_for(lambda: self._queue.num_done >= goal, timeout)
             finally:
-                self._hurried -= 1
+                self._waiters -= 1
 
     def finish(self, fault: str | None, patience: float) -> None:
         """Leave once all steps of this rank are merged, or after ``patience`` seconds. Does not wait.
@@ -187,8 +170,7 @@ class RankMerger:
         A fault is reported to the first rank and shortens this time to 2 s.
         """
         with self._changed:
-            self._fault, self._has_fault = fault, fault is not None
-            self._leaves_at = time.monotonic() + (patience if fault is None else _GRACE)
+            self._state.close(fault, patience)
             self._changed.notify_all()
 
     def join(self, timeout: float) -> bool:
@@ -198,17 +180,19 @@ class RankMerger:
     # the methods below run on its thread
 
     def _run(self) -> None:
+        reason = None
         try:
-            while self._round():
-                pass
+            while reason is None:
+                reason = self._round()
         except BaseException as error:  # noqa: BLE001 training goes on, whatever the ranks do
-            self._fail(error)
+            reason = self._describe_failure(error)
+            self._failures.add("ranks", reason + _WITHOUT)
         finally:
             with self._changed:
-                self._over = self._over or self._why + _WITHOUT
+                self._state.end((reason or _CLOSED) + _WITHOUT)
                 self._deliver_alone()
-            if self.news is not None and not self._has_fault:
-                self._tell(self.news)
+            if self.news is not None and self._state.fault is None:
+                self._report(self.news)
             group, self._group = self._group, None
             with suppress(Exception):
                 distributed.close(group)
@@ -216,228 +200,167 @@ class RankMerger:
             del group
             self._ended.set()
 
-    def _fail(self, error: BaseException) -> None:
-        text = str(error) if isinstance(error, RankError) else describe(error)
-        if distributed.is_active():
-            self.news = text
-        else:
+    def _describe_failure(self, error: BaseException) -> str:
+        if not distributed.is_active():
             # a script that ends this way has no fault
-            text = "the process group was destroyed before the Monitor was closed: close the Monitor first"
-        self._over = text = text + _WITHOUT
-        self._failures.add("ranks", text)
+            return "the process group was destroyed before the Monitor was closed: close the Monitor first"
+        self.news = str(error) if isinstance(error, RankError) else describe(error)
+        return self.news
 
     def _deliver_alone(self) -> None:
-        if self._queue:
-            steps = list(self._queue)
-            self._queue.clear()
-            self._stripped = 0
-            self.lost += sum([step.recorded for step in steps])
+        steps = self._queue.remove_all()
+        if steps:
             self._deliver([self._window.alone(step) for step in steps])
-        self._done = self._given
         self._changed.notify_all()
 
-    def _round(self) -> bool:
-        """Run one round with the other ranks; return whether there is another."""
+    def _round(self) -> str | None:
+        """Run one round with the other ranks; return why it was the last one, or None."""
         self._await_turn()
         now = time.monotonic()
         with self._changed:
-            queue = list(itertools.islice(self._queue, 2 * _STEPS))
-            waiting, fault, closes = len(self._queue), self._fault, self._leaves_at < math.inf
-        names = self._window.unplaced(queue)
+            steps, waiting = self._queue.first(_AHEAD), len(self._queue)
+            closes, fault = self._state.phase is Phase.CLOSING, self._state.fault_to_share
+            leaves = closes and (not waiting or now >= self._state.deadline)
+        names = self._window.new_scalars(steps)
         me = self._ranks.size - self._ranks.rank
-        told = Told(
+        status = RankStatus(
             fewest=-waiting,
             most=waiting,
             behind=0 if waiting else me,
-            leaves=me if now >= self._leaves_at or (closes and not waiting) else 0,
+            leaves=me if leaves else 0,
             fault=0 if fault is None else me,
             is_closing=closes,
             is_flooded=waiting > self._limit,
-            is_unplaced=bool(names),
+            has_new_scalars=bool(names),
         )
-        size = len(self._carried)
-        sums, tops, heard, recorded = self._meet(queue, told)
-        if heard.fault:
-            self._hear(fault)
-        if heard.is_closing and not told.is_closing:
+        size = self._schedule.size
+        sums, tops, ranks, recorded = self._exchange(steps, status)
+        if ranks.fault:
+            self._share_faults(fault)
+        if ranks.is_closing and not closes:
             self._poll()
-        if heard.is_unplaced:
+        if ranks.has_new_scalars:
             found = distributed.share(names, self._group)
-            self._window.place(itertools.chain(*found))
-            return True
-        fewest, most = -int(heard.fewest), int(heard.most)
-        if self._is_first_try:
-            self._is_slow = fewest < max(1, size)
-        self._is_first_try = 0 < size <= fewest
-        if self._is_first_try:
-            self._merge(sums, tops, queue[:size])
+            self._window.add_scalars(itertools.chain(*found))
+            return None
+        fewest, most = -int(ranks.fewest), int(ranks.most)
+        if self._schedule.observe(fewest):
+            self._merge(sums, tops, steps[:size])
             fewest, most = fewest - size, most - size
             recorded = recorded[size:]
             self._next, self._stalls_at = now + _INTERVAL, 0.0
-        elif heard.behind and waiting:
-            self._watch(heard, queue[0], now)
-        if heard.is_flooded and heard.behind:
-            self._why = (
-                f"rank {self._rank(heard.behind)} is {most} steps behind: call advance() on every rank"
-            )
-            self._failures.add("ranks", self._why + _WITHOUT)
-        elif not heard.leaves:
-            self._choose(fewest, recorded, closes=bool(heard.is_closing))
-            return True
-        self._part()
-        return False
+        elif ranks.behind and waiting:
+            self._report_slow_rank(ranks, steps[0], now)
+        if ranks.is_flooded and ranks.behind:
+            reason = f"rank {self._rank(ranks.behind)} is {most} steps behind: call advance() on every rank"
+            self._failures.add("ranks", reason + _WITHOUT)
+        elif ranks.leaves:
+            reason = _CLOSED
+        else:
+            self._schedule.choose(fewest, recorded, is_closing=bool(ranks.is_closing))
+            return None
+        self._merge_last()
+        return reason
 
     def _await_turn(self) -> None:
         """Wait for the steps of the window, but at most `_BEAT` s, so that others see this rank alive."""
         beat = time.monotonic() + _BEAT
-        needed = max(1, len(self._carried))
+        needed = max(1, self._schedule.size)
         with self._changed:
-            while self._leaves_at == math.inf and (now := time.monotonic()) < beat:
+            while self._state.phase is Phase.MERGING and (now := time.monotonic()) < beat:
                 waiting = len(self._queue)
                 until = beat
                 if waiting >= needed:
-                    if now >= self._next or self._hurried or waiting >= min(_STEPS, self._window.most):
+                    if now >= self._next or self._waiters or waiting >= self._schedule.is_full_at:
                         return
                     until = min(beat, self._next)
                 self._changed.wait(until - now)
 
-    def _meet(self, queue: Sequence[StepRecord], told: Told) -> tuple[Tensor, Tensor, Told, list[bool]]:
-        """Return a window's sums and maxima, the maximum of `Told`, and which waiting steps are recorded."""
-        carried = self._carried
-        sums, tops = self._window.pack(queue[: len(carried)], carried)
-        ahead = [float(step.recorded) for step in queue]
-        ahead += [0.0] * (2 * _STEPS - len(ahead))
-        extra = torch.tensor([*told, *ahead], dtype=torch.float64, device="cpu")
+    def _exchange(
+        self, steps: Sequence[StepRecord], status: RankStatus
+    ) -> tuple[Tensor, Tensor, RankStatus, list[bool]]:
+        """Return a window's sums and maxima, the ranks' status, and which waiting steps are recorded."""
+        window = self._schedule.recorded
+        sums, tops = self._window.pack(steps[: len(window)], window)
+        ahead = [float(step.recorded) for step in steps]
+        ahead += [0.0] * (_AHEAD - len(ahead))
+        extra = torch.tensor([*status, *ahead], dtype=torch.float64, device="cpu")
         tops = torch.cat([tops, extra])
-        if carried:
-            parts = [(sums, "sum"), (tops, "max")]
-            sums, tops = distributed.all_reduce_pair(parts, self._group, self._ranks.timeout)
+        if window:
+            sums, tops = self._all_reduce(sums, tops)
         else:
             tops = distributed.all_reduce(tops, "max", self._group, self._ranks.timeout)
         tops, extra = tops.split([len(tops) - len(extra), len(extra)])
         numbers = extra.tolist()
-        heard = Told(*numbers[: len(told)])
-        return sums, tops, heard, [number > 0 for number in numbers[len(told) :]]
+        ranks = RankStatus(*numbers[: len(status)])
+        return sums, tops, ranks, [number > 0 for number in numbers[len(status) :]]
 
-    def _merge(self, sums: Tensor, tops: Tensor, mine: Sequence[StepRecord]) -> None:
+    def _merge(self, sums: Tensor, tops: Tensor, steps: Sequence[StepRecord]) -> None:
         """Deliver a window to which all ranks contributed their steps."""
-        if self._window.differ(tops, len(self._carried)):
-            raise self._difference(mine)
-        diverged = self._compare(self._window.diverged(sums, self._carried), mine)
-        exponents = self._add_up([step.step for step in mine], mine)
-        merged = self._window.unpack(sums, tops, self._carried, mine) if self.is_first else []
-        for place, texts in diverged.items() if merged else ():
-            merged[place] = replace(merged[place], diverged=texts)
-        for place, found in exponents.items() if merged else ():
-            merged[place] = replace(merged[place], exponents=found)
+        window = self._schedule.recorded
+        numbers = self._window.numbers_of(sums, tops, window)
+        if numbers is None:
+            raise step_difference(self._ranks, self._group, steps)
+        diverged = self._window.diverged(sums, tops, window)
+        texts = differing_copies(self._ranks, self._group, diverged, steps)
+        sparse = self._window.merge_sparse(numbers, steps, self._all_reduce)
+        merged = self._window.unpack(sums, tops, window, steps, sparse) if self.is_first else []
+        for index, found in texts.items() if merged else ():
+            merged[index] = replace(merged[index], diverged=found)
         with self._changed:
-            for _ in mine:
-                self._queue.popleft()
-            self._stripped = max(0, self._stripped - len(mine))
+            self._queue.remove(len(steps))
             if merged:
                 self._deliver(merged)
-            self._done += len(mine)
             self._changed.notify_all()
 
-    def _add_up(self, steps: Sequence[int], mine: Sequence[StepRecord]) -> dict[int, StepExponents]:
-        """Return the histograms of all ranks, by the place of their step. All ranks call this."""
-        if self._exponents is None:
-            return {}
-        group, timeout = self._group, self._ranks.timeout
-        return self._exponents.merge(steps, mine, lambda x: distributed.all_reduce(x, "sum", group, timeout))
+    def _all_reduce(self, sums: Tensor, tops: Tensor) -> list[Tensor]:
+        parts = [(sums, "sum"), (tops, "max")]
+        return distributed.all_reduce_pair(parts, self._group, self._ranks.timeout)
 
-    def _compare(
-        self, found: Mapping[int, Sequence[str]], mine: Sequence[StepRecord]
-    ) -> dict[int, dict[str, str]]:
-        """Find the ranks in the minority; all ranks call this, as all find the same copies different."""
-        if not found:
-            return {}
-        own = {
-            str(place): mine[place].bits_of("weights", names[:_COMPARED]) for place, names in found.items()
-        }
-        told = distributed.share(own, self._group, self._ranks.timeout, "compare copies of weights")
-        return {
-            place: {
-                name: distributed.divergence_text(
-                    self._ranks, name, [each[str(place)].get(name) for each in told]
-                )
-                for name in names[:_COMPARED]
-            }
-            | dict.fromkeys(names[_COMPARED:], "copies differ between ranks")
-            for place, names in found.items()
-        }
-
-    def _choose(self, fewest: int, recorded: Sequence[bool], *, closes: bool) -> None:
-        """Choose the next window from the reduced numbers, so that all ranks choose the same."""
-        if fewest:
-            ahead = recorded[: min(fewest, _STEPS)]
-            fits = [count <= self._window.most for count in itertools.accumulate(ahead)]
-            self._carried = tuple(itertools.compress(ahead, fits))
-        else:
-            self._carried = () if self._is_slow or closes else (True,)
-
-    def _part(self) -> None:
+    def _merge_last(self) -> None:
         """Merge the remaining steps one last time, from the ranks that have them."""
         with self._changed:
-            queue = list(self._queue)
+            queue = self._queue.first(len(self._queue))
         # ranks may have got more steps since they last sent their counts
-        self._carried = ()
-        told = Told(*[0.0] * len(Told._fields))._replace(most=len(queue))
-        most = int(self._meet([], told)[2].most)
+        self._schedule.choose_last(0)
+        status = RankStatus(*[0.0] * len(RankStatus._fields))._replace(most=len(queue))
+        most = int(self._exchange([], status)[2].most)
         if not most:
             return
-        size = min(most, _STEPS, self._window.most)
-        self._carried = (True,) * size
+        size = self._schedule.choose_last(most)
         steps = queue[most - size : most]
-        sums, tops, _, _ = self._meet(steps, told)
-        if self._window.differ(tops, size):
+        sums, tops, _, _ = self._exchange(steps, status)
+        window = self._schedule.recorded
+        numbers = self._window.numbers_of(sums, tops, window)
+        if numbers is None:
             return
-        merged = self._window.unpack(sums, tops, self._carried, steps)
-        for place, found in self._add_up(self._window.numbers_of(tops, size), steps).items():
-            merged[place] = replace(merged[place], exponents=found)
+        sparse = self._window.merge_sparse(numbers, steps, self._all_reduce)
+        merged = self._window.unpack(sums, tops, window, steps, sparse)
         with self._changed:
-            before = [self._window.alone(step) for step in queue[: most - size]]
-            self.lost += sum([step.recorded for step in queue[: most - size]])
-            for _ in queue[:most]:
-                self._queue.popleft()
-            # steps that arrived since are at the end of the queue
-            self._missed = max(0, most - len(queue))
-            for _ in range(min(self._missed, len(self._queue))):
-                self._queue.popleft()
-                self._missed -= 1
-            self._deliver(before + merged)
+            before = queue[: most - size]
+            self._queue.lost += sum([step.recorded for step in before])
+            self._queue.remove(most)
+            self._deliver([*[self._window.alone(step) for step in before], *merged])
 
-    def _hear(self, fault: str | None) -> None:
+    def _share_faults(self, fault: str | None) -> None:
         """Learn why ranks end; all ranks call this."""
-        told = distributed.share(fault, self._group)
-        for rank, text in zip(self._ranks.global_ranks, told, strict=True):
+        faults = distributed.share(fault, self._group)
+        for rank, text in zip(self._ranks.global_ranks, faults, strict=True):
             if text is not None and self.news is None and rank != self._ranks.global_ranks[self._ranks.rank]:
                 self.news = f"rank {rank}: {text}"
         if fault is not None:
-            self._fault = None
+            self._state.is_fault_shared = True
 
-    def _watch(self, heard: Told, step: StepRecord, now: float) -> None:
+    def _report_slow_rank(self, ranks: RankStatus, step: StepRecord, now: float) -> None:
         """Report a rank that makes the others wait for long."""
         self._stalls_at = self._stalls_at or now + self._ranks.timeout
         if now >= self._stalls_at:
             self._stalls_at = math.inf
             text = (
-                f"rank {self._rank(heard.behind)} has not ended step {step.step}, which other ranks ended "
+                f"rank {self._rank(ranks.behind)} has not ended step {step.step}, which other ranks ended "
                 f"{self._ranks.timeout:g} s ago"
             )
             self._failures.add("slow rank", text + ": no further step is delivered until it does")
-
-    def _difference(self, mine: Sequence[StepRecord]) -> RankError:
-        """Return the error for ranks in different steps. All ranks call this, as all see the same numbers."""
-        told = distributed.share([step.step for step in mine], self._group)
-        rank = next((rank for rank, steps in enumerate(told) if steps != told[0]), 0)
-        pairs = zip(told[rank], told[0], strict=True)
-        there, here = next(((a, b) for a, b in pairs if a != b), (told[rank][0], told[0][0]))
-        first, other = self._ranks.global_ranks[0], self._ranks.global_ranks[rank]
-        return RankError(
-            f"rank {other} is in step {there}, but rank {first} is in step {here}: call advance() once per "
-            "step on every rank, and set the same monitor.step"
-        )
 
     def _rank(self, code: float) -> int:
         return self._ranks.global_ranks[self._ranks.size - int(code)]

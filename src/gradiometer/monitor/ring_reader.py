@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from gradiometer.monitor.failures import Failures
     from gradiometer.recorder import ModelState, Recorder, StepRecord, Table
 
-__all__ = ["RingReader"]
-
 # due steps without a recorded one before a warning
 _FORGOTTEN = 20
 

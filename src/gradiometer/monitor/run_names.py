@@ -14,8 +14,6 @@ from gradiometer.runs import RunError
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
 
-__all__ = ["choose_run_dir"]
-
 _PARENT: Final = "runs"
 _TRIES: Final = 100
 _FIRST: Final = (

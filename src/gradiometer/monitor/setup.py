@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
@@ -15,26 +15,16 @@ from gradiometer import distributed
 from gradiometer.distributed import RankError, Ranks
 from gradiometer.inputs import tracked_parameters
 from gradiometer.monitor.failures import describe
-from gradiometer.recorder import RunInfo
+from gradiometer.recorder import RunInfo, check_integer
 from gradiometer.rules import Rule
 from gradiometer.sinks import Sink
 from gradiometer.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from gradiometer.monitor.rank_merger import RankMerger
     from gradiometer.recorder import Recorder
-
-__all__ = [
-    "class_names",
-    "prepare_ranks",
-    "prepare_rules",
-    "prepare_sinks",
-    "rank_here",
-    "run_info",
-    "together",
-]
 
 # seconds to wait for other ranks
 TIMEOUT = 60.0
@@ -55,8 +45,8 @@ def prepare_rules(rules: Iterable[Rule] | None) -> list[Rule]:
     given = list(rules) if isinstance(rules, Iterable) and not isinstance(rules, str) else [rules]
     for rule in given:
         if isinstance(rule, type) or not isinstance(rule, Rule):
-            what = f"the class {rule.__name__}" if isinstance(rule, type) else repr(rule)
-            msg = f"Monitor(rules=...): got {what}, not a rule; pass an object with name, check, state_dict "
+            shown = f"the class {rule.__name__}" if isinstance(rule, type) else repr(rule)
+            msg = f"Monitor(rules=...): got {shown}, not a rule; pass an object with name, check, state_dict "
             raise TypeError(msg + "and load_state_dict")
     return given
 
@@ -151,8 +141,8 @@ def rank_here(ranks: Ranks | None) -> int | None:
         return ranks.global_ranks[ranks.rank] if ranks.size > 1 else None
     if not distributed.is_active():
         return None
-    place, all_ranks = distributed.ranks_of(distributed.group_of(None))
-    return all_ranks[place]
+    index, all_ranks = distributed.ranks_of(distributed.group_of(None))
+    return all_ranks[index]
 
 
 @contextmanager
@@ -187,13 +177,13 @@ def together(ranks: Ranks | None, settings: Mapping[str, Any]) -> Iterator[Any]:
         raise
 
 
-def _compare(told: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequence[int]) -> None:
-    for rank, (problem, _) in zip(ranks, told, strict=True):
+def _compare(answers: Sequence[tuple[str | None, dict[str, Any]]], ranks: Sequence[int]) -> None:
+    for rank, (problem, _) in zip(ranks, answers, strict=True):
         if problem is not None:
             msg = f"Monitor: rank {rank} could not create its Monitor: {problem}"
             raise RankError(msg)
-    first = told[0][1]
-    for rank, (_, settings) in zip(ranks, told, strict=True):
+    first = answers[0][1]
+    for rank, (_, settings) in zip(ranks, answers, strict=True):
         for name, value in settings.items():
             if value != first[name]:
                 msg = f"Monitor({name}={value!r}) on rank {rank}, but {first[name]!r} on rank {ranks[0]}: "
@@ -210,7 +200,7 @@ def run_info(
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return RunInfo(
-        recorder.roster if merger is None else merger.roster,
+        recorder.catalog if merger is None else merger.catalog,
         recorder.thresholds,
         every,
         recorder.capacity,
@@ -234,3 +224,20 @@ def class_names(model: Any) -> str:
     """
     parts = list(model.values())[:_NAMED] if isinstance(model, dict) else [model]
     return ", ".join(dict.fromkeys(type(getattr(part, "_orig_mod", part)).__name__ for part in parts))
+
+
+def check_state(state: Any) -> None:
+    """Check a state that `Monitor.load_state_dict` is given.
+
+    Raises:
+        TypeError, ValueError: if it cannot be a state of a monitor.
+    """
+    if not isinstance(state, Mapping):
+        msg = f"Monitor.load_state_dict: got {type(state).__name__}; pass the result of "
+        raise TypeError(msg + "Monitor.state_dict()")
+    missing = [key for key in ("step", "every", "black_box", "rules", "findings") if key not in state]
+    if missing:
+        msg = f"Monitor.load_state_dict: the state has no {', '.join(missing)}; pass the result of "
+        raise ValueError(msg + "Monitor.state_dict()")
+    for name, least in (("step", 0), ("every", 1)):
+        check_integer("Monitor.load_state_dict", name, state[name], least)

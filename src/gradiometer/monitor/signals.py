@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-__all__ = ["record_only", "subscribe", "unsubscribe"]
-
-
 class _Subscriber(Protocol):
     def note_signal(self, name: str) -> None: ...
 
@@ -74,12 +71,12 @@ def _put_back() -> None:
 
 
 def _on_signal(previous: Any, number: int, frame: FrameType | None) -> None:
-    told = [subscriber for ref in _subscribers if (subscriber := ref()) is not None]
-    for subscriber in told:
+    notified = [subscriber for ref in _subscribers if (subscriber := ref()) is not None]
+    for subscriber in notified:
         subscriber.note_signal(signal.Signals(number).name)
     if callable(previous):
         previous(number, frame)
-    elif told:
+    elif notified:
         if not _is_ending:
             raise SystemExit(128 + number)
     else:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import RunInfo, StepRecord
     from gradiometer.rules import Finding
 
-__all__ = ["Calls", "SinkThread"]
-
 # steps in one call of a sink, at most
 _BATCH: Final = 64
 # seconds without a step after which a sink's `tick` is called
@@ -77,7 +75,7 @@ class SinkThread:
         # in order: (number, step or None, findings), or (number, fault, None)
         self._items: deque[tuple[int, Any, Sequence[Finding] | None]] = deque()
         self._steps = 0  # the number of steps in the items
-        self._homeless: dict[tuple[Any, ...], Finding] = {}  # findings of dropped steps
+        self._findings_of_dropped: dict[tuple[Any, ...], Finding] = {}
         self._given = self._done = 0  # numbers of the last item added and the last one finished
         self._finishing = False
         self._changed = threading.Condition()
@@ -160,15 +158,15 @@ class SinkThread:
         """Whether the current thread is this one."""
         return self._thread is threading.current_thread()
 
-    def _append(self, what: Any, findings: Sequence[Finding] | None) -> None:
+    def _append(self, item: Any, findings: Sequence[Finding] | None) -> None:
         self._given += 1
-        self._items.append((self._given, what, findings))
+        self._items.append((self._given, item, findings))
 
     def _drop(self) -> None:
         items = enumerate(self._items)
-        place = next(i for i, (_, what, found) in items if what is not None and found is not None)
-        self._homeless |= _by_key(self._items[place][2] or ())
-        del self._items[place]
+        index = next(i for i, (_, step, found) in items if step is not None and found is not None)
+        self._findings_of_dropped |= _by_key(self._items[index][2] or ())
+        del self._items[index]
         self._steps -= 1
         self.dropped += 1
 
@@ -195,7 +193,7 @@ class SinkThread:
                 findings |= _by_key(found)
             self._steps -= len(records)
             if records or findings:
-                findings, self._homeless = self._homeless | findings, {}
+                findings, self._findings_of_dropped = self._findings_of_dropped | findings, {}
             elif items:
                 fault.append(items.popleft()[1])
             elif self._finishing:

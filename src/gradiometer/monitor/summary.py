@@ -1,4 +1,4 @@
-"""What a run has found: log lines as findings begin, and a summary on one screen."""
+"""The findings of a run: log lines as they begin, and a summary on one screen."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import StepRecord
     from gradiometer.rules import Finding, Headline
-
-__all__ = ["FindingLog", "Summary", "counts_text"]
 
 # log lines of findings in a run
 _LINES = 20
@@ -62,7 +60,7 @@ class FindingLog:
             is_known = any(_key(one) in self._known for one in headline.findings)
             keys = [_key(one) for one in (*headline.findings, *headline.explained)]
             if headline.severity >= Severity.WARNING and not is_known:
-                self._tell(headline)
+                self._log(headline)
             if headline.severity >= Severity.WARNING:
                 self._known.update(keys)
 
@@ -70,7 +68,7 @@ class FindingLog:
         """Take findings as known, as those of a resumed run."""
         self._known = {_key(one) for one in findings if one.severity >= Severity.WARNING}
 
-    def _tell(self, headline: Headline) -> None:
+    def _log(self, headline: Headline) -> None:
         self._lines += 1
         level = logging.ERROR if headline.severity >= Severity.ERROR else logging.WARNING
         level = logging.INFO if self._is_shown else level
@@ -95,7 +93,7 @@ class Summary:
         last: the newest step.
         findings: of the rules.
         dropped, failures: as `Monitor.dropped` and `Monitor.failures`.
-        command: what to run to see more; empty without a run record.
+        command: the command that shows more; empty without a run record.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class Summary:
         self._first = f"{steps:,} steps, {recorded:,} with tensors" + _last_text(last)
         self._headlines = headlines(findings)
         self._counts = counts_text(findings)
-        failed = ", ".join([f"{what} ({count})" for what, count in failures.items()]) or "none"
+        failed = ", ".join([f"{kind} ({count})" for kind, count in failures.items()]) or "none"
         self._end = f"dropped: {dropped:,}; failures: {failed}"
         self._command = command
 

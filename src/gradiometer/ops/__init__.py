@@ -5,26 +5,24 @@ write them into a ring. Packing for the kernels and the eager reference are here
 names, ranks or reports. Triton is imported on the first call on a device that needs it.
 """
 
-from gradiometer.ops.clip_factors import clip_factors_
-from gradiometer.ops.exponents import measure_exponents, record_exponents_
-from gradiometer.ops.in_graph import is_exporting, tensor_stats_in_graph
-from gradiometer.ops.library import (
+from gradiometer.ops.clipping import clip_factors_, scale_
+from gradiometer.ops.dispatch import (
     INSTALL_COMPILER,
     INTERPRETED,
     driver_error,
-    measure,
-    norm_on_host,
     recognize,
-    scale_,
-    tensor_stats,
     uses_kernels,
     writable,
 )
-from gradiometer.ops.packing import LaunchPlan, is_capturing
+from gradiometer.ops.exponents import measure_exponents, record_exponents_
+from gradiometer.ops.in_graph import is_exporting, tensor_stats_in_graph
+from gradiometer.ops.launch_plans import LaunchPlan
 from gradiometer.ops.pairs import keep_, measure_pairs, recognize_pairs
 from gradiometer.ops.record import append_, record_
 from gradiometer.ops.ring import numbers
 from gradiometer.ops.taps import may_measure, new_store, tap
+from gradiometer.ops.tensors import measure, norm_on_host, tensor_stats
+from gradiometer.ops.uploads import is_capturing
 
 __all__ = [
     "INSTALL_COMPILER",

@@ -14,12 +14,10 @@ import torch
 from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH
-from gradiometer.ops.reference import by_tensor, convertible, cut, fsum
+from gradiometer.ops.streaming import by_tensor, convertible, cut, fsum
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["activation_stats", "zero_channels"]
 
 # elements that a thread reads at a time, into a buffer of 8 bytes per element
 PIECE: Final = 2**18
@@ -116,7 +114,7 @@ def zero_channels(x: Tensor, dim: int) -> int:
     """Return how many channels have only zeros."""
     if x.dim() == 0:
         return int(x.item() == 0)
-    # most channels have another number among the first ones, and need no further look
+    # most channels have another number among the first ones, and are not searched again
     rows = x.movedim(dim, -1).flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
     start, length = 0, max(1, FIRST // rows.shape[1])
     while start < rows.shape[0] and rows.shape[1]:

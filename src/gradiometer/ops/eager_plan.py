@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-__all__ = ["BATCH", "FEW", "SMALL", "WIDTHS", "WIDTH_OF", "Group", "Plan", "plan_of", "prepared"]
-
 # a small tensor fills one zero-padded row, usually of the smallest width that holds it
 SMALL: Final = 2**13
 WIDTHS: Final = (2**4, 2**6, 2**8, 2**10, *range(2**11, SMALL + 1, 2**10))

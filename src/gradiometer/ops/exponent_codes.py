@@ -25,26 +25,6 @@ from gradiometer.columns import NUM_EXPONENT_COLUMNS, bin_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "BELOW",
-    "INSIDE",
-    "MIDDLE",
-    "NUM_ROW_CODES",
-    "NUM_WINDOWS",
-    "NUM_WINDOW_CODES",
-    "ROWS",
-    "ROW_COLUMNS",
-    "Scratch",
-    "int16",
-    "is_at_end",
-    "magnitudes_of",
-    "nonzero_among",
-    "row_codes",
-    "row_offsets",
-    "window_codes",
-    "window_columns",
-]
-
 _SHIFT: Final = 2**15 + 2**12 + 1
 # the lower half of `_SHIFT`, signed: that of a multiple of 2**16
 _EQUAL: Final = _SHIFT - 2**16
@@ -53,7 +33,7 @@ _CELLS: Final = 128
 _INF: Final = 2**62
 
 # window_codes: 3 for each of the cells of a window and of the cells beside it, which stand for all others. In
-# the middle window, 3 * cell + side is the code, modulo 2**16, with no further operator: it begins with this
+# the middle window, 3 * cell + side is the code, modulo 2**16, with no other operator: it begins with this
 _LEAST: Final = 2
 _WINDOW: Final = 10920
 _BELOW_MIDDLE: Final = (_LEAST - (_EQUAL - 1)) // 3
@@ -197,7 +177,7 @@ def row_codes(dtype: torch.dtype, bits: Tensor, words: Sequence[Tensor]) -> tupl
         torch.bitwise_and(codes, int16(_MAGNITUDE), out=binades)
     else:
         _split(bits, bits, binades, places)
-        # this drops the binade, and what sides have in addition
+        # this drops the binade, and what is added to sides
         places.add_(binades, alpha=4).bitwise_and_(int16(_PLACES - 1))
         binades.bitwise_and_(int16(_MAGNITUDE))
     first, second, third = _RAMPS[dtype]

@@ -22,12 +22,10 @@ from gradiometer.columns import NUM_EXPONENT_COLUMNS, bin_of
 from gradiometer.inputs import as_real
 from gradiometer.ops import exponent_codes as codes
 from gradiometer.ops import openmp
-from gradiometer.ops.reference import MOST_THREADS, by_tensor, cut, piece_length
+from gradiometer.ops.streaming import MOST_THREADS, by_tensor, cut, piece_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-__all__ = ["Plan", "exponent_stats", "plan_of"]
 
 # larger tensors are cut into pieces, smaller ones are put together
 _LARGE: Final = 2**18

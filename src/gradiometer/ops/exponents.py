@@ -1,8 +1,7 @@
-"""The op for histograms of magnitudes: schema, fake, and the choice between kernels and eager PyTorch.
+"""The ops that count the elements of tensors by magnitude.
 
-``gradiometer::exponent_stats`` is opaque to the compiler, functional and not differentiable, as
-``gradiometer::tensor_stats`` is. ``gradiometer::record_exponents_`` writes the histograms into a store in the
-steps that are due, as its cursor on the device says.
+``gradiometer::exponent_stats`` returns the histograms. ``gradiometer::record_exponents_`` writes them into a
+store in the steps that are due, as its cursor on the device says.
 """
 
 from __future__ import annotations
@@ -14,27 +13,20 @@ from torch import Tensor
 
 from gradiometer.columns import NUM_EXPONENT_COLUMNS, Cursor
 from gradiometer.ops import exponent_reference, packing, warm_up
-from gradiometer.ops.library import (
-    LIBRARY,
-    for_a_graph,
-    launching_on,
-    uses_kernels,
-    without_autocast,
-    without_grad,
-)
+from gradiometer.ops.dispatch import for_a_graph
+from gradiometer.ops.launch_plans import host_plan
+from gradiometer.ops.library import by_device, define
 from gradiometer.ops.revision import REVISION
 from gradiometer.ops.taps import is_due, may_measure
+from gradiometer.ops.uploads import upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["measure_exponents", "record_exponents_"]
-
-LIBRARY.define("exponent_stats(Tensor[] tensors, str revision='') -> Tensor")
-LIBRARY.define("record_exponents_(Tensor[] tensors, Tensor(a!) store, Tensor cursor) -> ()")
+    from gradiometer.ops.launch_plans import LaunchPlan
 
 
-def measure_exponents(tensors: Sequence[Tensor], plan: packing.LaunchPlan | None = None) -> Tensor:
+def measure_exponents(tensors: Sequence[Tensor], plan: LaunchPlan | None = None) -> Tensor:
     """Return the histograms of tensors of one device.
 
     Args:
@@ -45,7 +37,7 @@ def measure_exponents(tensors: Sequence[Tensor], plan: packing.LaunchPlan | None
         ``(T, C) int64``, see `gradiometer.columns.exponents`, on their device.
     """
     if plan is not None:
-        return _eager(tensors, plan)
+        return _measure(tensors, plan)
     with torch.no_grad():
         return torch.ops.gradiometer.exponent_stats(tensors, REVISION)  # type: ignore[no-any-return]
 
@@ -66,80 +58,52 @@ def record_exponents_(tensors: Sequence[Tensor], store: Tensor, cursor: Tensor) 
             torch.ops.gradiometer.record_exponents_(for_a_graph(tensors), store, cursor)
 
 
-def _record_exponents(tensors: list[Tensor], store: Tensor, cursor: Tensor) -> None:
-    device = store.device
-    with without_grad(), without_autocast(device):
-        if uses_kernels(device):
-            with launching_on(device):
-                _run_kernels(tensors, store, cursor)
-        elif is_due(cursor):
-            store[-1, -1] = cursor[Cursor.STEP].to(torch.int64)
-            measured = [i for i, x in enumerate(tensors) if x.numel()]
-            if measured:
-                rows = torch.tensor(measured, dtype=torch.int64, device=device)
-                store[rows, :-1] = _eager([tensors[i] for i in measured])
-                store[rows, -1] = cursor[Cursor.STEP].to(torch.int64)
+def _by_reference(tensors: Sequence[Tensor], plan: LaunchPlan | None = None) -> Tensor:
+    eager = host_plan(tensors, plan, exponent_reference.plan_of)
+    return exponent_reference.exponent_stats(tensors, eager)
 
 
-def _exponent_stats(tensors: list[Tensor], revision: str = "") -> Tensor:
-    del revision
-    return _eager(tensors)
-
-
-def _eager(tensors: Sequence[Tensor], plan: packing.LaunchPlan | None = None) -> Tensor:
-    """Measure at once; ``plan``: the result of `recognize`, in a call from eager mode."""
-    device = tensors[0].device
-    with without_grad(), without_autocast(device):
-        if not uses_kernels(device):
-            plan = plan or packing.recognize(tensors) or packing.remember(tensors)
-            if plan.direct and plan.exponents is None:
-                plan.exponents = exponent_reference.plan_of(tensors)
-            return exponent_reference.exponent_stats(tensors, plan.exponents)
-        with launching_on(device):
-            return _run_kernels(tensors, plan=plan)
-
-
-def _run_kernels(
-    tensors: Sequence[Tensor],
-    rows: Tensor | None = None,
-    gate: Tensor | None = None,
-    plan: packing.LaunchPlan | None = None,
-) -> Tensor:
-    """Return the histograms; with a store and a cursor, write them there if the step is due."""
-    from gradiometer import kernels  # noqa: PLC0415 as in library.py
-
-    keep = plan is not None or not warm_up.is_possible()
-    packed = packing.pack(tensors, kernels.tuning.CHUNK, kernels.tuning.MAX_CHUNKS, plan, keep=keep)
-    chunk_map = packed.chunk_map
-    if rows is None or gate is None:
-        rows = torch.zeros(
-            (chunk_map.num_tensors, NUM_EXPONENT_COLUMNS), dtype=torch.int64, device=packed.table.device
-        )
-    else:
-        kernels.begin_exponents(packed.table, rows, gate, chunk_map.num_tensors)
-    for group in chunk_map.groups:
-        kernels.exponents(
-            packed.pointers,
-            packed.table,
-            packing.upload(kernels.classes(group.dtype), packed.table.device),
-            rows,
-            group.dtype,
-            group.first_chunk,
-            group.num_chunks,
-            chunk_map.num_tensors,
-            gate,
-        )
+def _by_kernels(tensors: Sequence[Tensor], plan: LaunchPlan | None = None) -> Tensor:
+    rows = torch.zeros((len(tensors), NUM_EXPONENT_COLUMNS), dtype=torch.int64, device=tensors[0].device)
+    _launch(tensors, rows, None, plan)
     return rows
 
 
-def _fake(tensors: list[Tensor], revision: str = "") -> Tensor:
-    del revision
+def _launch(
+    tensors: Sequence[Tensor], rows: Tensor, cursor: Tensor | None, plan: LaunchPlan | None = None
+) -> None:
+    """Add the histograms to rows of zeros; with a cursor, write them into a store if the step is due."""
+    from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
+
+    keep = plan is not None or not warm_up.is_possible()
+    packed = packing.pack(tensors, kernels.tuning.CHUNK, kernels.tuning.MAX_CHUNKS, plan, keep=keep)
+    count = packed.chunk_map.num_tensors
+    if cursor is not None:
+        kernels.begin_exponents(packed.table, rows, cursor, count)
+    for group in packed.chunk_map.groups:
+        classes = upload(kernels.classes(group.dtype), packed.table.device)
+        kernels.exponents(packed.pointers, packed.table, classes, rows, *group, count, cursor)
+
+
+def _record_by_reference(tensors: Sequence[Tensor], store: Tensor, cursor: Tensor) -> None:
+    if not is_due(cursor):
+        return
+    step = cursor[Cursor.STEP].to(torch.int64)
+    store[-1, -1] = step
+    measured = [i for i, x in enumerate(tensors) if x.numel()]
+    if measured:
+        rows = torch.tensor(measured, dtype=torch.int64, device=store.device)
+        store[rows, :-1] = _by_reference([tensors[i] for i in measured])
+        store[rows, -1] = step
+
+
+def _fake(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty((len(tensors), NUM_EXPONENT_COLUMNS), dtype=torch.int64)
 
 
-LIBRARY.impl("exponent_stats", _exponent_stats, "CompositeExplicitAutograd")
-LIBRARY.impl("record_exponents_", _record_exponents, "CompositeExplicitAutograd")
-for _name in ("exponent_stats", "record_exponents_"):
-    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("gradiometer::exponent_stats", _fake, lib=LIBRARY)
-torch.library.register_fake("gradiometer::record_exponents_", lambda *_: None, lib=LIBRARY)
+_measure = by_device(_by_reference, _by_kernels)
+define("exponent_stats(Tensor[] tensors) -> Tensor", _measure, _fake)
+define(
+    "record_exponents_(Tensor[] tensors, Tensor(a!) store, Tensor cursor) -> ()",
+    by_device(_record_by_reference, _launch),
+)

@@ -13,8 +13,6 @@ from gradiometer.columns.fingerprint import MIX_SHIFT, WORD_BYTES, Fingerprint, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["fingerprint", "fingerprints", "of_rows"]
-
 # words at a time: they, their weights and a buffer stay in the cache of a core
 STRETCH: Final = 2**17
 # devices on which torch multiplies vectors and matrices of int64; CUDA and XPU refuse

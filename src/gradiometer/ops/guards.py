@@ -12,8 +12,6 @@ from torch._C import DispatchKey, _dispatch_tls_is_dispatch_key_excluded
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["alike", "guards_tell"]
-
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a function that tells whether as many tensors differ from these at most in their addresses.

@@ -15,23 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradiometer.columns import Thresholds, compute_flags, rescale
+from gradiometer.columns import TENSORS, Thresholds
+from gradiometer.ops.dispatch import uses_kernels
 from gradiometer.ops.eager_plan import FEW, SMALL, WIDTH_OF
-from gradiometer.ops.library import LIBRARY, uses_kernels
+from gradiometer.ops.library import define
 from gradiometer.ops.revision import REVISION
 from gradiometer.ops.row_sums import LANES, add_lanes, lanes_of
-
-__all__ = ["is_exporting", "tensor_stats_in_graph"]
 
 # The plain operators take seconds to compile, and more with more tensors. With more elements than these, rows
 # included their padding, the opaque op takes a small part of the step.
 _MOST_TENSORS: Final = 16
 _MOST_ELEMENTS: Final = 2**15
-
-LIBRARY.define(
-    "tensor_stats_in_graph(Tensor[] tensors, float vanishing, float exploding, float dead,"
-    " Tensor? inv_scale, str revision) -> (Tensor columns, Tensor flags)"
-)
 
 
 def is_exporting() -> bool:
@@ -62,21 +56,20 @@ def _tensor_stats_in_graph(
     vanishing: float,
     exploding: float,
     dead: float,
-    inv_scale: Tensor | None,
-    revision: str,
+    inv_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         widths = _widths(tensors)
         if widths is None:
-            arguments = vanishing, exploding, dead, inv_scale, revision
+            arguments = vanishing, exploding, dead, inv_scale, REVISION
             return torch.ops.gradiometer.tensor_stats(tensors, *arguments)  # type: ignore[no-any-return]
         # Inductor stores a tensor in memory before it views it by strides. Otherwise the statistics could be
         # those of values that it computes again, with other bits than the stored ones
         stored = [x.detach().as_strided(x.shape, x.stride()) for x in tensors]
         columns = _columns(stored, widths)
         if inv_scale is not None:
-            columns = rescale(columns, inv_scale.detach().reshape(()).to(columns))
-        return columns, compute_flags(columns, Thresholds(vanishing, exploding, dead))
+            columns = TENSORS.scaled(columns, inv_scale.detach().reshape(()).to(columns))
+        return columns, TENSORS.flags_of(columns, Thresholds(vanishing, exploding, dead))
 
 
 def _widths(tensors: list[Tensor]) -> list[int] | None:
@@ -126,4 +119,9 @@ def _parts(tensors: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
     return lanes, torch.stack(others)
 
 
-LIBRARY.impl("tensor_stats_in_graph", _tensor_stats_in_graph, "CompositeImplicitAutograd")
+define(
+    "tensor_stats_in_graph(Tensor[] tensors, float vanishing, float exploding, float dead,"
+    " Tensor? inv_scale=None) -> (Tensor columns, Tensor flags)",
+    _tensor_stats_in_graph,
+    composite=True,
+)

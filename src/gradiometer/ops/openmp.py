@@ -18,8 +18,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["can_run_alone", "map_on_threads", "one_thread"]
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

@@ -18,16 +18,12 @@ from gradiometer.columns import NUM_PAIR_COLUMNS
 from gradiometer.inputs import as_real
 from gradiometer.ops import openmp
 from gradiometer.ops.eager_plan import BATCH, FEW, SMALL, WIDTH_OF
-from gradiometer.ops.reference import by_tensor, convertible, cut, fsum
 from gradiometer.ops.row_sums import row_sums, sum_of_small
+from gradiometer.ops.streaming import by_tensor, convertible, cut, fsum, piece_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["pair_stats"]
-
-# elements that a thread reads at a time, into buffers of 8 bytes per element that stay in its cache
-PIECE: Final = 2**17
 # raw columns of one pair, in the order of `gradiometer.columns.pairs.PAIR_COLUMNS`
 _Row = tuple[float, ...]
 _NOTHING: Final[_Row] = (0.0,) * NUM_PAIR_COLUMNS
@@ -77,11 +73,6 @@ def pair_stats(a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | N
             rows[index] = row
     columns = torch.frombuffer(array("d", chain.from_iterable(rows)), dtype=torch.float64)
     return columns.view(len(rows), NUM_PAIR_COLUMNS).to(a[0].device)
-
-
-def piece_length() -> int:
-    """Return how many elements a thread reads at a time; fewer where torch would spread them over threads."""
-    return PIECE if openmp.can_run_alone() else BATCH
 
 
 def _buffers(numbers: tuple[Tensor, ...], numel: int) -> list[Tensor]:
@@ -177,7 +168,7 @@ def _measure_nonfinite(piece: tuple[Tensor, ...]) -> _Row:
     bits = _same_bits(*piece[:2])
     a, b = [convertible(x).to(torch.float64) for x in piece[:2]]
     finite = a.isfinite() & b.isfinite()
-    # what each element counts as, see columns/pairs.py
+    # each element counts as this, see columns/pairs.py
     kind = torch.where(b.isnan(), b, torch.where(a.isfinite(), -b, a))
     kinds = [x.sum().item() for x in (kind.isnan(), kind == math.inf, kind == -math.inf)]
     a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)

@@ -1,8 +1,4 @@
-"""The op for pairs of tensors: schema, fake, and the choice between kernels and eager PyTorch.
-
-``gradiometer::pair_stats`` is opaque to the compiler, functional and not differentiable, as
-``gradiometer::tensor_stats`` is.
-"""
+"""The op that measures pairs of tensors, ``gradiometer::pair_stats``, and the one that copies tensors."""
 
 from __future__ import annotations
 
@@ -13,29 +9,20 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import NUM_PAIR_COLUMNS
-from gradiometer.ops import packing, pair_reference, warm_up
-from gradiometer.ops.library import (
-    LIBRARY,
-    launching_on,
-    recognize,
-    uses_kernels,
-    without_autocast,
-    without_grad,
-)
+from gradiometer.ops import launch_plans, packing, pair_reference, warm_up
+from gradiometer.ops.dispatch import recognize
+from gradiometer.ops.library import by_device, define
 from gradiometer.ops.revision import REVISION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["keep_", "measure_pairs", "recognize_pairs"]
+    from gradiometer.ops.launch_plans import LaunchPlan
 
-LIBRARY.define("pair_stats(Tensor[] a, Tensor[] b, Tensor[]? g=None, str revision='') -> Tensor")
-LIBRARY.define("keep_(Tensor(a!)[] kept, Tensor[] current) -> ()")
+    Tensors = Sequence[Tensor]
 
 
-def recognize_pairs(
-    a: Sequence[Tensor], b: Sequence[Tensor], g: Sequence[Tensor] | None = None
-) -> packing.LaunchPlan | None:
+def recognize_pairs(a: Tensors, b: Tensors, g: Tensors | None = None) -> LaunchPlan | None:
     """Return the plan of pairs like these that were measured, if the dispatcher is not needed."""
     plan = recognize([*a, *b, *(g or ())])
     # the same tensors in one list, or cut in another way, need not have had the same shapes
@@ -44,11 +31,7 @@ def recognize_pairs(
 
 
 def measure_pairs(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    g: Sequence[Tensor] | None = None,
-    *,
-    plan: packing.LaunchPlan | None = None,
+    a: Tensors, b: Tensors, g: Tensors | None = None, *, plan: LaunchPlan | None = None
 ) -> Tensor:
     """Measure pairs of tensors of one device in one read.
 
@@ -62,61 +45,36 @@ def measure_pairs(
         columns ``(T, P) float64`` in the order of `gradiometer.columns.pairs.PAIR_COLUMNS`, on their device.
     """
     if plan is not None:
-        return _eager(a, b, g, plan)
+        return _measure(a, b, g, plan)
     with torch.no_grad():
         return torch.ops.gradiometer.pair_stats(a, b, g, REVISION)  # type: ignore[no-any-return]
 
 
-def _eager(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    g: Sequence[Tensor] | None = None,
-    plan: packing.LaunchPlan | None = None,
-) -> Tensor:
-    """Measure at once; ``plan``: as for `measure_pairs`, in a call from eager mode."""
-    device = a[0].device
-    with without_grad(), without_autocast(device):
-        if not uses_kernels(device):
-            columns = pair_reference.pair_stats(a, b, g)
-            if plan is None:
-                _remember(list(chain(a, b, g or ())), 2 if g is None else 3)
-            return columns
-        with launching_on(device):
-            return _run_kernels([a, b] if g is None else [a, b, g], plan)
+def _by_reference(a: Tensors, b: Tensors, g: Tensors | None = None, plan: LaunchPlan | None = None) -> Tensor:
+    columns = pair_reference.pair_stats(a, b, g)
+    if plan is None:
+        # let `recognize_pairs` find this list, as a launch of the kernels does
+        tensors = list(chain(a, b, g or ()))
+        plan = launch_plans.recognize(tensors) or launch_plans.remember(tensors)
+        plan.cut, plan.chunk_map = (0, 0, 2 if g is None else 3), None
+    return columns
 
 
-def _remember(tensors: list[Tensor], lists: int) -> None:
-    """Let `recognize_pairs` find this list, as a launch of the kernels does."""
-    plan = packing.recognize(tensors) or packing.remember(tensors)
-    plan.cut, plan.chunk_map = (0, 0, lists), None
+def _by_kernels(a: Tensors, b: Tensors, g: Tensors | None = None, plan: LaunchPlan | None = None) -> Tensor:
+    from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
-
-def _run_kernels(sides: list[Sequence[Tensor]], plan: packing.LaunchPlan | None) -> Tensor:
-    from gradiometer import kernels  # noqa: PLC0415 as in library.py
-
+    sides = [a, b] if g is None else [a, b, g]
     keep = plan is not None or not warm_up.is_possible()
     packed = packing.pack_pairs(sides, kernels.tuning.CHUNK, kernels.tuning.MAX_CHUNKS, plan, keep=keep)
     chunk_map = packed.chunk_map
     size = len(kernels.PAIR_PARTIALS), chunk_map.num_chunks
     partials = torch.empty(size, dtype=torch.float64, device=packed.table.device)
     for group in chunk_map.groups:
-        kernels.pairs(
-            packed.pointers,
-            packed.table,
-            partials,
-            group.dtype,
-            group.first_chunk,
-            group.num_chunks,
-            chunk_map.num_tensors,
-        )
+        kernels.pairs(packed.pointers, packed.table, partials, *group, chunk_map.num_tensors)
     return kernels.finalize_pairs(packed.table, partials, chunk_map.num_tensors)
 
 
-def _pair_stats(
-    a: list[Tensor], b: list[Tensor], g: list[Tensor] | None = None, revision: str = ""
-) -> Tensor:
-    del revision
-    return _eager(a, b, g)
+_measure = by_device(_by_reference, _by_kernels)
 
 
 def keep_(kept: list[Tensor], current: list[Tensor]) -> None:
@@ -141,9 +99,5 @@ def _fake(a: list[Tensor], *_: Any) -> Tensor:
     return a[0].new_empty((len(a), NUM_PAIR_COLUMNS), dtype=torch.float64)
 
 
-LIBRARY.impl("pair_stats", _pair_stats, "CompositeExplicitAutograd")
-LIBRARY.impl("keep_", _keep, "CompositeExplicitAutograd")
-for _name in ("pair_stats", "keep_"):
-    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("gradiometer::pair_stats", _fake, lib=LIBRARY)
-torch.library.register_fake("gradiometer::keep_", lambda *_: None, lib=LIBRARY)
+define("pair_stats(Tensor[] a, Tensor[] b, Tensor[]? g=None) -> Tensor", _measure, _fake)
+define("keep_(Tensor(a!)[] kept, Tensor[] current) -> ()", _keep)

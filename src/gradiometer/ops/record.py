@@ -6,28 +6,21 @@ result. Both change their arguments, so they stay in a graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gradiometer.columns import Section, Thresholds
-from gradiometer.ops import library, ring
-from gradiometer.ops.library import LIBRARY, for_a_graph, is_plain, launching_on
+from gradiometer.ops import dispatch, ring
+from gradiometer.ops.dispatch import for_a_graph, is_plain
+from gradiometer.ops.library import by_device, define
+from gradiometer.ops.tensors import measure_now
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradiometer.ops.packing import LaunchPlan
-
-LIBRARY.define(
-    "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
-    " bool gated, Tensor(a!) steps, Tensor(b!) cursor, int[] section, bool fingerprint) -> ()"
-)
-LIBRARY.define(
-    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor, int[] section,"
-    " Tensor? fingerprints=None) -> ()"
-)
+    from gradiometer.ops.launch_plans import LaunchPlan
 
 
 def record_(
@@ -61,19 +54,10 @@ def record_(
         if plan is not None and (inv_scale is None or is_plain(inv_scale)):
             _record(tensors, thresholds, inv_scale, grads, gated, steps, cursor, section, fingerprint, plan)
             return
-        torch.ops.gradiometer.record_(
-            for_a_graph(tensors),
-            thresholds.vanishing,
-            thresholds.exploding,
-            thresholds.dead,
-            inv_scale,
-            grads,
-            gated,
-            steps,
-            cursor,
-            section,
-            fingerprint,
-        )
+        limits = thresholds.vanishing, thresholds.exploding, thresholds.dead
+        given = for_a_graph(tensors)
+        options = grads, gated, steps, cursor, section, fingerprint
+        torch.ops.gradiometer.record_(given, *limits, inv_scale, *options)
 
 
 def append_(
@@ -102,41 +86,33 @@ def _record(
     fingerprint: bool,  # noqa: FBT001
     plan: LaunchPlan | None = None,
 ) -> None:
-    if library.uses_kernels(steps.device):
-        with torch.no_grad(), launching_on(steps.device):
-            gate = cursor if gated else None
-            measured = library.run_kernels(
-                tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint
-            )
-    elif gated and not ring.is_due(cursor):
+    if gated and not dispatch.uses_kernels(steps.device) and not ring.is_due(cursor):
         return
-    else:
-        measured = library.measure_now(tensors, thresholds, inv_scale, plan, fingerprint=fingerprint)
-    columns, flags, fingerprints = measured
+    gate = cursor if gated else None
+    columns, flags, fingerprints = measure_now(
+        tensors, thresholds, inv_scale, plan, gate, fingerprint=fingerprint
+    )
     # if the gate is closed, the rows come from uninitialized memory: do not decide from them
     _append(columns, flags, -1 if gated else grads, steps, cursor, section, fingerprints)
 
 
-def _append(
+def _append_by_kernels(
     columns: Tensor,
     flags: Tensor,
     grads: int,
     steps: Tensor,
     cursor: Tensor,
-    section: Sequence[int],
+    section: Section,
     fingerprints: Tensor | None = None,
 ) -> None:
-    section = Section(*section)
-    with torch.no_grad():
-        if not library.uses_kernels(steps.device):
-            ring.append_(columns, flags, grads, steps, cursor, section, fingerprints)
-            return
-        with launching_on(steps.device):
-            from gradiometer import kernels  # noqa: PLC0415 as in library.py
+    from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
-            # the kernels read rows one after the other
-            bits = None if fingerprints is None else fingerprints.contiguous()
-            kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, section, bits)
+    # the kernels read rows one after the other
+    bits = None if fingerprints is None else fingerprints.contiguous()
+    kernels.append(columns.contiguous(), flags.contiguous(), grads, steps, cursor, section, bits)
+
+
+_append = by_device(ring.append_, _append_by_kernels)
 
 
 def _record_op(
@@ -144,20 +120,24 @@ def _record_op(
     vanishing: float,
     exploding: float,
     dead: float,
-    inv_scale: Tensor | None,
-    grads: int,
-    gated: bool,  # noqa: FBT001 in the order of the schema
-    steps: Tensor,
-    cursor: Tensor,
-    section: list[int],
-    fingerprint: bool,  # noqa: FBT001
+    *rest: Any,
 ) -> None:
-    limits = Thresholds(vanishing, exploding, dead)
-    _record(tensors, limits, inv_scale, grads, gated, steps, cursor, Section(*section), fingerprint)
+    *others, section, fingerprint = rest
+    _record(tensors, Thresholds(vanishing, exploding, dead), *others, Section(*section), fingerprint)
 
 
-LIBRARY.impl("record_", _record_op, "CompositeExplicitAutograd")
-LIBRARY.impl("append_", _append, "CompositeExplicitAutograd")
-for _name in ("record_", "append_"):
-    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"gradiometer::{_name}", lambda *_: None, lib=LIBRARY)
+def _append_op(*args: Any) -> None:
+    *others, section, bits = args if isinstance(args[-1], Tensor | None) else (*args, None)
+    _append(*others, Section(*section), bits)
+
+
+define(
+    "record_(Tensor[] tensors, float vanishing, float exploding, float dead, Tensor? inv_scale, int grads,"
+    " bool gated, Tensor(a!) steps, Tensor(b!) cursor, int[] section, bool fingerprint) -> ()",
+    _record_op,
+)
+define(
+    "append_(Tensor columns, Tensor flags, int grads, Tensor(a!) steps, Tensor(b!) cursor, int[] section,"
+    " Tensor? fingerprints=None) -> ()",
+    _append_op,
+)

@@ -1,4 +1,4 @@
-"""The revision of what a compiled graph gets from the ops: part of the key of every cached graph.
+"""The revision of the code that compiled graphs get from the ops: part of the key of every cached graph.
 
 The caches of compiled graphs on disk know an op by its name and its arguments. They know neither the plain
 operators that replaced a composite op, nor the shapes that a fake implementation returned. So each op that is
@@ -16,9 +16,7 @@ from gradiometer.version import __version__
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-__all__ = ["REVISION", "digest"]
-
-# what the ops are replaced by, and the shapes of their results, come from these alone
+# the operators that replace ops, and the shapes of results, come from these alone
 _PACKAGES: Final = ("columns", "ops")
 
 

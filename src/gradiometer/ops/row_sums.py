@@ -18,8 +18,6 @@ from torch.nn import functional
 
 from gradiometer.ops.eager_plan import WIDTH_OF
 
-__all__ = ["LANES", "add_lanes", "lanes_of", "row_sums", "sum_of_small"]
-
 LANES: Final = 64
 # slabs in a chunk
 _SLABS: Final = 16

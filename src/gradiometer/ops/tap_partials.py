@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["columns_of", "fusible", "is_better", "most_of_a_channel", "partials_of"]
-
 # Elements of a partial sum. The most: n additions in fp64, one after the other, lose at most n * 2**-53 of
 # the sum of magnitudes, so 768 stay within 1e-13. Kernels of GPUs add up many lanes beside one another.
 _MOST: Final = 768
@@ -63,8 +61,8 @@ def fusible(x: Tensor) -> Tensor | None:
 def is_better(x: Tensor) -> bool:
     """Return whether plain operators cost less than the op, in a step that is measured.
 
-    For bf16 on a CPU, the rounding to what is stored takes longer than the op. On a GPU they may change the
-    last bits of what the model computes, since Inductor then fuses other operators, and no GPU was measured.
+    For bf16 on a CPU, rounding to the stored values takes longer than the op. On a GPU they may change the
+    last bits of the model's results, since Inductor then fuses other operators, and no GPU was measured.
     """
     return _is_on_cpu(x) and x.dtype != torch.bfloat16
 

@@ -18,29 +18,15 @@ import torch
 
 from gradiometer.columns import NUM_ACTIVATION_COLUMNS, NUM_ACTIVATION_SUMS, Cursor
 from gradiometer.inputs import as_real
-from gradiometer.ops import activation_reference, ring, tap_partials
-from gradiometer.ops.library import LIBRARY, launching_on, uses_kernels, without_autocast
+from gradiometer.ops import activation_reference, dispatch, ring, tap_partials
+from gradiometer.ops.library import by_device, define
 from gradiometer.ops.revision import REVISION
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["is_due", "may_measure", "new_store", "tap"]
-
 # channels for which a store has scratch; more take a tensor of their own at each call
 _MOST_CHANNELS: Final = 2**16
-
-LIBRARY.define(
-    "tap_(Tensor x, Tensor(a!) store, Tensor cursor, int row, int channel_dim, bool is_forward) -> ()"
-)
-LIBRARY.define(
-    "tap_partials_(Tensor x, Tensor[] partials, Tensor(a!) store, Tensor cursor, int row, int channel_dim, "
-    "bool is_forward) -> ()"
-)
-LIBRARY.define(
-    "tap(Tensor x, Tensor(a!) values, Tensor(b!) grads, Tensor cursor, int row, int channel_dim, "
-    "bool? fused=False, str revision='') -> ()"
-)
 
 
 def tap(
@@ -63,7 +49,7 @@ def tap(
         row: the row in both stores.
         channel_dim: the dimension of the channels.
         fused: whether a compiled graph gets plain operators, where they can be fused, instead of the op
-            alone; None for what costs less.
+            alone; None for the one that costs less.
     """
     if torch.compiler.is_compiling():
         torch.ops.gradiometer.tap(x, values, grads, cursor, row, channel_dim, fused, REVISION)
@@ -73,7 +59,7 @@ def tap(
 
 def may_measure(cursor: Tensor) -> bool:
     """Return whether this step may be due. Kernels read the cursor, so the host does not know."""
-    return uses_kernels(cursor.device) or is_due(cursor)
+    return dispatch.uses_kernels(cursor.device) or is_due(cursor)
 
 
 def _tap(
@@ -84,10 +70,7 @@ def _tap(
     row: int,
     channel_dim: int,
     fused: bool | None = False,  # noqa: FBT001, FBT002 in the order of the schema
-    revision: str = "",
 ) -> None:
-    del revision
-
     def measure(x: Tensor, store: Tensor, *, is_forward: bool) -> None:
         x = x.detach()
         is_fused = tap_partials.is_better(x) if fused is None else fused
@@ -104,54 +87,31 @@ def _tap(
         x.register_hook(lambda g: measure(g, grads, is_forward=False))
 
 
-def _tap_once(
-    x: Tensor,
-    store: Tensor,
-    cursor: Tensor,
-    row: int,
-    channel_dim: int,
-    is_forward: bool,  # noqa: FBT001 in the order of the schema
-) -> None:
-    _measure(x, None, store, cursor, row, channel_dim, is_forward=is_forward)
-
-
 def _tap_partials(
-    x: Tensor,
-    partials: list[Tensor],
-    store: Tensor,
-    cursor: Tensor,
-    row: int,
-    channel_dim: int,
-    is_forward: bool,  # noqa: FBT001 as above
-) -> None:
-    _measure(x, partials, store, cursor, row, channel_dim, is_forward=is_forward)
-
-
-def _measure(
     x: Tensor,
     partials: list[Tensor] | None,
     store: Tensor,
     cursor: Tensor,
     row: int,
     channel_dim: int,
-    *,
-    is_forward: bool,
+    is_forward: bool,  # noqa: FBT001 in the order of the schema
 ) -> None:
     # activation checkpointing runs the forward pass again, inside the backward pass
     if is_forward and torch._C._current_graph_task_id() != -1:  # noqa: SLF001 it has no public name
         return
-    if x.numel() == 0:
+    if x.numel():
+        _measure(x, partials, store, cursor, row, channel_dim)
+
+
+def _by_reference(
+    x: Tensor, partials: list[Tensor] | None, store: Tensor, cursor: Tensor, row: int, channel_dim: int
+) -> None:
+    if not is_due(cursor):
         return
-    with torch.no_grad(), without_autocast(x.device):
-        if uses_kernels(x.device):
-            with launching_on(x.device):
-                _launch(x, partials, store, cursor, row, channel_dim)
-        elif not is_due(cursor):
-            return
-        elif partials is None:
-            _merge(store[row], activation_reference.activation_stats(x, channel_dim))
-        else:
-            _merge(store[row], tap_partials.columns_of(x, partials, channel_dim))
+    if partials is None:
+        _merge(store[row], activation_reference.activation_stats(x, channel_dim))
+    else:
+        _merge(store[row], tap_partials.columns_of(x, partials, channel_dim))
 
 
 def _merge(kept: Tensor, columns: list[float]) -> None:
@@ -169,15 +129,15 @@ def _merge(kept: Tensor, columns: list[float]) -> None:
 
 def new_store(rows: int, device: torch.device) -> Tensor:
     """Return a store with this many rows, ``(rows + S, A) float64``; the last S are scratch of the kernel."""
-    if uses_kernels(device):
-        from gradiometer import kernels  # noqa: PLC0415 as in library.py
+    if dispatch.uses_kernels(device):
+        from gradiometer import kernels  # noqa: PLC0415 as in dispatch.py
 
         scratch = math.prod(kernels.ACTIVATION_PARTIALS) + _MOST_CHANNELS // 2 + 1
         rows += -(-scratch // NUM_ACTIVATION_COLUMNS)
     return torch.zeros((rows, NUM_ACTIVATION_COLUMNS), dtype=torch.float64, device=device)
 
 
-def _launch(
+def _by_kernels(
     x: Tensor, partials_of_x: list[Tensor] | None, store: Tensor, cursor: Tensor, row: int, channel_dim: int
 ) -> None:
     """Measure with the kernels, which read the cursor and use the end of the store as scratch."""
@@ -228,10 +188,13 @@ def is_due(cursor: Tensor) -> bool:
     return bool(every > 0 and state[Cursor.STEP] % every == 0)
 
 
-LIBRARY.impl("tap_", _tap_once, "CompositeExplicitAutograd")
-LIBRARY.impl("tap_", torch.library.fallthrough_kernel, "Autograd")
-LIBRARY.impl("tap_partials_", _tap_partials, "CompositeExplicitAutograd")
-LIBRARY.impl("tap_partials_", torch.library.fallthrough_kernel, "Autograd")
-LIBRARY.impl("tap", _tap, "CompositeImplicitAutograd")
-for _name in ("tap_", "tap_partials_"):
-    torch.library.register_fake(f"gradiometer::{_name}", lambda *_: None, lib=LIBRARY)
+_measure = by_device(_by_reference, _by_kernels)
+_ARGUMENTS: Final = "Tensor(a!) store, Tensor cursor, int row, int channel_dim, bool is_forward"
+define(f"tap_(Tensor x, {_ARGUMENTS}) -> ()", lambda x, *args: _tap_partials(x, None, *args))
+define(f"tap_partials_(Tensor x, Tensor[] partials, {_ARGUMENTS}) -> ()", _tap_partials)
+define(
+    "tap(Tensor x, Tensor(a!) values, Tensor(b!) grads, Tensor cursor, int row, int channel_dim, "
+    "bool? fused=False) -> ()",
+    _tap,
+    composite=True,
+)

@@ -11,8 +11,6 @@ from torch._C import _get_function_stack_at, _len_torch_function_stack
 
 from gradiometer.extras import is_installed
 
-__all__ = ["in_function_mode", "is_possible"]
-
 _GRAPH_TREES: Final = "torch._inductor.cudagraph_trees"
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-__all__ = ["Driver", "ModelState", "OptimizerState", "master_copies"]
-
 
 @dataclass(frozen=True)
 class Driver:

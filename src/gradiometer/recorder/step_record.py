@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -113,10 +113,19 @@ class StepRecord:
         return torch.full((len(self.catalog.rows(kind)),), fill, dtype=torch.float64, device="cpu")
 
     @property
+    def nonfinite(self) -> list[Table]:
+        """The tables with a NaN or Inf, in the order in which a step computes their kinds.
+
+        Kinds that are stored sparse repeat what others count, so they are left out.
+        """
+        dense = [table for table in self.tables.values() if table.kind.schema.storage == "columns"]
+        found = [x for x in dense if "n_nonfinite" in x.kind.schema and x.total("n_nonfinite")]
+        return sorted(found, key=lambda table: table.kind.order)
+
+    @property
     def is_finite(self) -> bool:
         """Whether no tensor of any kind has a NaN or Inf."""
-        dense = [table for table in self.tables.values() if "n_nonfinite" in table.kind.schema]
-        return all([not table.total("n_nonfinite") for table in dense])
+        return not self.nonfinite
 
     def where(self, name: str, kind: str = "grads") -> str | None:
         """Return the first rank with a NaN or Inf in this tensor: ``rank 5, dp_shard 1 of 4``.
@@ -150,7 +159,7 @@ class StepRecord:
         """Return the fingerprints of those of these tensors that have one, as text."""
         return self.tables[kind].fingerprints_of(names) if kind in self.tables else {}
 
-    def report(self, kind: str = "grads", names: Iterable[str] | None = None) -> TableReport:
+    def report(self, kind: str = "grads", names: Iterable[str] | None = None) -> TableReport[Any]:
         """Return the report of the measured tensors of a kind, or of those among ``names``."""
         if kind in self.tables:
             return self.tables[kind].report(names)

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-__all__ = ["StreamOrder"]
-
 
 class StreamOrder:
     """Makes each use of some memory wait for the one before, if that was queued on another stream.

@@ -156,7 +156,7 @@ class Table:
         }
         return {name: str(bits) for name, bits in found.items() if bits is not None}
 
-    def report(self, names: Iterable[str] | None = None) -> TableReport:
+    def report(self, names: Iterable[str] | None = None) -> TableReport[Any]:
         """Return the report of the measured rows, or of those among ``names``."""
         keep = self.measured
         if names is not None:

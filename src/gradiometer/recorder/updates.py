@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder.recorder import Recorder
 
-__all__ = ["Updates"]
-
 
 class Updates:
     """Measures the updates of the parameters that require a gradient, with a copy of these.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
-from gradiometer.rules.base import MOST, LastingRule, Sight
+from gradiometer.rules.base import MOST, LastingRule, Observation
 from gradiometer.rules.finding import Severity, times
 from gradiometer.rules.flow import ROUTED
 from gradiometer.stats import EXPERT_LOAD, MAX_LOGIT, MAX_LOGIT_BOUND, ROUTER_ENTROPY
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import Rows, StepRecord
     from gradiometer.rules.finding import Finding
 
-__all__ = ["CollapsingRouter", "DeadUnits", "GrowingLogits"]
 
 # values of each channel in a call: with fewer, half of a layer of ReLUs may be 0 by chance
 LEAST: Final = 32
@@ -45,7 +44,7 @@ class DeadUnits(LastingRule):
     """
 
     name = "dead_units"
-    kind: ClassVar[str] = "activations"
+    kinds: ClassVar[tuple[str, ...]] = ("activations",)
 
     def __init__(
         self,
@@ -61,10 +60,8 @@ class DeadUnits(LastingRule):
             raise ValueError(msg)
         self.fraction = fraction
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about taps with dead units for ``patience`` steps."""
-        if not record.has("activations"):
-            return []
         share, channels = (record.value(x, "activations") for x in ("zero_channel_fraction", "n_channels"))
         # NaN, which compares as false, if these columns are not known
         known = (record.value("numel", "activations") >= LEAST * channels) & (channels > 0)
@@ -73,13 +70,13 @@ class DeadUnits(LastingRule):
         if found is None or not found.any():
             return []
 
-        def describe(place: int) -> Sight:
+        def describe(place: int) -> Observation:
             value = float(share[place])
             part = "all channels are" if value == 1.0 else f"{value:.1%} of its channels are"
             message = f"{part} 0 in every sample, since step {int(self.since[place])}"
             is_routed = ROUTED in record.names("activations")[place]
             severity = min(self.severity, Severity.INFO) if is_routed else self.severity
-            return Sight(value, self.fraction, message, REVIVE, severity)
+            return Observation(value, self.fraction, message, REVIVE, severity)
 
         return self.findings(record, "activations", found, share, describe, self.since)
 
@@ -116,7 +113,7 @@ class GrowingLogits(LastingRule):
 
     name = "growing_logits"
     kept: ClassVar[tuple[str, ...]] = (*LastingRule.kept, "lowest")
-    kind: ClassVar[str] = "activations"
+    kinds: ClassVar[tuple[str, ...]] = ("activations",)
 
     def __init__(
         self,
@@ -146,10 +143,8 @@ class GrowingLogits(LastingRule):
         limits = [next((ends[end] for end in ends if name.endswith(end)), torch.inf) for name in rows.names]
         self.limits = torch.tensor(limits, dtype=torch.float64, device="cpu")
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about logits that have been too large for ``patience`` steps."""
-        if not record.has("activations"):
-            return []
         top = record.value("abs_max", "activations")
         known = record.measured("activations") & (record.value("n_nonfinite", "activations") == 0)
         self.lowest = torch.where(known, torch.minimum(self.lowest, top), self.lowest)
@@ -158,15 +153,15 @@ class GrowingLogits(LastingRule):
         if found is None or not found.any():
             return []
 
-        def describe(place: int) -> Sight:
+        def describe(place: int) -> Observation:
             value, limit, lowest = (float(x[place]) for x in (top, self.limits, self.lowest))
             is_bound = record.names("activations")[place].endswith(MAX_LOGIT_BOUND)
-            what = "attention logits may reach" if is_bound else "attention logits reach"
+            reach = "attention logits may reach" if is_bound else "attention logits reach"
             growth = f", {times(value / lowest)} the lowest value before" if lowest else ""
-            message = f"{what} {value:,.0f}{growth}, since step {int(self.since[place])}"
+            message = f"{reach} {value:,.0f}{growth}, since step {int(self.since[place])}"
             if value < limit:
-                return Sight(value, NOTABLE * limit, message, CAP, min(self.severity, Severity.INFO))
-            return Sight(value, limit, message, CAP, self.severity)
+                return Observation(value, NOTABLE * limit, message, CAP, min(self.severity, Severity.INFO))
+            return Observation(value, limit, message, CAP, self.severity)
 
         return self.findings(record, "activations", found, top / self.limits, describe, self.since)
 
@@ -198,7 +193,7 @@ class CollapsingRouter(LastingRule):
     """
 
     name = "collapsing_router"
-    kind: ClassVar[str] = "activations"
+    kinds: ClassVar[tuple[str, ...]] = ("activations",)
 
     def __init__(
         self,
@@ -225,7 +220,7 @@ class CollapsingRouter(LastingRule):
             if name.endswith(EXPERT_LOAD) and ends[name] in rows.index
         ]
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about routers that have collapsed for ``patience`` steps."""
         if not self.pairs:
             return []
@@ -243,12 +238,12 @@ class CollapsingRouter(LastingRule):
         if found is None or not found.any():
             return []
 
-        def describe(place: int) -> Sight:
+        def describe(place: int) -> Observation:
             idle = f"{record.value('zero_fraction', 'activations')[place]:.0%} of the experts get none"
             message = (
                 f"{of['abs_max'][place]:.1%} of the tokens go to one expert, {idle}; the load is that of "
                 f"{used[place]:.1f} of {experts[place]:.0f} experts, since step {int(self.since[place])}"
             )
-            return Sight(float(share[place]), self.limit, message, BALANCE, self.severity)
+            return Observation(float(share[place]), self.limit, message, BALANCE, self.severity)
 
         return self.findings(record, "activations", found, -share, describe, self.since)

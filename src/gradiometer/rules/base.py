@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -14,18 +14,19 @@ from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import FLOOR, History, NormHistory, SpikeHistory, is_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from gradiometer.recorder import Rows, StepRecord
 
-__all__ = ["MOST", "BaseRule", "LastingRule", "Sight", "SpikeRule", "TensorRule", "WholeRule", "modules_text"]
 
 _HISTORIES = (History, NormHistory, SpikeHistory)
 # maximum number of tensors that one rule names in one step
 MOST = 5
+# the kinds that show how weights change, the exact one first
+CHANGES = ("updates", "weights")
 
 
-class Sight(NamedTuple):
+class Observation(NamedTuple):
     """An observation about one tensor."""
 
     value: float
@@ -110,8 +111,8 @@ class TensorRule(BaseRule):
     # `names` are the tensors that the history is about
     kept: ClassVar[tuple[str, ...]] = ("names", "named")
 
-    # the kind whose rows it is about; kinds of parameters have the same rows
-    kind: ClassVar[str] = "grads"
+    # it checks steps with a table of the first of these kinds that the run records
+    kinds: ClassVar[tuple[str, ...]] = ("grads",)
 
     def __init__(self, severity: Severity, most: int = MOST) -> None:
         super().__init__(severity)
@@ -121,26 +122,27 @@ class TensorRule(BaseRule):
         self.most = most
         self.names: list[str] = []
         self.named = torch.zeros(0, dtype=torch.bool, device="cpu")
-        self._rows: Rows | None = None
+        self._known_rows: Rows | None = None
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
-        """Return the findings of this step; none if it was not recorded."""
-        if not record.recorded or self.kind not in record.catalog.kinds:
+        """Return the findings of this step; none if the tensors that it checks were not measured."""
+        kind = recorded_kind(record, self.kinds)
+        if kind is None or not record.has(kind):
             return []
-        rows = record.catalog.rows(self.kind)
-        if rows is not self._rows:
-            self._rows = rows
+        rows = record.catalog.rows(kind)
+        if rows is not self._known_rows:
+            self._known_rows = rows
             if self.names != list(rows.names):  # other tensors need a new history
                 self.names = list(rows.names)
                 self.named = torch.zeros(len(self.names), dtype=torch.bool, device="cpu")
                 self.restart(len(self.names))
             self.prepare(rows)
-        return self.look(record)
+        return self.examine(record)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a history; the next `check` compares its names again."""
         super().load_state_dict(state)
-        self._rows = None
+        self._known_rows = None
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
@@ -148,8 +150,8 @@ class TensorRule(BaseRule):
     def prepare(self, rows: Rows) -> None:
         """Prepare for other rows, or for a restored history."""
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
-        """Return the findings of a recorded step."""
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
+        """Return the findings of a step with a table of one of `kinds`."""
         raise NotImplementedError
 
     def findings(
@@ -158,7 +160,7 @@ class TensorRule(BaseRule):
         kind: str,
         found: Tensor,
         badness: Tensor,
-        describe: Callable[[int], Sight],
+        describe: Callable[[int], Observation],
         since: Tensor | None = None,
     ) -> list[Finding]:
         """Return findings about the worst of the tensors in ``found``.
@@ -183,21 +185,21 @@ class TensorRule(BaseRule):
         others = f"; {more:,} more {'tensor is' if more == 1 else 'tensors are'} affected" if more else ""
         made: list[Finding] = []
         for place in chosen.tolist():
-            name, sight = record.names(kind)[place], describe(place)
+            name, observed = record.names(kind)[place], describe(place)
             begun = record.step if since is None else int(since[place])
             suffix = "" if made else others
             made.append(
                 Finding(
                     self.name,
-                    sight.severity,
+                    observed.severity,
                     begun,
                     record.step,
                     kind,
                     name,
-                    sight.value,
-                    sight.threshold,
-                    f"{label(kind, name)}: {sight.message}{suffix}",
-                    sight.advice,
+                    observed.value,
+                    observed.threshold,
+                    f"{label(kind, name)}: {observed.message}{suffix}",
+                    observed.advice,
                 )
             )
         return made
@@ -221,7 +223,7 @@ class SpikeRule(BaseRule):
         self.known = 0
 
     def spike(self, squares: Tensor, scale: float = 1.0) -> tuple[float, float, float, int] | None:
-        """Return a total norm that is a spike, its usual value, the limit, and the place of its largest part.
+        """Return a total norm that is a spike, its usual value, the limit, and the index of its largest part.
 
         ``squares``: of the norms, ``(N,)``; ``scale``: what the norms are divided by. A total that is 0 or
         not finite is left out.
@@ -244,39 +246,7 @@ class SpikeRule(BaseRule):
 class WholeRule(TensorRule):
     """A rule with few findings, each about all tensors or about a group of them."""
 
-    kept: ClassVar[tuple[str, ...]] = ("names", "before")
-
-    def __init__(self, severity: Severity) -> None:
-        super().__init__(severity)
-        # the weights' columns of the last recorded step
-        self.before = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
-
-    def restart(self, size: int) -> None:
-        """Start a new history of ``size`` tensors."""
-        self.before = torch.zeros(size, 0, dtype=torch.float64, device="cpu")
-
-    def keep(self, record: StepRecord) -> None:
-        """Keep what is known of the weights before the update, to compare that of the next step with."""
-        if record.has("updates"):
-            self.before = record.value("sumsq_b", "updates").unsqueeze(1)
-        elif record.has("weights"):
-            self.before = record.columns("weights")
-
-    def moved(self, record: StepRecord) -> Tensor | None:
-        """Return which weights have, or may have, changed since the last recorded step, ``(N,) bool``.
-
-        None if neither updates nor weights are recorded, or if there was no step before. A change that
-        leaves sum, sum of squares and largest magnitude as they were is not noticed.
-        """
-        before = self.before
-        self.keep(record)
-        is_known = before.shape == self.before.shape
-        if record.has("updates"):
-            # by an update, or between two of them, such as by an optimizer that steps in the backward
-            moved = record.value("abs_max", "updates") + record.value("n_nonfinite", "updates") > 0
-            moved |= ~record.measured("updates")
-            return moved | ((self.before - before).abs() > 0).any(dim=1) if is_known else moved
-        return (self.before != before).any(dim=1) if record.has("weights") and is_known else None
+    kept: ClassVar[tuple[str, ...]] = ("names",)
 
     def finding(
         self,
@@ -295,6 +265,41 @@ class WholeRule(TensorRule):
         return Finding(self.name, *fields)
 
 
+class ChangeRule(WholeRule):
+    """A rule that asks whether weights change."""
+
+    kept: ClassVar[tuple[str, ...]] = (*WholeRule.kept, "before")
+
+    def __init__(self, severity: Severity) -> None:
+        super().__init__(severity)
+        # the weights' columns of the last step in which they, or their updates, were measured
+        self.before = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
+
+    def restart(self, size: int) -> None:
+        """Start a new history of ``size`` tensors."""
+        self.before = torch.zeros(size, 0, dtype=torch.float64, device="cpu")
+
+    def moved(self, record: StepRecord) -> Tensor | None:
+        """Return which weights have, or may have, changed since the last call, ``(N,) bool``.
+
+        None if neither updates nor weights are recorded, if they were not measured in this step, or if
+        weights were not measured before. A change that leaves sum, sum of squares and largest magnitude as
+        they were is not noticed.
+        """
+        kind, before = recorded_kind(record, CHANGES), self.before
+        if kind is None or not record.has(kind):
+            return None
+        if kind == "updates":
+            self.before = record.value("sumsq_b", "updates").unsqueeze(1)
+            # by an update, or between two of them, such as by an optimizer that steps in the backward
+            moved = record.value("abs_max", "updates") + record.value("n_nonfinite", "updates") > 0
+            moved |= ~record.measured("updates")
+            is_known = before.shape == self.before.shape
+            return moved | ((self.before - before).abs() > 0).any(dim=1) if is_known else moved
+        self.before = record.columns("weights")
+        return (self.before != before).any(dim=1) if before.shape == self.before.shape else None
+
+
 class LastingRule(TensorRule):
     """A rule about conditions that last for ``patience`` recorded steps.
 
@@ -302,7 +307,7 @@ class LastingRule(TensorRule):
     example because it is frozen, neither counts nor interrupts the sequence.
     """
 
-    kept: ClassVar[tuple[str, ...]] = (*TensorRule.kept, "row", "since", "counting")
+    kept: ClassVar[tuple[str, ...]] = (*TensorRule.kept, "streak", "since", "counting")
 
     def __init__(self, severity: Severity, most: int, patience: int, min_dims: int) -> None:
         super().__init__(severity, most)
@@ -310,20 +315,18 @@ class LastingRule(TensorRule):
             msg = f"{type(self).__name__}(patience={patience!r}): patience must be at least 1"
             raise ValueError(msg)
         self.patience, self.min_dims = patience, min_dims
-        self.row = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self.streak = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.counting = False
         self.wide = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
-        self.row, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
+        self.streak, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.counting = False
 
     def prepare(self, rows: Rows) -> None:
         """Find the tensors with at least ``min_dims`` dimensions."""
-        self.wide = torch.tensor(
-            [len(shape) >= self.min_dims for shape in rows.shapes], dtype=torch.bool, device="cpu"
-        )
+        self.wide = mask([len(shape) >= self.min_dims for shape in rows.shapes])
 
     def lasting(self, now: Tensor, known: Tensor, step: int) -> Tensor | None:
         """Return where the condition has lasted, ``(N,) bool``, or None if it holds nowhere in this step.
@@ -332,13 +335,23 @@ class LastingRule(TensorRule):
         """
         if not now.any():
             if self.counting:
-                self.row = self.row * known.logical_not()
-                self.counting = bool(self.row.any())
+                self.streak = self.streak * known.logical_not()
+                self.counting = bool(self.streak.any())
             return None
         self.counting = True
-        self.row = torch.where(known, (self.row + 1.0).mul_(now), self.row)
-        self.since = torch.where(now & (self.row == 1.0), float(step), self.since)
-        return now & (self.row >= self.patience)
+        self.streak = torch.where(known, (self.streak + 1.0).mul_(now), self.streak)
+        self.since = torch.where(now & (self.streak == 1.0), float(step), self.since)
+        return now & (self.streak >= self.patience)
+
+
+def recorded_kind(record: StepRecord, kinds: Iterable[str]) -> str | None:
+    """Return the first of these kinds that the run of a step records; None if it records none of them."""
+    return next((kind for kind in kinds if kind in record.catalog.kinds), None)
+
+
+def mask(values: Sequence[bool]) -> Tensor:
+    """Return booleans as a tensor, ``(N,)``."""
+    return torch.tensor(values, dtype=torch.bool, device="cpu")
 
 
 def modules_text(names: Sequence[str], places: Sequence[int], most: int = 3) -> str:

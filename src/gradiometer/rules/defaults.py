@@ -22,8 +22,6 @@ from gradiometer.rules.stuck import Stuck
 if TYPE_CHECKING:
     from gradiometer.rules.protocol import Rule
 
-__all__ = ["default_rules"]
-
 
 def default_rules() -> list[Rule]:
     """Return a new instance of each rule except `GroupRatio`, which needs to know the groups."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import StepRecord
     from gradiometer.rules.finding import Finding
 
-__all__ = ["Fault", "summarize"]
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -77,6 +75,6 @@ def _row(record: StepRecord) -> dict[str, Any]:
         "recorded": record.recorded,
         "skipped": record.skipped,
     }
-    if record.recorded:
+    if record.has("grads"):
         row |= {"total_norm": record.total("norm"), "n_nonfinite": int(record.total("n_nonfinite"))}
     return row

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-__all__ = ["Finding", "Severity", "checked", "times"]
-
-
 # Parquet and most readers of JSON have no larger integers
 MOST: Final = 2**63 - 1
 
@@ -44,9 +41,8 @@ class Finding:
         first_step: the step at which it began.
         last_step: the step at which it was last seen.
         count: number of steps in which the rule reported it.
-        kind: ``"grads"``, ``"weights"``, ``"updates"``, ``"activations"`` or ``"activation_grads"``; None if
-            it is not about tensors.
-        tensor: the parameter's name; None if it is about all of them, or about a scalar.
+        kind: the kind of the tensors, such as ``"grads"``; None if it is not about tensors.
+        tensor: the name of the parameter or tap; None if it is about all of them, or about a scalar.
         value: the most extreme value seen.
         worst_step: the step of that value; None if it is the value with which the finding began.
         threshold: the limit that the value is compared with.
@@ -69,7 +65,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str | None, str | None]:
-        """The key that all sightings of the same condition share."""
+        """The key that all findings about the same condition share."""
         return self.rule, self.kind, self.tensor
 
     def __str__(self) -> str:

@@ -3,10 +3,10 @@
 The forward pass reads the weights before there is a gradient. So a non-finite weight comes first, and among
 several the first in the model's order. Gradients are computed from the loss backwards: a NaN that arises
 there reaches every parameter before it in the model, and none after it. So among several the *last* in the
-model's order is where it began. Updates depend on both. With taps, activations come after the weights, and
-their gradients before those of parameters; the output of a module comes after the outputs in it. If the
-modules do not run in the model's order, the named tensor may be one that the NaN only reached; the number of
-other tensors tells how far it spread.
+model's order is where it began. Updates depend on both: `Kind.order` holds this order. With taps, activations
+come after the weights, and their gradients before those of parameters; the output of a module comes after the
+outputs in it. If the modules do not run in the model's order, the named tensor may be one that the NaN only
+reached; the number of other tensors tells how far it spread.
 """
 
 from __future__ import annotations
@@ -20,27 +20,22 @@ from gradiometer.stats import amount
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
-    from gradiometer.recorder import StepRecord
-
-__all__ = ["FirstNonfinite", "first_nonfinite", "first_nonfinite_text", "nonfinite"]
+    from gradiometer.recorder import Kind, StepRecord
 
 
 class FirstNonfinite(NamedTuple):
-    """Where the non-finite values of a step began: the tensor, the counts of its elements, and the rank."""
+    """Where the non-finite values of a step began: the tensor, the counts of its elements, and the rank.
 
-    kind: str
+    A schema of your own may count non-finite elements without counts of NaN and Inf; these are 0 then.
+    """
+
+    kind: Kind
     name: str
+    n_nonfinite: int
     n_nan: int
     n_inf: int
     numel: int
     where: str | None = None
-
-
-def nonfinite(record: StepRecord, kind: str = "grads") -> Tensor:
-    """Return the number of NaN or Inf elements of each parameter, ``(N,) float64``."""
-    return record.value("n_nonfinite", kind)
 
 
 def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
@@ -51,24 +46,26 @@ def first_nonfinite(record: StepRecord) -> FirstNonfinite | None:
     >>> recorder = gm.Recorder(model)
     >>> model(torch.ones(1, 2)).sum().mul(float("nan")).backward()
     >>> recorder.record()
-    >>> first_nonfinite(recorder.read()[-1])
-    FirstNonfinite(kind='grads', name='1.bias', n_nan=1, n_inf=0, numel=1, where=None)
+    >>> first = first_nonfinite(recorder.read()[-1])
+    >>> first.kind.name, first.name, first.n_nan, first.numel
+    ('grads', '1.bias', 1, 1)
     """
-    # in the order in which a step computes them
-    for table in sorted(record.tables.values(), key=lambda table: table.kind.order):
-        kind, schema = table.kind.name, table.kind.schema
-        if schema.storage != "columns" or "n_nonfinite" not in schema or not table.total("n_nonfinite"):
-            continue
-        bad = table.value("n_nonfinite").nonzero().flatten().tolist()
-        place = bad[-1 if table.kind.is_backward else 0]
-        if table.kind.rows == "tap":
-            place = _first_tap(table.rows.names, bad, is_backward=table.kind.is_backward)
-        n_nan, n_inf, numel = [int(table.value(name)[place]) for name in ("n_nan", "n_inf", "numel")]
-        name = table.rows.names[place]
-        # summed gradients spread a rank's non-finite loss to all ranks: the first need not be the cause
-        where = record.where(name, kind) if record.loss_rank is None else None
-        return FirstNonfinite(kind, name, n_nan, n_inf, numel, where)
-    return None
+    tables = record.nonfinite
+    if not tables:
+        return None
+    table = tables[0]
+    kind, names = table.kind, table.rows.names
+    bad = table.value("n_nonfinite").nonzero().flatten().tolist()
+    place = bad[-1 if kind.is_backward else 0]
+    if kind.rows == "tap":
+        place = _first_tap(names, bad, is_backward=kind.is_backward)
+    n_nonfinite, n_nan, n_inf, numel = [
+        int(table.value(name)[place]) if name in kind.schema else 0
+        for name in ("n_nonfinite", "n_nan", "n_inf", "numel")
+    ]
+    # summed gradients spread a rank's non-finite loss to all ranks: the first need not be the cause
+    where = record.where(names[place], kind.name) if record.loss_rank is None else None
+    return FirstNonfinite(kind, names[place], n_nonfinite, n_nan, n_inf, numel, where)
 
 
 def _first_tap(names: Sequence[str], places: list[int], *, is_backward: bool) -> int:
@@ -104,14 +101,16 @@ def first_nonfinite_text(record: StepRecord) -> str | None:
     first = first_nonfinite(record)
     if first is None:
         return None
+    kind, tensor = first.kind.name, label(first.kind.name, first.name)
     counts = [f"{amount(n)} {word}" for n, word in ((first.n_nan, "NaN"), (first.n_inf, "Inf")) if n]
-    what = label(first.kind, first.name)
+    if not counts:
+        counts = [f"{amount(first.n_nonfinite)} NaN or Inf"]
     if first.where is not None:
         rank, _, shard = first.where.partition(", ")
-        what += f", {rank} ({shard})" if shard else f", {rank}"
-    text = f"step {record.step}, {what}, {' and '.join(counts)} of {amount(first.numel)}"
-    others = int((nonfinite(record, first.kind) > 0).sum()) - 1
-    measured = int(record.measured(first.kind).sum()) - 1
+        tensor += f", {rank} ({shard})" if shard else f", {rank}"
+    text = f"step {record.step}, {tensor}, {' and '.join(counts)} of {amount(first.numel)}"
+    others = int((record.value("n_nonfinite", kind) > 0).sum()) - 1
+    measured = int(record.measured(kind).sum()) - 1
     if not others:
         return text
     which = f"all {measured}" if others == measured else f"{others} of {measured}"

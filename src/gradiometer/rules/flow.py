@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.rules.base import WholeRule, modules_text
+from gradiometer.rules.base import ChangeRule, WholeRule, mask, modules_text
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.known import driver_of, optimizers_of
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import Rows, StepRecord
 
-__all__ = ["NoGradientFlow", "NoGradients"]
 
 # names of layers that are used only for some inputs
 ROUTED: Final = "expert"
@@ -65,7 +64,7 @@ THAW: Final = "if they are meant to learn, call requires_grad_(True) on them, an
 HOLD: Final = "if they are meant to learn, pass them to an optimizer, and connect them to the loss"
 
 
-class NoGradients(WholeRule):
+class NoGradients(ChangeRule):
     """No gradient at all, or gradients of exactly 0 only, for a while.
 
     The message names the likely mistakes, from what else is known: who calls the monitor, whether weights
@@ -78,33 +77,32 @@ class NoGradients(WholeRule):
     """
 
     name = "no_gradients"
-    kept = (*WholeRule.kept, "row", "since", "has_seen", "has_changed")
+    kept = (*ChangeRule.kept, "streak", "since", "has_seen", "has_changed")
 
     def __init__(self, *, patience: int = 5, severity: Severity = Severity.WARNING) -> None:
         super().__init__(severity)
         self.patience = patience
-        self.row = self.since = 0
+        self.streak = self.since = 0
         self.has_seen = self.has_changed = False
 
     def restart(self, size: int) -> None:
         """Start a new history."""
         super().restart(size)
-        self.row = self.since = 0
+        self.streak = self.since = 0
         self.has_seen = self.has_changed = False
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding if nothing was measured for ``patience`` steps."""
-        if record.value("abs_max").any() or record.value("n_nonfinite").any():
-            self.has_seen, self.row = True, 0
-            self.keep(record)
-            return []
         moved = self.moved(record)
-        self.row += 1
-        if self.row == 1:
+        if record.value("abs_max").any() or record.value("n_nonfinite").any():
+            self.has_seen, self.streak = True, 0
+            return []
+        self.streak += 1
+        if self.streak == 1:
             self.since, self.has_changed = record.step, False
         elif moved is not None:
             self.has_changed = self.has_changed or bool(moved.any())
-        if self.row < self.patience:
+        if self.streak < self.patience:
             return []
         are_zero = bool(record.measured().any())
         severity = min(self.severity, Severity.INFO) if are_zero and self.has_seen else self.severity
@@ -113,31 +111,31 @@ class NoGradients(WholeRule):
 
     def _cause(self, record: StepRecord, *, are_zero: bool, knows_updates: bool) -> tuple[str, str]:
         driver, model = driver_of(record), record.model
-        what = "every gradient is exactly 0" if are_zero else _FINDS_NONE[driver]
-        what = f"{what} since step {self.since}"
+        text = "every gradient is exactly 0" if are_zero else _FINDS_NONE[driver]
+        text = f"{text} since step {self.since}"
         order, watch, cleared = CALL_ORDER[driver], WATCH[driver], _CLEARED[driver]
         if model is not None and model.requires_grad and not any(model.requires_grad):
-            return f"{what}: every parameter of the watched model is frozen, requires_grad is False", THAW
+            return f"{text}: every parameter of the watched model is frozen, requires_grad is False", THAW
         if self.has_changed:
             other = "weight decay or momentum alone changes them" if are_zero else _TAKEN
-            return f"{what}, but the weights change: {cleared}, or {other}", order
+            return f"{text}, but the weights change: {cleared}, or {other}", order
         if model is not None and model.reached is False:
-            text = f"{what}: the loss does not depend on the watched model's parameters: another model is "
-            return f"{text}trained, or the graph is cut", f"{watch}; {CUT}"
+            text += ": the loss does not depend on the watched model's parameters: another model is trained, "
+            return f"{text}or the graph is cut", f"{watch}; {CUT}"
         if are_zero:
-            return f"{what}: {_ZERO}, or {cleared}", order
+            return f"{text}: {_ZERO}, or {cleared}", order
         if driver == "trainer":
-            return f"{what}: the loss does not depend on the parameters, or {cleared}", order
+            return f"{text}: the loss does not depend on the parameters, or {cleared}", order
         causes = ["backward() is not called before it", cleared]
         known = optimizers_of(record)
         if known is not None and known.keeps_small_updates.any() and not known.held.any():
-            return f"{what}: {causes[0]}, or the gradients are moved to the master weights", KEEP
+            return f"{text}: {causes[0]}, or the gradients are moved to the master weights", KEEP
         # without weights it is not known whether something else trains the model
         causes += [] if knows_updates else [_TAKEN]
         if model is None or not model.reached:
             causes, order = [*causes, "another model is trained"], f"{order}; {watch}"
         still = ", and no weight changes" if knows_updates else ""
-        return f"{what}{still}: {', '.join(causes[:-1])}, or {causes[-1]}", order
+        return f"{text}{still}: {', '.join(causes[:-1])}, or {causes[-1]}", order
 
 
 class NoGradientFlow(WholeRule):
@@ -155,12 +153,12 @@ class NoGradientFlow(WholeRule):
     """
 
     name = "no_gradient_flow"
-    kept = (*WholeRule.kept, "row", "since", "state")
+    kept = (*WholeRule.kept, "streak", "since", "state")
 
     def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
         super().__init__(severity)
         self.patience = patience
-        self.row = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self.streak = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
         # 2 for parameters that are meant to get a gradient, 1 for those that no optimizer holds, 0 for frozen
         self.state = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._holds = torch.zeros(0, dtype=torch.bool, device="cpu")
@@ -168,27 +166,25 @@ class NoGradientFlow(WholeRule):
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
-        self.row, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
+        self.streak, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.state = torch.zeros(size, dtype=torch.int64, device="cpu")
 
     def prepare(self, rows: Rows) -> None:
         """Find the tensors with elements."""
-        self._holds = torch.tensor(
-            [math.prod(shape) > 0 for shape in rows.shapes], dtype=torch.bool, device="cpu"
-        )
+        self._holds = mask([math.prod(shape) > 0 for shape in rows.shapes])
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about parameters without a gradient."""
         measured = record.measured()
         missing = self._holds & ~measured
         if not missing.any():
-            if self.row.any():
-                self.row = torch.zeros_like(self.row)
+            if self.streak.any():
+                self.streak = torch.zeros_like(self.streak)
             return []
         if not measured.any() or record.model is None or len(record.model.requires_grad) != len(measured):
             return []
-        wanted = torch.tensor(record.model.requires_grad, dtype=torch.bool, device="cpu")
-        names, known = record.catalog.names, optimizers_of(record)
+        wanted = mask(record.model.requires_grad)
+        names, known = record.names(), optimizers_of(record)
         left_out = torch.zeros_like(wanted)
         if known is not None:
             # a target network or a teacher, which is not meant to get a gradient
@@ -196,13 +192,13 @@ class NoGradientFlow(WholeRule):
             wanted = wanted & ~left_out
         before, self.state = self.state, 2 * wanted + 1 * left_out
         # steps in which a parameter was frozen do not count after it is not
-        self.row = (self.row * (self.state == before) + 1.0).mul_(missing)
-        self.since = torch.where(self.row == 1.0, float(record.step), self.since)
-        lasting = self.row >= self.patience
+        self.streak = (self.streak * (self.state == before) + 1.0).mul_(missing)
+        self.since = torch.where(self.streak == 1.0, float(record.step), self.since)
+        lasting = self.streak >= self.patience
         if not lasting.any():
             return []
         found = []
-        routed = torch.tensor([ROUTED in name for name in names], dtype=torch.bool, device="cpu")
+        routed = mask([ROUTED in name for name in names])
         for which, severity in ((wanted & ~routed, self.severity), (wanted & routed, Severity.INFO)):
             for since in self.since[lasting & which].unique().tolist():
                 places = (lasting & which & (self.since == since)).nonzero().flatten().tolist()
@@ -224,5 +220,6 @@ class NoGradientFlow(WholeRule):
     def _finding(
         self, record: StepRecord, since: int, places: list[int], text: str, advice: str, severity: Severity
     ) -> Finding:
-        first, share = record.catalog.names[places[0]], len(places) / len(record.catalog.names)
+        names = record.names()
+        first, share = names[places[0]], len(places) / len(names)
         return self.finding(record, since, first, share, 0.0, text, advice, min(severity, self.severity))

@@ -15,7 +15,6 @@ from gradiometer.terminal import printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Headline", "counts_text", "headlines"]
 
 # the order of causes within one step: a loss is computed before its gradients, and these before the update
 _ORDER: Final = (
@@ -73,7 +72,7 @@ _SET_UP: Final = frozenset({"no_gradient_flow", "not_updated"})
 _WHOLE: Final = frozenset({"learning_rate", "nonfinite", "loss_spike", "norm_spike", "update_spike"})
 # findings of one rule that begin within so many steps are one headline
 _TOGETHER: Final = 5
-# steps after the last sighting of a cause in which findings may follow from it
+# steps after a cause was last seen in which findings may follow from it
 _AFTER: Final = 100
 # causes of one rule that are looked at, and findings of one cause
 _LIVE: Final = 64

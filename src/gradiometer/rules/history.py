@@ -24,24 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradiometer.columns import derived
+from gradiometer.columns.roots import sqrt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gradiometer.recorder import Rows, StepRecord
 
-__all__ = [
-    "FLOOR",
-    "WARMUP",
-    "WINDOW",
-    "History",
-    "NormHistory",
-    "Norms",
-    "Score",
-    "SpikeHistory",
-    "is_names",
-]
 
 # no scores at the start of a run, where norms fall by a factor of 10 to 100
 WARMUP = 20
@@ -256,16 +245,16 @@ class NormHistory:
         return self.history.mean
 
     def of(self, record: StepRecord) -> Norms:
-        """Return this step's norms; the first call for a step adds them to the history."""
+        """Return the norms of a step with gradients; the first call for a step adds them to the history."""
         if self._last is not None and self._last[0] is record:
             return self._last[1]
         if record.catalog.parameters is not self._rows:
             self._rows = record.catalog.parameters
-            if self.names != list(record.catalog.names):
-                self.names = list(record.catalog.names)
+            if self.names != list(record.names()):
+                self.names = list(record.names())
                 self.history.restart(len(self.names))
         # nearly every step is finite, so its norms are just square roots
-        norm = derived.sqrt(record.value("sumsq")) if record.is_finite else record.value("norm")
+        norm = record.value("norm") if record.total("n_nonfinite") else sqrt(record.value("sumsq"))
         x, flags = norm.log(), record.flags()
         norms = Norms(norm, x, x.abs() < math.inf, flags, bool(flags.any()), self.history.score(x))
         self._last = record, norms

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from gradiometer.columns import COLUMN_INDEX
-from gradiometer.rules.base import BaseRule, WholeRule, modules_text
+from gradiometer.rules.base import BaseRule, WholeRule, mask, modules_text
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import is_names
 from gradiometer.rules.known import optimizers_of
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import StepRecord
 
-__all__ = ["EvalMode", "Initialization", "Untied"]
 
 INITIALIZE: Final = (
     "look at how this layer is initialized or loaded, and whether it is initialized twice or scaled"
@@ -65,6 +63,7 @@ class Initialization(WholeRule):
     """
 
     name = "initialization"
+    kinds: ClassVar[tuple[str, ...]] = ("weights",)
     kept = (*WholeRule.kept, "count", "zero")
 
     def __init__(
@@ -81,9 +80,10 @@ class Initialization(WholeRule):
         self.count = 0
         self.zero = torch.zeros(size, dtype=torch.bool, device="cpu")
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Look at the weights of the first step, and at those of 0 later again."""
-        if not record.has("weights") or self.count > self.patience:
+        # later steps need the gradients, too
+        if self.count > self.patience or (self.count and not record.has("grads")):
             return []
         self.count += 1
         if self.count == 1:
@@ -97,19 +97,17 @@ class Initialization(WholeRule):
         if not places:
             return []
         begun = record.step - self.patience
+        names = record.names("weights")
         text = (
-            f"{modules_text(record.catalog.names, places)}: weights are still 0, as at the start, and so are "
+            f"{modules_text(names, places)}: weights are still 0, as at the start, and so are their gradients"
         )
-        text += "their gradients"
-        name = record.catalog.names[places[0]]
+        name = names[places[0]]
         return [self.finding(record, begun, name, 0.0, 0.0, text, ZERO, self.severity, "weights")]
 
     def _first(self, record: StepRecord) -> list[Finding]:
-        rows, columns = record.catalog.parameters, record.columns("weights")
-        wide = [len(shape) >= 2 for shape in rows.shapes]
-        matrix = torch.tensor(wide, dtype=torch.bool, device="cpu") & (columns[:, COLUMN_INDEX["numel"]] > 1)
-        squares, total = columns[:, COLUMN_INDEX["sumsq"]], columns[:, COLUMN_INDEX["sum"]]
-        numel = columns[:, COLUMN_INDEX["numel"]]
+        rows = record.catalog.rows("weights")
+        numel, squares, total = [record.value(name, "weights") for name in ("numel", "sumsq", "sum")]
+        matrix = mask([len(shape) >= 2 for shape in rows.shapes]) & (numel > 1)
         self.zero = matrix & (squares == 0)
         found = []
         for place in (matrix & ~self.zero).nonzero().flatten().tolist():
@@ -131,18 +129,17 @@ class Initialization(WholeRule):
         return found
 
     def _large(self, record: StepRecord, which: Tensor, rms: Tensor) -> list[Finding]:
-        rows = record.catalog.parameters
+        rows = record.catalog.rows("weights")
         # for convolutions, too, dimension 0 is that of the output
         fan_in = [math.prod(shape[1:]) if shape else 1 for shape in rows.shapes]
         gain = rms * torch.tensor(fan_in, dtype=torch.float64, device="cpu").sqrt()
         places = which.nonzero().flatten().tolist()
+        patterns = [re.sub(r"\d+", "#", rows.names[place]) + str(rows.shapes[place]) for place in places]
         families: dict[str, list[int]] = {}
-        for place in places:
-            pattern = re.sub(r"\d+", "#", rows.names[place]) + str(rows.shapes[place])
+        for place, pattern in zip(places, patterns, strict=True):
             families.setdefault(pattern, []).append(place)
         found = []
-        for place in places:
-            pattern = re.sub(r"\d+", "#", rows.names[place]) + str(rows.shapes[place])
+        for place, pattern in zip(places, patterns, strict=True):
             like = [other for other in families[pattern] if other != place]
             if like and gain[place] > LARGE:
                 ratio = float(rms[place] / rms[like].median())
@@ -163,7 +160,7 @@ class Initialization(WholeRule):
     def _about(
         self, record: StepRecord, place: int, value: float, limit: float, text: str, advice: str
     ) -> Finding:
-        name = record.catalog.names[place]
+        name = record.names("weights")[place]
         text = f"{name}: {text}"
         return self.finding(record, record.step, name, value, limit, text, advice, self.severity, "weights")
 
@@ -183,26 +180,26 @@ class Untied(WholeRule):
     """
 
     name = "untied"
-    kept = (*WholeRule.kept, "count", "pairs", "told")
+    kept = (*WholeRule.kept, "count", "pairs", "reported")
 
     def __init__(self, *, severity: Severity = Severity.WARNING) -> None:
         super().__init__(severity)
         self.count = 0
         # names, first and second of each pair in turn
         self.pairs: list[str] = []
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def restart(self, size: int) -> None:
         """Start a new history."""
         super().restart(size)
-        self.count, self.pairs, self.told = 0, [], []
+        self.count, self.pairs, self.reported = 0, [], []
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Compare the weights that were equal in the first step."""
         found = []
         for first, second in () if record.model is None else record.model.untied:
-            if second not in self.told:
-                self.told.append(second)
+            if second not in self.reported:
+                self.reported.append(second)
                 text = f"{first} and {second} were one parameter, and are two now: they are tied no more"
                 found.append(self._about(record, second, text))
         if not record.has("weights"):
@@ -222,19 +219,18 @@ class Untied(WholeRule):
             if bool((columns[index[first]] != columns[index[second]]).any()):
                 place = self.pairs.index(first)
                 del self.pairs[place : place + 2]
-                text = (
-                    f"{first} and {second} had equal values at the start, and differ now: they are copies, "
-                )
-                found.append(self._about(record, second, text + "not tied weights"))
+                text = f"{first} and {second} had equal values at the start, and differ now: "
+                found.append(self._about(record, second, f"{text}they are copies, not tied weights"))
         return found
 
     def _copies(self, record: StepRecord, columns: Tensor) -> list[str]:
-        rows = record.catalog.parameters
+        rows = record.catalog.rows("weights")
+        numel, squares, total = [record.value(name, "weights") for name in ("numel", "sumsq", "sum")]
+        # equal sums of unequal elements: a matrix of one value, such as 0, is not a copy
+        varied = (squares * numel > total**2).tolist()
         groups: dict[tuple[Any, ...], list[int]] = {}
         for place, row in enumerate(columns.tolist()):
-            # equal sums of unequal elements: a matrix of one value, such as 0, is no copy
-            varied = row[COLUMN_INDEX["sumsq"]] * row[COLUMN_INDEX["numel"]] > row[COLUMN_INDEX["sum"]] ** 2
-            if len(rows.shapes[place]) >= 2 and varied:
+            if len(rows.shapes[place]) >= 2 and varied[place]:
                 groups.setdefault((rows.shapes[place], *row), []).append(place)
         pairs = [group for group in groups.values() if len(group) == 2]
         named = [(rows.names[first], rows.names[second]) for first, second in pairs]
@@ -268,12 +264,12 @@ class EvalMode(BaseRule):
     """
 
     name = "eval_mode"
-    kept = ("row", "since")
+    kept = ("streak", "since")
 
     def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
         super().__init__(severity)
         self.patience = patience
-        self.row = self.since = 0
+        self.streak = self.since = 0
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding if the model has been in evaluation mode for ``patience`` steps."""
@@ -281,12 +277,12 @@ class EvalMode(BaseRule):
             return []
         layers = record.model.evaluating
         if not layers:
-            self.row = 0
+            self.streak = 0
             return []
-        self.row += 1
-        if self.row == 1:
+        self.streak += 1
+        if self.streak == 1:
             self.since = record.step
-        if self.row < self.patience:
+        if self.streak < self.patience:
             return []
         text = f"the model is trained in evaluation mode since step {self.since}: {layers} behave as in "
         text += "inference"

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import OptimizerState, StepRecord
 
-__all__ = ["by_optimizers", "driver_of", "optimizers_of"]
-
 
 def driver_of(record: StepRecord) -> str:
     """Return who calls the monitor, as in `gradiometer.recorder.Driver`."""

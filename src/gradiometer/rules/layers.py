@@ -10,7 +10,7 @@ import torch
 
 from gradiometer.columns import Flag
 from gradiometer.recorder import label
-from gradiometer.rules.base import MOST, LastingRule, Sight, TensorRule
+from gradiometer.rules.base import MOST, LastingRule, Observation, TensorRule
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.flow import ROUTED
 from gradiometer.rules.history import NormHistory
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import Rows, StepRecord
     from gradiometer.rules.finding import Finding
 
-__all__ = ["Dead", "LayerImbalance"]
 
 REVIVE: Final = (
     "look for ReLUs that are never active before or after this layer, inputs that are always 0, a branch "
@@ -61,7 +60,7 @@ class Dead(LastingRule):
     ) -> None:
         super().__init__(severity, most, patience, min_dims)
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about gradients that have been dead for ``patience`` steps."""
         flagged = record.flags() & Flag.DEAD
         if not (self.counting or flagged.any()):
@@ -70,15 +69,15 @@ class Dead(LastingRule):
         if lasting is None:
             return []
 
-        def describe(place: int) -> Sight:
+        def describe(place: int) -> Observation:
             zeros = float(record.value("zero_fraction")[place])
             share = "all elements are 0" if zeros == 1.0 else f"{zeros:.1%} of its elements are 0"
             message = f"{share}, since step {int(self.since[place])}"
-            is_routed = ROUTED in record.catalog.names[place]
+            is_routed = ROUTED in record.names()[place]
             severity = min(self.severity, Severity.INFO) if is_routed else self.severity
-            return Sight(zeros, record.thresholds.dead, message, REVIVE, severity)
+            return Observation(zeros, record.thresholds.dead, message, REVIVE, severity)
 
-        return self.findings(record, "grads", lasting, self.row, describe, self.since)
+        return self.findings(record, "grads", lasting, self.streak, describe, self.since)
 
 
 class LayerImbalance(TensorRule):
@@ -130,12 +129,11 @@ class LayerImbalance(TensorRule):
         self.family = torch.tensor(
             [number.get(str(p), len(number)) for p in patterns], dtype=torch.int64, device="cpu"
         )
-
         self.related = self.family < len(number)
         numel = torch.tensor([math.prod(shape) for shape in rows.shapes], dtype=torch.float64, device="cpu")
         self.half_log_numel = numel.clamp_(min=1.0).log_().mul_(0.5)
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Compare the layers of each family."""
         norms = self.norms.of(record)
         known = norms.known & self.norms.settled & self.related
@@ -157,16 +155,16 @@ class LayerImbalance(TensorRule):
                 place, other = other, place
             found[place], badness[place], others[place] = True, spread[i], (other, len(rows))
 
-        def describe(place: int) -> Sight:
+        def describe(place: int) -> Observation:
             other, size = others[place]
             ratio = math.exp(min(float(badness[place]), 700.0))
             side = "smaller" if level[place] < level[other] else "larger"
             message = (
                 f"rms {float(level[place].exp()):.2g} is {side} than that of "
-                f"{label('grads', record.catalog.names[other])}, {float(level[other].exp()):.2g}, "
+                f"{label('grads', record.names()[other])}, {float(level[other].exp()):.2g}, "
                 f"by a factor of {ratio:.2g} ({size} layers have such a tensor)"
             )
-            return Sight(ratio, self.limit, message, REBALANCE, self.severity)
+            return Observation(ratio, self.limit, message, REBALANCE, self.severity)
 
         return self.findings(record, "grads", found, badness, describe)
 

@@ -1,4 +1,4 @@
-"""The ledger: joins sightings of the same condition into findings."""
+"""The ledger: joins findings about the same condition."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ if TYPE_CHECKING:
     from gradiometer.rules.finding import Finding
 
 
-__all__ = ["Ledger"]
-
-
 class Ledger:
-    """Collects findings; a sighting within ``gap`` steps of a finding with the same key extends that finding.
+    """Collects findings; one within ``gap`` steps of another with the same key extends that one.
 
     Attributes:
         findings: all of them, in the order in which they were first added.
@@ -31,15 +28,15 @@ class Ledger:
         self._open: dict[tuple[str, str | None, str | None], int] = {}
 
     def add(self, sightings: Iterable[Finding]) -> list[Finding]:
-        """Add the sightings of one step; return the findings that are new or have changed.
+        """Add the findings of one step; return those of the ledger that are new or have changed.
 
         Raises:
-            TypeError: for a sighting that is not a `Finding`, or with a field of another type that cannot be
+            TypeError: for an object that is not a `Finding`, or with a field of another type that cannot be
                 converted; the message names the field. Those before it are added.
         """
         changed: dict[int, Finding] = {}
-        for sighting in sightings:
-            seen = checked(sighting)
+        for finding in sightings:
+            seen = checked(finding)
             place = self._open.get(seen.key)
             if place is None or seen.first_step - self.findings[place].last_step > self.gap:
                 place = self._open[seen.key] = len(self.findings)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import StepRecord
 
-__all__ = ["LossSpike"]
 
 # the minimum deviation, as a share of the usual loss, and of the highest usual loss
 OF_USUAL: Final = 0.02

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import StepRecord
 
-__all__ = ["NonFinite"]
-
 
 ADVICE: Final = {
     "grads": "{skip}look for a division by 0, log(0), sqrt(0) or an fp16 "
@@ -30,6 +28,7 @@ ADVICE: Final = {
     "an fp16 overflow in the backward of what follows this activation",
     "updates": "the gradients were finite, so look at the optimizer: its eps, its state in half precision, "
     "the learning rate",
+    "other": "look at what computes these values, and at its inputs: log(0), a division by 0, an overflow",
     "loss": "look at this step's batch, and for log(0), an empty mean or an overflow in the loss",
     "nothing": "look for a batch without samples, a mask that selects nothing, and targets that are all "
     "ignored (ignore_index); divide a sum by max(count, 1) instead",
@@ -61,7 +60,7 @@ class NonFinite(BaseRule):
     """
 
     name = "nonfinite"
-    kept = ("row", "first")
+    kept = ("streak", "first")
 
     def __init__(
         self,
@@ -72,28 +71,24 @@ class NonFinite(BaseRule):
     ) -> None:
         super().__init__(severity)
         self.skipped, self.patience = Severity(skipped), patience
-        self.row = 0
+        self.streak = 0
         self.first: dict[str, object] | None = None
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return one finding if any value of this step is not finite."""
-        first = None if record.is_finite else first_nonfinite(record)
+        first = first_nonfinite(record)
         loss_is_bad = record.loss is not None and not math.isfinite(record.loss)
         if first is None and not loss_is_bad:
             if record.recorded:
-                self.row, self.first = 0, None
+                self.streak, self.first = 0, None
             return []
-        if (
-            first is not None
-            and first.kind == "activations"
-            and not loss_is_bad
-            and _has_finite_grads(record)
-        ):
-            self.row, self.first = 0, None
+        kind = None if first is None else first.kind.name
+        if first is not None and kind == "activations" and not loss_is_bad and len(record.nonfinite) == 1:
+            self.streak, self.first = 0, None
             return [self._harmless(record, first)]
-        self.row += 1
-        lasts = self.row >= self.patience
-        harmless = record.skipped and not lasts and not (first is not None and first.kind == "weights")
+        self.streak += 1
+        lasts = self.streak >= self.patience
+        harmless = record.skipped and not lasts and kind != "weights"
         skipped = self.skipped
         if record.model is not None and record.model.has_loss_scale and not loss_is_bad:
             skipped = min(skipped, Severity.INFO)
@@ -102,21 +97,22 @@ class NonFinite(BaseRule):
             # later steps have the same cause: they extend the first finding
             found = Finding.from_dict(self.first)
             if severity > found.severity and lasts:
-                found = replace(found, message=f"{found.message}; {self.row} steps in a row are not finite")
+                found = replace(
+                    found, message=f"{found.message}; {self.streak} steps in a row are not finite"
+                )
         elif first is not None:
             # without the step's number, which the finding has separately
             message = str(first_nonfinite_text(record)).partition(", ")[2]
-            advice = ADVICE[first.kind]
-            if loss_is_bad and first.kind in {"grads", "activation_grads"}:
+            advice = ADVICE.get(first.kind.name, ADVICE["other"])
+            if loss_is_bad and first.kind.is_backward:
                 # the loss comes before its gradients
                 message = f"the loss is {record.loss_text}; then {message}"
                 advice = ADVICE["both"]
             elif loss_is_bad:
                 message += f"; the loss is {record.loss_text}"
-            count = float(first.n_nan + first.n_inf)
             how = SKIP[driver_of(record)]
             advice = advice.format(how=how, skip="" if record.skipped else f"skip such steps{how}; ")
-            found = self._finding(first.kind, first.name, count, message, advice + LOCATE)
+            found = self._finding(kind, first.name, float(first.n_nonfinite), message, advice + LOCATE)
         else:
             text, advice = f"the loss is {record.loss_text}", ADVICE["loss"]
             if record.recorded and record.measured().any() and not record.value("abs_max").any():
@@ -131,8 +127,8 @@ class NonFinite(BaseRule):
     def _harmless(self, record: StepRecord, first: FirstNonfinite) -> Finding:
         message = str(first_nonfinite_text(record)).partition(", ")[2]
         message += "; the loss and all gradients are finite"
-        count = float(first.n_nan + first.n_inf)
-        found = self._finding(first.kind, first.name, count, message, ADVICE["activations"])
+        count = float(first.n_nonfinite)
+        found = self._finding(first.kind.name, first.name, count, message, ADVICE["activations"])
         severity = min(self.severity, Severity.INFO)
         return replace(found, severity=severity, first_step=record.step, last_step=record.step)
 
@@ -142,10 +138,7 @@ class NonFinite(BaseRule):
         if key == "first" and value is not None:
             checked(Finding.from_dict(value))
 
-    def _finding(self, kind: object, tensor: str | None, value: float, message: str, advice: str) -> Finding:
-        return Finding(self.name, self.severity, 0, 0, kind, tensor, value, 0.0, message, advice)  # type: ignore[arg-type]
-
-
-def _has_finite_grads(record: StepRecord) -> bool:
-    others = [table for table in record.tables.values() if table.kind.name != "activations"]
-    return not any([x.total("n_nonfinite") for x in others if "n_nonfinite" in x.kind.schema])
+    def _finding(
+        self, kind: str | None, tensor: str | None, value: float, message: str, advice: str
+    ) -> Finding:
+        return Finding(self.name, self.severity, 0, 0, kind, tensor, value, 0.0, message, advice)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from gradiometer.columns import Flag
 from gradiometer.recorder import label
-from gradiometer.rules.base import MOST, LastingRule, Sight, SpikeRule, TensorRule
+from gradiometer.rules.base import MOST, LastingRule, Observation, SpikeRule, TensorRule
 from gradiometer.rules.finding import Finding, Severity, times
 from gradiometer.rules.history import NormHistory
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import StepRecord
 
-__all__ = ["Exploding", "NormSpike", "Vanishing"]
 
 # a norm above the threshold has severity info, unless it is more than this many times its usual level
 RISING: Final = 10.0
@@ -72,7 +71,7 @@ class Exploding(TensorRule):
         self.deviations, self.share = deviations, share
         self.norms = norms or NormHistory()
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's norms with the threshold and the history."""
         norm, x, _, flags, any_flag, (z, usual, deviation) = self.norms.of(record)
         own = z > self.deviations
@@ -89,18 +88,18 @@ class Exploding(TensorRule):
         major = own | (flagged & risen)
         threshold, settled = record.thresholds.exploding, self.norms.settled
 
-        def describe(place: int) -> Sight:
+        def describe(place: int) -> Observation:
             value = float(norm[place])
             severity = self.severity if major[place] else min(self.severity, Severity.INFO)
             if own[place]:
                 limit = float((usual[place] + self.deviations * deviation[place]).exp())
                 base = float(usual[place].exp())
                 message = f"norm {value:.3g}, {times(value / base)} its usual {base:.3g}"
-                return Sight(value, limit, message, LOWER_LR, severity)
+                return Observation(value, limit, message, LOWER_LR, severity)
             message = f"norm {value:.3g} is above the threshold {threshold:g}"
             if not major[place] and settled[place]:
                 message += ", as usual for it"
-            return Sight(value, threshold, message, RAISE_THRESHOLD, severity)
+            return Observation(value, threshold, message, RAISE_THRESHOLD, severity)
 
         return self.findings(record, "grads", flagged | own, norm + major * norm.amax(), describe)
 
@@ -126,7 +125,7 @@ class Vanishing(LastingRule):
     """
 
     name = "vanishing"
-    kept = (*LastingRule.kept, "norms", "all_row")
+    kept = (*LastingRule.kept, "norms", "all_streak")
 
     def __init__(
         self,
@@ -141,14 +140,14 @@ class Vanishing(LastingRule):
         super().__init__(severity, most, patience, min_dims)
         self.deviations = deviations
         self.norms = norms or NormHistory()
-        self.all_row = 0
+        self.all_streak = 0
 
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
-        self.all_row = 0
+        self.all_streak = 0
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's norms with the threshold and the history."""
         norm, x, known, flags, any_flag, (z, usual, deviation) = self.norms.of(record)
         total, threshold = record.total("finite_norm"), record.thresholds.vanishing
@@ -167,25 +166,25 @@ class Vanishing(LastingRule):
         if lasting is None:
             return everything
 
-        def describe(place: int) -> Sight:
+        def describe(place: int) -> Observation:
             value, since = float(norm[place]), int(self.since[place])
             message = f"norm {value:.3g}, since step {since} "
             if faint[place]:
                 message += f"less than a millionth of the total norm {total:.3g}"
-                return Sight(value, total / FAINT, message, VANISHES, self.severity)
+                return Observation(value, total / FAINT, message, VANISHES, self.severity)
             if flagged[place]:
                 message += f"below the threshold {threshold:g}, while the total norm is {total:.3g}"
-                return Sight(value, threshold, message, VANISHES, self.severity)
+                return Observation(value, threshold, message, VANISHES, self.severity)
             limit = float((usual[place] - self.deviations * deviation[place]).exp())
             base = float(usual[place].exp())
             message += f"far below its usual {base:.3g}, by more than the median decline of all gradients"
-            return Sight(value, limit, message, VANISHES, self.severity)
+            return Observation(value, limit, message, VANISHES, self.severity)
 
         return self.findings(record, "grads", lasting, -x, describe, self.since) + everything
 
     def _everything(self, record: StepRecord, total: float, threshold: float) -> list[Finding]:
-        self.all_row = self.all_row + 1 if 0 < total < threshold else 0
-        if self.all_row < self.patience:
+        self.all_streak = self.all_streak + 1 if 0 < total < threshold else 0
+        if self.all_streak < self.patience:
             return []
         message = (
             f"total gradient norm {total:.3g} is below the threshold {threshold:g}: training has converged, "
@@ -214,7 +213,7 @@ class NormSpike(SpikeRule):
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's total norm with the history."""
-        if not record.recorded or not (record.is_finite or record.total("n_nonfinite") == 0):
+        if not record.has("grads") or record.total("n_nonfinite"):
             return []
         squares = record.value("sumsq")
         spike = self.spike(squares)
@@ -223,6 +222,6 @@ class NormSpike(SpikeRule):
         total, usual, limit, place = spike
         message = f"total gradient norm {total:.3g}, {times(total / usual)} its usual {usual:.3g}; "
         message += f"{float(squares[place]) / total**2:.0%} of its square comes from "
-        message += label("grads", record.catalog.names[place])
+        message += label("grads", record.names()[place])
         step = record.step
         return [Finding(self.name, self.severity, step, step, "grads", None, total, limit, message, LOWER_LR)]

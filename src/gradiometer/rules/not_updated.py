@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from gradiometer.rules.base import WholeRule, modules_text
+from gradiometer.rules.base import ChangeRule, mask, modules_text
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.known import driver_of, optimizers_of
 from gradiometer.rules.optimizer import RATE_OF_GROUP, SCHEDULE, learning_rates
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import OptimizerState, Rows, StepRecord
 
-__all__ = [
-    "LEFT_OUT",
-    "MAY_LACK",
-    "OF_GROUP",
-    "SHORT",
-    "SMALL",
-    "NotUpdated",
-    "add_advice",
-    "small_updates_advice",
-]
 
 STEP: Final = (
     "call optimizer.step() in each step, and create the optimizer with the parameters of this model, after "
@@ -61,7 +51,7 @@ SMALL: Final = 1e-6
 SHORT: Final = ("bfloat16", "float16", "float8", "float4")
 
 
-class NotUpdated(WholeRule):
+class NotUpdated(ChangeRule):
     """Weights that stay exactly the same although their gradients are not 0.
 
     It needs a Monitor with ``weights=True`` or ``updates=True``. If this holds for all weights, the
@@ -82,12 +72,12 @@ class NotUpdated(WholeRule):
     """
 
     name = "not_updated"
-    kept = (*WholeRule.kept, "row", "since", "cause", "has_learned")
+    kept = (*ChangeRule.kept, "streak", "since", "cause", "has_learned")
 
     def __init__(self, *, patience: int = 10, severity: Severity = Severity.WARNING) -> None:
         super().__init__(severity)
         self.patience = patience
-        self.row = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self.streak = self.since = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.cause = torch.zeros(0, dtype=torch.int64, device="cpu")
         # whether the learning rate of its group was above 0
         self.has_learned = torch.zeros(0, dtype=torch.bool, device="cpu")
@@ -96,19 +86,16 @@ class NotUpdated(WholeRule):
     def restart(self, size: int) -> None:
         """Start a new history of ``size`` tensors."""
         super().restart(size)
-        self.row, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
+        self.streak, self.since = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.cause = torch.zeros(size, dtype=torch.int64, device="cpu")
         self.has_learned = torch.zeros(size, dtype=torch.bool, device="cpu")
 
     def prepare(self, rows: Rows) -> None:
         """Leave out single numbers, whose updates may be lost in rounding, and find what `Stuck` reports."""
-        self._counts = torch.tensor(
-            [math.prod(shape) > 1 for shape in rows.shapes], dtype=torch.bool, device="cpu"
-        )
-        short = [dtype.startswith(SHORT) for dtype in rows.dtypes]
-        self._short = torch.tensor(short, dtype=torch.bool, device="cpu")
+        self._counts = mask([math.prod(shape) > 1 for shape in rows.shapes])
+        self._short = mask([dtype.startswith(SHORT) for dtype in rows.dtypes])
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding about the weights that have stayed the same for ``patience`` steps."""
         moved, known = self.moved(record), optimizers_of(record)
         if known is not None:
@@ -126,18 +113,18 @@ class NotUpdated(WholeRule):
             active = (norm > SMALL * record.total()) & norm.isfinite()
             if record.model is not None and len(record.model.requires_grad) == len(active):
                 # a parameter that was frozen may still have the gradient of an earlier step
-                active &= torch.tensor(record.model.requires_grad, dtype=torch.bool, device="cpu")
+                active &= mask(record.model.requires_grad)
             still &= active
         if not still.any():
-            if self.row.any():
-                self.row = torch.zeros_like(self.row)
+            if self.streak.any():
+                self.streak = torch.zeros_like(self.streak)
             return []
         before, self.cause = self.cause, self._causes(known)
         # a finding is about the steps in which its cause held
-        row = self.row * (self.cause == before)
-        self.row = torch.where(active | moved, (row + 1.0).mul_(still), row)
-        self.since = torch.where(still & (self.row == 1.0), float(record.step), self.since)
-        lasting = still & (self.row >= self.patience)
+        streak = self.streak * (self.cause == before)
+        self.streak = torch.where(active | moved, (streak + 1.0).mul_(still), streak)
+        self.since = torch.where(still & (self.streak == 1.0), float(record.step), self.since)
+        lasting = still & (self.streak >= self.patience)
         if not lasting.any():
             return []
         if known is None:
@@ -224,7 +211,7 @@ class NotUpdated(WholeRule):
         *,
         is_all: bool = False,
     ) -> Finding:
-        places, names = which.nonzero().flatten().tolist(), record.catalog.names
+        places, names = which.nonzero().flatten().tolist(), record.names()
         since, share = int(self.since[places].min()), len(places) / len(names)
         text = f"{modules_text(names, places)}: the weights stay exactly the same since step {since}, though "
         text += f"their gradients are not 0: {cause}"

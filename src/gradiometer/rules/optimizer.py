@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import StepRecord
 
-__all__ = ["Accumulating", "LearningRate", "UpdateSpike", "learning_rates"]
 
 RESET: Final = "call zero_grad() once in each step, after optimizer.step() or before backward()"
 STATE: Final = (
@@ -67,7 +66,7 @@ class Accumulating(WholeRule):
         self.count, self.last_step, self.is_rising, self.is_exact = 0, -1, True, True
         self.first_norms = self.norms = torch.zeros(size, dtype=torch.float64, device="cpu")
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Compare the norms with those of the step before."""
         if not self.is_rising:
             return []
@@ -262,7 +261,7 @@ class UpdateSpike(SpikeRule):
         severity = min(self.severity, Severity.INFO) if has_risen else self.severity
         text = f"the update's norm is {norm:.3g}, {times(norm / usual)} its usual {usual:.3g}; "
         text += f"{float(squares[place]) / norm**2:.0%} of its square comes from "
-        text += label("updates", record.catalog.names[place])
+        text += label("updates", record.names("updates")[place])
         step = record.step
         return [Finding(self.name, severity, step, step, "updates", None, norm, limit, text, STATE)]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from gradiometer.rules.base import MOST, Sight, TensorRule
+from gradiometer.rules.base import MOST, Observation, TensorRule
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.known import optimizers_of
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import Rows, StepRecord
     from gradiometer.rules.finding import Finding
 
-__all__ = ["ChangedOutside"]
 
 # Above this relative difference of sums of squares, weights differ: equal ones at other addresses differ less
 ROUNDING: Final = 1e-12
@@ -49,6 +48,7 @@ class ChangedOutside(TensorRule):
     """
 
     name = "changed_outside"
+    kinds: ClassVar[tuple[str, ...]] = ("updates",)
     kept = (*TensorRule.kept, "after", "after_step", "times", "compared", "since")
 
     def __init__(self, *, most: int = MOST, severity: Severity = Severity.WARNING) -> None:
@@ -78,10 +78,8 @@ class ChangedOutside(TensorRule):
         if len(self.after) != len(rows.names):
             self.restart(len(rows.names))
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about the weights that have changed since the last step."""
-        if not record.has("updates"):
-            return []
         known = record.measured("updates") & (record.value("n_nonfinite", "updates") == 0)
         before = torch.where(known, record.value("sumsq_b", "updates"), torch.nan)
         last, last_step = self.after, self.after_step
@@ -102,14 +100,16 @@ class ChangedOutside(TensorRule):
         norms, were = before.sqrt(), last.sqrt()
         change = (norms - were).abs() / were.clamp(min=1e-300)
 
-        def describe(place: int) -> Sight:
+        def describe(place: int) -> Observation:
             if self.times[place] > RARE * self.compared[place]:
                 message = "something other than optimizer.step() changes this weight between steps"
-                return Sight(float(change[place]), 0.0, message, ADVICE, min(self.severity, Severity.INFO))
+                return Observation(
+                    float(change[place]), 0.0, message, ADVICE, min(self.severity, Severity.INFO)
+                )
             message = "something other than optimizer.step() has changed this weight between steps "
             message += f"{record.step - 1} and {record.step}, its norm from {float(were[place]):.4g} to "
             message += f"{float(norms[place]):.4g}"
-            return Sight(float(change[place]), 0.0, message, ADVICE, self.severity)
+            return Observation(float(change[place]), 0.0, message, ADVICE, self.severity)
 
         rare = self.times <= RARE * self.compared
         since = torch.where(rare, float(record.step), self.since)

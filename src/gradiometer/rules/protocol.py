@@ -10,15 +10,12 @@ if TYPE_CHECKING:
     from gradiometer.recorder import StepRecord
     from gradiometer.rules.finding import Finding
 
-__all__ = ["Rule"]
-
 
 @runtime_checkable
 class Rule(Protocol):
     """Checks one step after the other, in order, and reports findings. Runs on a background thread.
 
-    Each check returns sightings: a `Finding` each, which ends at this step. A `Ledger` joins those that
-    belong together.
+    Each check returns findings that end at this step. A `Ledger` joins those that belong together.
     """
 
     name: str

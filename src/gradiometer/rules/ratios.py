@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from gradiometer.columns import derived
+from gradiometer.columns import TENSORS
+from gradiometer.columns.roots import sqrt
 from gradiometer.inputs import Named, named_parameters
-from gradiometer.rules.base import MOST, Sight, TensorRule
+from gradiometer.rules.base import CHANGES, MOST, Observation, TensorRule, mask
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.rules.history import History
 from gradiometer.rules.known import by_optimizers
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import Rows, StepRecord
     from gradiometer.stats import GroupRule
 
-__all__ = ["GroupRatio", "UpdateRatio"]
 
 # recorded steps before a ratio counts: until then, weights that started at 0 consist of updates only
 SETTLE: Final = 20
@@ -68,7 +68,8 @@ class UpdateRatio(TensorRule):
     """
 
     name = "update_ratio"
-    kept = (*TensorRule.kept, "seen", "ratios", "lowest", "before", "before_step", "row", "since")
+    kinds: ClassVar[tuple[str, ...]] = CHANGES
+    kept = (*TensorRule.kept, "seen", "ratios", "lowest", "before", "before_step", "streak", "since")
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class UpdateRatio(TensorRule):
         self.ratios = History(LEAST, WINDOW)
         self.seen = self.before = self.lowest = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.before_step: int | None = None
-        self.row = self.since = 0
+        self.streak = self.since = 0
         self.wide = torch.zeros(0, dtype=torch.bool, device="cpu")
 
     def check_value(self, key: str, value: Any) -> None:
@@ -102,23 +103,21 @@ class UpdateRatio(TensorRule):
         self.seen, self.before = torch.zeros(2, size, dtype=torch.float64, device="cpu").unbind()
         self.lowest = torch.full_like(self.seen, math.inf)
         self.before_step = None
-        self.row = self.since = 0
+        self.streak = self.since = 0
 
     def prepare(self, rows: Rows) -> None:
         """Find the tensors of at least two dimensions."""
-        self.wide = torch.tensor([len(shape) >= 2 for shape in rows.shapes], dtype=torch.bool, device="cpu")
+        self.wide = mask([len(shape) >= 2 for shape in rows.shapes])
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Add this step's ratios to the averages, and compare these with the band."""
-        exact = record.has("updates")
-        if not exact and not record.has("weights"):
-            return []
+        exact = "updates" in record.catalog.kinds
         # squares of the norms of finite elements; NonFinite reports the others
         if exact:
             square, change = record.value("sumsq_b", "updates"), record.value("sumsq", "updates")
         else:
             square = record.value("sumsq", "weights")
-            change = self._change(derived.sqrt(square), record.step)
+            change = self._change(sqrt(square), record.step)
         change = by_optimizers(record, change)
         x = torch.where(self.wide, (change / square).log_().mul_(0.5), math.nan)
         self.seen = self.seen + x.isfinite()
@@ -137,14 +136,14 @@ class UpdateRatio(TensorRule):
         # in a small or new model, updates of a fifth of the weights can be healthy
         fast = (mean > math.log(FAST)) | (mean > self.lowest + math.log(RISING))
 
-        def describe(place: int) -> Sight:
+        def describe(place: int) -> Observation:
             value = float(mean[place].exp())
             if above[place]:
                 message = f"update is {bound}{value:.2g} of the weight's norm, above the band {self._band()}"
                 severity = self.severity if fast[place] else min(self.severity, Severity.INFO)
-                return Sight(value, self.high, message, TOO_FAST, severity)
+                return Observation(value, self.high, message, TOO_FAST, severity)
             message = f"update is {value:.2g} of the weight's norm, below the band {self._band()}"
-            return Sight(value, self.low, message, TOO_SLOW, min(self.severity, Severity.INFO))
+            return Observation(value, self.low, message, TOO_SLOW, min(self.severity, Severity.INFO))
 
         badness = torch.where(above, mean - math.log(self.high), -1 / (1 + mean.abs()))
         return whole + self.findings(record, "updates" if exact else "weights", found, badness, describe)
@@ -159,10 +158,10 @@ class UpdateRatio(TensorRule):
         else:
             return []
         ratio = math.sqrt(float(change.sum()) / max(square, 1e-300))
-        self.row = self.row + 1 if ratio > WHOLE else 0
-        if self.row == 1:
+        self.streak = self.streak + 1 if ratio > WHOLE else 0
+        if self.streak == 1:
             self.since = record.step
-        if self.row < FEW:
+        if self.streak < FEW:
             return []
         text = f"all updates together have {ratio:.2g} times the norm of all weights: "
         text += "the learning rate is too large, or the weights are too small for it"
@@ -202,7 +201,7 @@ class GroupRatio(TensorRule):
     """
 
     name = "group_ratio"
-    kept = (*TensorRule.kept, "row", "since")
+    kept = (*TensorRule.kept, "streak", "since")
 
     def __init__(
         self,
@@ -224,46 +223,46 @@ class GroupRatio(TensorRule):
                 raise ValueError(msg)
         self.groups = {name: groups[name] for name in (numerator, denominator)}
         self.low, self.high, self.patience = low, high, patience
-        self.row = self.since = 0
+        self.streak = self.since = 0
         self._model = None if model is None else Named(*named_parameters(model, "GroupRatio"))
-        self._rows: dict[str, list[int]] = {}
+        self._members: dict[str, list[int]] = {}
 
     def restart(self, size: int) -> None:
         """Start a new history."""
         del size
-        self.row = self.since = 0
+        self.streak = self.since = 0
 
     def prepare(self, rows: Rows) -> None:
         """Find the groups' tensors."""
         for name, rule in self.groups.items():
-            self._rows[name] = grouping.members(rows.names, name, rule, self._model)
-            if not self._rows[name]:
+            self._members[name] = grouping.members(rows.names, name, rule, self._model)
+            if not self._members[name]:
                 msg = f"GroupRatio: no tensor belongs to the group {name!r}; change its rule, {rule!r}"
                 raise ValueError(msg)
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Compare this step's ratio with the bounds."""
-        columns = torch.stack([derived.merge_rows(record.columns()[rows]) for rows in self._rows.values()])
+        columns = torch.stack([TENSORS.merge_rows(record.columns()[rows]) for rows in self._members.values()])
         stats = TensorStats(
-            tuple(self._rows), columns, torch.zeros(2, dtype=torch.int32, device="cpu"), record.thresholds
+            tuple(self._members), columns, torch.zeros(2, dtype=torch.int32, device="cpu"), record.thresholds
         )
-        above, below = self._rows
+        above, below = self._members
         ratio = float(group_ratio(stats, above, below))
         # the ratio to a norm that is Inf would be 0
         if not (stats.numel > 0).all() or stats.found_inf or not math.isfinite(ratio):
             return []
         if self.low <= ratio <= self.high:
-            self.row = 0
+            self.streak = 0
             return []
-        self.row += 1
-        if self.row == 1:
+        self.streak += 1
+        if self.streak == 1:
             self.since = record.step
-        if self.row < self.patience:
+        if self.streak < self.patience:
             return []
         side, limit = ("above", self.high) if ratio > self.high else ("below", self.low)
         message = f"rms gradient of {above!r} is {ratio:.3g} times that of {below!r}, {side} {limit:g}"
         # a group is not a tensor, but two such rules need separate findings
-        tensor = record.catalog.names[self._rows[above][0]]
+        tensor = record.names()[self._members[above][0]]
         step = record.step
         return [
             Finding(

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from gradiometer.recorder import StepRecord
 
-__all__ = ["ReplicaDivergence"]
 
 ADVICE: Final = (
     "look for an update that only some ranks make, for weights that were not broadcast at the start, and for "
@@ -45,9 +44,7 @@ class ReplicaDivergence(BaseRule):
 
     def check(self, record: StepRecord) -> Iterable[Finding]:
         """Return a finding about each of the first weights that differ."""
-        if not record.recorded:
-            return []
-        if not (record.diverged or self.names):
+        if not record.has("weights") or not (record.diverged or self.names):
             return []
         before = dict(zip(self.names, self.since.tolist(), strict=False))
         steps = {name: before.get(name, record.step) for name in record.diverged}
@@ -64,5 +61,5 @@ class ReplicaDivergence(BaseRule):
             message = f"{name}: {record.diverged[name]} since step {since}"
             message += "" if findings else others
             found = since, record.step, "weights", name, count, 0.0, message, ADVICE
-            findings.append(Finding(self.name, self.severity, *found))  # type: ignore[arg-type]
+            findings.append(Finding(self.name, self.severity, *found))
         return findings

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
-from gradiometer.rules.base import MOST, LastingRule, Sight
+from gradiometer.rules.base import MOST, LastingRule, Observation, mask
 from gradiometer.rules.finding import Severity
 from gradiometer.rules.known import optimizers_of
 from gradiometer.rules.not_updated import SHORT, SMALL, add_advice, small_updates_advice
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from gradiometer.recorder import Rows, StepRecord
     from gradiometer.rules.finding import Finding
 
-__all__ = ["Stuck"]
 
 # share of stuck elements above which a finding is a warning
 NEARLY_ALL: Final = 0.9
@@ -56,6 +55,7 @@ class Stuck(LastingRule):
     """
 
     name = "stuck"
+    kinds: ClassVar[tuple[str, ...]] = ("updates",)
     kept = (*LastingRule.kept, "rate", "highest")
 
     def __init__(
@@ -81,16 +81,12 @@ class Stuck(LastingRule):
 
     def prepare(self, rows: Rows) -> None:
         """Leave out single numbers, and find the tensors of 16 bits or less."""
-        self.wide = torch.tensor(
-            [math.prod(shape) > 1 for shape in rows.shapes], dtype=torch.bool, device="cpu"
-        )
-        self._is_short = torch.tensor(
-            [dtype.startswith(SHORT) for dtype in rows.dtypes], dtype=torch.bool, device="cpu"
-        )
+        self.wide = mask([math.prod(shape) > 1 for shape in rows.shapes])
+        self._is_short = mask([dtype.startswith(SHORT) for dtype in rows.dtypes])
 
-    def look(self, record: StepRecord) -> Iterable[Finding]:
+    def examine(self, record: StepRecord) -> Iterable[Finding]:
         """Return findings about the tensors that have been stuck for ``patience`` steps."""
-        if not record.has("updates") or record.skipped:
+        if record.skipped:
             return []
         rates, optimizers = learning_rates(record).values(), optimizers_of(record)
         highest = None if optimizers is None else optimizers.highest_rate
@@ -113,7 +109,7 @@ class Stuck(LastingRule):
         if self.rate < ENDING * self.highest:
             severe = torch.zeros_like(severe)
 
-        def describe(place: int) -> Sight:
+        def describe(place: int) -> Observation:
             value, dtype = float(share[place]), record.catalog.dtypes[place]
             part = "all" if value == 1.0 else f"{math.floor(100 * value)}%"
             message = f"{part} of the elements whose gradient is not 0 stay the same since step "
@@ -128,7 +124,7 @@ class Stuck(LastingRule):
                 message += f"{small}, or optimizer.step() is not called or leaves this tensor out"
                 advice = f"{advice}; {add_advice(None)}"
             severity = self.severity if severe[place] else min(self.severity, Severity.INFO)
-            return Sight(value, self.fraction, message, advice, severity)
+            return Observation(value, self.fraction, message, advice, severity)
 
         # larger gradients first, if the shares are equal
         badness = share + norm / norm.max().clamp(min=1e-300) * 1e-3

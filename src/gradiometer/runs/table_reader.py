@@ -103,9 +103,10 @@ class TableReader(OpenedRun):
             last: only up to and including this step.
 
         Returns:
-            S steps, ascending, and ``(S, N) float64``, for the names ``catalog.names_of(kind)``. NaN where the tensor was not measured in that step. A norm is also NaN or inf where the tensor has
-            a NaN or Inf; ``matrix("n_nan")`` distinguishes the cases, and ``matrix("finite_norm")`` is the
-            norm of the finite elements. Of a kind that is stored sparsely, only steps that have it.
+            S steps, ascending, and ``(S, N) float64``, of ``catalog.names_of(kind)``. NaN where the
+            tensor was not measured in that step. A norm is also NaN or inf where the tensor has a NaN or Inf;
+            ``matrix("n_nan")`` distinguishes the cases, and ``matrix("finite_norm")`` is the norm of the
+            finite elements. Of a kind that is stored sparsely, only steps that have it.
         """
         steps, found = self.matrices([statistic], kind, first=first, last=last)
         return steps, found[statistic]

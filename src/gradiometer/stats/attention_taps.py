@@ -14,15 +14,6 @@ if TYPE_CHECKING:
 
     from gradiometer.stats.taps import Taps
 
-__all__ = [
-    "EXPERT_LOAD",
-    "MAX_LOGIT",
-    "MAX_LOGIT_BOUND",
-    "ROUTER_ENTROPY",
-    "tap_attention",
-    "tap_router",
-]
-
 # what follows the name of a call in the names of its rows
 MAX_LOGIT: Final = ".max_logit"
 MAX_LOGIT_BOUND: Final = ".max_logit_bound"

@@ -15,8 +15,6 @@ from gradiometer.stats.measure import plain
 if TYPE_CHECKING:
     from gradiometer.inputs import Tensors
 
-__all__ = ["BlockLosses", "block_losses"]
-
 # elements that are converted to float64 at a time
 _PIECE: Final = 2**22
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters, Tensors
     from gradiometer.stats.tensor_stats import TensorStats
 
-__all__ = ["collect", "collect_grads", "collect_weights", "grad_norm", "total_norm"]
-
 
 def collect_grads(
     model: Parameters,

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
-__all__ = ["EMA", "Smoothed"]
-
 _LARGEST: Final = sys.float_info.max
 
 

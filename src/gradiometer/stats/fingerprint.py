@@ -26,8 +26,6 @@ from gradiometer.inputs import (
 from gradiometer.stats.host_copy import outside_of_a_graph
 from gradiometer.stats.measure import dense, measure
 
-__all__ = ["NOT_COMPARED", "fingerprint", "leaves", "texts"]
-
 # the end of the text of an object that is not read
 NOT_COMPARED: Final = ", not compared"
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
-__all__ = ["Float64Module", "first_unfit"]
-
 
 class Float64Module(nn.Module):
     """A module whose buffers, usually in float64, keep their dtypes when its owner is cast.

@@ -16,8 +16,6 @@ from gradiometer.stats.tensor_stats import TensorStats
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["group_ratio"]
-
 # maximum number of names in an error message
 _NAMES: Final = 10
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from gradiometer.inputs import Named
 
-__all__ = ["GroupRule", "by_module", "members", "module_of", "pairs_of"]
-
 # a regular expression searched in the name, a predicate of the name, exact names, or modules
 GroupRule = (
     str | re.Pattern[str] | Callable[[str], bool] | Collection[str] | nn.Module | Collection[nn.Module]

@@ -13,8 +13,6 @@ from gradiometer.ops import is_capturing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Pending", "fetch", "outside_of_a_graph"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from gradiometer.stats.tensor_stats import TensorStats
 if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
 
-__all__ = ["grads_in_graph"]
-
 
 def grads_in_graph(model: Parameters, thresholds: Thresholds) -> TensorStats | None:
     """Return the statistics of the gradients of a module; None unless each is an ordinary dense tensor."""

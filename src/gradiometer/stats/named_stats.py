@@ -91,11 +91,9 @@ class NamedStats(Generic[R]):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         stats_pytree.register(cls)
-        schema = cls.schema
-        _CLASSES[schema] = cls
-        # sparse columns are too many for names of their own
-        first = schema.width if schema.storage == "sparse" else 0
-        for name in schema.names[first:]:
+        if "schema" in vars(cls):
+            _CLASSES[cls.schema] = cls
+        for name in cls.schema.attributes:
             if not hasattr(cls, name):
                 value = DeviceValue()
                 value.__set_name__(cls, name)

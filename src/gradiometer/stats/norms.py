@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from gradiometer.distributed import Ranks
 
-__all__ = ["Norms", "finite_norm", "norms_of", "order_of"]
-
 # number of elements converted to fp64 at a time, for orders that the columns do not hold
 _PIECE: Final = 2**20
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from gradiometer.inputs import Parameters
     from gradiometer.stats.precision_report import PrecisionReport
 
-__all__ = ["precision_report"]
-
 
 def precision_report(
     source: Parameters | ExponentStats, formats: Iterable[Any] | None = None

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["is_repeating", "keep_in_repeats", "repeating"]
-
 
 class _Owner(Protocol):
     """A recorder, taps, or another object with buffers that a step writes."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from gradiometer.stats.taps import Taps
 
-__all__ = ["begin", "end", "forget", "is_in_backward", "taps_of"]
-
 
 class _Mark:
     """A local variable of a frame that calls a model. It is freed with the frame."""

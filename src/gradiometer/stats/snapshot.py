@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from gradiometer.inputs import Parameters
 
-__all__ = ["Snapshot"]
-
 # elements of a chunk, which the kernels read in one piece
 CHUNK: Final = 2**12
 

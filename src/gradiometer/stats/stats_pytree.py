@@ -12,8 +12,6 @@ from gradiometer.distributed import Sharding
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["register"]
-
 # The structure of stats as plain values, since strict torch.export cannot rebuild other constants: names,
 # the sharding (() for None), those of ``_VALUES`` that are there, by name, and the names of the tensors and
 # stats in them.

@@ -154,8 +154,7 @@ class TableReport(Mapping[str, Row]):
     def _values(self) -> tuple[str, ...]:
         """The names of the rows' values, in order."""
         if self._row_class is None:
-            # sparse columns are too many for attributes
-            return self.schema.names[self.schema.width if self.schema.storage == "sparse" else 0 :]
+            return self.schema.attributes
         return tuple([field.name for field in fields(self._row_class) if field.name not in _OTHERS])
 
     def _lists(self, columns: Tensor) -> list[list[Any]]:
@@ -265,13 +264,16 @@ class TableReport(Mapping[str, Row]):
         Raises:
             ImportError: without pandas; ``pip install 'gradiometer[frame]'`` installs it.
         """
-        values = self._own_dicts()
-        columns = [*self._values]
-        columns += ["flags"] * (self._flags is not None) + ["fingerprint"] * (self._fingerprints is not None)
+        values, columns = self._flat()
         if self.is_reduced:
             columns.append("rank")
             values = {name: row | {"rank": self.ranks.get(name, -1)} for name, row in values.items()}
         return frame(values, "name", columns)
+
+    def _flat(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """Return plain values of each row by name, and the names of the values."""
+        more = ["flags"] * (self._flags is not None) + ["fingerprint"] * (self._fingerprints is not None)
+        return self._own_dicts(), [*self._values, *more]
 
     # the printed table
 

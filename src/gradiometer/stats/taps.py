@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from gradiometer.stats.grouping import GroupRule
 
-__all__ = ["Taps", "tap"]
-
 # modules whose output has its channels in dimension 1
 _CHANNELS_FIRST: Final = (
     nn.modules.conv._ConvNd,  # noqa: SLF001 the base of all convolutions has no public name

@@ -1,0 +1,149 @@
+"""What is known of an operation in a model: names of its tensors, its module, and the line that called it."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradiometer.control.located import Located, Operand, describe
+from gradiometer.control.operations import (
+    Argument,
+    Source,
+    is_backward,
+    key_of,
+    next_number,
+    source_of,
+    storage_of,
+    tensors_in,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class _ForwardOperation(NamedTuple):
+    """The operation that made a node of the autograd graph."""
+
+    name: str
+    source: Source | None
+    module: str | None
+
+
+class ModelContext:
+    """Names of modules and tensors, the module that runs, and the operations that made the autograd graph.
+
+    Args:
+        roots: models and the prefixes of the names of their modules.
+
+    Attributes:
+        paths: the name of each module.
+        parameters: the name of each parameter.
+        buffers: all buffers and their names.
+        first_node: nodes of the autograd graph with lower numbers were made before.
+    """
+
+    first_node = 0
+
+    def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
+        self.paths: dict[nn.Module, str] = {}
+        self.parameters: dict[Tensor, str] = {}
+        self.buffers: list[tuple[str, Tensor]] = []
+        # by the address of the storage
+        self._labels: dict[int, str] = {}
+        self._inputs: dict[int, tuple[StorageWeakRef, str]] = {}
+        # names of the modules that run
+        self._stack: list[str] = []
+        self._forward: dict[int, _ForwardOperation] = {}
+        for prefix, root in roots:
+            for name, module in root.named_modules():
+                self.paths.setdefault(module, (prefix + name).removesuffix(".") if name else prefix[:-1])
+            for name, p in root.named_parameters():
+                self.parameters.setdefault(p, prefix + name)
+                self._labels.setdefault(key_of(p), f"parameter {prefix + name}")
+            for name, tensor in root.named_buffers():
+                self.buffers.append((prefix + name, tensor))
+                self._labels.setdefault(key_of(tensor), f"buffer {prefix + name}")
+        for leaf, name in self.parameters.items():
+            if leaf.is_leaf and leaf.grad is not None:
+                self._labels.setdefault(key_of(leaf.grad), f"gradient {name}.grad")
+
+    # tensors
+
+    def record_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the names of a model's arguments, as a hook before its forward."""
+        try:
+            bound = signature(module.forward).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):
+            bound = {f"argument {i}": x for i, x in enumerate(args)} | kwargs
+        for name, value in bound.items():
+            for tensor in tensors_in(value):
+                key = key_of(tensor)
+                if key and key not in self._inputs and key not in self._labels:
+                    self._inputs[key] = StorageWeakRef(storage_of(tensor)), f"input {name} of the model"
+
+    def label(self, tensor: Tensor) -> str | None:
+        """Return what a tensor is, such as ``parameter blocks.3.w`` or ``input x of the model``, or None."""
+        key = key_of(tensor)
+        return self._inputs[key][1] if key in self._inputs else self._labels.get(key)
+
+    def operand(self, argument: Argument, range_: tuple[float, float] | None = None) -> Operand:
+        """Return the description of an argument, whose `extremes` may be given."""
+        return self.described(argument.name, argument.tensor, range_)
+
+    def described(self, name: str, tensor: Tensor, range_: tuple[float, float] | None) -> Operand:
+        """Return `describe` with the tensor's name in the model."""
+        label = self.label(tensor)
+        if label is not None and not label.startswith("input"):
+            label = label.partition(" ")[2]
+        return describe(name, tensor, label, range_)
+
+    # modules and lines
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """Note that a module runs, as a hook before its forward."""
+        del args
+        self._stack.append(self.paths[module])
+
+    def leave_module(self, module: nn.Module) -> None:
+        """Note that a module has run."""
+        path = self.paths[module]
+        # several, if a module within was left by an exception
+        while path in self._stack and self._stack.pop() != path:
+            pass
+
+    def record_node(self, name: str) -> None:
+        """Note the operation of a new node of the graph: nodes are made, and numbered, before they run."""
+        number = next_number() - 1
+        if number in self._forward or number < self.first_node:
+            return
+        where = self.locate(name)
+        source = None if where.file is None or where.line is None else Source(where.file, where.line)
+        self._forward[number] = _ForwardOperation(name, source, where.module)
+
+    def locate(self, name: str) -> Located:
+        """Return the place of the current operation."""
+        source, is_inside, is_repeated = source_of(in_backward=is_backward())
+        module = self._stack[-1] if self._stack else None
+        direction: Literal["forward", "backward"] | None
+        if not is_backward() or is_repeated:
+            direction = "forward" if module is not None or torch.is_grad_enabled() else None
+            return Located(name, direction, module, None, *(source or (None, None)))
+        node = torch._C._current_autograd_node()  # noqa: SLF001
+        if node is None:
+            reason = "adding up the gradients of a tensor that is used several times"
+            return Located(name, "backward", None, reason, *(source or (None, None)))
+        forward = self._forward.get(node._sequence_nr())  # noqa: SLF001
+        forward_name = forward.name if forward else node.name().rpartition("Backward")[0] or node.name()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            forward_name = type(node).__name__.removesuffix("Backward")
+        elif hasattr(node, "variable"):
+            forward_name = f"adding up the gradients of {self.parameters.get(node.variable, 'a leaf')}"
+        # a line inside of the backward is in a function of the user that it calls
+        if forward is not None and not (is_inside and source is not None):
+            source = forward.source
+        module = forward.module if forward else None
+        return Located(name, "backward", module, forward_name, *(source or (None, None)))

@@ -1,0 +1,138 @@
+"""The step that the training loop is in, and how it ends, even if an exception interrupts its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradiometer.columns import Cursor
+
+if TYPE_CHECKING:
+    from gradiometer.monitor.failures import Failures
+    from gradiometer.monitor.pipeline import Pipeline
+    from gradiometer.monitor.update_tracker import UpdateTracker
+    from gradiometer.recorder import ModelState, Recorder
+
+
+class _Ending(NamedTuple):
+    """A step whose end has begun, so that a later call completes it after an exception.
+
+    ``is_recorded``: whether `Monitor.record` has run on the host in this step.
+    """
+
+    step: int
+    scalars: dict[str, Any]
+    is_recorded: bool
+    skips: object
+
+
+class CurrentStep:
+    """Ends steps: on the device, in the pipeline, and for updates and kept steps, which then begin the next.
+
+    Args:
+        recorder: the recorder, which must be at the same step.
+        pipeline: takes the steps that have ended.
+        updates: measured at the end of each step.
+        failures: counts failures.
+
+    Attributes:
+        noted: scalars for this step.
+        is_recorded: whether `Monitor.record` has run on the host in this step.
+    """
+
+    def __init__(
+        self, recorder: Recorder, pipeline: Pipeline, updates: UpdateTracker, failures: Failures
+    ) -> None:
+        self._recorder, self._pipeline, self._updates, self._failures = recorder, pipeline, updates, failures
+        self.noted: dict[str, Any] = {}
+        self._ending: _Ending | None = None
+        self._has_ended_any = False
+        # the step to which the device was set last
+        self._device_step = 0
+        self._begin()
+
+    @property
+    def number(self) -> int:
+        """The number of this step."""
+        return self._pipeline.reader.step
+
+    def begin_end(self, scalars: dict[str, Any], every: int, skips: object) -> None:
+        """Begin to end the step; `commit` follows. From here on it ends, whatever interrupts this.
+
+        Args:
+            scalars: of the step.
+            every: steps divisible by this are recorded.
+            skips: whether the loop skips the update when told to.
+        """
+        step = self.number
+        self._ending, self.noted = _Ending(step, scalars, self.is_recorded, skips), {}
+        there = self._recorder.step_if_known()
+        if there not in {None, step}:
+            self._pipeline.reader.refuse(step, there)
+        # soon: after an interrupt, the next step's activations may be added to these
+        self._failures.attempt("advance", self._recorder.clear_taps, step + 1)
+        self._updates.end_step(step, every)
+        self._advance_device(step + 1)
+
+    def commit(self, state: ModelState | None) -> None:
+        """Pass the step on, unless that was done before an exception; begin the next one."""
+        ending = self._ending
+        if ending is not None and self.number == ending.step:
+            self._has_ended_any = True
+            self._failures.attempt("skips", self._pass_skips, ending.skips)
+            self._pipeline.take(ending.scalars, state)
+        self._ending = None
+        self._begin()
+
+    def complete(self) -> None:
+        """End the step whose end was interrupted by an exception, if there is one."""
+        ending = self._ending
+        if ending is None:
+            return
+        if self.number == ending.step:
+            text = "advance() was interrupted by an exception: that step may have no updates, and the next "
+            self._failures.add("advance", text + "one neither updates nor activations")
+            # the weights may be those of the next step already
+            self._updates.drop_stale(ending.step + 1)
+            if not (self._device_step == ending.step + 1 or ending.is_recorded):
+                # a compiled step that has run since has written into this step's slot
+                self._pipeline.reader.refuse(ending.step)
+            self._advance_device(ending.step + 1)
+        self.commit(None)
+
+    def restart(self) -> None:
+        """Begin a step whose number was set."""
+        self._device_step = self.number
+        self._updates.restart(self.number)
+        self._begin()
+
+    def report_if_none_ended(self) -> None:
+        """Report that no step has ended, though some were recorded or noted; the run is over."""
+        if not self._has_ended_any:
+            self._failures.attempt("advance", self._report_missing_ends)
+
+    def _begin(self) -> None:
+        self.is_recorded = False
+        self._updates.begin_step()
+        kept = self._pipeline.box.kept
+        if kept is not None:
+            self._failures.attempt("keep", kept.begin, self.number)
+
+    def _advance_device(self, step: int) -> None:
+        """Set the recorder, taps and histograms to a step."""
+        if self._device_step != step:
+            self._failures.attempt("advance", self._recorder.advance, step)
+            self._device_step = step
+
+    def _pass_skips(self, skips: object) -> None:
+        self._pipeline.reader.skips = bool(skips)
+
+    def _report_missing_ends(self) -> None:
+        # the run is over, so a host sync costs nothing
+        if float(self._recorder.cursor[Cursor.COUNT]):
+            text = "steps were recorded, but none was ended: call advance() once per step, after "
+            text += "optimizer.step(); with gm.watch, the last of its optimizers must step"
+            self._failures.add("advance", text)
+        elif self.noted:
+            text = "values were noted, but no step was recorded or ended: call optimizer.step() if gm.watch "
+            text += "records the steps, or record() and advance()"
+            self._failures.add("advance", text)
