@@ -136,9 +136,10 @@ def rows(report: TableReport[Any], most: int | None, width: int) -> RenderableTy
     table = report.table(most)
     header, cells = table.header[1:], [row[1:] for row in table.rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    styles = [report.schema[name].style for name in report.schema.shown]
-    # drop the least informative columns first, but neither names nor flags
-    leave = sorted(range(min(len(styles), len(header))), key=lambda i: _DROPPED.get(styles[i], len(_DROPPED)))
+    styles = {i: report.schema[name].style for i, name in enumerate(report.schema.shown)}
+    # drop the least informative columns first, but not the flags
+    leave = [i for i, heading in enumerate(header) if heading != "flags"]
+    leave.sort(key=lambda i: _DROPPED.get(styles.get(i, ""), len(_DROPPED)))
     kept = list(range(len(header)))
     while leave and sum(widths[i] + 2 for i in kept) > width - 20:
         kept.remove(leave.pop(0))
