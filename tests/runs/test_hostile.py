@@ -157,7 +157,7 @@ HOSTILE = {
     "dtype": (schema(dtype="float16"), "catalog: KeyError"),
     "storage": (schema(storage="odd"), "catalog: schema"),
     "no columns": (schema(columns=[]), "catalog: "),
-    "other columns": (columns(name="other"), "there is no statistic 'norm'; choose from numel, other, sum"),
+    "other columns": (columns(name="other"), "catalog: kind grads is another one"),
     "a kind of steps": (
         info(catalog=catalog(["w"], kinds=[make_catalog(1).to_dict()["kinds"][0] | {"name": "total"}])),
         "catalog: kind 'total': the table of steps has a column total_norm",
