@@ -28,7 +28,8 @@ from gradiometer.cli import Exit, commands, doctor, show, tables
 from gradiometer.cli import app as cli
 from gradiometer.rules.finding import Finding, Severity
 from gradiometer.runs.reader import read_run
-from support.synthetic_run import NEGATIVES, write_run
+from gradiometer.runs.writer import RunRecord
+from support.synthetic_run import NEGATIVES, make_catalog, make_info, make_records, write_run
 
 SOURCE = str(Path(gm.__file__).parents[1])
 CULPRIT = Finding(
@@ -161,6 +162,25 @@ def test_show_of_any_kind_is_its_own_table(call, call_json, run_of_kinds, kind, 
     assert max(map(len, lines)) <= width
     names = {line.split()[0] for line in lines if line}
     assert {*record.report(kind).names} <= names
+
+
+def test_show_of_histograms_is_of_a_step_that_has_some(call, tmp_path):
+    catalog = make_catalog(4, ("grads", "grad_exponents"))
+    sink = RunRecord(tmp_path / "run", fsync=False)
+    sink.start(make_info(catalog))
+    for record in make_records(catalog, 9, precision=3):
+        sink.write([record], [])
+    sink.close()
+    path = tmp_path / "run"
+
+    assert call("show", path)[1].startswith("step 8 ")
+    _, out, _ = call("show", path, "--kind", "grad_exponents")
+    assert out.startswith("step 6 ")
+    assert read_run(path).record(6).report("grad_exponents").to_string() in out
+    assert (
+        "the nearest steps that have tensors: 3 and 6"
+        in call("show", path, "--kind", "grad_exponents", "--step", 4)[1]
+    )
 
 
 def test_a_step_without_tensors_says_where_there_are_some(call, tmp_path):

@@ -165,20 +165,20 @@ def shown(found: Shown, top: int | None, console: Console) -> RenderableType:
     if record.skipped:
         lines.append(text(("its update was skipped", "yellow")))
     lines.append(text(""))
-    if not record.recorded:
+    if not record.has(found.kind):
         near = " and ".join(map(str, found.nearest)) or "none"
         lines.append(text(f"its tensors were not recorded; the nearest steps that have tensors: {near}"))
     elif _fits(report := found.report.to_string(top), console):
         styles = [""] * _HEAD + [_style(row) for row in found.report.ordered()[:top]]
-        for part, style in itertools.zip_longest(report.split("\n"), styles, fillvalue=""):
-            lines.append(text((part, style)))
+        styles += [""] * report.count("\n")
+        lines += [text((part, style)) for part, style in zip(report.split("\n"), styles, strict=False)]
     else:
         table = found.report.table(top)
         lines += [text(table.headline), rows(found.report, top, console.width)]
         lines += [text((table.more, "dim"))] * bool(table.more)
     if len(found.attempts) > 1:
         lines.append(text((_attempts(found), "dim")))
-    if record.recorded and len(found.report) < found.measured:
+    if len(found.report) < found.measured:
         lines.append(text((f"{len(found.report)} of {found.measured} tensors match --name", "dim")))
     listed = findings(found.findings)
     return group(*lines, *([text("")] if listed else []), *listed)
