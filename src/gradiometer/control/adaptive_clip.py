@@ -187,5 +187,4 @@ def require(ok: bool, what: str, *, or_zero: bool = False, **argument: Any) -> N
     if not ok:
         ((name, value),) = argument.items()
         kind = _KINDS[name] if not or_zero else _KINDS[name].replace("positive", "non-negative")
-        msg = f"{what}: {name} must be {kind}, got {describe(value)}"
-        raise ValueError(msg)
+        raise ValueError(f"{what}: {name} must be {kind}, got {describe(value)}")

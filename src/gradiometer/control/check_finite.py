@@ -86,11 +86,9 @@ def check_finite(
     if isinstance(loss, Tensor):
         parts["loss"] = Named(("loss",), [_real(loss)])
     elif loss is not None and not isinstance(loss, Real):
-        msg = f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}")
     elif isinstance(loss, int) and abs(loss) > sys.float_info.max:
-        msg = f"check_finite: the loss is {describe(loss)}; pass a float or a tensor"
-        raise ValueError(msg)
+        raise ValueError(f"check_finite: the loss is {describe(loss)}; pass a float or a tensor")
     # integer tensors, such as quantized weights, are always finite
     parts["weights"] = present(names, [None if _is_integer(p) else p for p in tensors])
     parts["grads"] = present(names, [p.grad for p in tensors])
@@ -182,18 +180,16 @@ def _real(loss: Tensor) -> Tensor:
         msg = f"check_finite: the loss must be real, got {loss.dtype}; pass loss.real or loss.abs()"
         raise TypeError(msg)
     if loss.numel() == 0:
-        msg = (
+        raise ValueError(
             f"check_finite: the loss of shape {tuple(loss.shape)} has no elements; pass loss=None to skip it"
         )
-        raise ValueError(msg)
     # a quantized loss is refused like any other tensor
     return loss if loss.is_floating_point() or loss.is_quantized else loss.double()
 
 
 def _buffers(model: Parameters) -> Named:
     if not isinstance(model, nn.Module):
-        msg = f"check_finite: buffers=True needs a module, got {type(model).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"check_finite: buffers=True needs a module, got {type(model).__name__}")
     # integer buffers, such as counters or indices, are always finite
     pairs = [(name, buffer) for name, buffer in model.named_buffers() if not _is_integer(buffer)]
     return named_tensors(pairs, "check_finite")

@@ -125,6 +125,5 @@ def _clampable(grad: Any, name: str, what: str) -> Tensor:
         )
         reason += "parameter.grad = parameter.grad.coalesce()"
     if reason is not None:
-        msg = f"{what}: the gradient of {name!r} {reason}"
-        raise TypeError(msg)
+        raise TypeError(f"{what}: the gradient of {name!r} {reason}")
     return memory_of(grad, name, what)

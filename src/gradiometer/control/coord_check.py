@@ -104,11 +104,9 @@ def coord_check(
     widths = _checked_widths(widths)
     for name, count in (("steps", steps), ("seeds", seeds)):
         if type(count) is not int or count < 1:
-            msg = f"{_WHAT}({name}={describe(count)}): {name} must be an integer, at least 1"
-            raise ValueError(msg)
+            raise ValueError(f"{_WHAT}({name}={describe(count)}): {name} must be an integer, at least 1")
     if not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf):
-        msg = f"{_WHAT}(tolerance={describe(tolerance)}): the tolerance must be a positive number"
-        raise ValueError(msg)
+        raise ValueError(f"{_WHAT}(tolerance={describe(tolerance)}): the tolerance must be a positive number")
     names = [names] if isinstance(names, str) else list(names)
     before = random_state(_devices())
     runs = []
@@ -250,15 +248,13 @@ def _checked_widths(widths: Iterable[int]) -> tuple[int, ...]:
     found = tuple(widths)
     bad = [width for width in found if type(width) is not int or width < 1]
     if bad:
-        msg = f"{_WHAT}: widths must be positive integers, got {describe(bad[0])}"
-        raise ValueError(msg)
+        raise ValueError(f"{_WHAT}: widths must be positive integers, got {describe(bad[0])}")
     if len(found) < _LEAST_WIDTHS:
         msg = f"{_WHAT}: a slope needs at least {_LEAST_WIDTHS} widths, got {list(found)}; "
         raise ValueError(msg + "pass for example [64, 128, 256, 512]")
     for a, b in pairwise(found):
         if a >= b:
-            msg = f"{_WHAT}: the widths must increase, but {b} comes after {a}; sort them"
-            raise ValueError(msg)
+            raise ValueError(f"{_WHAT}: the widths must increase, but {b} comes after {a}; sort them")
     return found
 
 

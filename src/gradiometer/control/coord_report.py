@@ -119,8 +119,7 @@ class CoordCheck:
         for row in self.rows:
             if row.name == name:
                 return row
-        msg = f"no activation {name!r} was measured; see [row.name for row in result.rows]"
-        raise KeyError(msg)
+        raise KeyError(f"no activation {name!r} was measured; see [row.name for row in result.rows]")
 
     def to_string(self) -> str:
         """Return the table that ``print`` shows: slopes at some t, and the first fault of each activation."""

@@ -82,8 +82,7 @@ class FiniteReport:
 
     def __bool__(self) -> bool:
         """Raise a TypeError, since the truth value would be ambiguous."""
-        msg = "the truth value of a FiniteReport is ambiguous; use report.has_issues"
-        raise TypeError(msg)
+        raise TypeError("the truth value of a FiniteReport is ambiguous; use report.has_issues")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python values: the loss, the maxima, and the lists of names."""

@@ -111,8 +111,7 @@ def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats
         scaler.scale(torch.ones((), device=stats.columns.device))
     state = states[id(optimizer)]
     if state["stage"] is OptState.STEPPED:
-        msg = f"{what}: scaler.step(optimizer) was already called; call {what} before it"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"{what}: scaler.step(optimizer) was already called; call {what} before it")
     if state["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
         state = states[id(optimizer)]

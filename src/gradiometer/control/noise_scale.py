@@ -110,8 +110,7 @@ class NoiseScale(Float64Module):
             msg = f"NoiseScale(reduction={reduction!r}): reduction must be 'mean', if the loss of each "
             raise ValueError(msg + "micro-batch is divided by their number, or 'sum'")
         if ranks is not None and not isinstance(ranks, Ranks):
-            msg = f"NoiseScale: ranks must be gm.Ranks(model), got {type(ranks).__name__}"
-            raise TypeError(msg)
+            raise TypeError(f"NoiseScale: ranks must be gm.Ranks(model), got {type(ranks).__name__}")
         self.batch_size = float(batch_size)
         self.reduction = reduction
         self.ranks = ranks
@@ -282,8 +281,7 @@ class NoiseScale(Float64Module):
     def _check(self, stats: TensorStats) -> None:
         if not isinstance(stats, TensorStats):
             what = type(stats).__name__
-            msg = f"NoiseScale: expected the TensorStats that collect_grads returns, got {what}"
-            raise TypeError(msg)
+            raise TypeError(f"NoiseScale: expected the TensorStats that collect_grads returns, got {what}")
         if not stats.measured:
             msg = "NoiseScale: no parameter has a gradient; call add after each backward, before zero_grad()"
             raise ValueError(msg)

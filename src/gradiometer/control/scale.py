@@ -66,10 +66,9 @@ def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
             return number.detach()
     elif is_limit(number):
         return float(number)
-    msg = (
+    raise ValueError(
         f"{what}: {name} must be a non-negative number, or a one-element real tensor, got {describe(number)}"
     )
-    raise ValueError(msg)
 
 
 class Part(NamedTuple):

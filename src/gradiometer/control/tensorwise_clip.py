@@ -52,21 +52,18 @@ class TensorwiseClip(AdaptiveClip):
     def check_order(self, order: float, what: str) -> None:
         """Reject norms of other orders than 2."""
         if order != 2.0:
-            msg = f"{what}: norm_type must be 2 with gm.{type(self).__name__}, got {order:g}"
-            raise ValueError(msg)
+            raise ValueError(f"{what}: norm_type must be 2 with gm.{type(self).__name__}, got {order:g}")
 
     def _rows(self, names: tuple[str, ...], what: str) -> list[int]:
         rows = {name: row for row, name in enumerate(self.names)}
         unknown = [name for name in names if name not in rows]
         if unknown:
             kind = f"gm.{type(self).__name__}"
-            msg = (
+            raise ValueError(
                 f"{what}: {unknown[0]!r} is not among the {len(rows)} tensors that {kind} was created with; "
-            )
-            msg += (
                 "pass the same model or mapping to both (model.parameters() has no names), or, if the ranks "
+                f"hold different layers, create it with {kind}(gm.Ranks(model))"
             )
-            raise ValueError(msg + f"hold different layers, create it with {kind}(gm.Ranks(model))")
         return [rows[name] for name in names]
 
     def _spread(self, names: tuple[str, ...], columns: Tensor) -> Tensor:

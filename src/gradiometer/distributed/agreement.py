@@ -76,8 +76,7 @@ class Agreement:
         """
         group = self._group()
         if group is None and self._group is not _no_group:
-            msg = "the process group of these gm.Ranks was destroyed; create gm.Ranks again"
-            raise RankError(msg)
+            raise RankError("the process group of these gm.Ranks was destroyed; create gm.Ranks again")
         return group
 
     def where(self, name: str, rank: int) -> str:

@@ -48,11 +48,10 @@ def _refuse_nameless(sharding: Sharding, group: Any) -> None:
         mesh for mesh in sharding.meshes if mesh.coordinate is not None and math.prod(mesh.shape) == size
     ]
     if sharding.names and not whole and sharding.names == tuple(map(str, range(len(sharding.names)))):
-        msg = (
+        raise RankError(
             "reduce: tensors in a list have no names, so the ranks cannot check that they pass the "
             "same ones; pass the model or its named_parameters(), or pass reduce=gm.Ranks(list)"
         )
-        raise RankError(msg)
 
 
 def given_ranks(reduce: Any, what: str) -> Ranks | None:
@@ -60,8 +59,7 @@ def given_ranks(reduce: Any, what: str) -> Ranks | None:
     if isinstance(reduce, Ranks):
         return reduce
     if reduce is not None and not isinstance(reduce, bool):
-        msg = f"{what}: reduce must be True, False or gm.Ranks(model), got {type(reduce).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"{what}: reduce must be True, False or gm.Ranks(model), got {type(reduce).__name__}")
     if reduce and torch.compiler.is_compiling():
         msg = f"{what}: reduce=True sets up communication between ranks, which a compiled function cannot "
         msg += "do; create ranks = gm.Ranks(model) outside, and pass reduce=ranks"

@@ -43,13 +43,11 @@ def group_of(group: Any) -> Group:
         RankError: if there is no process group, or this process is not in it.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        msg = "there is no process group; call torch.distributed.init_process_group() first"
-        raise RankError(msg)
+        raise RankError("there is no process group; call torch.distributed.init_process_group() first")
     if group is None:
         return dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        msg = f"rank {dist.get_rank()} is not in this process group; only its members can use it"
-        raise RankError(msg)
+        raise RankError(f"rank {dist.get_rank()} is not in this process group; only its members can use it")
     if isinstance(group, dist.ProcessGroup):
         return group
     if hasattr(group, "get_group") and hasattr(group, "mesh"):
@@ -116,8 +114,7 @@ def _new_group(kind: str, ranks: Sequence[int], **options: Any) -> Group:
     try:
         return dist.new_group(list(ranks), **options)
     except (RuntimeError, ValueError) as error:
-        msg = f"cannot create a {kind} group of {len(ranks)} ranks: {one_line(error)}"
-        raise RankError(msg) from error
+        raise RankError(f"cannot create a {kind} group of {len(ranks)} ranks: {one_line(error)}") from error
 
 
 def close(group: Group) -> None:

@@ -55,8 +55,7 @@ def exchange(
         _decide(store, key, rank, ranks)
     if not _appears(store, outcome, SLACK):
         decider = store.get(f"{key}/decided").decode()
-        msg = f"rank {decider} exited while it gathered the values of all ranks; see its log"
-        raise RankError(msg)
+        raise RankError(f"rank {decider} exited while it gathered the values of all ranks; see its log")
     try:
         # JSON: reading what another process has written must not run code
         missing, values = json.loads(zlib.decompress(store.get(outcome)))

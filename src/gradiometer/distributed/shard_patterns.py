@@ -17,14 +17,12 @@ if TYPE_CHECKING:
 def check_patterns(shards: Any) -> None:
     """Raise an error unless ``shards`` is a mapping whose keys are regular expressions."""
     if not isinstance(shards, Mapping):
-        msg = f"Ranks: shards must map regular expressions to groups, got {type(shards).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"Ranks: shards must map regular expressions to groups, got {type(shards).__name__}")
     for pattern in shards:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
-            msg = f"Ranks(shards=...): {pattern!r} is not a regular expression: {error}"
-            raise ValueError(msg) from None
+            raise ValueError(f"Ranks(shards=...): {pattern!r} is not a regular expression: {error}") from None
 
 
 def check_matches(pattern: str, names: Sequence[str]) -> None:

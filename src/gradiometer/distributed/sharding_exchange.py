@@ -44,5 +44,4 @@ def exchange_shardings(
     try:
         return make_global_plan(members, shardings), kinds
     except DisagreementError as error:
-        msg = f"gm.Ranks: the ranks disagree: {error}"
-        raise RankError(msg) from None
+        raise RankError(f"gm.Ranks: the ranks disagree: {error}") from None

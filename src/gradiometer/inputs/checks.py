@@ -76,8 +76,7 @@ def check(named: Named, what: str) -> Traits:
         for name, tensor in zip(named.names, tensors, strict=True):
             reason = refusal(tensor)
             if reason is not None:
-                msg = f"{what}: {name!r} {reason}"
-                raise TypeError(msg)
+                raise TypeError(f"{what}: {name!r} {reason}")
     devices = list(dict.fromkeys([device for _, _, device in kinds]))
     return Traits(types, {layout for _, layout, _ in kinds}, devices)
 

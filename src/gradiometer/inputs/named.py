@@ -48,8 +48,7 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
         raise TypeError(msg)
     if isinstance(source, str) or not isinstance(source, Iterable):
         if callable(source):
-            msg = f"{what}: got a function, not tensors; call it and pass the result"
-            raise TypeError(msg)
+            raise TypeError(f"{what}: got a function, not tensors; call it and pass the result")
         msg = f"{what}: expected a module, a mapping or an iterable of tensors, got {type(source).__name__}"
         raise TypeError(msg)
     items = list(source)
@@ -66,8 +65,7 @@ def with_names(names: list[Any], tensors: list[Any], what: str) -> Named:
     if {type(name) for name in names} != {str}:
         for name in names:
             if not isinstance(name, str):
-                msg = f"{what}: a name must be a string, got {name!r}"
-                raise TypeError(msg)
+                raise TypeError(f"{what}: a name must be a string, got {name!r}")
     return Named(_kept(_clean)(tuple(names)), tensors)
 
 
@@ -92,8 +90,7 @@ def check_names(names: tuple[str, ...], what: str) -> None:
     """Raise a ValueError if a name occurs twice."""
     twice = _kept(_twice)(names)
     if twice is not None:
-        msg = f"{what}: two tensors have the name {twice!r}; give each tensor a unique name"
-        raise ValueError(msg)
+        raise ValueError(f"{what}: two tensors have the name {twice!r}; give each tensor a unique name")
 
 
 def _twice(names: tuple[str, ...]) -> str | None:
