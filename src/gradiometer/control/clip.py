@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, take
-from gradiometer.control.adaptive_clip import AdaptiveClip, stats_given
+from gradiometer.control.adaptive_clip import AdaptiveClip, Gradients, stats_given
 from gradiometer.control.coefficient import coefficient_of, unscaled
 from gradiometer.control.scale import Part, limit_of, parts_of, scale_
 from gradiometer.control.weight_norm_clip import WeightNormClip
@@ -268,7 +268,7 @@ def clip_coefficient(
     with torch.no_grad():
         if isinstance(max_norm, AdaptiveClip):
             max_norm.check_order(order, what)
-            return max_norm.decide(stats.names, stats.columns, order, lambda: norms_of(stats.columns, order))
+            return max_norm.decide(Gradients.of(stats, order))
         return coefficient_of(norms_of(stats.columns, order).finite, limit_of(max_norm, "max_norm", what))
 
 
@@ -335,7 +335,7 @@ def _clip(
         factors = coefficient_of(norms().finite, limit)
     else:
         weights = _weights(parameters, stats, what, reduce) if clip.needs_weights else None
-        factors = clip.decide(stats.names, stats.columns, order, norms, weights)
+        factors = clip.decide(Gradients(stats.names, stats.columns, order, norms, weights))
         if stats.local is not None and factors.dim():
             rows = {name: row for row, name in enumerate(stats.names)}
             factors = take(factors, [rows[name] for name in grads.names])
