@@ -85,10 +85,9 @@ class AdaptiveClip(Float64Module):
                 raise ValueError(f"{type(self).__name__}: {name} must be {kind}, got {describe(value)}")
         self.settings = {name: float(value) for name, value in settings.items()}
         # never 0-d: compiled graphs of torch 2.11 and 2.13 lose writes into a 0-d float64 tensor on the CPU
-        factor = torch.ones((1, size), dtype=torch.float64, device=device)
-        self.register_buffer(
-            "record", torch.cat([factor, torch.zeros_like(factor), torch.zeros_like(factor)])
-        )
+        record = torch.zeros((3, size), dtype=torch.float64, device=device)
+        record[0] = 1.0
+        self.register_buffer("record", record)
         self._identity = zlib.crc32(repr((type(self).__name__, self.settings, identity)).encode())
 
     @property
@@ -143,14 +142,7 @@ class AdaptiveClip(Float64Module):
         )
 
     def check(self, parameters: Named, ranks: Ranks | None, order: float, what: str) -> None:
-        """Reject what cannot be clipped, before anything is measured.
-
-        Args:
-            parameters: all parameters, with or without gradients.
-            ranks: over which the statistics will be merged.
-            order: of the norm.
-            what: the caller, for messages.
-        """
+        """Reject parameters that cannot be clipped, and orders, before anything is measured."""
         del parameters, ranks
         self.check_order(order, what)
 
@@ -292,11 +284,7 @@ def is_on_host(device: torch.device) -> bool:
 
 
 def stats_given(stats: Any, what: str) -> TensorStats:
-    """Return the stats.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """Return the stats; raise a TypeError for anything else."""
     if not isinstance(stats, TensorStats):
         msg = f"{what}: expected the TensorStats that collect_grads returns, got {type(stats).__name__}"
         raise TypeError(msg)

@@ -11,24 +11,8 @@ from torch import Tensor, nn
 
 from gradiometer.control.finite_report import FiniteReport
 from gradiometer.distributed import is_active
-from gradiometer.inputs import (
-    Named,
-    check,
-    check_names,
-    describe,
-    named_parameters,
-    named_tensors,
-    present,
-)
-from gradiometer.stats import (
-    Report,
-    fetch,
-    materialize,
-    measure,
-    outside_of_a_graph,
-    over_ranks,
-    settled,
-)
+from gradiometer.inputs import Named, check, check_names, describe, named_parameters, named_tensors, present
+from gradiometer.stats import Report, fetch, materialize, measure, outside_of_a_graph, over_ranks, settled
 
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
@@ -151,22 +135,19 @@ def _measure(parts: dict[str, Named]) -> TensorStats:
         raise
 
 
-def _over_ranks(
-    parts: dict[str, Named],
-    parameters: Named,
-    reduce: bool | Ranks | None,  # noqa: FBT001
-) -> dict[str, Report]:
+def _over_ranks(parts: dict[str, Named], parameters: Named, reduce: bool | Ranks | None) -> dict[str, Report]:  # noqa: FBT001
     """Measure each part; weights and gradients are merged over the ranks as in `over_ranks`."""
-    found = {kind: measure(part, _WORDS[kind]) for kind, part in parts.items() if kind in {"loss", "buffers"}}
+    found = {}
+    for kind, part in parts.items():
 
-    def of_weights(_: Ranks | None) -> TensorStats:
-        return measure(parts["weights"], _WORDS["weights"])
+        def measured(ranks: Ranks | None, kind: str = kind, part: Named = part) -> TensorStats:
+            named = settled(part, parameters, ranks, "check_finite") if kind == "grads" else part
+            return measure(named, _WORDS[kind])
 
-    def of_grads(ranks: Ranks | None) -> TensorStats:
-        return measure(settled(parts["grads"], parameters, ranks, "check_finite"), _WORDS["grads"])
-
-    found["weights"] = over_ranks(reduce, parameters, "check_finite", of_weights)
-    found["grads"] = over_ranks(reduce, parameters, "check_finite", of_grads)
+        is_merged = kind in {"weights", "grads"}
+        found[kind] = (
+            over_ranks(reduce, parameters, "check_finite", measured) if is_merged else measured(None)
+        )
     reports: dict[str, Report] = materialize(found)
     return reports
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -126,15 +126,14 @@ def coord_check(
             for what in ("rms", "changes")
         ]
         rows.append(row_of(name, widths, numel, rms, changes, tolerance))
-    losses = [
-        tuple([sum(same[i].losses[t] for same in runs) / seeds for i in range(len(widths))])
-        for t in range(steps + 1)
-    ]
-    return CoordCheck(widths, steps, seeds, float(tolerance), tuple(rows), tuple(losses))
+    # by t, then by width
+    each = zip(*[zip(*[run.losses for run in same], strict=True) for same in runs], strict=True)
+    losses = tuple([tuple([sum(x) / seeds for x in zip(*at, strict=True)]) for at in each])
+    return CoordCheck(widths, steps, seeds, float(tolerance), tuple(rows), losses)
 
 
 class _Run(NamedTuple):
-    """What was measured of one model: by the name of the activation, and for each t."""
+    """Measurements of one model: by the name of the activation, and for each t."""
 
     numel: dict[str, int]
     rms: list[dict[str, float]]
@@ -148,7 +147,7 @@ class _KeepingTaps(Taps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_keeping = False
-        # the values of all calls, by name
+        # the values of all calls, by name; of a forward pass
         self.kept: dict[str, list[Tensor]] = {}
 
     def measure(self, x: Tensor, row: int, channel_dim: int) -> Tensor:
@@ -158,10 +157,6 @@ class _KeepingTaps(Taps):
             # later operations may change it in place
             self.kept.setdefault(self.names[row], []).append(x.detach().clone())
         return x
-
-    def keep(self) -> None:
-        """Begin to keep the values of a forward pass."""
-        self.kept, self.is_keeping = {}, True
 
 
 def _train(
@@ -182,7 +177,7 @@ def _train(
     try:
         for step in range(steps + 1):
             torch.manual_seed(_FORWARD + seed)
-            taps.keep()
+            taps.kept, taps.is_keeping = {}, True
             with torch.set_grad_enabled(step < steps):
                 value = loss(model)
             # activation checkpointing calls modules again in the backward
@@ -194,7 +189,10 @@ def _train(
             run.changes.append(_changes(taps.kept, first))
             if not run.numel:
                 run.numel.update({name: row.numel for name, row in found.items()})
-                _check_names(names, run.numel)
+                for name in names:
+                    if name not in found:
+                        msg = f"{_WHAT}(names=): no call of gm.tap in the model has the name {name!r}; "
+                        raise ValueError(f"{msg}measured are {', '.join(found) or 'none'}")
             elif run.numel.keys() != found.keys():
                 name = _first_difference(run.numel, found)
                 msg = f"{_WHAT}: {name!r} is not computed in every step, at width {width}; "
@@ -227,11 +225,8 @@ def _patterns(
 ) -> dict[str, Any]:
     if modules is not None:
         return {"modules": modules}
-    own = [
-        name
-        for name, module in unwrapped(model).named_modules()
-        if name and any([True for _ in module.parameters(recurse=False)])
-    ]
+    parts = unwrapped(model).named_modules()
+    own = [name for name, part in parts if name and any(True for _ in part.parameters(recurse=False))]
     if not own and not names:
         msg = f"{_WHAT}: the model of width {width} has no modules with parameters, but its own; put it into "
         raise ValueError(msg + "torch.nn.Sequential, or pass modules= or names=")
@@ -263,8 +258,8 @@ def _checked_model(made: object, width: int) -> tuple[nn.Module, Optimizer]:
         model, optimizer = made
         if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
             return model, optimizer
-    types = [type(x).__name__ for x in (made if isinstance(made, tuple) else [made])]
-    shown = f"({', '.join(types)})" if isinstance(made, tuple) else types[0]
+    types = ", ".join([type(x).__name__ for x in (made if isinstance(made, tuple) else [made])])
+    shown = f"({types})" if isinstance(made, tuple) else types
     msg = f"{_WHAT}: make_model({width}) must return (model, optimizer), a torch.nn.Module and its optimizer "
     raise TypeError(msg + f"with the learning rates for this width, got {shown}")
 
@@ -279,14 +274,6 @@ def _checked_loss(value: object, width: int, step: int, seed: int) -> float:
         msg = f"{_WHAT}: the loss is {number} at width {width} {after}, with seed {seed}; lower the learning "
         raise RuntimeError(msg + "rate, or see gm.locate_nonfinite")
     return number
-
-
-def _check_names(names: Sequence[str], measured: Mapping[str, int]) -> None:
-    """Raise a ValueError for a name without a call of `tap`."""
-    for name in names:
-        if name not in measured:
-            msg = f"{_WHAT}(names=): no call of gm.tap in the model has the name {name!r}; "
-            raise ValueError(f"{msg}measured are {', '.join(measured) or 'none'}")
 
 
 def _check_alike(widths: Sequence[int], runs: Sequence[_Run]) -> None:

@@ -125,6 +125,4 @@ def _roots(parts: dict[str, Any]) -> list[tuple[str, nn.Module]]:
     for name, x in models.items():
         if id(x) not in inner:
             roots.setdefault(id(x), (name, x))
-    if len(roots) == 1:
-        return [("", x) for _, x in roots.values()]
-    return [(f"{name}.", x) for name, x in roots.values()]
+    return [("" if len(roots) == 1 else f"{name}.", x) for name, x in roots.values()]

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradiometer import ops
 from gradiometer.columns import TENSORS, realized
 from gradiometer.control.adaptive_clip import TensorwiseClip, is_on_host
-from gradiometer.control.coefficient import LARGEST, coefficient_of
+from gradiometer.control.scale import LARGEST, coefficient_of
 from gradiometer.stats import first_unfit
 
 if TYPE_CHECKING:

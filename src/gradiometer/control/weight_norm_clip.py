@@ -10,8 +10,7 @@ from torch.linalg import vector_norm
 
 from gradiometer.columns import TENSORS, number, realized, spread, take
 from gradiometer.control.adaptive_clip import Gradients, TensorwiseClip, stats_given
-from gradiometer.control.coefficient import LARGEST, unscaled
-from gradiometer.control.scale import real_memory, scale_by_
+from gradiometer.control.scale import LARGEST, real_memory, scale_by_, unscaled
 from gradiometer.inputs import describe, is_dtensor
 
 if TYPE_CHECKING:
@@ -170,14 +169,7 @@ class WeightNormClip(TensorwiseClip):
         weights: Sequence[Tensor],
         inv_scale: Tensor | float | None = None,
     ) -> None:
-        """Clip each output unit of gradients in place.
-
-        Args:
-            names: of all G gradients.
-            parts: the gradients, on each device.
-            weights: G weights.
-            inv_scale: as for `gradiometer.collect_and_clip_`.
-        """
+        """Clip each output unit of G gradients, the ``parts``, in place; ``names`` and ``weights`` have G."""
         found: dict[int, Tensor] = {}
         for part in parts:
             for row, grad in zip(part.rows, part.tensors, strict=True):

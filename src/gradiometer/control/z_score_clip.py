@@ -11,7 +11,7 @@ from torch import Tensor
 from gradiometer import ops
 from gradiometer.columns import number, realized, sqrt
 from gradiometer.control.adaptive_clip import AdaptiveClip, is_on_host
-from gradiometer.control.coefficient import EPS, LARGEST
+from gradiometer.control.scale import EPS, LARGEST
 from gradiometer.stats import first_unfit
 
 if TYPE_CHECKING:

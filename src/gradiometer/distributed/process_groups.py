@@ -37,10 +37,6 @@ def group_of(group: Any) -> Group:
     """Return the process group of a group, a device mesh, or None, which means all ranks.
 
     A mesh of several dimensions becomes one group; all its ranks have to make the first call together.
-
-    Raises:
-        TypeError: for any other argument.
-        RankError: if there is no process group, or this process is not in it.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RankError("there is no process group; call torch.distributed.init_process_group() first")
@@ -78,11 +74,7 @@ def _group_of_mesh(mesh: Any) -> Group:
 
 
 def ranks_of(group: Group) -> tuple[int, list[int]]:
-    """Return this process's place in a group, and the global ranks of the group.
-
-    Raises:
-        RankError: if this process is not one of them, or the group was destroyed.
-    """
+    """Return this process's place in a group, and the global ranks of the group."""
     try:
         ranks = dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
@@ -99,10 +91,7 @@ def _place_of(rank: int, ranks: Sequence[int]) -> int:
 
 
 def side_group(ranks: Sequence[int], timeout: float) -> Group:
-    """Return a new Gloo group for collectives beside those of training; all its ranks have to call this.
-
-    ``timeout``: the longest wait in it, in seconds; Gloo's own timeout is longer.
-    """
+    """Return a new Gloo group for collectives beside those of training; all its ranks have to call this."""
     # use local synchronization only for a part of the ranks: it reuses the name of a closed group, whose
     # addresses are still in the store
     some = len(ranks) < dist.get_world_size()

@@ -54,9 +54,7 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
     items = list(source)
     if not any([issubclass(kind, tuple) for kind in {type(item) for item in items}]):
         return Named(_kept(_positions)(len(items)), items)
-    pairs = [
-        item if isinstance(item, tuple) and len(item) == 2 else (str(i), item) for i, item in enumerate(items)
-    ]
+    pairs = [x if isinstance(x, tuple) and len(x) == 2 else (str(i), x) for i, x in enumerate(items)]
     return with_names([name for name, _ in pairs], [tensor for _, tensor in pairs], what)
 
 
@@ -78,12 +76,8 @@ def _clean(names: tuple[str, ...]) -> tuple[str, ...]:
     together = " ".join(names)
     if not any([wrapper in together for wrapper in _WRAPPERS]):
         return names
-    return tuple([_without_wrappers(name) for name in names])
-
-
-def _without_wrappers(name: str) -> str:
-    *path, own = name.split(".")
-    return ".".join([*[part for part in path if part not in _WRAPPERS], own])
+    paths = [name.split(".") for name in names]
+    return tuple([".".join([*[x for x in path[:-1] if x not in _WRAPPERS], path[-1]]) for path in paths])
 
 
 def check_names(names: tuple[str, ...], what: str) -> None:
@@ -94,12 +88,8 @@ def check_names(names: tuple[str, ...], what: str) -> None:
 
 
 def _twice(names: tuple[str, ...]) -> str | None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
+    first = {name: i for i, name in reversed(list(enumerate(names)))}
+    return next((name for i, name in enumerate(names) if first[name] != i), None)
 
 
 _KEPT: Final = {
