@@ -54,7 +54,7 @@ class Settings:
             "keep_weights": bool(self.keep_weights),
             "precision": self.precision,
             "taps": getattr(self.taps, "names", None),
-            "kinds": [getattr(kind, "name", None) for kind in self.kinds],
+            "kinds": [repr(kind) for kind in self.kinds],
         }
 
     def of_recorder(self) -> dict[str, Any]:
