@@ -11,17 +11,13 @@ from torch import nn
 import gradiometer as gm
 from gradiometer.runs import verify
 from support import rank_models
-from support.rank_models import Collectives
-from support.rank_pool import RankPool
-
-BUILDERS = ("plain", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
+from support.rank_models import BUILDERS, Collectives, build
+from support.rank_pool import pool_of
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(params=[2, 4])
 def pool(request):
-    pool = RankPool(request.param)
-    yield pool
-    pool.close()
+    return pool_of(request, request.param)
 
 
 def weights_of(model):
@@ -29,9 +25,9 @@ def weights_of(model):
 
 
 def reduced(rank, size, how):
-    if size == 2 and how in {"hsdp", "fsdp_tp"}:
+    model = build(rank, size, how)
+    if model is None:
         return None
-    model = getattr(rank_models, how)(rank, size, torch.float64)
     weights = weights_of(model)
     ranks = gm.Ranks(weights)
     stats = gm.collect_exponents(weights, reduce=ranks)

@@ -29,7 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 WORDS, WIDTH, HIDDEN, CLASSES = 13, 5, 12, 3
 BATCH, LENGTH = 8, 4
 # embedding, LayerNorm and two Linear in each of two layers, LayerNorm, Linear
-TENSORS = 1 + 2 * 6 + 2 + 2
+NUM_TENSORS = 1 + 2 * 6 + 2 + 2
+# builders that all take a dtype
+BUILDERS = ("plain", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
 
 
 class Block(nn.Module):
@@ -222,3 +224,8 @@ class Collectives(TorchDispatchMode):
                 tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
                 self.calls.append((name, [(tuple(x.shape), x.dtype) for x in tensors]))
         return function(*args, **(kwargs or {}))
+
+
+def build(rank, size, how, dtype=torch.float64):
+    """Return this rank's part of the model of a builder, with gradients; None if it needs four ranks."""
+    return None if size == 2 and how in {"hsdp", "fsdp_tp"} else globals()[how](rank, size, dtype)

@@ -218,7 +218,7 @@ class _State:
         """Return the state of an optimizer, with the names of its parameters instead of their numbers."""
         content = optimizer.state_dict()
         own = [p for _, p in _parameters(optimizer)]
-        found = []
+        found: list[tuple[str, Any]] = []
         for key, value in content.pop("state", {}).items():
             name = self.parameters[own[key]] if isinstance(key, int) else f"{prefix}state.{key}"
             found += leaves(name, value)

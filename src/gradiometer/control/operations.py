@@ -56,8 +56,8 @@ def arguments_of(func: Any, args: Any, kwargs: Any) -> list[Argument]:
     """Return the tensor arguments of an operation."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        tensors = enumerate(tensors_in([*args, *kwargs.values()]))
-        return [Argument(f"input {i}", x, None, written=False, read=True) for i, x in tensors]
+        inputs = enumerate(tensors_in([*args, *kwargs.values()]))
+        return [Argument(f"input {i}", x, None, written=False, read=True) for i, x in inputs]
     overwrites = schema.name.partition("::")[2] in _OVERWRITE
     found = []
     for i, argument in enumerate(schema.arguments):
