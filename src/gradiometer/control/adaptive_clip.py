@@ -50,19 +50,13 @@ class Gradients(NamedTuple):
 
 
 class AdaptiveClip(Float64Module):
-    """What all clip modules have: a record of what they did, and a digest by which ranks compare them.
+    """The common part of all clip modules: a record of the steps, and a digest by which ranks compare them.
 
-    Args:
-        size: N.
-        device: of the buffers.
-        settings: the arguments of the module, which are checked.
-        identity: further values that the modules of all ranks must have in common.
-        or_zero: the names of positive settings that may also be 0.
+    ``record``: ``(3, N) float64``, a buffer: the factors of the last step, the numbers of steps with a
+    gradient that is not 0, and of those in which it was clipped. N is 1, or the number of tensors.
 
-    Attributes:
-        record: ``(3, N) float64``, a buffer: the factors of the last step, the numbers of steps with a
-            gradient that is not 0, and the numbers of those in which it was clipped. N is 1, or the number
-            of tensors.
+    ``settings``: the arguments of the module, which are checked; those named in ``or_zero`` may be 0.
+    ``identity``: other values that the modules of all ranks must have in common.
     """
 
     needs_weights: ClassVar[bool] = False
@@ -194,9 +188,7 @@ class AdaptiveClip(Float64Module):
 class TensorwiseClip(AdaptiveClip):
     """A clip module with a row per tensor; a tensor without a gradient has factor 1 and changes nothing.
 
-    Attributes:
-        names: T names, one per row.
-        key: ``(1,) float64``, a buffer: a hash of the names, which a loaded checkpoint has to have.
+    ``key``: ``(1,) float64``, a buffer: a hash of the names, which a loaded checkpoint has to have.
     """
 
     key: Tensor

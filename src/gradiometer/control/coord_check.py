@@ -171,7 +171,15 @@ def _train(
     torch.manual_seed(seed)
     model, optimizer = _checked_model(make_model(width), width)
     model.train()
-    taps = _KeepingTaps(model, _patterns(model, width, modules, names), names=names)
+    options: dict[str, Any] = {"modules": modules}
+    if modules is None:
+        parts = unwrapped(model).named_modules()
+        own = [name for name, part in parts if name and any(True for _ in part.parameters(recurse=False))]
+        if not own and not names:
+            msg = f"{_WHAT}: the model of width {width} has no modules with parameters, but its own; put it "
+            raise ValueError(msg + "into torch.nn.Sequential, or pass modules= or names=")
+        options = {"modules": own} if own else {}
+    taps = _KeepingTaps(model, options, names=names)
     run = _Run({}, [], [], [])
     first: dict[str, list[Tensor]] = {}
     try:
@@ -218,19 +226,6 @@ def _changes(kept: dict[str, list[Tensor]], first: dict[str, list[Tensor]]) -> d
     ]
     rms = compare(a, b).group(rows).rms_u.tolist() if rows else []
     return dict.fromkeys(kept, math.nan) | dict(zip(rows, rms, strict=True))
-
-
-def _patterns(
-    model: nn.Module, width: int, modules: GroupRule | type[nn.Module] | None, names: Sequence[str]
-) -> dict[str, Any]:
-    if modules is not None:
-        return {"modules": modules}
-    parts = unwrapped(model).named_modules()
-    own = [name for name, part in parts if name and any(True for _ in part.parameters(recurse=False))]
-    if not own and not names:
-        msg = f"{_WHAT}: the model of width {width} has no modules with parameters, but its own; put it into "
-        raise ValueError(msg + "torch.nn.Sequential, or pass modules= or names=")
-    return {"modules": own} if own else {}
 
 
 # check the arguments, and what functions return

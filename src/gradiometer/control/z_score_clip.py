@@ -125,7 +125,8 @@ class ZScoreClip(AdaptiveClip):
         # the same with the host's numbers, which takes less time than operators on tensors of one element
         mean, variance, count = self.state.tolist()
         norm = said.item()
-        value, is_entered, after = self._step(norm, finite.item(), mean, variance, count, _choose, math.sqrt)
+        numbers = norm, finite.item(), mean, variance, count
+        value, is_entered, after = self._step(*numbers, lambda x, yes, no: yes if x else no, math.sqrt)
         _, (steps,), (clipped,) = self.record.tolist()
         record = [[value], [steps + (norm != 0.0)], [clipped + (value < 1.0)]]
         self.record.copy_(torch.tensor(record, dtype=torch.float64, device="cpu"))
@@ -175,7 +176,3 @@ class ZScoreClip(AdaptiveClip):
 
     def _state(self) -> list[Tensor]:
         return [self.state]
-
-
-def _choose(condition: bool, yes: float, no: float) -> float:  # noqa: FBT001 in the order of torch.where
-    return yes if condition else no

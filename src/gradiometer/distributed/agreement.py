@@ -92,11 +92,9 @@ class Agreement:
         if names != self.local_names:
             unknown = [name for name in names if name not in self._indices]
             if unknown:
-                msg = f"reduce: {unknown[0]!r} is not among the tensors that gm.Ranks was created with; "
-                msg += (
-                    "pass the model or mapping that it was created with (model.parameters() has no names), "
-                )
-                raise ValueError(msg + "or create gm.Ranks again on all ranks")
+                msg = f"reduce: {unknown[0]!r} is not among the tensors that gm.Ranks was created with; pass "
+                msg += "the model or mapping that it was created with (model.parameters() has no names), or "
+                raise ValueError(msg + "create gm.Ranks again on all ranks")
             rows = [rows[self._indices[name]] for name in names]
         elif self._is_whole:
             return columns

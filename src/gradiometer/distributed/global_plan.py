@@ -49,20 +49,15 @@ _Cut = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The rows of all ranks together.
-
-    Attributes:
-        names: the names of the T rows, the same on every rank.
-        specs: the spec of each row.
-        patterns: for each row, how the ranks with each sharding hold its tensor.
-        members: one for each rank.
-        shardings: all shardings, by digest.
-    """
+    """The T rows of all ranks together, the same on every rank."""
 
     names: tuple[str, ...]
     specs: tuple[ShardSpec, ...]
+    # for each row, how the ranks with each sharding hold its tensor
     patterns: tuple[_Pattern, ...]
+    # one for each rank
     members: tuple[Member, ...]
+    # by digest
     shardings: Mapping[bytes, Sharding]
 
     @cached_property

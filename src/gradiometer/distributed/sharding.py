@@ -58,13 +58,7 @@ class ShardSpec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """The part of its tensors that one rank holds, in the order of its model. Equal by value.
-
-    Attributes:
-        names: the names of the L tensors.
-        specs: their L specs.
-        meshes: the meshes that specs refer to.
-    """
+    """The part of its L tensors that one rank holds, in the order of its model. Equal by value."""
 
     names: tuple[str, ...]
     specs: tuple[ShardSpec, ...]
