@@ -480,7 +480,7 @@ def test_what_is_said_of_all_together(pool, size):
         # the last of four ranks has an empty shard
         assert one.names == merged.names == ("fine", "small", "large", "empty", "alone")
         assert groups.names == ("some", "lost", "none")
-        assert [row.numel for row in groups] == [8, 0, 0]
+        assert [row.numel for row in groups.rows()] == [8, 0, 0]
         assert modules.names == ("",)
         assert (one["alone"].numel, one["empty"].numel) == (1 if size == 2 else 0, 0)
         health = 1 - 0.5 / 5 - 0.8 / 5
