@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 import gradiometer as gm
 from gradiometer.runs import verify
 from support import rank_models
-from support.rank_models import BUILDERS, Collectives, build
+from support.rank_models import BUILDERS, Collectives, build, error_of
 from support.rank_pool import pool_of
 
 
@@ -103,26 +104,14 @@ def other_calls(rank, size):
     weights = {"w": nn.Parameter(torch.ones(3))}
     ranks = gm.Ranks(weights)
     integers = {"w": torch.ones(3, dtype=torch.int64)}
+    histograms = partial(gm.collect_exponents, reduce=ranks)
     others = [
-        (
-            lambda: gm.collect_exponents(weights, reduce=ranks),
-            lambda: gm.collect_weights(weights, reduce=ranks),
-        ),
+        (partial(histograms, weights), partial(gm.collect_weights, weights, reduce=ranks)),
         # rank 0 fails before it measures
-        (
-            lambda: gm.collect_exponents(integers, reduce=ranks),
-            lambda: gm.collect_exponents(weights, reduce=ranks),
-        ),
-        (
-            lambda: gm.collect_exponents({"v": torch.ones(3)}, reduce=ranks),
-            lambda: gm.collect_exponents(weights, reduce=ranks),
-        ),
+        (partial(histograms, integers), partial(histograms, weights)),
+        (partial(histograms, {"v": torch.ones(3)}), partial(histograms, weights)),
     ]
-    said = []
-    for calls in others:
-        with pytest.raises((gm.RankError, ValueError, TypeError)) as raised:
-            calls[rank]()
-        said.append(str(raised.value))
+    said = [error_of(calls[rank], ValueError, TypeError) for calls in others]
     # and they are at the same call again
     return said, gm.collect_exponents(weights, reduce=ranks).numel.item()
 

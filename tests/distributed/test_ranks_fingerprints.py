@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import gradiometer as gm
 from support import rank_models
-from support.rank_models import BUILDERS, Collectives, build
+from support.rank_models import BUILDERS, Collectives, build, error_of
 from support.rank_pool import RankPool, pool_of
 
 
@@ -193,9 +194,7 @@ def mixed(rank, size):
     del size
     weight = torch.nn.Parameter(torch.ones(3))
     ranks = gm.Ranks({"w": weight}, timeout=2.0)
-    with pytest.raises(gm.RankError) as caught:
-        gm.collect_weights({"w": weight}, fingerprint=rank == 0, reduce=ranks)
-    return str(caught.value)
+    return error_of(partial(gm.collect_weights, {"w": weight}, fingerprint=rank == 0, reduce=ranks))
 
 
 def test_ranks_that_do_not_all_ask_for_fingerprints_learn_of_it():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +25,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradiometer as gm
 
 # only tensor parallelism needs a size that is divisible, HIDDEN
 WORDS, WIDTH, HIDDEN, CLASSES = 13, 5, 12, 3
@@ -229,3 +232,10 @@ class Collectives(TorchDispatchMode):
 def build(rank, size, how, dtype=torch.float64):
     """Return this rank's part of the model of a builder, with gradients; None if it needs four ranks."""
     return None if size == 2 and how in {"hsdp", "fsdp_tp"} else globals()[how](rank, size, dtype)
+
+
+def error_of(call, *kinds):
+    """Return the message of the RankError that a call raises, or of an error of one of these kinds."""
+    with pytest.raises((gm.RankError, *kinds)) as raised:
+        call()
+    return str(raised.value)
