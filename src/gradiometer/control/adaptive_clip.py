@@ -55,27 +55,21 @@ class AdaptiveClip(Float64Module):
     ``record``: ``(3, N) float64``, a buffer: the factors of the last step, the numbers of steps with a
     gradient that is not 0, and of those in which it was clipped. N is 1, or the number of tensors.
 
-    ``settings``: the arguments of the module, which are checked; those named in ``or_zero`` may be 0.
+    ``settings``: the arguments of the module, which are checked; those in ``_or_zero`` may be 0.
     ``identity``: other values that the modules of all ranks must have in common.
     """
 
     needs_weights: ClassVar[bool] = False
+    _or_zero: ClassVar[Collection[str]] = ()
     names: tuple[str, ...] = ()
     record: Tensor
 
-    def __init__(
-        self,
-        size: int,
-        device: torch.device | str | int | None,
-        settings: Mapping[str, float],
-        *identity: object,
-        or_zero: Collection[str] = (),
-    ) -> None:
+    def __init__(self, size: int, device: Any, settings: Mapping[str, float], *identity: object) -> None:
         super().__init__()
         for name, value in settings.items():
             kind, fits = _KINDS[name]
-            if not fits(value, name in or_zero):
-                kind = kind.replace("positive", "non-negative") if name in or_zero else kind
+            if not fits(value, name in self._or_zero):
+                kind = kind.replace("positive", "non-negative") if name in self._or_zero else kind
                 raise ValueError(f"{type(self).__name__}: {name} must be {kind}, got {describe(value)}")
         self.settings = {name: float(value) for name, value in settings.items()}
         # never 0-d: compiled graphs of torch 2.11 and 2.13 lose writes into a 0-d float64 tensor on the CPU
@@ -194,12 +188,7 @@ class TensorwiseClip(AdaptiveClip):
     key: Tensor
 
     def __init__(
-        self,
-        source: Parameters | Ranks,
-        device: Any,
-        settings: Mapping[str, float],
-        *identity: object,
-        **options: Any,
+        self, source: Parameters | Ranks, device: Any, settings: Mapping[str, float], *identity: object
     ) -> None:
         kind = type(self).__name__
         if isinstance(source, Ranks):
@@ -211,7 +200,7 @@ class TensorwiseClip(AdaptiveClip):
             home = next((x for x in devices if x.type != "cpu"), torch.device("cpu"))
         device = home if device is None else device
         hashed = zlib.crc32(repr(names).encode())
-        super().__init__(len(names), device, settings, hashed, *identity, **options)
+        super().__init__(len(names), device, settings, hashed, *identity)
         self.names, self._hash = names, hashed
         self.register_buffer("key", self._key(torch.float64).to(device))
 

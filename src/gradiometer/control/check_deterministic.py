@@ -166,7 +166,7 @@ class _State:
         else:
             parts = [("", value) for value in (state if isinstance(state, list | tuple) else [state])]
         for prefix, value in parts:
-            has_state = [hasattr(value, name) for name in ("state_dict", "load_state_dict")]
+            has_state = [callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")]
             if not isinstance(value, Tensor | torch.Generator) and not all(has_state):
                 which = f"{prefix.removesuffix('.')!r} of the state" if prefix else "an object of the state"
                 msg = f"{_WHAT}: {which} has type {type(value).__name__}, which has no state_dict and "

@@ -147,7 +147,7 @@ class _KeepingTaps(Taps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_keeping = False
-        # the values of all calls, by name; of a forward pass
+        # by name, the values of all calls in a forward pass
         self.kept: dict[str, list[Tensor]] = {}
 
     def measure(self, x: Tensor, row: int, channel_dim: int) -> Tensor:

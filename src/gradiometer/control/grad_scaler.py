@@ -136,7 +136,7 @@ def _scale(scaler: GradScaler) -> Tensor:
         number = 1.0
     elif isinstance(scale, Tensor):
         return scale.detach().reshape(())
-    elif hasattr(scaler, "_scale") and hasattr(scaler, "_init_scale"):
+    elif scale is None and hasattr(scaler, "_scale") and hasattr(scaler, "_init_scale"):
         # created by the first scaler.scale(loss)
         number = scaler._init_scale  # noqa: SLF001
     else:

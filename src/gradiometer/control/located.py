@@ -51,11 +51,11 @@ class Operand:
     def __str__(self) -> str:
         """Return one line."""
         name = self.name if self.tensor is None else f"{self.name} ({self.tensor})"
-        values = [self.counts] * bool(self.counts)
-        if self.min is not None:
-            values.insert(
-                0, f"all {self.min:.4g}" if self.min == self.max else f"from {self.min:.4g} to {self.max:.4g}"
-            )
+        values = []
+        if self.min is not None and self.max is not None:
+            is_one = self.min == self.max
+            values.append(f"all {self.min:.4g}" if is_one else f"from {self.min:.4g} to {self.max:.4g}")
+        values += [self.counts] * bool(self.counts)
         text = f"{name}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
         return f"{text}, {', '.join(values)}" if values else text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from gradiometer.control.scale import LARGEST, coefficient_of
 from gradiometer.stats import first_unfit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from gradiometer.control.adaptive_clip import Gradients
     from gradiometer.distributed import Ranks
@@ -76,6 +76,7 @@ class PerTensorClip(TensorwiseClip):
     tensor([0.1300, 1.0000], dtype=torch.float64)
     """
 
+    _or_zero: ClassVar[Collection[str]] = ("warmup_steps", "eps")
     average: Tensor
     count: Tensor
 
@@ -90,13 +91,8 @@ class PerTensorClip(TensorwiseClip):
         eps: float = 1e-6,
         device: torch.device | str | int | None = None,
     ) -> None:
-        settings = {
-            "max_ratio": max_ratio,
-            "decay": decay,
-            "warmup_steps": warmup_steps,
-            "max_norm": max_norm,
-        }
-        super().__init__(model, device, settings | {"eps": eps}, or_zero=("warmup_steps", "eps"))
+        settings = {"max_ratio": max_ratio, "decay": decay, "warmup_steps": warmup_steps}
+        super().__init__(model, device, settings | {"max_norm": max_norm, "eps": eps})
         self.max_ratio, self.decay, self.warmup_steps, self.max_norm, self.eps = self.settings.values()
         self.register_buffer("average", torch.full_like(self.record[0], math.inf))
         self.register_buffer("count", torch.zeros_like(self.key))

@@ -67,14 +67,21 @@ class Agreement:
 
     @property
     def group(self) -> Group:
-        """The process group; None if there is one rank and no group."""
+        """The process group; None if there is one rank and no group.
+
+        Raises:
+            RankError: if it was destroyed.
+        """
         group = self._group()
         if group is None and self._group is not _no_group:
             raise RankError("the process group of these gm.Ranks was destroyed; create gm.Ranks again")
         return group
 
     def where(self, name: str, rank: int) -> str:
-        """Return a rank's position in the mesh of a tensor: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
+        """Return a rank's position in the mesh of a tensor: ``rank 5, dp_shard 1 of 4, tp 0 of 2``.
+
+        ``rank`` is its place in the group.
+        """
         return self.plan.where(self.names.index(name), rank)
 
     def to_rows(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
