@@ -73,9 +73,9 @@ class AdaptiveClip(Float64Module):
                 raise ValueError(f"{type(self).__name__}: {name} must be {kind}, got {describe(value)}")
         self.settings = {name: float(value) for name, value in settings.items()}
         # never 0-d: compiled graphs of torch 2.11 and 2.13 lose writes into a 0-d float64 tensor on the CPU
-        record = torch.zeros((3, size), dtype=torch.float64, device=device)
-        record[0] = 1.0
-        self.register_buffer("record", record)
+        factor = torch.ones((1, size), dtype=torch.float64, device=device)
+        zeros = torch.zeros((2, size), dtype=torch.float64, device=device)
+        self.register_buffer("record", torch.cat([factor, zeros]))
         self._identity = zlib.crc32(repr((type(self).__name__, self.settings, identity)).encode())
 
     @property
