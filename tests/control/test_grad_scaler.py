@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 
 import gradiometer as gm
 from gradiometer import collect_and_clip_
-from gradiometer.columns import COLUMN_NAMES
+from gradiometer.columns import TENSORS
 from support.fake_device import HostWaitError, device_of, watch
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def test_statistics_before_unscale_are_those_after_it(scale, dtype):
     model[0].bias.grad[:3] = torch.tensor([math.nan, math.inf, -math.inf])
     before, after = before_and_after(model, scaler, optimizer)
     # a power of two causes no rounding, so every column is bit-identical
-    for name in COLUMN_NAMES:
+    for name in TENSORS.index:
         assert torch.equal(getattr(before, name), getattr(after, name)), name
     assert torch.equal(before.flags, after.flags)
     assert before.skipped.item() is after.skipped.item() is True

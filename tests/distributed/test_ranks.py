@@ -10,6 +10,7 @@ import pickle
 import socket
 import threading
 import weakref
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -431,8 +432,5 @@ def test_a_new_world_begins_anew():
         with socket.socket() as free:
             free.bind(("localhost", 0))
             ports.append(free.getsockname()[1])
-    pool = RankPool(2)
-    try:
+    with closing(RankPool(2)) as pool:
         assert pool.run(again, ports) == [[True, True]] * 2
-    finally:
-        pool.close()

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import gradiometer as gm
 from support.rank_models import KINDS, Collectives, alone, mesh_of
+from support.rank_pool import pool_of
 
 NAN = math.nan
 # sizes of the gradients of each step, relative to the model's
@@ -95,10 +96,6 @@ CASES = [
     pytest.param("FSDP2 x TP", 4, marks=pytest.mark.deep),
     pytest.param("pipeline x FSDP2", 4, marks=pytest.mark.deep),
 ]
-
-
-def pool_of(request, size):
-    return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
 
 
 @pytest.mark.parametrize("how", CLIPS)

@@ -18,17 +18,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 import gradiometer as gm
 from support.pages import blocks
 from support.rank_models import CASES, KINDS, Collectives, alone, mesh_of
-from support.rank_pool import RankFailedError
+from support.rank_pool import RankFailedError, pool_of
 
 # far below the norms of the gradients, so that clipping happens
 MAX_NORM = 0.1
 # relative error of sums in another order, of some tens of summands
 SUMS = {torch.float64: 1e-14, torch.float32: 1e-5}
 NAN, INF = math.nan, math.inf
-
-
-def pool_of(request, size):
-    return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
 
 
 def held(grad):

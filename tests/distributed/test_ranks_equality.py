@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import gradiometer as gm
-from gradiometer.columns import COLUMN_INDEX, NUM_COLUMNS, NUM_SUM_COLUMNS
+from gradiometer.columns import TENSORS
 from support.rank_equality import SLACK, assert_equal, expected_of, seen
 from support.rank_models import (
     CASES,
     CLASSES,
     KINDS,
-    TENSORS,
+    NUM_TENSORS,
     WORDS,
     Collectives,
     alone,
@@ -26,13 +26,14 @@ from support.rank_models import (
     names_and_parameters,
     whole,
 )
+from support.rank_pool import pool_of
 
 every_way = pytest.mark.parametrize(("kind", "size"), CASES, ids=[f"{kind}, {size}" for kind, size in CASES])
 
 
 @pytest.fixture
 def pool(request, size):
-    return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
+    return pool_of(request, size)
 
 
 @functools.cache
@@ -87,7 +88,7 @@ def collected(rank, kind, size, dtype, how):
 def test_gradients_are_those_of_one_process(pool, kind, size):
     found = found_of(pool, kind, size)
     model = alone(torch.float64)
-    assert len(list(model.parameters())) == TENSORS
+    assert len(list(model.parameters())) == NUM_TENSORS
     assert_equal(found, expected_of(model), SLACK)
     report = gm.collect_grads(model).materialize()
     for one in found:
@@ -101,8 +102,11 @@ def test_gradients_are_those_of_one_process(pool, kind, size):
 def test_two_small_collectives_and_nothing_is_gathered(pool, kind, size):
     for one in found_of(pool, kind, size):
         *before, sums, tops = one["collectives"]
-        assert sums == ("allreduce_", [((TENSORS, NUM_SUM_COLUMNS), torch.float64)])
-        assert tops == ("allreduce_", [((TENSORS + 8, NUM_COLUMNS - NUM_SUM_COLUMNS + 1), torch.float64)])
+        assert sums == ("allreduce_", [((NUM_TENSORS, TENSORS.num_sums), torch.float64)])
+        assert tops == (
+            "allreduce_",
+            [((NUM_TENSORS + 8, TENSORS.width - TENSORS.num_sums + 1), torch.float64)],
+        )
         # the partial gradients of normalization weights are added up first, one all-reduce each
         assert [name for name, _ in before] == ["allreduce_"] * KINDS[kind][2]
 
@@ -240,7 +244,7 @@ def test_what_is_not_finite_is_counted_once_and_its_rank_is_named(
     column = {"nan": "n_nan", "inf": "n_posinf", "-inf": "n_neginf"}[str(value)]
     expected = expected_of(alone(torch.float64))[name].numel()
     for rank, one in enumerate(found):
-        row = dict(zip(COLUMN_INDEX, one["columns"][name], strict=True))
+        row = dict(zip(TENSORS.index, one["columns"][name], strict=True))
         assert row["numel"] == expected
         assert row[column] == len(places) / copies
         assert sum(row[other] for other in ("n_nan", "n_posinf", "n_neginf")) == len(places) / copies
@@ -285,7 +289,7 @@ def test_frozen_parameters_have_no_row(four_ranks, kind):
     expected = expected_of(alone(torch.float64))
     assert_equal(found, {name: grad for name, grad in expected.items() if "layers.0" not in name}, SLACK)
     for one in found:
-        assert one["columns"]["layers.0.up.weight"] == [0.0] * NUM_COLUMNS
+        assert one["columns"]["layers.0.up.weight"] == [0.0] * TENSORS.width
         assert one["origin"]["layers.0.up.weight"] == -2
 
 
@@ -476,7 +480,7 @@ def test_what_is_said_of_all_together(pool, size):
         # the last of four ranks has an empty shard
         assert one.names == merged.names == ("fine", "small", "large", "empty", "alone")
         assert groups.names == ("some", "lost", "none")
-        assert [row.numel for row in groups] == [8, 0, 0]
+        assert [row.numel for row in groups.rows()] == [8, 0, 0]
         assert modules.names == ("",)
         assert (one["alone"].numel, one["empty"].numel) == (1 if size == 2 else 0, 0)
         health = 1 - 0.5 / 5 - 0.8 / 5
@@ -511,5 +515,5 @@ def huge(_rank):
 def test_copies_whose_squares_overflow_are_left_out_too(two_ranks):
     """Copies are left out by selection, not by multiplication with 0: 0 * inf is NaN."""
     for one in two_ranks.run(huge):
-        row = dict(zip(COLUMN_INDEX, one["columns"]["w"], strict=True))
+        row = dict(zip(TENSORS.index, one["columns"]["w"], strict=True))
         assert (row["numel"], row["sumsq"], row["sum"], row["n_nan"]) == (2, math.inf, 1e200, 0)

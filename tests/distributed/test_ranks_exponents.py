@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,17 +12,13 @@ from torch import nn
 import gradiometer as gm
 from gradiometer.runs import verify
 from support import rank_models
-from support.rank_models import Collectives
-from support.rank_pool import RankPool
-
-BUILDERS = ("plain", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
+from support.rank_models import BUILDERS, Collectives, build, error_of
+from support.rank_pool import pool_of
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(params=[2, 4])
 def pool(request):
-    pool = RankPool(request.param)
-    yield pool
-    pool.close()
+    return pool_of(request, request.param)
 
 
 def weights_of(model):
@@ -29,9 +26,9 @@ def weights_of(model):
 
 
 def reduced(rank, size, how):
-    if size == 2 and how in {"hsdp", "fsdp_tp"}:
+    model = build(rank, size, how)
+    if model is None:
         return None
-    model = getattr(rank_models, how)(rank, size, torch.float64)
     weights = weights_of(model)
     ranks = gm.Ranks(weights)
     stats = gm.collect_exponents(weights, reduce=ranks)
@@ -107,26 +104,14 @@ def other_calls(rank, size):
     weights = {"w": nn.Parameter(torch.ones(3))}
     ranks = gm.Ranks(weights)
     integers = {"w": torch.ones(3, dtype=torch.int64)}
+    histograms = partial(gm.collect_exponents, reduce=ranks)
     others = [
-        (
-            lambda: gm.collect_exponents(weights, reduce=ranks),
-            lambda: gm.collect_weights(weights, reduce=ranks),
-        ),
+        (partial(histograms, weights), partial(gm.collect_weights, weights, reduce=ranks)),
         # rank 0 fails before it measures
-        (
-            lambda: gm.collect_exponents(integers, reduce=ranks),
-            lambda: gm.collect_exponents(weights, reduce=ranks),
-        ),
-        (
-            lambda: gm.collect_exponents({"v": torch.ones(3)}, reduce=ranks),
-            lambda: gm.collect_exponents(weights, reduce=ranks),
-        ),
+        (partial(histograms, integers), partial(histograms, weights)),
+        (partial(histograms, {"v": torch.ones(3)}), partial(histograms, weights)),
     ]
-    said = []
-    for calls in others:
-        with pytest.raises((gm.RankError, ValueError, TypeError)) as raised:
-            calls[rank]()
-        said.append(str(raised.value))
+    said = [error_of(calls[rank], ValueError, TypeError) for calls in others]
     # and they are at the same call again
     return said, gm.collect_exponents(weights, reduce=ranks).numel.item()
 

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 import gradiometer as gm
 from support import rank_models
-from support.rank_models import Collectives
-from support.rank_pool import RankPool
-
-BUILDERS = ("plain", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
+from support.rank_models import BUILDERS, Collectives, build, error_of
+from support.rank_pool import RankPool, pool_of
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(params=[2, 4])
 def pool(request):
-    pool = RankPool(request.param)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def four():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
-def build(rank, size, how, dtype):
-    if size == 2 and how in {"hsdp", "fsdp_tp"}:
-        return None
-    return getattr(rank_models, how)(rank, size, dtype)
+    return pool_of(request, request.param)
 
 
 def bits_of(report):
@@ -119,8 +105,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("how", "name", "victims", "bit", "named"), CASES)
-def test_the_ranks_in_the_minority_are_named(four, how, name, victims, bit, named):
-    for before, diverged, given, implicit in four.run(flipped, 4, how, name, victims, bit):
+def test_the_ranks_in_the_minority_are_named(four_ranks, how, name, victims, bit, named):
+    for before, diverged, given, implicit in four_ranks.run(flipped, 4, how, name, victims, bit):
         assert before == {}
         assert diverged == [name]
         assert given == implicit == {name: named}
@@ -135,8 +121,8 @@ def opposite(rank, size):
     return gm.collect_weights({"w": weight}, fingerprint=True, reduce=True).materialize().diverged
 
 
-def test_opposite_differences_of_two_ranks_do_not_cancel(four):
-    assert four.run(opposite, 4) == [["w"]] * 4
+def test_opposite_differences_of_two_ranks_do_not_cancel(four_ranks):
+    assert four_ranks.run(opposite, 4) == [["w"]] * 4
 
 
 def different_shards(rank, size):
@@ -208,19 +194,14 @@ def mixed(rank, size):
     del size
     weight = torch.nn.Parameter(torch.ones(3))
     ranks = gm.Ranks({"w": weight}, timeout=2.0)
-    with pytest.raises(gm.RankError) as caught:
-        gm.collect_weights({"w": weight}, fingerprint=rank == 0, reduce=ranks)
-    return str(caught.value)
+    return error_of(partial(gm.collect_weights, {"w": weight}, fingerprint=rank == 0, reduce=ranks))
 
 
 def test_ranks_that_do_not_all_ask_for_fingerprints_learn_of_it():
-    pool = RankPool(2)
-    try:
+    with closing(RankPool(2)) as pool:
         asked, did_not_ask = pool.run(mixed, 2)
-        assert "fingerprint=True, or of pairs: rank 1 of 2 did not arrive within 2 s" in asked
-        assert "rank 0" in did_not_ask
-    finally:
-        pool.close()
+    assert "fingerprint=True, or of pairs: rank 1 of 2 did not arrive within 2 s" in asked
+    assert "rank 0" in did_not_ask
 
 
 def watched(rank, size, how, folder):
@@ -241,8 +222,8 @@ def watched(rank, size, how, folder):
 
 
 @pytest.mark.parametrize(("how", "others"), [("ddp", "3 others"), ("hsdp", "1 other")])
-def test_the_monitor_names_the_rank_and_the_step(four, tmp_path, how, others):
-    (found, failures), *rest = four.run(watched, 4, how, str(tmp_path / "run"))
+def test_the_monitor_names_the_rank_and_the_step(four_ranks, tmp_path, how, others):
+    (found, failures), *rest = four_ranks.run(watched, 4, how, str(tmp_path / "run"))
     assert failures == {}
     expected = f"layers.0.norm.weight: rank 2 differs from {others} since step 5"
     assert found == [f"error    step 5 to 11: {expected}"]

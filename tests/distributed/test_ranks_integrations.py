@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import warnings
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,9 +35,8 @@ CLOSE = 1e-4
 @pytest.fixture(scope="module")
 def ranks():
     """Two processes for this file: the frameworks keep state in theirs."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+    with closing(RankPool(2)) as pool:
+        yield pool
 
 
 @contextmanager
@@ -393,10 +392,9 @@ def import_all(rank):
 @pytest.fixture
 def lost_ranks():
     """Two processes that may lose one another; collectives time out soon."""
-    pool = RankPool(2, timeout=6.0)
-    pool.run(import_all)
-    yield pool
-    pool.close()
+    with closing(RankPool(2, timeout=6.0)) as pool:
+        pool.run(import_all)
+        yield pool
 
 
 def check_unwatched(results, warning):

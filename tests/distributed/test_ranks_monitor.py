@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -462,15 +462,12 @@ def loses(rank, run_dir, victim, how):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_is_named_and_training_goes_on(tmp_path, how):
-    pool = RankPool(3)
-    try:
+    with closing(RankPool(3)) as pool:
         outcomes = pool.outcomes(loses, str(tmp_path), 1, how)
-    finally:
-        pool.close()
     assert [failed for failed, _ in outcomes] == [False, True, False]
-    for _, (failures, _, closing) in (outcomes[0], outcomes[2]):
+    for _, (failures, _, seconds) in (outcomes[0], outcomes[2]):
         assert failures.keys() == {"ranks"}
-        assert closing < 30
+        assert seconds < 30
     run = read_run(tmp_path)
     assert run.steps["step"].to_pylist() == list(range(100))
     recorded = run.steps["recorded"].to_pylist()

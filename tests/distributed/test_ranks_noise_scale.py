@@ -18,17 +18,13 @@ import gradiometer as gm
 from support.noise_oracle import least_squares
 from support.pages import blocks
 from support.rank_models import Collectives, mesh_of
-from support.rank_pool import scripted
+from support.rank_pool import pool_of, scripted
 
 F64 = torch.float64
 BATCH, STEPS = 4, 3
 GROUPS = {"first": r"^0\.", "second": r"^2\.", "all": ""}
 DECAY = 0.5
 PAGE = "docs/how-to/noise-scale.md"
-
-
-def pool_of(request, size):
-    return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
 
 
 def model_of():

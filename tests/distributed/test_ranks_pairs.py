@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
 
 import gradiometer as gm
-from gradiometer.columns import NUM_SUM_COLUMNS
+from gradiometer.columns import PAIRS, TENSORS
 from support import rank_models
 from support.pair_oracle import exact_pair
-from support.rank_models import TENSORS, Collectives
-from support.rank_pool import RankPool
+from support.rank_models import BUILDERS, NUM_TENSORS, Collectives, build, error_of
+from support.rank_pool import RankPool, pool_of
 
-NAMES = tuple(column.name for column in gm.PAIR_COLUMNS)
+NAMES = tuple(PAIRS.index)
 # the parameter whose elements become infinite, and NaN where they are 0
 NONFINITE = 3
-BUILDERS = ("plain", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(params=[2, 4])
 def pool(request):
-    pool = RankPool(request.param)
-    yield pool
-    pool.close()
-
-
-def build(rank, size, how):
-    """Return this rank's part of the model, with gradients."""
-    if size == 2 and how in {"hsdp", "fsdp_tp"}:
-        return None
-    return getattr(rank_models, how)(rank, size, torch.float64)
+    return pool_of(request, request.param)
 
 
 def step(model):
@@ -82,7 +74,7 @@ def test_all_ranks_find_what_one_process_finds(pool, how):
         whole_names = [name for name, _ in rank_models.whole(torch.float64).named_parameters()]
         found = [name for name, rank in zip(names, origin, strict=True) if rank >= 0]
         assert found == [whole_names[NONFINITE]]
-        assert text.startswith(f"<PairReport: {TENSORS} pairs of all ranks, ")
+        assert text.startswith(f"<PairReport: {NUM_TENSORS} pairs of all ranks, ")
         by_name = dict(zip(names, reduced, strict=True))
         assert by_name[whole_names[NONFINITE]][NAMES.index("n_posinf")] > 0
         assert by_name[whole_names[NONFINITE]][NAMES.index("n_neginf")] > 0
@@ -120,8 +112,8 @@ def counted(rank, size):
 
 
 def test_two_collectives_of_stated_sizes(pool):
-    wide = NUM_SUM_COLUMNS + 10
-    sizes = [(TENSORS, wide), (TENSORS + 8, 2)]
+    wide = TENSORS.num_sums + 10
+    sizes = [(NUM_TENSORS, wide), (NUM_TENSORS + 8, 2)]
     for (first, second), more in pool.run(counted, pool.size):
         assert len(first) == len(second) == 2
         for calls in (first, second, more[:2], more[2:]):
@@ -130,7 +122,7 @@ def test_two_collectives_of_stated_sizes(pool):
             assert all(dtype == torch.float64 for _, inputs in calls for _, dtype in inputs)
 
 
-def partial(rank, size):
+def uneven(rank, size):
     """Gradients that differ between the ranks, some of which have none, and a NaN on one rank."""
     weights = {name: torch.nn.Parameter(torch.ones(6, dtype=torch.float64)) for name in "abc"}
     ranks = gm.Ranks(weights)
@@ -148,7 +140,7 @@ def partial(rank, size):
 def test_copies_count_once_and_the_rank_of_a_nan_is_named(pool):
     # the copy of rank 0 is the one that is counted
     expected = 6, math.sqrt(6), 0, {"c": pool.size - 1}
-    assert pool.run(partial, pool.size) == [expected] * pool.size
+    assert pool.run(uneven, pool.size) == [expected] * pool.size
 
 
 def sampled(rank, size):
@@ -195,30 +187,19 @@ def other_calls(rank, size):
     weights = {"w": torch.nn.Parameter(torch.ones(3))}
     ranks = gm.Ranks(weights)
     snapshot = gm.Snapshot(weights)
+    updates = partial(gm.collect_updates, weights, snapshot, reduce=ranks)
+    pairs = partial(gm.compare, weights, reduce=ranks)
     # all ranks have met with pairs
-    gm.collect_updates(weights, snapshot, reduce=ranks)
+    updates()
     others = [
-        (
-            lambda: gm.collect_updates(weights, snapshot, reduce=ranks),
-            lambda: gm.compare(weights, weights, reduce=ranks),
-        ),
-        (
-            lambda: gm.collect_updates(weights, snapshot, reduce=ranks),
-            lambda: gm.collect_weights(weights, reduce=ranks),
-        ),
+        (updates, partial(pairs, weights)),
+        (updates, partial(gm.collect_weights, weights, reduce=ranks)),
         # rank 0 fails before it measures
-        (
-            lambda: gm.compare(weights, {"w": torch.ones(4)}, reduce=ranks),
-            lambda: gm.compare(weights, weights, reduce=ranks),
-        ),
+        (partial(pairs, {"w": torch.ones(4)}), partial(pairs, weights)),
     ]
-    said = []
-    for calls in others:
-        with pytest.raises((gm.RankError, ValueError)) as raised:
-            calls[rank]()
-        said.append(str(raised.value))
+    said = [error_of(calls[rank], ValueError) for calls in others]
     # and they are at the same call again
-    return said, gm.collect_updates(weights, snapshot, reduce=ranks).n_unchanged.item()
+    return said, updates().n_unchanged.item()
 
 
 def test_ranks_that_make_different_calls_learn_of_it(two_ranks):
@@ -235,24 +216,17 @@ def first_pairs(rank, size):
     weights = {"w": torch.nn.Parameter(torch.ones(3))}
     ranks = gm.Ranks(weights, timeout=2.0)
     snapshot = gm.Snapshot(weights)
-    calls = (
-        lambda: gm.collect_updates(weights, snapshot, reduce=ranks),
-        lambda: gm.collect_weights(weights, reduce=ranks),
-    )
-    with pytest.raises(gm.RankError) as caught:
-        calls[rank]()
-    return str(caught.value)
+    if rank:
+        return error_of(partial(gm.collect_weights, weights, reduce=ranks))
+    return error_of(partial(gm.collect_updates, weights, snapshot, reduce=ranks))
 
 
 def test_ranks_that_do_not_all_reduce_pairs_do_not_hang():
-    pool = RankPool(2)
-    try:
+    with closing(RankPool(2)) as pool:
         asked, did_not_ask = pool.run(first_pairs, 2)
-        assert "rank 1 of 2 did not arrive within 2 s" in asked
-        assert "pairs" in asked
-        assert "rank 0" in did_not_ask
-    finally:
-        pool.close()
+    assert "rank 1 of 2 did not arrive within 2 s" in asked
+    assert "pairs" in asked
+    assert "rank 0" in did_not_ask
 
 
 def compiled(rank, size):

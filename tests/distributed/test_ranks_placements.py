@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import gradiometer as gm
-from gradiometer.columns import COLUMN_INDEX
+from gradiometer.columns import TENSORS
 from support.oracle import assert_same_counts, assert_within_bounds, exact
 from support.rank_models import Collectives, mesh_of
 from support.strategies import FLOATS, Recipe
@@ -96,7 +96,7 @@ def check(pool, example):
         bad = [rank for rank, (_, _, local) in enumerate(found) if local[row]]
         for columns, origin, _ in found:
             assert columns[row] == found[0][0][row]
-            values = dict(zip(COLUMN_INDEX, columns[row], strict=True))
+            values = dict(zip(TENSORS.index, columns[row], strict=True))
             assert_same_counts(values, expected)
             assert_within_bounds(values, expected)
             # several ranks hold copies of the non-finite element

@@ -18,7 +18,7 @@ from support.gpu import DEVICE, REHEARSED, no_waits_on_a_gpu, record
 from support.noise_oracle import least_squares
 from support.oracle import exact
 from support.rank_equality import SLACK, assert_equal, expected_of, seen
-from support.rank_models import CASES, KINDS, TENSORS, Collectives, alone, mesh_of
+from support.rank_models import CASES, KINDS, NUM_TENSORS, Collectives, alone, mesh_of
 from support.rank_pool import RankPool
 
 pytestmark = [
@@ -317,7 +317,7 @@ def test_gradients_are_those_of_one_process(gpu_ranks, kind, size):
     found = gpu_ranks(size).run(collected, kind, size)
     with torch.device(DEVICE):
         expected = expected_of(alone(torch.float64))
-    assert len(expected) == TENSORS
+    assert len(expected) == NUM_TENSORS
     assert_equal([one for one, _ in found], {name: grad.cpu() for name, grad in expected.items()}, SLACK)
     assert {calls for _, calls in found} == {2 + KINDS[kind][2]}
 

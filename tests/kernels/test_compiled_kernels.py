@@ -34,7 +34,7 @@ from gradiometer.columns.derived import compute_flags
 from gradiometer.columns.fingerprint import Fingerprint, geometric, power
 from gradiometer.control import per_tensor_clip, z_score_clip
 from gradiometer.control import scale as eager_scale
-from gradiometer.control.adaptive_clip import AdaptiveClip
+from gradiometer.control.adaptive_clip import AdaptiveClip, Gradients
 from gradiometer.ops import clipping, dispatch, launch_plans
 from gradiometer.ops import tensors as tensor_ops
 from gradiometer.ops.chunk_map import chunk_map_of
@@ -587,11 +587,12 @@ def by_operators(clip: AdaptiveClip, names: tuple[str, ...], columns: Tensor) ->
         patch.setattr(AdaptiveClip, "_uses_kernel", lambda *_: False)
         for module in (per_tensor_clip, z_score_clip):
             patch.setattr(module, "is_on_host", lambda _: False)
-        return clip.decide(names, columns, 2.0, lambda: norms_of(columns, 2.0))
+        return clip.decide(Gradients(names, columns, 2.0, lambda: norms_of(columns, 2.0)))
 
 
 def by_kernel(clip: AdaptiveClip, names: tuple[str, ...], columns: Tensor) -> Tensor:
-    return clip.decide(names, columns, 2.0, lambda: pytest.fail("the kernel reads the columns"))
+    unused = lambda: pytest.fail("the kernel reads the columns")  # noqa: E731
+    return clip.decide(Gradients(names, columns, 2.0, unused))
 
 
 CLIP_OPTIONS: dict[str, list[dict[str, Any]]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradiometer.columns import COLUMN_INDEX
+from gradiometer.columns import TENSORS
 from support.oracle import assert_same_counts, assert_within_bounds, exact
 
 # gradients of the same weights and data in float64, with sums in another order
@@ -32,7 +32,7 @@ def assert_equal(found, tensors, slack=0.0, slacks=None):
         # the same bits on every rank, NaN included
         assert [repr(one[what]) for what in MERGED] == [repr(found[0][what]) for what in MERGED]
     for name, tensor in tensors.items():
-        measured = dict(zip(COLUMN_INDEX, found[0]["columns"][name], strict=True))
+        measured = dict(zip(TENSORS.index, found[0]["columns"][name], strict=True))
         expected = exact(tensor)
         more = (slacks or {}).get(name, slack)
         assert measured["abs_max"] == pytest.approx(expected.abs_max, rel=more, abs=0.0)

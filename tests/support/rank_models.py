@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,11 +26,15 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gradiometer as gm
+
 # only tensor parallelism needs a size that is divisible, HIDDEN
 WORDS, WIDTH, HIDDEN, CLASSES = 13, 5, 12, 3
 BATCH, LENGTH = 8, 4
 # embedding, LayerNorm and two Linear in each of two layers, LayerNorm, Linear
-TENSORS = 1 + 2 * 6 + 2 + 2
+NUM_TENSORS = 1 + 2 * 6 + 2 + 2
+# builders that all take a dtype
+BUILDERS = ("plain", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
 
 
 class Block(nn.Module):
@@ -222,3 +227,15 @@ class Collectives(TorchDispatchMode):
                 tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
                 self.calls.append((name, [(tuple(x.shape), x.dtype) for x in tensors]))
         return function(*args, **(kwargs or {}))
+
+
+def build(rank, size, how, dtype=torch.float64):
+    """Return this rank's part of the model of a builder, with gradients; None if it needs four ranks."""
+    return None if size == 2 and how in {"hsdp", "fsdp_tp"} else globals()[how](rank, size, dtype)
+
+
+def error_of(call, *kinds):
+    """Return the message of the RankError that a call raises, or of an error of one of these kinds."""
+    with pytest.raises((gm.RankError, *kinds)) as raised:
+        call()
+    return str(raised.value)

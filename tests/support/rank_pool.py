@@ -20,8 +20,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankFailedError", "RankPool", "scripted", "torchrun"]
-
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
@@ -119,6 +117,11 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Any) -> None:
         except BaseException:  # noqa: BLE001 the next test goes on
             answer = (True, traceback.format_exc())
         pipe.send(answer)
+
+
+def pool_of(request: Any, size: int) -> RankPool:
+    """Return the pool of this size that the tests of a file share."""
+    return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[size])
 
 
 def scripted(script: Path, *args: str, size: int = 2, timeout: float = 240.0) -> str:

@@ -76,7 +76,7 @@ class Agreed:
     def bits_of(self, _, fingerprints):
         """Add up fingerprints, and one number with coefficients that add up to 0 over equal copies."""
         bits = torch.where(fingerprints[:, :1] < 0, 0, fingerprints).double()
-        coefficients = [1.0 if index else 1.0 - count for index, count in self.plan.copies(self.rank)]
+        coefficients = [1.0 if index > 0 else 1.0 - max(1, n) for index, n in self.plan.copies(self.rank)]
         differences = bits[:, 1:2] * torch.tensor(coefficients, dtype=torch.float64).unsqueeze(1)
         return torch.cat([self.to_rows(None, bits), differences, bits.new_zeros(2, NUM_SUMMED - 4)], dim=1)
 

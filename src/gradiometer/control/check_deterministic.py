@@ -115,7 +115,8 @@ def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwar
     known = _State(state)
     before = known.texts()
     undo = known.saved()
-    undo.append(partial(restore_random_state, random_state(known.devices())))
+    devices = {x.device for _, x in known.contents() if isinstance(x, Tensor)}
+    undo.append(partial(restore_random_state, random_state(devices)))
     # by name, for each call of an optimizer's step
     grads: dict[str, str] = {}
 
@@ -132,8 +133,9 @@ def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwar
 
     with ExitStack() as hooks:
         hooks.enter_context(repeating(known.parameters, [part for _, part in known.parts]))
-        for optimizer in known.of(Optimizer):
-            hooks.callback(optimizer.register_step_pre_hook(read).remove)
+        for _, part in known.parts:
+            if isinstance(part, Optimizer):
+                hooks.callback(part.register_step_pre_hook(read).remove)
         first = run()
         try:
             for restore in undo:
@@ -143,12 +145,11 @@ def check_deterministic(step: Callable[..., Any], state: Any, *args: Any, **kwar
                 f"{_WHAT}: the state cannot be restored after the first run: {error}; if that run created a "
             )
             raise RuntimeError(msg + "buffer or a parameter, run one step before the check") from error
-        changed = _differing(before, known.texts())
-        if changed and changed[0] not in before:
-            msg = f"{_WHAT}: the first run created {changed[0]!r}, which cannot be undone; "
-            raise RuntimeError(msg + "run one step before the check")
-        if changed:
-            msg = f"{_WHAT}: load_state_dict does not restore {changed[0]!r}; "
+        for name in _differing(before, known.texts()):
+            if name not in before:
+                msg = f"{_WHAT}: the first run created {name!r}, which cannot be undone; "
+                raise RuntimeError(msg + "run one step before the check")
+            msg = f"{_WHAT}: load_state_dict does not restore {name!r}; "
             raise RuntimeError(msg + "correct it, or leave its object out of the state")
         second = run()
     both = first | second
@@ -165,8 +166,11 @@ class _State:
         else:
             parts = [("", value) for value in (state if isinstance(state, list | tuple) else [state])]
         for prefix, value in parts:
-            if not isinstance(value, Tensor | torch.Generator):
-                _check_state_of(prefix, value)
+            has_state = [callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")]
+            if not isinstance(value, Tensor | torch.Generator) and not all(has_state):
+                which = f"{prefix.removesuffix('.')!r} of the state" if prefix else "an object of the state"
+                msg = f"{_WHAT}: {which} has type {type(value).__name__}, which has no state_dict and "
+                raise TypeError(msg + "load_state_dict; pass models, optimizers and tensors")
         self._set(parts)
         names = [name for name, _ in self.contents()]
         if len(set(names)) < len(names) or "" in names:
@@ -183,14 +187,6 @@ class _State:
         for prefix, value in self.parts:
             for name, p in _parameters(value):
                 self.parameters.setdefault(p, f"{prefix}{name}".removesuffix("."))
-
-    def of(self, kind: type) -> list[Any]:
-        """Return the objects of a kind."""
-        return [value for _, value in self.parts if isinstance(value, kind)]
-
-    def devices(self) -> set[torch.device]:
-        """Return the devices of all tensors."""
-        return {x.device for _, x in self.contents() if isinstance(x, Tensor)}
 
     def grads(self, optimizer: Optimizer | None = None) -> list[tuple[str, Tensor]]:
         """Return the gradients there are, the last parameter first; only those of an optimizer if given."""
@@ -222,15 +218,12 @@ class _State:
         """Return the state of an optimizer, with the names of its parameters instead of their numbers."""
         content = optimizer.state_dict()
         own = [p for _, p in _parameters(optimizer)]
-        state = {
-            self.parameters[own[key]] if isinstance(key, int) else f"{prefix}state.{key}": value
-            for key, value in content.pop("state", {}).items()
-        }
-        found = [item for name, value in state.items() for item in leaves(name, value)]
-        others = [
-            (prefix + name, x) for name, x in leaves("", content) if name and not name.endswith(".params")
-        ]
-        return found + others
+        found: list[tuple[str, Any]] = []
+        for key, value in content.pop("state", {}).items():
+            name = self.parameters[own[key]] if isinstance(key, int) else f"{prefix}state.{key}"
+            found += leaves(name, value)
+        others = [(name, x) for name, x in leaves("", content) if name and not name.endswith(".params")]
+        return found + [(prefix + name, x) for name, x in others]
 
     def texts(self, seen: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the texts of the gradients, also of those ``seen`` earlier, and of the contents."""
@@ -249,30 +242,21 @@ class _State:
                 module = unwrapped(value)
                 kept = copy.deepcopy(module.state_dict())
                 undo.append(partial(module.load_state_dict, kept))
-                undo += [
-                    partial(_put_back_buffer, module, name, x, x.detach().clone())
-                    for name, x in module.named_buffers()
-                    if name not in kept
-                ]
+                others = [(name, x) for name, x in module.named_buffers() if name not in kept]
+                undo += [partial(_put_back_buffer, module, *other, _copy(other[1])) for other in others]
                 for _, parameter in _parameters(module):
                     alone.pop(parameter, None)
             elif isinstance(value, torch.Generator):
                 undo.append(partial(value.set_state, value.get_state()))
             elif not isinstance(value, Tensor):
                 undo.append(partial(value.load_state_dict, copy.deepcopy(value.state_dict())))
-        undo += [partial(_put_back, p, p.detach().clone()) for p in alone]
+        undo += [partial(_put_back, p, _copy(p)) for p in alone]
         for p in self.parameters:
+            if p.is_leaf and p.grad is not None:
+                undo.append(partial(_put_back, p.grad, _copy(p.grad)))
             if p.is_leaf:
-                grad = p.grad
-                undo.append(partial(_put_back_grad, p, grad, None if grad is None else grad.detach().clone()))
+                undo.append(partial(setattr, p, "grad", p.grad))
         return undo
-
-
-def _check_state_of(prefix: str, value: object) -> None:
-    if not all([callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")]):
-        which = f"{prefix.removesuffix('.')!r} of the state" if prefix else "an object of the state"
-        msg = f"{_WHAT}: {which} has type {type(value).__name__}, which has no state_dict and "
-        raise TypeError(msg + "load_state_dict; pass models, optimizers and tensors")
 
 
 def _parameters(value: object) -> list[tuple[str, Tensor]]:
@@ -297,6 +281,10 @@ def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
 # restore
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
 def _put_back(tensor: Tensor, saved: Tensor) -> None:
     with torch.no_grad():
         tensor.copy_(saved)
@@ -307,9 +295,3 @@ def _put_back_buffer(module: nn.Module, name: str, buffer: Tensor, saved: Tensor
     path, _, own = name.rpartition(".")
     setattr(module.get_submodule(path), own, buffer)
     _put_back(buffer, saved)
-
-
-def _put_back_grad(parameter: Tensor, grad: Tensor | None, saved: Tensor | None) -> None:
-    if grad is not None and saved is not None:
-        _put_back(grad, saved)
-    parameter.grad = grad

@@ -11,24 +11,8 @@ from torch import Tensor, nn
 
 from gradiometer.control.finite_report import FiniteReport
 from gradiometer.distributed import is_active
-from gradiometer.inputs import (
-    Named,
-    check,
-    check_names,
-    describe,
-    named_parameters,
-    named_tensors,
-    present,
-)
-from gradiometer.stats import (
-    Report,
-    fetch,
-    materialize,
-    measure,
-    outside_of_a_graph,
-    over_ranks,
-    settled,
-)
+from gradiometer.inputs import Named, check, check_names, describe, named_parameters, named_tensors, present
+from gradiometer.stats import Report, fetch, materialize, measure, outside_of_a_graph, over_ranks, settled
 
 if TYPE_CHECKING:
     from gradiometer.distributed import Ranks
@@ -86,11 +70,9 @@ def check_finite(
     if isinstance(loss, Tensor):
         parts["loss"] = Named(("loss",), [_real(loss)])
     elif loss is not None and not isinstance(loss, Real):
-        msg = f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"check_finite: the loss must be a real number or tensor, got {type(loss).__name__}")
     elif isinstance(loss, int) and abs(loss) > sys.float_info.max:
-        msg = f"check_finite: the loss is {describe(loss)}; pass a float or a tensor"
-        raise ValueError(msg)
+        raise ValueError(f"check_finite: the loss is {describe(loss)}; pass a float or a tensor")
     # integer tensors, such as quantized weights, are always finite
     parts["weights"] = present(names, [None if _is_integer(p) else p for p in tensors])
     parts["grads"] = present(names, [p.grad for p in tensors])
@@ -153,22 +135,19 @@ def _measure(parts: dict[str, Named]) -> TensorStats:
         raise
 
 
-def _over_ranks(
-    parts: dict[str, Named],
-    parameters: Named,
-    reduce: bool | Ranks | None,  # noqa: FBT001
-) -> dict[str, Report]:
+def _over_ranks(parts: dict[str, Named], parameters: Named, reduce: bool | Ranks | None) -> dict[str, Report]:  # noqa: FBT001
     """Measure each part; weights and gradients are merged over the ranks as in `over_ranks`."""
-    found = {kind: measure(part, _WORDS[kind]) for kind, part in parts.items() if kind in {"loss", "buffers"}}
+    found = {}
+    for kind, part in parts.items():
 
-    def of_weights(_: Ranks | None) -> TensorStats:
-        return measure(parts["weights"], _WORDS["weights"])
+        def measured(ranks: Ranks | None, kind: str = kind, part: Named = part) -> TensorStats:
+            named = settled(part, parameters, ranks, "check_finite") if kind == "grads" else part
+            return measure(named, _WORDS[kind])
 
-    def of_grads(ranks: Ranks | None) -> TensorStats:
-        return measure(settled(parts["grads"], parameters, ranks, "check_finite"), _WORDS["grads"])
-
-    found["weights"] = over_ranks(reduce, parameters, "check_finite", of_weights)
-    found["grads"] = over_ranks(reduce, parameters, "check_finite", of_grads)
+        is_merged = kind in {"weights", "grads"}
+        found[kind] = (
+            over_ranks(reduce, parameters, "check_finite", measured) if is_merged else measured(None)
+        )
     reports: dict[str, Report] = materialize(found)
     return reports
 
@@ -182,18 +161,16 @@ def _real(loss: Tensor) -> Tensor:
         msg = f"check_finite: the loss must be real, got {loss.dtype}; pass loss.real or loss.abs()"
         raise TypeError(msg)
     if loss.numel() == 0:
-        msg = (
+        raise ValueError(
             f"check_finite: the loss of shape {tuple(loss.shape)} has no elements; pass loss=None to skip it"
         )
-        raise ValueError(msg)
     # a quantized loss is refused like any other tensor
     return loss if loss.is_floating_point() or loss.is_quantized else loss.double()
 
 
 def _buffers(model: Parameters) -> Named:
     if not isinstance(model, nn.Module):
-        msg = f"check_finite: buffers=True needs a module, got {type(model).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"check_finite: buffers=True needs a module, got {type(model).__name__}")
     # integer buffers, such as counters or indices, are always finite
     pairs = [(name, buffer) for name, buffer in model.named_buffers() if not _is_integer(buffer)]
     return named_tensors(pairs, "check_finite")

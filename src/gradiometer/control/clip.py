@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, take
-from gradiometer.control.adaptive_clip import AdaptiveClip, stats_given
-from gradiometer.control.coefficient import coefficient_of, unscaled
-from gradiometer.control.scale import Part, limit_of, parts_of, scale_
+from gradiometer.columns import DEFAULT_THRESHOLDS, Thresholds, number, take
+from gradiometer.control.adaptive_clip import AdaptiveClip, Gradients, stats_given
+from gradiometer.control.scale import Part, coefficient_of, limit_of, parts_of, scale_, unscaled
 from gradiometer.control.weight_norm_clip import WeightNormClip
 from gradiometer.distributed import is_active
 from gradiometer.inputs import check, is_dtensor, named_parameters, present
@@ -182,8 +181,7 @@ def clip_grads_with_norm_(
     else:
         devices = [part.tensors[0].device for part in parts]
         device = next((device for device in devices if device.type != "cpu"), devices[0])
-        # a product, so that a new number does not recompile a compiled step
-        norm = torch.ones((), dtype=torch.float64, device=device) * total_norm
+        norm = number(total_norm, device)
     is_norm = norm.isfinite() & (norm >= 0.0)
     coefficient = torch.where(is_norm, coefficient_of(norm, limit), 1.0)
     for part in parts:
@@ -268,7 +266,7 @@ def clip_coefficient(
     with torch.no_grad():
         if isinstance(max_norm, AdaptiveClip):
             max_norm.check_order(order, what)
-            return max_norm.decide(stats.names, stats.columns, order, lambda: norms_of(stats.columns, order))
+            return max_norm.decide(Gradients.of(stats, order))
         return coefficient_of(norms_of(stats.columns, order).finite, limit_of(max_norm, "max_norm", what))
 
 
@@ -289,9 +287,7 @@ def _clip(
     """Return the stats and the norms before clipping. All checks come before the first write."""
     order = order_of(norm_type, what)
     clip = max_norm if isinstance(max_norm, AdaptiveClip) else None
-    limit: Any = 0.0
-    if not isinstance(max_norm, AdaptiveClip):
-        limit = limit_of(max_norm, "max_norm", what)
+    limit: Any = 0.0 if isinstance(max_norm, AdaptiveClip) else limit_of(max_norm, "max_norm", what)
     if error_if_nonfinite and torch.compiler.is_compiling():
         msg = f"{what}: error_if_nonfinite=True waits for the norm, which a compiled function cannot do; "
         raise RuntimeError(msg + "omit it, and check the norm or stats.found_inf outside")
@@ -335,7 +331,7 @@ def _clip(
         factors = coefficient_of(norms().finite, limit)
     else:
         weights = _weights(parameters, stats, what, reduce) if clip.needs_weights else None
-        factors = clip.decide(stats.names, stats.columns, order, norms, weights)
+        factors = clip.decide(Gradients(stats.names, stats.columns, order, norms, weights))
         if stats.local is not None and factors.dim():
             rows = {name: row for row, name in enumerate(stats.names)}
             factors = take(factors, [rows[name] for name in grads.names])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradiometer.columns import number
 from gradiometer.control.scale import limit_of, memory_of
 from gradiometer.inputs import check, is_dtensor, is_partial, local_shard, named_parameters, on_device
 from gradiometer.stats import grads_of
@@ -80,11 +81,10 @@ def clip_grad_value_(
     grads, home = grads_of(named_parameters(source, what), what)
     check(grads, what)
     memories = [_clampable(grad, name, what) for name, grad in zip(*grads, strict=True)]
-    devices = list(dict.fromkeys([x.device for x in memories]))
-    # the first that is not the CPU, as for collected statistics
-    home = next((device for device in devices if device.type != "cpu"), devices[0]) if devices else home
     if not memories:
         return ElementCounts((), torch.empty(0, dtype=torch.int64, device=home))
+    # the first that is not the CPU, as for collected statistics
+    home = next((x.device for x in memories if x.device.type != "cpu"), memories[0].device)
     bounds = {kind: _bound(limit, *kind) for kind in dict.fromkeys([(x.device, x.dtype) for x in memories])}
     # count all before the first is written: two may share memory
     counts = [(x.abs() > bounds[x.device, x.dtype]).count_nonzero() for x in memories]
@@ -101,8 +101,7 @@ def _bound(limit: float | Tensor, device: torch.device, dtype: torch.dtype) -> T
         bound = on_device(limit, device, torch.float64).reshape(())
         bound = torch.where(bound.isnan(), torch.inf, bound.clamp(min=0.0))
     else:
-        # a product, so that a new number does not recompile a compiled step
-        bound = torch.ones((), dtype=torch.float64, device=device) * limit
+        bound = number(limit, device)
     return bound.to(dtype)
 
 
@@ -120,11 +119,8 @@ def _clampable(grad: Any, name: str, what: str) -> Tensor:
     elif grad.itemsize == 1:
         reason = f"has dtype {grad.dtype}, which torch cannot clamp; convert it to float16 first"
     elif grad.layout == torch.sparse_coo and not grad.is_coalesced():
-        reason = (
-            "is sparse and not coalesced, so it may store an element as several values; coalesce it first: "
-        )
-        reason += "parameter.grad = parameter.grad.coalesce()"
+        reason = "is sparse and not coalesced, so it may store an element as several values; coalesce it "
+        reason += "first: parameter.grad = parameter.grad.coalesce()"
     if reason is not None:
-        msg = f"{what}: the gradient of {name!r} {reason}"
-        raise TypeError(msg)
+        raise TypeError(f"{what}: the gradient of {name!r} {reason}")
     return memory_of(grad, name, what)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -104,11 +104,9 @@ def coord_check(
     widths = _checked_widths(widths)
     for name, count in (("steps", steps), ("seeds", seeds)):
         if type(count) is not int or count < 1:
-            msg = f"{_WHAT}({name}={describe(count)}): {name} must be an integer, at least 1"
-            raise ValueError(msg)
+            raise ValueError(f"{_WHAT}({name}={describe(count)}): {name} must be an integer, at least 1")
     if not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf):
-        msg = f"{_WHAT}(tolerance={describe(tolerance)}): the tolerance must be a positive number"
-        raise ValueError(msg)
+        raise ValueError(f"{_WHAT}(tolerance={describe(tolerance)}): the tolerance must be a positive number")
     names = [names] if isinstance(names, str) else list(names)
     before = random_state(_devices())
     runs = []
@@ -128,15 +126,14 @@ def coord_check(
             for what in ("rms", "changes")
         ]
         rows.append(row_of(name, widths, numel, rms, changes, tolerance))
-    losses = [
-        tuple([sum(same[i].losses[t] for same in runs) / seeds for i in range(len(widths))])
-        for t in range(steps + 1)
-    ]
-    return CoordCheck(widths, steps, seeds, float(tolerance), tuple(rows), tuple(losses))
+    # by t, then by width
+    each = zip(*[zip(*[run.losses for run in same], strict=True) for same in runs], strict=True)
+    losses = tuple([tuple([sum(x) / seeds for x in zip(*at, strict=True)]) for at in each])
+    return CoordCheck(widths, steps, seeds, float(tolerance), tuple(rows), losses)
 
 
 class _Run(NamedTuple):
-    """What was measured of one model: by the name of the activation, and for each t."""
+    """Measurements of one model: by the name of the activation, and for each t."""
 
     numel: dict[str, int]
     rms: list[dict[str, float]]
@@ -150,7 +147,7 @@ class _KeepingTaps(Taps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_keeping = False
-        # the values of all calls, by name
+        # by name, the values of all calls in a forward pass
         self.kept: dict[str, list[Tensor]] = {}
 
     def measure(self, x: Tensor, row: int, channel_dim: int) -> Tensor:
@@ -160,10 +157,6 @@ class _KeepingTaps(Taps):
             # later operations may change it in place
             self.kept.setdefault(self.names[row], []).append(x.detach().clone())
         return x
-
-    def keep(self) -> None:
-        """Begin to keep the values of a forward pass."""
-        self.kept, self.is_keeping = {}, True
 
 
 def _train(
@@ -178,13 +171,21 @@ def _train(
     torch.manual_seed(seed)
     model, optimizer = _checked_model(make_model(width), width)
     model.train()
-    taps = _KeepingTaps(model, _patterns(model, width, modules, names), names=names)
+    options: dict[str, Any] = {"modules": modules}
+    if modules is None:
+        parts = unwrapped(model).named_modules()
+        own = [name for name, part in parts if name and any(True for _ in part.parameters(recurse=False))]
+        if not own and not names:
+            msg = f"{_WHAT}: the model of width {width} has no modules with parameters, but its own; put it "
+            raise ValueError(msg + "into torch.nn.Sequential, or pass modules= or names=")
+        options = {"modules": own} if own else {}
+    taps = _KeepingTaps(model, options, names=names)
     run = _Run({}, [], [], [])
     first: dict[str, list[Tensor]] = {}
     try:
         for step in range(steps + 1):
             torch.manual_seed(_FORWARD + seed)
-            taps.keep()
+            taps.kept, taps.is_keeping = {}, True
             with torch.set_grad_enabled(step < steps):
                 value = loss(model)
             # activation checkpointing calls modules again in the backward
@@ -196,7 +197,10 @@ def _train(
             run.changes.append(_changes(taps.kept, first))
             if not run.numel:
                 run.numel.update({name: row.numel for name, row in found.items()})
-                _check_names(names, run.numel)
+                for name in names:
+                    if name not in found:
+                        msg = f"{_WHAT}(names=): no call of gm.tap in the model has the name {name!r}; "
+                        raise ValueError(f"{msg}measured are {', '.join(found) or 'none'}")
             elif run.numel.keys() != found.keys():
                 name = _first_difference(run.numel, found)
                 msg = f"{_WHAT}: {name!r} is not computed in every step, at width {width}; "
@@ -224,22 +228,6 @@ def _changes(kept: dict[str, list[Tensor]], first: dict[str, list[Tensor]]) -> d
     return dict.fromkeys(kept, math.nan) | dict(zip(rows, rms, strict=True))
 
 
-def _patterns(
-    model: nn.Module, width: int, modules: GroupRule | type[nn.Module] | None, names: Sequence[str]
-) -> dict[str, Any]:
-    if modules is not None:
-        return {"modules": modules}
-    own = [
-        name
-        for name, module in unwrapped(model).named_modules()
-        if name and any([True for _ in module.parameters(recurse=False)])
-    ]
-    if not own and not names:
-        msg = f"{_WHAT}: the model of width {width} has no modules with parameters, but its own; put it into "
-        raise ValueError(msg + "torch.nn.Sequential, or pass modules= or names=")
-    return {"modules": own} if own else {}
-
-
 # check the arguments, and what functions return
 
 
@@ -250,15 +238,13 @@ def _checked_widths(widths: Iterable[int]) -> tuple[int, ...]:
     found = tuple(widths)
     bad = [width for width in found if type(width) is not int or width < 1]
     if bad:
-        msg = f"{_WHAT}: widths must be positive integers, got {describe(bad[0])}"
-        raise ValueError(msg)
+        raise ValueError(f"{_WHAT}: widths must be positive integers, got {describe(bad[0])}")
     if len(found) < _LEAST_WIDTHS:
         msg = f"{_WHAT}: a slope needs at least {_LEAST_WIDTHS} widths, got {list(found)}; "
         raise ValueError(msg + "pass for example [64, 128, 256, 512]")
     for a, b in pairwise(found):
         if a >= b:
-            msg = f"{_WHAT}: the widths must increase, but {b} comes after {a}; sort them"
-            raise ValueError(msg)
+            raise ValueError(f"{_WHAT}: the widths must increase, but {b} comes after {a}; sort them")
     return found
 
 
@@ -267,8 +253,8 @@ def _checked_model(made: object, width: int) -> tuple[nn.Module, Optimizer]:
         model, optimizer = made
         if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
             return model, optimizer
-    types = [type(x).__name__ for x in (made if isinstance(made, tuple) else [made])]
-    shown = f"({', '.join(types)})" if isinstance(made, tuple) else types[0]
+    types = ", ".join([type(x).__name__ for x in (made if isinstance(made, tuple) else [made])])
+    shown = f"({types})" if isinstance(made, tuple) else types
     msg = f"{_WHAT}: make_model({width}) must return (model, optimizer), a torch.nn.Module and its optimizer "
     raise TypeError(msg + f"with the learning rates for this width, got {shown}")
 
@@ -283,14 +269,6 @@ def _checked_loss(value: object, width: int, step: int, seed: int) -> float:
         msg = f"{_WHAT}: the loss is {number} at width {width} {after}, with seed {seed}; lower the learning "
         raise RuntimeError(msg + "rate, or see gm.locate_nonfinite")
     return number
-
-
-def _check_names(names: Sequence[str], measured: Mapping[str, int]) -> None:
-    """Raise a ValueError for a name without a call of `tap`."""
-    for name in names:
-        if name not in measured:
-            msg = f"{_WHAT}(names=): no call of gm.tap in the model has the name {name!r}; "
-            raise ValueError(f"{msg}measured are {', '.join(measured) or 'none'}")
 
 
 def _check_alike(widths: Sequence[int], runs: Sequence[_Run]) -> None:

@@ -119,22 +119,17 @@ class CoordCheck:
         for row in self.rows:
             if row.name == name:
                 return row
-        msg = f"no activation {name!r} was measured; see [row.name for row in result.rows]"
-        raise KeyError(msg)
+        raise KeyError(f"no activation {name!r} was measured; see [row.name for row in result.rows]")
 
     def to_string(self) -> str:
         """Return the table that ``print`` shows: slopes at some t, and the first fault of each activation."""
         first, rest = _evenly(0, self.steps), _evenly(1, self.steps)
         header = ("slopes", *[f"x_{t}" for t in first], *[f"Δx_{t}" for t in rest], "")
-        body = [
-            (
-                printable(row.name),
-                *[_cell(row.slopes[t]) for t in first],
-                *[_cell(row.change_slopes[t]) for t in rest],
-                row.faults[0] if row.faults else "ok",
-            )
-            for row in self.rows
-        ]
+        body = []
+        for row in self.rows:
+            slopes = [row.slopes[t] for t in first] + [row.change_slopes[t] for t in rest]
+            cells = ["-" if math.isnan(x.value) else f"{x.value:+.2f}" for x in slopes]
+            body.append((printable(row.name), *cells, (*row.faults, "ok")[0]))
         lines, rule = aligned([header, *with_short_names(body)])
         return "\n".join([self._headline(), rule, lines[0], rule, *lines[1:], rule, _NOTE])
 
@@ -150,15 +145,7 @@ class CoordCheck:
         Args:
             path: the file to write; an existing file is replaced.
         """
-        lines = [
-            Line(
-                printable(row.name),
-                row.rms,
-                row.changes,
-                row.faults[0] if row.faults else None,
-            )
-            for row in self.rows
-        ]
+        lines = [Line(printable(x.name), x.rms, x.changes, (*x.faults, None)[0]) for x in self.rows]
         # drawn before the file is opened
         picture = draw(self._headline(), self.widths, lines)
         Path(path).write_text(picture, encoding="utf-8")
@@ -181,16 +168,7 @@ def row_of(
     changes: Sequence[Sequence[Sequence[float]]],
     tolerance: float,
 ) -> CoordRow:
-    """Return the row of an activation.
-
-    Args:
-        name: its name.
-        widths: the W widths.
-        numel: its number of elements at each width.
-        rms: for each t and seed, a value per width.
-        changes: the same of the change since t = 0.
-        tolerance: the largest slope that passes.
-    """
+    """Return the row of an activation; ``rms`` and ``changes`` have a value per width for each t and seed."""
     widens = numel[-1] > numel[0]
     slopes = tuple([_slope(widths, values) for values in rms])
     change_slopes = (Slope(math.nan), *[_slope(widths, values) for values in changes[1:]])
@@ -238,15 +216,8 @@ def _slope(widths: Sequence[int], values: Sequence[Sequence[float]]) -> Slope:
 
 def _means(values: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Return the geometric mean over seeds for each width."""
-    return tuple([0.0 if 0.0 in column else _mean(column) for column in zip(*values, strict=True)])
-
-
-def _mean(column: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, column)))
-
-
-def _cell(slope: Slope) -> str:
-    return "-" if math.isnan(slope.value) else f"{slope.value:+.2f}"
+    columns = list(zip(*values, strict=True))
+    return tuple([0.0 if 0.0 in x else math.exp(statistics.fmean(map(math.log, x))) for x in columns])
 
 
 def _evenly(first: int, last: int) -> list[int]:

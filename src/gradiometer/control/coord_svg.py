@@ -18,6 +18,7 @@ _ENTRY, _LETTER = 20, 7
 # from the first layer to the last
 _COLORS: Final = ((68, 1, 84), (49, 104, 142), (33, 145, 140), (94, 170, 70), (240, 160, 30))
 _FONT: Final = "system-ui, 'DejaVu Sans', 'Liberation Sans', sans-serif"
+_SUPERSCRIPTS: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _INK, _SOFT, _EDGE, _GRID, _WRONG = "#1c2127", "#59636e", "#c3c9d1", "#e4e7eb", "#b3261e"
 
 
@@ -37,12 +38,8 @@ def draw(title: str, widths: Sequence[int], lines: Sequence[Line]) -> str:
     width = _LEFT + steps * (_PANEL[0] + _GAP[0]) - _GAP[0] + _MARGIN
     parts = [_text(_MARGIN, 28, title, size=15, weight=600)]
     colors = [_color(i / max(1, len(lines) - 1)) for i in range(len(lines))]
-    for row, (what, values) in enumerate(
-        (
-            ("rms of xₜ", [line.rms for line in lines]),
-            ("rms of Δxₜ = xₜ - x₀", [line.changes for line in lines]),
-        )
-    ):
+    rms, changes = [line.rms for line in lines], [line.changes for line in lines]
+    for row, (what, values) in enumerate((("rms of xₜ", rms), ("rms of Δxₜ = xₜ - x₀", changes))):
         top = _TOP + row * (_PANEL[1] + _GAP[1])
         ends = _ends([x for line in values for panel in line for x in panel])
         # the change is 0 at initialization
@@ -59,13 +56,9 @@ def draw(title: str, widths: Sequence[int], lines: Sequence[Line]) -> str:
     top = _TOP + 2 * (_PANEL[1] + _GAP[1])
     legend, height = _legend(lines, colors, top, width)
     parts += [_text(_LEFT + (width - _LEFT - _MARGIN) / 2, top - 12, "width", anchor="middle"), *legend]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="{_FONT}">\n'
-        '<rect width="100%" height="100%" fill="#ffffff"/>\n'
-        + "\n".join(part for part in parts if part)
-        + "\n</svg>\n"
-    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+    head += f'height="{height}" font-family="{_FONT}">\n<rect width="100%" height="100%" fill="#ffffff"/>\n'
+    return head + "\n".join(filter(None, parts)) + "\n</svg>\n"
 
 
 class _Panel(NamedTuple):
@@ -94,7 +87,8 @@ class _Panel(NamedTuple):
                 right = self.left + _PANEL[0]
                 parts.append(f'<path d="M{self.left} {y:.1f}H{right}" stroke="{_GRID}"/>')
             if labels:
-                parts.append(_text(self.left - 6, y + 4, _power(tick), anchor="end", color=_SOFT))
+                label = f"2{str(tick).translate(_SUPERSCRIPTS)}"
+                parts.append(_text(self.left - 6, y + 4, label, anchor="end", color=_SOFT))
         # as many labels as fit
         every = math.ceil(len(widths) / 5)
         for width in widths[::every]:
@@ -111,13 +105,10 @@ class _Panel(NamedTuple):
         # shown by a browser at the pointer
         thickness, title = _thickness(line), f"<title>{escape(line.name)}</title>"
         stroke = f'stroke="{color}" stroke-width="{thickness}"'
-        dots = [
-            f'<circle cx="{x}" cy="{y}" r="{thickness / 2 + 1.3:.1f}" fill="{color}"/>'
-            for x, y in (point.split(",") for point in points)
-        ]
-        return f'<polyline points="{" ".join(points)}" fill="none" {stroke}>{title}</polyline>' + "".join(
-            dots
-        )
+        dot = f'r="{thickness / 2 + 1.3:.1f}" fill="{color}"/>'
+        dots = [f'<circle cx="{x}" cy="{y}" {dot}' for x, y in (point.split(",") for point in points)]
+        path = f'<polyline points="{" ".join(points)}" fill="none" {stroke}>{title}</polyline>'
+        return path + "".join(dots)
 
 
 def _legend(
@@ -151,10 +142,6 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 def _ticks(low: float, high: float) -> list[int]:
     every = max(1, math.ceil((high - low) / 6))
     return [x for x in range(math.ceil(low), math.floor(high) + 1) if x % every == 0]
-
-
-def _power(exponent: int) -> str:
-    return f"2{str(exponent).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
 def _color(share: float) -> str:

@@ -82,8 +82,7 @@ class FiniteReport:
 
     def __bool__(self) -> bool:
         """Raise a TypeError, since the truth value would be ambiguous."""
-        msg = "the truth value of a FiniteReport is ambiguous; use report.has_issues"
-        raise TypeError(msg)
+        raise TypeError("the truth value of a FiniteReport is ambiguous; use report.has_issues")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python values: the loss, the maxima, and the lists of names."""
@@ -97,7 +96,27 @@ class FiniteReport:
         Args:
             max_rows: maximum number of weights, of gradients and of buffers; None for all.
         """
-        return _render(self, max_rows)
+        if not self.has_issues:
+            return "; ".join(_summary(self, with_largest=True))
+        lines: list[tuple[str, str, str]] = []
+        if not self.loss_is_finite:
+            row = self.loss_report
+            lines.append(("loss", f"{self.loss}", _counts(row) if row and row.numel > 1 else ""))
+        for name, kind in _kinds(self):
+            rows = _met(name, kind)
+            if lines and max_rows is not None and len(rows) == len(kind) > 1:
+                # an effect of a cause above: the names of these tensors add nothing
+                lines.append((name, f"all {len(kind)}", _counts(kind.total)))
+                continue
+            shown = rows if max_rows is None else rows[: max(0, max_rows)]
+            for row in shown:
+                where = f", first on rank {kind.ranks[row.name]}" if row.name in kind.ranks else ""
+                lines.append((name, printable(row.name), _counts(row) + where))
+            if len(shown) < len(rows):
+                lines.append(("", f"… {len(rows) - len(shown)} more", ""))
+        widths = [max(len(line[i]) for line in lines) for i in (0, 1)]
+        table = [f"  {x:{widths[0]}}  {name:{widths[1]}}  {counts}".rstrip() for x, name, counts in lines]
+        return "\n".join([_headline(self), *table, _advice(self)])
 
     def __str__(self) -> str:
         """Return one line if all is finite; else the loss and tensors that are not finite, and advice."""
@@ -115,29 +134,6 @@ def _headline(report: FiniteReport) -> str:
     loss = [] if report.loss_is_finite else ["loss"]
     found = [(name, len(_bad(kind)), len(kind)) for name, kind in _kinds(report)]
     return "not finite: " + ", ".join(loss + [_share(*counts) for counts in found if counts[1]])
-
-
-def _render(report: FiniteReport, max_rows: int | None) -> str:
-    """Return one line if there are no issues; else a row per tensor, ``max_rows`` per kind, and advice."""
-    if not report.has_issues:
-        return "; ".join(_summary(report, with_largest=True))
-    lines: list[tuple[str, str, str]] = []
-    if not report.loss_is_finite:
-        row = report.loss_report
-        lines.append(("loss", f"{report.loss}", _counts(row) if row and row.numel > 1 else ""))
-    for name, kind in _kinds(report):
-        rows = _met(name, kind)
-        if lines and max_rows is not None and len(rows) == len(kind) > 1:
-            # an effect of a cause above: the names of these tensors add nothing
-            lines.append((name, f"all {len(kind)}", _counts(kind.total)))
-            continue
-        shown = rows if max_rows is None else rows[: max(0, max_rows)]
-        lines += [(name, printable(row.name), _counts(row) + _where(kind, row)) for row in shown]
-        if len(shown) < len(rows):
-            lines.append(("", f"… {len(rows) - len(shown)} more", ""))
-    widths = [max(len(line[i]) for line in lines) for i in (0, 1)]
-    table = [f"  {what:{widths[0]}}  {name:{widths[1]}}  {counts}".rstrip() for what, name, counts in lines]
-    return "\n".join([_headline(report), *table, _advice(report)])
 
 
 def _kinds(report: FiniteReport) -> Iterable[tuple[str, Report]]:
@@ -159,9 +155,7 @@ def _summary(report: FiniteReport, *, with_largest: bool) -> list[str]:
     """Return a phrase for the loss and for each kind of tensor."""
     phrases = [] if report.loss is None else [f"loss {report.loss:.4g}"]
     for name, kind in _kinds(report):
-        phrases.append(
-            f"{len(kind)} {name}s" if len(kind) > 1 else f"1 {name}" if len(kind) else f"no {name}s"
-        )
+        phrases.append(f"1 {name}" if len(kind) == 1 else f"{len(kind) or 'no'} {name}s")
         if with_largest and kind.total.numel:
             largest = max(kind.rows(), key=lambda row: row.abs_max)
             phrases[-1] += f", largest {largest.abs_max:.3g} in {printable(largest.name)}"
@@ -179,11 +173,6 @@ def _counts(row: TensorReport) -> str:
     counts = [f"{count:,} {what}" for count, what in kinds if count]
     # the replicas disagree, and the one that is counted is finite
     return (", ".join(counts) or "NaN or Inf in a copy") + f" of {row.numel:,}"
-
-
-def _where(report: Report, row: TensorReport) -> str:
-    """Return the first rank with a NaN or Inf in this tensor, for statistics of several ranks."""
-    return f", first on rank {report.ranks[row.name]}" if row.name in report.ranks else ""
 
 
 def _advice(report: FiniteReport) -> str:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from gradiometer.control.adaptive_clip import stats_given
 from gradiometer.distributed import is_active
 from gradiometer.inputs import on_device
-from gradiometer.stats import TensorStats
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
-_ELSEWHERE: Final = object()
+    from gradiometer.stats import TensorStats
 
 
 def inverse_scale(scaler: GradScaler) -> Tensor:
@@ -92,9 +92,7 @@ def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats
     """
     what = "share_found_inf_"
     _check_scaler(scaler, what, "collect with reduce= and skip its step if stats.skipped")
-    if not isinstance(stats, TensorStats):
-        msg = f"{what}: expected the TensorStats that collect_grads returns, got {type(stats).__name__}"
-        raise TypeError(msg)
+    stats_given(stats, what)
     if stats.origin is None and is_active():
         msg = f"{what}: these stats are of this rank only; collect them with reduce=gm.Ranks(model)"
         raise ValueError(msg)
@@ -111,19 +109,17 @@ def share_found_inf_(scaler: GradScaler, optimizer: torch.optim.Optimizer, stats
         scaler.scale(torch.ones((), device=stats.columns.device))
     state = states[id(optimizer)]
     if state["stage"] is OptState.STEPPED:
-        msg = f"{what}: scaler.step(optimizer) was already called; call {what} before it"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"{what}: scaler.step(optimizer) was already called; call {what} before it")
     if state["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
         state = states[id(optimizer)]
     found = state["found_inf_per_device"]
-    theirs = stats.found_inf
     if not found:
         # no gradient on this rank, so the scaler has checked none
         scale = _scale(scaler)
         found[scale.device] = torch.zeros_like(scale)
     for device, ours in found.items():
-        ours.copy_(torch.maximum(ours, on_device(theirs, device)))
+        ours.copy_(torch.maximum(ours, on_device(stats.found_inf, device)))
 
 
 def _check_scaler(scaler: object, what: str, otherwise: str) -> None:
@@ -133,20 +129,18 @@ def _check_scaler(scaler: object, what: str, otherwise: str) -> None:
 
 
 def _scale(scaler: GradScaler) -> Tensor:
-    """Return the scale as a 0-d tensor.
-
-    It reads private attributes, since get_scale() is ``_scale.item()``, and no method of a GradScaler can be
-    traced into a graph. If they are ever removed, get_scale() is still right, though it waits.
-    """
-    scale = getattr(scaler, "_scale", _ELSEWHERE)
+    """Return the scale as a 0-d tensor."""
+    # private attributes: get_scale() waits, and no method of a GradScaler can be traced into a graph
+    scale = getattr(scaler, "_scale", None)
     if not getattr(scaler, "_enabled", True):
         number = 1.0
     elif isinstance(scale, Tensor):
         return scale.detach().reshape(())
-    elif scale is None and hasattr(scaler, "_init_scale"):
+    elif scale is None and hasattr(scaler, "_scale") and hasattr(scaler, "_init_scale"):
         # created by the first scaler.scale(loss)
         number = scaler._init_scale  # noqa: SLF001
     else:
+        # without these attributes it is still right, though it waits
         number = scaler.get_scale()
     device = torch.device(getattr(scaler, "_device", "cpu"))
     # a disabled scaler may name a device that does not exist

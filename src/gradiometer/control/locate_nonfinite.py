@@ -96,10 +96,9 @@ def locate_nonfinite(step: Any, /, *args: Any, **kwargs: Any) -> Block | Located
     if isinstance(step, nn.Module) and not args and not kwargs:
         return Block(step)
     if not callable(step):
-        msg = (
+        raise TypeError(
             f"locate_nonfinite: expected a module, or a function that makes a step, got {type(step).__name__}"
         )
-        raise TypeError(msg)
     parts = find_parts(step, args, kwargs)
     copy = StepCopy(parts)
     search = NonfiniteSearch(_roots(parts), copy)
@@ -126,6 +125,4 @@ def _roots(parts: dict[str, Any]) -> list[tuple[str, nn.Module]]:
     for name, x in models.items():
         if id(x) not in inner:
             roots.setdefault(id(x), (name, x))
-    if len(roots) == 1:
-        return [("", x) for _, x in roots.values()]
-    return [(f"{name}.", x) for name, x in roots.values()]
+    return [("" if len(roots) == 1 else f"{name}.", x) for name, x in roots.values()]

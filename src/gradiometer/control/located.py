@@ -15,6 +15,7 @@ from gradiometer.inputs import is_dtensor, local_shard
 
 # operands of one operation that are shown, at most
 _SHOWN: Final = 8
+_PLAIN: Final = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _COMPRESSED: Final = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -50,8 +51,11 @@ class Operand:
     def __str__(self) -> str:
         """Return one line."""
         name = self.name if self.tensor is None else f"{self.name} ({self.tensor})"
-        values = [] if self.min is None or self.max is None else [_span(self.min, self.max)]
-        values += [self.counts] if self.counts else []
+        values = []
+        if self.min is not None and self.max is not None:
+            is_one = self.min == self.max
+            values.append(f"all {self.min:.4g}" if is_one else f"from {self.min:.4g} to {self.max:.4g}")
+        values += [self.counts] * bool(self.counts)
         text = f"{name}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
         return f"{text}, {', '.join(values)}" if values else text
 
@@ -154,16 +158,11 @@ def values_of(tensor: Tensor) -> Tensor | None:
         tensor = tensor.values()
     # zeros without memory, which the backward makes
     is_zero = tensor._is_zerotensor()  # noqa: SLF001
-    if is_zero or tensor.is_meta or tensor.is_quantized or not _is_plain(tensor) or not tensor.numel():
+    # others, such as fake tensors, have no memory
+    is_plain = type(tensor) in _PLAIN or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if is_zero or tensor.is_meta or tensor.is_quantized or not is_plain or not tensor.numel():
         return None
     return tensor.detach()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    # others, such as fake tensors, have no memory
-    return type(tensor) in {Tensor, torch.nn.Parameter, torch.nn.Buffer} or (
-        isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    )
 
 
 def extremes(tensor: Tensor) -> tuple[float, float] | None:
@@ -205,9 +204,3 @@ def describe(
     finite = values[values.isfinite()]
     ends = torch.stack(torch.aminmax(finite)).tolist() if finite.numel() else (None, None)
     return Operand(name, known, shape, tensor.dtype, *ends, *counts)
-
-
-def _span(low: float, high: float) -> str:
-    if low == high:
-        return f"all {low:.4g}"
-    return f"from {low:.4g} to {high:.4g}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +36,10 @@ class _ForwardOperation(NamedTuple):
 class ModelContext:
     """Names of modules and tensors, the module that runs, and the operations that made the autograd graph.
 
-    Args:
-        roots: models and the prefixes of the names of their modules.
-
-    Attributes:
-        paths: the name of each module.
-        parameters: the name of each parameter.
-        buffers: all buffers and their names.
-        first_node: nodes of the autograd graph with lower numbers were made before.
+    ``roots``: models and the prefixes of the names of their modules.
     """
 
+    # nodes of the autograd graph with lower numbers were made before
     first_node = 0
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
@@ -128,10 +122,9 @@ class ModelContext:
         """Return the place of the current operation."""
         source, is_inside, is_repeated = source_of(in_backward=is_backward())
         module = self._stack[-1] if self._stack else None
-        direction: Literal["forward", "backward"] | None
         if not is_backward() or is_repeated:
-            direction = "forward" if module is not None or torch.is_grad_enabled() else None
-            return Located(name, direction, module, None, *(source or (None, None)))
+            is_forward = module is not None or torch.is_grad_enabled()
+            return Located(name, "forward" if is_forward else None, module, None, *(source or (None, None)))
         node = torch._C._current_autograd_node()  # noqa: SLF001
         if node is None:
             reason = "adding up the gradients of a tensor that is used several times"

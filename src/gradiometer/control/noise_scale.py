@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradiometer.control.coefficient import LARGEST
+from gradiometer.control.adaptive_clip import stats_given
 from gradiometer.control.grad_scaler import inverse_scale
+from gradiometer.control.scale import LARGEST
 from gradiometer.distributed import Ranks, all_reduce, register_bucket_hook
-from gradiometer.inputs import named_parameters
-from gradiometer.stats import EMA, Float64Module, TensorStats, collect, first_unfit, pairs_of
+from gradiometer.inputs import is_limit, named_parameters
+from gradiometer.stats import EMA, Float64Module, collect, first_unfit, pairs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -21,10 +22,7 @@ if TYPE_CHECKING:
 
     from torch.amp import GradScaler
 
-    from gradiometer.stats import GroupRule
-
-# rows of the sums over a step
-_ROWS: Final = 6
+    from gradiometer.stats import GroupRule, TensorStats
 
 
 class NoiseScale(Float64Module):
@@ -102,16 +100,14 @@ class NoiseScale(Float64Module):
         device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
-        is_number = isinstance(batch_size, (int, float)) and not isinstance(batch_size, bool)
-        if not is_number or not 0 < batch_size < math.inf:
+        if isinstance(batch_size, bool) or not is_limit(batch_size) or not 0 < batch_size < math.inf:
             msg = f"NoiseScale(batch_size={batch_size!r}): batch_size must be a positive number of examples"
             raise ValueError(msg)
         if reduction not in {"mean", "sum"}:
             msg = f"NoiseScale(reduction={reduction!r}): reduction must be 'mean', if the loss of each "
             raise ValueError(msg + "micro-batch is divided by their number, or 'sum'")
         if ranks is not None and not isinstance(ranks, Ranks):
-            msg = f"NoiseScale: ranks must be gm.Ranks(model), got {type(ranks).__name__}"
-            raise TypeError(msg)
+            raise TypeError(f"NoiseScale: ranks must be gm.Ranks(model), got {type(ranks).__name__}")
         self.batch_size = float(batch_size)
         self.reduction = reduction
         self.ranks = ranks
@@ -121,7 +117,7 @@ class NoiseScale(Float64Module):
         shape = () if self._groups is None else (len(self.names),)
         # The rows, over the squared norms q of the current step: how many; the last but one; the last; of all
         # but the last, ∑ (qₖ - qₖ₋₁) / (2k - 1) and ∑ 1 / (2k - 1); and q of the current backward's buckets.
-        self.register_buffer("sums", torch.zeros((_ROWS, *shape), dtype=torch.float64, device=device))
+        self.register_buffer("sums", torch.zeros((6, *shape), dtype=torch.float64, device=device))
         # of |G|² and tr(Σ)
         self.average = EMA((2, *shape), decay=decay, device=device)
 
@@ -258,11 +254,10 @@ class NoiseScale(Float64Module):
         """Refuse numbers that no gradients have; squared norms may be NaN or inf, as the gradients were."""
         del name
         number, previous, last, _, weight, buckets = value.unbind()
+        squares = torch.stack([previous, last, buckets])
         return (
             first_unfit(number, 0.0, LARGEST, "the number of gradients")
-            or first_unfit(
-                torch.stack([previous, last, buckets]), 0.0, math.inf, "a squared norm", or_nan=True
-            )
+            or first_unfit(squares, 0.0, math.inf, "a squared norm", or_nan=True)
             or first_unfit(weight, 0.0, LARGEST, "a weight")
         )
 
@@ -280,10 +275,7 @@ class NoiseScale(Float64Module):
         return squares.sum() if self._groups is None else squares
 
     def _check(self, stats: TensorStats) -> None:
-        if not isinstance(stats, TensorStats):
-            what = type(stats).__name__
-            msg = f"NoiseScale: expected the TensorStats that collect_grads returns, got {what}"
-            raise TypeError(msg)
+        stats_given(stats, "NoiseScale")
         if not stats.measured:
             msg = "NoiseScale: no parameter has a gradient; call add after each backward, before zero_grad()"
             raise ValueError(msg)
@@ -335,10 +327,8 @@ def _estimate(sums: Tensor, size: int, *, same_last: bool) -> _Estimate:
     summed over the ranks, with K micro-batches per rank and n = R K. If the noise is normal and much larger
     than G, they are uncorrelated, and the variance of each is proportional to its a.
 
-    Args:
-        sums: the first five rows of those of each rank, added up.
-        size: R.
-        same_last: whether q is of the same micro-batches as qₘ, so that m = K; otherwise m = K - 1.
+    ``sums``: the first five rows, added up over the ranks. ``size``: R. ``same_last``: whether q is of the
+    same micro-batches as qₘ, so that m = K; otherwise m = K - 1.
     """
     number, previous, last, slope, weight = sums.unbind()
     own = number - size

@@ -39,28 +39,21 @@ class Origin:
 
 
 class Operation(NamedTuple):
-    """An operation that has written non-finite values.
-
-    Attributes:
-        name: its name.
-        arguments: those that it reads.
-        before: by the `id` of a tensor, what it held before the operation wrote anything.
-        scalars: numbers among its arguments that are not finite.
-        outputs: the tensors with non-finite values that it has written.
-    """
+    """An operation that has written non-finite values."""
 
     name: str
+    # those that it reads
     arguments: Sequence[Argument]
+    # the values of tensors, by their `id`, before the operation wrote anything
     before: Mapping[int, tuple[Operand, Range]]
+    # numbers among its arguments that are not finite
     scalars: Sequence[float]
+    # tensors with non-finite values that it has written
     outputs: Sequence[tuple[Tensor, Range]]
 
 
 class Origins:
-    """The origin of the non-finite values of each storage.
-
-    ``number``: the number of operations so far.
-    """
+    """The origin of the non-finite values of each storage; ``number``: the number of operations so far."""
 
     def __init__(self, context: ModelContext) -> None:
         self.number = 0

@@ -52,12 +52,8 @@ _EMPTY = frozenset(
 class NonfiniteSearch(TorchDispatchMode):
     """Follows NaN and Inf through all operations of this thread while it is entered.
 
-    Args:
-        roots: models and the prefixes of the names of their modules.
-        step_copy: keeps what operations overwrite.
-
-    Attributes:
-        result: what was found; filled in at the end.
+    ``roots``: models and the prefixes of the names of their modules. ``step_copy``: keeps what operations
+    overwrite. ``result``: filled in at the end.
     """
 
     # such as flex_attention's
@@ -180,16 +176,6 @@ class NonfiniteSearch(TorchDispatchMode):
                     label, describe("gradient", grad), Located(direction="backward")
                 )
 
-    def _check_leaf(self, arguments: list[Argument]) -> None:
-        """Look at a gradient that is about to be stored in a tensor outside of the models."""
-        node = torch._C._current_autograd_node()  # noqa: SLF001
-        leaf = getattr(node, "variable", None)
-        if leaf is None or leaf in self._context.parameters or id(leaf) in self._outside:
-            return
-        for argument in arguments:
-            if argument.tensor is not leaf and (origin := self._origins.of(argument.tensor)):
-                self._outside[id(leaf)] = weakref.ref(leaf), origin
-
     def _check_result(self, tensor: Tensor, *, is_loss: bool = False) -> None:
         """Look at an output of the model, or at what may be a loss: it matters if there is no backward."""
         origin = self._origins.of(tensor)
@@ -218,11 +204,7 @@ class NonfiniteSearch(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._copy is not None:
             self._copy.before(func, args, kwargs)
-        if self._cause is None:
-            return self._follow(func, args, kwargs)
-        return self._copied(func(*args, **kwargs), args, kwargs)
-
-    def _copied(self, output: Any, args: Any, kwargs: Any) -> Any:
+        output = self._follow(func, args, kwargs) if self._cause is None else func(*args, **kwargs)
         if self._copy is not None:
             self._copy.after(output, args, kwargs)
         return output
@@ -233,8 +215,13 @@ class NonfiniteSearch(TorchDispatchMode):
         self._has_backward |= is_backward()
         self._context.record_node(name)
         arguments = arguments_of(func, args, kwargs)
-        if is_backward():
-            self._check_leaf(arguments)
+        # a gradient that is about to be stored in a tensor outside of the models
+        node = torch._C._current_autograd_node() if is_backward() else None  # noqa: SLF001
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf not in self._context.parameters and id(leaf) not in self._outside:
+            for argument in arguments:
+                if argument.tensor is not leaf and (origin := self._origins.of(argument.tensor)):
+                    self._outside[id(leaf)] = weakref.ref(leaf), origin
         if getattr(func, "is_view", False):
             return func(*args, **kwargs)
         before: dict[int, tuple[Operand, Range]] = {}
@@ -252,7 +239,7 @@ class NonfiniteSearch(TorchDispatchMode):
             self._record_error(error, *(self._last if checks else (name, arguments)))
             raise
         self._last = name, arguments
-        return self._copied(output, args, kwargs)
+        return output
 
     def _check_outputs(
         self,
@@ -314,8 +301,6 @@ class NonfiniteSearch(TorchDispatchMode):
 
 def _is_in_backward_call() -> bool:
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 the documented way to walk the stack
-    while frame is not None:
-        if frame.f_code.co_name == "_make_grads":
-            return True
+    while frame is not None and frame.f_code.co_name != "_make_grads":
         frame = frame.f_back
-    return False
+    return frame is not None

@@ -18,15 +18,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 # operations in place that do not read what they overwrite
-_OVERWRITE = frozenset(
-    f"{prefix}{name}_"
-    for name in (
-        *("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential", "geometric"),
-        *("cauchy", "log_normal", "set"),
-    )
-    for prefix in ("", "_foreach_")
-)
-
+_FILLS = "copy fill zero normal uniform random bernoulli exponential geometric cauchy log_normal set"
+_OVERWRITE = frozenset(f"{prefix}{name}_" for name in _FILLS.split() for prefix in ("", "_foreach_"))
 
 # minimum and maximum, see `extremes`; None if there is no value
 Range = tuple[float, float] | None
@@ -63,10 +56,8 @@ def arguments_of(func: Any, args: Any, kwargs: Any) -> list[Argument]:
     """Return the tensor arguments of an operation."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return [
-            Argument(f"input {i}", x, None, written=False, read=True)
-            for i, x in enumerate(tensors_in([*args, *kwargs.values()]))
-        ]
+        inputs = enumerate(tensors_in([*args, *kwargs.values()]))
+        return [Argument(f"input {i}", x, None, written=False, read=True) for i, x in inputs]
     overwrites = schema.name.partition("::")[2] in _OVERWRITE
     found = []
     for i, argument in enumerate(schema.arguments):
@@ -76,11 +67,8 @@ def arguments_of(func: Any, args: Any, kwargs: Any) -> list[Argument]:
         if isinstance(value, Tensor):
             found.append(Argument(argument.name, value, None, written, read))
         elif isinstance(value, list | tuple):
-            found += [
-                Argument(f"{argument.name}[{j}]", x, j, written, read)
-                for j, x in enumerate(value)
-                if isinstance(x, Tensor)
-            ]
+            tensors = [(j, x) for j, x in enumerate(value) if isinstance(x, Tensor)]
+            found += [Argument(f"{argument.name}[{j}]", x, j, written, read) for j, x in tensors]
     return found
 
 

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from gradiometer import ops
-from gradiometer.columns import COLUMN_INDEX, TENSORS, realized
-from gradiometer.control.adaptive_clip import is_on_host, require, stats_given
-from gradiometer.control.coefficient import LARGEST, coefficient_of
-from gradiometer.control.tensorwise_clip import TensorwiseClip
-from gradiometer.inputs import is_limit
-from gradiometer.stats import first_unfit, norms_of
+from gradiometer.columns import TENSORS, realized
+from gradiometer.control.adaptive_clip import TensorwiseClip, is_on_host
+from gradiometer.control.scale import LARGEST, coefficient_of
+from gradiometer.stats import first_unfit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
+    from gradiometer.control.adaptive_clip import Gradients
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Parameters
-    from gradiometer.stats import Norms, TensorStats
-
-# n_nan, n_posinf and n_neginf
-_NONFINITE = slice(COLUMN_INDEX["n_nan"], COLUMN_INDEX["n_nan"] + 3)
+    from gradiometer.stats import Norms
 
 
 class PerTensorClip(TensorwiseClip):
@@ -80,6 +76,7 @@ class PerTensorClip(TensorwiseClip):
     tensor([0.1300, 1.0000], dtype=torch.float64)
     """
 
+    _or_zero: ClassVar[Collection[str]] = ("warmup_steps", "eps")
     average: Tensor
     count: Tensor
 
@@ -94,42 +91,11 @@ class PerTensorClip(TensorwiseClip):
         eps: float = 1e-6,
         device: torch.device | str | int | None = None,
     ) -> None:
-        what = "PerTensorClip"
-        require(is_limit(max_ratio) and 0 < max_ratio < math.inf, what, max_ratio=max_ratio)
-        require(is_limit(decay) and decay < 1, what, decay=decay)
-        require(
-            type(warmup_steps) is int and warmup_steps >= 0, what, or_zero=True, warmup_steps=warmup_steps
-        )
-        require(is_limit(max_norm), what, max_norm=max_norm)
-        require(is_limit(eps) and eps < math.inf, what, or_zero=True, eps=eps)
-        settings = [float(x) for x in (max_ratio, decay, warmup_steps, max_norm, eps)]
-        super().__init__(model, device, *settings)
-        self.max_ratio, self.decay, self.warmup_steps, self.max_norm, self.eps = settings
+        settings = {"max_ratio": max_ratio, "decay": decay, "warmup_steps": warmup_steps}
+        super().__init__(model, device, settings | {"max_norm": max_norm, "eps": eps})
+        self.max_ratio, self.decay, self.warmup_steps, self.max_norm, self.eps = self.settings.values()
         self.register_buffer("average", torch.full_like(self.record[0], math.inf))
         self.register_buffer("count", torch.zeros_like(self.key))
-
-    def forward(self, stats: TensorStats) -> Tensor:
-        """Count these statistics as a step, and return its factors; nothing is scaled.
-
-        Args:
-            stats: of the gradients; with several ranks, merged.
-
-        Returns:
-            ``(len(stats.names),) float64`` from 0 to 1.
-
-        Raises:
-            TypeError: if ``stats`` is not TensorStats.
-            ValueError: for another device, and for a name that is not in `names`.
-        """
-        stats = stats_given(stats, "PerTensorClip")
-        return self.decide(stats.names, stats.columns, 2.0, lambda: norms_of(stats.columns, 2.0))
-
-    def extra_repr(self) -> str:
-        """Return the arguments."""
-        return (
-            f"{len(self.names)} tensors, max_ratio={self.max_ratio:g}, decay={self.decay:g}, "
-            f"warmup_steps={self.warmup_steps:g}, max_norm={self.max_norm:g}, eps={self.eps:g}"
-        )
 
     def _unfit(self, name: str, value: Tensor) -> str:
         """Refuse averages that are not norms: a tensor would never be clipped, or never be updated."""
@@ -139,27 +105,20 @@ class PerTensorClip(TensorwiseClip):
             return first_unfit(value, 0.0, LARGEST, "the number of warm-up steps")
         return super()._unfit(name, value)
 
-    def decide(
-        self,
-        names: tuple[str, ...],
-        columns: Tensor,
-        order: float,
-        norms: Callable[[], Norms],
-        weights: Tensor | None = None,
-    ) -> Tensor:
+    def decide(self, gradients: Gradients) -> Tensor:
         """Return the factor of each row, ``(len(names),) float64``, and update the averages."""
-        del order, weights
-        columns = self._spread(names, columns)
+        names, norms = gradients.names, gradients.norms
+        columns = self._spread(names, gradients.columns)
         if self._uses_kernel(columns):
             buffers = self.average, self.count, self.record
-            settings = self.max_ratio, self.decay, self.warmup_steps, self.max_norm, self.eps
+            settings = tuple(self.settings.values())
             return self._gathered(names, ops.clip_factors_(columns, buffers, settings, per_tensor=True))
         norm = TENSORS.value(columns, "finite_norm")
-        nonfinite = columns[:, _NONFINITE]
+        n_nonfinite = TENSORS.value(columns, "n_nonfinite")
         # the host takes one of two ways, and the short one if every norm enters the average
         is_host = is_on_host(columns.device)
         is_done = is_host and self.count.item() >= self.warmup_steps
-        if is_done and len(norm) and nonfinite.sum().item() == 0.0:
+        if is_done and len(norm) and n_nonfinite.sum().item() == 0.0:
             least, most = torch.aminmax(norm)
             if least.item() > 0.0 and most.item() < math.inf:
                 factor, average = self._later(norm)
@@ -176,7 +135,7 @@ class PerTensorClip(TensorwiseClip):
             pairs = zip(self._later(norm), self._first(norm, is_known, norms), strict=True)
             factor, average = [torch.where(warm, later, first) for later, first in pairs]
         # a norm beyond fp64 does not enter either
-        enters = is_known & (nonfinite.sum(dim=1) == 0.0) & (average < math.inf)
+        enters = is_known & (n_nonfinite == 0.0) & (average < math.inf)
         self.average.copy_(torch.where(enters, average, self.average))
         if not is_done:
             self.count.copy_((self.count + enters.any()).clamp(max=self.warmup_steps))

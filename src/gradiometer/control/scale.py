@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from gradiometer import ops
-from gradiometer.columns import realized, take
+from gradiometer.columns import number, realized, take
 from gradiometer.inputs import (
     Named,
     as_flat,
@@ -38,38 +38,50 @@ if TYPE_CHECKING:
 
     from gradiometer.ops import LaunchPlan
 
+# as in torch: added to a norm before dividing by it
+EPS: Final = 1e-6
+LARGEST: Final = torch.finfo(torch.float64).max
 # the least normal number of fp32
 TINY: Final = 2.0**-126
 # partial placements whose parts can be scaled one by one
 _LINEAR: Final = ("sum", "avg")
 # the dtypes that foreach operators on the CPU take, and that of their factors
-_FACTORS: Final = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
+_FACTORS: Final = dict.fromkeys([torch.float32, torch.bfloat16, torch.float16], torch.float32)
+_FACTORS[torch.float64] = torch.float64
 # most lists of factors kept for the host, by length and dtype
 _LISTS_KEPT: Final = 8
 # types whose values are in memory
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
-def limit_of(number: float | Tensor, name: str, what: str) -> float | Tensor:
-    """Return a bound: a non-negative number, or a one-element tensor, whose value is not checked.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    if isinstance(number, Tensor):
-        if is_one_number(number) and not number.is_complex() and number.dtype != torch.bool:
-            return number.detach()
-    elif is_limit(number):
-        return float(number)
-    msg = (
-        f"{what}: {name} must be a non-negative number, or a one-element real tensor, got {describe(number)}"
+def limit_of(value: float | Tensor, name: str, what: str) -> float | Tensor:
+    """Return a bound: a non-negative number, or a one-element tensor, whose value is not checked."""
+    if isinstance(value, Tensor):
+        if is_one_number(value) and not value.is_complex() and value.dtype != torch.bool:
+            return value.detach()
+    elif is_limit(value):
+        return float(value)
+    raise ValueError(
+        f"{what}: {name} must be a non-negative number, or a one-element real tensor, got {describe(value)}"
     )
-    raise ValueError(msg)
+
+
+def coefficient_of(norm: Tensor, limit: float | Tensor) -> Tensor:
+    """Return the coefficient, 0-d float64 from 0 to 1; 1 if the norm or the limit is NaN."""
+    if isinstance(limit, Tensor):
+        limit = on_device(limit, norm.device, torch.float64).reshape(())
+    else:
+        limit = number(limit, norm.device)
+    ratio = limit / (norm + EPS).clamp(max=LARGEST)
+    # the value of a tensor was not checked: NaN clips nothing
+    return realized(torch.where(ratio < 1.0, ratio, 1.0)).clamp(min=0.0)
+
+
+def unscaled(norm: Tensor, inv_scale: Tensor | float) -> Tensor:
+    """Return norms of unscaled gradients, from those of scaled ones."""
+    if isinstance(inv_scale, Tensor):
+        inv_scale = on_device(inv_scale.detach(), norm.device, torch.float64).reshape(()).abs()
+    return norm * inv_scale
 
 
 class Part(NamedTuple):
@@ -105,9 +117,7 @@ def parts_of(grads: Named, what: str) -> list[Part]:
         if plan is not None and len(_once(named.names, named.tensors, what)) == plan.count:
             parts.append(Part(named.tensors, rows, plan))
             continue
-        memories = [
-            memory_of(grad, name, what) for grad, name in zip(named.tensors, named.names, strict=True)
-        ]
+        memories = [memory_of(x, name, what) for x, name in zip(named.tensors, named.names, strict=True)]
         kept = _once(named.names, memories, what)
         if is_watched():
             # tensors have no addresses here, so one gradient of several parameters is found by identity
@@ -227,11 +237,7 @@ def _overlaps(x: Tensor) -> bool:
 
 
 def _once(names: tuple[str, ...], tensors: list[Tensor], what: str) -> Sequence[int]:
-    """Return the places of the tensors without duplicates of the same memory, if they have addresses.
-
-    Raises:
-        TypeError: if memory overlaps in part.
-    """
+    """Return the places of the tensors without duplicates of the same memory, if they have addresses."""
     if is_watched() or any([type(x) not in _PLAIN for x in tensors]):
         return range(len(tensors))
     spans = sorted([(x.data_ptr(), x.numel() * x.itemsize, i) for i, x in enumerate(tensors)])

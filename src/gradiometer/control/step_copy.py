@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DEPTH = 5
+_SET_VERSIONS = torch._C._autograd._unsafe_set_version_counter  # noqa: SLF001
+_LIBRARIES = ("torch.", "numpy", "gradiometer")
 _KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Generator)
 
 
@@ -54,12 +56,8 @@ def find_parts(step: Any, args: Any, kwargs: Any) -> dict[str, Any]:
             inner = {str(key): x for key, x in value.items()}
         elif isinstance(value, list | tuple):
             inner = {f"{name}_{i}": x for i, x in enumerate(value)}
-        elif hasattr(value, "__dict__") and not type(value).__module__.startswith(
-            ("torch.", "numpy", "gradiometer")
-        ):
-            inner = dict(vars(value))
-            if callable(value):
-                inner["call"] = type(value).__call__
+        elif hasattr(value, "__dict__") and not type(value).__module__.startswith(_LIBRARIES):
+            inner = vars(value) | ({"call": type(value).__call__} if callable(value) else {})
         else:
             return
         for key, x in inner.items():
@@ -93,11 +91,7 @@ class StepCopy:
     before the step are restored, wherever the step has them from. Of the given parts, attributes are kept
     too: gradients, replaced buffers, the entries of an optimizer's state, the counters of a scheduler.
 
-    Args:
-        parts: models, optimizers, schedulers, scalers and generators.
-
-    Attributes:
-        parameters: those of the models and optimizers.
+    ``parts``: see `find_parts`. ``parameters``: those of the models and optimizers among them.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -125,7 +119,8 @@ class StepCopy:
         self.parameters = list(parameters)
         plain = tuple([p for p in parameters if not (p.is_inference() or is_dtensor(type(p)))])
         versions = tuple([p._version for p in plain])  # noqa: SLF001
-        self._undo.append(functools.partial(_set_versions, plain, versions))
+        # so that a backward pass after the repeat finds what its forward has used
+        self._undo.append(functools.partial(_SET_VERSIONS, plain, versions))
         for p in parameters:
             self._undo.append(functools.partial(setattr, p, "grad", p.grad))
         self._undo.append(functools.partial(restore_random_state, random_state(devices)))
@@ -157,9 +152,8 @@ class StepCopy:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, Tensor):
-                    self._keep(tensor)
+            for tensor in tensors_in(value):
+                self._keep(tensor)
 
     def _keep(self, tensor: Tensor) -> None:
         values = values_of(tensor)
@@ -193,8 +187,3 @@ def _storages(value: Any) -> dict[int, Any]:
 def _put_back(mapping: dict[Any, Any], entries: dict[Any, Any]) -> None:
     mapping.clear()
     mapping.update(entries)
-
-
-def _set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Set the version counters, so that a backward pass after the repeat finds what its forward has used."""
-    torch._C._autograd._unsafe_set_version_counter(tensors, versions)  # noqa: SLF001

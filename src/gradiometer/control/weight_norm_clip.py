@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
@@ -10,20 +9,17 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from gradiometer.columns import TENSORS, number, realized, spread, take
-from gradiometer.control.adaptive_clip import require, stats_given
-from gradiometer.control.coefficient import LARGEST, unscaled
-from gradiometer.control.scale import real_memory, scale_by_
-from gradiometer.control.tensorwise_clip import TensorwiseClip
-from gradiometer.inputs import is_dtensor, is_limit
-from gradiometer.stats import norms_of
+from gradiometer.control.adaptive_clip import Gradients, TensorwiseClip, stats_given
+from gradiometer.control.scale import LARGEST, real_memory, scale_by_, unscaled
+from gradiometer.inputs import describe, is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from gradiometer.control.scale import Part
     from gradiometer.distributed import Ranks
     from gradiometer.inputs import Named, Parameters
-    from gradiometer.stats import Norms, TensorStats
+    from gradiometer.stats import TensorStats
 
 # as in the authors' code: the least norm of a gradient that is divided by
 _LEAST: Final = 1e-6
@@ -94,14 +90,13 @@ class WeightNormClip(TensorwiseClip):
         unitwise: bool = False,
         device: torch.device | str | int | None = None,
     ) -> None:
-        what = "WeightNormClip"
-        require(is_limit(max_ratio) and 0 < max_ratio < math.inf, what, max_ratio=max_ratio)
-        require(is_limit(eps) and 0 < eps < math.inf, what, eps=eps)
-        require(isinstance(unitwise, bool), what, unitwise=unitwise)
-        super().__init__(model, device, float(max_ratio), float(eps), unitwise)
-        self.max_ratio, self.eps, self.unitwise = float(max_ratio), float(eps), unitwise
+        if not isinstance(unitwise, bool):
+            raise ValueError(f"WeightNormClip: unitwise must be True or False, got {describe(unitwise)}")  # noqa: TRY004
+        super().__init__(model, device, {"max_ratio": max_ratio, "eps": eps}, unitwise)
+        self.max_ratio, self.eps = self.settings.values()
+        self.unitwise = unitwise
 
-    def forward(self, stats: TensorStats, weights: TensorStats) -> Tensor:
+    def forward(self, stats: TensorStats, weights: TensorStats) -> Tensor:  # type: ignore[override]
         """Count these statistics as a step, and return its factors; nothing is scaled.
 
         Args:
@@ -129,12 +124,11 @@ class WeightNormClip(TensorwiseClip):
                 msg = f"{what}: {missing[0]!r} has a gradient, but weights have no such row; pass "
                 raise ValueError(msg + "gm.collect_weights(model) of the same model")
             columns = take(columns, [rows[name] for name in stats.names])
-        return self.decide(stats.names, stats.columns, 2.0, lambda: norms_of(stats.columns, 2.0), columns)
+        return self.decide(Gradients.of(stats, weights=columns))
 
     def extra_repr(self) -> str:
         """Return the arguments."""
-        own = f"{len(self.names)} tensors, max_ratio={self.max_ratio:g}, eps={self.eps:g}"
-        return f"{own}, unitwise=True" if self.unitwise else own
+        return super().extra_repr() + (", unitwise=True" if self.unitwise else "")
 
     def check(self, parameters: Named, ranks: Ranks | None, order: float, what: str) -> None:
         """Also reject shards if units are clipped."""
@@ -154,16 +148,9 @@ class WeightNormClip(TensorwiseClip):
             msg = f"{what}: gm.Ranks has tensors that are sharded, whose units no rank has as a whole; use "
             raise TypeError(msg + "unitwise=False")
 
-    def decide(
-        self,
-        names: tuple[str, ...],
-        columns: Tensor,
-        order: float,
-        norms: Callable[[], Norms],
-        weights: Tensor | None = None,
-    ) -> Tensor:
+    def decide(self, gradients: Gradients) -> Tensor:
         """Return the factor of each row, ``(len(names),) float64``."""
-        del order, norms
+        names, columns, *_, weights = gradients
         if weights is None:
             msg = "clip_coefficient: gm.WeightNormClip needs the norms of the weights too; call "
             raise ValueError(msg + "clip(stats, gm.collect_weights(model)), or use collect_and_clip_")
@@ -182,14 +169,7 @@ class WeightNormClip(TensorwiseClip):
         weights: Sequence[Tensor],
         inv_scale: Tensor | float | None = None,
     ) -> None:
-        """Clip each output unit of gradients in place.
-
-        Args:
-            names: of all G gradients.
-            parts: the gradients, on each device.
-            weights: G weights.
-            inv_scale: as for `gradiometer.collect_and_clip_`.
-        """
+        """Clip each output unit of G gradients, the ``parts``, in place; ``names`` and ``weights`` have G."""
         found: dict[int, Tensor] = {}
         for part in parts:
             for row, grad in zip(part.rows, part.tensors, strict=True):

@@ -10,15 +10,12 @@ from torch import Tensor
 
 from gradiometer import ops
 from gradiometer.columns import number, realized, sqrt
-from gradiometer.control.adaptive_clip import AdaptiveClip, is_on_host, require, stats_given
-from gradiometer.control.coefficient import EPS, LARGEST
-from gradiometer.inputs import is_limit
-from gradiometer.stats import first_unfit, norms_of
+from gradiometer.control.adaptive_clip import AdaptiveClip, is_on_host
+from gradiometer.control.scale import EPS, LARGEST
+from gradiometer.stats import first_unfit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gradiometer.stats import Norms, TensorStats
+    from gradiometer.control.adaptive_clip import Gradients
 
 
 class ZScoreClip(AdaptiveClip):
@@ -87,15 +84,9 @@ class ZScoreClip(AdaptiveClip):
         eps: float = 1e-6,
         device: torch.device | str | int | None = None,
     ) -> None:
-        what = "ZScoreClip"
-        require(is_limit(z_threshold) and 0 < z_threshold < math.inf, what, z_threshold=z_threshold)
-        require(is_limit(decay) and decay < 1, what, decay=decay)
-        require(type(warmup_steps) is int and warmup_steps > 0, what, warmup_steps=warmup_steps)
-        require(is_limit(max_norm), what, max_norm=max_norm)
-        require(is_limit(eps) and 0 < eps < math.inf, what, eps=eps)
-        settings = [float(x) for x in (z_threshold, decay, warmup_steps, max_norm, eps)]
-        super().__init__(1, device, *settings)
-        self.z_threshold, self.decay, self.warmup_steps, self.max_norm, self.eps = settings
+        settings = {"z_threshold": z_threshold, "decay": decay, "warmup_steps": warmup_steps}
+        super().__init__(1, device, settings | {"max_norm": max_norm, "eps": eps})
+        self.z_threshold, self.decay, self.warmup_steps, self.max_norm, self.eps = self.settings.values()
         self.register_buffer("state", torch.zeros(3, dtype=torch.float64, device=device))
 
     @property
@@ -108,29 +99,6 @@ class ZScoreClip(AdaptiveClip):
         """Their standard deviation, 0-d float64."""
         return sqrt(self.state[1])
 
-    def forward(self, stats: TensorStats) -> Tensor:
-        """Count these statistics as a step, and return its factor; nothing is scaled.
-
-        Args:
-            stats: of all gradients; with several ranks, merged.
-
-        Returns:
-            0-d float64 from 0 to 1.
-
-        Raises:
-            TypeError: if ``stats`` is not TensorStats.
-            ValueError: if it is on another device.
-        """
-        stats = stats_given(stats, "ZScoreClip")
-        return self.decide(stats.names, stats.columns, 2.0, lambda: norms_of(stats.columns, 2.0))
-
-    def extra_repr(self) -> str:
-        """Return the arguments."""
-        return (
-            f"z_threshold={self.z_threshold:g}, decay={self.decay:g}, warmup_steps={self.warmup_steps:g}, "
-            f"max_norm={self.max_norm:g}, eps={self.eps:g}"
-        )
-
     def _unfit(self, name: str, value: Tensor) -> str:
         """Refuse what is not a mean and a variance of norms: no later norm would change it."""
         if name != "state":
@@ -139,21 +107,14 @@ class ZScoreClip(AdaptiveClip):
         texts = [first_unfit(x, 0.0, LARGEST, what) for x, what in zip(value, words, strict=True)]
         return next(filter(None, texts), "")
 
-    def decide(
-        self,
-        names: tuple[str, ...],
-        columns: Tensor,
-        order: float,
-        norms: Callable[[], Norms],
-        weights: Tensor | None = None,
-    ) -> Tensor:
+    def decide(self, gradients: Gradients) -> Tensor:
         """Return the factor of all gradients, 0-d float64, and update the state."""
-        del names, weights
+        columns = gradients.columns
         self._check_device(columns)
-        if order == 2.0 and self._uses_kernel(columns):
-            settings = self.z_threshold, self.decay, self.warmup_steps, self.max_norm, self.eps
+        if gradients.order == 2.0 and self._uses_kernel(columns):
+            settings = tuple(self.settings.values())
             return ops.clip_factors_(columns, (self.state, self.record), settings, per_tensor=False)
-        said, finite = norms()
+        said, finite = gradients.norms()
         if not is_on_host(columns.device):
             mean, variance, count = self.state.unbind()
             factor, enters, after = self._step(said, finite, mean, variance, count, torch.where, sqrt)
@@ -164,7 +125,8 @@ class ZScoreClip(AdaptiveClip):
         # the same with the host's numbers, which takes less time than operators on tensors of one element
         mean, variance, count = self.state.tolist()
         norm = said.item()
-        value, is_entered, after = self._step(norm, finite.item(), mean, variance, count, _choose, math.sqrt)
+        numbers = norm, finite.item(), mean, variance, count
+        value, is_entered, after = self._step(*numbers, lambda x, yes, no: yes if x else no, math.sqrt)
         _, (steps,), (clipped,) = self.record.tolist()
         record = [[value], [steps + (norm != 0.0)], [clipped + (value < 1.0)]]
         self.record.copy_(torch.tensor(record, dtype=torch.float64, device="cpu"))
@@ -214,7 +176,3 @@ class ZScoreClip(AdaptiveClip):
 
     def _state(self) -> list[Tensor]:
         return [self.state]
-
-
-def _choose(condition: bool, yes: float, no: float) -> float:  # noqa: FBT001 in the order of torch.where
-    return yes if condition else no

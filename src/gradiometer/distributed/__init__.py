@@ -5,14 +5,7 @@ all-reduce merge the columns of all ranks. Nothing here measures a tensor.
 """
 
 from gradiometer.distributed.calls import StateDigest, differing_calls
-from gradiometer.distributed.collectives import (
-    all_reduce,
-    all_reduce_pair,
-    rendezvous,
-    share,
-    tell,
-    whole,
-)
+from gradiometer.distributed.collectives import all_reduce, all_reduce_pair, rendezvous, share, tell, whole
 from gradiometer.distributed.comm_hook import register_bucket_hook
 from gradiometer.distributed.implicit_ranks import given_ranks, implicit_ranks_for, sharding_here
 from gradiometer.distributed.process_groups import close, group_of, is_active, ranks_of, side_group
@@ -20,8 +13,7 @@ from gradiometer.distributed.ranks import Ranks
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.replicas import NUM_SUMMED, divergence_text, minority
 from gradiometer.distributed.settle import settle
-from gradiometer.distributed.shard_patterns import with_shards
-from gradiometer.distributed.sharding import UNKNOWN, Sharding, plain_sharding
+from gradiometer.distributed.sharding import UNKNOWN, Sharding, plain_sharding, with_shards
 
 __all__ = [
     "NUM_SUMMED",

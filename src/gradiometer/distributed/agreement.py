@@ -10,24 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradiometer.distributed import process_groups
+from gradiometer.columns import spread
+from gradiometer.distributed import collectives, process_groups
+from gradiometer.distributed.global_plan import DisagreementError, GlobalPlan, Member, make_global_plan
 from gradiometer.distributed.rendezvous import RankError
-from gradiometer.distributed.sharding_exchange import exchange_shardings
+from gradiometer.distributed.sharding import Sharding
 from gradiometer.inputs import on_device
 
 if TYPE_CHECKING:
     from gradiometer.distributed.process_groups import Group
-    from gradiometer.distributed.sharding import Sharding, ShardSpec
+    from gradiometer.distributed.sharding import ShardSpec
 
 
 class Agreement:
     """The rows of all ranks' tensors, and this rank's part of them; the attributes are those of `Ranks`.
 
-    Args:
-        sharding: this rank's tensors.
-        group: the ranks, a process group or a device mesh; None: all.
-        timeout: seconds to wait for other ranks.
-        home: the device of the columns; None: the CPU, unless other ranks use another device.
+    ``home``: the device of the columns; None: the CPU, unless other ranks use another device.
     """
 
     def __init__(self, sharding: Sharding, group: Any, timeout: float, home: torch.device | None) -> None:
@@ -42,7 +40,7 @@ class Agreement:
             self._group = weakref.ref(live)
             self.rank, self.global_ranks = process_groups.ranks_of(live)
         self.size = len(self.global_ranks)
-        self.plan, device_types = exchange_shardings(sharding, home, self.group, self.size, self.timeout)
+        self.plan, device_types = _exchange(sharding, home, self.group, self.size, self.timeout)
         if home is None and device_types:
             # the others reduce on such a device, so a rank without tensors there has to use one too
             home = torch.device(device_types[0], torch.get_device_module(device_types[0]).current_device())
@@ -76,8 +74,7 @@ class Agreement:
         """
         group = self._group()
         if group is None and self._group is not _no_group:
-            msg = "the process group of these gm.Ranks was destroyed; create gm.Ranks again"
-            raise RankError(msg)
+            raise RankError("the process group of these gm.Ranks was destroyed; create gm.Ranks again")
         return group
 
     def where(self, name: str, rank: int) -> str:
@@ -88,11 +85,7 @@ class Agreement:
         return self.plan.where(self.names.index(name), rank)
 
     def to_rows(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
-        """Return this rank's contribution to all rows: ``(len(names), ...) -> (T, ...)``; 0 adds nothing.
-
-        Raises:
-            ValueError: if a name is not one of this rank's.
-        """
+        """Return this rank's contribution to all rows: ``(len(names), ...) -> (T, ...)``; 0 adds nothing."""
         columns = self.spread(names, columns)
         if not self._counts_all:
             counted = on_device(self._counted, columns.device)
@@ -102,31 +95,24 @@ class Agreement:
 
     def spread(self, names: tuple[str, ...], columns: Tensor) -> Tensor:
         """Return the columns of all rows, ``(len(names), ...) -> (T, ...)``, whether counted here or not."""
-        same = names == self.local_names
-        if not (same and self._is_whole):
-            rows = self._rows if same else self._rows_of(names)
-            if columns.device.type == "cpu" and not torch.compiler.is_compiling():
-                # on other devices the index would have to be copied there
-                every = columns.new_zeros((len(self.names), *columns.shape[1:]))
-                columns = every.index_copy_(0, torch.tensor(rows, dtype=torch.int64, device="cpu"), columns)
-            else:
-                columns = spread(columns, rows, len(self.names))
-        return columns
-
-    def _rows_of(self, names: tuple[str, ...]) -> list[int]:
-        unknown = [name for name in names if name not in self._indices]
-        if unknown:
-            msg = f"reduce: {unknown[0]!r} is not among the tensors that gm.Ranks was created with; "
-            msg += "pass the model or mapping that it was created with (model.parameters() has no names), "
-            raise ValueError(msg + "or create gm.Ranks again on all ranks")
-        return [self._rows[self._indices[name]] for name in names]
+        rows = self._rows
+        if names != self.local_names:
+            unknown = [name for name in names if name not in self._indices]
+            if unknown:
+                msg = f"reduce: {unknown[0]!r} is not among the tensors that gm.Ranks was created with; pass "
+                msg += "the model or mapping that it was created with (model.parameters() has no names), or "
+                raise ValueError(msg + "create gm.Ranks again on all ranks")
+            rows = [rows[self._indices[name]] for name in names]
+        elif self._is_whole:
+            return columns
+        if columns.device.type != "cpu" or torch.compiler.is_compiling():
+            # an index would have to be copied to the device
+            return spread(columns, rows, len(self.names))
+        every = columns.new_zeros((len(self.names), *columns.shape[1:]))
+        return every.index_copy_(0, torch.tensor(rows, dtype=torch.int64, device="cpu"), columns)
 
     def check(self, sharding: Sharding | None, caller: str) -> None:
-        """Reject tensors that differ from the agreement, such as one that was whole and is now sharded.
-
-        Raises:
-            ValueError: for the first of them.
-        """
+        """Reject tensors that differ from the agreement, such as one that was whole and is now sharded."""
         if sharding is None or sharding is self._checked:
             return
         for name, spec in zip(sharding.names, sharding.specs, strict=True):
@@ -148,3 +134,30 @@ def _partition(sharding: Sharding, spec: ShardSpec) -> tuple[object, ...]:
     """Return the properties that decide how a tensor is merged; not its dtype, which may change."""
     mesh = None if spec.mesh < 0 else sharding.meshes[spec.mesh].shape
     return spec.shape, mesh, spec.placements
+
+
+def _exchange(
+    sharding: Sharding, home: torch.device | None, group: Group, size: int, timeout: float
+) -> tuple[GlobalPlan, list[str]]:
+    """Return the plan of all ranks, and the types of devices other than the CPU that hold their columns."""
+    members, shardings = [Member(sharding.digest, sharding.coordinates)], {sharding.digest: sharding}
+    kinds: list[str] = []
+    if size > 1:
+        mine = (sharding.digest.hex(), sharding.coordinates, None if home is None else home.type)
+        told = collectives.share(mine, group, timeout, "gm.Ranks")
+        members = []
+        for digest, places, _ in told:
+            coordinates = tuple([None if place is None else tuple(place) for place in places])
+            members.append(Member(bytes.fromhex(digest), coordinates))
+        kinds = [kind for *_, kind in told if kind is not None]
+        # most ranks have the same sharding: only the first rank with each sharding sends it
+        firsts: dict[bytes, int] = {}
+        for place, member in enumerate(members):
+            firsts.setdefault(member.digest, place)
+        is_first = process_groups.ranks_of(group)[0] in firsts.values()
+        told = collectives.share(sharding.to_plain() if is_first else None, group, timeout, "gm.Ranks")
+        shardings = {digest: Sharding.from_plain(told[place]) for digest, place in firsts.items()}
+    try:
+        return make_global_plan(members, shardings), kinds
+    except DisagreementError as error:
+        raise RankError(f"gm.Ranks: the ranks disagree: {error}") from None

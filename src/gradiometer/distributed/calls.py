@@ -23,15 +23,7 @@ _MAX_CALLS: Final = 1 << 20
 _REPORT_TIMEOUT: Final = 10.0
 
 # the arguments that must be the same on all ranks; the first two may be tensors
-ARGUMENTS: Final = (
-    "max_norm",
-    "inv_scale",
-    "norm_type",
-    "vanishing",
-    "exploding",
-    "dead",
-    "skip_nonfinite",
-)
+ARGUMENTS: Final = ("max_norm", "inv_scale", "norm_type", "vanishing", "exploding", "dead", "skip_nonfinite")
 
 
 class StateDigest(NamedTuple):
@@ -53,10 +45,7 @@ class Call(NamedTuple):
 
 
 class CallChecker:
-    """Checks that all ranks of an agreement make the same reductions in the same order.
-
-    ``number``: the number of calls so far.
-    """
+    """Checks that all ranks of an agreement make the same reductions; ``number``: of calls so far."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -120,7 +120,7 @@ def all_reduce_pair(parts: Sequence[tuple[Tensor, str]], group: Group, timeout: 
     except RuntimeError as error:
         if isinstance(error, RankError):
             raise
-        if not _has_backend(group, device):
+        if f"{device.type}:" not in str(dist.get_backend_config(group)):
             msg = f"the process group has no backend for {device.type}, where the statistics are; "
             raise RankError(msg + "use init_process_group('cpu:gloo,cuda:nccl') to have both") from error
         raise _gone(group, number, f": {one_line(error)}") from error
@@ -164,16 +164,12 @@ def _ends(work: Any, seconds: float) -> bool:
 
 def _keep(group: Group, works: Sequence[Any]) -> None:
     """Keep a group until its collectives have ended: destroying it, or exiting, would wait for them."""
-    threading.Thread(target=_wait_for, args=(works, group), daemon=True).start()
 
+    def wait(_: Group) -> None:
+        while not all([work.is_completed() for work in works]):
+            time.sleep(_LOOK)
 
-def _wait_for(works: Sequence[Any], _: Group) -> None:
-    while not all([work.is_completed() for work in works]):
-        time.sleep(_LOOK)
-
-
-def _has_backend(group: Group, device: torch.device) -> bool:
-    return f"{device.type}:" in str(dist.get_backend_config(group))
+    threading.Thread(target=wait, args=(group,), daemon=True).start()
 
 
 # which ranks are present
@@ -182,17 +178,9 @@ def _has_backend(group: Group, device: torch.device) -> bool:
 def share(value: Any, group: Group, timeout: float = 60.0, what: str = "share") -> list[Any]:
     """Return the values that all ranks of a group pass, in the order of the group, as JSON gives them back.
 
-    Either all ranks succeed or all fail: if one is late, every rank raises an error, including the late one.
-
-    Args:
-        value: this rank's value: None, numbers, strings, and lists, tuples (which become lists) and
-            dictionaries of these; small, as the store holds those of all ranks.
-        group: the ranks.
-        timeout: seconds to wait for the others.
-        what: the name of the call, for messages; the ranks of a group meet once per call of this name.
-
-    Raises:
-        RankError: if ranks do not arrive in time, naming them; if the store does not respond.
+    Either all ranks succeed or all fail: if one is late, every rank raises a RankError, also the late one.
+    ``value``: small, as the store holds those of all ranks. ``what``: the name of the call; the ranks of a
+    group meet once per call of this name.
     """
     here, ranks = ranks_of(group)
     number = _count(group, what)

@@ -14,14 +14,7 @@ if TYPE_CHECKING:
 def register_bucket_hook(
     model: nn.Module, measure: Callable[[Any], None], state: Any, hook: Callable[..., Any] | None
 ) -> None:
-    """Register a communication hook that calls ``measure`` with each bucket, and then ``hook``.
-
-    ``hook``: None for the all-reduce that DDP makes without a hook.
-
-    Raises:
-        TypeError: if ``model`` is not DDP.
-        RuntimeError: from DDP, if it already has a hook.
-    """
+    """Register a hook that calls ``measure`` with each bucket, and then ``hook``; None: DDP's all-reduce."""
     # torch.compile wraps the model
     ddp = getattr(model, "_orig_mod", model)
     if not isinstance(ddp, nn.parallel.DistributedDataParallel):

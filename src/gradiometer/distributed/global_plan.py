@@ -49,20 +49,15 @@ _Cut = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The rows of all ranks together.
-
-    Attributes:
-        names: the names of the T rows, the same on every rank.
-        specs: the spec of each row.
-        patterns: for each row, how the ranks with each sharding hold its tensor.
-        members: one for each rank.
-        shardings: all shardings, by digest.
-    """
+    """The T rows of all ranks together, the same on every rank."""
 
     names: tuple[str, ...]
     specs: tuple[ShardSpec, ...]
+    # for each row, how the ranks with each sharding hold its tensor
     patterns: tuple[_Pattern, ...]
+    # one for each rank
     members: tuple[Member, ...]
+    # by digest
     shardings: Mapping[bytes, Sharding]
 
     @cached_property
@@ -72,19 +67,12 @@ class GlobalPlan:
 
     def counts(self, rank: int) -> list[bool]:
         """Return which rows of its own sharding a rank counts: those that no earlier rank has a copy of."""
-        firsts: dict[_Pattern, bool] = {}
-        found = []
-        for name in self.shardings[self.members[rank].digest].names:
-            pattern = self.patterns[self.rows[name]]
-            if pattern not in firsts:
-                firsts[pattern] = self._is_first(rank, pattern)
-            found.append(firsts[pattern])
-        return found
+        return [place == 0 for place, _ in self.copies(rank)]
 
     def copies(self, rank: int) -> list[tuple[int, int]]:
         """Return its place among the ranks that hold the same part, and their number, for each of its rows.
 
-        A rank outside of the mesh holds nothing and is the only one.
+        They are -1 and 0 for a rank outside of the mesh, which holds nothing.
         """
         known: dict[_Pattern, tuple[int, int]] = {}
         found = []
@@ -92,7 +80,7 @@ class GlobalPlan:
             pattern = self.patterns[self.rows[name]]
             if pattern not in known:
                 holders = self.holders(rank, pattern)
-                known[pattern] = (holders.index(rank), len(holders)) if rank in holders else (0, 1)
+                known[pattern] = (holders.index(rank), len(holders)) if holders else (-1, 0)
             found.append(known[pattern])
         return found
 
@@ -102,30 +90,12 @@ class GlobalPlan:
         mine = next((_part(own, way) for way in pattern if way.digest == own.digest), None)
         if mine is None:
             return []
-        return sorted(
-            other
-            for way in pattern
-            for other in self._ranks[way.digest]
-            if _part(self.members[other], way) == mine
-        )
+        pairs = [(way, other) for way in pattern for other in self._ranks[way.digest]]
+        return sorted(other for way, other in pairs if _part(self.members[other], way) == mine)
 
     @cached_property
     def _ranks(self) -> dict[bytes, list[int]]:
         return _by_digest(self.members)
-
-    def _is_first(self, rank: int, pattern: _Pattern) -> bool:
-        mine = next(
-            _part(self.members[rank], way) for way in pattern if way.digest == self.members[rank].digest
-        )
-        if mine is None:
-            return False
-        for way in pattern:
-            for other in self._ranks[way.digest]:
-                if other >= rank:
-                    break
-                if _part(self.members[other], way) == mine:
-                    return False
-        return True
 
     def where(self, row: int, rank: int) -> str:
         """Return a rank's position in the mesh of a row: ``rank 5, dp_shard 1 of 4, tp 0 of 2``."""
@@ -141,11 +111,7 @@ class GlobalPlan:
 
 
 def make_global_plan(members: Sequence[Member], shardings: Mapping[bytes, Sharding]) -> GlobalPlan:
-    """Return the plan that follows from the shardings of all ranks.
-
-    Args:
-        members: one for each rank.
-        shardings: the shardings of all members, by digest.
+    """Return the plan that follows from one member for each rank, and their shardings by digest.
 
     Raises:
         DisagreementError: if tensors of the same name are not parts of one tensor, or if a part is missing on
@@ -177,7 +143,7 @@ def make_global_plan(members: Sequence[Member], shardings: Mapping[bytes, Shardi
         pattern = tuple([way for _, way, _ in each])
         if pattern not in kept:
             kept[pattern] = pattern
-            _check_cover(name, members, ranks, pattern, [size for _, size in cut])
+            _check_cover(name, members, ranks, pattern, math.prod([size for _, size in cut]))
         patterns.append(kept[pattern])
     specs = tuple([each[0][0] for each in held.values()])
     return GlobalPlan(names, specs, tuple(patterns), tuple(members), ordered)
@@ -211,14 +177,9 @@ def _part(member: Member, way: _Way) -> tuple[int, ...] | None:
 
 
 def _check_cover(
-    name: str,
-    members: Sequence[Member],
-    ranks: Mapping[bytes, Sequence[int]],
-    pattern: _Pattern,
-    sizes: Sequence[int],
+    name: str, members: Sequence[Member], ranks: Mapping[bytes, Sequence[int]], pattern: _Pattern, parts: int
 ) -> None:
-    """Raise an error if a part of a tensor is missing on all ranks."""
-    parts = math.prod(sizes)
+    """Raise an error if one of the parts of a tensor is missing on all ranks."""
     held = {_part(members[rank], way) for way in pattern for rank in ranks[way.digest]} - {None}
     if len(held) == parts:
         return

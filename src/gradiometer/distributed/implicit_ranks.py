@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradiometer.distributed import process_groups
+from gradiometer.distributed.ranks import Ranks
 from gradiometer.distributed.rendezvous import RankError
 from gradiometer.distributed.sharding import Sharding, sharding_of
 
@@ -17,17 +18,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradiometer.distributed.process_groups import Group
-from gradiometer.distributed.ranks import Ranks
 
 
 def implicit_ranks_for(sharding: Sharding, home: torch.device | None, group: Any = None) -> Ranks:
-    """Return the `Ranks` of a sharding, created at the first call, which all ranks make at the same time.
-
-    ``home``: the device of the columns; None: the CPU, unless other ranks use another device.
-    """
-    kept = _RANKS.setdefault(process_groups.group_of(group), {})
+    """Return the `Ranks` of a sharding, created at the first call, which all ranks make at the same time."""
+    process_group = process_groups.group_of(group)
+    kept = _RANKS.setdefault(process_group, {})
     if sharding not in kept:
-        _refuse_nameless(sharding, group)
+        size = len(process_groups.ranks_of(process_group)[1])
+        # a mesh of all ranks shows that tensors named by position are the same on each
+        is_same = any(
+            math.prod(mesh.shape) == size for mesh in sharding.meshes if mesh.coordinate is not None
+        )
+        if sharding.names and not is_same and sharding.names == tuple(map(str, range(len(sharding.names)))):
+            raise RankError(
+                "reduce: tensors in a list have no names, so the ranks cannot check that they pass the same "
+                "ones; pass the model or its named_parameters(), or pass reduce=gm.Ranks(list)"
+            )
         while len(kept) >= _KEPT:
             kept.pop(next(iter(kept)))
         try:
@@ -41,27 +48,12 @@ def implicit_ranks_for(sharding: Sharding, home: torch.device | None, group: Any
     return kept[sharding]
 
 
-def _refuse_nameless(sharding: Sharding, group: Any) -> None:
-    """Reject tensors named by position, unless a mesh of all ranks shows that they are the same on each."""
-    size = len(process_groups.ranks_of(process_groups.group_of(group))[1])
-    whole = [
-        mesh for mesh in sharding.meshes if mesh.coordinate is not None and math.prod(mesh.shape) == size
-    ]
-    if sharding.names and not whole and sharding.names == tuple(map(str, range(len(sharding.names)))):
-        msg = (
-            "reduce: tensors in a list have no names, so the ranks cannot check that they pass the "
-            "same ones; pass the model or its named_parameters(), or pass reduce=gm.Ranks(list)"
-        )
-        raise RankError(msg)
-
-
 def given_ranks(reduce: Any, what: str) -> Ranks | None:
     """Return the `Ranks` passed as ``reduce=``; None if ``reduce`` is a bool or None."""
     if isinstance(reduce, Ranks):
         return reduce
     if reduce is not None and not isinstance(reduce, bool):
-        msg = f"{what}: reduce must be True, False or gm.Ranks(model), got {type(reduce).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"{what}: reduce must be True, False or gm.Ranks(model), got {type(reduce).__name__}")
     if reduce and torch.compiler.is_compiling():
         msg = f"{what}: reduce=True sets up communication between ranks, which a compiled function cannot "
         msg += "do; create ranks = gm.Ranks(model) outside, and pass reduce=ranks"
@@ -70,10 +62,7 @@ def given_ranks(reduce: Any, what: str) -> Ranks | None:
 
 
 def sharding_here(names: tuple[str, ...], tensors: Sequence[Tensor]) -> Sharding | None:
-    """Return the sharding of parameters, kept while they are the same.
-
-    None in a compiled function, or if there is only one rank.
-    """
+    """Return the sharding of parameters; None in a compiled function, or if there is only one rank."""
     if torch.compiler.is_compiling() or not process_groups.is_active():
         return None
     key = (names, tuple([id(tensor) for tensor in tensors]))

@@ -37,19 +37,13 @@ def group_of(group: Any) -> Group:
     """Return the process group of a group, a device mesh, or None, which means all ranks.
 
     A mesh of several dimensions becomes one group; all its ranks have to make the first call together.
-
-    Raises:
-        TypeError: for any other argument.
-        RankError: if there is no process group, or this process is not in it.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        msg = "there is no process group; call torch.distributed.init_process_group() first"
-        raise RankError(msg)
+        raise RankError("there is no process group; call torch.distributed.init_process_group() first")
     if group is None:
         return dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        msg = f"rank {dist.get_rank()} is not in this process group; only its members can use it"
-        raise RankError(msg)
+        raise RankError(f"rank {dist.get_rank()} is not in this process group; only its members can use it")
     if isinstance(group, dist.ProcessGroup):
         return group
     if hasattr(group, "get_group") and hasattr(group, "mesh"):
@@ -80,11 +74,7 @@ def _group_of_mesh(mesh: Any) -> Group:
 
 
 def ranks_of(group: Group) -> tuple[int, list[int]]:
-    """Return this process's place in a group, and the global ranks of the group.
-
-    Raises:
-        RankError: if this process is not one of them, or the group was destroyed.
-    """
+    """Return this process's place in a group, and the global ranks of the group."""
     try:
         ranks = dist.get_process_group_ranks(group)
     except (KeyError, ValueError):
@@ -101,10 +91,7 @@ def _place_of(rank: int, ranks: Sequence[int]) -> int:
 
 
 def side_group(ranks: Sequence[int], timeout: float) -> Group:
-    """Return a new Gloo group for collectives beside those of training; all its ranks have to call this.
-
-    ``timeout``: the longest wait in it, in seconds; Gloo's own timeout is longer.
-    """
+    """Return a new Gloo group for collectives beside those of training; all its ranks have to call this."""
     # use local synchronization only for a part of the ranks: it reuses the name of a closed group, whose
     # addresses are still in the store
     some = len(ranks) < dist.get_world_size()
@@ -116,8 +103,7 @@ def _new_group(kind: str, ranks: Sequence[int], **options: Any) -> Group:
     try:
         return dist.new_group(list(ranks), **options)
     except (RuntimeError, ValueError) as error:
-        msg = f"cannot create a {kind} group of {len(ranks)} ranks: {one_line(error)}"
-        raise RankError(msg) from error
+        raise RankError(f"cannot create a {kind} group of {len(ranks)} ranks: {one_line(error)}") from error
 
 
 def close(group: Group) -> None:

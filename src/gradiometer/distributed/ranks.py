@@ -15,8 +15,7 @@ from gradiometer.distributed.agreement import Agreement
 from gradiometer.distributed.calls import Call, CallChecker
 from gradiometer.distributed.reduction import Reduced
 from gradiometer.distributed.replicas import Replicas
-from gradiometer.distributed.shard_patterns import check_matches, check_patterns, with_shards
-from gradiometer.distributed.sharding import Sharding, sharding_of
+from gradiometer.distributed.sharding import Sharding, check_matches, check_patterns, sharding_of, with_shards
 from gradiometer.inputs import check_names, has_float64, named_parameters
 
 if TYPE_CHECKING:
@@ -201,15 +200,9 @@ class Ranks(Agreement):
 
     def _merged_apart(self, schema: Schema, rows: Tensor) -> Tensor:
         """Return the rows of all ranks, merged in collectives of their own."""
-        parts = zip(schema.by_merge(rows), ("sum", "max"), strict=True)
-        return torch.cat(
-            [
-                collectives.all_reduce(part, how, self.group, self.timeout)
-                for part, how in parts
-                if part.shape[1]
-            ],
-            dim=1,
-        )
+        pairs = zip(schema.by_merge(rows), ("sum", "max"), strict=True)
+        parts = [collectives.all_reduce(x, how, self.group, self.timeout) for x, how in pairs if x.shape[1]]
+        return torch.cat(parts, dim=1)
 
     def _reduced(
         self, call: Call, schema: Schema, names: tuple[str, ...], columns: Tensor, fingerprints: Tensor | None

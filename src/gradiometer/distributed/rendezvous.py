@@ -51,12 +51,17 @@ def exchange(
     """
     own, outcome = f"{key}/{rank}", f"{key}/outcome"
     store.set(own, told)
-    if store.add(f"{key}/count", 1) == len(ranks) or not _appears(store, outcome, timeout):
-        _decide(store, key, rank, ranks)
+    is_due = store.add(f"{key}/count", 1) == len(ranks) or not _appears(store, outcome, timeout)
+    # the first rank that gets here writes the outcome for all
+    if is_due and store.compare_set(f"{key}/decided", "", str(rank)) == str(rank).encode():
+        missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+        texts = [] if missing else store.multi_get([f"{key}/{rank}" for rank in ranks])
+        # compress: the values of most ranks are similar
+        found = json.dumps([missing, [text.decode() for text in texts]])
+        store.set(outcome, zlib.compress(found.encode(), 1))
     if not _appears(store, outcome, SLACK):
         decider = store.get(f"{key}/decided").decode()
-        msg = f"rank {decider} exited while it gathered the values of all ranks; see its log"
-        raise RankError(msg)
+        raise RankError(f"rank {decider} exited while it gathered the values of all ranks; see its log")
     try:
         # JSON: reading what another process has written must not run code
         missing, values = json.loads(zlib.decompress(store.get(outcome)))
@@ -70,16 +75,6 @@ def exchange(
             for name in ("count", "decided", "outcome", "left"):
                 store.delete_key(f"{key}/{name}")
     return missing, values
-
-
-def _decide(store: Any, key: str, rank: int, ranks: Sequence[int]) -> None:
-    """Write the outcome; the first rank that gets here does so for all."""
-    if store.compare_set(f"{key}/decided", "", str(rank)) == str(rank).encode():
-        missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-        told = [] if missing else store.multi_get([f"{key}/{rank}" for rank in ranks])
-        values = [value.decode() for value in told]
-        # compress: the values of most ranks are similar
-        store.set(f"{key}/outcome", zlib.compress(json.dumps([missing, values]).encode(), 1))
 
 
 def missing_ranks(

@@ -36,13 +36,6 @@ _EXACT_BITS: Final = 53 - 33
 _NOT_MERGEABLE: Final = -(2.0**52)
 
 
-class _Part(NamedTuple):
-    """This rank's part of a tensor: its offset in words, and its bytes."""
-
-    offset: int
-    n_bytes: int
-
-
 class _Known(NamedTuple):
     """What is known of this rank's L tensors and of all T rows, on one device."""
 
@@ -57,17 +50,12 @@ class _Known(NamedTuple):
 
 
 class Replicas:
-    """What a rank adds for the fingerprints of all rows, and what their sums mean.
-
-    Args:
-        agreement: what the ranks agree on.
-    """
+    """What a rank adds for the fingerprints of all rows, and what their sums mean."""
 
     def __init__(self, agreement: Agreement) -> None:
         plan, sharding = agreement.plan, agreement.sharding
         parts = [_part(sharding, spec) for spec in sharding.specs]
-        offsets = [0 if part is None else part.offset for part in parts]
-        n_bytes = [-1 if part is None else part.n_bytes for part in parts]
+        offsets, n_bytes = [offset for offset, _ in parts], [n_bytes for _, n_bytes in parts]
         bits = max(1, _EXACT_BITS - (len(plan.members) - 1).bit_length())
         coefficients = [_coefficient(place, count, bits) for place, count in plan.copies(agreement.rank)]
         total = [float(_bytes_of(spec)) for spec in plan.specs]
@@ -86,9 +74,7 @@ class Replicas:
     def parts(self, indices: Sequence[int] | None, fingerprints: Tensor) -> tuple[Tensor, Tensor]:
         """Return what this rank adds to the whole tensors and to the copies, each ``(L, 5) float64``.
 
-        Args:
-            indices: the tensors' indices in this rank's sharding; None: all of them.
-            fingerprints: ``(L, 3) int64``; a row with -1 bytes adds nothing.
+        ``indices``: of the tensors in this rank's sharding; None: all. ``fingerprints``: ``(L, 3) int64``.
         """
         totals, powers, n_bytes, coefficients, _ = self._at(fingerprints.device)
         if indices is not None:
@@ -107,11 +93,7 @@ class Replicas:
         return torch.where(there, whole, 0.0), torch.where(there, own * coefficients, 0.0)
 
     def merged(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return fingerprints and whether copies differ, ``(..., T, 3) int64`` and ``(..., T) bool``.
-
-        Args:
-            sums: ``(..., T, 10) float64``, both results of `parts`, added up over the ranks.
-        """
+        """Return fingerprints and whether copies differ, from the sums over ranks of what `parts` returns."""
         whole, copies = sums[..., :_EACH], sums[..., _EACH:]
         halves = whole[..., 1:].to(torch.int64)
         bits = halves[..., 0::2] + (halves[..., 1::2] << 32)
@@ -126,17 +108,13 @@ class Replicas:
 def minority(ranks: Agreement, name: str, texts: Sequence[str | None]) -> tuple[int, ...]:
     """Return the global ranks whose copy of a tensor differs from that of most ranks with the same part.
 
-    Args:
-        ranks: what the ranks agree on.
-        name: of the tensor.
-        texts: describes the copy of each rank, in the order of the group; None: it has none.
+    ``texts``: describes the copy of each rank, in the order of the group; None: it has none.
     """
     pattern = ranks.plan.patterns[ranks.plan.rows[name]]
     odd: set[int] = set()
     for rank in range(ranks.size):
-        held = {
-            other: texts[other] for other in ranks.plan.holders(rank, pattern) if texts[other] is not None
-        }
+        holders = ranks.plan.holders(rank, pattern)
+        held = {other: texts[other] for other in holders if texts[other] is not None}
         if held and rank == min(held):
             # of versions that are equally common, the one of the lowest rank
             (most, _), *_ = Counter(held.values()).most_common()
@@ -165,7 +143,7 @@ def _halves(sums: Tensor) -> Tensor:
 @lru_cache(maxsize=1024)
 def _coefficient(place: int, count: int, bits: int) -> float:
     """Return the coefficient of one of ``count`` copies; they add up to 0."""
-    if place:
+    if place > 0:
         return float(_number(place, bits))
     return float(-sum([_number(other, bits) for other in range(1, count)]))
 
@@ -182,22 +160,22 @@ def _bytes_of(spec: ShardSpec) -> int:
     return int(torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize)
 
 
-def _part(sharding: Sharding, spec: ShardSpec) -> _Part | None:
-    """Return this rank's part of a tensor, if it is a contiguous piece that begins with a whole word."""
-    if spec.shape is None:
-        return None
-    n_bytes = _bytes_of(spec)
-    sharded = spec.sharded
-    if not sharded:
-        return _Part(0, n_bytes)
+def _part(sharding: Sharding, spec: ShardSpec) -> tuple[int, int]:
+    """Return the offset in words, and the bytes, of this rank's part of a tensor.
+
+    They are 0 and -1 unless the part is a contiguous piece that begins with a whole word.
+    """
+    n_bytes, sharded = _bytes_of(spec), spec.sharded
+    if spec.shape is None or not sharded:
+        return 0, n_bytes
     mesh = sharding.meshes[spec.mesh]
     if len(sharded) > 1 or spec.placements[sharded[0]] != "S(0)" or mesh.coordinate is None:
-        return None
+        return 0, -1
     parts, place = mesh.shape[sharded[0]], mesh.coordinate[sharded[0]]
     # as torch.chunk: the last parts may be shorter, or empty
     each = -(-spec.shape[0] // parts)
     row = n_bytes // max(1, spec.shape[0])
     if each * row % WORD_BYTES:
-        return None
+        return 0, -1
     first, last = min(place * each, spec.shape[0]), min((place + 1) * each, spec.shape[0])
-    return _Part(first * row // WORD_BYTES, (last - first) * row)
+    return first * row // WORD_BYTES, (last - first) * row

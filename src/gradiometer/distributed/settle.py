@@ -24,9 +24,6 @@ def settle(grads: Named, parameters: Sequence[Tensor], timeout: float, what: str
     are added up: those of one dtype over the same mesh dimensions together, in one collective per dimension.
     Other gradients that are not placed like their parameters are redistributed one by one. The gradient
     itself is not changed. All ranks of its mesh have to call this.
-
-    Raises:
-        TypeError: if a gradient and its parameter are on different meshes.
     """
     if not any([is_dtensor(kind) for kind in {type(x) for x in (*grads.tensors, *parameters)}]):
         return list(grads.tensors)

@@ -1,14 +1,17 @@
-"""The part of each tensor that a rank holds: all of it, or a shard. Plain values, no tensors."""
+"""The part of each tensor that a rank holds: all of it, or a shard, as plain values without tensors."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from gradiometer.distributed import process_groups
 from gradiometer.inputs import is_dtensor, is_whole
 
 if TYPE_CHECKING:
@@ -55,13 +58,7 @@ class ShardSpec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """The part of its tensors that one rank holds, in the order of its model. Equal by value.
-
-    Attributes:
-        names: the names of the L tensors.
-        specs: their L specs.
-        meshes: the meshes that specs refer to.
-    """
+    """The part of its L tensors that one rank holds, in the order of its model. Equal by value."""
 
     names: tuple[str, ...]
     specs: tuple[ShardSpec, ...]
@@ -75,11 +72,7 @@ class Sharding:
 
     def to_plain(self) -> tuple[Any, ...]:
         """Return tuples of plain values for `from_plain`, equal for equal shardings."""
-        return (
-            self.names,
-            tuple([tuple(spec) for spec in self.specs]),
-            tuple([tuple(mesh) for mesh in self.meshes]),
-        )
+        return self.names, tuple(map(tuple, self.specs)), tuple(map(tuple, self.meshes))
 
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> Sharding:
@@ -103,11 +96,9 @@ class Sharding:
 
     def __eq__(self, other: object) -> bool:
         """Compare by value."""
-        if self is other:
-            return True
         if not isinstance(other, Sharding):
             return NotImplemented
-        return self.digest == other.digest and self.coordinates == other.coordinates
+        return self is other or (self.digest, self.coordinates) == (other.digest, other.coordinates)
 
     def __hash__(self) -> int:
         """Hash by value."""
@@ -143,3 +134,48 @@ def _mesh(mesh: Any) -> Mesh:
     names = mesh.mesh_dim_names or tuple([f"dim {i}" for i in range(len(shape))])
     coordinate = mesh.get_coordinate()
     return Mesh(tuple(names), shape, None if coordinate is None else tuple(coordinate))
+
+
+# the `shards` argument of `Ranks`: from patterns of names to the ranks that hold parts of these tensors
+
+
+def check_patterns(shards: Any) -> None:
+    """Raise an error unless ``shards`` is a mapping whose keys are regular expressions."""
+    if not isinstance(shards, Mapping):
+        raise TypeError(f"Ranks: shards must map regular expressions to groups, got {type(shards).__name__}")
+    for pattern in shards:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"Ranks(shards=...): {pattern!r} is not a regular expression: {error}") from None
+
+
+def check_matches(pattern: str, names: Sequence[str]) -> None:
+    """Raise an error for a pattern that matches no tensor of any rank."""
+    if not any([re.search(pattern, name) for name in names]):
+        some = ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")
+        msg = f"Ranks(shards=...): {pattern!r} matches no tensor of any rank; available: {some or 'none'}"
+        raise ValueError(msg)
+
+
+def with_shards(sharding: Sharding, shards: Mapping[str, Any]) -> Sharding:
+    """Return the sharding with an additional mesh dimension for tensors whose parts differ between ranks."""
+    specs, meshes = list(sharding.specs), list(sharding.meshes)
+    for pattern, group in shards.items():
+        size, rank = 1, 0
+        if group is not None or process_groups.is_active():
+            rank, ranks = process_groups.ranks_of(process_groups.group_of(group))
+            size = len(ranks)
+        made: dict[int, int] = {}
+        for place, name in enumerate(sharding.names):
+            if not re.search(pattern, name):
+                continue
+            _, dtype, mesh, placements = specs[place]
+            if mesh not in made:
+                # one dimension more than the mesh of a DTensor
+                base = meshes[mesh] if mesh >= 0 else Mesh((), (), ())
+                at = None if base.coordinate is None else (rank, *base.coordinate)
+                made[mesh] = len(meshes)
+                meshes.append(Mesh((pattern, *base.names), (size, *base.shape), at))
+            specs[place] = ShardSpec(None, dtype, made[mesh], ("S", *placements))
+    return replace(sharding, specs=tuple(specs), meshes=tuple(meshes))

@@ -14,24 +14,19 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 if TYPE_CHECKING:
     from gradiometer.inputs.named import Named
 
-_DTYPES: Final = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
+_FP8: Final = frozenset(
+    [
         torch.float8_e4m3fn,
         torch.float8_e4m3fnuz,
         torch.float8_e5m2,
         torch.float8_e5m2fnuz,
         torch.float8_e8m0fnu,
-        torch.complex128,
-        torch.complex64,
-        torch.complex32,
-    }
+    ]
 )
+_COMPLEX: Final = frozenset([torch.complex128, torch.complex64, torch.complex32])
+_DTYPES: Final = _FP8 | _COMPLEX | {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 # fp8, and half complex numbers that are conjugated too
-_UNRESOLVED: Final = frozenset([dtype for dtype in _DTYPES if dtype.itemsize == 1]) | {torch.complex32}
+_UNRESOLVED: Final = _FP8 | {torch.complex32}
 _UNINITIALIZED: Final = (UninitializedParameter, UninitializedBuffer)
 _LAYOUTS: Final = frozenset({torch.strided, torch.sparse_coo})
 
@@ -53,15 +48,11 @@ class Traits(NamedTuple):
 
 
 def check(named: Named, what: str) -> Traits:
-    """Raise an error if a tensor cannot be measured.
-
-    Raises:
-        TypeError: names the first object that is not a tensor, or is of an unsupported kind.
-    """
+    """Raise a TypeError that names the first object that cannot be measured, if there is one."""
     tensors = named.tensors
     types = {type(tensor) for tensor in tensors}
     kinds: dict[tuple[torch.dtype, torch.layout, torch.device], None] = {}
-    fine = all([_is_measurable_type(kind) for kind in types])
+    fine = all([issubclass(kind, Tensor) and not issubclass(kind, _UNINITIALIZED) for kind in types])
     if fine:
         # check the distinct kinds first: if all are fine, no tensor has to be checked by itself
         if torch.compiler.is_compiling():
@@ -76,8 +67,7 @@ def check(named: Named, what: str) -> Traits:
         for name, tensor in zip(named.names, tensors, strict=True):
             reason = refusal(tensor)
             if reason is not None:
-                msg = f"{what}: {name!r} {reason}"
-                raise TypeError(msg)
+                raise TypeError(f"{what}: {name!r} {reason}")
     devices = list(dict.fromkeys([device for _, _, device in kinds]))
     return Traits(types, {layout for _, layout, _ in kinds}, devices)
 
@@ -92,14 +82,9 @@ def layout(tensor: Tensor) -> torch.layout:
     return tensor.layout
 
 
-def _is_measurable_type(kind: type) -> bool:
-    return issubclass(kind, Tensor) and not issubclass(kind, _UNINITIALIZED)
-
-
 def _is_measurable(dtype: torch.dtype, layout: torch.layout, device: torch.device) -> bool:
-    return (
-        dtype in _DTYPES and layout in _LAYOUTS and has_float64(device) and not _is_sparse_fp8(dtype, layout)
-    )
+    is_readable = dtype in _DTYPES and layout in _LAYOUTS and not _is_sparse_fp8(dtype, layout)
+    return is_readable and has_float64(device)
 
 
 def _is_sparse_fp8(dtype: torch.dtype, layout: torch.layout) -> bool:

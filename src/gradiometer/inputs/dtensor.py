@@ -29,11 +29,7 @@ def local_shard(tensor: Any) -> Tensor:
 
 
 def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
-    """Return a gradient in the placements to measure, without communication. A partial one stays partial.
-
-    Raises:
-        TypeError: if this needs other ranks, or for the reason given in `places`.
-    """
+    """Return a gradient in the placements to measure, without communication. A partial one stays partial."""
     grad, found = places(name, grad, parameter, what)
     if all([place.is_settled for place in found]) or is_partial(grad):
         return grad  # type: ignore[no-any-return]
@@ -41,35 +37,25 @@ def placed_like(name: str, grad: Any, parameter: Any, what: str) -> Tensor:
         with torch.no_grad():
             return grad.redistribute(placements=[place.then or place.now for place in found])  # type: ignore[no-any-return]
     theirs = f"has placements {parameter.placements}" if is_dtensor(type(parameter)) else "is a plain tensor"
-    msg = (
+    raise TypeError(
         f"{what}: the gradient of {name!r} has placements {grad.placements}, but its parameter {theirs}, and "
         "redistributing it needs the other ranks; pass reduce=gm.Ranks(model)"
     )
-    raise TypeError(msg)
 
 
 def local_shards(named: Named, what: str) -> Named:
-    """Replace DTensors by this rank's shards; keep other tensors as they are.
-
-    Raises:
-        TypeError: for a partial DTensor.
-    """
+    """Replace DTensors by this rank's shards; refuse partial ones, and keep other tensors as they are."""
     if not any([is_dtensor(kind) for kind in {type(tensor) for tensor in named.tensors}]):
         return named
-    shards = []
-    for name, tensor in zip(named.names, named.tensors, strict=True):
-        if not is_dtensor(type(tensor)):
-            shards.append(tensor)
-            continue
-        if is_partial(tensor):
+    for name, tensor in zip(*named, strict=True):
+        if is_dtensor(type(tensor)) and is_partial(tensor):
             msg = (
                 f"{what}: {name!r} is a DTensor with placements {tensor.placements}, so its values are not "  # type: ignore[attr-defined]
                 "yet reduced over the ranks; redistribute it first, or for gradients pass "
                 "reduce=gm.Ranks(model) to collect_grads"
             )
             raise TypeError(msg)
-        shards.append(local_shard(tensor))
-    return Named(named.names, shards)
+    return Named(named.names, [local_shard(x) if is_dtensor(type(x)) else x for x in named.tensors])
 
 
 class Place(NamedTuple):
@@ -90,9 +76,6 @@ def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[P
     A gradient is measured in the placements of its parameter: whole where the parameter is replicated, plain
     or partial. A plain gradient of a DTensor parameter is whole on each rank. If the list is empty, the
     gradient is measured as it is.
-
-    Raises:
-        TypeError: if the gradient and its parameter are on different meshes.
     """
     if not is_dtensor(type(parameter)):
         return grad, [Place(now, None) for now in grad.placements] if is_dtensor(type(grad)) else []
@@ -100,11 +83,10 @@ def places(name: str, grad: Any, parameter: Any, what: str) -> tuple[Any, list[P
         # from_local replicates by default
         grad = type(parameter).from_local(grad.detach(), parameter.device_mesh)
     elif grad.device_mesh != parameter.device_mesh:
-        msg = (
+        raise TypeError(
             f"{what}: the gradient of {name!r} is on the mesh {grad.device_mesh}, but its parameter is "
             f"on {parameter.device_mesh}; put both on one mesh"
         )
-        raise TypeError(msg)
     pairs = zip(grad.placements, parameter.placements, strict=True)
     return grad, [Place(now, None if is_whole(then) else then) for now, then in pairs]
 

@@ -48,16 +48,13 @@ def named_tensors(source: Mapping[str, Any] | Iterable[Any], what: str) -> Named
         raise TypeError(msg)
     if isinstance(source, str) or not isinstance(source, Iterable):
         if callable(source):
-            msg = f"{what}: got a function, not tensors; call it and pass the result"
-            raise TypeError(msg)
+            raise TypeError(f"{what}: got a function, not tensors; call it and pass the result")
         msg = f"{what}: expected a module, a mapping or an iterable of tensors, got {type(source).__name__}"
         raise TypeError(msg)
     items = list(source)
     if not any([issubclass(kind, tuple) for kind in {type(item) for item in items}]):
         return Named(_kept(_positions)(len(items)), items)
-    pairs = [
-        item if isinstance(item, tuple) and len(item) == 2 else (str(i), item) for i, item in enumerate(items)
-    ]
+    pairs = [x if isinstance(x, tuple) and len(x) == 2 else (str(i), x) for i, x in enumerate(items)]
     return with_names([name for name, _ in pairs], [tensor for _, tensor in pairs], what)
 
 
@@ -66,8 +63,7 @@ def with_names(names: list[Any], tensors: list[Any], what: str) -> Named:
     if {type(name) for name in names} != {str}:
         for name in names:
             if not isinstance(name, str):
-                msg = f"{what}: a name must be a string, got {name!r}"
-                raise TypeError(msg)
+                raise TypeError(f"{what}: a name must be a string, got {name!r}")
     return Named(_kept(_clean)(tuple(names)), tensors)
 
 
@@ -80,29 +76,20 @@ def _clean(names: tuple[str, ...]) -> tuple[str, ...]:
     together = " ".join(names)
     if not any([wrapper in together for wrapper in _WRAPPERS]):
         return names
-    return tuple([_without_wrappers(name) for name in names])
-
-
-def _without_wrappers(name: str) -> str:
-    *path, own = name.split(".")
-    return ".".join([*[part for part in path if part not in _WRAPPERS], own])
+    paths = [name.split(".") for name in names]
+    return tuple([".".join([*[x for x in path[:-1] if x not in _WRAPPERS], path[-1]]) for path in paths])
 
 
 def check_names(names: tuple[str, ...], what: str) -> None:
     """Raise a ValueError if a name occurs twice."""
     twice = _kept(_twice)(names)
     if twice is not None:
-        msg = f"{what}: two tensors have the name {twice!r}; give each tensor a unique name"
-        raise ValueError(msg)
+        raise ValueError(f"{what}: two tensors have the name {twice!r}; give each tensor a unique name")
 
 
 def _twice(names: tuple[str, ...]) -> str | None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
+    first = {name: i for i, name in reversed(list(enumerate(names)))}
+    return next((name for i, name in enumerate(names) if first[name] != i), None)
 
 
 _KEPT: Final = {

@@ -24,8 +24,7 @@ def named_parameters(source: nn.Module | Mapping[str, Any] | Iterable[Any], what
     named = named_tensors(source, what)
     for name, parameter in zip(named.names, named.tensors, strict=True):
         if not isinstance(parameter, Tensor):
-            msg = f"{what}: {name!r} {refusal(parameter)}"
-            raise TypeError(msg)
+            raise TypeError(f"{what}: {name!r} {refusal(parameter)}")
     seen: set[Tensor] = set()
     once: list[Tensor | None] = []
     for parameter in named.tensors:

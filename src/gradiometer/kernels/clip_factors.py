@@ -25,7 +25,7 @@ _POSINF = COLUMN_INDEX["n_posinf"]
 _NEGINF = COLUMN_INDEX["n_neginf"]
 _TOP = COLUMN_INDEX["abs_max"]
 
-# as in gradiometer.control.coefficient
+# as in gradiometer.control.scale
 _EPS = 1e-6
 _LARGEST = sys.float_info.max
 
