@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from gradiometer.columns.derived import compute_flags
 
 from conftest import INTERPRETED
 from gradiometer import PerTensorClip, Thresholds, ZScoreClip
@@ -30,7 +31,6 @@ from gradiometer.columns import (
     Cursor,
     Section,
 )
-from gradiometer.columns.derived import compute_flags
 from gradiometer.columns.fingerprint import Fingerprint, geometric, power
 from gradiometer.control import per_tensor_clip, z_score_clip
 from gradiometer.control import scale as eager_scale

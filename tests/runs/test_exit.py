@@ -26,7 +26,8 @@ READ = "import sys, gradiometer as gm; run = gm.read_run(sys.argv[1]); "
 # the last statement, because a thread may still release what it has read when the interpreter exits
 LAST = ("run.steps", "run.tensors(first=3)")
 FILTERED = """
-import os
+import os, torch
+torch.set_num_threads(1)  # only Arrow's threads are counted
 run.steps
 before = len(os.listdir("/proc/self/task"))
 rows = run.tensors(kind="grads", first=3)
