@@ -139,8 +139,7 @@ class Recorder(StepRing):
             msg = f"Recorder(capacity={describe(capacity)}): capacity must be an integer, at least 1"
             raise ValueError(msg)
         if not isinstance(thresholds, Thresholds):
-            msg = f"Recorder: thresholds must be gm.Thresholds(...), got {thresholds!r}"
-            raise TypeError(msg)
+            raise TypeError(f"Recorder: thresholds must be gm.Thresholds(...), got {thresholds!r}")
         devices = check(Named(names, parameters), "Recorder").devices
         asked = requested(
             weights=weights,
@@ -257,9 +256,8 @@ class Recorder(StepRing):
                 inv_scale = rows.number(inv_scale, grads.device)
             scale = on_device(inv_scale.detach(), grads.device).to(torch.float64).reshape(())
             grads = ACTIVATIONS.scaled(grads, scale)
-        columns = torch.cat([values, grads])
+        columns = on_device(torch.cat([values, grads]), self.ring.device)
         section = self.layout.adjacent(ACTIVATION_VALUES.name, 2)
-        columns = on_device(columns, self.ring.device)
         ops.append_(
             columns, ACTIVATIONS.flags_of(columns, self.thresholds), 0, self.ring, self.cursor, section
         )
@@ -382,10 +380,6 @@ class Recorder(StepRing):
         ops.append_(columns, flags, size if decides else 0, self.ring, self.cursor, section, bits)
 
 
-def _nobody() -> None:
-    return None
-
-
 def _names_of(taps: Taps | None, parameters: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of taps; a ValueError if a parameter has one of them."""
     if taps is None:
@@ -393,7 +387,7 @@ def _names_of(taps: Taps | None, parameters: tuple[str, ...]) -> tuple[str, ...]
     if not isinstance(taps, Taps):
         msg = f"Recorder(taps=...): expected gm.Taps(model, ...), got {describe(taps)}"
         raise TypeError(msg)
-    owner = _owners.get(taps, _nobody)()
+    owner = _owners.get(taps, lambda: None)()
     if owner is not None and any([own is taps for own in owner._taps]):  # noqa: SLF001 of this class
         msg = (
             "Recorder(taps=...): another Recorder or Monitor records these Taps, and clears them after each "

@@ -77,8 +77,7 @@ class RunRecord:
     ) -> None:
         for name, value in (("segment_steps", segment_steps), ("segment_rows", segment_rows)):
             if not isinstance(value, int) or value < 1:
-                msg = f"RunRecord({name}={value!r}): {name} must be a positive integer"
-                raise ValueError(msg)
+                raise ValueError(f"RunRecord({name}={value!r}): {name} must be a positive integer")
         if not isinstance(segment_seconds, (int, float)) or not segment_seconds >= 0:
             msg = f"RunRecord(segment_seconds={segment_seconds!r}): segment_seconds must be a number >= 0"
             raise ValueError(msg)
@@ -104,8 +103,7 @@ class RunRecord:
         # steps of this run in segments that are on disk and no longer in memory
         self._first_step = self._num_written = 0
         # lost steps that the log does not report yet, and why the segment could not be written
-        self._unreported = 0
-        self._why = ""
+        self._unreported, self._why = 0, ""
         self._removed = 0  # steps in removed folders that the log does not report yet
         self._retries: dict[str, Retry] = collections.defaultdict(Retry)  # of each file
 
@@ -120,14 +118,12 @@ class RunRecord:
         try:
             merged_catalog(info.catalog, None)
         except ValueError as error:
-            msg = f"{self.path} cannot hold these tables ({error}): rename it"
-            raise RunError(msg) from None
+            raise RunError(f"{self.path} cannot hold these tables ({error}): rename it") from None
         try:
             self._make_folders()
         except (FileExistsError, NotADirectoryError) as error:
-            msg = f"{error.filename} cannot be created, because it or one of its parents is a file: "
-            msg += "pass another run_dir"
-            raise RunError(msg) from None
+            msg = f"{error.filename} cannot be created, because it or one of its parents is a file: pass "
+            raise RunError(msg + "another run_dir") from None
         self._take()
         try:
             self._start(info)
@@ -166,8 +162,7 @@ class RunRecord:
             catalog = merged_catalog(info.catalog, earlier)
         except ValueError as error:
             if info.first_step:
-                msg = f"{self.path} has other tables ({error}): pass another run_dir"
-                raise RunError(msg) from None
+                raise RunError(f"{self.path} has other tables ({error}): pass another run_dir") from None
             catalog = merged_catalog(info.catalog, None)  # no step of the others is left
         content = {
             "format": FORMAT,
@@ -247,10 +242,8 @@ class RunRecord:
         if any([(table.fingerprints is not None) is not self._fingerprint for table in tables]):
             self.lost += 1
             here, run = ("no ", "with") if self._fingerprint else ("", "without")
-            msg = (
-                f"RunRecord: step {record.step} has {here}fingerprints, but the run was started {run} them; "
-            )
-            raise ValueError(msg + "start it with RunInfo(fingerprint=...) as its steps are")
+            msg = f"RunRecord: step {record.step} has {here}fingerprints, but the run was started {run} them"
+            raise ValueError(f"{msg}; start it with RunInfo(fingerprint=...) as its steps are")
         failed: Exception | None = None
         for name, table in record.tables.items():
             if table.kind.measure is not None and (problem := problem_of(table)):
