@@ -10,10 +10,12 @@ import math
 import time
 from dataclasses import replace
 from itertools import compress, zip_longest
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from gradiometer import distributed
+from gradiometer.distributed import RankError
 from gradiometer.monitor.merge_tables import TableMerger
 from gradiometer.recorder import StepRecord
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _SCALARS: Final = 256
 # bytes of tables in one window, at most
 _BYTES: Final = 1 << 24
+# tensors of a step of which ranks exchange fingerprints, at most, if copies differ
+_COMPARED: Final = 64
 
 
 class MergeWindow:
@@ -222,3 +226,37 @@ class MergeWindow:
 
 def _matrix(rows: list[list[float]], width: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(rows), width)
+
+
+def differing_copies(
+    ranks: Ranks, group: Any, found: Mapping[int, Sequence[str]], steps: Sequence[StepRecord]
+) -> dict[int, dict[str, str]]:
+    """Return which ranks are in the minority, by the index of the step and the name of the weight.
+
+    All ranks call this. ``found``: the result of `MergeWindow.diverged`. ``steps``: those of this rank.
+    """
+    if not found:
+        return {}
+    own = {str(index): steps[index].bits_of("weights", names[:_COMPARED]) for index, names in found.items()}
+    shared = distributed.share(own, group, ranks.timeout, "compare copies of weights")
+    return {
+        index: {
+            name: distributed.divergence_text(ranks, name, [each[str(index)].get(name) for each in shared])
+            for name in names[:_COMPARED]
+        }
+        | dict.fromkeys(names[_COMPARED:], "copies differ between ranks")
+        for index, names in found.items()
+    }
+
+
+def step_difference(ranks: Ranks, group: Any, steps: Sequence[StepRecord]) -> RankError:
+    """Return the error for ranks that are in different steps; all ranks call this with their own."""
+    numbers = distributed.share([step.step for step in steps], group)
+    rank = next((rank for rank, given in enumerate(numbers) if given != numbers[0]), 0)
+    pairs = zip(numbers[rank], numbers[0], strict=True)
+    there, here = next(((a, b) for a, b in pairs if a != b), (numbers[rank][0], numbers[0][0]))
+    first, other = ranks.global_ranks[0], ranks.global_ranks[rank]
+    return RankError(
+        f"rank {other} is in step {there}, but rank {first} is in step {here}: call advance() once per "
+        "step on every rank, and set the same monitor.step"
+    )
